@@ -1,4 +1,4 @@
-"""The control plane: what Python asks of the engine outside of a forward. The data plane is torch.ops.torch_mesh."""
+"""The control plane: Python's interface to the engine outside of forwards. The data plane is torch.ops.torch_mesh."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -8,25 +8,32 @@ import numpy.typing as npt
 from torch import Tensor
 from typing_extensions import Self
 
-torch_version: str  # of the torch this extension was built against
+torch_version: str  # the torch that this extension was built against
 
 def features() -> dict[str, str]:
-    """What was built in and what this machine has: 'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise),
-    'populate_read' (likewise, of mapped files), 'numa_nodes' (with memory for this process), 'numa_compute_nodes' (with processors for it too).
+    """Features of the build and of this machine.
+
+    'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise), 'populate_read' (likewise, of
+    mapped files), 'numa_nodes' (with memory for this process), 'numa_compute_nodes' (with CPUs for it too).
     """
 
 def record_bytes(format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool) -> int: ...
 def record_layout(
     format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool
 ) -> dict[str, int]:
-    """Bytes: 'bytes', and where things are (csrc/store/record.h): 'gate_up_offset', 'gate_up_block_bytes', 'gate_up_bias_offset', the
-    same of 'down', 'group_bytes' and 'scales_bytes'. Of bf16, whose blocks have no groups, the latter are a block's and 0; a bias
-    that is not there is at -1.
+    """Sizes and offsets of a record in bytes (csrc/store/record.h).
+
+    'bytes', 'gate_up_offset', 'gate_up_block_bytes', 'gate_up_bias_offset', the same of 'down', 'group_bytes' and
+    'scales_bytes'. The blocks of bf16 have no groups: 'group_bytes' is a block's and 'scales_bytes' 0. A missing bias
+    is at -1.
     """
 
 def calibration_order(format: str) -> tuple[int, int]:
-    """(streams, step): how ``torch.ops.torch_mesh.pack_calibrated`` goes through a format's inputs, those of one stream (k, k + streams ...) after
-    those of another, ``step`` of a stream together; a step of 0: it does not take the format."""
+    """(streams, step): the order in which ``torch.ops.torch_mesh.pack_calibrated`` codes a format's inputs.
+
+    Those of one stream (k, k + streams ...) come after those of another, ``step`` of a stream together. A step of 0:
+    the format is not supported.
+    """
 
 def tokens_per_chunk(
     format: str,
@@ -43,11 +50,11 @@ def tokens_per_chunk(
 MOST_THREADS: int  # of an engine
 LONGEST_TIMEOUT: float  # in seconds
 MOST_DECODE_ROWS: int  # a forward of a layer with more rows is prefill
-HEAD_DIM_STEP: int  # sizes of attention heads are its multiples
+HEAD_DIM_STEP: int  # head sizes are its multiples
 MOST_HEAD_DIM: int
 
 def linear_bytes(format: str, group_size: int, in_features: int, out_features: int) -> int:
-    """Bytes of what ``torch.ops.torch_mesh.pack_linear`` gives."""
+    """Bytes of a result of ``torch.ops.torch_mesh.pack_linear``."""
 
 def record_checksum(
     store_id: bytes, layer: int, expert: int, record: memoryview | bytes | npt.NDArray[np.uint8]
@@ -78,12 +85,12 @@ def replay(
     early_layers: int = 0,
     early_experts: int = 0,
 ) -> dict[str, Any]:
-    """Recorded routing through the pool's own core, see csrc/residency/replay.h; the fields of ReplayResult, ``hits`` and ``accesses_of``
-    int64 [tokens], ``seconds_of`` float64 [tokens].
+    """Replay recorded routing with the pool's own core, see csrc/residency/replay.h.
 
-    ``ids`` [tokens, layers, top_k], of experts that are elsewhere -1, behind all others; ``scores`` and ``lookahead`` [tokens, layers, experts],
-    ``sequences`` and ``forwards`` the first token of each.
-    Raises ValueError for ids out of range or doubled, and for options that make no sense.
+    Returns the fields of ReplayResult: ``hits`` and ``accesses_of`` int64 [tokens], ``seconds_of`` float64 [tokens].
+    ``ids`` [tokens, layers, top_k], -1 for experts of other ranks, behind all others; ``scores`` and ``lookahead``
+    [tokens, layers, experts]; ``sequences`` and ``forwards``: the first token of each. Raises ValueError for ids out of
+    range or repeated, and for invalid options.
     """
 
 def replay_ranks(
@@ -105,26 +112,28 @@ def replay_ranks(
     rest_seconds: float = 0.0,
     one_disk: bool = False,
 ) -> list[dict[str, Any]]:
-    """As ``replay``, of ranks that each have ``experts`` of a layer and ``slots``, and wait for each other after each layer: an answer for each.
+    """As ``replay``, for ranks that each have ``experts`` of a layer and ``slots``, and wait for each other after each
+    layer; a result for each.
 
-    ``ids`` [ranks, tokens, layers, top_k], ``scores`` and ``lookahead`` [ranks, tokens, layers, experts], by each rank's own numbers;
-    ``exchange_seconds`` [forwards, layers], what comes after the last rank has computed.
+    ``ids`` [ranks, tokens, layers, top_k], ``scores`` and ``lookahead`` [ranks, tokens, layers, experts], by each
+    rank's own numbers; ``exchange_seconds`` [forwards, layers], after the last rank has computed.
     """
 
 def cuda_driver() -> str:
-    """'CUDA driver 12.8', or why there is none that will do. Starts nothing on any device."""
+    """'CUDA driver 12.8', or why there is no usable one. Touches no device."""
 
 class Driver:
-    """Of one device, see csrc/gpu/driver.h: CUDA's, or in tests one in process (``torch_mesh._testing``), whose memory is the CPU's."""
+    """The driver of one device, see csrc/gpu/driver.h: CUDA's, or a simulated one in tests (``torch_mesh._testing``)
+    with CPU memory."""
 
 def open_cuda_driver(device: int) -> Driver:
-    """Raises DeviceError where there is none or it is too old, and for a device that does not exist."""
+    """Raises DeviceError for a missing or too old driver, and for a device that does not exist."""
 
 class HostShare:
-    """What of the layers that lie partly on a device the host computes, see csrc/gpu/host_share.h.
+    """The host's part of layers that are partly on a device, see csrc/gpu/host_share.h.
 
-    ``handle`` is of any layer of the pool. Streams are torch.cuda.Stream.cuda_stream, 0 the default one.
-    Raises DeviceError where the driver refuses a call, ForkedProcessError in a child of the process that made it.
+    ``handle`` may be that of any layer of the pool. Streams are torch.cuda.Stream.cuda_stream, 0 the default one.
+    Raises DeviceError if the driver refuses a call, ForkedProcessError in a forked child.
     """
 
     def __init__(self, handle: Tensor, driver: Driver) -> None: ...
@@ -139,41 +148,46 @@ class HostShare:
         sentinels: bool,
         stream: int,
     ) -> int:
-        """Begins behind what ``stream`` was given; returns a ticket to join by.
+        """Enqueue after the work of ``stream``; returns a ticket for ``join``.
 
-        Contiguous tensors, the caller's to keep until joined: x [tokens, hidden] bf16, fp16 or fp32, topk_ids int64 and topk_weights fp32
-        [tokens, k], table int32 [experts] (>= 0: the device's own), out fp32 [tokens, hidden]. Raises what an earlier host node failed with.
+        Tensors are contiguous and kept by the caller until joined: x [tokens, hidden] bf16, fp16 or fp32, topk_ids
+        int64 and topk_weights fp32 [tokens, k], table int32 [experts] (>= 0: on the device), out fp32 [tokens, hidden].
+        Raises a pending error of an earlier host node.
         """
 
     def join(self, ticket: int, stream: int) -> None:
-        """What ``stream`` is given from here on finds the host's sum in ``out``."""
+        """Later work of ``stream`` finds the host's sum in ``out``."""
 
     def wait(self, ticket: int) -> None:
-        """Waits for the node of one call and raises what it failed with, before 64 others have been submitted. ValueError for a captured call."""
+        """Wait for the node of one call and raise its error, before 64 others have been submitted. Raises ValueError
+        for a captured call."""
 
     def synchronize(self) -> None:
-        """Waits for the host nodes of calls that were not captured, then as ``check``."""
+        """Wait for the host nodes of calls that were not captured, then ``check``."""
 
     def check(self) -> None:
-        """Raises what a host node failed with, once."""
+        """Raise a pending error of a host node, once."""
 
     def set_capture_sizes(self, tokens: list[int], top_k: int) -> None: ...
     def capture_sizes(self) -> list[int]: ...
     def stats(self) -> dict[str, Any]:
-        """'calls', 'all_on_device', 'failed', 'bytes_down', 'bytes_up', 'node_seconds', 'waited_seconds', 'waited_calls'."""
+        """'calls', 'all_on_device', 'failed', 'bytes_down', 'bytes_up', 'node_seconds', 'waited_seconds',
+        'waited_calls'."""
 
     def reset_stats(self) -> None: ...
 
 class Turn:
-    """A context manager: a prompt's use of an Uplift's buffers. Entering waits for the prompt before."""
+    """A context manager: a prompt's use of an Uplift's buffers. Entering waits for the previous prompt."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
     def bring(self, layer: int, experts: list[int]) -> int:
-        """Sends up to ``batch`` distinct experts up; returns the buffer, 0 or 1, that ``stream`` finds them in, in their order."""
+        """Copy up to ``batch`` distinct experts up; returns the buffer, 0 or 1, in which ``stream`` finds them in
+        order."""
 
 class Uplift:
-    """The way up for experts without a slot on the device, see csrc/gpu/uplift.h. The buffers are uint8 [records, record bytes]."""
+    """Streams experts without a slot to the device, see csrc/gpu/uplift.h. The buffers are uint8 [records, record
+    bytes]."""
 
     def __init__(self, share: HostShare, first: Tensor, second: Tensor) -> None: ...
     @property
@@ -182,9 +196,10 @@ class Uplift:
     def turn(self, stream: int) -> Turn: ...
 
 class Mover:
-    """Moves experts between a device's slots and the pool, see csrc/gpu/mover.h. ``records`` uint8 [slots, record bytes], ``table`` int32 [layers, experts].
+    """Moves experts between a device's slots and the pool, see csrc/gpu/mover.h.
 
-    ``source`` is a handle of the pool whose records go up: the share's, or one of the same layers and experts in another format.
+    ``records`` uint8 [slots, record bytes], ``table`` int32 [layers, experts]. ``source`` is a handle of the pool with
+    the records for the device: the host share's, or one of the same layers and experts in another format.
     """
 
     def __init__(
@@ -202,17 +217,18 @@ class Mover:
     ) -> None: ...
     def step(self, stream: int) -> int: ...
     def move(self, up: list[int], down: list[int], stream: int) -> None:
-        """Experts as layer * experts + expert. Waits."""
+        """Move experts, numbered layer * experts + expert, and wait."""
 
     def slots_of(self) -> list[int]: ...
     def stats(self) -> dict[str, Any]:
         """'moved_up', 'batches', 'bytes_up', 'failed', 'last_failure' (an exception or None)."""
 
 def direct_io_alignment(path: str) -> int:
-    """Bytes that O_DIRECT on this file wants offsets and lengths to be multiples of; 0 if it reports none; -1 if O_DIRECT is refused."""
+    """The alignment in bytes that O_DIRECT needs on this file; 0 if unknown; -1 if O_DIRECT is refused."""
 
 class RawView(TypedDict):
-    """One matrix inside the pieces of a raw expert: element (r, c) is piece[offset + r*row_stride + c*column_stride], in elements."""
+    """One matrix inside the pieces of a raw expert: element (r, c) is piece[offset + r*row_stride + c*column_stride],
+    in elements."""
 
     piece: int
     offset: int
@@ -220,7 +236,7 @@ class RawView(TypedDict):
     column_stride: int
 
 class RawPlace(TypedDict):
-    """Where in the pieces of a raw expert something begins; bytes."""
+    """A position in the pieces of a raw expert; bytes."""
 
     piece: int
     offset: int
@@ -237,7 +253,8 @@ class RawZeros(RawPlace):
     bytes: int
 
 class RawCodes(RawPlace, total=False):
-    """One matrix in codes and scales, as ``torch_mesh.store.sources.layout.Codes`` says it; scales count rows from ``first_row`` before the matrix's."""
+    """One matrix in codes and scales, as in ``torch_mesh.store.sources.layout.Codes``; scales count rows from
+    ``first_row`` before the matrix's."""
 
     order: str
     flip: int
@@ -262,19 +279,20 @@ def pack_raw(
     gated: bool,
     bias: bool,
 ) -> bytearray:
-    """The record of an expert that a raw ``Source`` describes, of its pieces in memory. Raises ValueError for pieces that are too short, and for
-    scales and codes that the format cannot hold."""
+    """Pack the pieces of an expert of a raw ``Source`` into a record. Raises ValueError for pieces that are too short,
+    and for scales and codes that the format cannot hold."""
 
 class Source:
-    """Where records are. ``extents`` is int64 [layers, experts, pieces, 3] of (file, offset, bytes); ``checksums`` uint64 [layers, experts] or None.
+    """Where records are. ``extents`` is int64 [layers, experts, pieces, 3] of (file, offset, bytes); ``checksums``
+    uint64 [layers, experts] or None.
 
-    A raw source gives ``raw_dtype`` ('bf16', 'fp16', 'fp32'; of biases alone where weights are in codes) and
+    A raw source gives ``raw_dtype`` ('bf16', 'fp16', 'fp32'; of biases alone if weights are in codes) and
     ``raw_views``, each with keys among gate, up, down, gate_bias, up_bias, down_bias. ``raw_views_of`` is int64
-    [layers, experts], the index in ``raw_views`` of each expert's; None where all experts have the only one.
+    [layers, experts], the index in ``raw_views`` of each expert's; None if there is one for all.
 
-    A rank of several has those from ``first_expert`` on of the ``routed_experts`` among which routers choose, and counts them from 0;
-    checksums and errors have the model's numbers. 0: all of them.
-    Raises ValueError if an extent does not lie within its file.
+    A rank has the experts from ``first_expert`` on of the ``routed_experts`` that routers choose from, and counts them
+    from 0; checksums and errors have the model's numbers. 0: all of them. Raises ValueError for an extent outside of
+    its file.
     """
 
     def __init__(
@@ -291,10 +309,11 @@ class Source:
     ) -> None: ...
     @property
     def staging_bytes(self) -> int:
-        """Of the buffers that an engine's raw records are read into; 0 for a store."""
+        """Bytes of the buffers into which an engine reads raw records; 0 for a store."""
 
 class _DetailedStats(TypedDict):
-    """The phases' values are as those of ``Engine.stats``; ``experts`` has each field of ExpertStats as int64 [layers, experts]."""
+    """The phases' values are as those of ``Engine.stats``; ``experts`` has each field of ExpertStats as int64 [layers,
+    experts]."""
 
     none: dict[str, npt.NDArray[np.int64]]
     prefill: dict[str, npt.NDArray[np.int64]]
@@ -302,39 +321,42 @@ class _DetailedStats(TypedDict):
     experts: dict[str, npt.NDArray[np.int64]]
     prefetch_error: Exception | None
     slots: int  # now
-    kept: int  # experts that are never given up, now
+    kept: int  # pinned experts, now
     most_slots: int
     shrinks: int
     grows: int
-    resets: int  # times that all counts but this one were set to zero
+    resets: int  # times that the other counts were reset
 
 class Interpose:
-    """What stands between an engine's reader and what carries its reads out; tests make one (``torch_mesh._testing.faults``)."""
+    """Intercepts an engine's reads; tests make one (``torch_mesh._testing.faults``)."""
 
 class Lender:
-    """Lends the slots of an engine made with ``lendable`` to up to ``workers`` processes of this user, see csrc/residency/lending/lender.h.
+    """Lends the slots of an engine made with ``lendable`` to up to ``workers`` processes of this user, see
+    csrc/residency/lending/lender.h.
 
-    Raises ValueError for a path that is taken or too long, and for more workers than slots; ReadError where the system refuses the socket.
+    Raises ValueError for a path that is in use or too long, and for more workers than slots; ReadError if the system
+    refuses the socket.
     """
 
     def __init__(self, engine: Engine, path: str, workers: int) -> None: ...
     @property
     def workers(self) -> int:
-        """Connected now."""
+        """Connected workers."""
 
     @property
     def places(self) -> int:
-        """Slots that each of them may hold."""
+        """Slots that each worker may hold."""
 
     @property
     def refused(self) -> int:
-        """Connections that were ended for what they sent."""
+        """Connections that were ended for invalid requests."""
 
     def close(self) -> None:
-        """Closes the engine's pool and ends all loans. Idempotent."""
+        """Close the engine's pool and end all loans. Idempotent."""
 
 class Engine:
-    """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers * experts).
+    """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers
+    * experts).
 
     Raises TypeError for an option that is missing, of another type, or unknown.
     """
@@ -362,16 +384,15 @@ class Engine:
         prefill: str = "auto",  # or "window", "off", see csrc/residency/core/window.h
         source: Source | None,
         interpose: Interpose | None = None,
-        least_slots: int = 1,  # that resize() may leave
+        least_slots: int = 1,  # minimum for resize()
         profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,  # as of model_use()
         pins: float = 0.0,  # these three: see csrc/residency/core/kept.h
         early_layers: int = 0,
         early_experts: int = 0,
         elsewhere: list[bool] = [],  # of layers * experts: neither warmed nor pinned
-        fill_empty: bool = False,  # reads experts into empty slots while the disk is idle
-        lendable: bool = False,  # its slots lie in shared memory, for a Lender
-        lender: str
-        | None = None,  # a socket at which a Lender lends slots: as many as it gives, whatever ``slots`` says
+        fill_empty: bool = False,  # read experts into empty slots while the disk is idle
+        lendable: bool = False,  # slots in shared memory, for a Lender
+        lender: str | None = None,  # the socket of a Lender, which sets the number of slots
     ) -> None: ...
     @property
     def id(self) -> int: ...
@@ -385,43 +406,55 @@ class Engine:
         """Each field of LayerStats (csrc/residency/core/statistics.h) as int64 [layers], over all phases."""
 
     def totals(self) -> dict[str, int]:
-        """What ``stats`` counts, over all layers, and 'resets', at one moment: takes a hundredth of a millisecond."""
+        """The sums of ``stats`` over all layers, and 'resets', atomically: takes a hundredth of a millisecond."""
 
     def detailed_stats(self) -> _DetailedStats:
-        """All counts of one moment."""
+        """All counts, atomically."""
 
     def reset_stats(self) -> None: ...
     def warm_up(self) -> None:
-        """Begins to read what the profile names, where ``elsewhere`` named something; else that began when the engine was made."""
+        """Begin to read the profile's experts, if ``elsewhere`` was given; otherwise that began with the engine."""
 
     def model_use(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Tokens int64 [layers] and uses int64 [layers, experts] since the engine was made, on top of its profile; never reset."""
+        """Tokens int64 [layers] and uses int64 [layers, experts] since the engine was made, added to its profile; never
+        reset."""
 
     def forwards(self, layer: int) -> int:
-        """Forwards of a layer that have ended since the engine was made; ``reset_stats`` leaves it alone."""
+        """Ended forwards of a layer since the engine was made; not affected by ``reset_stats``."""
 
     def wait_for_forwards(self, layer: int, forwards: int, patience: float) -> bool:
-        """Waits, for ``patience`` seconds at most, until ``forwards(layer)`` has come that far; False if it has not, or at ``close``."""
+        """Wait at most ``patience`` seconds until ``forwards(layer)`` reaches ``forwards``; False if it has not, or at
+        ``close``."""
 
     def resize(self, slots: int) -> int:
-        """Keeps ``slots`` experts from now on while forwards go on, see Pool::resize in csrc/residency/pool.h; returns how many it keeps.
+        """Keep ``slots`` experts from now on, while forwards run, see Pool::resize in csrc/residency/pool.h; returns
+        the actual number.
 
-        Raises ValueError for a number outside of [least_slots, most_slots] and for an engine without a source, MemoryError if the
-        system has no memory to grow (the pool then keeps what it has), ReadTimeoutError when the I/O thread is stuck. Forwards and reads are not waited for.
+        Raises ValueError for a number outside of [least_slots, most_slots] and for an engine without a source,
+        MemoryError if there is no memory to grow (the pool then keeps its size), ReadTimeoutError if the I/O thread is
+        stuck. Does not wait for forwards and reads.
         """
 
     def pinned(self) -> int: ...
     def validate(self) -> None: ...
     def drain(self) -> None: ...
     def close(self, wait: bool = True) -> None:
-        """Refuses new forwards; with ``wait`` waits for those that run and for reads under way, without it for nothing. Idempotent.
+        """Refuse new forwards; with ``wait``, wait for running ones and for reads. Idempotent.
 
-        Raises ReadTimeoutError when either take longer than the time-out; they, and what frees the engine after them, go on. Raises
-        MemoryError where the system has no thread left to free it with.
+        Raises ReadTimeoutError if these exceed the time-out, while they and freeing the engine go on. Raises
+        MemoryError if no thread can be started to free it.
         """
 
     def describe_size(self) -> dict[str, int]:
-        """'slots' and 'slot_bytes' (what they take; of 'mapped_bytes', in the page cache) now, 'least_slots', 'most_slots', 'record_bytes', 'segment_slots' (memory goes and comes in so many)."""
+        """Sizes of the pool now and its limits.
+
+        'slots', 'slot_bytes' (their memory; of 'mapped_bytes', in the page cache), 'least_slots', 'most_slots',
+        'record_bytes', 'segment_slots' (the unit of growth).
+        """
 
     def describe(self) -> dict[str, object]:
-        """'slots' (now), 'most_slots', 'record_bytes', 'pool_bytes' (now), 'mapped_bytes' (in the page cache and not in those), 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes'."""
+        """A description of the engine.
+
+        'slots' (now), 'most_slots', 'record_bytes', 'pool_bytes' (now), 'mapped_bytes' (in the page cache, not in
+        those), 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes'.
+        """

@@ -5,10 +5,10 @@
 >>> model = AutoModelForCausalLM.from_pretrained(path, quantization_config=torch_mesh.MeshConfig(resident="8GiB"))
 >>> print(torch_mesh.stats(model))
 
-Importing the package registers its ops with torch and its checkpoints with transformers: at once where they are imported, or else as soon as
-they are. It imports neither itself until one of its names is used. Functions of transformers and PEFT are wrapped
-when the first patched model needs it. Only those that find a checkpoint's quantiser and map its names are wrapped
-on import. The wrappers pass on all calls for other models.
+Importing the package registers its ops with torch and its checkpoints with transformers, now or when these are
+imported. It imports neither until one of its names is used. Functions of transformers and PEFT are wrapped when a model
+is first patched, except for those that find a checkpoint's quantizer and map its names, which are wrapped on import.
+The wrappers pass on all calls for other models.
 """
 
 from __future__ import annotations
@@ -112,12 +112,12 @@ _WHERE = {
     "watch": "statistics.watch",
 }
 
-# `torch-mesh doctor` has to run where the extension does not, so the package itself imports without it; every name that
-# needs it raises the reason.
+# `torch-mesh doctor` has to run without the extension, so the package imports without it; every name that needs it
+# raises the reason.
 _unusable: ImportError | None = None
 
 _HOW_TO_BUILD = (
-    "Install the wheel of torch_mesh that is for it, or build one here: pip install --no-cache-dir torch_mesh-*.tar.gz, or `make "
+    "Install the torch_mesh wheel for it, or build one here: pip install --no-cache-dir torch_mesh-*.tar.gz, or `make "
     "build` in a checkout."
 )
 
@@ -127,8 +127,8 @@ def _minor(version: str) -> str:
 
 
 def _stated_torch() -> str | None:
-    """The minor version of torch that the installed package was built against, by its own version: 0.1.0+torch2.15."""
-    from importlib import metadata  # slow to import, and needed here alone
+    """The minor version of torch in the package's own version, such as 0.1.0+torch2.15."""
+    from importlib import metadata  # slow to import, and needed only here
 
     try:
         return metadata.version("torch_mesh").partition("+torch")[2] or None
@@ -137,7 +137,8 @@ def _stated_torch() -> str | None:
 
 
 def _load_extension() -> None:
-    """Import torch_mesh._C and register the ops, if it was built against the running torch: brgemm is no stable ABI."""
+    """Import torch_mesh._C and register the ops, if it was built against the running torch: brgemm has no stable
+    ABI."""
     import torch
 
     global _unusable
@@ -150,15 +151,15 @@ def _load_extension() -> None:
             importlib.import_module("torch_mesh.ops")
             return
     except Exception as error:  # noqa: BLE001  if it were raised here, torch itself could not be imported
-        # An extension for another torch may lack a symbol of this one.
+        # An extension for another torch may lack a symbol.
         built, cause = _stated_torch() or torch.__version__, error
     advice = _HOW_TO_BUILD
     if _is_of_checkout(cause):
         folder = os.path.dirname(os.path.abspath(__file__))
         reason = f"{folder} is torch_mesh's source folder, and has no extension"
         advice = (
-            "An installed torch_mesh is found where Python is started in another folder (cd elsewhere). "
-            f"To use this one build it in place: pip install -e {os.path.dirname(folder)}, or `make build`."
+            "Python found the sources of torch_mesh instead of an installed package: start it in another folder, or "
+            f"build in place: pip install -e {os.path.dirname(folder)}, or `make build`."
         )
     elif _minor(built) == _minor(torch.__version__):
         reason = f"torch_mesh's extension does not load with torch {torch.__version__}: {cause}"
@@ -169,7 +170,7 @@ def _load_extension() -> None:
 
 
 def _is_of_checkout(error: Exception | None) -> bool:
-    """Whether what is missing is a part that a build makes, of the sources that shadow an installed package."""
+    """Whether a part that builds make is missing, in sources that shadow an installed package."""
     missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(f"{__name__}.")
     return missing and os.path.exists(os.path.join(os.path.dirname(__file__), os.pardir, "setup.py"))
 
@@ -177,7 +178,7 @@ def _is_of_checkout(error: Exception | None) -> bool:
 def _register_with_transformers() -> None:
     from transformers.utils import logging as theirs
 
-    # What torch_mesh logs is shown where and from which level on transformers shows its own: set_verbosity_info(), TRANSFORMERS_VERBOSITY.
+    # torch_mesh's log messages follow transformers' settings: set_verbosity_info(), TRANSFORMERS_VERBOSITY.
     logging.getLogger(__name__).parent = theirs.get_logger()  # type: ignore[assignment]
     if _unusable is None:
         importlib.import_module("torch_mesh.patching.quantizer")
@@ -185,7 +186,7 @@ def _register_with_transformers() -> None:
 
 _torch = AfterImport(["torch"], ["torch"], _load_extension)
 _torch.watch()
-# All that opens a model, or a quantised config, or the config of a GGUF file, imports one of these.
+# Opening a model, a quantized config or the config of a GGUF file imports one of these.
 AfterImport(
     ["transformers.quantizers.auto", "transformers.integrations.gguf"],
     ["transformers", "torch_mesh"],
@@ -196,10 +197,10 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _WHERE or name == "_C":
-            # It loads the extension, or finds why it cannot be: of a checkout this does not find torch's libraries by itself.
+            # Loads the extension, or finds the error: a checkout's cannot find torch's libraries without it.
             import torch  # noqa: F401
 
-            _torch.act_if_due()  # where another thread had begun to import torch before torch_mesh was
+            _torch.act_if_due()  # another thread may have begun to import torch before torch_mesh
             if _unusable is not None:
                 raise ImportError(str(_unusable)) from _unusable
             if name == "_C":
@@ -211,8 +212,8 @@ if not TYPE_CHECKING:
             return importlib.import_module(f"{__name__}.{name}")
         if name == "_testing":
             raise ImportError(
-                "torch_mesh._testing, which tests and benchmarks need, is no part of a wheel: in the checkout, pip "
-                "install -e . or `make build-test`."
+                "torch_mesh._testing, for tests and benchmarks, is not part of a wheel: in the checkout, pip install "
+                "-e . or `make build-test`."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

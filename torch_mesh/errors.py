@@ -1,10 +1,10 @@
-"""Every exception that torch_mesh raises on purpose, apart from ``ValueError`` and ``TypeError`` for arguments."""
+"""Exceptions of torch_mesh, besides ``ValueError`` and ``TypeError`` for arguments."""
 
 from __future__ import annotations
 
 
 class MeshError(RuntimeError):
-    """Base class. ``layer``, ``expert``, ``file`` and ``offset`` say where, and are None where that is unknown."""
+    """Base class. ``layer``, ``expert``, ``file`` and ``offset`` locate the error, None where unknown."""
 
     layer: int | None = None
     expert: int | None = None
@@ -13,17 +13,17 @@ class MeshError(RuntimeError):
 
 
 class UnsupportedModelError(MeshError):
-    """The model or checkpoint is of a kind that torch_mesh cannot run; the message lists those it can."""
+    """The model or checkpoint is of an unsupported kind; the message lists supported ones."""
 
 
 class StoreError(MeshError):
-    """A store or checkpoint on disk is damaged, incomplete, or not what its manifest says."""
+    """A store or checkpoint on disk is damaged, incomplete, or does not match its manifest."""
 
 
 class HubError(MeshError):
-    """The Hugging Face hub does not give a model: it has none of that name, asks for a token, or cannot be reached.
+    """The Hugging Face hub does not provide a model: unknown name, missing token, or no connection.
 
-    ``__cause__`` is what the hub's own library raised.
+    ``__cause__`` is the error of the hub's own library.
     """
 
 
@@ -34,11 +34,11 @@ class ReadError(MeshError):
 
 
 class ChecksumError(MeshError):
-    """The bytes of an expert are not those that were stored, after a second read."""
+    """The bytes of an expert differ from those stored, after a second read."""
 
 
 class ReadTimeoutError(MeshError):
-    """A read or a wait for a slot took longer than the pool's time-out."""
+    """A read or a wait for a slot exceeded the pool's time-out."""
 
 
 class PoolClosedError(MeshError):
@@ -50,7 +50,7 @@ class ForkedProcessError(MeshError):
 
 
 class LostRankError(MeshError):
-    """Another rank of a model that is divided among processes has ended, or has not answered within the process group's time-out."""
+    """Another rank of a distributed model has ended, or has not answered within the process group's time-out."""
 
 
 class DeviceError(MeshError):

@@ -1,4 +1,4 @@
-"""The public path of ``supported_families``; how a model's experts are found is in ``models/families.py``."""
+"""The public path of ``supported_families``, which is in ``models/families.py``."""
 
 from .models.families import supported_families
 

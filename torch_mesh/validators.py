@@ -1,4 +1,4 @@
-"""What the fields of MeshConfig may be: in words, and as a check."""
+"""Allowed values of MeshConfig's fields: in words, and as checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-# Those of the extension, without which `torch-mesh doctor` has to run.
+# Equal to those of the extension, without which `torch-mesh doctor` has to run.
 MOST_THREADS = 1024
 LONGEST_TIMEOUT = 1e9  # seconds
 
@@ -19,11 +19,12 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?)\s*([a-z]*)", re.ASCII)
-_MAX_BYTES = 1 << 60  # sums of a few such sizes still fit the engine's 64 bits
+_MAX_BYTES = 1 << 60  # sums of a few such sizes fit the engine's 64 bits
 
 
 def parse_size(value: str | int, field: str) -> int:
-    """Bytes of a size such as ``"8GiB"``, ``"500 mb"`` or ``1 << 30``; ValueError names ``field`` and what is allowed."""
+    """Bytes of a size such as ``"8GiB"``, ``"500 mb"`` or ``1 << 30``. Raises ValueError, naming ``field`` and the
+    allowed values."""
     size = 0
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -44,7 +45,8 @@ def parse_size(value: str | int, field: str) -> int:
 
 @dataclass(frozen=True)
 class Values:
-    """``words`` for people; ``check(name, value)`` returns the value as a field has it, or raises ValueError about ``name``."""
+    """``words`` for the documentation; ``check(name, value)`` returns the field's value, or raises ValueError about
+    ``name``."""
 
     words: str
     check: Callable[[str, Any], Any]
@@ -115,7 +117,8 @@ def path(kind: str) -> Values:
         expanded = os.path.expanduser(os.fspath(value))
         if expanded.startswith("~"):
             raise ValueError(
-                f"{name}={value!r}: there is no home folder for that; give a path without ~, or one that begins with ./~"
+                f"{name}={value!r}: there is no home folder for that; give a path without ~, or one that begins with "
+                "./~"
             )
         return expanded
 
@@ -158,7 +161,8 @@ def threads(name: str, value: Any) -> str | int:
         raise ValueError(f"{name}={value!r} is not a number of threads: give a positive number or 'auto'.")
     if len(number) > 9 or int(number) > MOST_THREADS:
         raise ValueError(
-            f"{name}={value!r} is more than an engine takes: give 1 to {MOST_THREADS}, or 'auto' for as many as torch uses."
+            f"{name}={value!r} is more than an engine supports: give 1 to {MOST_THREADS}, or 'auto' for as many as "
+            "torch uses."
         )
     return int(number)
 
@@ -182,7 +186,7 @@ class _Mask(tuple[tuple[bool, ...], ...]):
 
 @partial(Values, 'a number of each layer, `"auto"`, or a bool mask [layers, experts]')
 def placed_experts(name: str, value: Any) -> str | int | tuple[tuple[bool, ...], ...]:
-    if isinstance(value, str) and value == "auto":  # a mask would compare element by element
+    if isinstance(value, str) and value == "auto":  # comparing a mask would be elementwise
         return value
     if isinstance(value, int | str) and (number := _whole(value)) is not None:
         return number
@@ -192,7 +196,8 @@ def placed_experts(name: str, value: Any) -> str | int | tuple[tuple[bool, ...],
         if same and all(isinstance(entry, bool) for row in rows for entry in row):
             return _Mask(map(tuple, rows))
     raise ValueError(
-        f"{name}={value!r} is unknown: give a number of experts of each layer, 'auto', or a bool mask [layers, experts]."
+        f"{name}={value!r} is unknown: give a number of experts of each layer, 'auto', or a bool mask [layers, "
+        "experts]."
     )
 
 
@@ -205,13 +210,13 @@ def streaming(name: str, value: Any) -> Any:
     if len(numbers) == 3 and all(number is not None and 0 <= number < float("inf") for number in numbers):
         return tuple(numbers)
     raise ValueError(
-        f"{name}={value!r} is unknown: give 'auto', 'off', or three numbers of seconds: to copy an expert to the GPU, for the CPU "
-        "to compute a row of one, and for what an expert takes it beside its rows."
+        f"{name}={value!r} is unknown: give 'auto', 'off', or three numbers of seconds: to copy an expert to the GPU, "
+        "to compute one more row of it on the CPU, and for an expert on the CPU excluding its rows."
     )
 
 
 def shown(value: Any) -> str:
-    """A value in the reference, as Python would take it."""
+    """A value in the reference, in Python's syntax."""
     if value is None:
         return "none"
     return f'`"{value}"`' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)

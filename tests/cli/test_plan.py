@@ -251,7 +251,7 @@ def test_what_a_card_cannot_take_is_named(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_its_memory_has_to_be_said(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(store), *GIVEN, "--gpu-experts", "auto"]) != 0
-    assert "--gpu-memory 24GiB says" in " ".join(capsys.readouterr().err.split())
+    assert "--gpu-memory 24GiB" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_to_expect_rises_with_what_is_resident() -> None:

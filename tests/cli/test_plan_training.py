@@ -127,11 +127,11 @@ def test_its_table_and_what_is_refused(
     assert main(["plan", str(mesh_tiny), "--train", "--targets", "query_proj", *GIVEN]) == 2
     assert "query_proj: no module or parameter of Qwen3MoeForCausalLM" in capsys.readouterr().err
     for arguments, message in (
-        (["--lora-rank", "4"], "--lora-rank is of training: give --train"),
-        (["--gradient-checkpointing"], "--gradient-checkpointing is of training"),
-        (["--train", "--hit-rate", "0.5"], "--hit-rate is of generating"),
+        (["--lora-rank", "4"], "--lora-rank is for training: give --train"),
+        (["--gradient-checkpointing"], "--gradient-checkpointing is for training"),
+        (["--train", "--hit-rate", "0.5"], "--hit-rate is for generating"),
     ):
         assert main(["plan", str(mesh_tiny), *arguments, *GIVEN]) == 2
         assert message in capsys.readouterr().err
     assert main(["plan", str(mesh_tiny), "--train", "--fallback", "int4", *GIVEN]) == 2
-    assert "know no adapters" in capsys.readouterr().err
+    assert "do not support adapters" in capsys.readouterr().err

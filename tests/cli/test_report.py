@@ -128,11 +128,11 @@ def test_lines_that_are_cut_short_are_left_out(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "holds no line of statistics"),
-        ("\n\n", "holds no line of statistics"),
+        ("", "has no line of statistics"),
+        ("\n\n", "has no line of statistics"),
         ("hello\n", "line 1: not JSON"),
         ("\x00\xff" * 100, "line 1: not JSON"),
-        ("[1]\n", "line 1: no line of statistics, but a JSON list"),
+        ("[1]\n", "line 1: not a line of statistics, but a JSON list"),
         ('{"a": 1}\n', "its time is None"),
         ('{"time": 1, "forward": -1}\n', "its forward is -1"),
         ('{"time": 1, "forward": 1}\n', "it has no per_layer"),

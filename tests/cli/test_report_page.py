@@ -166,7 +166,7 @@ def test_what_no_line_has_is_refused(
     tmp_path: Path, rng: np.random.Generator, spoilt: dict[str, Any], said: str
 ) -> None:
     file = write(tmp_path / "s.jsonl", [line(1, rng), line(2, rng, **spoilt)])
-    with pytest.raises(MeshError, match=f"line 2: no line of statistics, {said}"):
+    with pytest.raises(MeshError, match=f"line 2: not a line of statistics, {said}"):
         read_report(file)
 
 
@@ -227,7 +227,7 @@ def test_a_line_that_is_refused_keeps_its_number(tmp_path: Path, rng: np.random.
     file = write(tmp_path / "s.jsonl", [line(1, rng), {"a": 1}])
     growing = StatsFile(file)
     for _ in range(3):
-        with pytest.raises(MeshError, match="line 2: no line of statistics"):
+        with pytest.raises(MeshError, match="line 2: not a line of statistics"):
             growing.report(7, growing=True)
 
 

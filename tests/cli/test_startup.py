@@ -147,7 +147,7 @@ except ImportError as error:
     said = f"{tmp_path / 'torch_mesh'} is torch_mesh's source folder, and has no extension"
     assert len(lines) == 3 and all(line.startswith(said) for line in (*lines[:2], done.stderr[len("torch-mesh: ") :]))
     assert f"pip install -e {tmp_path}" in lines[0] and "another folder" in lines[0]
-    assert "no part of a wheel" in lines[2] and "pip install -e ." in lines[2]
+    assert "not part of a wheel" in lines[2] and "pip install -e ." in lines[2]
 
 
 def test_python_runs_the_command_as_a_module() -> None:

@@ -231,7 +231,7 @@ def test_models_that_cannot_draft_are_refused() -> None:
         (TINY_MODELS["Qwen3NextExperts"].build(), "linear attention"),
         (
             XLNetLMHeadModel(XLNetConfig(vocab_size=32, d_model=16, n_layer=1, n_head=2, d_inner=16)),
-            "its cache is its own",
+            "it has a cache of its own",
         ),
     ):
         with pytest.raises(ValueError, match=f"cannot draft: .*{why}.*smaller causal language model"):

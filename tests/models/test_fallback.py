@@ -86,7 +86,7 @@ def test_generation_is_counted_and_shown(open_model: OpenModel) -> None:
         assert sum(layer.experts.accesses) == layer.accesses
     assert (
         stats.lossy == "fallback=int4"
-        and f"{stats.stand_ins} of {stats.accesses} accesses were to stand-ins" in str(stats)
+        and f"{stats.stand_ins} of {stats.accesses} accesses were to fallback experts" in str(stats)
     )
     table = json.loads(json.dumps(stats.to_dict()))
     assert (table["lossy"], table["decode"]["stand_ins"]) == ("fallback=int4", stats.stand_ins)

@@ -282,7 +282,7 @@ def test_heads_that_have_no_room_are_refused(folder: Path, loads: list[Any], mon
 def test_a_model_that_is_divided_among_ranks_has_no_heads(folder: Path, loads: list[Any]) -> None:
     model = _patched(folder)
     model.config.distributed_config = {"tp_size": 2, "ep_size": 2}
-    with pytest.raises(UnsupportedModelError, match="divided among processes, whose clocks .* Leave use_mtp out"):
+    with pytest.raises(UnsupportedModelError, match="distributed among processes, whose clocks .* Leave use_mtp out"):
         _generate(model, use_mtp=True)
     assert not loads
 

@@ -794,9 +794,9 @@ def test_calls_that_cannot_be_are_refused(options: dict[str, Any], message: str)
 
 def test_models_and_caches_that_cannot_go_back_are_refused() -> None:
     model = TINY_MODELS[NEXT].build()
-    with pytest.raises(ValueError, match="linear attention goes back in dynamic caches alone"):
+    with pytest.raises(ValueError, match="linear attention can be rewound in dynamic caches only"):
         _generate(model, _inputs(9), cache_implementation="static", custom_generate=torch_mesh.speculate())
-    for name, message in (("ZayaExperts", "keys and a state"), ("DeepseekV4Experts", "of a kind that does not")):
+    for name, message in (("ZayaExperts", "keys and a state"), ("DeepseekV4Experts", "which cannot be rewound")):
         model = TINY_MODELS[name].build()
         with pytest.raises(ValueError, match=message):
             _generate(model, _inputs(9), custom_generate=torch_mesh.speculate())

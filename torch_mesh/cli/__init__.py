@@ -1,4 +1,5 @@
-"""The command ``torch-mesh``. Each command is a module of this package with ``add_arguments(parser)``, which sets ``run``."""
+"""The command ``torch-mesh``. Each subcommand is a module of this package with ``add_arguments(parser)``, which sets
+``run``."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import torch_mesh
 from torch_mesh.errors import MeshError
 from torch_mesh.version import __version__
 
-# What each does stands here and not in its module: whoever asks for help, or for the version, waits for no import.
+# Descriptions are here instead of in the modules, so that --help and --version import nothing.
 COMMANDS = {
     "convert": "convert a checkpoint to a store, whose experts are read fastest",
     "merge": "make a store of a model with an adapter merged into it",
@@ -45,7 +46,7 @@ _WITHOUT_EXTENSION = ("doctor", "inspect")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
     given = sys.argv[1:] if arguments is None else arguments
     parsed = argparse.Namespace(debug="--debug" in given)
     try:
@@ -62,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Command(argparse.ArgumentParser):
-    """Shows its own usage for an option that it does not know, where argparse would show that of all commands.
+    """Shows the subcommand's own usage for an unknown option, where argparse would show that of all commands.
 
-    Options cannot be abbreviated: a new option would change what an abbreviation means.
+    Options cannot be abbreviated: a new option would change the meaning of an abbreviation.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,11 +93,12 @@ class _PrintCompletion(argparse.Action):
 
 
 def _parser(given: Collection[str]) -> argparse.ArgumentParser:
-    """Of all commands, with the options of the one that is given, or of all of them for ``COMMANDS``."""
+    """The parser of all commands, with options of the given one only, or of all for ``COMMANDS``."""
     parser = argparse.ArgumentParser(
         prog="torch-mesh",
         description="Mixture-of-Experts models with their experts on NVMe.",
-        epilog="Status: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C. Some commands also use 1 for a "
+        epilog="Status: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C. Some commands also use 1 "
+        "for a "
         "result, as their help says.",
     )
     parser.add_argument("--version", action="version", version=f"torch-mesh {__version__}")
@@ -119,7 +121,7 @@ def _parser(given: Collection[str]) -> argparse.ArgumentParser:
 
 
 def _load(name: str) -> ModuleType:
-    """The module of a command. ImportError says what is to be done where the extension does not load."""
+    """The module of a command. ImportError has advice if the extension does not load."""
     if name not in _WITHOUT_EXTENSION:
         import torch  # noqa: F401  which loads the extension, or finds why it cannot be
 
@@ -129,7 +131,7 @@ def _load(name: str) -> ModuleType:
 
 
 def _said(error: OSError) -> str:
-    """Of a file, its name first, as in all errors of torch_mesh's own."""
+    """The message of an OSError, its file first, as in torch_mesh's own errors."""
     if error.filename is None or error.strerror is None:
         return error.strerror or str(error)
     names = (os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None)

@@ -1,4 +1,4 @@
-"""``torch-mesh bench``: what a model reaches here, beside the machine's limits and what ``plan`` foretells."""
+"""``torch-mesh bench``: the measured speed of a model, beside the machine's limits and the prediction of ``plan``."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures and prints; returns the exit code."""
-    # Here, so that `torch-mesh doctor` runs where the extension does not.
+    """Measure and print; return the exit code."""
+    # Late imports: `torch-mesh doctor` has to run without the extension.
     from torch_mesh.planning.bench import default_text, measure
 
     config = given_config(arguments)

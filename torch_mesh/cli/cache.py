@@ -1,4 +1,4 @@
-"""``torch-mesh cache``: the stores that were made where none was named."""
+"""``torch-mesh cache``: list and prune the conversion cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_mesh.errors import MeshError
 from torch_mesh.store.cached_stores import CachedStore, cached_stores, remove
 from torch_mesh.store.disk_cache import cache_folder
 
-_OTHER_COLUMNS = 48  # characters, at least, that a table has beside the names of stores
+_OTHER_COLUMNS = 48  # minimum width of a table's other columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +47,13 @@ def _add(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    """Prints them; returns the exit code."""
+    """Print the stores; return the exit code."""
     stores = cached_stores()
     if arguments.json:
         rows = [{"name": each.name, "bytes": each.bytes, "used": each.used, "about": each.about} for each in stores]
         print(json.dumps({"folder": str(cache_folder()), "stores": rows}))
         return 0
-    name = Column("name", no_wrap=True)  # which `cache rm` takes
+    name = Column("name", no_wrap=True)  # an argument of `cache rm`
     table = Table(name, "bytes", "days since used", "holds", title=str(cache_folder()), title_justify="left")
     for each in stores:
         table.add_row(each.name, format_bytes(each.bytes), f"{each.days:.0f}", each.about)
@@ -65,7 +65,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _remove(arguments: argparse.Namespace) -> int:
-    """Removes those that were named, all or none; returns the exit code."""
+    """Remove the named stores, all or none; return the exit code."""
     stores = {each.name: each for each in cached_stores()}
     if unknown := [name for name in arguments.names if name not in stores]:
         there = ", ".join(stores) or "none"
@@ -74,7 +74,7 @@ def _remove(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    """Removes what nobody wants; returns the exit code."""
+    """Remove unused stores; return the exit code."""
     old = [each for each in cached_stores() if each.leftover or each.days > arguments.days]
     return _give_up(old, arguments.dry_run)
 
@@ -85,7 +85,7 @@ def _give_up(stores: Iterable[CachedStore], dry_run: bool = False) -> int:
         try:
             if not dry_run:
                 remove(each)
-        except (MeshError, OSError) as error:  # such as one that is being written: the others go all the same
+        except (MeshError, OSError) as error:  # such as one that is being written: go on with the others
             print(f"torch-mesh: {error}", file=sys.stderr)
             stayed += 1
             continue

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talks until !exit; returns the exit code."""
+    """Chat until !exit; return the exit code."""
     from transformers.cli.chat import Chat, parse_generate_flags
 
     from torch_mesh.serving.server import Server
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         Server(arguments.model, config, arguments.keep_keys, options, must_chat=True) as server,
         contextlib.suppress(EOFError),
     ):
-        Chat(  # which knows no end of its input
+        Chat(  # ends at !exit only
             server.model,
             server.address,
             arguments.flags,
@@ -62,9 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _reach_loopback() -> Iterator[None]:
-    """Let the client that transformers chat makes reach the server of this process.
+    """Let the client of transformers chat reach the server of this process.
 
-    The client is the Hugging Face hub's. It refuses every address when HF_HUB_OFFLINE is set, and follows the proxy of the environment.
+    The client is the Hugging Face hub's, which refuses every address under HF_HUB_OFFLINE and follows the environment's
+    proxy.
     """
     from huggingface_hub import get_async_session, set_async_client_factory
 
@@ -75,7 +76,7 @@ def _reach_loopback() -> Iterator[None]:
     given = get_async_session()
     hooks = {event: list(found) for event, found in given.event_hooks.items()}
     hooks["request"] = [_except_loopback(hook) for hook in hooks.get("request", ())]
-    # Stays for the rest of the process: the hub has no way to ask which factory was there before.
+    # For the rest of the process: the hub cannot tell which factory was set before.
     set_async_client_factory(lambda: type(given)(event_hooks=hooks, follow_redirects=True, timeout=None))
     try:
         yield
@@ -96,7 +97,7 @@ def _except_loopback(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _check_flags(flags: Sequence[str], parse: Callable[[list[str]], dict[str, Any]]) -> None:
-    """Before the model is opened; transformers looks at them when it is."""
+    """Check before the model is opened; transformers would after that."""
     from transformers import GenerationConfig
 
     from torch_mesh.serving.generation import check_options
@@ -111,7 +112,7 @@ def _check_flags(flags: Sequence[str], parse: Callable[[list[str]], dict[str, An
     try:
         options = parse(list(flags))
         check_options(options)
-        for name in ("num_beams", "num_return_sequences"):  # transformers' answer would be an error, to each turn
+        for name in ("num_beams", "num_return_sequences"):  # transformers would answer each turn with an error
             if options.get(name) not in (None, 1):
                 raise ValueError(f"{name} is {options[name]!r}: a chat shows one answer as it is made; give 1.")
         GenerationConfig(**options).validate()

@@ -1,4 +1,4 @@
-"""``torch-mesh convert``: a checkpoint becomes a store."""
+"""``torch-mesh convert``: convert a checkpoint to a store."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Converts; returns the exit code."""
+    """Convert; return the exit code."""
     if arguments.calibrate is None and arguments.calibrate_tokens is not None:
-        raise ValueError("--calibrate-tokens is of a text: give --calibrate TEXT with it")
+        raise ValueError("--calibrate-tokens needs a text: give --calibrate TEXT with it")
     calibrate = None
     if arguments.calibrate is not None:
-        from torch_mesh.calibration.packing import on_text  # which brings transformers
+        from torch_mesh.calibration.packing import on_text  # late: imports transformers
 
         calibrate = on_text(arguments.calibrate, arguments.calibrate_tokens or CALIBRATE_TOKENS)
     folder = local_folder(arguments.source, revision=arguments.revision, token=arguments.token)

@@ -1,4 +1,4 @@
-"""``torch-mesh doctor``: what this machine offers, what that means for torch_mesh, and what to change."""
+"""``torch-mesh doctor``: what this machine offers to torch_mesh, and what to change."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from ..system.timing import memory_speed
 
 Status = Literal["ok", "limited", "missing"]
 
-# Room for the int4 store of a model of 30 billion parameters.
+# For the int4 store of a model of 30 billion parameters.
 _COMFORTABLE_DISK_BYTES = 20 * 10**9
-# A pool worth having beside the rest of a model.
+# A useful pool beside the rest of a model.
 _COMFORTABLE_MEMORY_BYTES = 2 * 10**9
 _STATUS_STYLE = {"ok": "green", "limited": "yellow", "missing": "red"}
 _CAP_IPC_LOCK = 14  # linux/capability.h
@@ -46,9 +46,9 @@ _RAISE_MEMLOCK = "ulimit -l unlimited (LimitMEMLOCK=infinity in systemd, --ulimi
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. ``advice`` is empty where nothing needs to change.
+    """One check. ``advice`` is empty if nothing needs to change.
 
-    ``required`` things that are ``missing`` make torch_mesh unusable; everything else only costs speed or a feature.
+    ``required`` features that are ``missing`` make torch_mesh unusable; others only cost speed or a feature.
     """
 
     name: str
@@ -63,10 +63,10 @@ class Finding:
 
 
 def report(folder: Path | None) -> list[Finding]:
-    """Looks at everything. ``folder`` is where stores lie or will lie, the cache folder for None; it need not exist.
+    """Run all checks. ``folder`` holds the stores, None for the cache folder; it need not exist.
 
-    Never raises for what the machine lacks: that is what the findings are for. What only the extension can tell is
-    left out where it does not import, and its own finding says so.
+    Never raises for what the machine lacks. Checks that need the extension are left out if it does not import, which is
+    a finding.
     """
     extension, engine = _extension()
     findings = [_requirements(), extension, _quantised_checkpoints()]
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; returns the exit code."""
+    """Print the report; return the exit code."""
     findings = report(arguments.folder)
     usable = not any(finding.fatal for finding in findings)
     if arguments.json:
@@ -116,7 +116,7 @@ def _print_table(findings: list[Finding], usable: bool) -> None:
     console.print(table)
     if advised := [finding for finding in findings if finding.advice]:
         console.print("What to change:")
-    for finding in advised:  # a line each, whatever the terminal's width: a cell would cut commands in two
+    for finding in advised:  # outside of the table, whose cells would wrap commands
         console.print(f"  {finding.name}: {finding.advice}", markup=False, highlight=False, soft_wrap=True)
     if not usable:
         console.print("[red]torch_mesh cannot work here until what is missing above is there.[/]")
@@ -174,7 +174,7 @@ def _extension() -> tuple[Finding, ModuleType | None]:
 def _engine_features(engine: ModuleType, folder: Path | None) -> list[Finding]:
     try:
         features = engine.features()
-    except ValueError as error:  # an instruction set that does not exist or that this processor lacks
+    except ValueError as error:  # an unknown or unsupported instruction set
         advice = f"unset TORCH_MESH_ISA, which is {os.environ.get('TORCH_MESH_ISA', '')!r}"
         return [Finding("instruction sets", "missing", str(error), advice, required=True)]
     return [
@@ -236,7 +236,7 @@ def _direct_io(alignment_of: Callable[[str], int], folder: Path) -> Finding:
 
 
 def _file_system(path: Path) -> str:
-    """Type of the file system that holds ``path``, by the longest mount point above it."""
+    """Type of the file system of ``path``, by the longest mount point above it."""
     resolved = path.resolve()
     try:
         partitions = psutil.disk_partitions(all=True)
@@ -257,7 +257,7 @@ def _instruction_sets(chosen: str, available: list[str]) -> Finding:
 
 
 def _bf16_products() -> Finding:
-    """What ``dense="auto"`` goes by; imported here, since the extension may be missing."""
+    """The criterion of ``dense="auto"``; imported here, since the extension may be missing."""
     from torch_mesh.formats import FORMATS
     from torch_mesh.modules.dense import torch_emulates_bf16
 
@@ -315,7 +315,7 @@ def _memlock() -> Finding:
 
 
 def _locks_without_limit() -> bool:
-    """Whether the process has CAP_IPC_LOCK in the first user namespace, the only one in which it lifts the limit."""
+    """Whether the process has CAP_IPC_LOCK in the initial user namespace, the only one in which it lifts the limit."""
     status = _read("/proc/self/status") or ""
     effective = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
     all_users = (_read("/proc/self/uid_map") or "").split() == ["0", "0", str(2**32 - 1)]
@@ -323,9 +323,9 @@ def _locks_without_limit() -> bool:
 
 
 def _gpu(driver: str) -> Finding:
-    """What gpu.experts needs: a driver, a CUDA build of torch, a card of compute capability 8.0, Triton.
+    """What gpu.experts needs: a driver, a CUDA build of torch, a GPU of compute capability 8.0, Triton.
 
-    ``driver`` is what the engine says of it, which needs its streams, events, copies and host functions.
+    ``driver`` is the engine's description of it.
     """
     if not re.match(r"CUDA driver \d", driver):
         return Finding("GPU", "missing", f"{driver}; everything runs on the CPU")
@@ -362,7 +362,7 @@ def _memory() -> Finding:
         found = f"{error.filename}: {error.strerror}"
         return Finding("memory", "limited", found, "let the sandbox read it, or name a MeshConfig(resident=...)")
     found = f"{format_bytes(available)} of {format_bytes(machine.total)} can be taken"
-    # What the machine has free moves a little between two looks at it.
+    # Free memory varies a little between two reads.
     if available < 0.9 * machine.available:
         found += f"; a memory cgroup holds back {format_bytes(machine.available - available)} that the machine has free"
         return Finding(
@@ -396,7 +396,7 @@ def _existing_ancestor(folder: Path) -> Path:
 
 
 def _read(path: str) -> str | None:
-    """The text of a file of the kernel's; None where there is no such file."""
+    """The text of a kernel file; None if it does not exist."""
     try:
         return Path(path).read_text()
     except OSError:

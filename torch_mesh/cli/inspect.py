@@ -1,4 +1,4 @@
-"""``torch-mesh inspect``: what a store or a checkpoint holds, and whether a store is sound."""
+"""``torch-mesh inspect``: describe a store or a checkpoint, and verify a store."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _print_table(held: dict[str, Any]) -> None:
 def _activation(given: str | list[str] | None) -> str:
     if given is None or isinstance(given, str):
         return given or "of its module"
-    return " or ".join(dict.fromkeys(given))  # of a layer
+    return " or ".join(dict.fromkeys(given))  # one per layer
 
 
 def _span(modules: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""``torch-mesh merge``: a base and an adapter become a store."""
+"""``torch-mesh merge``: merge an adapter into a base, as a new store."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merges; returns the exit code."""
-    from torch_mesh.adapters.merging import merge  # which needs PEFT
+    """Merge; return the exit code."""
+    from torch_mesh.adapters.merging import merge  # late: needs PEFT
 
     with naming_force(), progress_bar("merged store") as progress:
         written = merge(

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options of several commands."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from torch_mesh.validators import parse_size, shown
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = FIELDS) -> None:
-    """An option for each field of MeshConfig, or for those of ``names``: ``--group-size``, ``--gpu-experts``."""
-    group = parser.add_argument_group(
-        "how the model is opened", "fields of MeshConfig, of which docs/config.md says more"
-    )
+    """Add an option for each field of MeshConfig, or for those in ``names``: ``--group-size``, ``--gpu-experts``."""
+    group = parser.add_argument_group("how the model is opened", "fields of MeshConfig; see docs/config.md")
     for name in names:
         field = FIELDS[name]
         about = without_links(field.sentence).split(". ")[0].rstrip(".")
@@ -22,7 +20,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, names: Iterable[str] =
 
 
 def given_config(arguments: argparse.Namespace) -> MeshConfig:
-    """The fields that were given; ValueError for a value that is not allowed."""
+    """The given fields. Raises ValueError for an invalid value."""
     given = {name: value for name in FIELDS if (value := getattr(arguments, name, None)) is not None}
     return MeshConfig.from_dict({name: FIELDS[name].values.check(_option(name), given[name]) for name in given})
 
@@ -32,7 +30,7 @@ def _option(name: str) -> str:
 
 
 def positive(text: str) -> int:
-    """The ``type`` of an option that counts something."""
+    """The ``type`` of a count."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
@@ -47,5 +45,5 @@ def size(text: str) -> int:
 
 
 def size_or_zero(text: str) -> int:
-    """The ``type`` of an option such as ``--keep-keys``, where 0 is none."""
+    """The ``type`` of an option such as ``--keep-keys``, where 0 means none."""
     return 0 if text.strip() == "0" else size(text)

@@ -1,4 +1,4 @@
-"""``torch-mesh plan``: what a model will need and reach, before it is loaded."""
+"""``torch-mesh plan``: memory and speed of a model, before it is loaded."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan; returns the exit code."""
-    # Here, so that `torch-mesh doctor` runs where the extension does not.
+    """Print the plan; return the exit code."""
+    # Late imports: `torch-mesh doctor` has to run without the extension.
     from torch_mesh.planning.formats import why_no_choice
     from torch_mesh.planning.machine import measure_formats, measure_speeds
     from torch_mesh.planning.plan import plan
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with outline_folder(arguments.model) as (folder, present):
         sizes = find_sizes(folder, config)
-        if not present:  # there is nothing to read
+        if not present:  # nothing to read
             sizes = dataclasses.replace(sizes, files=())
         speeds = measure_speeds(sizes, config, disk=arguments.disk_speed, memory=arguments.memory_speed)
         rates = {"hit_rate": arguments.hit_rate, "overlap": arguments.overlap}
@@ -169,16 +169,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_training(arguments: argparse.Namespace) -> None:
     if arguments.train and arguments.ranks > 1:
         raise ValueError(
-            "--train plans one process: leave --ranks out. Each of several ranks takes as much for adapters, gradients and moments, and less for experts."
+            "--train plans one process: leave --ranks out. Each of several ranks takes as much for adapters, "
+            "gradients and moments, and less for experts."
         )
     others = (
         ("hit_rate", "overlap") if arguments.train else ("lora_rank", "tokens", "targets", "gradient_checkpointing")
     )
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) not in (None, False)]
     if given and arguments.train:
-        raise ValueError(f"{given[0]} is of generating, and a step of training reads all that it uses: leave it out")
+        raise ValueError(f"{given[0]} is for generating, but a training step reads all that it uses: leave it out")
     if given:
-        raise ValueError(f"{given[0]} is of training: give --train too")
+        raise ValueError(f"{given[0]} is for training: give --train too")
 
 
 def _training(
@@ -188,7 +189,7 @@ def _training(
     from torch_mesh.planning.training import plan_training
 
     if config.gpu.experts != 0 or config.lossy.fallback != "none":
-        raise ValueError("--train: experts on a card and lossy.fallback know no adapters. Leave them out.")
+        raise ValueError("--train: experts on a GPU and lossy.fallback do not support adapters: leave them out.")
     return plan_training(
         folder,
         config,
@@ -204,14 +205,15 @@ def _training(
 
 
 def _card(given: int | None) -> tuple[int, int]:
-    """Free and all bytes."""
+    """Free and total bytes."""
     if given is not None:
         return given - _CUDA_ITSELF, given
     import torch
 
     if not torch.cuda.is_available():
         raise ValueError(
-            "--gpu-experts: torch sees no CUDA device here; --gpu-memory 24GiB says what a card has that is elsewhere."
+            "--gpu-experts: torch sees no CUDA device here; give the memory of another machine's GPU with "
+            "--gpu-memory 24GiB."
         )
     return torch.cuda.mem_get_info()
 
@@ -224,7 +226,8 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
         ranks = planned.ranks
         table.add_row(
             "ranks",
-            f"{ranks.ranks}; what follows is of one of them. Of a token's {shape.top_k} experts, drawn at random, {ranks.busiest:.1f} are on the busiest",
+            f"{ranks.ranks}; what follows is of one of them. Of a token's {shape.top_k} experts, drawn at random, "
+            f"{ranks.busiest:.1f} are on the busiest",
         )
     group = f", groups of {sizes.group_size}" if sizes.group_size else ""
     table.add_row(
@@ -245,7 +248,7 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
     if planned.margin_bytes is not None:
         table.add_row("margin", f"{format_bytes(planned.margin_bytes)}, which resident=auto leaves free")
     if planned.slots is not None and planned.pool_bytes is not None:
-        fallback_slots = f" and {planned.fallback_slots} stand-ins" if planned.fallback_slots else ""
+        fallback_slots = f" and {planned.fallback_slots} fallback experts" if planned.fallback_slots else ""
         share = (
             f"{planned.slots} experts, {planned.slots / every:.1%}{fallback_slots}, {format_bytes(planned.pool_bytes)}"
         )
@@ -270,7 +273,7 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
         table.add_row(
             "speeds",
             f"disk {format_bytes(int(speeds.disk))}/s, experts {format_bytes(int(speeds.experts))}/s, the rest "
-            f"{format_bytes(int(speeds.dense))}/s, {speeds.layer_seconds * 1e3:.2f} ms a layer besides",
+            f"{format_bytes(int(speeds.dense))}/s, {speeds.layer_seconds * 1e3:.2f} ms overhead per layer",
         )
     if training is None and planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
         low, high = planned.tokens_per_second_range
@@ -336,7 +339,8 @@ def _add_training(table: Table, training: TrainingPlan) -> None:
         low, high = training.step_seconds
         table.add_row(
             "seconds of a step",
-            f"{low:.2g} to {high:.2g}: {training.computing_seconds:.2g} computing, {training.reading_seconds:.2g} reading, which may overlap",
+            f"{low:.2g} to {high:.2g}: {training.computing_seconds:.2g} computing, {training.reading_seconds:.2g} "
+            "reading, which may overlap",
         )
 
 
@@ -366,4 +370,4 @@ def _speed(text: str) -> float:
     try:
         return float(parse_size(re.sub(r"/s$", "", text.strip()), "speed"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no speed: give bytes per second, or 1.5GB/s") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a speed: give bytes per second, or 1.5GB/s") from None

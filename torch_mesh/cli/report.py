@@ -1,4 +1,4 @@
-"""``torch-mesh report``: what the statistics say that a model has written."""
+"""``torch-mesh report``: show the statistics that a model has written."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the reports; returns the exit code."""
-    # Here, so that `torch-mesh doctor` runs where the extension does not.
+    """Print the reports; return the exit code."""
+    # Late imports: `torch-mesh doctor` has to run without the extension.
     from torch_mesh.statistics.page import STRETCHES, read_plan, render_page
     from torch_mesh.statistics.report import StatsFile
 

@@ -1,4 +1,4 @@
-"""``torch-mesh serve``: a model behind an API like OpenAI's."""
+"""``torch-mesh serve``: a model behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch_mesh.cli.options import add_config_arguments, given_config, size_or_zero
 from torch_mesh.errors import MeshError
 
-END = 15  # seconds from a signal on until the process is gone, whatever it still computes
+END = 15  # seconds from a signal to the end of the process, whatever it still computes
 _FREEING = 3  # of those, for the kernel to free its memory
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Serve until a signal comes, and then end the process."""
+    """Serve until a signal, then end the process."""
     from torch_mesh.serving.server import Server
 
     config = given_config(arguments)
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         while server.is_alive() and not told.wait(0.5):
             pass
         if not told.is_set():
-            raise MeshError("the server has ended by itself; what it said stands above")
+            raise MeshError("the server ended unexpectedly; see its messages above")
         _end_within(END - _FREEING)
     _end_now()
 
@@ -59,10 +59,8 @@ def _end_within(seconds: float) -> None:
 
 
 def _end_now() -> NoReturn:
-    """End the process without Python's finalization.
-
-    That collects the garbage of torch and transformers several times: half a minute on a busy machine.
-    """
+    """End the process without Python's finalization, which collects torch's and transformers' garbage for up to half a
+    minute."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -81,7 +79,7 @@ def add_kept_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str] = frozenset()) -> None:
-    """An option for each of transformers' own."""
+    """Add transformers' own options."""
     from torch_mesh.serving.server import options
 
     group = parser.add_argument_group("how it is served", "options of transformers serve")
@@ -103,7 +101,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those of transformers' that were given."""
+    """The given options of transformers."""
     from torch_mesh.serving.server import options
 
     given = ((option.name, getattr(arguments, option.name, None)) for option in options())

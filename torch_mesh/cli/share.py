@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lends until Ctrl-C or SIGTERM; returns the exit code."""
+    """Lend until Ctrl-C or SIGTERM; return the exit code."""
     resident = validators.resident.check("--resident", arguments.resident)
     store = open_store(arguments.store)
     ended = threading.Event()
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     print(
-        f"Lent {counted['accesses']} times, {counted['hits']} of them from memory; {format_bytes(counted['bytes_read'])} were read."
+        f"Lent {counted['accesses']} times, {counted['hits']} of them from memory; "
+        f"{format_bytes(counted['bytes_read'])} were read."
     )
     return 0

@@ -1,4 +1,4 @@
-"""What the commands that write a store share: their options, and what they say at the end."""
+"""Options and output of the commands that write a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_mesh.store.writer import Written
 
 
 def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates: bool = False) -> None:
-    """``model``: what the help calls the one that the store is made of; ``calibrates``: the command has --calibrate."""
+    """``model``: the input's name in the help; ``calibrates``: the command has --calibrate."""
     parser.add_argument(
         "--group-size",
         type=int,
@@ -40,7 +40,7 @@ def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates:
 
 @contextlib.contextmanager
 def naming_force() -> Iterator[None]:
-    """Within, an error about another store at the destination names the option that replaces it."""
+    """Within, an error about another store at the destination mentions --force."""
     try:
         yield
     except OtherStoreError as error:
@@ -48,7 +48,7 @@ def naming_force() -> Iterator[None]:
 
 
 def format_summary(written: Written, destination: str, what: str) -> str:
-    """What is where: "out: now holds 2 x 4 experts, 1.2 MB as int4"; ``what`` are the experts, in words."""
+    """For example "out: now holds 2 x 4 experts, 1.2 MB as int4"; ``what`` names the experts."""
     manifest = written.store.manifest
     shape = manifest.shape
     size = manifest.record_bytes * shape.layers * shape.experts

@@ -1,1 +1,1 @@
-"""Several tokens of a text in one forward: who drafts them, how many, and how a cache goes back to before those that were wrong."""
+"""Speculative decoding: several tokens of a text in one forward, drafters, draft lengths, and rewinding caches."""

@@ -15,14 +15,15 @@ from .linear_attention import is_linear
 from .rewinding import Rewinding
 from .suitability import new_cache, standalone_unsupported_reason
 
-_STEP = 16  # tokens that a forward of the large model adds at most: 15 drafted, and the one behind them
+_STEP = 16  # tokens per forward of the large model: 15 drafted, and the next one
 
 
 def check_assistant(model: Any) -> None:
     """Raises ValueError for a model that cannot draft."""
     if reason := _why_not(model):
         raise ValueError(
-            f"assistant={type(model).__name__} cannot draft: {reason}. Give a smaller causal language model with the same tokenizer."
+            f"assistant={type(model).__name__} cannot draft: {reason}. Give a smaller causal language model with the "
+            "same tokenizer."
         )
 
 
@@ -33,27 +34,27 @@ def _why_not(model: Any) -> str:
     if reason := standalone_unsupported_reason(base):
         return reason
     if any(map(is_linear, new_cache(base).layers)):
-        return "it has linear attention, whose state goes back by one forward alone"
+        return "it has linear attention, whose state rewinds by one forward only"
     return ""
 
 
 def _without_adapters(model: Any) -> Any:
-    """PEFT's forward does not say what it takes."""
+    """The model inside, since PEFT's forward hides the signature."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class Assistant(Drafter):
-    """The greedy continuation by ``model``, which reads what is new in the text when it is asked, and takes back what it drafted in vain."""
+    """The greedy continuation by ``model``, which reads new text when asked, and rewinds rejected drafts."""
 
     def __init__(self, model: Any, tokens: Iterable[int] = ()) -> None:
         self._model = model
         self._text = list(tokens)
-        self._read: list[int] = []  # tokens that the cache has
-        self._agreed = 0  # of those, that were found to be the text's
+        self._read: list[int] = []  # cached tokens
+        self._agreed = 0  # those of them that are confirmed as the text's
         self._cache: Any = new_cache(model)
-        self._rewinding: Rewinding | None = None  # from behind the first forward on
+        self._rewinding: Rewinding | None = None  # after the first forward
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
-        # Learned positions end there, and turned ones become guesses.
+        # Learned positions end there, and rotary ones degrade.
         self._longest: int = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", sys.maxsize)
         takes = inspect.signature(_without_adapters(model).forward).parameters
         self._last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
@@ -70,7 +71,7 @@ class Assistant(Drafter):
             return ()
         common = self._common()
         new = self._text[common:]
-        if any(token >= self._vocabulary for token in new):  # which another tokenizer has
+        if any(token >= self._vocabulary for token in new):  # unknown to this tokenizer
             return ()
         self._take_back(len(self._read) - common)
         drafted: list[int] = []
@@ -80,7 +81,7 @@ class Assistant(Drafter):
         return drafted
 
     def _common(self) -> int:
-        """How many tokens of the text have been read. One must be left to read."""
+        """How many tokens of the text are cached. At least one is left to compute."""
         most = min(len(self._read), len(self._text) - 1)
         while self._agreed < most and self._read[self._agreed] == self._text[self._agreed]:
             self._agreed += 1

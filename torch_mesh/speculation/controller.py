@@ -1,7 +1,7 @@
-"""How many tokens to draft: as many as bring most tokens in a second, and none where plain decoding brings more.
+"""Choose the draft length with the most tokens per second, or none where plain decoding is faster.
 
-After Cascade (arXiv 2506.20675): of a mixture of experts a forward of several tokens takes longer than one of a single token, by how much
-depends on what is resident, and whether drafts are worth it depends on the text. Both are measured as the text goes on.
+After Cascade (arXiv 2506.20675): in a mixture of experts the cost of a longer forward depends on residency, and its
+gain on the text. Both are measured while decoding.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Sequence
 
 _TRIAL = 3  # forwards with drafts before they are judged
 _PLAIN = 4  # without, before the first of those
-_FIRST_WAIT, _LONGEST_WAIT = 16, 1024  # forwards without drafts after a trial that was lost; doubled each time
-_REVIEW = 32  # forwards with drafts of one length, before another length gets one
-_STALE = 64  # before a forward without, to see what that takes by now
-# Share of the time of plain decoding that trials may lose. What they cost besides has the rest of a twentieth: the last of them, which begins while
-# anything is left, and the first forward of each length, which is not timed.
+_FIRST_WAIT, _LONGEST_WAIT = 16, 1024  # forwards without drafts after a failed trial; doubled each time
+_REVIEW = 32  # forwards with one length before another one is tried
+_STALE = 64  # before a forward without drafts updates its time
+# Fraction of plain decoding time that trials may lose. Their further costs stay within a twentieth: the last trial,
+# which starts while budget is left, and the untimed first forward of each length.
 _LOSS = 1 / 30
-_MAX_SAVED = 4.0  # forwards without drafts: what was gained is not to be lost again
-# Drafts look up to this much better than they are: where a text repeats itself plain forwards would be faster than those between drafts, by which
-# they are measured, and those are somewhat slower than without drafts (docs/decisions/0056-speculation.md).
+_MAX_SAVED = 4.0  # forwards without drafts: limits the budget from earlier gains
+# Correction of a bias: drafts seem up to this much better than they are, since plain forwards between drafts are slower
+# than plain decoding (docs/decisions/0056-speculation.md).
 _FLATTERY = 1.05
-_ODD = 4  # times as long as usual: not the draft's doing, but the machine's
-_OFTEN_WHOLE = 0.7  # of a draft's tokens: then a longer one may do better
+_ODD = 4  # times the usual duration: an outlier of the machine
+_OFTEN_WHOLE = 0.7  # fraction of a draft's tokens: then try a longer one
 
 
 class _Mean:
-    """Of all values at first, later of the last ones mostly."""
+    """The mean of all values at first, later an exponential mean."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
@@ -38,7 +38,7 @@ class _Mean:
 
 
 class _Drafts:
-    """What came of drafts of the same tier, by their length."""
+    """Results of drafts of one tier, by length."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
@@ -46,14 +46,14 @@ class _Drafts:
         self.wait = 0
         self.interval = _FIRST_WAIT
         self.since_review = 0
-        self.last = 0  # that was drafted
+        self.last = 0  # the last drafted length
 
     def forget(self) -> None:
         self.seconds = {length: _Mean(16) for length in self._lengths}
         self.tokens = {length: _Mean(16) for length in self._lengths}
 
     def utilities(self, worth: float) -> dict[int, float]:
-        """Of each length that was tried of late: tokens in a second, over one in ``worth`` seconds."""
+        """Of each recently tried length: tokens per second, relative to one in ``worth`` seconds."""
         return {
             length: tokens.value * worth / seconds.value
             for (length, seconds), tokens in zip(self.seconds.items(), self.tokens.values(), strict=True)
@@ -65,7 +65,7 @@ class _Drafts:
             self.wait, self.interval = 0, _FIRST_WAIT
 
     def tried(self, length: int, worth: float) -> int:
-        """``length``, unless it would not pay if all that is drafted were right."""
+        """``length``, unless it would not pay even if all of it were right."""
         seconds = self.seconds[length]
         hopeless = seconds.count > 0 and seconds.value >= (length + 1) * worth
         return self.give_up() if hopeless else length
@@ -80,20 +80,20 @@ class _Drafts:
 class Controller:
     """Chooses among ``lengths``, each a number of drafted tokens, ascending.
 
-    Drafts of each tier (``Drafter.tier``) have utilities of their own, lest those that are worth nothing hide that others are. They are tried unless
-    those of less tier were given up; of tier 2 and more when trials may lose a plain forward for each tier above the first, so that they
-    seldom stop the others. It knows no clock: what a forward took it is told. The same observations lead to the same choices.
+    Each confidence tier of drafts (``Drafter.tier``) has utilities of its own, so that bad drafts do not hide good
+    ones. A tier is tried unless a lower one has failed; tiers from 2 on also need a budget of a plain forward for each
+    tier above the first. Durations are passed in: the same observations lead to the same choices.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
         self._plain = _Mean(32)  # seconds of a forward without drafts
         self._drafts: dict[int, _Drafts] = {}  # by tier
-        self._saved = 0.0  # seconds that trials may lose; less than 0 once they have
+        self._saved = 0.0  # budget of trials in seconds; negative when overdrawn
         self._since_plain = 0
 
     def utilities(self, tier: int = 0) -> dict[int, float]:
-        """Tokens in a second with drafts of each length, over those without, at the least; without those that were not tried of late."""
+        """A lower bound of the speedup with drafts of each recently tried length."""
         return self._of(tier).utilities(self._worth) if self._plain.count >= _PLAIN else {}
 
     def _of(self, tier: int) -> _Drafts:
@@ -103,17 +103,17 @@ class Controller:
 
     @property
     def _worth(self) -> float:
-        """Seconds that a token takes without drafts, at the least."""
+        """A lower bound of the seconds per token without drafts."""
         return self._plain.value / _FLATTERY
 
     def begin(self) -> None:
-        """Another text, on which drafts may be worth what they were not on the last one."""
-        for drafts in list(self._drafts.values()):  # another thread's text may bring another tier
+        """Begin another text, on which drafts may be worth something else."""
+        for drafts in list(self._drafts.values()):  # another thread's text may add a tier
             drafts.begin()
-        self._saved = min(self._saved, 0.0)  # what others gained is not lost on this one
+        self._saved = min(self._saved, 0.0)  # earlier gains are not spent on this text
 
     def choose(self, most: int, tier: int = 0) -> int:
-        """How many tokens to draft, ``most`` at most; 0: none."""
+        """How many tokens to draft, at most ``most``; 0: none."""
         drafts = self._of(tier)
         lengths = [length for length in self.lengths if length <= most]
         unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
@@ -125,7 +125,7 @@ class Controller:
             return drafts.tried(lengths[0], self._worth) if earned else 0
         drafts.interval = _FIRST_WAIT
         pays = [length for length in lengths if known.get(length, 0) > 1]
-        if not pays:  # but longer ones do, for which there is no room
+        if not pays:  # but longer ones do, which do not fit
             return 0
         best = max(pays, key=known.__getitem__)
         place = lengths.index(best)
@@ -137,7 +137,7 @@ class Controller:
         return best
 
     def _fail(self, tier: int) -> bool:
-        """Whether drafts of this tier do not pay, and are not to be tried again yet."""
+        """Whether drafts of this tier do not pay, and are not to be retried yet."""
         drafts, known = self._of(tier), self.utilities(tier)
         if known and max(known.values()) <= 1:
             drafts.give_up()
@@ -148,11 +148,12 @@ class Controller:
         return max((each for each in self.lengths if each <= length), default=0)
 
     def lose(self, seconds: float) -> None:
-        """Of drafting, from which no draft came."""
+        """Count the time of drafting without a result."""
         self._save(-seconds)
 
     def observe(self, length: int, accepted: int, seconds: float | None, tier: int = 0) -> None:
-        """What came of a forward: how many of ``length`` drafted tokens (0, or one of ``lengths``) were right, and its time. None: not to be counted."""
+        """Record a forward: how many of ``length`` drafted tokens (0, or one of ``lengths``) were right, and its
+        duration; None: not counted."""
         drafts = self._of(tier)
         if seconds is not None and self._plain.count >= _PLAIN:
             known = length > 0 and drafts.seconds[length].count >= _TRIAL
@@ -167,7 +168,7 @@ class Controller:
                 self._save(_LOSS * seconds)
             return
         for shorter in self.lengths:
-            if shorter <= length:  # what a shorter draft would have brought is known, a longer one's is not
+            if shorter <= length:  # the result of a shorter draft is known, that of a longer one is not
                 drafts.tokens[shorter].add(min(accepted, shorter) + 1)
         self._since_plain += 1
         drafts.since_review = drafts.since_review + 1 if length == drafts.last else 0

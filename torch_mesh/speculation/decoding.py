@@ -1,10 +1,10 @@
 """Greedy search and sampling in which a forward verifies drafted tokens.
 
-A row of logits becomes a token exactly as in transformers' own loop, one after the other: by all processors, by argmax or a draw, with the
-streamer and the stopping criteria asked each time. A drafted token is right if it is that token; behind the first that is not, the
-rest of the forward is thrown away. Greedy tokens are therefore those of plain decoding, and sampled ones too: to draw a token
-and compare is the rejection rule of speculative sampling (arXiv 2211.17192) for drafts that were not drawn, and takes the same random
-numbers as plain sampling does.
+Each row of logits becomes a token as in transformers' loop, in order: processors, argmax or a sample, streamer and
+stopping criteria. A drafted token is accepted if it equals that token; the rest of the forward after the first
+rejection is discarded. Greedy and sampled tokens therefore equal those of plain decoding: sampling and comparing is the
+rejection rule of speculative sampling (arXiv 2211.17192) for deterministic drafts, and consumes the same random
+numbers.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from .lookup import Lookup
 from .rewinding import Rewinding, rewind_unsupported_reason
 from .suitability import model_unsupported_reason
 
-# A forward of up to 16 rows is a decode step to the pool; the token before the draft is one of them.
+# A forward of up to 16 rows is a decode step to the pool; one of them is the token before the draft.
 LENGTHS = (3, 7, 15)
 MAX_DRAFTED = SLACK
 _MAX_ROWS = 1 + MAX_DRAFTED
 MAX_TEXTS = _MAX_ROWS // (1 + LENGTHS[0])
-# Of steps with and without drafts, and 16 lengths of a cache that doubles.
+# Steps with and without drafts, and 16 cache lengths by doubling.
 _GRAPHS = 16 * (1 + len(LENGTHS))
 
 
 def speculate(*, lengths: Sequence[int] = LENGTHS, assistant: Any = None) -> Speculation:
-    """What ``generate(custom_generate=...)`` takes to verify several tokens in one forward, where that pays.
+    """An object for ``generate(custom_generate=...)`` that verifies several tokens in one forward, where that pays.
 
     >>> speculation = torch_mesh.speculate()
     >>> model.generate(**inputs, custom_generate=speculation)
 
-    Drafts are what followed when the text ended like this before, in the prompt or since (prompt lookup); with an ``assistant``, a smaller model with the
-    same tokenizer, its greedy continuation. ``lengths`` are how many tokens
-    may be drafted at a time, 1 to 15; what is best, or no draft at all, is found by measuring as the text goes on, and what was found is kept for
-    the next text: make one for a model, and use it again. With ``torch_mesh.compile`` each length is a graph.
-    Tokens are those of plain decoding, greedy and sampled, as far as a row of a forward has the same bits whatever comes with it: docs/speculation.md.
+    Drafts are what followed an earlier occurrence of the text's ending (prompt lookup) or, with an ``assistant`` (a
+    smaller model with the same tokenizer), its greedy continuation. ``lengths`` are the draft lengths to choose from, 1
+    to 15 tokens; the best one, or none, is found by measuring while decoding and kept for later texts, so reuse the
+    object. With ``torch_mesh.compile`` each length is a graph. Tokens are those of plain decoding, greedy and sampled,
+    as far as a row's bits do not depend on other rows: docs/speculation.md.
 
-    Up to 4 texts at a time, which go on by what is right in all of them (1 + drafted tokens of each are 16 at most), by greedy search or
-    sampling, with a cache that can go back; other calls raise ValueError. For a model that does so
-    in every ``generate`` see ``MeshConfig.speculation``.
+    Supports up to 4 texts at a time, which advance by the drafts that are right in all of them (at most 16 rows
+    together), with greedy search or sampling and a cache that can be rewound; other calls raise ValueError. See
+    ``MeshConfig.speculation`` for a model that speculates in every ``generate``.
 
-    Raises ValueError for ``lengths`` that are not, and for an ``assistant`` that cannot draft.
+    Raises ValueError for invalid ``lengths`` and for an ``assistant`` that cannot draft.
     """
     given = list(lengths)
     if not given or not all(type(each) is int and 1 <= each <= MAX_DRAFTED for each in given):
@@ -77,7 +77,8 @@ def speculate(*, lengths: Sequence[int] = LENGTHS, assistant: Any = None) -> Spe
 
 
 class Speculation:
-    """What ``speculate`` makes. ``drafter``: of the tokens of a text, who drafts for it; ``clock``: seconds, as ``time.perf_counter`` has them."""
+    """The object of ``speculate``. ``drafter``: makes a text's drafter from its tokens; ``clock``: seconds, such as
+    ``time.perf_counter``."""
 
     def __init__(
         self,
@@ -86,11 +87,11 @@ class Speculation:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._controller = controller
-        self._controllers = {1: controller}  # of numbers of texts at a time
+        self._controllers = {1: controller}  # by the number of texts at a time
         self._new_controller = copy.deepcopy(controller)
         self._drafter = drafter
         self._clock = clock
-        self._ran: set[Any] = set()  # kinds of forwards that there have been
+        self._ran: set[Any] = set()  # kinds of forwards so far
 
     def __call__(
         self,
@@ -103,12 +104,12 @@ class Speculation:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """As ``generate`` calls it, or a function around it. Raises ValueError for what cannot be speculated on."""
+        """As ``generate`` calls it, or a wrapper. Raises ValueError for unsupported calls."""
         call = _call_of_generate(model, generation_config)
         streamer = call.get("streamer") if streamer is None else streamer
         synced_gpus = synced_gpus or _is_synced(model, call.get("synced_gpus"))
         if reason := unsupported_reason(model, input_ids, generation_config, synced_gpus, model_kwargs):
-            raise ValueError(f"torch_mesh.speculate cannot take this call: {reason}. Leave custom_generate out.")
+            raise ValueError(f"torch_mesh.speculate does not support this call: {reason}. Leave custom_generate out.")
         return self.decode(
             model,
             input_ids,
@@ -130,12 +131,12 @@ class Speculation:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """What transformers' ``_sample`` does, of a call that ``unsupported_reason`` has nothing against."""
+        """transformers' ``_sample`` for calls without an ``unsupported_reason``."""
         outputs = prefill(model, input_ids, generation_config, model_kwargs)
         model_kwargs = next_kwargs(model, outputs, model_kwargs)
         text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
         text.add(outputs.logits[:, -1])
-        del outputs  # the logits of a whole prompt may be in it
+        del outputs  # may hold the logits of the whole prompt
         with decoding(model), self._steps(model, text, generation_config, model_kwargs) as step:
             while not text.finished:
                 model_kwargs = step(model_kwargs)
@@ -153,7 +154,7 @@ class Speculation:
         texts = len(drafters)
         controller = self._controllers.setdefault(texts, copy.deepcopy(self._new_controller))
         tally = tally_of(model)
-        pool = _Pool(model)  # from behind the prompt on
+        pool = _Pool(model)  # from after the prompt on
         controller.begin()
 
         def step(model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -165,19 +166,19 @@ class Speculation:
             chosen = controller.choose(most, tier)
             steady = not chosen or not text.waits_for(drafters)
             drafted = text.drafts(drafters, chosen) if chosen else [[] for _ in drafters]
-            count = controller.fitting(len(drafted[0]))  # no other has a time of its own, or a graph
+            count = controller.fitting(len(drafted[0]))  # other lengths have no time or graph of their own
             drafted = [own[:count] for own in drafted]
             drafting = self._clock() - begin
             in_vain = drafting if chosen and not count else 0.0
             held = int(cache.get_seq_length())
             try:
                 logits = _forward(model, forward, text.ids, drafted, model_kwargs)
-            except BaseException:  # some layers have the drafted tokens by now, or all
+            except BaseException:  # some or all layers have the drafted tokens by now
                 rewinding.go_back(held)
                 raise
             try:
                 tokens = text.add_while(drafted, logits)
-            finally:  # a processor, a streamer or a criterion may end it, and the cache be used again
+            finally:  # a processor, streamer or criterion may raise, and the cache be used again
                 rewinding.rewind(count + 1 - text.rows)
             for drafter, own in zip(drafters, zip(*tokens, strict=True), strict=True):
                 drafter.extend(own)
@@ -189,7 +190,7 @@ class Speculation:
             tally.add(count, len(tokens), seconds, *pool.since())
             return next_kwargs(model, {}, model_kwargs, num_new_tokens=len(tokens))
 
-        # A graph for each length and each length of the cache: more than torch would compile.
+        # A graph for each draft length and cache length: more than torch allows by default.
         rewinding = Rewinding(model, cache)
         try:
             with raise_recompile_limit(_GRAPHS) if compiles else nullcontext():
@@ -199,22 +200,22 @@ class Speculation:
 
 
 class _Text:
-    """The tokens of a text, or of several at a time, and what is to be done with each."""
+    """The tokens of one or several texts, and how each next one is made."""
 
     def __init__(
         self, ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, streamer: Any
     ) -> None:
         self.ids = ids
         self.finished = False
-        self.rows = 0  # of the last forward, that are of tokens of the text
-        self._vocabulary = 0  # of the logits
+        self.rows = 0  # rows of the last forward that belong to the text
+        self._vocabulary = 0  # size of the logits
         self.max_length: int = stopping_criteria.max_length or sys.maxsize
         self._process = logits_processor
         self._stop = stopping_criteria
         self._streamer = streamer
         self._samples: bool = generation_config.do_sample
         self._unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
-        # As in transformers' loop: a text that has ended goes on with padding if there is a token that ends it.
+        # As in transformers' loop: a text that has ended is padded if an ending token is defined.
         ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad: Tensor | None = pad_token(generation_config).to(ids.device) if ends else None
         self._as_dict: bool = generation_config.return_dict_in_generate
@@ -222,22 +223,22 @@ class _Text:
         self._logits: Any = () if self._as_dict and generation_config.output_logits else None
 
     def without_padding(self, mask: Any) -> Iterator[list[int]]:
-        """The tokens of each text, by the mask [texts, tokens] of ``generate``, if it has one."""
-        # Behind a cache the tokens may be fewer than the mask has.
+        """The tokens of each text, by the mask [texts, tokens] of ``generate``, if any."""
+        # With a cache the tokens may be fewer than the mask has.
         masks = mask[:, -self.ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         for row, tokens in enumerate(self.ids):
             yield (tokens if masks is None else tokens[masks[row].to(tokens.device)]).tolist()
 
     def waits_for(self, drafters: Sequence[Drafter]) -> bool:
-        """Whether a draft would take longer than others will."""
+        """Whether a draft would take longer than later ones."""
         return any(drafter.is_behind for drafter in compress(drafters, self._goes_on()))
 
     def tier(self, drafters: Sequence[Drafter]) -> int:
-        """Of the draft that is right least often."""
+        """The tier of the least reliable draft."""
         return max((drafter.tier for drafter in compress(drafters, self._goes_on())), default=0)
 
     def drafts(self, drafters: Sequence[Drafter], length: int) -> list[list[int]]:
-        """[texts][drafted]: ``length`` tokens of each, or none where a text that goes on has none."""
+        """[texts][drafted]: ``length`` tokens of each; empty if a running text has none."""
         found: list[list[int]] = []
         for drafter, goes_on in zip(drafters, self._goes_on(), strict=True):
             drafted = drafter.draft(length) if goes_on else [int(self._pad or 0)] * length
@@ -249,11 +250,11 @@ class _Text:
         return [own[:length] for own in found]
 
     def _goes_on(self) -> list[bool]:
-        """Of each text whether what comes next is the model's doing."""
+        """Per text, whether it has not ended."""
         return [True] * len(self.ids) if self._pad is None else self._unfinished.bool().tolist()
 
     def add(self, row: Tensor) -> list[int]:
-        """The next token of each text, of logits [texts, vocabulary]."""
+        """The next token of each text, from logits [texts, vocabulary]."""
         logits = row.to(copy=True, dtype=torch.float32, device=self.ids.device)
         self._vocabulary = logits.shape[-1]
         scores = self._process(self.ids, logits)
@@ -275,9 +276,10 @@ class _Text:
         return [int(each) for each in token]
 
     def add_while(self, drafted: Sequence[Sequence[int]], logits: Tensor) -> list[list[int]]:
-        """The tokens [added][texts] of logits [texts, drafted + 1, vocabulary], up to the first that was not drafted, in whichever text.
+        """The tokens [added][texts] of logits [texts, drafted + 1, vocabulary], up to the first that differs from its
+        draft in any text.
 
-        The padding of a text that has just ended was not, and has to be in the cache.
+        The padding of a text that has just ended differs, and has to be in the cache.
         """
         tokens: list[list[int]] = []
         count = logits.shape[1] - 1
@@ -289,7 +291,7 @@ class _Text:
         return tokens
 
     def result(self, cache: Any) -> Any:
-        """What ``generate`` returns."""
+        """The return value of ``generate``."""
         if self._streamer is not None:
             self._streamer.end()
         if not self._as_dict:
@@ -304,7 +306,7 @@ class _Text:
 
 
 class _Pool:
-    """What the pools of a model, if it has any, do."""
+    """Activity of the pools of a model, if any."""
 
     def __init__(self, model: nn.Module) -> None:
         self._engines = list(
@@ -313,7 +315,7 @@ class _Pool:
         self._before = [engine.totals() for engine in self._engines]
 
     def since(self) -> tuple[float, int]:
-        """Seconds that forwards had nothing to compute, and bytes read, since it was asked last."""
+        """Seconds of stalls and bytes read since the last call."""
         now, stalled, read = [engine.totals() for engine in self._engines], 0, 0
         for after, before in zip(now, self._before, strict=True):
             goes_on = after["resets"] == before["resets"]
@@ -326,7 +328,7 @@ class _Pool:
 def _forward(
     model: Any, forward: Any, ids: Tensor, drafted: Sequence[Sequence[int]], model_kwargs: dict[str, Any]
 ) -> Tensor:
-    """Logits [texts, drafted + 1, vocabulary] behind the last token of ``ids`` and each of those that are drafted [texts][drafted]."""
+    """Logits [texts, drafted + 1, vocabulary] after the last token of ``ids`` and each drafted one [texts][drafted]."""
     rows = len(drafted[0]) + 1
     if rows > 1:
         ids = torch.cat([ids, ids.new_tensor(drafted)], dim=-1)
@@ -340,7 +342,7 @@ def _forward(
 def unsupported_reason(
     model: Any, input_ids: Tensor, generation_config: Any, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> str:
-    """Why a call of ``generate`` cannot be speculated on; empty: it can."""
+    """Why a call of ``generate`` cannot speculate; empty: it can."""
     name = type(model).__name__
     mode = generation_config.get_generation_mode()
     if reason := model_unsupported_reason(model):
@@ -368,11 +370,11 @@ def unsupported_reason(
 
 
 def _call_of_generate(model: Any, generation_config: Any) -> Mapping[str, Any]:
-    """The arguments of the ``generate`` that led here; empty: none did.
+    """The arguments of the calling ``generate``; empty: none.
 
-    transformers (5.24) hands a custom_generate neither the streamer, whose reader would wait for ever, nor synced_gpus.
-    It is the innermost call for ``model`` on this thread; where a function around this one has gone to another thread,
-    the call on any thread whose generation_config this is.
+    transformers (5.24) passes a custom_generate neither the streamer, whose reader would wait for ever, nor
+    synced_gpus. Finds the innermost call for ``model`` on this thread or, if a wrapper has changed threads, the call on
+    any thread with this generation_config.
     """
     for names in _calls_of_generate(model, sys._getframe()):
         return names
@@ -384,7 +386,7 @@ def _call_of_generate(model: Any, generation_config: Any) -> Mapping[str, Any]:
 
 
 def _calls_of_generate(model: Any, frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
-    """Their names and values, from ``frame`` outwards."""
+    """Names and values, from ``frame`` outwards."""
     while frame is not None:
         if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
             yield frame.f_locals
@@ -392,7 +394,7 @@ def _calls_of_generate(model: Any, frame: FrameType | None) -> Iterator[Mapping[
 
 
 def _is_synced(model: Any, given: bool | None) -> bool:
-    """As ``generate`` takes its ``synced_gpus``."""
+    """``synced_gpus`` as ``generate`` resolves it."""
     if given is not None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return bool(given)
     return torch.distributed.get_world_size() > 1 and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))

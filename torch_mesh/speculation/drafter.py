@@ -1,4 +1,4 @@
-"""Who drafts for a text."""
+"""Drafters of a text."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable, Sequence
 
 
 class Drafter(ABC):
-    """Of one text, which grows."""
+    """Drafts for one text, which grows."""
 
-    # The next draft takes longer than others will, for what it has to read first.
+    # The next draft takes longer than later ones, for what it has to read first.
     is_behind = False
 
     @property
     def tier(self) -> int:
-        """0; 1, 2, ... where the next draft is right less often than with the number before."""
+        """Confidence tier of the next draft: 0, and larger numbers for drafts that are right less often."""
         return 0
 
     @abstractmethod
     def extend(self, tokens: Iterable[int]) -> None:
-        """Adds to the text."""
+        """Append to the text."""
 
     @abstractmethod
     def draft(self, length: int) -> Sequence[int]:
-        """The next ``length`` tokens as they are guessed; none where there is no guess."""
+        """Predict the next ``length`` tokens; empty without a prediction."""

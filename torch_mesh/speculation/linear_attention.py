@@ -1,8 +1,8 @@
-"""Linear attention while tokens are drafted: one token after the other, with the state behind each.
+"""Linear attention during drafting: token by token, with the state after each.
 
-The state of such a layer is all tokens so far in one: nothing can be cut from it. Nor may its mixer take several tokens at once, for then it computes in
-chunks (of 64 tokens, padded), whose sums have another order than those of single tokens, and the state that they leave would be another one for good.
-So each drafted token passes through the mixer by itself, as in plain decoding, while experts, attention and everything else take all of them together.
+The state of such a layer combines all tokens so far and cannot be cut. Several tokens at once would be computed in
+chunks (of 64 tokens, padded), with another order of sums and so another state for good. Therefore drafted tokens pass
+through the mixer one by one, as in plain decoding, while experts, attention and everything else process them together.
 """
 
 from __future__ import annotations
@@ -18,28 +18,34 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 from ..hf.generation_compat import CACHE_NAMES
 from ..modules.experts import change_class
 
-_DRAFTING = "_mesh_drafting"  # attribute of a cache that is drafted into
+_DRAFTING = "_mesh_drafting"  # attribute of a cache during drafting
 _State = list[dict[int, Tensor | None]]
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether a layer of a cache has the state of linear attention, of a state space model or of a convolution, and no keys."""
+    """Whether a cache layer has the state of linear attention, a state space model or a convolution, and no keys."""
     return type(layer) is LinearAttentionLayer
 
 
 def linear_unsupported_reason(model: nn.Module, cache: Any) -> str:
-    """Why the linear attention of ``model`` cannot go back in ``cache``; empty: it can, or there is none."""
+    """Why the linear attention of ``model`` cannot be rewound in ``cache``; empty: it can, or there is none."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin) and not is_linear(layer):
-            return f"a cache of {type(layer).__name__} has keys and a state for all tokens so far in one layer, which does not go back to an earlier token"
+            return (
+                f"a cache of {type(layer).__name__} has keys and a state for all tokens so far in one layer, which "
+                "cannot be rewound"
+            )
         # Several states have several modules; before transformers 5.23 a layer did not count them.
         if is_linear(layer) and (getattr(layer, "number_of_states", 0) != 1 or len(_mixers(model, index)) != 1):
-            return f"it is not plain which module of layer {index} has the state of its linear attention, which cannot go back without that"
+            return (
+                f"the module with the linear attention state of layer {index} is ambiguous, so that it cannot be "
+                "rewound"
+            )
     return ""
 
 
 def _mixers(model: nn.Module, index: int) -> list[nn.Module]:
-    """The modules that have a layer's state: the innermost ones of that layer that take a cache."""
+    """The modules with a layer's state: the innermost ones of that layer that take a cache."""
     generates: Any = model
     decoder: nn.Module = generates.get_decoder() if hasattr(model, "get_decoder") else model
     found = [module for module in decoder.modules() if vars(module).get("layer_idx") == index and _cache_name(module)]
@@ -54,9 +60,11 @@ def _cache_name(module: nn.Module) -> str:
 
 
 class SteppedMixer(nn.Module):
-    """Mixed into the class of a mixer: in a cache that is drafted into it takes one token after the other; in others it is as it was.
+    """Mixed into the class of a mixer: processes tokens one by one in a cache during drafting, and is unchanged
+    otherwise.
 
-    Not hooks: those of torch may not be added and removed while another thread's forward runs. Copies and pickles have the mixer's own class.
+    A mixin instead of torch's hooks, which may not change while another thread's forward runs. Copies and pickles have
+    the original class.
     """
 
     _mesh_cache_name: str
@@ -88,7 +96,7 @@ def _step_mixer(mixer: nn.Module) -> None:
 
 
 def uninstall_linear_attention(model: nn.Module) -> None:
-    """Gives the mixers that speculation changed their own classes back."""
+    """Restore the mixers' classes."""
     for module in model.modules():
         if isinstance(module, SteppedMixer):
             change_class(module, type(module).__bases__[1])
@@ -99,13 +107,14 @@ _stepped_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class LinearAttention:
-    """The linear attention of ``model`` while ``cache`` is drafted into: from the constructor, behind the prompt, to ``finish``."""
+    """The linear attention of ``model`` while drafting into ``cache``: from the constructor, after the prompt, to
+    ``finish``."""
 
     def __init__(self, model: nn.Module, cache: Any) -> None:
         self._cache = cache
         self._states: dict[
             int, list[_State]
-        ] = {}  # of layers: before a forward, and behind each of its tokens but the last
+        ] = {}  # per layer: states before a forward, and after each of its tokens but the last
         linear = [index for index, layer in enumerate(cache.layers) if is_linear(layer)]
         for index in linear:
             (mixer,) = _mixers(model, index)
@@ -114,7 +123,7 @@ class LinearAttention:
             setattr(cache, _DRAFTING, self)
 
     def step(self, mixer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """What ``forward`` gives for hidden states [texts, tokens, hidden], for one token after the other."""
+        """Call ``forward`` on hidden states [texts, tokens, hidden], token by token."""
         hidden = args[0] if args else kwargs["hidden_states"]
         tokens = hidden.shape[1]
         if tokens == 1:
@@ -130,13 +139,13 @@ class LinearAttention:
         return torch.cat(found, dim=1)
 
     def rewind(self, tokens: int) -> None:
-        """Forgets the last ``tokens`` of the last forward, one of several tokens if there are any to forget."""
+        """Drop the last ``tokens`` of the last forward, which had several tokens if there are any to drop."""
         for index, states in self._states.items() if tokens else ():
             _restore(self._cache.layers[index], states[-tokens])
         self._states.clear()
 
     def go_back(self) -> None:
-        """To before the last forward of several tokens, which failed somewhere."""
+        """Return to before the last forward of several tokens, which failed somewhere."""
         for index, states in self._states.items():
             _restore(self._cache.layers[index], states[0])
         self._states.clear()
@@ -147,7 +156,8 @@ class LinearAttention:
 
 
 def _one(args: tuple[Any, ...], kwargs: dict[str, Any], token: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of one token. The mask of padding is dropped as transformers drops it for one token: what is drafted is none."""
+    """The arguments for one token. transformers drops padding masks for single tokens; drafted tokens have no
+    padding."""
     kwargs = kwargs | {"attention_mask": None}
     if args:
         return (args[0][:, token : token + 1], *args[1:]), kwargs
@@ -163,7 +173,7 @@ def _copied(layer: Any) -> _State:
 
 
 def _restore(layer: Any, copied: _State) -> None:
-    """In place, for compiled steps; but the states of convolutions grow while transformers records them."""
+    """In place, for compiled steps; states of convolutions grow while transformers records them."""
     for states, kept in zip(_states(layer), copied, strict=True):
         for key, state in kept.items():
             now = states[key]

@@ -1,4 +1,4 @@
-"""Drafts that cost nothing: what followed the last time that the text ended like this."""
+"""Prompt lookup: draft what followed the previous occurrence of the text's ending."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Iterable, Sequence
 
 from .drafter import Drafter
 
-_LONGEST = 5  # ending that is looked up, in tokens
-# Endings of fewer tokens have one tier more each: the fewer tokens, the more are chance.
+_LONGEST = 5  # longest ending that is looked up, in tokens
+# Shorter matches have higher tiers, being more likely chance.
 _TIER_BOUNDS = (8, 3, 2)
 
 
 class Lookup(Drafter):
-    """The endings of a text and what followed each, after prompt lookup decoding (Apoorv Saxena, 2023), for generated text too."""
+    """Endings of a text and what followed each, after prompt lookup decoding (Apoorv Saxena, 2023), for generated text
+    too."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
-        self._followed: dict[tuple[int, ...], int] = {}  # the place behind the last time, for each run of tokens
+        self._followed: dict[tuple[int, ...], int] = {}  # the position after the last occurrence of each n-gram
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -32,7 +33,7 @@ class Lookup(Drafter):
         return sum(alike < bound for bound in _TIER_BOUNDS) if alike else 0
 
     def draft(self, length: int) -> Sequence[int]:
-        """``length`` tokens, or none. Where the last time is so near that the text ends first, the draft repeats itself."""
+        """``length`` tokens, or none. If the previous occurrence is near the end, the draft repeats itself."""
         place, alike = self._last_time()
         if not alike:
             return ()
@@ -42,7 +43,8 @@ class Lookup(Drafter):
         return drafted
 
     def _last_time(self) -> tuple[int, int]:
-        """The place behind the last time of the longest ending that is looked up, and how many tokens are alike before it, as far as they matter."""
+        """The position after the previous occurrence of the longest ending, and the length of the match, as far as it
+        matters."""
         text = self._tokens
         for size in range(min(_LONGEST, len(text)), 0, -1):
             place = self._followed.get(tuple(text[-size:]))

@@ -15,9 +15,9 @@ from .suitability import standalone_unsupported_reason
 
 
 class SpeculatingModel(nn.Module):
-    """Mixed into the class of a model that generates: greedy search and sampling of up to four texts speculate, all else is transformers'.
+    """Mixed into the class of a generating model: greedy search and sampling of up to four texts speculate.
 
-    ``generate`` looks its modes up in the class of the model, and calls them when it has prepared all that they need.
+    ``generate`` looks up its decoding methods in the model's class, and calls them with prepared arguments.
     """
 
     _mesh_speculation: Speculation
@@ -45,25 +45,25 @@ class SpeculatingModel(nn.Module):
 
 
 def check_speculation(model: nn.Module, config: MeshConfig) -> None:
-    """Raises UnsupportedModelError if ``config`` asks for speculation and ``model`` cannot have it."""
+    """Raises UnsupportedModelError if ``config`` asks for speculation and ``model`` does not support it."""
     if config.speculation == "off":
         return
     name = type(model).__name__
     if reason := standalone_unsupported_reason(model):
         raise UnsupportedModelError(
-            f"speculation={config.speculation!r} cannot be had for {name}: {reason}. Leave speculation at 'off'."
+            f"speculation={config.speculation!r} is unsupported for {name}: {reason}. Set speculation to 'off'."
         )
 
 
 def install_speculation(model: nn.Module, config: MeshConfig) -> None:
-    """Lets ``model.generate`` speculate, if ``config`` asks for it. See ``check_speculation``."""
+    """Let ``model.generate`` speculate, if ``config`` asks for it. See ``check_speculation``."""
     if config.speculation != "off":
         change_class(model, _speculating_class(type(model)))
         vars(model)["_mesh_speculation"] = speculate()
 
 
 def uninstall_speculation(model: nn.Module) -> None:
-    """Gives a model that speculates, and what of it speculation changed, their own classes back."""
+    """Restore the classes of the model and its mixers."""
     if isinstance(model, SpeculatingModel):
         change_class(model, type(model).__bases__[1])
         vars(model).pop("_mesh_speculation", None)
@@ -71,7 +71,7 @@ def uninstall_speculation(model: nn.Module) -> None:
 
 
 def _speculating_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Of the same name: transformers writes it into config.json, and takes it from there."""
+    """Keeps the name, which transformers writes into config.json."""
     if cls not in _speculating_classes:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         _speculating_classes[cls] = type(cls.__name__, (SpeculatingModel, cls), names)

@@ -1,8 +1,8 @@
-"""Heads that a checkpoint has for drafts (multi-token prediction): ``generate(use_mtp=True)`` of patched models.
+"""Multi-token prediction heads of a checkpoint: ``generate(use_mtp=True)`` of patched models.
 
-transformers builds the layers of these heads anew in every ``generate``, with all their experts in the model's dtype. Here they are built once, and
-their experts go into a pool of their own, in 8 bits: of GLM-5.2's a head in 4 bits was right in 4 % of its drafts, in 8 bits in 59 % (colibri #8).
-What is drafted with them, and how it is verified, is transformers' own; whether, measuring says (controller.py).
+transformers builds these heads anew in every ``generate``, with all their experts in the model's dtype. Here they are
+built once, and their experts go into a pool of their own in 8 bits: in 4 bits a head of GLM-5.2 was right in 4 % of its
+drafts, in 8 bits in 59 % (colibri #8). transformers drafts and verifies; the controller (controller.py) decides when.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PatchHeads = Callable[[nn.Module, MeshConfig], None]
 
 
 class KeptHeads(MtpCandidateGenerator):
-    """As transformers' own, but for the model of the heads, which it is given, and for forwards without drafts while ``controller`` wants none.
+    """transformers' generator with given heads, and without drafts while ``controller`` wants none.
 
-    What the heads have not seen meanwhile they see, all at once, when they draft again.
+    Tokens that the heads have missed are computed all at once when they draft again.
     """
 
     full_seq_last_hidden_states: Any  # of transformers' own, with several heads
@@ -47,7 +47,7 @@ class KeptHeads(MtpCandidateGenerator):
         self, model: Any, heads: Any, controller: Controller, generation_config: Any, logits_processor: Any
     ) -> None:
         self.num_mtp_layers = heads.num_mtp_layers
-        self.model_kwargs_overrides = {"output_hidden_states": -1}  # of the last layer alone
+        self.model_kwargs_overrides = {"output_hidden_states": -1}  # of the last layer only
         self.device = _device(model)
         self.mtp_model = heads
         self.mtp_cache = MtpCache(config=model.config.get_mtp_config())
@@ -56,9 +56,9 @@ class KeptHeads(MtpCandidateGenerator):
         self.logits_processor = logits_processor
         self.is_main_model_prefill = True
         self._controller = controller
-        self._unseen: list[Tensor] = []  # hidden states of tokens that came while nothing was drafted
-        self._drafted = 0  # for the forward that comes
-        self._began: float | None = None  # when that was; None: not to be timed
+        self._unseen: list[Tensor] = []  # hidden states of tokens that came without drafting
+        self._drafted = 0  # for the next forward
+        self._began: float | None = None  # start of drafting; None: not timed
         controller.begin()
 
     def get_candidates(
@@ -76,7 +76,7 @@ class KeptHeads(MtpCandidateGenerator):
         began = clock()
         hidden = model_outputs.hidden_states[-1]
         late = bool(self._unseen)
-        # All of a prompt's tokens stay; later that before the draft does, and what was right.
+        # All of a prompt's tokens stay; later the one before the draft and the accepted ones.
         staying = n_last_matches + 1 if late or not self.is_main_model_prefill else input_ids.shape[1] - 1
         rows = hidden[:, :staying].to(self.device)
         self._drafted = self._controller.choose(self.num_mtp_layers)
@@ -92,21 +92,22 @@ class KeptHeads(MtpCandidateGenerator):
             model_outputs = types.SimpleNamespace(hidden_states=(rows,))
             n_last_matches = rows.shape[1] - 1
         else:
-            self._began = began  # what was not seen is read like a prompt, and says nothing of the next drafts
+            self._began = began  # catching up is like a prompt, and tells nothing of later drafts
         candidates: tuple[Any, Any] = super().get_candidates(
             input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kwargs
         )
         return candidates
 
     def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
-        """Called behind each forward."""
+        """Called after each forward."""
         if self._began is not None or self._drafted:
             seconds = None if self._began is None else clock() - self._began
             self._controller.observe(self._drafted, int(num_matches), seconds)
 
     def _take_back(self, rows: Tensor) -> Tensor:
-        """Behind a draft: ``rows``, and before them those whose drafted tokens heads have in their cache, which may have been wrong, and which is cut."""
-        if self.num_mtp_layers == 1:  # whose head has seen none
+        """After a draft: ``rows``, preceded by those of drafted tokens in the heads' cache, which may have been wrong
+        and are cut."""
+        if self.num_mtp_layers == 1:  # a single head has seen none
             return rows
         count = min(self.num_mtp_layers, self.full_seq_last_hidden_states.shape[1])
         self.mtp_cache.crop(-count)
@@ -116,7 +117,8 @@ class KeptHeads(MtpCandidateGenerator):
 
 
 def install_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
-    """Lets ``generate(use_mtp=True)`` keep the heads of ``model``, if it can have any, with their experts in a pool by ``patch_heads``."""
+    """Let ``generate(use_mtp=True)`` keep the heads of ``model``, if it has any, with their experts in a pool by
+    ``patch_heads``."""
     if MtpModel is not None and isinstance(model, GenerationMixin) and hasattr(model, "lm_head"):
         setattr(
             model,
@@ -126,7 +128,7 @@ def install_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
 
 
 def uninstall_mtp(model: nn.Module) -> None:
-    """The reverse of ``install_mtp``; what was kept is let go."""
+    """Reverse ``install_mtp``, and free the kept heads."""
     vars(model).pop(GET_CANDIDATE_GENERATOR, None)
     vars(model).pop(_KEPT, None)
 
@@ -139,33 +141,33 @@ def _candidate_generator(patch_heads: PatchHeads, self: Any, generation_config: 
         return theirs(self, generation_config, *args, **kwargs)
     if divided_sizes(self):
         raise UnsupportedModelError(
-            f"generate(use_mtp=True): {type(self).__name__} is divided among processes, whose clocks would draft different numbers of tokens. Leave "
-            "use_mtp out."
+            f"generate(use_mtp=True): {type(self).__name__} is distributed among processes, whose clocks would draft "
+            "different numbers of tokens. Leave use_mtp out."
         )
     return KeptHeads(self, *_heads(self, patch_heads), generation_config, kwargs["logits_processor"])
 
 
 def _device(model: Any) -> Any:
-    """Where transformers has the heads: with the last layer."""
+    """The heads' device in transformers: that of the last layer."""
     return next(parameter.device for parameter in model.get_decoder().layers[-1].parameters())
 
 
 def _dtype(model: Any) -> Any:
-    """That of hidden states. In ``config.dtype``, which transformers takes, a model that was cast has the old one."""
+    """The dtype of hidden states. ``config.dtype``, which transformers uses, is outdated after a cast."""
     return model.get_input_embeddings().weight.dtype
 
 
 def _heads(model: Any, patch_heads: PatchHeads) -> tuple[Any, Controller]:
-    """The heads of ``model``, and who says when they draft: those of the last time, unless it was cast, moved or named otherwise since."""
+    """The heads of ``model`` and their controller: the kept ones, unless the model was cast, moved or renamed since."""
     made_for = (model.config.name_or_path, _dtype(model), _device(model))
     with _lock:
         kept = vars(model).get(_KEPT)
         if kept is None or kept[0] != made_for:
-            vars(model).pop(_KEPT, None)  # before others are made, which take memory
+            vars(model).pop(_KEPT, None)  # before new ones take memory
             heads = _make(model, patch_heads)
             kept = vars(model)[_KEPT] = (made_for, heads, Controller([heads.num_mtp_layers]))
         _, heads, controller = kept
-        heads.tie_with_main_model(model)  # whose embedding or head may be others by now
+        heads.tie_with_main_model(model)  # its embedding or head may have been replaced
     return heads, controller
 
 
@@ -174,7 +176,8 @@ def _make(model: Any, patch_heads: PatchHeads) -> Any:
     heads = MtpModel.from_pretrained(model, device_map={"": _device(model)})
     heads.layers.to(_dtype(model))
     pool = next(patched_modules(model))._mesh_pool
-    # Of the heads' experts the same share as of the model's; none of what is the model's own, whatever the environment says.
+    # The same resident fraction as in the model; settings of the model itself do not apply, whatever the environment
+    # says.
     share = 1.0 if pool.in_memory else min(pool.slots / (pool.layers * pool.geometry.num_experts), 1.0)
     own: dict[str, Any] = {"store": None, "shared": None, "profile": None, "predictor": None, "stats": {"file": None}}
     if has_experts(heads.layers):
@@ -191,12 +194,13 @@ def _make(model: Any, patch_heads: PatchHeads) -> Any:
 
 
 def _check_memory(model: Any) -> None:
-    """Raises MeshError where the heads, which are whole in memory until they are packed, have no room there."""
+    """Raises MeshError if the heads, which are unpacked at first, do not fit in memory."""
     with ContextManagers(MtpModel.get_init_context(model.config.dtype, False, False, None)):
         outline = MtpModel(model, model.config.get_text_config().num_mtp_layers)
     needed = sum(parameter.nbytes for parameter in outline.layers.parameters())
     if (free := shortage(needed)) is not None:
         raise MeshError(
-            f"use_mtp=True: the MTP layers of {type(model).__name__} take {needed:,} bytes until their experts are packed, and "
-            f"{free:,} are free. Free some, or leave use_mtp out: speculation='lookup' drafts without such layers."
+            f"use_mtp=True: the MTP layers of {type(model).__name__} take {needed:,} bytes until their experts are "
+            f"packed, and {free:,} are free. Free some, or leave use_mtp out: speculation='lookup' drafts without "
+            "such layers."
         )

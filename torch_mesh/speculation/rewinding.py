@@ -1,4 +1,4 @@
-"""Caches that go back to before tokens that were drafted in vain."""
+"""Rewind caches to before rejected drafts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from ..hf.generation_compat import is_stateful
 from ..hf.kv_cache import GrowingLayer, record_past, stop_recording
 from .linear_attention import LinearAttention, is_linear, linear_unsupported_reason
 
-# Older ones have no base of quantised layers (up to 5.19), and no layers without keys (up to 5.22).
+# Older versions have no base of quantized layers (up to 5.19), and no layers without keys (up to 5.22).
 _QUANTISED: Any = getattr(cache_utils, "BaseQuantizedLayer", None) or cache_utils.QuantizedLayer
 _DUMMY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 def rewind_unsupported_reason(model: nn.Module, cache: Any) -> str:
-    """Why ``cache``, of ``model``, cannot go back; empty: it can."""
+    """Why ``cache`` of ``model`` cannot be rewound; empty: it can."""
     if not isinstance(cache, DynamicCache | StaticCache):
-        return f"a {type(cache).__name__} does not say how to go back to an earlier token"
+        return f"a {type(cache).__name__} cannot be rewound to an earlier token"
     if reason := linear_unsupported_reason(model, cache):
         return reason
     linear = [is_linear(layer) for layer in cache.layers]
     if any(linear) and isinstance(cache, StaticCache):
-        return "linear attention goes back in dynamic caches alone (with torch_mesh.compile: generate(disable_compile=True))"
+        return (
+            "linear attention can be rewound in dynamic caches only (with torch_mesh.compile: "
+            "generate(disable_compile=True))"
+        )
     if is_stateful(model) and not any(linear):
-        return f"{type(model).__name__} has a state for all tokens so far, of a kind that does not go back to an earlier one"
+        return f"{type(model).__name__} has a state for all tokens so far, which cannot be rewound"
     for layer in (layer for layer in cache.layers if not is_linear(layer)):
         if isinstance(layer, _QUANTISED):
             return "a quantised cache cannot go back to an earlier token"
@@ -49,9 +52,9 @@ def _goes_back(layer: Any) -> bool:
 
 
 class Rewinding:
-    """A cache while tokens are drafted into it. After each forward ``rewind`` is called, with 0 too; at the end ``finish``.
+    """A cache during drafting. Call ``rewind`` after each forward, with 0 too, and ``finish`` at the end.
 
-    To be made behind the prompt: a layer with a window keeps all tokens of a forward as long as they may have to go.
+    Create it after the prompt: sliding window layers keep all tokens of a forward until they are accepted.
     """
 
     def __init__(self, model: nn.Module, cache: Cache) -> None:
@@ -59,20 +62,21 @@ class Rewinding:
         self._layers = layers
         self._linear = LinearAttention(model, cache)
         sliding = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        # Of which somebody else wants the past, and more of it than transformers' crop leaves.
+        # Layers whose caller wants the past, and more of it than transformers' crop leaves.
         self._recorded = {id(layer) for layer in sliding if layer.record_past}
         self._recording: list[Any] = [layer for layer in sliding if not layer.record_past]
         for layer in self._recording:
             record_past(layer)
 
     def rewind(self, tokens: int) -> None:
-        """Forgets the last ``tokens``."""
+        """Drop the last ``tokens``."""
         self._linear.rewind(tokens)
         for layer in self._layers:
             self._take_back(layer, tokens)
 
     def go_back(self, length: int) -> None:
-        """To ``length`` tokens, from wherever a forward that failed has left each layer. Linear attention: if that was of several tokens."""
+        """Return to ``length`` tokens from a failed forward, which may have updated some layers. Linear attention: if
+        it had several tokens."""
         self._linear.go_back()
         for layer in self._layers:
             if layer.is_initialized and not (_DUMMY and isinstance(layer, _DUMMY)):

@@ -1,4 +1,4 @@
-"""Which models can take back what was drafted in vain: the large one, and one that drafts for it."""
+"""Which models can rewind rejected drafts, and so speculate or assist."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def model_unsupported_reason(model: Any) -> str:
 
 
 def standalone_unsupported_reason(model: Any) -> str:
-    """Why ``model`` cannot go back with the cache that ``generate`` would make for it; empty: it can."""
+    """Why ``model`` cannot rewind the cache that ``generate`` would make for it; empty: it can."""
     generates = isinstance(model, GenerationMixin)
     if not generates:
         return "it has no generate of transformers' own"
     if reason := model_unsupported_reason(model):
         return reason
     if not has_dynamic_cache(model):
-        return "its cache is its own, and does not say how to go back to an earlier token"
+        return "it has a cache of its own, which cannot be rewound to an earlier token"
     return rewind_unsupported_reason(model, new_cache(model))
 
 

@@ -1,1 +1,1 @@
-"""What pools have done: counted, shown, written to a file and read back."""
+"""Statistics of pools: counted, shown, written to a file and read back."""

@@ -1,4 +1,4 @@
-"""What a pool counts: hits, misses, prefetches, bytes and waits, in all, per phase, layer and expert."""
+"""Counters of a pool: hits, misses, prefetches, bytes and waits, in total, per phase, layer and expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..hf.expert_parallel import Share
 
 PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
-# A forward of a layer with more rows than this is prefill, any other decode.
+# A forward of a layer with more rows is prefill, any other decode.
 MOST_DECODE_ROWS = _C.MOST_DECODE_ROWS
 
 _LayerCounts = Mapping[str, npt.NDArray[np.int64]]  # by counter: [layers]
@@ -28,58 +28,58 @@ _LayerCounts = Mapping[str, npt.NDArray[np.int64]]  # by counter: [layers]
 class Counters:
     """Counts since the model was patched, or since ``reset_stats``.
 
-    What is counted as an access is an expert that a forward of a layer uses, once, however many of its tokens chose it; where
-    a forward goes in chunks, or by projection, once for each. A read and what becomes of it belong to the phase that queued
-    the read, an eviction to the phase that needed the slot; both to the expert's own layer. ``accesses`` is the sum of ``hits``,
+    An access is one expert used by one forward of a layer, however many of its tokens chose it; if a forward is split
+    into chunks or runs unfused, one per part. A read and its fate belong to the phase that queued it, an eviction to
+    the phase that needed the slot; both to the expert's own layer. ``accesses`` is the sum of ``hits``,
     ``cold_misses``, ``inflight_misses`` and ``deferred``.
     """
 
-    forwards: int = 0  # of a layer; of a model, the most that any of its layers has had
+    forwards: int = 0  # of a layer; of a model, the maximum over its layers
     accesses: int = 0
-    hits: int = 0  # was resident
-    cold_misses: int = 0  # had to be read
-    inflight_misses: int = 0  # was being read already
-    kept_accesses: int = 0  # of the accesses: to experts that ``pins`` or ``early_experts`` keep
+    hits: int = 0  # resident
+    cold_misses: int = 0  # read on demand
+    inflight_misses: int = 0  # already being read
+    kept_accesses: int = 0  # accesses to experts that ``pins`` or ``early_experts`` keep
     kept_hits: int = 0
-    deferred: int = 0  # was not resident, and was used one MoE layer later
-    rerouted: int = 0  # choices of tokens that went to a resident expert instead; no accesses
-    stand_ins: int = 0  # of the accesses: to records of ``lossy.fallback``'s format, resident or not
+    deferred: int = 0  # not resident, and used one MoE layer later
+    rerouted: int = 0  # choices replaced by a resident expert; not in accesses
+    stand_ins: int = 0  # accesses to fallback experts, resident or not
     prefetches: int = 0  # reads queued before any forward asked
-    prefetches_used: int = 0  # of those: a forward came for the expert
-    prefetches_wasted: int = 0  # of those: evicted, or failed, before any forward came
-    wasted_bytes: int = 0  # read by those
+    prefetches_used: int = 0  # prefetches that a forward used
+    prefetches_wasted: int = 0  # unused prefetches: evicted or failed before any forward asked
+    wasted_bytes: int = 0  # read by unused prefetches
     prefetches_failed: int = 0  # prefetch reads that ended in an error
     failed: int = 0  # reads that ended in an error
     bytes_read: int = 0
-    stall_seconds: float = 0.0  # a forward had nothing to compute and waited
+    stall_seconds: float = 0.0  # time in which a forward had nothing to compute
     decision_seconds: float = 0.0  # under the pool's lock: choosing slots and victims, queueing reads
     promoted: int = 0  # reads that made an expert resident
     evicted: int = 0
 
     @property
     def hit_rate(self) -> float | None:
-        """Hits per expert asked for; None when none was."""
+        """Hits per access; None without accesses."""
         return self.hits / self.accesses if self.accesses else None
 
     @property
     def kept_hit_rate(self) -> float | None:
-        """Of the experts that ``pins`` or ``early_experts`` keep; None when none of them was asked for."""
+        """Of the experts that ``pins`` or ``early_experts`` keep; None without accesses."""
         return self.kept_hits / self.kept_accesses if self.kept_accesses else None
 
     @property
     def unkept_hit_rate(self) -> float | None:
-        """Of all others."""
+        """Of all other experts."""
         others = self.accesses - self.kept_accesses
         return (self.hits - self.kept_hits) / others if others else None
 
     @property
     def prefetch_accuracy(self) -> float | None:
-        """Of the prefetches that were either used or wasted, the part that was used; None when there is none."""
+        """The used fraction of completed prefetches; None without any."""
         settled = self.prefetches_used + self.prefetches_wasted
         return self.prefetches_used / settled if settled else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts by name, the hit rates and ``prefetch_accuracy``; times in seconds, None where nothing was asked."""
+        """The counts by name, the hit rates and ``prefetch_accuracy``; times in seconds, undefined rates None."""
         return {name: getattr(self, name) for name in (*_NAMES, *_RATES)}
 
 
@@ -87,7 +87,7 @@ _NAMES = tuple(entry.name for entry in dataclasses.fields(Counters))
 _RATES = ("hit_rate", "kept_hit_rate", "unkept_hit_rate", "prefetch_accuracy")
 _Size = Literal["slots", "kept", "most_slots", "shrinks", "grows"]
 SIZES: tuple[_Size, ...] = ("slots", "kept", "most_slots", "shrinks", "grows")
-_RESIZES: tuple[_Size, ...] = ("shrinks", "grows")  # of those, counts
+_RESIZES: tuple[_Size, ...] = ("shrinks", "grows")  # the counts among SIZES
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class ExpertCounters:
 
 @dataclass(frozen=True)
 class PhaseCounters(Counters):
-    """Counters over all phases, and those of each. What belongs to neither phase, such as the reads of a backward, is in the sum alone."""
+    """Counters over all phases, and of each phase. Counts of neither phase, such as reads of a backward, are in the sum
+    only."""
 
     prefill: Counters = field(default_factory=Counters)  # forwards of more than MOST_DECODE_ROWS rows
     decode: Counters = field(default_factory=Counters)
@@ -120,7 +121,7 @@ class LayerCounters(PhaseCounters):
     """Counters of one MoE layer."""
 
     experts: ExpertCounters = field(default_factory=ExpertCounters)
-    # Of which pool, and since which reset: counts go on from others of the same epoch alone. Empty: not known.
+    # The pool and its resets: only counts of one epoch are comparable. Empty: unknown.
     epoch: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
@@ -132,25 +133,23 @@ class LayerCounters(PhaseCounters):
 
 @dataclass(frozen=True)
 class DeviceCounters:
-    """Of layers with experts on GPUs. ``str()`` is a line.
+    """Counters of layers with experts on GPUs. ``str()`` is a line.
 
-    What a captured graph does at a replay is counted where the host takes part; of its time the GPU's waiting is not known.
+    A replay of a captured graph is counted where the host takes part, without the GPU's waiting time.
     """
 
-    calls: int = 0  # of host nodes: forwards of layers that are there in part; a long prompt is several
-    all_on_device: int = 0  # of those: the host had nothing to compute
-    complete: int = (
-        0  # forwards of layers that are there as a whole, and never reach the host; not those of a graph's replay
-    )
+    calls: int = 0  # of host nodes: forwards of layers that are partly there; a long prompt has several
+    all_on_device: int = 0  # of the calls: the host had nothing to compute
+    complete: int = 0  # forwards of layers that are entirely there; not those of a graph's replay
     failed: int = 0  # of the calls: the output was NaN, and the error is raised later
-    streamed: int = 0  # experts that came up for prompts
-    moved: int = 0  # experts that came up to stay, under gpu.placement="dynamic"
-    moves_failed: int = 0  # reads that ended in an error on the way
+    streamed: int = 0  # experts streamed for prompts
+    moved: int = 0  # experts moved under gpu.placement="dynamic"
+    moves_failed: int = 0  # failed reads of moving experts
     bytes_down: int = 0  # hidden states, ids and routing weights
     bytes_up: int = 0  # sums
     bytes_streamed: int = 0
     node_seconds: float = 0.0  # in host nodes
-    waited_seconds: float = 0.0  # the GPU had done its own and waited, over the last ``waited_calls``
+    waited_seconds: float = 0.0  # the GPU waited for the host, over the last ``waited_calls``
     waited_calls: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,39 +158,39 @@ class DeviceCounters:
     def __str__(self) -> str:
         waited = f"waited {self.waited_seconds * 1e3:.1f} ms in the last {self.waited_calls}"
         return (
-            f"on GPUs: {self.complete} forwards of whole layers; {self.calls} shared with the CPU, which had nothing to do in "
-            f"{self.all_on_device}, took {self.node_seconds * 1e3:.1f} ms, failed in {self.failed}; {waited}; "
-            f"{self.bytes_down / 2**20:.1f} MiB down, {self.bytes_up / 2**20:.1f} up; "
-            f"{self.streamed} experts streamed, {self.bytes_streamed / 2**20:.1f} MiB; {self.moved} moved, "
-            f"{self.moves_failed} moves failed"
+            f"on GPUs: {self.complete} forwards of whole layers; {self.calls} shared with the CPU, which had nothing "
+            f"to do in {self.all_on_device}, took {self.node_seconds * 1e3:.1f} ms, failed in {self.failed}; "
+            f"{waited}; {self.bytes_down / 2**20:.1f} MiB down, {self.bytes_up / 2**20:.1f} up; {self.streamed} "
+            f"experts streamed, {self.bytes_streamed / 2**20:.1f} MiB; {self.moved} moved, {self.moves_failed} moves "
+            "failed"
         )
 
 
 @dataclass(frozen=True)
 class Stats(PhaseCounters):
-    """Counters of a whole model. ``str()`` is a table, in which what was never asked shows ``-``."""
+    """Counters of a whole model. ``str()`` is a table that shows ``-`` for undefined values."""
 
     per_layer: list[LayerCounters] = field(default_factory=list)  # each MoE layer, in order
-    slots: int = 0  # experts that may be resident now
-    kept: int = 0  # of them, those that ``pins`` and ``early_experts`` keep: at most half of the slots
-    most_slots: int = 0  # and at most
-    shrinks: int = 0  # times that the pool was made smaller, because memory ran short
-    grows: int = 0  # and larger again
-    resets: int = 0  # times that the counters of its pools began anew
-    device: DeviceCounters | None = None  # of the experts on GPUs; None: there are none
-    share: Share | None = None  # of the model's experts, which these are counters of; None: of all of them
-    lossy: str = ""  # the modes by which decode steps differ from the model; empty: they do not
-    # Why the experts of a layer's next one are not foretold, and the layers of which that is so; empty: all are, or nobody wants
-    # them to be. None: not known, as in a ``stats.file``, which counts a pool and knows no modules.
+    slots: int = 0  # current limit of resident experts
+    kept: int = 0  # slots that ``pins`` and ``early_experts`` keep: at most half
+    most_slots: int = 0  # initial limit
+    shrinks: int = 0  # times that the pool shrank because memory ran low
+    grows: int = 0  # times that it grew again
+    resets: int = 0  # times that its pools' counters were reset
+    device: DeviceCounters | None = None  # of experts on GPUs; None: there are none
+    share: Share | None = None  # of the model's experts on this rank; None: all
+    lossy: str = ""  # the active lossy modes; empty: exact
+    # Why lookahead is unsupported, and from which layers; empty: supported everywhere, or off. None: unknown, as in a
+    # ``stats.file``, which has no modules.
     no_lookahead: Mapping[str, tuple[int, ...]] | None = None
-    # Why the last prefetch that failed did. No forward fails for it, and prefetching goes on; ``layer``, ``expert``, ``file``
-    # and ``offset`` say where. None: none has failed.
+    # The error of the last failed prefetch, with ``layer``, ``expert``, ``file`` and ``offset``. It fails no forward,
+    # and prefetching goes on. None: none has failed.
     prefetch_error: Exception | None = None
-    # Of generate with ``speculation`` or torch_mesh.speculate; None: there was none, or not known, as in a ``stats.file``.
+    # Of generate with ``speculation`` or torch_mesh.speculate; None: not used, or unknown, as in a ``stats.file``.
     speculation: SpeculationCounters | None = None
 
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
-        """Everything, as JSON takes it; without ``experts``, all but the counts of each expert, which are most of it.
+        """Everything in types of JSON; without ``experts``, all but the counts of each expert, which are most of it.
 
         ``prefetch_error`` is None, or a dict of type, message and place.
         """
@@ -211,7 +210,7 @@ class Stats(PhaseCounters):
         }
 
     def table(self) -> list[tuple[str, ...]]:
-        """Headings, then a row for each layer, for each phase that there was, and for all together."""
+        """Headings, then a row for each layer, each phase with accesses, and the total."""
         rows = [tuple(HEADINGS), *(_row(str(index), counters) for index, counters in enumerate(self.per_layer))]
         rows += [_row(name, getattr(self, name)) for name in PHASES if getattr(self, name).accesses]
         return [*rows, _row("all", self)]
@@ -236,7 +235,7 @@ class Stats(PhaseCounters):
         for reason, layers in (self.no_lookahead or {}).items():
             lines.append(f"no lookahead from {_ranges(layers)}: {reason}")
         if self.stand_ins:
-            lines.append(f"{self.stand_ins} of {self.accesses} accesses were to stand-ins")
+            lines.append(f"{self.stand_ins} of {self.accesses} accesses were to fallback experts")
         if self.speculation is not None:
             lines.append(str(self.speculation))
         if self.prefetch_error is not None:
@@ -254,9 +253,9 @@ def engine_stats(
 ) -> Stats:
     """The counters of these engines together; without ``experts``, all but those of each expert, which take longest.
 
-    ``lossy`` names the modes of their model that are. ``stand_ins`` are the engines of ``lossy.fallback`` beside them, None where an engine
-    has none: what they did is added to its counters, but for the numbers of slots, which are its own.
-    ``device``: what their GPUs counted; ``share``: which of the experts they have.
+    ``lossy`` names the model's active lossy modes. ``stand_ins`` are the engines of ``lossy.fallback`` beside them,
+    None for an engine without one; their counts are added, except for numbers of slots. ``device``: the GPUs' counters;
+    ``share``: the experts on this rank.
     """
     snapshots, epochs = [], []
     for engine, low in itertools.zip_longest(engines, stand_ins):
@@ -269,9 +268,10 @@ def engine_stats(
 
 
 def counted_since(before: Stats, now: Stats) -> Stats:
-    """What ``now`` has counted since ``before``, of one model; of layers whose counters began anew since, all of it.
+    """The counts of ``now`` less those of ``before``, of one model; all of ``now``'s for layers whose counters were
+    reset.
 
-    What is no count is ``now``'s. Those of each expert are left out.
+    Other fields are those of ``now``. Counts of each expert are left out.
     """
     layers = []
     for layer, old in itertools.zip_longest(now.per_layer, before.per_layer[: len(now.per_layer)]):
@@ -282,20 +282,21 @@ def counted_since(before: Stats, now: Stats) -> Stats:
 
 
 def summed(first: Stats, second: Stats) -> Stats:
-    """The counts of both, for the layers of ``second``, whose is all else. Counts of each expert are left out."""
+    """The counts of both, for the layers of ``second``, which gives the other fields. Counts of each expert are left
+    out."""
     pairs = itertools.zip_longest(second.per_layer, first.per_layer[: len(second.per_layer)])
     layers = [_changed(layer, LayerCounters() if old is None else old, 1) for layer, old in pairs]
     return _of_layers(second, layers, {name: getattr(second, name) + getattr(first, name) for name in _RESIZES})
 
 
 def was_reset(before: Stats, now: Stats) -> bool:
-    """Whether some counters of ``now`` do not go on from those of ``before``."""
+    """Whether some counters were reset between ``before`` and ``now``."""
     pairs = itertools.zip_longest(before.per_layer, now.per_layer)
     return any(old is None or layer is None or not _goes_on(old, layer) for old, layer in pairs)
 
 
 def _goes_on(before: LayerCounters, now: LayerCounters) -> bool:
-    """By the epoch, and by each counter: lines of earlier versions name no epoch."""
+    """By epoch and by each counter: lines of earlier versions have no epoch."""
     return before.epoch == now.epoch and all(
         getattr(old, name) <= getattr(new, name)
         for old, new in ((before, now), (before.prefill, now.prefill), (before.decode, now.decode))
@@ -326,7 +327,7 @@ def _whole(layers: Sequence[LayerCounters]) -> dict[str, Any]:
 
 
 def _with_low(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedStats:
-    """With what the engine of ``lossy.fallback`` did."""
+    """``exact`` with the counts of ``lossy.fallback``'s engine."""
     added = exact.copy()
     phases: tuple[Literal["none", "prefill", "decode"], ...] = ("none", *PHASES)
     for phase in phases:
@@ -393,7 +394,7 @@ def _error_dict(error: Exception | None) -> dict[str, Any] | None:
     return {"type": type(error).__name__, "message": str(error), **place}
 
 
-# Of the table, and what each means to a reader who does not know the cache.
+# Columns of the table, with explanations for readers who do not know the cache.
 HEADINGS = {
     "layer": "a MoE layer of the model, prefill (prompts: forwards of more than 16 rows), decode, or all together",
     "hit rate": "hits, of all times that a layer asked for an expert",

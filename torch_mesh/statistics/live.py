@@ -1,4 +1,4 @@
-"""The page of a report that follows its files while a model writes them, for this machine alone."""
+"""The page of a report that follows its files while a model writes them, on this machine only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NAMES = {"127.0.0.1", "localhost"}
 
 
 class LivePage(ThreadingHTTPServer):
-    """Serves the page of these files on loopback, and at ``/data.json`` what it has to show by now. ``serve_forever`` runs it.
+    """Serves the page of these files on loopback, and its current data at ``/data.json``. ``serve_forever`` runs it.
 
-    Files may not be there yet. ``port`` 0 takes a free one; ``address`` is where it is.
+    The files need not exist yet. ``port`` 0 takes a free one; ``address`` is the page's.
     """
 
     daemon_threads = True
@@ -28,14 +28,14 @@ class LivePage(ThreadingHTTPServer):
         self._files = [StatsFile(path) for path in paths]
         self._plan = plan
         self._reading = threading.Lock()
-        self._rendered: dict[str, tuple[list[Any], str]] = {}  # by path: of which files, and the text
+        self._rendered: dict[str, tuple[list[Any], str]] = {}  # by path: the files' state, and the text
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
     def content(self, path: str) -> tuple[str, str] | None:
-        """Type and text of what is at ``path``; None: nothing is. Raises what reading the files does."""
+        """Type and text of ``path``; None if it does not exist. Raises the errors of reading the files."""
         render = {"/": render_page, "/data.json": render_data}.get(path)
         if render is None:
             return None
@@ -48,7 +48,7 @@ class LivePage(ThreadingHTTPServer):
         return ("text/html" if path == "/" else "application/json"), text
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing of a browser that has gone away."""
+        """Ignore browsers that disconnect."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -60,7 +60,7 @@ class LivePage(ThreadingHTTPServer):
 
 
 def _state(file: StatsFile) -> tuple[int, int, int, int] | None:
-    """What differs once the file has been written to; None: there is none."""
+    """Changes when the file is written to; None without a file."""
     try:
         status = file.path.stat()
     except FileNotFoundError:
@@ -70,11 +70,11 @@ def _state(file: StatsFile) -> tuple[int, int, int, int] | None:
 
 class _Handler(BaseHTTPRequestHandler):
     server: LivePage
-    timeout = 30  # seconds without a word from whoever has connected
+    timeout = 30  # seconds without a request
 
     def do_GET(self) -> None:
-        # Another name for this address would be a page of somebody else's, which had its name point here. The port is not asked: a
-        # tunnel may have another one at its end.
+        # Another host name could belong to another site's page (DNS rebinding). The port is not checked: a tunnel may
+        # change it.
         if self.headers.get("Host", "").partition(":")[0].lower() not in _NAMES:
             self._answer(403, "text/plain", "Ask for 127.0.0.1 or localhost.")
             return
@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
             ValueError,
             RuntimeError,
             OSError,
-        ) as error:  # of a file that somebody writes: the next time may be better
+        ) as error:  # a file that is being written: the next request may succeed
             self._answer(500, "text/plain", str(error))
             return
         self._answer(404, "text/plain", "There is / and /data.json.") if found is None else self._answer(200, *found)
@@ -99,4 +99,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *values: object) -> None:
-        """Nothing: a line each time that the page asks would hide all else."""
+        """Disabled: a line per request would hide everything else."""

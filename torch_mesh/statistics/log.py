@@ -1,4 +1,4 @@
-"""Statistics as lines of JSON in a file, every so many forwards, without a forward that waits for the file."""
+"""Statistics as lines of JSON in a file, every so many forwards, written by a thread."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ if TYPE_CHECKING:
     from ..hf.expert_parallel import Share
     from ..pool.expert_pool import ExpertPool
 
-# How long the thread sleeps at a time where nothing happens; closing the engine wakes it at once.
+# The thread's longest sleep; closing the engine wakes it at once.
 _PATIENCE_SECONDS = 3600.0
 
 
 class StatsLog:
-    """Appends a line to ``path`` each time that ``layer``, the model's last, has seen ``every`` more forwards end.
+    """Append a line to ``path`` each time that ``layer``, the model's last, has ended ``every`` more forwards.
 
-    A line is ``Stats.to_dict(experts=False)`` with ``time``, in seconds since 1970, ``forward``, how many have ended,
-    ``run``, a name that no other engine has, and what a ``Snapshot`` says. A thread writes it, so that neither a slow
-    disk nor a full one disturbs a forward: where forwards are faster than the file, lines are left out; a write that
-    fails is warned of once, and later ones are tried in silence. Ends with the engine.
+    A line is ``Stats.to_dict(experts=False)`` with ``time`` (seconds since 1970), ``forward`` (ended forwards), ``run``
+    (unique to the engine) and a ``Snapshot``. A thread writes it, so that a slow or full disk does not disturb
+    forwards: lines are skipped if forwards are faster; the first failed write is warned of. Ends with the engine.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class StatsLog:
         self._about = about
         self._name = secrets.token_hex(8)
         self._warned = False
-        self._cut_short = False  # the last line is not whole
+        self._cut_short = False  # the last line is incomplete
         self.thread = BackgroundThread(self._run, "torch_mesh statistics")
 
     def _run(self) -> None:
@@ -106,9 +105,9 @@ class StatsLog:
 
 
 def start_log(pool: ExpertPool, config: MeshConfig, model: str, places: Sequence[int]) -> None:
-    """Logs the statistics of ``pool`` as ``config.stats`` says, until it is closed. ``places``: the pool's layers that run.
+    """Log the statistics of ``pool`` by ``config.stats``, until it is closed. ``places``: the pool's layers that run.
 
-    Raises MemoryError where no thread can be started.
+    Raises MemoryError if no thread can be started.
     """
     if config.stats.file is None:
         return

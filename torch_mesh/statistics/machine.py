@@ -1,4 +1,4 @@
-"""The machine that statistics are of, in a line."""
+"""A one-line description of the machine."""
 
 from __future__ import annotations
 

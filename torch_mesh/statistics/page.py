@@ -1,4 +1,4 @@
-"""A report as one HTML file that opens anywhere, without a network: ``page.html`` with what is to be shown in it."""
+"""A report as one self-contained HTML file: ``page.html`` with its data."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .counters import HEADINGS
 from .report import Report, Run, Stretch, path_text
 from .snapshot import MEMORY
 
-# More than a screen can tell apart, and a page of an hour of a large model stays under a megabyte and a half.
+# More than a screen can resolve; a page of an hour of a large model stays below 1.5 MB.
 STRETCHES = 240
-_TABLES, _DATA = "<!-- tables -->", "<!-- data -->"  # where they go
+_TABLES, _DATA = "<!-- tables -->", "<!-- data -->"  # placeholders in page.html
 _LARGEST_PLAN = 64 << 20
 _PLANNED = ("tokens_per_second", "peak_bytes", "pool_bytes", "slots")
 
 
 def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None, live: bool = False) -> str:
-    """The page. ``reports`` are cut into some ``STRETCHES``; ``plan`` is what ``read_plan`` gives. One that is
-    ``live`` asks where it came from for ``data.json``, again and again.
+    """The page. ``reports`` are cut into ``STRETCHES``; ``plan`` is a result of ``read_plan``. A ``live`` page polls
+    its server for ``data.json``.
 
-    Whatever stands in a report is shown as text: nothing of it becomes markup or a program.
+    All text of a report is escaped.
     """
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    # Split and not replaced: what goes in may have either mark in it.
+    # Split instead of replaced: the data may contain either placeholder.
     begin, rest = page.split(_TABLES)
     tables = "".join(_table(name, run) for name, run in _runs(reports))
     middle, end = rest.split(_DATA)
@@ -38,7 +38,7 @@ def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None, l
 
 
 def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None, live: bool = False) -> str:
-    """What the page shows, as JSON that may stand in a script element."""
+    """The page's data, as JSON that is safe in a script element."""
     notes = [
         f"{path_text(report.path)}: {len(report.damaged)} lines are cut short and left out"
         for report in reports
@@ -48,7 +48,7 @@ def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None, l
     runs = [_run_data(name, run) for name, run in _runs(reports)]
     data = {"runs": runs, "plan": plan, "notes": notes, "live": live}
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":  # none of which JSON has but in strings
+    for character in "<>&":  # occur in JSON strings only
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
@@ -58,7 +58,7 @@ def _runs(reports: Sequence[Report]) -> list[tuple[str, Run]]:
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a page shows of a plan that ``torch-mesh plan --json`` printed. MeshError for a file that holds none."""
+    """The page's part of a plan by ``torch-mesh plan --json``. Raises MeshError for other files."""
 
     def refuse(problem: str) -> MeshError:
         return MeshError(f"{path_text(path)} is not what `torch-mesh plan --json` prints: {problem}.")
@@ -83,7 +83,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _run_data(name: str, run: Run) -> dict[str, Any]:
-    # A clock that was set back has no rates.
+    # A clock that was set back gives no rates.
     stretches = [stretch for stretch in run.stretches if stretch.end > stretch.begin]
 
     def each(value: Callable[[Stretch], float | None]) -> list[float | None]:
@@ -132,7 +132,7 @@ def _run_data(name: str, run: Run) -> dict[str, Any]:
 
 
 def _typical(stretches: Iterable[Stretch]) -> float | None:
-    """Decode steps per second, the median of the stretches that only decoded."""
+    """Decode steps per second, the median over stretches without prefill."""
     rates = [
         stretch.stats.decode.forwards / (stretch.end - stretch.begin)
         for stretch in stretches
@@ -163,6 +163,7 @@ def _table(name: str, run: Run) -> str:
     headings, *rows = run.total.table()
     body = "".join(row(cells, "td") for cells in rows)
     return (
-        f'<figure><figcaption>{html.escape(name)}: {html.escape(run.span)}</figcaption><div class="wide" tabindex="0" role="region" aria-label="counters"><table><thead>'
+        f'<figure><figcaption>{html.escape(name)}: {html.escape(run.span)}</figcaption><div class="wide" tabindex="0" '
+        'role="region" aria-label="counters"><table><thead>'
         f"{row(headings, 'th')}</thead><tbody>{body}</tbody></table></div></figure>"
     )

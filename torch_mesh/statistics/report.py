@@ -1,4 +1,4 @@
-"""What a file of statistics says: the lines that ``stats.file`` has got, read back, and cut into runs and stretches of time."""
+"""Read a statistics file of ``stats.file`` back, as runs and stretches of time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..errors import MeshError
 from .counters import PHASES, SIZES, Counters, LayerCounters, Stats, counted_since, summed, was_reset
 from .snapshot import Snapshot, parse_snapshot
 
-_LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
-_LARGEST_COUNT = 1 << 63  # an integer may have thousands of digits, and no float is as large
+_LONGEST_LINE = 64 << 20  # bytes; a line of 100 layers has some 100,000
+_LARGEST_COUNT = 1 << 63  # JSON integers may have thousands of digits, too large for a float
 _COUNTERS = {entry.name: entry.default for entry in dataclasses.fields(Counters)}
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """What was counted between two lines, and what was so at the second one. ``begin`` and ``end`` are seconds since 1970."""
+    """Counts between two lines, and the snapshot of the second. ``begin`` and ``end`` are seconds since 1970."""
 
     begin: float
     end: float
@@ -34,21 +34,21 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Run:
-    """Lines of one pool. Counters begin anew where they were reset, and are added up here.
+    """Lines of one pool. Counts across resets are added up.
 
-    Lines name their run and how often counters were reset. In those of earlier versions ``forward`` rises within a run,
-    and a count that falls shows a reset.
+    Lines name their run and number of resets. In lines of earlier versions ``forward`` rises within a run, and a
+    falling count shows a reset.
     """
 
     begin: float  # of the first line
     end: float
     lines: int
-    forwards: int  # the last line's
-    total: Stats  # of all that was counted
+    forwards: int  # of the last line
+    total: Stats  # of all counts
     stretches: tuple[Stretch, ...]  # between lines, in order
-    peak_bytes: int | None  # of the process, the most of any line; None: no line says it
+    peak_bytes: int | None  # of the process, the maximum; None: unknown
     budget_bytes: int | None  # of experts, likewise
-    about: Mapping[str, str]  # what ran, and on what, by the last line; empty for lines of earlier versions
+    about: Mapping[str, str]  # by the last line; empty for lines of earlier versions
 
     @property
     def span(self) -> str:
@@ -60,10 +60,10 @@ class Run:
 class Report:
     path: Path
     runs: tuple[Run, ...]
-    damaged: tuple[int, ...]  # numbers of lines that are cut short
+    damaged: tuple[int, ...]  # numbers of truncated lines
 
     def named_runs(self) -> list[tuple[str, Run]]:
-        """Each run with what it is called: the file, and which of its runs, where there are several."""
+        """Each run with its name: the file, and its number if there are several."""
         name, many = path_text(self.path), len(self.runs)
         return [
             (f"{name}, run {number} of {many}" if many > 1 else name, run) for number, run in enumerate(self.runs, 1)
@@ -72,7 +72,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Place:
-    """A line that can be read, without what takes memory."""
+    """A readable line, without its contents."""
 
     offset: int
     time: float
@@ -80,27 +80,27 @@ class _Place:
     layers: int
     run: str | None  # None: of an earlier version
     resets: int
-    fell: bool  # a count of it is below that of the line before, of the same run
-    process: int | None  # bytes of memory: a peak may be in a line that no figure is cut at
+    fell: bool  # a count is below the previous line's of the run
+    process: int | None  # bytes of memory: the peak may be in a line that is not a cut
     budget: int | None
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """As it can be printed: a name may have bytes that are no text."""
+    """Printable: a name may have bytes that are not text."""
     return os.fsencode(path).decode(errors="replace")
 
 
 def read_report(path: str | os.PathLike[str], stretches: int = 12) -> Report:
-    """Reads a file that ``MeshConfig.stats.file`` named, and cuts each of its runs into at most ``stretches``.
+    """Read a file of ``MeshConfig.stats.file``, and cut each of its runs into at most ``stretches``.
 
-    A line that is cut short, as a full disk or a killed process leaves it, is left out and counted. MeshError for a file that
-    holds anything else than statistics, saying which line; OSError if it cannot be read.
+    Truncated lines, as after a full disk or a killed process, are skipped and counted. Raises MeshError, naming the
+    line, for a file with anything else than statistics; OSError if it cannot be read.
     """
     return StatsFile(path).report(stretches)
 
 
 class StatsFile:
-    """A file of statistics that may still grow: ``report`` reads what has come since the last one."""
+    """A statistics file that may still grow: ``report`` reads the lines since the last report."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -109,14 +109,15 @@ class StatsFile:
     def _begin_anew(self) -> None:
         self._places: list[_Place] = []
         self._damaged: list[int] = []
-        self._offset = self._number = 0  # of what has been read, in bytes and lines
+        self._offset = self._number = 0  # bytes and lines read so far
         self._file: tuple[int, int] | None = None  # device and inode
-        self._first = b""  # the first line, which has the time that it was written at
-        self._seen: dict[int, tuple[Stats, Snapshot]] = {}  # what the last report was made of, by offset
-        self._latest: tuple[str | None, Stats] = None, Stats()  # the last line that was read, and of which run
+        self._first = b""  # the first line, which has its time
+        self._seen: dict[int, tuple[Stats, Snapshot]] = {}  # by offset: the lines that the last report used
+        self._latest: tuple[str | None, Stats] = None, Stats()  # the last line, and its run
 
     def report(self, stretches: int, growing: bool = False) -> Report:
-        """As ``read_report``. If the file is ``growing``, a last line without an end is waited for, and there may be no line yet."""
+        """As ``read_report``. If the file is ``growing``, an incomplete last line is left for later, and the file may
+        be empty."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -126,15 +127,13 @@ class StatsFile:
             self._begin_anew_if_replaced(file)
             self._read_on(file, growing)
             if not self._places and not growing:
-                raise MeshError(
-                    f"{self.path} holds no line of statistics: give a file that MeshConfig.stats.file named."
-                )
+                raise MeshError(f"{self.path} has no line of statistics: give a file that MeshConfig.stats.file named.")
             seen, self._seen = self._seen, {}
             runs = tuple(self._run(file, places, stretches, seen) for places in _runs(self._places))
         return Report(self.path, runs, tuple(self._damaged))
 
     def _begin_anew_if_replaced(self, file: BinaryIO) -> None:
-        """An inode is used again after its file is gone, and a file that is written anew keeps it: the first line tells these."""
+        """Compares the first line: inodes are reused, and a rewritten file keeps its inode."""
         status = os.fstat(file.fileno())
         which = status.st_dev, status.st_ino
         file.seek(0)
@@ -173,10 +172,10 @@ class StatsFile:
                         )
                     )
             self._first = self._first or line
-            # Together: a line that is refused is read again, and keeps its number.
+            # Together: a refused line is read again, and keeps its number.
             self._offset, self._number = self._offset + len(line), number
         if self._damaged and not self._places:
-            raise MeshError(f"{self.path}, line {self._damaged[0]}: not JSON, so no line of statistics.")
+            raise MeshError(f"{self.path}, line {self._damaged[0]}: not JSON, so not a line of statistics.")
 
     def _run(
         self, file: BinaryIO, places: list[_Place], stretches: int, known: Mapping[int, tuple[Stats, Snapshot]]
@@ -225,7 +224,7 @@ def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
 
 
 def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
-    """Cuts a list before each element that ``begins`` something after the one before it."""
+    """Cut a list before each element that ``begins`` something after its predecessor."""
     if not places:
         return
     part = [places[0]]
@@ -238,10 +237,10 @@ def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
 
 
 def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Snapshot]:
-    """Time, statistics and snapshot of one line. What other versions count besides is left aside, what they did not count is 0."""
+    """Time, statistics and snapshot of one line. Unknown fields are ignored, missing counts are 0."""
 
     def refuse(problem: str) -> MeshError:
-        return MeshError(f"{path}, line {number}: no line of statistics, {problem}.")
+        return MeshError(f"{path}, line {number}: not a line of statistics, {problem}.")
 
     def counts(held: Any, where: str) -> dict[str, Any]:
         if not isinstance(held, Mapping):
@@ -279,5 +278,5 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Snapshot
         snapshot = parse_snapshot(table, len(per_layer))
     except ValueError as problem:
         raise refuse(str(problem)) from None
-    lossy = lossy.encode(errors="replace").decode()  # JSON may name half a character, which nothing can print
+    lossy = lossy.encode(errors="replace").decode()  # JSON may have lone surrogates, which cannot be printed
     return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, lossy=lossy, **sizes), snapshot

@@ -1,4 +1,4 @@
-"""What is so when a line of statistics is written, beside what was counted by then: which experts are resident, who has the memory."""
+"""The state at a line of statistics, beside its counts: resident experts and memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ ABOUT = ("model", "format", "policy", "machine")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """``resident`` has a string for each MoE layer: a bit for each of its ``experts``, hexadecimal, the first one the highest bit of
-    the first digit; what the last digits have beyond is 0.
+    """``resident`` has a hexadecimal string for each MoE layer, with a bit for each of its ``experts``, the first one
+    the highest bit of the first digit; excess bits are 0.
 
-    ``memory`` is in bytes: ``process``, anonymous, the pools' among it; ``pool``, what experts and stand-ins have now; ``budget``, the
-    most that they may have; ``left``, what could still be taken. None: not known. ``about`` says in words what ran, and
-    on what.
+    ``memory`` is in bytes: ``process`` (anonymous, pools included), ``pool`` (experts and fallback experts now),
+    ``budget`` (their limit), ``left`` (still available). None: unknown. ``about`` describes the model and the machine.
     """
 
-    experts: int = 0  # of a layer; 0: not known, as in lines of earlier versions
+    experts: int = 0  # of a layer; 0: unknown, as in lines of earlier versions
     resident: tuple[str, ...] = ()
     memory: Mapping[str, int] | None = None
-    about: Mapping[str, str] = field(default_factory=dict)  # of ``ABOUT``, what is known
+    about: Mapping[str, str] = field(default_factory=dict)  # the known ones of ``ABOUT``
 
     def to_dict(self) -> dict[str, Any]:
         memory = None if self.memory is None else dict(self.memory)
@@ -47,7 +46,7 @@ class Snapshot:
 def look(
     engine: _C.Engine, stand_ins: _C.Engine | None, layers: int, about: Mapping[str, str] | None = None
 ) -> Snapshot:
-    """Raises PoolClosedError for an engine that is closed."""
+    """Take a snapshot. Raises PoolClosedError for a closed engine."""
     states = [
         torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation])).numpy()
         for layer in range(layers)
@@ -64,7 +63,7 @@ def _memory(engine: _C.Engine, stand_ins: _C.Engine | None) -> dict[str, int] | 
     sizes = [each.describe_size() for each in (engine, stand_ins) if each is not None]
     try:
         process, left = anonymous_bytes(), available_bytes()
-    except OSError:  # a sandbox without /proc, or a cgroup that is gone by now: what was counted is worth its line
+    except OSError:  # a sandbox without /proc, or a removed cgroup: the counts are still worth a line
         return None
     return {
         "process": process,
@@ -75,7 +74,7 @@ def _memory(engine: _C.Engine, stand_ins: _C.Engine | None) -> dict[str, int] | 
 
 
 def parse_snapshot(table: Mapping[str, Any], layers: int) -> Snapshot:
-    """Of a line of statistics; what older lines do not have is empty. ValueError for what no line has."""
+    """Parse a line of statistics; fields missing in older lines are empty. Raises ValueError for invalid values."""
     experts, resident, memory = table.get("experts", 0), table.get("resident", []), table.get("memory")
     if type(experts) is not int or not 0 <= experts <= _MAX_EXPERTS:
         raise ValueError(f"its experts are {experts!r:.80}")
@@ -90,7 +89,7 @@ def parse_snapshot(table: Mapping[str, Any], layers: int) -> Snapshot:
     about = table.get("about", {})
     if not isinstance(about, Mapping) or not all(isinstance(about.get(name, ""), str) for name in ABOUT):
         raise ValueError("its about is no text")
-    # JSON may name half a character, which nothing can print.
+    # JSON may have lone surrogates, which cannot be printed.
     about = {name: about[name].encode(errors="replace").decode() for name in ABOUT if name in about}
     return Snapshot(experts, tuple(resident), memory, about)
 

@@ -1,4 +1,4 @@
-"""What came of drafts: tokens, time, reads and waits by how many tokens were drafted."""
+"""Results of drafts: tokens, time, reads and waits by the number of drafted tokens."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 from torch import nn
 
-# Attribute of a model whose texts were speculated on. It is not named as those that patching gives, for a model need not be patched.
+# Attribute of a model, which need not be patched: so without patching's prefix.
 _TALLY = "_speculated"
 
 
 @dataclass(frozen=True)
 class DraftedCounters:
-    """Of the forwards that verified drafts of one length; of length 0, those of one token."""
+    """Forwards that verified drafts of one length; of length 0, plain ones."""
 
     forwards: int = 0
-    tokens: int = 0  # that they gave
-    timed: int = 0  # of the forwards: all but those that came first, and may have been compiled meanwhile
+    tokens: int = 0  # accepted
+    timed: int = 0  # forwards with a duration: first ones may include compilation
     timed_tokens: int = 0
-    seconds: float = 0.0  # of those that were timed
-    stall_seconds: float = 0.0  # of all
+    seconds: float = 0.0  # of the timed forwards
+    stall_seconds: float = 0.0  # of all forwards
     bytes_read: int = 0
 
 
 @dataclass(frozen=True)
 class SpeculationCounters:
-    """What speculation did in the texts of a model since it was patched, or since ``reset_stats``. ``str()`` is a line.
+    """Speculation of a model since it was patched, or since ``reset_stats``. ``str()`` is a line.
 
-    Prompts are not in it. What the pool read and waited for while a forward ran is that forward's, prefetches too.
+    Without prompts. Reads and waits of the pool during a forward count to it, prefetches included.
     """
 
     lengths: Mapping[int, DraftedCounters] = field(default_factory=dict)  # by drafted tokens; 0: plain decoding
@@ -47,18 +47,18 @@ class SpeculationCounters:
 
     @property
     def acceptance(self) -> float | None:
-        """Of what was drafted, the share that was right; None: nothing was drafted."""
+        """The accepted fraction of drafted tokens; None without any."""
         return self.accepted / self.drafted if self.drafted else None
 
     def utility(self, length: int) -> float | None:
-        """Tokens in a second with drafts of ``length``, over those of plain decoding; None where one of them was not timed."""
+        """Tokens per second with drafts of ``length``, relative to plain decoding; None if either was not timed."""
         plain, drafts = self.lengths.get(0, DraftedCounters()), self.lengths.get(length, DraftedCounters())
         if not plain.timed_tokens or not drafts.seconds:
             return None
         return drafts.timed_tokens / drafts.seconds * plain.seconds / plain.timed_tokens
 
     def stall_per_token(self, drafted: bool) -> float | None:
-        """Seconds that forwards with drafts, or those without, had nothing to compute, for each token that they gave."""
+        """Stall seconds per token of forwards with drafts, or without."""
         return self._per_token("stall_seconds", drafted)
 
     def bytes_per_token(self, drafted: bool) -> float | None:
@@ -70,7 +70,7 @@ class SpeculationCounters:
         return sum(getattr(each, name) for each in counted) / tokens if tokens else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it, with the utility of each length."""
+        """Everything in types of JSON, with the utility of each length."""
         return {
             "drafted": self.drafted,
             "accepted": self.accepted,
@@ -111,7 +111,7 @@ class Tally:
         self._drafted = self._accepted = 0
 
     def add(self, drafted: int, tokens: int, seconds: float | None, stall_seconds: float, bytes_read: int) -> None:
-        """A forward that gave ``tokens``; its seconds, None where they are not to be counted."""
+        """Count a forward that gave ``tokens``; ``seconds`` None: not timed."""
         zeros = {each.name: 0 for each in fields(DraftedCounters)}
         counts = self._lengths.setdefault(drafted, zeros)
         counts["forwards"] += 1
@@ -137,7 +137,7 @@ def tally_of(model: nn.Module) -> Tally:
 
 
 def tallies_in(model: nn.Module) -> list[Tally]:
-    """Those of a model and of the models in it: adapters are put around the one that generates."""
+    """The counts of a model and its inner models: adapters wrap the one that generates."""
     return [vars(module)[_TALLY] for module in model.modules() if _TALLY in vars(module)]
 
 

@@ -1,4 +1,4 @@
-"""What a patched model's pool did."""
+"""Statistics of a patched model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .speculated import tallies_in
 
 
 def stats(model: nn.Module) -> Stats:
-    """The counters of a patched model. Copies of a model share its pool, and so its counters.
+    """The counters of a patched model. Copies of a model share its pool and counters.
 
-    Raises MeshError for a model that is not patched, and what the host's share of a layer on a GPU has failed with since the last
-    error, as the layer's next forward would.
+    Raises MeshError for a model that is not patched, and a pending error of the host's part of a layer on a GPU, as the
+    layer's next forward would.
     """
     shared = shared_devices_of(model)
     for device in shared:
@@ -41,7 +41,7 @@ def stats(model: nn.Module) -> Stats:
 
 
 def reset_stats(model: nn.Module) -> None:
-    """Sets the counters of a patched model to zero. Raises MeshError for a model that is not patched."""
+    """Set the counters of a patched model to zero. Raises MeshError for a model that is not patched."""
     for engine in (*engines_of(model), *fallback_engines_of(model)):
         if engine is not None:
             engine.reset_stats()
@@ -52,42 +52,46 @@ def reset_stats(model: nn.Module) -> None:
 
 
 def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes what a patched model has used of its experts since it was patched, on top of the profile that it was opened with.
+    """Write the expert uses of a patched model since it was patched, added to the profile that it was opened with.
 
-    The file appears when it is complete. Raises MeshError for a model that is not patched, has several pools or some of the experts, or has computed
-    nothing yet; OSError if the file cannot be written.
+    Written atomically. Raises MeshError for a model that is not patched, has several pools or a part of the experts, or
+    has computed nothing yet; OSError if the file cannot be written.
     """
     pools = _pools(model)
     if len(pools) != 1:
-        raise MeshError(f"A profile is of one patched model; {type(model).__name__} has {len(pools)} pools of experts.")
+        raise MeshError(
+            f"A profile is of one patched model, but {type(model).__name__} has {len(pools)} pools: save "
+            "one for each inner model."
+        )
     [pool] = pools
     if pool.share is not None:
         raise MeshError(
-            f"A profile is of all experts of a model, and this process has {pool.share}. Save one of the model opened whole, on the same prompts."
+            f"A profile is of all experts of a model, but this process has {pool.share}: save one of the model opened "
+            "whole, on the same prompts."
         )
     tokens, uses = pool.engine.model_use()
     if not tokens.any():
-        raise MeshError(f"{type(model).__name__} has computed nothing yet: there is nothing to save.")
+        raise MeshError(f"{type(model).__name__} has computed nothing yet: run it before saving a profile.")
     write_profile(Profile(tokens, uses, pool.top_k), path)
 
 
 def lossy_of(model: nn.Module) -> str:
-    """The lossy modes of a patched model, as ``print(model)`` shows them; empty: it is exact."""
+    """The lossy modes of a patched model, as in ``print(model)``; empty: exact."""
     return ", ".join(dict.fromkeys(filter(None, (module._mesh_pool.lossy for module in patched_modules(model)))))
 
 
 def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
-    """The engine of each pool of a patched model, once. Raises MeshError for a model that is not patched."""
+    """The engine of each pool of a patched model. Raises MeshError for a model that is not patched."""
     return (pool.engine for pool in _pools(model))
 
 
 def fallback_engines_of(model: nn.Module) -> Iterator[_C.Engine | None]:
-    """For each of them, that of its stand-ins; None where ``lossy.fallback`` is off."""
+    """The engine of each pool's fallback experts; None where ``lossy.fallback`` is off."""
     return (None if pool.fallback is None else pool.fallback.engine for pool in _pools(model))
 
 
 def shared_devices_of(model: nn.Module) -> list[SharedDevice]:
-    """What the layers share on each GPU that holds some of their experts. Raises MeshError for a model that is not patched."""
+    """The shared state of each GPU with experts. Raises MeshError for a model that is not patched."""
     return [device for pool in _pools(model) for device in pool.shared_devices]
 
 

@@ -1,4 +1,4 @@
-"""A live view of what a patched model's pool does."""
+"""A live view of a patched model's pool."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @contextmanager
 def watch(model: nn.Module, *, interval: float = 2.0, console: Console | None = None) -> Iterator[None]:
-    """Shows hit rates, reads and waits of a patched model while the body runs, anew every ``interval`` seconds.
+    """Show hit rates, reads and waits of a patched model while the body runs, every ``interval`` seconds.
 
     >>> with torch_mesh.watch(model):
     ...     model.generate(**inputs)
 
-    Rates are those of the last interval, percentages too; what was not asked shows ``-``. Where ``console`` (default: the
-    standard output) is no terminal, one table of the whole time is printed at the end. Each look takes some milliseconds of
-    Python time, besides what the terminal takes.
+    Rates and percentages are of the last interval; undefined ones show ``-``. If ``console`` (default: standard output)
+    is not a terminal, one table of the whole time is printed at the end. Each update takes some milliseconds of Python
+    time.
 
     Raises MeshError for a model that is not patched, ValueError for an interval that is not positive.
     """
@@ -50,7 +50,7 @@ def _look(model: nn.Module) -> Stats:
 
 
 class _View:
-    """``latest`` compares with what the one before saw, ``whole`` with the beginning."""
+    """``latest`` compares with the previous look, ``whole`` with the beginning."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -60,7 +60,7 @@ class _View:
     def latest(self) -> RenderableType:
         try:
             now = (time.monotonic(), _look(self._model))
-        except MeshError:  # unpatched, or closed: what was seen last stays
+        except MeshError:  # unpatched or closed: the last state stays
             return self._shown
         self._shown = render(self._last, now)
         self._last = now
@@ -89,7 +89,7 @@ def render(before: tuple[float, Stats], after: tuple[float, Stats]) -> Renderabl
 
 
 def rate_cells(forwards: int, counted: Counters, seconds: float) -> list[str]:
-    """What ``RATES`` names: ``forwards`` as given, all else by what was counted in so many seconds."""
+    """The cells of ``RATES``: ``forwards`` as given, the rest from the counts in so many seconds."""
     if not counted.accesses or seconds <= 0:
         return [str(forwards), *["-"] * 8]
     return [
@@ -106,6 +106,6 @@ def rate_cells(forwards: int, counted: Counters, seconds: float) -> list[str]:
 
 
 def layer_bars(counted: Stats) -> str:
-    """One bar for each layer, its height the hit rate; ``-`` for a layer that was not asked."""
+    """One bar for each layer, its height the hit rate; ``-`` without accesses."""
     rates = [layer.hit_rate for layer in counted.per_layer]
     return "".join("-" if rate is None else _BARS[min(len(_BARS) - 1, int(rate * len(_BARS)))] for rate in rates)

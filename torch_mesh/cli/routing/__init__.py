@@ -1,4 +1,5 @@
-"""``torch-mesh routing``: commands on recorded routing. Each is a module of this package with ``add_arguments(parser)``."""
+"""``torch-mesh routing``: commands on recorded routing. Each is a module of this package with
+``add_arguments(parser)``."""
 
 from __future__ import annotations
 

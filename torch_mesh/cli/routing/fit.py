@@ -1,4 +1,4 @@
-"""``torch-mesh routing fit``: a predictor for one model, learned from text that it reads."""
+"""``torch-mesh routing fit``: fit a predictor to one model on a text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch_mesh.store.hub import local_folder
 if TYPE_CHECKING:
     from torch_mesh.prefetch.predictor import Recall
 
-_HELD_OUT = 5  # one sequence in so many is not learned from, but measured on
-_WORTH_IT = 0.03  # recall at k that a predictor should add
+_HELD_OUT = 5  # every fifth sequence is held out for measuring
+_WORTH_IT = 0.03  # gain in recall at k below which a predictor is not recommended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fits, writes the file and prints what it adds; returns the exit code."""
-    # Here, so that `torch-mesh doctor` runs where the extension does not.
+    """Fit, write the file and print the gain; return the exit code."""
+    # Late imports: `torch-mesh doctor` has to run without the extension.
     from torch_mesh.prefetch.predictor import fit, recall, save_predictor
 
     config = given_config(arguments)
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     held_out = sequences[_HELD_OUT - 1 :: _HELD_OUT]
     if not held_out:
         raise ValueError(
-            f"the text makes {len(sequences)} sequences of up to {arguments.length} tokens, and at least {_HELD_OUT} are needed: "
-            "give more --text or --tokens, or a smaller --length"
+            f"the text makes {len(sequences)} sequences of up to {arguments.length} tokens, but {_HELD_OUT} are "
+            "needed: give more --text or --tokens, or a smaller --length"
         )
     learned_from = [sequence for index, sequence in enumerate(sequences, start=1) if index % _HELD_OUT]
     model = open_model(folder, config)
@@ -77,7 +77,7 @@ def _shown(sequences: Sequence[Any], what: str) -> Iterable[Any]:
 
 
 def _print_table(rows: Sequence[Recall]) -> None:
-    table = Table("MoE layer", title="experts foretold, by how many are fetched", title_justify="left")
+    table = Table("MoE layer", title="experts predicted, by how many are fetched", title_justify="left")
     for name in ("routers", "fitted"):
         for count in rows[0].fetched:
             table.add_column(f"{name}, {count}", justify="right")
@@ -94,9 +94,9 @@ def _verdict(rows: Sequence[Recall], path: str, learned_from: int, measured: int
     where = f"{path}: fitted to {learned_from} tokens, measured on {measured} others."
     both = [(row.fitted[0], row.lookahead[0]) for row in rows if row.lookahead is not None]
     if not both:
-        return f"{where} The routers foretell nothing here; use it with MeshConfig(predictor={path!r})."
+        return f"{where} Lookahead predicts nothing here; use it with MeshConfig(predictor={path!r})."
     fitted, lookahead = (sum(column) / len(both) for column in zip(*both, strict=True))
-    said = f"{where} Where the routers foretell {lookahead:.1%} of the experts, it foretells {fitted:.1%}"
+    said = f"{where} Lookahead predicts {lookahead:.1%} of the experts, the predictor {fitted:.1%}"
     if fitted - lookahead < _WORTH_IT:
         return f"{said}: too little to gain by it. More --text of the kind that the model will read may help."
     return f"{said}. Use it with MeshConfig(predictor={path!r})."

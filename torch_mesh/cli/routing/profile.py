@@ -1,4 +1,4 @@
-"""``torch-mesh routing profile``: what recorded routing used of a model's experts, for ``MeshConfig(profile=)``."""
+"""``torch-mesh routing profile``: expert uses of recorded routing, for ``MeshConfig(profile=)``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the profile and says what is in it; returns the exit code."""
+    """Write the profile and describe it; return the exit code."""
     profile = profile_of_trace(load_trace(arguments.trace), parse_prompts(arguments.prompts))
     write_profile(profile, arguments.out)
     print(f"{arguments.out}: {profile.shape}; {profile.tokens[0]} tokens")

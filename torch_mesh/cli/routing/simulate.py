@@ -98,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument("--hidden-size", type=int, help="size of a token's hidden state, which is exchanged in bf16")
     several.add_argument(
         "--placement",
-        help=f"placement of experts, separated by commas: {', '.join(PLACEMENTS)} (by what sequences before --prompts use together; default: contiguous)",
+        help=f"placement of experts, separated by commas: {', '.join(PLACEMENTS)} (by what sequences before --prompts "
+        "use together; default: contiguous)",
     )
     several.add_argument("--one-disk", action="store_true", help="the ranks are on one machine, and share its disk")
     several.add_argument(
@@ -109,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a table and writes the JSON; returns the exit code."""
+    """Print a table and write the JSON; return the exit code."""
     policies = policy_names() if arguments.policy == "all" else arguments.policy.split(",")
     if arguments.prefetch != "off" and arguments.policy == "all":
         policies.remove("belady")  # the bound is one without prefetch
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         for option in ("network", "hidden_size", "placement", "dispatch", "one_disk")
         if (value := getattr(arguments, option)) is not None and value is not False
     ]:
-        raise ValueError(f"--{given[0].replace('_', '-')} is of several machines: say how many with --nodes")
+        raise ValueError(f"--{given[0].replace('_', '-')} is for several machines: give their number with --nodes")
     profile = None if arguments.profile is None else load_profile(arguments.profile)
     rows = [
         simulate(
@@ -161,7 +162,7 @@ def _write_json(arguments: argparse.Namespace, rows: Sequence[Row | NodesRow]) -
         Path(arguments.json).write_text(json.dumps({"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
 
 
-# What ranks do not have, or nobody has asked of several of them, with the value that leaves it out.
+# Options that expert parallelism does not support, with their defaults.
 _OF_ONE_PROCESS = {"profile": None, "pins": "0", "early_layers": 0, "early_experts": 0, "deferred_experts": 0}
 
 
@@ -170,16 +171,17 @@ def _simulate_nodes(
 ) -> list[NodesRow]:
     for name, left_out in _OF_ONE_PROCESS.items():
         if getattr(arguments, name) != left_out:
-            raise ValueError(f"--{name.replace('_', '-')} is of one process: leave it out with --nodes")
+            raise ValueError(f"--{name.replace('_', '-')} is for one process: leave it out with --nodes")
     if arguments.prefetch not in ("off", "lookahead"):
-        raise ValueError(f"--prefetch is '{arguments.prefetch}'; machines read ahead by lookahead alone, or it is off")
+        raise ValueError(f"--prefetch is '{arguments.prefetch}'; allowed with --nodes: lookahead or off")
     placements = _some(arguments.placement, PLACEMENTS, "--placement")
     dispatches = _some(arguments.dispatch, DISPATCHES, "--dispatch")
     if arguments.hidden_size is not None and arguments.hidden_size < 1:
         raise ValueError(f"--hidden-size must be 1 or more; got {arguments.hidden_size}")
     if hardware is None or arguments.network is None or arguments.hidden_size is None:
         raise ValueError(
-            "--nodes needs --network and --hidden-size, and --expert-bytes, --disk-speed and --memory-speed of one machine"
+            "--nodes needs --network and --hidden-size, and --expert-bytes, --disk-speed and --memory-speed of one "
+            "machine"
         )
     network = Network.parse(arguments.network)
     return [
@@ -213,11 +215,11 @@ def _counts(text: str) -> list[int]:
 
 
 def _some(text: str | None, allowed: tuple[str, ...], option: str) -> list[str]:
-    """The first of those that are allowed, if none is named."""
+    """The given names, or the first allowed one by default."""
     parts = [allowed[0]] if text is None else text.split(",")
     if set(parts) <= set(allowed):
         return parts
-    raise ValueError(f"{option} is '{text}'; allowed: {', '.join(allowed)}, or some with commas between them")
+    raise ValueError(f"{option} is '{text}'; allowed: {', '.join(allowed)}, separated by commas")
 
 
 def _print_nodes(rows: list[NodesRow]) -> None:
@@ -280,7 +282,7 @@ def _hardware(arguments: argparse.Namespace) -> Hardware | None:
         raise ValueError("--expert-bytes, --disk-speed and --memory-speed must be positive")
     other, seconds = arguments.other_bytes, arguments.other_seconds
     if other is not None and seconds is not None:
-        raise ValueError("--other-bytes and --other-seconds are two ways to say the same: leave one out")
+        raise ValueError("--other-bytes and --other-seconds exclude each other: leave one out")
     if seconds is not None and not 0 <= seconds < math.inf:
         raise ValueError(f"--other-seconds must be 0 or more; got {seconds}")
     return Hardware(expert, disk, memory, 0 if other is None else parse_size(other, "--other-bytes"), seconds)
