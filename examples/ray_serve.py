@@ -4,7 +4,7 @@
     torch-mesh convert MODEL FOLDER --weights int4
     python examples/ray_serve.py FOLDER --replicas 2
 
-Each replica is a process with a model and a pool of its own. With io="mmap" the records lie in the page cache, where all replicas use one copy. Or they
+Each replica is a process with a model and a pool of its own. With io="buffered" they read through the page cache, which has one copy for all. Or they
 borrow from one pool, which has its own reader and policy:
 
     torch-mesh share FOLDER --socket /tmp/pool.socket --resident 8GiB --workers 2
@@ -70,7 +70,7 @@ def main() -> None:
     processors = max(1, (os.cpu_count() or 1) // arguments.replicas)
     deployment = Completions.options(num_replicas=arguments.replicas, ray_actor_options={"num_cpus": processors})
     if arguments.shared is None:
-        config = {"resident": arguments.resident, "io": "mmap"}
+        config = {"resident": arguments.resident, "io": "buffered"}
     else:
         config = {"shared": os.path.abspath(arguments.shared)}
     application = deployment.bind(os.path.abspath(arguments.folder), config)

@@ -13,8 +13,8 @@ torch_version: str  # the torch that this extension was built against
 def features() -> dict[str, str]:
     """Features of the build and of this machine.
 
-    'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise), 'populate_read' (likewise, of
-    mapped files), 'numa_nodes' (with memory for this process), 'numa_compute_nodes' (with CPUs for it too).
+    'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise), 'numa_nodes' (with
+    memory for this process), 'numa_compute_nodes' (with CPUs for it too).
     """
 
 def record_bytes(format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool) -> int: ...
@@ -448,13 +448,13 @@ class Engine:
     def describe_size(self) -> dict[str, int]:
         """Sizes of the pool now and its limits.
 
-        'slots', 'slot_bytes' (their memory; of 'mapped_bytes', in the page cache), 'least_slots', 'most_slots',
-        'record_bytes', 'segment_slots' (the unit of growth).
+        'slots', 'slot_bytes' (their memory), 'least_slots', 'most_slots', 'record_bytes', 'segment_slots' (the unit of
+        growth).
         """
 
     def describe(self) -> dict[str, object]:
         """A description of the engine.
 
-        'slots' (now), 'most_slots', 'record_bytes', 'pool_bytes' (now), 'mapped_bytes' (in the page cache, not in
-        those), 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes'.
+        'slots' (now), 'most_slots', 'record_bytes', 'pool_bytes' (now), 'workspace_bytes', 'policy', 'io', 'buffered'
+        (1: files are read through the page cache), 'isa', 'threads', 'notes'.
         """

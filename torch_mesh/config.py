@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import validators
 from .formats import DENSE_FORMATS, FORMATS, GROUP_SIZES, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
-from .validators import Values, count, one_of, parse_size, path, share, shown
+from .validators import Values, count, one_of, parse_size, path, reader, share, shown
 
 # Of a CUDA device that takes experts: tl.dot needs it for bf16.
 MIN_CAPABILITY = (8, 0)
@@ -137,8 +137,8 @@ class LossyFields:
         one_of("none", *(name for name in ROUNDED_FORMATS if name != "bf16")),
         "Format, with fewer bits, of the records that decode steps use for cold experts. They take three "
         'quarters of `resident`. `"none"` is exact. Not for models with '
-        "[unfused](models.md#what-is-peculiar-about-some) experts, nor with `lossy.deferred_experts`, "
-        '`gpu.experts` or `io="mmap"`.',
+        "[unfused](models.md#what-is-peculiar-about-some) experts, nor with `lossy.deferred_experts` or "
+        "`gpu.experts`.",
     )
 
     @property
@@ -287,11 +287,10 @@ class MeshConfig(QuantizationConfigMixin):
     )
     io: str = _field(
         "auto",
-        one_of("auto", "uring", "threads", "mmap"),
-        'How experts are read into the pool. `"auto"`: by io_uring if it works here, else by threads. '
-        '`"mmap"` uses a store\'s records in the page cache without a pool. `resident` is then how many the '
-        "kernel is advised to keep, in memory that it can reclaim "
-        "([slower](decisions/0023-mapped-stores.md)).",
+        reader("auto", "uring", "threads", "buffered"),
+        'How experts are read into the pool. `"auto"`: directly from the disk, by io_uring if it works here, '
+        'else by threads. `"buffered"`: likewise, through the page cache, which keeps evicted experts in '
+        "memory that is free ([when](decisions/0068-buffered-reads.md)).",
     )
     policy: str = _field(
         "auto",

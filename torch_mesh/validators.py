@@ -62,6 +62,20 @@ def one_of(*allowed: str | int) -> Values:
     return Values(", ".join(shown(entry) for entry in allowed), check)
 
 
+def reader(*allowed: str) -> Values:
+    named = one_of(*allowed)
+
+    def check(name: str, value: Any) -> str:
+        if value == "mmap":
+            raise ValueError(
+                f"{name}='mmap' is no more, as it was slower at every size: give {name}='buffered', which reads through the page "
+                "cache into the pool, or 'auto'."
+            )
+        return str(named.check(name, value))
+
+    return Values(named.words, check)
+
+
 def weights(*allowed: str) -> Values:
     named = one_of(*allowed)
 

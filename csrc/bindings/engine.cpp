@@ -85,6 +85,14 @@ EngineOptions engine_options_from(Keywords& given) {
   return options;
 }
 
+void read_by(const std::string& io, ReaderOptions& reader) {
+  if (io == "mmap") {
+    invalid("io='mmap' is no more; io='buffered' reads through the page cache into the pool");
+  }
+  reader.direct = io != "buffered";
+  reader.backend = reader.direct ? io : "auto";
+}
+
 PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   PoolOptions options;
   options.slots = given.take<int32_t>("slots");
@@ -100,7 +108,7 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   options.verify = verify_from(given.take<std::string>("verify"));
   options.timeout =
       milliseconds_from(given.take<double>("timeout"), "timeout", /*none_allowed=*/false);
-  options.reader.backend = given.take<std::string>("io");
+  read_by(given.take<std::string>("io"), options.reader);
   if (given.take<bool>("lendable", false)) options.sharing = Sharing::kShared;
   if (const auto* between = given.take<const PyInterpose*>("interpose", nullptr)) {
     options.reader.interpose = between->interpose;
@@ -218,8 +226,7 @@ std::map<std::string, int64_t> sizes_of(Engine& engine) {
           {"most_slots", pool.most_slots()},
           {"segment_slots", pool.segment_slots()},
           {"record_bytes", engine.layout().bytes},
-          {"slot_bytes", pool.slot_bytes()},
-          {"mapped_bytes", pool.mapped_bytes()}};
+          {"slot_bytes", pool.slot_bytes()}};
 }
 
 using Fact = std::variant<int64_t, std::string, std::vector<std::string>>;
@@ -230,10 +237,10 @@ std::map<std::string, Fact> describe(Engine& engine) {
           {"most_slots", pool.most_slots()},
           {"record_bytes", engine.layout().bytes},
           {"pool_bytes", pool.memory_bytes()},
-          {"mapped_bytes", pool.mapped_bytes()},
           {"workspace_bytes", engine.workspace_bytes()},
           {"policy", std::string(pool.policy())},
           {"io", reader == nullptr ? "memory" : reader->backend()},
+          {"buffered", int64_t{reader != nullptr && reader->buffered()}},
           {"isa", std::string(kernel_table_name(kernel_table()))},
           {"threads", engine.options().threads},
           {"notes", reader == nullptr ? std::vector<std::string>{} : reader->notes()}};

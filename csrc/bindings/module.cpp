@@ -16,7 +16,6 @@
 #include "bindings/runtime.h"
 #include "bindings/source.h"
 #include "engine/attention.h"
-#include "io/mapped_files.h"
 #include "io/reader.h"
 #include "kernels/kernel_table.h"
 #include "kernels/pack_calibrated.h"
@@ -38,7 +37,6 @@ py::dict features() {
   result["isa"] = kernel_table_name(kernel_table());
   result["isas"] = tables;
   result["uring"] = uring_unavailable();
-  result["populate_read"] = populate_read_works() ? "" : "this kernel is older than 5.14";
   result["brgemm_bf16"] = brgemm_bf16_unavailable();
   result["brgemm_int8"] = brgemm_int8_unavailable();
   result["numa_nodes"] = std::to_string(std::max<size_t>(memory_nodes().size(), 1));

@@ -190,11 +190,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     // of the pool is left to others meanwhile.
     const bool kept =
         forward.window && !forward.last && claim.placed() && 2 * pool_->experts() <= pool_->slots();
-    if (kept) {
-      claim.check_read();
-    } else {
-      claim.release(ready);
-    }
+    if (!kept) claim.release(ready);
     tell();
     computed += static_cast<int32_t>(ready.size());
   } while (computed < count);

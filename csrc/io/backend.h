@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "io/file_table.h"
-#include "io/mapped_files.h"
 #include "io/reader.h"
 
 namespace torch_mesh {
@@ -64,10 +63,6 @@ class Backend {
 
 std::unique_ptr<Backend> make_threads_backend(std::shared_ptr<const FileTable> files,
                                               int32_t threads, int32_t depth);
-
-// Chunks go to where the files are mapped.
-std::unique_ptr<Backend> make_mapped_backend(std::shared_ptr<MappedFiles> files, int32_t threads,
-                                             int32_t depth);
 
 std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable> files,
                                             std::span<const MemoryRegion> buffers, int32_t depth);

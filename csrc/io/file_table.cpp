@@ -77,6 +77,11 @@ bool direct_read_refused(int descriptor, int64_t alignment) {
   return error == EINVAL || error == EOPNOTSUPP;
 }
 
+// What the kernel reads ahead at once, whatever the device: a longer advice it cuts off.
+constexpr int64_t kAdvised = 128 << 10;
+// The kernel drops no part of a folio.
+constexpr int64_t kLargestFolio = 2 << 20;
+
 // Before it is opened: to open a pipe is to wait for its writer.
 void check_kind(const File& file) {
   struct stat status;
@@ -108,6 +113,7 @@ void check_size(const File& file, int descriptor) {
 FileTable::FileTable(std::span<const File> files, bool direct) {
   descriptors_.reserve(files.size());
   bytes_.reserve(files.size());
+  buffered_.reserve(files.size());
   try {
     for (const File& file : files) open_one(file, direct);
   } catch (...) {
@@ -149,19 +155,40 @@ void FileTable::open_one(const File& file, bool direct) {
         alignment_ = std::max(alignment_, alignment);
         descriptors_.push_back(opened.release());
         bytes_.push_back(file.bytes);
+        buffered_.push_back(false);
         return;
       }
     }
     notes_.push_back(
         file.path +
-        ": the file system refuses O_DIRECT; reading through the page cache, which takes "
-        "memory of its own");
+        ": the file system refuses O_DIRECT; reading through the page cache, which costs processor "
+        "time");
   }
   Descriptor opened(open_repeating(file, 0));
   if (opened.get() < 0) fail_to_open(file, errno, "cannot open");
   check_size(file, opened.get());
+  // Else a read at random brings as much again as the disk's read-ahead is set to.
+  posix_fadvise(opened.get(), 0, 0, POSIX_FADV_RANDOM);
   descriptors_.push_back(opened.release());
   bytes_.push_back(file.bytes);
+  buffered_.push_back(true);
+}
+
+bool FileTable::buffered() const { return std::ranges::find(buffered_, true) != buffered_.end(); }
+
+void FileTable::will_need(const Extent& extent) const {
+  if (!buffered_[extent.file]) return;
+  for (int64_t at = 0; at < extent.bytes; at += kAdvised) {
+    posix_fadvise(descriptors_[extent.file], extent.offset + at,
+                  std::min(kAdvised, extent.bytes - at), POSIX_FADV_WILLNEED);
+  }
+}
+
+void FileTable::forget(const Extent& extent) const {
+  if (!buffered_[extent.file]) return;
+  const int64_t begin = extent.offset / kLargestFolio * kLargestFolio;
+  const int64_t end = extent.offset + extent.bytes + kLargestFolio;
+  posix_fadvise(descriptors_[extent.file], begin, end - begin, POSIX_FADV_DONTNEED);
 }
 
 int64_t direct_io_alignment(const std::string& path) {

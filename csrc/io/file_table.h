@@ -14,8 +14,8 @@ namespace torch_mesh {
 class FileTable {
  public:
   // Throws Error(kRead) for a file that cannot be opened or has shrunk, Error(kInvalid) for one
-  // that is no file or has a negative size. `direct` asks for O_DIRECT; a file system that refuses
-  // it is read through the page cache, and notes() says so.
+  // that is no file or has a negative size. Files are read through the page
+  // cache unless `direct` asks for O_DIRECT and the file system takes it; notes() says so.
   FileTable(std::span<const File> files, bool direct);
   ~FileTable();
   FileTable(const FileTable&) = delete;
@@ -25,6 +25,11 @@ class FileTable {
   int64_t file_bytes(int32_t file) const { return bytes_[file]; }
   // Of offsets, lengths and memory; 1 when every file is read through the page cache.
   int64_t alignment() const { return alignment_; }
+  // Whether some file is read through the page cache.
+  bool buffered() const;
+  // Of files that are: it reads these bytes ahead, or drops them. Advice, from any thread.
+  void will_need(const Extent& extent) const;
+  void forget(const Extent& extent) const;
   const std::vector<std::string>& notes() const { return notes_; }
 
  private:
@@ -33,6 +38,7 @@ class FileTable {
 
   std::vector<int> descriptors_;
   std::vector<int64_t> bytes_;
+  std::vector<bool> buffered_;
   int64_t alignment_ = 1;
   std::vector<std::string> notes_;
 };

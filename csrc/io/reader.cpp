@@ -21,7 +21,6 @@
 #include "io/backend.h"
 #include "io/chunk_scheduler.h"
 #include "io/file_table.h"
-#include "io/mapped_files.h"
 
 namespace torch_mesh {
 
@@ -54,6 +53,8 @@ class IoLoop {
     inbox_.hastened.reserve(kReservedMessages);
     taken_.requests.reserve(kReservedMessages);
     taken_.hastened.reserve(kReservedMessages);
+    inbox_.predicted.reserve(kReservedMessages);
+    taken_.predicted.reserve(kReservedMessages);
     thread_ = start_thread("the I/O thread", [this] { run(); });
   }
 
@@ -78,6 +79,12 @@ class IoLoop {
   void hasten(uint64_t tag) {
     const std::lock_guard lock(mutex_);
     if (life_ == Life::kRunning) inbox_.hastened.push_back(tag);
+  }
+
+  void will_need(const Extent& extent) {
+    const std::lock_guard lock(mutex_);
+    if (life_ != Life::kRunning || inbox_.predicted.size() == kReservedMessages) return;
+    inbox_.predicted.push_back(extent);
   }
 
   void change_buffer(BufferChange change) {
@@ -127,8 +134,11 @@ class IoLoop {
     std::vector<ReadRequest> requests;
     std::vector<uint64_t> hastened;
     std::vector<BufferChange> buffers;
+    std::vector<Extent> predicted;
 
-    bool empty() const { return requests.empty() && hastened.empty() && buffers.empty(); }
+    bool empty() const {
+      return requests.empty() && hastened.empty() && buffers.empty() && predicted.empty();
+    }
   };
 
   [[noreturn]] static void throw_closed() {
@@ -159,6 +169,9 @@ class IoLoop {
     for (;;) {
       const bool closing = take_messages();
       start_chunks();
+      // After the reads, which somebody may wait for: the call takes as long as it has pages.
+      for (const Extent& extent : taken_.predicted) files_->will_need(extent);
+      taken_.predicted.clear();
       report_finished();
       if (closing && scheduler_.idle()) break;
       if (!may_sleep()) continue;
@@ -270,8 +283,12 @@ class IoLoop {
 class EngineReader final : public Reader {
  public:
   EngineReader(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
-               std::unique_ptr<Backend> backend, Done done, std::vector<std::string> notes)
-      : files_(std::move(files)), notes_(std::move(notes)), name_(backend->name()) {
+               std::unique_ptr<Backend> backend, Done done, bool buffered,
+               std::vector<std::string> notes)
+      : files_(std::move(files)),
+        buffered_(buffered),
+        notes_(std::move(notes)),
+        name_(backend->name()) {
     loop_ = std::make_unique<IoLoop>(options, files_, std::move(backend), std::move(done));
     loop_->wait_until_started();
   }
@@ -295,6 +312,14 @@ class EngineReader final : public Reader {
   void flush() override {
     if (!forked()) loop_->flush();
   }
+
+  bool buffered() const override { return buffered_; }
+
+  void will_need(const Extent& extent) override {
+    if (!forked()) loop_->will_need(extent);
+  }
+
+  void forget(const Extent& extent) override { files_->forget(extent); }
 
   void register_buffer(const MemoryRegion& buffer, Then then) override {
     check_process();
@@ -378,6 +403,7 @@ class EngineReader final : public Reader {
 
   const OwnerProcess owner_;
   const std::shared_ptr<const FileTable> files_;
+  const bool buffered_;
   const std::vector<std::string> notes_;  // of the files and of other backends
   const char* name_;
   std::unique_ptr<IoLoop> loop_;
@@ -406,10 +432,10 @@ void check(const ReaderOptions& options, int64_t files, const Reader::Done& done
 
 std::unique_ptr<Reader> open_with(std::unique_ptr<Backend> backend, const ReaderOptions& options,
                                   std::shared_ptr<const FileTable> files, const Reader::Done& done,
-                                  std::vector<std::string> notes) {
+                                  bool buffered, std::vector<std::string> notes) {
   if (options.interpose) backend = options.interpose(std::move(backend), files);
   return std::make_unique<EngineReader>(options, std::move(files), std::move(backend), done,
-                                        std::move(notes));
+                                        buffered, std::move(notes));
 }
 
 }  // namespace
@@ -437,28 +463,14 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<cons
   if (options.backend != "threads") {
     try {
       return open_with(make_uring_backend(table, buffers, options.depth), options, table, done,
-                       notes);
+                       table->buffered(), notes);
     } catch (const Error& error) {
       if (options.backend == "uring" || error.kind() != ErrorKind::kInvalid) throw;
       notes.push_back(std::string(error.what()) + "; reading with a pool of threads");
     }
   }
   return open_with(make_threads_backend(table, options.threads, options.depth), options, table,
-                   done, std::move(notes));
-}
-
-std::unique_ptr<Reader> open_mapped_reader(const ReaderOptions& options,
-                                           std::shared_ptr<MappedFiles> files, Reader::Done done) {
-  check(options, std::ssize(files->files()->descriptors()), done);
-  std::vector<std::string> notes = {
-      "experts are used where the page cache holds them: of the " + std::to_string(files->bytes()) +
-      " bytes that are mapped the kernel keeps what memory is left for"};
-  if (!populate_read_works()) {
-    notes.push_back("this kernel is older than 5.14: pages are touched one by one");
-  }
-  const std::shared_ptr<const FileTable> table = files->files();
-  return open_with(make_mapped_backend(std::move(files), options.threads, options.depth), options,
-                   table, done, std::move(notes));
+                   done, table->buffered(), std::move(notes));
 }
 
 std::unique_ptr<Reader> open_reader_over(std::unique_ptr<Backend> backend,
@@ -466,7 +478,7 @@ std::unique_ptr<Reader> open_reader_over(std::unique_ptr<Backend> backend,
                                          std::shared_ptr<const FileTable> files,
                                          Reader::Done done) {
   check(options, std::ssize(files->descriptors()), done);
-  return open_with(std::move(backend), options, std::move(files), done, {});
+  return open_with(std::move(backend), options, std::move(files), done, /*buffered=*/false, {});
 }
 
 }  // namespace torch_mesh

@@ -63,14 +63,12 @@ using Interpose = std::function<std::unique_ptr<Backend>(std::unique_ptr<Backend
                                                          std::shared_ptr<const FileTable>)>;
 
 struct ReaderOptions {
-  // "auto": uring where it works, else threads; "uring"; "threads"; "mmap": see
-  // open_mapped_reader()
-  std::string backend = "auto";
-  int32_t depth = 16;  // chunks under way
+  std::string backend = "auto";  // uring where it works, else threads; "uring"; "threads"
+  int32_t depth = 16;            // chunks under way
   int64_t chunk_bytes = 1 << 20;
-  int32_t threads = 8;            // of the "threads" and "mmap" backends
+  int32_t threads = 8;            // of the "threads" backend
   int32_t retries = 3;            // repeats of a chunk that failed with EIO
-  bool direct = true;             // O_DIRECT where the file system allows it
+  bool direct = true;             // O_DIRECT where the file system allows it; else see FileTable
   Interpose interpose = nullptr;  // for tests
 };
 
@@ -108,8 +106,15 @@ class Reader {
   // Refuses new requests, reports what was not started as ECANCELED, waits for what is under way.
   virtual void close() = 0;
 
+  // Whether files are read through the page cache, which may then hold what the pool does not.
+  virtual bool buffered() const = 0;
+  // Of such files: the page cache reads this ahead, with flush(). Advice, which may be lost.
+  virtual void will_need(const Extent& extent) = 0;
+  // The page cache drops this, so that the next read is one of the disk.
+  virtual void forget(const Extent& extent) = 0;
+
   virtual ReaderStats stats() const = 0;
-  virtual const char* backend() const = 0;             // "uring", "threads", "mmap"
+  virtual const char* backend() const = 0;             // "uring", "threads", "shared"
   virtual int64_t alignment() const = 0;               // of offsets, lengths and memory, in bytes
   virtual std::vector<std::string> notes() const = 0;  // what was tried and fell back, in words
 };
@@ -120,13 +125,6 @@ class Reader {
 // in).
 std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                                     std::span<const MemoryRegion> buffers, Reader::Done done);
-
-class MappedFiles;
-
-// Reads nothing but brings what is asked for into memory, where it is mapped: the pieces of a
-// request go `to` files.at() their extents.
-std::unique_ptr<Reader> open_mapped_reader(const ReaderOptions& options,
-                                           std::shared_ptr<MappedFiles> files, Reader::Done done);
 
 // Requests carried out by `backend`, whose chunks are options.chunk_bytes. `files` has those that
 // requests name.

@@ -1,12 +1,11 @@
-// A pool of threads, each with one chunk: in pread, for containers that forbid io_uring and
-// machines without it, or bringing pages of mapped files into memory.
+// A pool of threads, each in pread with one chunk: for containers that forbid io_uring and machines
+// without it.
 #include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
-#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -14,7 +13,6 @@
 
 #include "base/start_thread.h"
 #include "io/backend.h"
-#include "io/mapped_files.h"
 
 namespace torch_mesh {
 
@@ -44,15 +42,11 @@ class Ring {
   size_t size_ = 0;
 };
 
-// Carries out one chunk, on any of the threads: bytes that are there, or a negative errno.
-using Transfer = std::function<int64_t(const ChunkRead&)>;
-
 class ThreadsBackend final : public Backend {
  public:
   // More chunks than threads would queue here, where demand could not overtake prefetch.
-  ThreadsBackend(const char* name, Transfer transfer, int32_t threads, int32_t depth)
-      : name_(name),
-        transfer_(std::move(transfer)),
+  ThreadsBackend(std::shared_ptr<const FileTable> files, int32_t threads, int32_t depth)
+      : files_(std::move(files)),
         capacity_(std::min(threads, depth)),
         waiting_(capacity_),
         completed_(capacity_) {}
@@ -102,7 +96,7 @@ class ThreadsBackend final : public Backend {
     threads_.clear();
   }
 
-  const char* name() const override { return name_; }
+  const char* name() const override { return "threads"; }
   int32_t capacity() const override { return capacity_; }
   std::vector<std::string> notes() const override { return {}; }
 
@@ -115,15 +109,16 @@ class ThreadsBackend final : public Backend {
       if (waiting_.empty()) return;
       const ChunkRead read = waiting_.pop();
       lock.unlock();
-      const int64_t result = transfer_(read);
+      const ssize_t got =
+          ::pread(files_->descriptors()[read.file], read.to, read.bytes, read.offset);
+      const int64_t result = got >= 0 ? int64_t{got} : -int64_t{errno};
       lock.lock();
       completed_.push({.chunk = read.chunk, .result = result});
       something_happened_.notify_one();
     }
   }
 
-  const char* const name_;
-  const Transfer transfer_;
+  const std::shared_ptr<const FileTable> files_;
   const int32_t capacity_;
 
   std::mutex mutex_;
@@ -141,19 +136,7 @@ class ThreadsBackend final : public Backend {
 
 std::unique_ptr<Backend> make_threads_backend(std::shared_ptr<const FileTable> files,
                                               int32_t threads, int32_t depth) {
-  const auto transfer = [files = std::move(files)](const ChunkRead& read) {
-    const ssize_t got = ::pread(files->descriptors()[read.file], read.to, read.bytes, read.offset);
-    return got >= 0 ? int64_t{got} : -int64_t{errno};
-  };
-  return std::make_unique<ThreadsBackend>("threads", transfer, threads, depth);
-}
-
-std::unique_ptr<Backend> make_mapped_backend(std::shared_ptr<MappedFiles> files, int32_t threads,
-                                             int32_t depth) {
-  const auto transfer = [files = std::move(files)](const ChunkRead& read) {
-    return files->populate({read.file, read.offset, read.bytes});
-  };
-  return std::make_unique<ThreadsBackend>("mmap", transfer, threads, depth);
+  return std::make_unique<ThreadsBackend>(std::move(files), threads, depth);
 }
 
 }  // namespace torch_mesh

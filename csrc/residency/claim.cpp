@@ -1,7 +1,6 @@
 // Forwards: what a claim waits for, and how long.
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <optional>
@@ -49,8 +48,6 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
     }
   }
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
-  losses_ = impl.losses_so_far();
-  impl.forget_lost(state_);
   impl.core.begin(state_);
   impl.carry_out();
 }
@@ -67,13 +64,11 @@ int32_t Claim::take(Pool::Impl& impl, std::span<ReadyExpert> ready, std::optiona
   std::array<HandedOut, 64> handed;
   const auto most = std::span(handed).first(std::min(ready.size(), handed.size()));
   const Stopwatch decision(impl.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
-  if (state_.waiting > 0) impl.forget_lost(state_);
   impl.core.advance(state_);
   const int32_t count = impl.core.hand_out(state_, most, error);
   for (int32_t i = 0; i < count; ++i) {
     const auto [index, slot] = handed[i];
-    const ExpertId id = impl.core.id_of(state_.layer, state_.experts[index]);
-    ready[i] = {index, impl.memory->record(slot, id), impl.memory->node(slot)};
+    ready[i] = {index, impl.memory->record(slot), impl.memory->node(slot)};
   }
   impl.carry_out();
   return count;
@@ -139,7 +134,6 @@ void Claim::wait_for_slots(Pool::Impl& impl, Pool::Impl::Lock& lock) {
 
   auto patience = impl.patience();
   for (;;) {
-    impl.forget_lost(state_);
     impl.core.advance(state_);
     impl.carry_out();
     if (impl.queued) {
@@ -199,14 +193,12 @@ void Claim::wait_for_reads(Pool::Impl& impl, Pool::Impl::Lock& lock, int32_t tea
 void Claim::release(std::span<const ReadyExpert> done) {
   Pool::Impl& impl = *pool_.impl_;
   impl.check_process();
-  check_read();
   std::array<int32_t, 64> indices;
   for (; !done.empty(); done = done.subspan(std::min(done.size(), indices.size()))) {
     const size_t count = std::min(done.size(), indices.size());
     const Pool::Impl::Turn turn(impl);
     for (size_t i = 0; i < count; ++i) indices[i] = done[i].index;
     const Stopwatch decision(impl.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
-    if (state_.waiting > 0) impl.forget_lost(state_);
     const size_t released = impl.core.release(state_, std::span(indices).first(count));
     impl.carry_out();
     if (released == count) continue;
@@ -214,19 +206,6 @@ void Claim::release(std::span<const ReadyExpert> done) {
                 "release(" + std::to_string(indices[released]) +
                     "): next() has not handed this one out, or it was released");
   }
-}
-
-void Claim::check_read() const {
-  const Pool::Impl& impl = *pool_.impl_;
-  if (impl.memory->intact_since(losses_)) return;
-  const int32_t first = state_.experts.empty() ? 0 : state_.experts[0];
-  const ErrorPlace place = place_of(impl.source, impl.core.id_of(state_.layer, first));
-  throw Error(ErrorKind::kRead,
-              "pages of a mapped store were gone while a forward of layer " +
-                  std::to_string(state_.layer) + " used them (such as " + place.file +
-                  "): the file was cut off or replaced, or the disk failed; io=\"auto\" keeps what "
-                  "it has read in memory of its own",
-              {state_.layer, -1, place.file, -1}, EIO);
 }
 
 }  // namespace torch_mesh

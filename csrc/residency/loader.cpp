@@ -222,7 +222,7 @@ void Loader::fill_request(int32_t slot) {
   ReadRequest& request = read.request;
   request.tag = tag_of(slot, read.generation);
   request.pieces = source_.pieces;
-  std::byte* to = packs() ? staging_->piece(read.staging) : memory_.destination(slot, read.expert);
+  std::byte* to = packs() ? staging_->piece(read.staging) : memory_.destination(slot);
   for (int32_t piece = 0; piece < source_.pieces; ++piece) {
     const Extent from = aligned_superset(extents[piece], reader_->alignment());
     request.piece[piece] = {from, extents[piece].offset + extents[piece].bytes - from.offset, to};
@@ -244,6 +244,15 @@ void Loader::hasten(int32_t slot) {
     } catch (const std::bad_alloc&) {  // it comes later than it could
     }
   }
+}
+
+bool Loader::will_need(std::span<const ExpertId> predicted) {
+  if (!reader_->buffered()) return false;
+  for (const ExpertId id : predicted) {
+    const Extent* extents = source_.expert(id / source_.experts, id % source_.experts);
+    for (int32_t piece = 0; piece < source_.pieces; ++piece) reader_->will_need(extents[piece]);
+  }
+  return !predicted.empty();
 }
 
 // Without the lock. The read is under way, so that nobody else changes it or uses its buffers.
@@ -309,14 +318,8 @@ void Loader::finish(const ReadResult& result, std::vector<Ended>& refused) {
 std::optional<Error> Loader::outcome(const ReadResult& result, bool& again) {
   const int32_t slot = slot_of(result.tag);
   if (result.error != 0) return read_error(slot, result);
-  const int64_t losses = memory_.losses();
   if (std::optional<Error> error = pack_record(slot)) return error;
-  const bool matches = checksum_matches(slot);
-  if (!memory_.intact_since(losses)) {
-    const Extent& extent = reads_[slot].request.piece[0].from;
-    return read_error(slot, {result.tag, EIO, extent.file, extent.offset});
-  }
-  if (matches) return std::nullopt;
+  if (checksum_matches(slot)) return std::nullopt;
   // One wrong read may be a passing fault of bus or memory; a second says that the disk holds other
   // bytes.
   again = !reads_[slot].again;
@@ -335,7 +338,7 @@ std::optional<Error> Loader::pack_record(int32_t slot) const {
     pieces[piece] = from.to + (extents[piece].offset - from.from.offset);
   }
   try {
-    pack_(id, {pieces.data(), static_cast<size_t>(source_.pieces)}, memory_.record(slot, id));
+    pack_(id, {pieces.data(), static_cast<size_t>(source_.pieces)}, memory_.record(slot));
     return std::nullopt;
   } catch (const Error& error) {
     return Error(error.kind(), "cannot pack " + describe(source_, id) + ": " + error.what(),
@@ -353,7 +356,7 @@ bool Loader::checksum_matches(int32_t slot) {
   if (!wants_checksum(id)) return true;
   const uint64_t checksum =
       record_checksum(source_.store_id, id / source_.experts, source_.number(id % source_.experts),
-                      memory_.record(slot, id), options_.record_bytes);
+                      memory_.record(slot), options_.record_bytes);
   if (checksum_known_[id] == 0) {
     checksums_[id] = checksum;
     checksum_known_[id] = 1;
@@ -364,11 +367,13 @@ bool Loader::checksum_matches(int32_t slot) {
 
 // Without the lock.
 void Loader::read_again(int32_t slot, std::vector<Ended>& refused) {
-  memory_.forget(reads_[slot].expert);
+  Read& read = reads_[slot];
+  for (int32_t piece = 0; piece < read.request.pieces; ++piece) {
+    reader_->forget(read.request.piece[piece].from);
+  }
   std::optional<Error> error;
   {
     const Lock lock(mutex_);
-    Read& read = reads_[slot];
     read.again = true;
     try {
       reader_->submit({&read.request, 1});

@@ -72,6 +72,9 @@ class Loader {
   void begin(std::span<const Effects::Load> loads, std::vector<Ended>& refused);
   // The read into a slot, if it is still under way, has become a demand read.
   void hasten(int32_t slot);
+  // Where files are read through the page cache: these are likely to be read next. Whether there
+  // is something to flush().
+  bool will_need(std::span<const ExpertId> predicted);
   void flush() { reader_->flush(); }  // see Reader
   // Waits for what is under way, and then for `done` of each.
   void close();

@@ -58,12 +58,6 @@ const Source& checked(const Source& source, const PackRecord& pack, const PoolOp
     throw_invalid("a raw source needs at least one staging buffer; got " +
                   std::to_string(options.staging));
   }
-  if (source.raw && options.reader.backend == "mmap") {
-    throw_invalid(
-        "io=\"mmap\" uses records as they lie in a store, and this checkpoint's weights are packed "
-        "when they are read; convert it (torch-mesh convert, or name a store=), or use "
-        "io=\"auto\"");
-  }
   if (!source.raw && source.pieces != 1) {
     throw_invalid("a store has one extent per record; got " + std::to_string(source.pieces));
   }
@@ -98,7 +92,6 @@ Source nothing_to_read(int32_t layers, int32_t experts) {
 
 std::unique_ptr<SlotMemory> make_memory(const PoolOptions& options, const Source& source) {
   if (options.loan != nullptr) return make_lent_memory(options.loan, source);
-  if (options.reader.backend == "mmap" && !source.files.empty()) return make_mapped_memory(source);
   return make_arena_memory({.slots = options.slots,
                             .record_bytes = options.record_bytes,
                             .topology = options.topology,
@@ -127,7 +120,6 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
   const auto slots = static_cast<size_t>(options.slots);
   refused.reserve(slots);
   leaving.reserve(memory->segments().size());
-  to_cool.reserve(memory->may_lose() ? static_cast<size_t>(layers) * experts : 0);
   loader = std::make_unique<Loader>(
       LoaderOptions{.slots = options.slots,
                     .record_bytes = options.record_bytes,
@@ -176,10 +168,7 @@ void Pool::Impl::carry_out() {
     queued |= !effects->loads.empty() || !effects->hastened.empty();
     if (!effects->loads.empty()) loader->begin(effects->loads, refused);
     for (int32_t slot : effects->hastened) loader->hasten(slot);
-    for (ExpertId id : effects->dropped) {
-      // Advice may be lost; memory for it is not asked for here.
-      if (to_cool.size() < to_cool.capacity()) to_cool.push_back(id);
-    }
+    if (loader != nullptr) queued |= loader->will_need(effects->predicted);
     if (effects->landed) landed.notify_all();
     if (effects->freed && core.claims().queued()) freed.notify_all();
     if (effects->idle) idle.notify_all();
@@ -206,15 +195,12 @@ void Pool::Impl::flush(Lock& lock) {
 }
 
 void Pool::Impl::on_ended(Loader::Ended ended) {
-  {
-    const Turn turn(*this);
-    if (ended.error) {
-      core.failed(ended.slot, ended.bytes, std::move(*ended.error));
-    } else {
-      core.landed(ended.slot, ended.bytes);
-    }
+  const Turn turn(*this);
+  if (ended.error) {
+    core.failed(ended.slot, ended.bytes, std::move(*ended.error));
+  } else {
+    core.landed(ended.slot, ended.bytes);
   }
-  cool_dropped();
 }
 
 // The I/O thread takes the segment from the ring, then drops its pages.
@@ -270,39 +256,6 @@ int64_t Pool::Impl::present_bytes() const {
     bytes += static_cast<int64_t>(memory->segments()[segment].bytes);
   }
   return bytes;
-}
-
-void Pool::Impl::forget_lost(const ClaimState& claim) {
-  if (!memory->may_lose()) return;
-  for (int32_t index : claim.experts.first(claim.entries.size())) {
-    const ExpertId id = core.id_of(claim.layer, index);
-    const int32_t slot = core.slots().find(id);
-    if (slot < 0 || !core.slots().reusable(slot) || memory->holds(id)) continue;
-    core.lost(slot);
-  }
-}
-
-int64_t Pool::Impl::losses_so_far() {
-  const int64_t losses = memory->losses();
-  if (losses == losses_seen) return losses;
-  if (memory->mend()) losses_seen = losses;  // else the next claim tries again
-  core.evict_all();
-  return losses;
-}
-
-void Pool::Impl::cool_dropped() {
-  if (!memory->may_lose()) return;
-  for (;;) {
-    ExpertId id = kNoExpert;
-    {
-      const Lock lock(mutex);
-      if (to_cool.empty()) return;
-      id = to_cool.back();
-      to_cool.pop_back();
-      if (core.slots().find(id) >= 0) continue;  // again
-    }
-    memory->cool(id);
-  }
 }
 
 Pool::Impl::Patience Pool::Impl::patience() const {
@@ -366,7 +319,7 @@ void Pool::fill(int32_t layer, int32_t expert, std::span<const std::byte> record
     throw_invalid(describe(impl.source, id) + " is in use; fill() it when no forward runs");
   }
   lock.unlock();
-  std::memcpy(impl.memory->record(slot, id), record.data(), record.size());
+  std::memcpy(impl.memory->record(slot), record.data(), record.size());
   const Impl::Turn turn(impl);
   impl.core.filled(slot);
 }
@@ -404,14 +357,9 @@ int32_t Pool::evict(int32_t layer, std::span<const int32_t> experts) {
   if (impl_->memory_only()) {
     throw_invalid("a pool without a source cannot evict: its records exist nowhere else");
   }
-  int32_t evicted = 0;
-  {
-    const Impl::Turn turn(*impl_);
-    impl_->check_open();
-    evicted = impl_->core.evict(layer, experts);
-  }
-  impl_->cool_dropped();
-  return evicted;
+  const Impl::Turn turn(*impl_);
+  impl_->check_open();
+  return impl_->core.evict(layer, experts);
 }
 
 int32_t Pool::resize(int32_t slots) {
@@ -443,10 +391,7 @@ int32_t Pool::resize(int32_t slots) {
                     std::to_string(impl.options.timeout.count()) +
                     " ms: the I/O thread does not come to it; the rest is done when it does");
   }
-  const int32_t limit = impl.core.slots().limit();
-  lock.unlock();
-  impl.cool_dropped();
-  return limit;
+  return impl.core.slots().limit();
 }
 
 void Pool::observe(int32_t layer, std::span<const float> scores) {
@@ -646,11 +591,8 @@ int64_t Pool::memory_bytes() const {
 int64_t Pool::slot_bytes() const {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  return impl_->memory->may_lose() ? impl_->core.slots().limit() * impl_->options.record_bytes
-                                   : impl_->present_bytes();
+  return impl_->present_bytes();
 }
-
-int64_t Pool::mapped_bytes() const { return impl_->memory->mapped_bytes(); }
 
 std::chrono::milliseconds Pool::timeout() const { return impl_->options.timeout; }
 const Topology& Pool::topology() const { return impl_->options.topology; }

@@ -160,8 +160,7 @@ class Pool {
   int32_t segment_slots() const;  // memory comes and goes in so many
   int32_t pinned() const;         // slots with at least one pin
   int64_t memory_bytes() const;   // slots and staging buffers, as of now
-  int64_t slot_bytes() const;     // those of them that resize() can give up; of a mapped store, too
-  int64_t mapped_bytes() const;   // of a mapped store: in the page cache, and none of the pool's
+  int64_t slot_bytes() const;     // those of them that resize() can give up
   std::chrono::milliseconds timeout() const;
   const Topology& topology() const;
   const char* policy() const;
@@ -206,9 +205,6 @@ class Claim {
   int32_t try_next(std::span<ReadyExpert> ready);
   // The forward is done with these; their slots may be reused, also by this claim.
   void release(std::span<const ReadyExpert> done);
-  // Throws Error(kRead) if some bytes of what was handed out were not to be had when they were
-  // used, which only happens to a mapped store. release() asks, too.
-  void check_read() const;
   // Whether every expert is resident or being read; false while some wait for a slot.
   bool placed() const { return state_.waiting == 0; }
 
@@ -219,7 +215,6 @@ class Claim {
 
   Pool& pool_;
   ClaimState state_;
-  int64_t losses_ = 0;  // of a mapped store, when this began
 };
 
 }  // namespace torch_mesh

@@ -74,17 +74,6 @@ struct Pool::Impl {
   bool wait(Lock& lock, std::condition_variable& condition, Patience& patience,
             ClaimState* queued = nullptr) const;
 
-  // Of a mapped store, whose records the kernel may take back. With the lock: what it took of these
-  // experts counts as given up, so that the reader brings it back, ahead of those who compute and
-  // with all of a record in one go.
-  void forget_lost(const ClaimState& claim);
-  // With the lock. After a loss nobody knows which of the resident records have pages left: those
-  // that nobody uses are read anew, which finds out.
-  int64_t losses_so_far();
-  // Without the lock: advice on what was given up, which takes the kernel as long as it has pages
-  // to look at.
-  void cool_dropped();
-
   // One segment that is wanted back; without the lock while the kernel clears its pages. False if
   // there is none to take now.
   bool grow(Lock& lock);
@@ -108,8 +97,6 @@ struct Pool::Impl {
   bool queued = false;                 // reads, since the last flush()
   std::vector<Loader::Ended> refused;  // by the loader
   std::vector<int64_t> leaving;        // segments
-  std::vector<ExpertId> to_cool;
-  int64_t losses_seen = 0;
 
   std::unique_ptr<Loader> loader;  // last: its threads use all of the above; null: memory only
 

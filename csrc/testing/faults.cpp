@@ -211,12 +211,6 @@ Interpose with_faults(const Faults& faults) {
   }
   if (std::ranges::all_of(probabilities, [](double each) { return each == 0; })) return nullptr;
   return [faults](std::unique_ptr<Backend> inner, std::shared_ptr<const FileTable> files) {
-    const bool changes_bytes = faults.bit_flip > 0 || faults.wrong_offset > 0;
-    if (changes_bytes && inner->name() == std::string_view("mmap")) {
-      throw Error(ErrorKind::kInvalid,
-                  "bit_flip and wrong_offset would have to change a mapped file; inject them into "
-                  "io=\"threads\" or io=\"uring\"");
-    }
     return std::make_unique<FaultyBackend>(std::move(inner), std::move(files), faults);
   };
 }

@@ -24,7 +24,7 @@ struct Faults {
 };
 
 // Nothing where no fault has a probability. Throws Error(kInvalid) for what is no probability and
-// for more than a day; so does opening a reader of mapped files for faults that change bytes.
+// for more than a day.
 Interpose with_faults(const Faults& faults);
 
 }  // namespace torch_mesh

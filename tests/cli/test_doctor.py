@@ -22,7 +22,6 @@ FEATURES = {
     "isa": "avx512",
     "isas": "scalar avx2 avx512",
     "uring": "",
-    "populate_read": "",
     "brgemm_bf16": "",
     "brgemm_int8": "",
     "numa_nodes": "1",
@@ -211,13 +210,6 @@ def test_why_io_uring_does_not_work(
     engine.features = lambda: FEATURES | {"uring": obstacle}
     found = finding(tmp_path, "io_uring")
     assert found.status == "limited" and obstacle in found.found and advice in found.advice
-
-
-@pytest.mark.parametrize(("obstacle", "status"), [("", "ok"), ("this kernel is older than 5.14", "limited")])
-def test_mapped_stores(tmp_path: Path, engine: SimpleNamespace, obstacle: str, status: str) -> None:
-    engine.features = lambda: FEATURES | {"populate_read": obstacle}
-    found = finding(tmp_path, "mapped stores")
-    assert found.status == status and "io='mmap'" in found.found and obstacle in found.found
 
 
 @pytest.mark.parametrize(("alignment", "status"), [(512, "ok"), (4096, "ok"), (0, "limited"), (-1, "limited")])

@@ -37,9 +37,9 @@ enum class Seen : uint8_t {
   kBegunAnew,  // a guess that failed, and that a claim had joined
   kErrorSeenByLast,
   kEvicted,
-  kLost,
   kRetiredInUse,  // and emptied by its last user
   kHastened,
+  kPredicted,
   kQueuedFirst,
   kQueuedBehind,
   kLeftQueueWithSlot,
@@ -65,9 +65,9 @@ constexpr std::array kSeenNames{
     "a read that failed is begun anew",
     "the last one sees an error",
     "a record is evicted",
-    "a record is lost",
     "a slot is retired in use",
     "a read is hastened",
+    "a predicted expert has no slot yet",
     "a claim queues first",
     "a claim queues behind another",
     "a claim leaves the queue with a slot",
@@ -164,9 +164,8 @@ class Driver {
       case 9:
         return one_in(3) ? fail_read() : land();
       case 10:
-        return hint();
       case 11:
-        return lose();
+        return hint();
       case 12:
         core_.evict(below(shape_.layers), some_experts(3));
         return after("evict()");
@@ -336,17 +335,6 @@ class Driver {
     after("a hint");
   }
 
-  // As mapped memory does.
-  void lose() {
-    if (!one_in(4)) return;
-    const int32_t slot = below(shape_.slots);
-    const Slot& at = core_.slots()[slot];
-    if (at.state != SlotState::kReady || at.pins > 0) return;
-    core_.lost(slot);
-    seen_(Seen::kLost);
-    after("lost()");
-  }
-
   void resize() {
     if (!one_in(3)) return;
     target_ = 1 + below(shape_.slots);
@@ -423,7 +411,11 @@ class Driver {
       leaving_.push_back(segment);
       seen_(Seen::kSegmentLeaves);
     }
-    for (ExpertId id : effects.dropped) mix(uint64_t{4} << 60 | static_cast<uint64_t>(id));
+    for (ExpertId id : effects.predicted) {
+      mix(uint64_t{4} << 60 | static_cast<uint64_t>(id));
+      ASSERT_LT(core_.slots().find(id), 0) << event << ": is there already";
+      seen_(Seen::kPredicted);
+    }
     look_who_is_woken(event, effects);
     effects.clear();
     for (size_t slot = 0; slot < was_.size(); ++slot) look_at(static_cast<int32_t>(slot));

@@ -147,7 +147,7 @@ TEST_P(FreeingTest, WhereNoThreadIsLeftTheEngineIsKeptAndNobodyWaits) {
   EXPECT_EXIT(end(), ::testing::ExitedWithCode(7), "");
 }
 
-INSTANTIATE_TEST_SUITE_P(Readers, FreeingTest, ::testing::Values("uring", "threads", "mmap"),
+INSTANTIATE_TEST_SUITE_P(Readers, FreeingTest, ::testing::Values("uring", "threads"),
                          [](const auto& info) { return std::string(info.param); });
 
 }  // namespace

@@ -191,9 +191,11 @@ TEST(Pool, EveryAllocationMayFail) {
     return std::distance(begin(all), end(all));
   };
   const std::vector<int32_t> experts = all_of(4);
-  for (const char* backend : {"threads", "auto", "mmap"}) {
+  for (const auto& [backend, direct] :
+       {std::pair{"threads", true}, {"auto", true}, {"auto", false}}) {
     PoolOptions options = options_of(3);
     options.reader.backend = backend;
+    options.reader.direct = direct;
     const auto before = descriptors();
     const int64_t allocations = with_each_allocation_failing([&] {
       try {

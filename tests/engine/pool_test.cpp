@@ -359,5 +359,33 @@ TEST(Pool, KeepsItsInvariantsUnderRandomClaimsAndFaults) {
   }
 }
 
+TEST(Pool, ForwardsThroughThePageCacheFindTheirRecordsWhateverIsEvicted) {
+  const auto seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 draw(seed);
+  const TestStore store(3, 8);
+  for (const char* backend : {"threads", "auto"}) {
+    PoolOptions options = options_of(9);
+    options.reader.backend = backend;
+    options.reader.direct = false;
+    Pool pool(options, {}, store.source(), nullptr);
+    EXPECT_TRUE(pool.reader()->buffered());
+    for (int32_t step = 0; step < 300; ++step) {
+      const auto layer = static_cast<int32_t>(draw() % 3);
+      std::vector<int32_t> experts = all_of(8);
+      std::shuffle(experts.begin(), experts.end(), draw);
+      experts.resize(1 + draw() % 8);
+      if (draw() % 8 == 0) pool.resize(1 + static_cast<int32_t>(draw() % 9));
+      if (draw() % 4 == 0) pool.prefetch((layer + 1) % 3, experts);
+      if (draw() % 4 == 0) pool.expect((layer + 1) % 3, experts);
+      if (draw() % 4 == 0) pool.evict(layer, experts);
+      forward(pool, layer, experts, 1 + draw() % 4, [&] { pool.validate(); });
+    }
+    pool.drain();
+    expect_at_rest(pool);
+    EXPECT_GT(total(pool).evicted, 0);
+  }
+}
+
 }  // namespace
 }  // namespace torch_mesh

@@ -9,9 +9,11 @@
 #include <array>
 #include <bit>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <thread>
 
 #include "allocations.h"
 #include "reader_fixture.h"
@@ -239,6 +241,41 @@ TEST_P(ReaderFaultsTest, WithoutDirectReadsNothingNeedsAlignment) {
   submit(*reader, request);
   EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
   EXPECT_EQ(std::memcmp(memory.at(3), file.at(13), kChunk + 7), 0);
+}
+
+TEST_P(ReaderFaultsTest, BufferedReadsFindWhatWasReadAhead) {
+  const TempFile file(4 * kChunk, seed_);
+  const Memory memory(4 * kChunk);
+  ReaderOptions chosen = options();
+  chosen.direct = false;
+  const auto reader = open(chosen, file, memory);
+  EXPECT_TRUE(reader->buffered());
+  const Extent extent{0, 4096, 2 * kChunk};
+  reader->forget(extent);
+  if (file.cached(extent.offset, extent.bytes)) {
+    GTEST_SKIP() << "this file system keeps what it was told to drop";
+  }
+  reader->will_need(extent);
+  reader->flush();
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (!file.cached(extent.offset, extent.bytes) && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_TRUE(file.cached(extent.offset, extent.bytes));
+  submit(*reader, request_for(1, 0, 4096, 2 * kChunk, memory.at(0)));
+  EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
+  EXPECT_EQ(std::memcmp(memory.at(0), file.at(4096), 2 * kChunk), 0);
+}
+
+TEST_P(ReaderFaultsTest, DirectReadsLeaveThePageCacheAlone) {
+  const TempFile file(2 * kChunk, seed_);
+  const Memory memory(2 * kChunk);
+  const auto reader = open(options(), file, memory);
+  if (reader->buffered()) GTEST_SKIP() << "this file system has no direct reads";
+  const Extent extent{0, 0, 2 * kChunk};
+  const bool cached = file.cached(0, 2 * kChunk);
+  reader->forget(extent);
+  EXPECT_EQ(file.cached(0, 2 * kChunk), cached);
 }
 
 // What a shell command printed, without the end of line; "" when it failed.

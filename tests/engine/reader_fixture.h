@@ -1,7 +1,9 @@
 // A file, memory, reports and a reader of each backend, with and without faults.
 #pragma once
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -55,6 +57,17 @@ class TempFile {
   const std::string& path() const { return path_; }
   const std::byte* at(int64_t offset) const { return content_.data() + offset; }
   int64_t bytes() const { return static_cast<int64_t>(content_.size()); }
+  // Whether the page cache has all of it.
+  bool cached(int64_t offset, int64_t bytes) const {
+    const int descriptor = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+    void* mapped = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor, offset);
+    ::close(descriptor);
+    EXPECT_NE(mapped, MAP_FAILED);
+    std::vector<unsigned char> pages((bytes + 4095) / 4096);
+    EXPECT_EQ(::mincore(mapped, bytes, pages.data()), 0);
+    ::munmap(mapped, bytes);
+    return std::ranges::all_of(pages, [](unsigned char page) { return (page & 1) != 0; });
+  }
   void truncate(int64_t bytes) { ASSERT_EQ(::truncate(path_.c_str(), bytes), 0); }
 
  private:

@@ -325,8 +325,6 @@ def test_wrong_values(open_model: OpenModel, store: Path) -> None:
         torch_mesh.patch(build(), weights="int4", lossy={"fallback": "lut4"})
     with pytest.raises(ValueError, match="lossy.deferred_experts=1 exclude each other"):
         open_model(lossy={"deferred_experts": 1})
-    with pytest.raises(ValueError, match="use io='auto'"):
-        open_model(io="mmap")
     with pytest.raises(ValueError, match=r"resident=0.02 holds 4 experts: give at least 8"):
         open_model(resident=0.02)
     with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run unfused"):

@@ -194,7 +194,7 @@ def test_other_quantisers_keep_their_warnings(passed: AwqConfig | GPTQConfig) ->
         assert AutoHfQuantizer.merge_quantization_configs(stored, passed).bits == 4
 
 
-FILE_FIELDS = {"resident": 1e-6, "threads": 7, "workspace": "1MiB", "timeout": 0.5, "verify": "never", "io": "mmap"}
+FILE_FIELDS = {"resident": 1e-6, "threads": 7, "workspace": "1MiB", "timeout": 0.5, "verify": "never", "io": "buffered"}
 
 
 def test_a_checkpoint_cannot_say_where_to_write_or_what_to_take(tmp_path: Path, cache: Path, ids: torch.Tensor) -> None:

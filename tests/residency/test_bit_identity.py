@@ -60,7 +60,7 @@ class Combination:
         return cls(
             weights=weights,
             slots=max(top_k, int(fraction * LAYERS * EXPERTS)),
-            reader=draw.choice([reader for reader in readers if (weights, reader) != ("raw", "mmap")]),
+            reader=draw.choice(readers),
             policy=draw.choice(_C.policy_names()),
             tokens=draw.choice([1, 1, 2, 5, 12]),
             top_k=top_k,
@@ -141,7 +141,7 @@ def test_drawn_combinations_equal_the_fully_resident_run(
 ) -> None:
     draw = random.Random(seed)
     unavailable = _C.features()["uring"]
-    readers = ["threads", "mmap"] if unavailable else ["uring", "threads", "mmap"]
+    readers = ["threads", "buffered"] if unavailable else ["uring", "threads", "buffered"]
     cold, fewest_slots = 0, 0
     for number in range(count):
         it = Combination.draw(draw, readers)

@@ -179,7 +179,6 @@ def _engine_features(engine: ModuleType, folder: Path | None) -> list[Finding]:
         return [Finding("instruction sets", "missing", str(error), advice, required=True)]
     return [
         _uring(features["uring"]),
-        _mapped_files(features["populate_read"]),
         *([] if folder is None else [_direct_io(engine.direct_io_alignment, folder)]),
         _instruction_sets(features["isa"], features["isas"].split()),
         _bf16_products(),
@@ -206,13 +205,6 @@ def _uring_advice(obstacle: str) -> str:
     if "Seccomp:\t2" in (_read("/proc/self/status") or ""):
         return "start the container with a seccomp profile that allows io_uring_setup, _enter and _register"
     return "nothing, or a kernel with io_uring"
-
-
-def _mapped_files(obstacle: str) -> Finding:
-    found = "io='mmap' works; experts then stay in the page cache, which gives way to everything else"
-    if not obstacle:
-        return Finding("mapped stores", "ok", found)
-    return Finding("mapped stores", "limited", f"{found}; {obstacle}, so pages are touched one by one", "Linux 5.14")
 
 
 def _direct_io(alignment_of: Callable[[str], int], folder: Path) -> Finding:

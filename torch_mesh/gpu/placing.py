@@ -25,7 +25,7 @@ _PATIENCE = 32
 
 def open_gpu_pool(layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records) -> ExpertPool:
     """A pool that reads experts for GPUs in another format than in memory."""
-    only_read = config.replace(residency={"guard": "off"}, io="auto" if config.io == "mmap" else config.io)
+    only_read = config.replace(residency={"guard": "off"})
     slots = min(GPU_POOL_SLOTS, records.layers * layers[0].num_experts)
     return open_other(layers, only_read, records, slots=slots, least_slots=1)
 

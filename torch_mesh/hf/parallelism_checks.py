@@ -18,8 +18,8 @@ from .compat import OLD_FORWARD
 _WHAT_WORKS = (
     "Supported: expert parallelism over N ranks, by from_pretrained(..., "
     "distributed_config=DistributedConfig(tp_size=N, ep_size=N)) under torchrun --nproc-per-node N; device_map= over "
-    "several devices of one process; and a whole model in each process (with io='mmap' a converted folder is in "
-    "memory once). Otherwise leave out distributed_config, tp_plan, FSDP and ZeRO-3."
+    "several devices of one process; and a whole model in each process (torch-mesh share keeps a converted "
+    "folder's experts in memory once). Otherwise leave out distributed_config, tp_plan, FSDP and ZeRO-3."
 )
 _SIZES = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size", "pp_size")
 

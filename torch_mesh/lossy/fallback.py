@@ -38,11 +38,6 @@ def check_fallback_config(config: MeshConfig, weights: str) -> None:
             f"{given} and lossy.deferred_experts={config.lossy.deferred_experts} exclude each other: a cold expert is "
             "either computed from fewer bits or later. Choose one."
         )
-    if config.io == "mmap":
-        raise ValueError(
-            f"{given} needs two pools in memory of their own, but io='mmap' leaves records to the page cache: use "
-            "io='auto'."
-        )
 
 
 def fallback_group_size(config: MeshConfig) -> int:

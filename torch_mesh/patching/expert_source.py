@@ -101,7 +101,7 @@ class LoadedModelSource(ExpertSource):
         self.undo: PatchUndo = PatchUndo(model, config)
 
     def stays_in_memory(self, slots: int) -> bool:
-        return slots == self._all and self._config.store is None and self._config.io != "mmap"
+        return slots == self._all and self._config.store is None
 
     @contextlib.contextmanager
     def records(self, weights: str) -> Iterator[Records]:

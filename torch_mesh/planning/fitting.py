@@ -79,7 +79,6 @@ def fitting_slots(
             reserved=reserved,
             # Without a config.json it cannot be said what else there will be; what is asked for is taken at its word.
             available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
-            mapped=config.io == "mmap",
         )
         slots = min(slots, max(top_k, shape.layers * shape.experts - on_gpu))
         experts = {"experts": shape.layers * shape.experts, "top_k": top_k}
@@ -113,8 +112,9 @@ def peak_bytes(sizes: Sizes, config: MeshConfig, process: int, slots: int | None
     """Of memory: while it is loaded, or with ``slots`` experts and ``fallback_bytes`` besides; None where one is not known."""
     if slots is None or sizes.dense_bytes is None or sizes.dense_bytes_loading is None:
         return None
-    pool = 0 if config.io == "mmap" else slots * sizes.expert_bytes + fallback_bytes
-    running = sizes.dense_bytes + pool + sizes.staging_bytes + config.workspace_bytes
+    running = (
+        sizes.dense_bytes + slots * sizes.expert_bytes + fallback_bytes + sizes.staging_bytes + config.workspace_bytes
+    )
     return process + max(running, sizes.dense_bytes_loading)
 
 

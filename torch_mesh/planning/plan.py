@@ -39,7 +39,7 @@ class Plan:
     margin_bytes: int | None  # of those: what ``resident="auto"`` leaves free; None where a size or share is named
     slots: int | None
     fallback_slots: int  # stand-ins besides
-    pool_bytes: int | None  # of both; with io="mmap" of the page cache, and not in the peak
+    pool_bytes: int | None  # of both
     resident_share: float | None  # of all experts, as they are
     recommended_slots: int  # twice the experts that a token takes in each layer (arXiv 2505.16056)
     recommended_bytes: int

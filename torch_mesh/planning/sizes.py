@@ -111,11 +111,6 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     staging = (
         0 if experts.own_records is None or not unconverted else _C.Source(**experts.source_arguments()).staging_bytes
     )
-    if raw and config.io == "mmap":
-        raise ValueError(
-            "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
-            "store=, or use io='auto'."
-        )
     return _sizes(
         shape_of(layers),
         weights,

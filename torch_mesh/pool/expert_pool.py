@@ -68,7 +68,6 @@ def pool_slots(
         reserved=config.workspace_bytes + staging,
         freed=freed,
         regained=regained,
-        mapped=config.io == "mmap",
         available=None if share is None else share.free_bytes(),
         sharing=1 if share is None else share.neighbours,
     )
@@ -230,7 +229,7 @@ class ExpertPool:
         about = self.engine.describe()
         group = "" if self.weights == "bf16" else f" (group {self.group_size})"
         every = self.layers * self.geometry.num_experts
-        place = {"mmap": ", io=mmap", "shared": ", of a shared pool"}.get(str(about["io"]), "")
+        place = ", of a shared pool" if about["io"] == "shared" else ", io=buffered" if about["buffered"] else ""
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
         resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}{place}"
         stand_ins = "" if self.fallback is None else f", stand-ins: {self.fallback.describe()}"

@@ -134,8 +134,6 @@ class MemoryGuard:
             except PoolClosedError:  # the engine was closed directly
                 self.remove(engine)
         left = left_bytes(self._proc)
-        # The page cache is free to the kernel, and resident to a mapped pool.
-        left -= sum(about["slot_bytes"] for _, about in described if about["mapped_bytes"])
         wanted = wanted_slots(left, [about for _, about in described], self._sharing)
         changes = [
             (engine, about, slots)

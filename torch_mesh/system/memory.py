@@ -84,15 +84,14 @@ def resident_slots(
     freed: int = 0,
     regained: int = 0,
     available: int | None = None,
-    mapped: bool = False,
     sharing: int = 1,
 ) -> int:
     """How many experts a pool holds, between ``top_k`` and layers * experts.
 
     ``resident`` is as in MeshConfig; "auto" takes the free memory less ``reserved`` bytes and a margin. ``freed`` bytes
     are released only after the pool is allocated, so it has to fit beside them; ``regained`` bytes are released before.
-    ``available``: free bytes; None: as of now. ``mapped``: the page cache holds the experts and nothing is allocated.
-    ``sharing``: the number of processes, this one included, that take the same from it.
+    ``available``: free bytes; None: as of now. ``sharing``: the number of
+    processes, this one included, that take the same from it.
 
     Raises ValueError for a size below ``top_k`` records of ``record_bytes``, MemoryError for a size or fraction above
     what is free, since allocating it would end in an out-of-memory kill, and OSError for "auto" if the kernel's files
@@ -110,7 +109,7 @@ def resident_slots(
     if isinstance(resident, float):
         # The decimal as written, not its binary neighbor: 0.29 of 100 is 29.
         slots = max(top_k, math.floor(Fraction(str(resident)) * every))
-        return slots if mapped else _affordable(slots, resident, record_bytes, free, sharing)
+        return _affordable(slots, resident, record_bytes, free, sharing)
     if resident == "auto":
         reserved *= sharing
         beside_freed = free - reserved - _min_margin(free - reserved)
@@ -124,7 +123,7 @@ def resident_slots(
             f"give at least {top_k * record_bytes:,} bytes.{unit}"
         )
     slots = min(every, slots)
-    return slots if mapped else _affordable(slots, resident, record_bytes, free, sharing)
+    return _affordable(slots, resident, record_bytes, free, sharing)
 
 
 def _affordable(slots: int, resident: str | float, record_bytes: int, free: int, sharing: int) -> int:

@@ -8,7 +8,7 @@ namespace torch_mesh {
 
 Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
     : options_(options),
-      effects_(options.slots, options.slots),
+      effects_(options.slots, options.experts, options.slots),
       statistics_(options.layers, options.experts),
       residents_(options.layers, options.experts, options.slots, std::move(policy), statistics_,
                  effects_),
@@ -115,11 +115,6 @@ void Core::failed(int32_t slot, int64_t bytes, Error error) {
   read_ahead();
 }
 
-void Core::lost(int32_t slot) {
-  residents_.evict(slot, residents_.phase_of_load(slot));
-  effects_.freed = true;
-}
-
 void Core::read_ahead() {
   const SlotTable& slots = residents_.slots();
   const int64_t most = std::min(options_.reads_ahead, int64_t{slots.unkept() / 2});
@@ -157,6 +152,7 @@ void Core::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) 
   expected_.set(layer, experts, residents_.slots());
   expected_phase_ = phase;
   read_ahead();
+  expected_.waiting(residents_.slots(), effects_.predicted);
 }
 
 void Core::observe(int32_t layer, std::span<const float> scores) {
@@ -178,15 +174,6 @@ int32_t Core::evict(int32_t layer, std::span<const int32_t> experts) {
   }
   effects_.freed |= evicted > 0;
   return evicted;
-}
-
-void Core::evict_all() {
-  const SlotTable& slots = residents_.slots();
-  for (int32_t slot = 0; slot < slots.size(); ++slot) {
-    if (slots[slot].state != SlotState::kReady || !slots.reusable(slot)) continue;
-    residents_.evict(slot, Phase::kNone);
-    effects_.freed = true;
-  }
 }
 
 int32_t Core::fill(ExpertId id) {

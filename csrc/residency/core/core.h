@@ -74,8 +74,6 @@ class Core {
   // What became of an effect's load; bytes: that were read for it.
   void landed(int32_t slot, int64_t bytes);
   void failed(int32_t slot, int64_t bytes, Error error);
-  // A READY record that nobody uses is not in memory any more.
-  void lost(int32_t slot);
 
   // Hints, see Pool.
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase);
@@ -84,9 +82,8 @@ class Core {
   void begin_sequence(int32_t layer) { residents_.slots().policy().begin_sequence(layer); }
   void warm_up();
 
-  // Gives up what is READY and unpinned of these experts, and returns how many; or of all.
+  // Gives up what is READY and unpinned of these experts, and returns how many.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
-  void evict_all();
   // Of a core that reads nothing: a slot to put the expert's record into, to be followed by
   // filled(); -1: it is in use.
   int32_t fill(ExpertId id);

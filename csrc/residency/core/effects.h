@@ -18,35 +18,31 @@ struct Effects {
   };
 
   std::vector<Load> loads;  // reads to begin, in this order; each ends in landed() or failed()
-  std::vector<int32_t> hastened;  // slots whose reads have become demand
-  std::vector<ExpertId> dropped;  // were given up, and may be in a slot again by now
-  std::vector<int64_t> vacant;    // segments whose memory may go; each ends in gone() or stays()
-  bool landed = false;            // a read that claims have joined has ended
-  bool freed = false;             // a slot may be reused, or the head of the queue has changed
-  bool idle = false;              // no read is under way
+  std::vector<int32_t> hastened;    // slots whose reads have become demand
+  std::vector<ExpertId> predicted;  // have no slot, and are likely to be read next
+  std::vector<int64_t> vacant;      // segments whose memory may go; each ends in gone() or stays()
+  bool landed = false;              // a read that claims have joined has ended
+  bool freed = false;               // a slot may be reused, or the head of the queue has changed
+  bool idle = false;                // no read is under way
   bool forward_ended = false;
   bool resized = false;  // a segment has come or gone
 
-  // Room for what one event may ask for, so that no event takes memory. Among the dropped only the
-  // first so many are named: they are advice.
-  Effects(int32_t slots, int64_t segments) {
+  // Room for what one event may ask for, so that no event takes memory. `experts`: of a layer.
+  Effects(int32_t slots, int32_t experts, int64_t segments) {
     loads.reserve(static_cast<size_t>(slots));
     hastened.reserve(static_cast<size_t>(slots));
-    dropped.reserve(static_cast<size_t>(slots));
+    predicted.reserve(static_cast<size_t>(experts));
     vacant.reserve(static_cast<size_t>(segments));
   }
 
-  void drop(ExpertId id) {
-    if (dropped.size() < dropped.capacity()) dropped.push_back(id);
-  }
   bool any() const {
-    return !loads.empty() || !hastened.empty() || !dropped.empty() || !vacant.empty() || landed ||
+    return !loads.empty() || !hastened.empty() || !predicted.empty() || !vacant.empty() || landed ||
            freed || idle || forward_ended || resized;
   }
   void clear() {
     loads.clear();
     hastened.clear();
-    dropped.clear();
+    predicted.clear();
     vacant.clear();
     landed = freed = idle = forward_ended = resized = false;
   }

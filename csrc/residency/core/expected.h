@@ -56,6 +56,14 @@ class Expected {
     clear();
   }
 
+  // Adds those that are worth a read and have had no slot to `ids`, the likeliest first.
+  void waiting(const SlotTable& slots, std::vector<ExpertId>& ids) {
+    for (size_t place = next_; place < ids_.size(); ++place) {
+      const bool wanted = right_at(place).value >= least_right();
+      if (wanted && slots.find(ids_[place]) < 0) ids.push_back(ids_[place]);
+    }
+  }
+
   // The slot that `reserve(id)` gives to the likeliest one that has none and is worth a read; -1:
   // there is no such expert, or no slot. None of those expected is given up for it.
   template <typename Reserve>

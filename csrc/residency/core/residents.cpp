@@ -38,7 +38,6 @@ void Residents::evict(int32_t slot, Phase phase) {
   ++statistics_.of_layer_of(id, phase).evicted;
   ++statistics_.of(id).evicted;
   slots_.evict(slot);
-  effects_.drop(id);
 }
 
 void Residents::give_up_last(ExpertId id) {

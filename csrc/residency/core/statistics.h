@@ -29,7 +29,7 @@ struct LayerStats {
   int64_t rerouted = 0;  // choices of tokens that went to a resident expert instead; no accesses
   int64_t promoted = 0;  // reads that became READY
   int64_t evicted = 0;
-  int64_t bytes_read = 0;         // of a mapped store those that were asked for, cached or not
+  int64_t bytes_read = 0;         // from the disk or the page cache
   int64_t prefetches = 0;         // prefetch reads queued
   int64_t prefetches_used = 0;    // of those: a forward came for the expert
   int64_t prefetches_wasted = 0;  // of those: evicted, or failed, before any forward came

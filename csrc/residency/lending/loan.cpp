@@ -347,8 +347,8 @@ class LentMemory final : public SlotMemory {
   LentMemory(std::shared_ptr<Loan> loan, const Source& source)
       : loan_(std::move(loan)), source_(source) {}
 
-  std::byte* record(int32_t slot, ExpertId) const override { return loan_->lent_[slot]; }
-  std::byte* destination(int32_t slot, ExpertId) const override {
+  std::byte* record(int32_t slot) const override { return loan_->lent_[slot]; }
+  std::byte* destination(int32_t slot) const override {
     return loan_->tickets_ + slot * kRecordAlignment;
   }
   int32_t node(int32_t) const override { return -1; }

@@ -1,4 +1,4 @@
-// Where the records of slots lie: in memory of the pool's own, or where files are mapped.
+// Where the records of slots lie: in memory of the pool's own, or of a pool that lends it.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,6 @@
 #include "io/reader.h"
 #include "residency/memory/arena.h"
 #include "residency/memory/topology.h"
-#include "residency/policies/policy.h"
 #include "store/source.h"
 
 namespace torch_mesh {
@@ -18,9 +17,9 @@ class SlotMemory {
  public:
   virtual ~SlotMemory() = default;
 
-  virtual std::byte* record(int32_t slot, ExpertId id) const = 0;
+  virtual std::byte* record(int32_t slot) const = 0;
   // Where a read of it goes.
-  virtual std::byte* destination(int32_t slot, ExpertId id) const { return record(slot, id); }
+  virtual std::byte* destination(int32_t slot) const { return record(slot); }
   // Of the pool's topology, where a record lies; -1: nobody knows.
   virtual int32_t node(int32_t slot) const = 0;
   // What brings records into memory; `staging`: further memory that it reads into.
@@ -36,17 +35,6 @@ class SlotMemory {
 
   // The memfd that all of it lies in; -1: it is of this process alone.
   virtual int descriptor() const { return -1; }
-
-  // Records that the kernel may take back, and be asked for again.
-  virtual bool may_lose() const { return false; }
-  virtual int64_t mapped_bytes() const { return 0; }  // in the page cache, and none of the pool's
-  virtual bool holds(ExpertId id) const { return static_cast<void>(id), true; }
-  virtual void cool(ExpertId id) const { static_cast<void>(id); }    // it is to go first
-  virtual void forget(ExpertId id) const { static_cast<void>(id); }  // it is to be read anew
-  // Losses of bytes that somebody used, so far; whether there was none since `before`.
-  virtual int64_t losses() const { return 0; }
-  virtual bool intact_since(int64_t before) const { return static_cast<void>(before), true; }
-  virtual bool mend() { return true; }  // false: the next call tries again
 };
 
 struct SlotMemoryOptions {
@@ -60,9 +48,5 @@ struct SlotMemoryOptions {
 // Throws what Arena throws. `source` outlives the memory.
 std::unique_ptr<SlotMemory> make_arena_memory(const SlotMemoryOptions& options,
                                               const Source& source);
-// Slots hold no bytes: a resident record is a range of mapped files, which the page cache keeps in
-// memory, and an evicted one is what the kernel is advised to take back first. Throws what
-// MappedFiles throws.
-std::unique_ptr<SlotMemory> make_mapped_memory(const Source& source);
 
 }  // namespace torch_mesh

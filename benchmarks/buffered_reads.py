@@ -1,9 +1,8 @@
-"""Claim: none; it shows where mapping a store (`io="mmap"`) and reading it directly into a pool (`io="uring"`) cross.
+"""Claim: none; it shows when reads through the page cache (`io="buffered"`) are faster than direct ones (`io="auto"`).
 
-A process in a memory group of its own computes the experts of a model token by token, with replayed made-up routing, while the group
-leaves it some share of the experts' bytes besides what the process takes for itself. The pool gets that share less a margin; the mapped
-store gets the same number of slots ("advice": the policy says what the kernel should give up first) or as many as there
-are experts ("kernel": nobody tells it). Needs root.
+A process in a memory group of its own computes the experts of a model token by token, with replayed synthetic routing. Its pool holds the
+same experts either way. The group leaves memory outside the pool for none, half or all of the other records, which only the page cache
+can use. Needs root.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ import isolation
 import synthetic
 from contenders import session
 from harness import Report, Row
-from rich.console import Console
 
 from torch_mesh.store.manifest import open_store
 
 MARGIN = 64 << 20  # for page tables and what a forward allocates
 TOP_K = synthetic.Shape.experts_per_token
-CONTENDERS = ("uring", "mmap, advice", "mmap, kernel")
+CONTENDERS = ("auto", "buffered")
 
 
 def worker(request_path: str, result_path: str) -> None:
@@ -89,56 +87,44 @@ def run(request: dict[str, Any], limit: int, *, cold: bool = True) -> dict[str, 
         return {**json.loads(result_path.read_text()), "group_peak": peak, "limit": limit}
 
 
-def session_of(name: str, request: dict[str, Any], every: int, record: int, own: int, share: float) -> dict[str, Any]:
-    limit = own + int(share * every * record)
-    fitting = min(every, max(TOP_K, (limit - own - MARGIN) // record))
-    slots = every if name == "mmap, kernel" else fitting
-    return run(request | {"io": name.split(",")[0], "slots": slots}, limit)
+def session_of(io: str, request: dict[str, Any], rest: int, own: int, outside: float) -> dict[str, Any]:
+    return run(request | {"io": io}, own + MARGIN + int(outside * rest))
 
 
 def measure(options: Any) -> Report:
-    console = Console(stderr=True)
     path = options.store or synthetic.store(options.dir, synthetic.Shape(), "int4")
     manifest = open_store(path).manifest
     every, record = manifest.shape.layers * manifest.shape.experts, manifest.record_bytes
+    slots = max(TOP_K, int(options.resident * every))
     request = {"store": str(path), "threads": options.threads, "warm_up": options.warm_up, "measured": options.tokens}
-    brief = request | {"warm_up": 1, "measured": 1, "io": "uring", "slots": TOP_K}
-    own = run(brief, 1 << 40)["group_peak"] - TOP_K * record
-    report = Report(f"Experts of {every / 1e3:.3g} thousand records, {every * record / 1e9:.2f} GB, mapped and read")
+    request["slots"] = slots
+    own = run(request | {"warm_up": 1, "measured": 1, "io": "auto"}, 1 << 40)["group_peak"]
+    rest = (every - slots) * record
+    report = Report(
+        f"{slots} of {every} experts in the pool, {rest / 1e9:.2f} GB besides, read directly and through the page cache"
+    )
     runs: dict[str, Any] = {}
-    for share in options.shares:
-        contenders = {name: partial(session_of, name, request, every, record, own, share) for name in CONTENDERS}
+    for outside in options.outside:
+        contenders = {io: partial(session_of, io, request, rest, own, outside) for io in CONTENDERS}
         results = harness.interleave(contenders, options.rounds)
-        runs[str(share)] = results
-        speed = {
-            name: [statistics.median(each["seconds"][options.warm_up :]) for each in results[name]] for name in results
+        runs[str(outside)] = results
+        seconds = {
+            io: [sum(each["seconds"][options.warm_up :]) / options.tokens for each in results[io]] for io in results
         }
-        for name in CONTENDERS:
-            mean = statistics.fmean(sum(each["seconds"][options.warm_up :]) / options.tokens for each in results[name])
-            read = statistics.median(each["read"] for each in results[name]) / options.tokens / 1e6
-            console.print(
-                f"{share:.0%} {name}: median {1e3 * statistics.median(speed[name]):.1f} ms, mean {1e3 * mean:.1f} ms, "
-                f"{read:.1f} MB read per token, hits {results[name][0]['hits']:.3f}"
-            )
-            if name != "uring":
-                means = [sum(each["seconds"][options.warm_up :]) / options.tokens for each in results[name]]
-                uring = [sum(each["seconds"][options.warm_up :]) / options.tokens for each in results["uring"]]
-                report.add(harness.paired_row(f"seconds per token, {share:.0%}, {name}", means, "s", "uring", uring))
-            report.add(Row(f"read per token, {share:.0%}, {name}", read, "MB"))
-            report.add(Row(f"hit rate, {share:.0%}, {name}", 100 * results[name][0]["hits"], "%"))
-    # A process that finds the store in the page cache, as after a conversion or another process.
-    for file in Path(path).glob("mesh-*"):
-        file.read_bytes()
-    first = request | {"warm_up": 0, "measured": options.tokens, "slots": every}
-    start = {name: run(first | {"io": name}, 1 << 40, cold=False) for name in ("mmap", "uring")}
-    seconds = {name: sum(each["seconds"]) / options.tokens for name, each in start.items()}
-    report.add(Row("first tokens, store in the page cache, mmap", seconds["mmap"], "s", "uring", seconds["uring"]))
+        name = f"memory for {outside:.0%} of the rest"
+        report.add(
+            harness.paired_row(f"seconds per token, {name}", seconds["buffered"], "s", "direct", seconds["auto"])
+        )
+        for io in CONTENDERS:
+            read = statistics.median(each["read"] for each in results[io]) / options.tokens / 1e6
+            report.add(Row(f"read from the disk per token, {name}, {io}", read, "MB"))
+        report.add(Row(f"hit rate, {name}", 100 * results["buffered"][0]["hits"], "%"))
     report.notes += [
-        f"limit = {own / 1e6:.0f} MB of the process + share x {every * record / 1e9:.2f} GB; the pool leaves {MARGIN >> 20} MiB of it",
+        f"limit = {own / 1e6:.0f} MB of the process with its pool + {MARGIN >> 20} MiB + the fraction x {rest / 1e9:.2f} GB",
         f"{options.tokens} timed tokens after {options.warm_up}; tokens share 39 % of their experts with the next; no prefetch",
-        "read: /proc/self/io's read_bytes; hit: resident when the forward asked, for mmap as mincore says",
+        "read from the disk: /proc/self/io's read_bytes",
     ]
-    report.details |= {"runs": runs, "start": start}
+    report.details |= {"runs": runs}
     return report
 
 
@@ -151,7 +137,10 @@ def main() -> int:
     arguments.add_argument(
         "--store", type=Path, help="a converted folder (default: the 4-layer int4 one, made if need be)"
     )
-    arguments.add_argument("--shares", type=float, nargs="+", default=[0.4, 0.7, 0.9, 1.0, 1.2])
+    arguments.add_argument("--resident", type=float, default=0.4, help="fraction of the experts in the pool")
+    arguments.add_argument(
+        "--outside", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="fractions of the other records with memory"
+    )
     arguments.add_argument("--rounds", type=int, default=1)
     arguments.add_argument("--tokens", type=int, default=96)
     arguments.add_argument("--warm-up", type=int, default=160, help="tokens that fill the pool")
