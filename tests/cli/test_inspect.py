@@ -52,4 +52,4 @@ def test_the_table_says_the_same(tmp_path: Path, mesh_tiny: Path, capsys: pytest
 
 def test_what_is_neither_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "holds neither" in capsys.readouterr().err
+    assert "has neither" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_a_revision_is_the_hubs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--weights", "int8", "--revision", "main"]) == 2
-    assert "is on this machine, and has no revision 'main'" in capsys.readouterr().err
+    assert "is on this machine and has no revision 'main'" in capsys.readouterr().err
     asked = []
 
     def download(*arguments: object, **options: object) -> str:

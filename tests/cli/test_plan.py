@@ -333,7 +333,7 @@ def test_the_table_says_the_same(mesh_tiny: Path, capsys: pytest.CaptureFixture[
     ("arguments", "code", "said"),
     [
         (["{none}"], 1, "there is no such folder"),
-        (["{empty}"], 1, "holds neither"),
+        (["{empty}"], 1, "has neither"),
         (["{dense}"], 1, "Supported families"),
         (["{model}", "--resident", "0"], 2, "resident=0.0 is not a fraction"),
         (["{model}", "--weights", "int4", "--group-size", "32", "--resident", "x"], 2, "resident='x' is not a size"),

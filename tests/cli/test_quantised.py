@@ -47,7 +47,7 @@ def test_a_gguf_file_goes_where_a_folder_does(tmp_path: Path, capsys: pytest.Cap
     assert main(["plan", path, "--disk-speed", "1GB/s", "--memory-speed", "10GB/s"]) == 0
     assert "converts Q5_0 experts to int8" in " ".join(capsys.readouterr().out.split())
     assert main(["inspect", str(tmp_path / "other.gguf")]) != 0
-    assert "no such file; one of the hub is named maker/model/file.gguf" in capsys.readouterr().err
+    assert "no such file; name one of the hub as maker/model/file.gguf" in capsys.readouterr().err
 
 
 def test_a_gguf_file_of_the_hub_comes_with_its_parts(

@@ -322,7 +322,7 @@ def test_too_many_experts_are_named(tmp_path: Path) -> None:
         if "experts.15." in name
     }
     save_file(tensors | extra, file, {"format": "pt"})
-    with pytest.raises(torch_mesh.StoreError, match=r"experts\.16\..*is of more experts than the model has"):
+    with pytest.raises(torch_mesh.StoreError, match=r"experts\.16\..*is for more experts than the model has"):
         type(model).from_pretrained(tmp_path, quantization_config=MeshConfig(resident=0.5))
 
 

@@ -383,5 +383,5 @@ def test_what_is_said_deep_in_a_config_is_found(nested: dict, tmp_path: Path) ->
     path = tmp_path / "raw" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"some_config": {"text_config": nested}}))
-    with pytest.raises((UnsupportedModelError, StoreError), match=r"modelopt|stands where an object should be"):
+    with pytest.raises((UnsupportedModelError, StoreError), match=r"modelopt|is not an object"):
         _open(tmp_path / "raw", resident=0.5)

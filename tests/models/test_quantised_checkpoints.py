@@ -211,7 +211,7 @@ def test_damaged_codes_end_the_forward_that_needs_them(tmp_path: Path) -> None:
 def test_a_format_of_codes_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["awq"]())
     with pytest.raises(
-        ValueError, match="weights='mxfp4' holds the codes of a checkpoint as they are, .* has AWQ experts"
+        ValueError, match="weights='mxfp4' holds the codes of a checkpoint unchanged, .* has AWQ experts"
     ):
         _load(tmp_path / "raw", MeshConfig(weights="mxfp4", resident=0.5))
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "plain")

@@ -228,7 +228,7 @@ def test_what_no_file_describes_is_named(tmp_path: Path) -> None:
     write_quantised(tmp_path, KINDS["gptq"]())
     change_config(tmp_path, quantization_config=None)
     with pytest.raises(
-        UnsupportedModelError, match=r"qweight is I32.* nor any of .*quantize_config\.json.* Take the config"
+        UnsupportedModelError, match=r"qweight is I32.* nor any of .*quantize_config\.json.* Use the config"
     ) as caught:
         _open(tmp_path, {})
     assert str(tmp_path) in str(caught.value)

@@ -150,7 +150,7 @@ def test_quantised_checkpoints_are_calibrated_by_their_values(
     ("kind", "weights", "message"),
     [
         ("ct_mxfp4", "auto", "holds a checkpoint's codes as they are.*'int8', 'int4', 'lut4'"),
-        ("ct_int4", "int4", "int4 codes in groups of 32, which are kept as they are"),
+        ("ct_int4", "int4", "int4 codes in groups of 32, which stay unchanged"),
     ],
 )
 def test_codes_that_are_kept_are_not_calibrated(tmp_path: Path, kind: str, weights: str, message: str) -> None:
@@ -191,9 +191,9 @@ def test_the_manifest_says_it_and_inspect_shows_it(
     assert main([*arguments, "--calibrate-tokens", "300"]) == 0
     assert "already holds" in capsys.readouterr().out
     assert main([*arguments, "--calibrate-tokens", "301"]) == 1  # another calibration is another store
-    assert "holds another store" in capsys.readouterr().err
+    assert "has another store" in capsys.readouterr().err
     assert main(arguments[:-2]) == 1
-    assert "holds another store" in capsys.readouterr().err
+    assert "has another store" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_mixed_dtypes_are_refused_with_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "problem"), [(torch.float8_e4m3fn, "says how it is quantised"), (torch.int8, "bf16, fp16, fp32")]
+    ("dtype", "problem"), [(torch.float8_e4m3fn, "describes its quantisation"), (torch.int8, "bf16, fp16, fp32")]
 )
 def test_quantised_tensors_are_refused(tmp_path: Path, dtype: torch.dtype, problem: str) -> None:
     save_tiny(tmp_path, "qwen3_moe")

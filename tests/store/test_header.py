@@ -318,7 +318,7 @@ def test_index_without_a_map_is_refused(tmp_path: Path, weight_map: object) -> N
 
 
 def test_weight_files_are_the_single_one_or_those_of_the_index(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="holds neither"):
+    with pytest.raises(StoreError, match="has neither"):
         weight_files(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(StoreError, match="pickled"):

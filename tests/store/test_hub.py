@@ -105,15 +105,15 @@ def test_a_full_disk_names_the_variable_that_moves_the_files(
     ("error", "advice"),
     [
         (errors.GatedRepoError("restricted", response=answer(403)), f"at https://huggingface.co/{MODEL}, then run"),
-        (errors.RepositoryNotFoundError("404", response=answer(404)), "look at the name"),
+        (errors.RepositoryNotFoundError("404", response=answer(404)), "check the name"),
         (errors.RevisionNotFoundError("404", response=answer(404)), "name a branch"),
         (errors.RemoteEntryNotFoundError("no config.json", response=answer(404)), "lacks a file.*no config.json"),
         (errors.HfHubHTTPError("401", response=answer(401)), "HF_TOKEN"),
         (errors.HfHubHTTPError("429", response=answer(429)), "wait"),
         (errors.HfHubHTTPError("503", response=answer(503)), "Try again later"),
         (local(errors.HfHubHTTPError("503", response=answer(503))), "Try again later"),
-        (ConnectionError("unreachable"), r"cannot be reached \(unreachable\): look at the network"),
-        (HTTP.ReadTimeout("slow"), "look at the network"),
+        (ConnectionError("unreachable"), r"cannot be reached \(unreachable\): check the network"),
+        (HTTP.ReadTimeout("slow"), "check the network"),
         (local(HTTP.ConnectError("no name")), r"cannot be reached \(no name\)"),
         (errors.SafetensorsParsingError("too large"), "too large"),
     ],
@@ -134,7 +134,7 @@ def test_offline_is_said_to_be_the_users_choice(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for error in (local(), local(errors.OfflineModeIsEnabled("offline")), errors.OfflineModeIsEnabled("offline")):
         hub(error)
-        with pytest.raises(HubError, match="HF_HUB_OFFLINE keeps the hub from being asked: unset it"):
+        with pytest.raises(HubError, match="HF_HUB_OFFLINE forbids to ask the hub: unset it"):
             fetch(MODEL)
 
 

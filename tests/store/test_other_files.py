@@ -154,7 +154,7 @@ def test_what_a_config_says_of_torch_mesh_is_the_users(store: Store) -> None:
     change(store.folder / "config.json", lambda table: table["quantization_config"].update(policy="lru"))
     assert opened(store.folder).hf_quantizer.quantization_config.policy == "lru"
     change(store.folder / "config.json", lambda table: table.update(rms_norm_eps=0.5))
-    with pytest.raises(StoreError, match=r"config\.json: .*can be given to from_pretrained"):
+    with pytest.raises(StoreError, match=r"config\.json: .*changes of the config to from_pretrained"):
         opened(store.folder)
 
 

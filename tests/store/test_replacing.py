@@ -410,7 +410,7 @@ def test_a_finished_store_is_not_waited_for(tmp_path: Path, source: Path) -> Non
 
 def test_where_nothing_can_be_made_says_so(tmp_path: Path, source: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"cannot be written \(.*\. Choose a folder that can"):
+    with pytest.raises(StoreError, match=r"cannot be written \(.*\. Choose another folder"):
         convert(source, tmp_path / "file" / "store", "int4")
 
 

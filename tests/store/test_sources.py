@@ -320,7 +320,7 @@ def _codes(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
 GONE: Callable[[torch.Tensor], None] = lambda tensor: None
 DAMAGE = [
     ("fp8", ".weight_scale_inv", GONE, "there is no"),
-    ("fp8", ".weight", GONE, "is not there"),
+    ("fp8", ".weight", GONE, "are missing"),
     ("fp8", ".weight_scale_inv", lambda t: t[:, :1].repeat(1, 3), "does not divide"),
     ("fp8", ".weight_scale_inv", lambda t: t.int(), "is I32, not BF16 or F16 or F32 or U8 or F8_E8M0"),
     ("fp8", ".weight_scale_inv", _filled(torch.nan), "not finite"),
@@ -328,8 +328,8 @@ DAMAGE = [
     ("mxfp8", ".weight_scale_inv", _filled(255), "255"),
     ("ct_fp8_channel", ".weight_scale", lambda t: t[1:], "does not divide"),
     ("ct_int4", ".weight_scale", GONE, "there is no"),
-    ("ct_int4", ".weight_packed", GONE, "belongs to it"),
-    ("ct_int4", ".weight_shape", lambda t: t + 1, "says"),
+    ("ct_int4", ".weight_packed", GONE, "are missing"),
+    ("ct_int4", ".weight_shape", lambda t: t + 1, "but the packed weight"),
     ("ct_int4", ".weight_shape", lambda t: t[:1], "has the shape"),
     ("ct_int4", ".weight_scale", lambda t: t[:, :1].repeat(1, 3), "does not divide"),
     ("ct_int4", ".weight_packed", lambda t: t[0], "not that of a matrix"),
@@ -355,7 +355,7 @@ DAMAGE = [
     ("bnb_nf4", ".weight.quant_state.bitsandbytes__nf4", _filled(0), "is empty"),
     ("bnb_nf4", ".weight.quant_state.bitsandbytes__nf4", _filled(65), "not valid JSON"),
     ("bnb_nf4", ".weight.quant_state.bitsandbytes__nf4", GONE, "there is no"),
-    ("bnb_nested", ".weight.nested_quant_map", GONE, "is not there"),
+    ("bnb_nested", ".weight.nested_quant_map", GONE, "is missing"),
     ("bnb_nested", ".weight.nested_absmax", lambda t: t.repeat(2), "belongs to"),
 ]
 

@@ -1,4 +1,4 @@
-"""The stores that torch_mesh has made in its cache folder: what is there, how large it is, when it was used, and how it goes."""
+"""The stores in torch_mesh's cache folder: list and remove them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from torch_mesh.store.folders import lock_path
 from torch_mesh.store.manifest import is_of_another_release, is_store, read_manifest
 from torch_mesh.system.atomic_files import locked
 
-_REST = "-rest-"  # of a quantised checkpoint, beside its experts: patching/quantizer.py
+_REST = "-rest-"  # dense weights of a quantized checkpoint: patching/quantizer.py
 _REMOVED = re.compile(r"(\.removed)+$")
-_HIDDEN = re.compile(
-    r"(\.partial|\.replaced-[0-9a-f]{8})$"
-)  # by store/folders.py: not whole yet, or not wanted any more
+_HIDDEN = re.compile(r"(\.partial|\.replaced-[0-9a-f]{8})$")  # by store/folders.py: incomplete, or replaced
 
 
 @dataclass(frozen=True)
 class CachedStore:
-    """A folder of the cache. ``leftover``: why it is of no use any more; empty where it is of use."""
+    """A folder of the cache. ``leftover``: why it can be removed; empty if it is usable."""
 
     folder: Path
     about: str
@@ -42,7 +40,7 @@ class CachedStore:
 
 
 def cached_stores() -> list[CachedStore]:
-    """Those of the cache folder, the one that was used last first. Raises MeshError where there can be no such folder."""
+    """All cached stores, most recently used first. Raises MeshError if there is no cache folder."""
     folder = cache_folder() / "stores"
     there = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     found = [described for path in there if (described := _describe(path)) is not None]
@@ -50,26 +48,26 @@ def cached_stores() -> list[CachedStore]:
 
 
 def remove(store: CachedStore) -> None:
-    """Whoever has it open goes on. Raises MeshError where a process is writing it."""
+    """Remove a store; processes that have it open can go on. Raises MeshError while a process writes it."""
     try:
         with locked(lock_path(_finished(store.folder))):
             gone = store.folder.with_name(f".{_REMOVED.sub('', store.name).removeprefix('.')}.removed")
             if store.folder != gone:
                 if os.path.lexists(gone):
                     _delete(gone)
-                store.folder.rename(gone)  # in one step, so that nobody opens half of it
+                store.folder.rename(gone)  # atomically, so that no process opens half of it
             _delete(gone)
     except BlockingIOError as error:
-        raise MeshError(f"{store.name} is being written by another process; it stays.") from error
+        raise MeshError(f"{store.name} is being written by another process and stays: try again later.") from error
 
 
 def _finished(folder: Path) -> Path:
-    """The folder that this one is, or is to become."""
+    """The folder itself, or the one that it will become."""
     return folder.with_name(_HIDDEN.sub("", _REMOVED.sub("", folder.name)).removeprefix("."))
 
 
 def _delete(folder: Path) -> None:
-    """Of a link, which stands for a folder elsewhere, the link alone."""
+    """A link is removed without its target."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -77,17 +75,17 @@ def _delete(folder: Path) -> None:
 
 
 def _describe(folder: Path) -> CachedStore | None:
-    """None for one that is gone meanwhile."""
+    """None if it has been removed meanwhile."""
     try:
         used = folder.stat().st_mtime
         try:
-            # Blocks, as the file of a conversion that has not ended is as long as it will be.
+            # Blocks, since the file of an unfinished conversion is sparse.
             size = sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file())
             about, leftover = _about(folder)
         except PermissionError as error:
             return CachedStore(folder, f"cannot be read: {error.strerror}", 0, used)
     except FileNotFoundError:
-        return _describe(folder) if folder.exists() else None  # a file of it has gone, or all
+        return _describe(folder) if folder.exists() else None  # some or all files have been removed
     return CachedStore(folder, about, size, used, leftover)
 
 
@@ -99,9 +97,9 @@ def _about(folder: Path) -> tuple[str, str]:
             what = "replaced" if ".replaced-" in folder.name else "a conversion that has not ended"
         return what, what
     if _REST in folder.name:
-        return "what a quantised checkpoint has beside its experts", ""
+        return "dense weights of a quantised checkpoint", ""
     if not is_store(folder):
-        return "no store", ""  # perhaps somebody's own: it goes by its age, or by name
+        return "no store", ""  # perhaps a user's: removed by age or by name only
     try:
         manifest = read_manifest(folder)
     except StoreError as error:

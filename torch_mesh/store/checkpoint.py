@@ -1,10 +1,10 @@
-"""Where each expert stands in a Hugging Face checkpoint as it was downloaded.
+"""Locate each expert in a Hugging Face checkpoint as downloaded.
 
-Said by offsets and strides (``views``), so that an expert can be read straight from the files: names and layouts are followed as transformers
-would convert them (``mapping``), or as GGUF has them (``gguf_experts``). Of weights that another tool has quantised, offsets and strides are those
-of the fp32 values that they stand for.
+Experts are described by offsets and strides (``views``), to be read straight from the files; names and layouts follow
+transformers' conversions (``mapping``) or GGUF (``gguf_experts``). For quantized weights, offsets and strides refer to
+their fp32 values.
 
-Where a function takes the folder of a checkpoint, it takes a GGUF file too, the first of its parts.
+A function that takes the folder of a checkpoint also takes a GGUF file, the first of its parts.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _Stacks = ParameterStacks | GgufStacks
 
 @dataclass(frozen=True)
 class CheckpointExperts:
-    """The experts of a checkpoint, found but not read.
+    """The located experts of a checkpoint.
 
-    ``extents`` is int64 [layers, experts, pieces, 3] of (index in ``files``, offset, bytes); ``raw_views`` says where in those
-    pieces gate, up, down and their biases are, and is the same for every expert. ``modules`` are the paths of the experts modules,
-    ``names`` the tensors in the checkpoint that hold experts; all others are ``other_tensors``, by file.
+    ``extents`` is int64 [layers, experts, pieces, 3] of (index in ``files``, offset, bytes); ``raw_views`` locates
+    gate, up, down and biases in those pieces, equally for all experts. ``modules`` are the paths of the experts
+    modules, ``names`` the tensors that hold experts; ``other_tensors`` are all others, by file.
 
-    Of a quantised checkpoint ``weights`` are all weights, which are what ``extents`` names and counts the bytes of, as if they were fp32; ``kept``
-    is how they lie in the files, where a record holds their codes and scales as they are.
+    For a quantized checkpoint, ``weights`` are all weights, and ``extents`` refer to them as if they were fp32;
+    ``kept`` locates codes and scales, if a record can hold them.
     """
 
     folder: Path
@@ -81,16 +81,16 @@ class CheckpointExperts:
 
     @property
     def format(self) -> str:
-        """What the experts are kept in."""
+        """The format of the experts."""
         if not self.weights:
             return self.dtype
         experts = self._of_experts()
-        quantised = [weight for weight in experts if not weight.is_plain]  # all else are biases
+        quantised = [weight for weight in experts if not weight.is_plain]  # the others are biases
         return ", ".join(sorted({weight.layout.title for weight in quantised or experts}))
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert, as it is stored."""
+        """Bytes of one expert in the files."""
         return self.all_experts_bytes // (self.extents.shape[0] * self.extents.shape[1])
 
     @property
@@ -101,7 +101,7 @@ class CheckpointExperts:
 
     @property
     def reads_per_expert(self) -> int:
-        """Of the pieces that one expert is in."""
+        """Reads for one expert."""
         if self.kept is not None:
             return int(self.kept.extents.shape[2])
         pieces = self.extents[0, 0, :, 0].tolist()
@@ -109,21 +109,22 @@ class CheckpointExperts:
 
     @property
     def own_records(self) -> tuple[str, int] | None:
-        """The format and group size of records that the files are best read as, without a conversion."""
+        """The format and group size of records that can be read from the files without a conversion."""
         if not self.weights:
             return "bf16", 0
         return None if self.kept is None else (self.kept.weights, self.kept.group_size)
 
     def reads_as(self, weights: str, group_size: int) -> bool:
-        """Whether the files can be read as such records, without a conversion: in smaller groups than their own scales
-        are repeated."""
+        """Whether such records can be read from the files without a conversion; smaller groups than the files' repeat
+        scales."""
         if self.kept is None:
             return (weights, group_size) == self.own_records
         return weights == self.kept.weights and group_size in self.kept.groups
 
     @property
     def rest_is_quantised(self) -> bool:
-        """Whether any weight but the experts' is, or has other names and values than transformers', as those of GGUF files."""
+        """Whether other weights than the experts' are quantized, or have other names and values than in transformers,
+        as in GGUF files."""
         if is_gguf(self.folder):
             return True
         of_experts = {weight.name for weight in self._of_experts()} if self.weights else set()
@@ -131,11 +132,11 @@ class CheckpointExperts:
 
     @property
     def expert_files(self) -> tuple[Path, ...]:
-        """That experts are read from."""
+        """The files with experts."""
         return tuple(header.path for header in self.headers if not self.names.isdisjoint(header.tensors))
 
     def nearest(self) -> Nearest:
-        """The format of ours that is nearest to what the experts are kept in."""
+        """The format of ours nearest to that of the experts."""
         if self.kept is not None:
             rounded = f"with scales rounded to bf16, by about {self.kept.error:.2%}"
             scales = rounded if self.kept.error else "and scales as they are"
@@ -145,12 +146,12 @@ class CheckpointExperts:
         return self.rounded()
 
     def rounded(self) -> Nearest:
-        """The format that their values are best rounded to."""
+        """The format to which their values are best rounded."""
         return nearest(self._of_experts()) if self.weights else nearest_to(self.dtype)
 
     @property
     def fits_bf16(self) -> bool:
-        """Whether bf16 holds every value exactly."""
+        """Whether bf16 represents every value exactly."""
         choice = self.rounded()
         return choice.exact and choice.weights == "bf16"
 
@@ -159,7 +160,7 @@ class CheckpointExperts:
 
     @property
     def other_tensors(self) -> list[tuple[Header, list[Tensor]]]:
-        """Tensors that are no routed expert's, by file and in the file's order."""
+        """Tensors without routed experts, by file and in the file's order."""
         by_file = [
             (header, [t for t in header.tensors.values() if t.name not in self.names]) for header in self.headers
         ]
@@ -183,7 +184,7 @@ class CheckpointExperts:
         }
 
     def pack_kept(self, layer: int, expert: int, group_size: int) -> torch.Tensor:
-        """One expert's record of its codes and scales, read now. Raises ``StoreError`` for those that stand for no number."""
+        """Read one expert's codes and scales into a record. Raises ``StoreError`` for invalid ones."""
         kept, shape = self.kept, self.shape
         assert kept is not None
         extents = kept.extents[layer, expert].tolist()
@@ -199,7 +200,8 @@ class CheckpointExperts:
         return torch.frombuffer(record, dtype=torch.uint8)
 
     def read_expert(self, layer: int, expert: int) -> ExpertTensors:
-        """One expert's weights in the checkpoint's dtype, read now; ``gate``, ``up`` and ``down`` are views of what was read."""
+        """Read one expert's weights in the checkpoint's dtype; ``gate``, ``up`` and ``down`` are views of one
+        buffer."""
         pieces = [self._read_piece(*extent) for extent in self.extents[layer, expert].tolist()]
         tensors = {part: self._view(pieces, part) for part in PARTS}
         return ExpertTensors(**tensors)  # type: ignore[arg-type]  # up and down are always there
@@ -225,24 +227,25 @@ class CheckpointExperts:
 
 
 def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
-    """The model that ``config`` describes, on the meta device: every module and shape, no memory."""
+    """The model of ``config`` on the meta device."""
     architectures = getattr(config, "architectures", None) or [""]
     model_class = getattr(transformers, architectures[0], None)
     if model_class is None and hasattr(config, "auto_map"):
         raise UnsupportedModelError(
-            f"The model class {architectures[0]!r} is code of the checkpoint's own; torch_mesh runs models of transformers only."
+            f"The model class {architectures[0]!r} is code of the checkpoint; torch_mesh only runs models of "
+            "transformers."
         )
     with torch.device("meta"):
         try:
             return (model_class or transformers.AutoModelForCausalLM.from_config)(config)
-        except Exception as problem:  # whatever transformers makes of sizes that fit no model
+        except Exception as problem:  # transformers raises anything for inconsistent sizes
             raise UnsupportedModelError(
                 f"{type(config).__name__} describes no causal language model: {problem}"
             ) from problem
 
 
 def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
-    """What layers of one geometry have in common."""
+    """The common shape of layers of one geometry."""
     geometry = common_geometry(layers)
     return Shape(
         layers=len(layers),
@@ -259,12 +262,11 @@ def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
 def find_checkpoint_experts(
     folder: str | os.PathLike[str], model: transformers.PreTrainedModel, key_mapping: Mapping[str, str] | None = None
 ) -> CheckpointExperts:
-    """Where the experts of ``model`` stand in the checkpoint in ``folder``.
+    """Locate the experts of ``model`` in the checkpoint in ``folder``.
 
-    ``key_mapping`` renames tensors before all else, as that of ``from_pretrained`` does. ``model`` may be on the meta
-    device, but must have its expert parameters. Raises ``UnsupportedModelError`` for checkpoints quantised in a way
-    that cannot be read, mixed dtypes, and layouts that strides cannot describe; ``StoreError`` for files that are
-    damaged or incomplete.
+    ``key_mapping`` renames tensors first, as in ``from_pretrained``. ``model`` may be on the meta device, but needs its
+    expert parameters. Raises ``UnsupportedModelError`` for unsupported quantization, mixed dtypes, and layouts that
+    strides cannot describe; ``StoreError`` for damaged or incomplete files.
     """
     folder = Path(folder)
     if is_gguf(folder):
@@ -278,7 +280,7 @@ def find_checkpoint_experts(
 def find_left_alone(
     folder: str | os.PathLike[str], model: transformers.PreTrainedModel, key_mapping: Mapping[str, str] | None = None
 ) -> list[tuple[ExpertsLayer, CheckpointExperts]]:
-    """Each layer of experts that no pool takes, and where its own stand in the folder, which may be that of a converted checkpoint.
+    """Each layer of experts that no pool takes, and its experts in the folder, which may be a converted checkpoint.
 
     Raises as ``find_checkpoint_experts`` does.
     """
@@ -297,7 +299,7 @@ def find_left_alone(
 
 
 def _experts_of(folder: Path, layers: Sequence[ExpertsLayer], stacks: _Stacks) -> CheckpointExperts:
-    """Those of layers that are alike."""
+    """The experts of layers of one geometry."""
     names = stacks.names_of(layers)
     dtype = stacks.common_dtype(names)
     placed = [stacks.layer_views(layer) for layer in layers]
@@ -324,13 +326,13 @@ def checkpoint_fingerprint(
     quantisation: Mapping[str, Any] | None = None,
     key_mapping: Mapping[str, str] | None = None,
 ) -> str:
-    """Hex digest of the files' names, sizes, times of change and safetensors headers, and of what says how they are to be read: another
-    checkpoint has another."""
+    """Hex digest of the files' names, sizes, modification times and safetensors headers, and of how they are to be
+    read."""
     digest = hashlib.blake2b(digest_size=16)
     if quantisation is not None:
         digest.update(json.dumps(quantisation, sort_keys=True).encode())
     if key_mapping:
-        digest.update(json.dumps([*key_mapping.items()]).encode())  # its order counts
+        digest.update(json.dumps([*key_mapping.items()]).encode())  # order matters
     for path in sorted(files):
         status = path.stat()
         header = read_gguf(path).header if is_gguf(path) else read_header(path)
@@ -342,9 +344,10 @@ def checkpoint_fingerprint(
 
 
 def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | None:
-    """How another tool has quantised the checkpoint in ``folder``, by its own config.json or else by ``config``; None if none has.
+    """The quantization of the checkpoint in ``folder`` by another tool, from its own config.json or else ``config``;
+    None without any.
 
-    Raises ``UnsupportedModelError`` for a store, and for what cannot be read.
+    Raises ``UnsupportedModelError`` for a store, and for unsupported quantization.
     """
     if is_gguf(folder):
         return OF_GGUF
@@ -358,19 +361,18 @@ def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | N
         source_of(said, str(folder))
         return said
     if is_store(folder):
-        raise UnsupportedModelError(
-            f"{folder} is a converted store already; open it as it is, without converting it again."
-        )
+        raise UnsupportedModelError(f"{folder} is a converted store already; open it without converting it again.")
     return None  # the config of a patched model, and ordinary weights
 
 
 def checkpoint_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The files with the weights of a checkpoint. Raises ``StoreError`` where they are not all there."""
+    """The weight files of a checkpoint. Raises ``StoreError`` if some are missing."""
     return gguf_files(folder) if is_gguf(folder) else weight_files(folder)
 
 
 def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig:
-    """The folder's config, whatever its quantisation. UnsupportedModelError if transformers does not know the model."""
+    """The folder's config, whatever its quantization. Raises UnsupportedModelError if transformers does not know the
+    model."""
     if is_gguf(folder):
         return gguf_model.read_config(Path(folder))
     check_folder(folder)

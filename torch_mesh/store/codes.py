@@ -1,4 +1,4 @@
-"""Experts whose codes and scales a record holds as they are: where these stand in the files of a quantised checkpoint."""
+"""Locate codes and scales in a quantized checkpoint that a record can hold unchanged."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from torch_mesh._C import RawCodes, RawPlace, RawView
 
 RAW_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-_MOST_PIECES = 16  # of an expert: kMaxPieces of csrc/store/source.h
+_MOST_PIECES = 16  # kMaxPieces of csrc/store/source.h
 
 
 @dataclass(frozen=True)
 class KeptCodes:
-    """What a raw ``torch_mesh._C.Source`` takes: ``extents``, ``raw_views`` and ``raw_views_of``; biases are of
+    """Arguments of a raw ``torch_mesh._C.Source``: ``extents``, ``raw_views`` and ``raw_views_of``; biases have
     ``dtype``.
 
-    ``groups`` are the group sizes that records of them can have, best first. ``error`` is the relative root mean square
-    of what records leave of the values: 0, or that of scales which have to be rounded.
+    ``groups`` are the possible group sizes of records, best first. ``error`` is the relative RMS error of records: 0,
+    or that of rounded scales.
     """
 
     weights: str
@@ -48,10 +48,10 @@ class KeptCodes:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A weight that experts have rows of, and which pieces of a raw expert its parts are: those from ``begin`` on."""
+    """A weight with rows of experts, whose parts are the pieces of a raw expert from ``begin`` on."""
 
     weight: Weight
-    codes: Codes | None  # None: it is not quantised, as biases are not
+    codes: Codes | None  # None: not quantized, for example biases
     begin: int
 
     @property
@@ -68,8 +68,8 @@ def kept_codes(
     extents: npt.NDArray[np.int64],
     raw_views: Mapping[str, RawView],
 ) -> KeptCodes | None:
-    """Of experts whose values ``extents`` and ``raw_views`` describe (``CheckpointExperts``); None where no one format
-    of records holds the codes of all of them."""
+    """Codes of experts with values at ``extents`` and ``raw_views`` (``CheckpointExperts``); None if no single record
+    format holds them all."""
     layers, experts = extents.shape[:2]
     layouts = _layouts(weights, extents)
     every = {layout: number for number, layout in enumerate(dict.fromkeys(layouts))}
@@ -100,7 +100,7 @@ def kept_codes(
 
 
 def _layouts(weights: Sequence[Weight], extents: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
-    """Of each expert what its pieces are laid out as, each said by the first weight that is laid out alike."""
+    """The layout of each expert's pieces, by the first weight with the same layout."""
     first: dict[tuple[Codes | None, str, tuple[int, ...]], int] = {}
     alike: dict[int, int] = {}
     for index in dict.fromkeys(extents[..., 0].flatten().tolist()):
@@ -113,7 +113,7 @@ def _layouts(weights: Sequence[Weight], extents: npt.NDArray[np.int64]) -> list[
 
 
 def _roles(codes: Codes | None) -> list[str]:
-    """The parts that are read of such a weight."""
+    """The parts to read of such a weight."""
     if codes is None:
         return ["codes"]
     zeros = None if codes.zeros is None else "zeros"
@@ -131,8 +131,7 @@ def _pieces(weights: Sequence[Weight]) -> list[_Piece]:
 
 
 def _record_of(codes: Sequence[Codes]) -> tuple[str, tuple[int, ...], float] | None:
-    """The format that holds all of these, the group sizes that it can have, and the error of its scales; None if none
-    does."""
+    """The record format for all of these codes, its group sizes, and the error of its scales; None if there is none."""
     kinds = {each.kind for each in codes}
     groups = tuple(group for group in codes[0].groups if all(group in each.groups for each in codes))
     if len(kinds) > 1 or not groups:
@@ -143,12 +142,12 @@ def _record_of(codes: Sequence[Codes]) -> tuple[str, tuple[int, ...], float] | N
         return kind, groups, 0.0
     if types == {"fp16"}:
         return f"{kind}_fp16", groups, 0.0
-    # fp16 has no room for all scales of bf16 and fp32, and headers do not say which ones there are.
+    # fp16 cannot hold all scales of bf16 and fp32, and headers do not have the values.
     return kind, groups, 0.0 if types == {"bf16"} else SCALES_ERROR
 
 
 def _views(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> dict[str, RawView | RawCodes] | None:
-    """Of experts in these pieces; None where the rows of a matrix are no rows of codes."""
+    """Views into these pieces; None if a matrix's rows are not rows of codes."""
     views: dict[str, RawView | RawCodes] = {}
     for part, view in raw_views.items():
         piece = pieces[view["piece"]]
@@ -166,7 +165,7 @@ def _places(
     pieces: Sequence[Sequence[_Piece]],
     count: int,
 ) -> npt.NDArray[np.int64]:
-    """(file, offset, bytes) of the ``count`` pieces of each expert, one after the other."""
+    """(file, offset, bytes) of the ``count`` pieces of each expert, concatenated."""
     files = {header.path: index for index, header in enumerate(headers)}
     places: list[tuple[int, int, int]] = []
     for own, expert in zip(pieces, extents.reshape(-1, *extents.shape[2:]).tolist(), strict=True):
@@ -177,7 +176,7 @@ def _places(
             for role in piece.roles:
                 path, tensor = weight.part(role, number)
                 places.append((files[path], tensor.offset, tensor.bytes))
-        # All experts have as many pieces: a byte that is read anyway stands for each that this one lacks.
+        # All experts need the same number of pieces: pad with one byte that is read anyway.
         file, at, _ = places[begin]
         places += [(file, at, 1)] * (begin + count - len(places))
     return np.array(places, dtype=np.int64)
@@ -188,7 +187,7 @@ def _plain_view(piece: _Piece, view: RawView) -> RawView:
 
 
 def _codes_view(piece: _Piece, codes: Codes, view: RawView) -> RawCodes | None:
-    """Some rows of a weight; None where they are not whole rows, or share scales with other rows between them."""
+    """Rows of a weight; None if they are not whole rows, or share scales with other rows."""
     columns, scales = piece.weight.shape[-1], codes.scales
     first, beyond = divmod(view["offset"], columns)
     step, between = divmod(view["row_stride"], columns)

@@ -1,4 +1,4 @@
-"""Turning a checkpoint, or the experts of a loaded model, into a store."""
+"""Convert a checkpoint, or the experts of a loaded model, to a store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch_mesh.calibration.packing import Calibrator
 
-    # Of a checkpoint's experts, its model on the meta device, a format and a group size.
+    # Takes a checkpoint's experts, its model on the meta device, a format and a group size.
     Calibrate = Callable[[CheckpointExperts, PreTrainedModel, str, int], Calibrator]
 
 CALIBRATE_TOKENS = 16384
@@ -59,19 +59,20 @@ def convert(
     max_file_bytes: int = MAX_FILE_BYTES,
     key_mapping: Mapping[str, str] | None = None,
 ) -> Written:
-    """Converts the checkpoint in the folder ``source``, or in the GGUF file of that name, to a store, expert by expert.
+    """Convert the checkpoint in the folder or GGUF file ``source`` to a store, expert by expert.
 
-    ``weights`` is 'bf16', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto', which is what is nearest to
-    the source, or the format that holds its codes as they are; ``group_size`` (32, 64 or 128) is for those but bf16;
-    ``name`` is what the manifest calls the source, by default its folder; ``key_mapping`` is that of
-    ``from_pretrained``. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
+    ``weights`` is 'bf16', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto' (the nearest to the source), or
+    the format that holds its codes unchanged; ``group_size`` (32, 64 or 128) applies to all but bf16. ``name`` is the
+    source's name in the manifest, by default its folder; ``key_mapping`` is as in ``from_pretrained``. Memory is
+    bounded by a few experts. After an interruption the same call continues.
 
-    ``calibrate`` packs int8, int4, lut4 and trellis records so that what experts made of a text keeps its values: see
-    ``calibration.packing.on_text``. Until the store is written that takes layers x tokens x hidden x 2 bytes of its disk.
-    Experts are then packed one at a time, on all of torch's threads, unless ``workers`` says otherwise.
+    ``calibrate`` packs int8, int4, lut4 and trellis records to preserve the experts' outputs on a text: see
+    ``calibration.packing.on_text``. That takes layers x tokens x hidden x 2 bytes of disk while the store is written.
+    Experts are then packed one at a time, on all of torch's threads, unless ``workers`` is given.
 
-    Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files, a destination
-    that is something else, and a disk without room; ``MeshError`` for a text that is too short and a checkpoint without a tokenizer.
+    Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files,
+    an occupied destination and a full disk; ``MeshError`` for a text that is too short and a checkpoint without a
+    tokenizer.
     """
     source, destination = Path(source), Path(destination)
     if weights in ROUNDED_FORMATS:
@@ -80,10 +81,10 @@ def convert(
         raise ValueError(unknown_weights(weights, ("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS)))
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
-    fingerprint = fingerprint_of(source, key_mapping)  # before the headers are read by which it is converted
+    fingerprint = fingerprint_of(source, key_mapping)  # before the headers are read
     model = meta_model(read_config(source))
     experts = find_checkpoint_experts(source, model, key_mapping)
-    # Which raises now for what could not be read later.
+    # Raises now for what could not be read later.
     if others := [layer for layer, _ in find_left_alone(source, model, key_mapping)]:
         left_alone = (
             f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
@@ -147,7 +148,8 @@ def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int)
         raise ValueError(f"weights={weights!r} {why}: give one of {allowed}, or convert without calibration.")
     if experts.kept is not None and experts.reads_as(weights, group_size):
         raise ValueError(
-            f"{experts.folder} has {weights} codes in groups of {group_size}, which are kept as they are: convert it without calibration."
+            f"{experts.folder} has {weights} codes in groups of {group_size}, which stay unchanged: convert it "
+            "without calibration."
         )
 
 
@@ -162,10 +164,10 @@ def convert_model(
     private: bool = False,
     progress: Progress | None = None,
 ) -> Written:
-    """Writes the experts of a loaded model, as they are in memory, to a store of records alone. ``private``: see ``write_store``.
+    """Write the experts of a loaded model to a store of records only. ``private``: see ``write_store``.
 
-    Weights in memory have no identity, and are never taken for another's: nobody can continue this, and ``fingerprint`` is one that no other
-    store has, by which ``remove_made_from`` finds what was written.
+    Weights in memory have no identity, so that no other run can continue this. ``fingerprint`` is unique to the store;
+    ``remove_made_from`` finds it by that.
     """
     group_size = checked_group_size(weights, group_size)
     layers = find_experts(model)
@@ -185,7 +187,7 @@ def plan_of_model(
     group_size: int,
     fingerprint: str | None = None,
 ) -> StorePlan:
-    """Of experts in memory."""
+    """The plan for experts in memory."""
     return StorePlan(
         shape=shape_of(layers),
         modules=tuple(layer.path for layer in layers),
@@ -204,7 +206,7 @@ def convert_store(
     *,
     progress: Progress | None = None,
 ) -> Written:
-    """Writes the experts of a store, rounded once more, to a store of records alone.
+    """Round the experts of a store once more, into a store of records only.
 
     Raises ``StoreError`` for a damaged record, and as ``convert`` does.
     """
@@ -226,16 +228,18 @@ def convert_store(
 
 
 def weights_of_checkpoint(experts: CheckpointExperts, weights: str, group_size: int = 64) -> tuple[str, int]:
-    """What a checkpoint's experts become, and the group size; says so where 'auto' rounds values. ``group_size`` is for what is rounded to it.
+    """Resolve the format and group size for a checkpoint's experts; warns if 'auto' rounds. ``group_size`` applies to
+    rounded formats.
 
-    Raises ``ValueError`` for unknown ones, and where the checkpoint's codes are not those of a format of codes.
+    Raises ``ValueError`` for unknown values, and for a format of codes that the checkpoint does not have.
     """
     if weights in ROUNDED_FORMATS:
         return weights, checked_group_size(weights, group_size)
     choice = experts.nearest()
     if weights not in ("auto", choice.weights):
         raise ValueError(
-            f"weights={weights!r} holds the codes of a checkpoint as they are, and {experts.folder} has {experts.format} experts: give one of "
+            f"weights={weights!r} holds the codes of a checkpoint unchanged, but {experts.folder} has "
+            f"{experts.format} experts: give one of "
             f"{', '.join(map(repr, dict.fromkeys((choice.weights, *ROUNDED_FORMATS))))}, or 'auto'."
         )
     if experts.weights and (experts.kept is None or not choice.exact):
@@ -254,7 +258,7 @@ def fingerprint_of(source: Path, key_mapping: Mapping[str, str] | None = None) -
 
 
 def check_unchanged(source: Path, fingerprint: str, fingerprint_now: Callable[[Path], str] = fingerprint_of) -> None:
-    """Raises ``StoreError`` if the weights are not those that they were at first: what was read is then of two checkpoints."""
+    """Raises ``StoreError`` if the weights changed meanwhile: the result would mix two checkpoints."""
     try:
         now = fingerprint_now(source)
     except (StoreError, OSError) as problem:
@@ -267,16 +271,17 @@ def check_unchanged(source: Path, fingerprint: str, fingerprint_now: Callable[[P
 
 
 def source_name(source: Path) -> str:
-    """What a manifest calls it."""
+    """The source's name in a manifest."""
     return source.stem if is_gguf(source) else source.resolve().name
 
 
 def checked_group_size(weights: str, group_size: int) -> int:
-    """The group size that a store of ``weights`` records: 0 for bf16. ValueError for unknown ones, and those that nothing is rounded to."""
+    """The group size that a store of ``weights`` records: 0 for bf16. Raises ValueError for unknown values and formats
+    that nothing is rounded to."""
     if weights in PASSTHROUGH_FORMATS:
         raise ValueError(
-            f"weights={weights!r} holds the codes of a checkpoint that has them, and nothing is rounded to it: give one of "
-            f"{', '.join(map(repr, ROUNDED_FORMATS))}."
+            f"weights={weights!r} only holds the codes of a checkpoint that has them, and nothing is rounded to it: "
+            f"give one of {', '.join(map(repr, ROUNDED_FORMATS))}."
         )
     if weights not in ROUNDED_FORMATS:
         raise ValueError(unknown_weights(weights, ROUNDED_FORMATS))
@@ -344,10 +349,11 @@ def stored_record(store: Store, layer: int, expert: int) -> torch.Tensor:
 def write_rest(
     experts: CheckpointExperts, fingerprint: str, folder: Path, progress: Progress | None = None
 ) -> list[Path]:
-    """All but the experts of a quantised checkpoint, as a conversion writes it, in safetensors files of ``folder``, unless they are there.
+    """Write all but the experts of a quantized checkpoint to safetensors files in ``folder``, with an index, unless
+    they exist.
 
-    The files are returned, and the folder has an index of them. ``fingerprint`` is the checkpoint's before its headers
-    were read. Raises ``StoreError`` for damaged files, a checkpoint that is another by then, and a disk without room.
+    Returns the files. ``fingerprint`` is the checkpoint's from before its headers were read. Raises ``StoreError`` for
+    damaged files, a checkpoint that changed, and a full disk.
     """
     # Not the model that is being loaded, which may have another dtype.
     model = meta_model(read_config(experts.folder))

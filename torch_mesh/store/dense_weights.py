@@ -1,4 +1,4 @@
-"""What a store holds beside its records: the rest of the model, its config.json and its tokenizer, as a checkpoint has them."""
+"""What a store holds beside its records: the dense weights, config.json and tokenizer, as in a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ from torch_mesh.store.store_plan import Chunk, NewFile, StorePlan
 
 _COPY_BYTES = 8 << 20
 DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-# Stands in a converted config.json where transformers takes the name of the weights' file from. Without torch_mesh it would skip a
-# quantisation that it does not know and draw random experts; a name that is no safetensors file stops it, and its error repeats the name.
-WITHOUT_TORCH_MESH = "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import torch_mesh` before from_pretrained"
-# Files of a checkpoint that hold weights in some format, and their indices, those of variants included. All others are
-# copied.
+# In a converted config.json this is the name of the weights' file for transformers. Without torch_mesh, transformers
+# would ignore the unknown quantization and initialize experts randomly; an invalid file name stops it, and its error
+# repeats the name.
+WITHOUT_TORCH_MESH = (
+    "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import "
+    "torch_mesh` before from_pretrained"
+)
+# Weight files of a checkpoint in any format, and their indices, variants included. All other files are copied.
 _OF_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ot)|.*\.(safetensors|bin)\.index(\..+)?\.json", re.IGNORECASE
 )
@@ -48,10 +51,10 @@ _OF_WEIGHTS = re.compile(
 
 @dataclass(frozen=True)
 class Dense:
-    """A tensor that is no expert's, as it is written."""
+    """A dense tensor to write."""
 
     tensor: Tensor
-    chunks: Callable[[], Iterable[Chunk]]  # each until the next is asked for
+    chunks: Callable[[], Iterable[Chunk]]  # each valid until the next is requested
 
     def read(self) -> torch.Tensor:
         data, filled = np.empty(self.tensor.bytes, dtype=np.uint8), 0
@@ -64,7 +67,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Rest:
-    """All of a model but its experts: the text of its config.json, its tensors, and the tokenizer and whatever else is no weight."""
+    """All of a model but its experts: config.json, dense tensors, tokenizer and other files."""
 
     config: str
     tensors: list[Dense]
@@ -76,10 +79,10 @@ def rest_of_checkpoint(experts: CheckpointExperts, model: PreTrainedModel) -> Re
 
 
 def rest_of_store(store: Store) -> Rest:
-    """Of a converted checkpoint. Raises ``StoreError`` for records alone."""
+    """The rest of a converted checkpoint. Raises ``StoreError`` for a store of records only."""
     folder = store.folder
     if not (folder / "config.json").is_file():
-        raise store_error(folder, "holds records alone and no model: name the checkpoint that they were made from")
+        raise store_error(folder, "has only records and no model: name the checkpoint that they were made from")
     tensors = [
         Dense(tensor, functools.partial(_read_range, path, tensor.offset, tensor.bytes))
         for path in weight_files(folder)
@@ -115,7 +118,7 @@ def _config_of(experts: CheckpointExperts, model: PreTrainedModel) -> str:
 
 
 def _others_of(experts: CheckpointExperts) -> list[NewFile]:
-    """The tokenizer and whatever else is no weight."""
+    """The tokenizer and other files without weights."""
     if is_gguf(experts.folder):
         return [_of_bytes(name, data) for name, data in tokenizer_files(experts.folder).items()]
     left_out = QUANTISATION_FILES if experts.weights else ()
@@ -134,7 +137,7 @@ def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weigh
 
 
 def _unquantised(text: str) -> str:
-    """A config.json without what it says of the quantisation of another tool."""
+    """A config.json without another tool's quantization."""
     table: dict[str, Any] = json.loads(text)
     parts = [table]
     for part in parts:
@@ -144,7 +147,7 @@ def _unquantised(text: str) -> str:
 
 
 def plain_config(text: str) -> str:
-    """A config.json without what ``mesh_config`` adds."""
+    """A config.json without the additions of ``mesh_config``."""
     table: dict[str, Any] = json.loads(text)
     parts = [table]
     for part in parts:
@@ -159,7 +162,7 @@ def plain_config(text: str) -> str:
 def _configs_with_experts(
     config: dict[str, Any], model: torch.nn.Module, modules: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """``config``, and those within it from which transformers opens a part with experts by itself, such as the text model."""
+    """``config``, and nested configs from which transformers opens a part with experts, such as the text model."""
     parts = {
         id(module.config)
         for path, module in model.named_modules()
@@ -168,7 +171,7 @@ def _configs_with_experts(
 
     def within(stored: dict[str, Any], of: PretrainedConfig) -> Iterator[dict[str, Any]]:
         for name, value in stored.items():
-            part = vars(of).get(name)  # getattr raises for what differs from layer to layer
+            part = vars(of).get(name)  # getattr raises for attributes that differ between layers
             if isinstance(value, dict) and isinstance(part, PretrainedConfig):
                 if id(part) in parts:
                     yield value
@@ -197,7 +200,7 @@ def _copied(path: Path) -> NewFile:
 
 
 def _spread(tensors: Iterable[Dense], max_file_bytes: int) -> list[tuple[str, list[Dense]]]:
-    """Over files of bounded size; within one, wide types first, so that all stay aligned."""
+    """Distribute tensors over files of bounded size; within one, wide types first, for alignment."""
     groups: list[list[Dense]] = [[]]
     size = 0
     for member in tensors:
@@ -212,10 +215,10 @@ def _spread(tensors: Iterable[Dense], max_file_bytes: int) -> list[tuple[str, li
 
 
 def tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> list[Dense]:
-    """What is no expert's of a checkpoint. Raises ``StoreError`` where that is nothing."""
+    """The dense tensors of a checkpoint. Raises ``StoreError`` if there are none."""
     tensors = list(_tensors_of(experts, model))
     if not tensors:
-        raise store_error(experts.folder, "holds experts and nothing else: not the checkpoint of a model")
+        raise store_error(experts.folder, "has only experts: not the checkpoint of a model")
     return tensors
 
 
@@ -237,7 +240,7 @@ def _tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[
 
 
 def _values(weight: Weight, dtype: torch.dtype) -> Dense:
-    """A quantised weight, as an unquantised checkpoint has it."""
+    """A quantized weight, dequantized."""
     turned = weight.layout.turned
     shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if turned else weight.shape
 
@@ -249,12 +252,12 @@ def _values(weight: Weight, dtype: torch.dtype) -> Dense:
 
 
 def written(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: Callable[[], torch.Tensor]) -> Dense:
-    """What ``values`` makes when it is wanted."""
+    """A tensor that ``values`` makes when it is written."""
 
     def chunks() -> Iterator[memoryview]:
         made = values()
         if made.shape != shape or made.dtype != dtype:
-            raise MeshError(f"{name} is {tuple(made.shape)}, {made.dtype}, where its file promises {shape}, {dtype}")
+            raise MeshError(f"{name} is {tuple(made.shape)}, {made.dtype}, but its file's header has {shape}, {dtype}")
         yield made.contiguous().flatten().view(torch.uint8).numpy().data
 
     return Dense(Tensor(name, DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks)
@@ -280,7 +283,7 @@ def _read_range(path: Path, offset: int, size: int) -> Iterator[memoryview]:
             count = stream.readinto(buffer[:size])
             if not count:
                 raise store_error(path, f"ends {size} bytes early: it was cut since it was opened", stream.tell())
-            # Once is enough: leave the page cache to others.
+            # Read once: do not occupy the page cache.
             os.posix_fadvise(stream.fileno(), stream.tell() - count, count, os.POSIX_FADV_DONTNEED)
             size -= count
             yield buffer[:count]

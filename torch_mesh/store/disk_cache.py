@@ -1,4 +1,4 @@
-"""Where torch_mesh keeps what it can make again."""
+"""The cache folder for conversions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .header import store_error
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/torch_mesh``, or ``~/.cache/torch_mesh``. May not exist yet. MeshError where nobody says where home is."""
+    """``$XDG_CACHE_HOME/torch_mesh``, or ``~/.cache/torch_mesh``, which may not exist yet. Raises MeshError without a
+    home folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     if base:
         return Path(base) / "torch_mesh"
@@ -21,19 +22,19 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "torch_mesh"
     except RuntimeError as error:
         raise MeshError(
-            "There is no home folder in which converted experts could be kept: set XDG_CACHE_HOME or HOME, or name a folder with store=."
+            "There is no home folder for converted experts: set XDG_CACHE_HOME or HOME, or name a folder with store=."
         ) from error
 
 
 def note_use(folder: Path) -> None:
-    """So that `torch-mesh cache prune` knows what is wanted: times of access are off on many file systems."""
-    with contextlib.suppress(OSError):  # another's cache, or one that cannot be written to
+    """Record the use for `torch-mesh cache prune`: access times are off on many file systems."""
+    with contextlib.suppress(OSError):  # another user's cache, or a read-only one
         os.utime(folder)
 
 
 @contextlib.contextmanager
 def unnamed_folder() -> Iterator[Path]:
-    """A folder in the cache, for as long as the block. What killed processes left there goes."""
+    """A folder in the cache that is removed when the block ends. Also removes those of killed processes."""
     with contextlib.ExitStack() as stack:
         parent = cache_folder()
         try:
@@ -45,10 +46,10 @@ def unnamed_folder() -> Iterator[Path]:
 
 
 def unwritable(folder: Path, error: OSError) -> StoreError:
-    """That there can be no store in ``folder``, and what to do."""
+    """An error for a ``folder`` that cannot be written, with advice."""
     where = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
     return store_error(
         folder,
-        f"cannot be written ({error.strerror}{where}). Choose a folder that can; experts for which store= names none go to "
-        "$XDG_CACHE_HOME, or to ~/.cache",
+        f"cannot be written ({error.strerror}{where}). Choose another folder; experts for which store= names none go "
+        "to $XDG_CACHE_HOME, or to ~/.cache",
     )

@@ -1,7 +1,7 @@
-"""The folder that a store is to stand in: locking it, putting the store in its place, removing what earlier runs left.
+"""The destination folder of a store: locking it, moving the store into place, removing leftovers.
 
-A journal or a manifest is the mark by which a folder is known as one of ours: nothing is removed from a folder without it. The journal
-goes last, when the store has its name, so that a hidden folder with a manifest and no journal is one that was replaced.
+A journal or a manifest marks a folder as ours: nothing is removed from a folder without one. The journal is removed
+last, after the rename, so that a hidden folder with a manifest and no journal is one that was replaced.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch_mesh.store.store_plan import StorePlan
 from torch_mesh.system.atomic_files import exchange, locked
 
 _LOG = logging.getLogger(__name__)
-_SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system's own needs
+_SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system
 
 
 class OtherStoreError(StoreError):
-    """A store of something else is where one is to be written."""
+    """The destination has another store."""
 
 
 def real_folder(folder: str | os.PathLike[str]) -> Path:
-    """``folder`` without links. Raises ``StoreError`` for one that leads nowhere."""
+    """``folder`` with links resolved. Raises ``StoreError`` for a dangling link."""
     real = Path(os.path.realpath(folder))
     if os.path.islink(folder) and not real.exists():
         raise store_error(folder, f"is a link to {real}, which does not exist: make that folder, or remove the link")
@@ -47,13 +47,13 @@ def lock_path(folder: Path) -> Path:
 
 
 def partial_path(folder: Path) -> Path:
-    """Where what is to become ``folder`` is written."""
+    """The folder in which ``folder`` is prepared."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 @contextlib.contextmanager
 def lock_of(folder: Path, problem: StoreError | None) -> Iterator[None]:
-    """Keeps other processes from writing the same store. ``problem``: what is wrong with the folder if no lock can be had."""
+    """Keep other processes from writing the same store. ``problem``: the error to raise if no lock can be had."""
     with contextlib.ExitStack() as stack:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def lock_of(folder: Path, problem: StoreError | None) -> Iterator[None]:
 
 
 def existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
-    """The store of this very plan if ``folder`` holds it; None if it may be written."""
+    """The store of this plan if ``folder`` has it; None if the folder may be written."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not is_store(folder):
@@ -78,42 +78,42 @@ def existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
     held = store.manifest
     raise store_error(
         folder,
-        f"holds another store ({held.weights}, group size {held.group_size}, made from {held.source_name}, or from "
+        f"has another store ({held.weights}, group size {held.group_size}, made from {held.source_name}, or from "
         "another version of it): choose another folder, or remove this one",
         kind=OtherStoreError,
     )
 
 
 def check_free_space(folder: Path, total: int, present: int = 0, advice: str = "") -> None:
-    """Raises ``StoreError`` unless ``total`` bytes, of which ``present`` are there already, fit on the disk of ``folder``."""
+    """Raises ``StoreError`` unless ``total`` bytes, of which ``present`` exist, fit on the disk of ``folder``."""
     left = max(0, total - present)
     free = shutil.disk_usage(folder).free
     if free < left + _SPARE_BYTES:
         raise store_error(
             folder,
-            f"the disk has {_megabytes(free)} free; {_megabytes(left)} of {_megabytes(total)} are still to be written, and "
-            f"{_megabytes(_SPARE_BYTES)} have to stay free. Free some, or choose another folder{advice}",
+            f"the disk has {_megabytes(free)} free, but {_megabytes(left)} of {_megabytes(total)} are still to be "
+            f"written, with {_megabytes(_SPARE_BYTES)} to spare. Free some, or choose another folder{advice}",
         )
 
 
 def check_ours(partial: Path) -> None:
-    """Raises ``StoreError`` if the place of the unfinished folder is taken by something that no conversion left."""
+    """Raises ``StoreError`` if the path of the unfinished folder is occupied by something else."""
     if os.path.lexists(partial) and not _is_ours(partial):
         raise store_error(
             partial,
-            "is in the way: an unfinished conversion would stand there, and this is none. Move it, or choose another folder for the store",
+            "is in the way of an unfinished conversion, but is none. Move it, or choose another folder for the store",
         )
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a conversion made this: by its journal or its manifest, or because there is nothing in it."""
+    """Whether a conversion made this: it has a journal or a manifest, or is empty."""
     if not is_folder(folder):
         return False
     names = set(os.listdir(folder))
     if JOURNAL_NAME in names and stat.S_ISREG(os.lstat(folder / JOURNAL_NAME).st_mode):
         with (folder / JOURNAL_NAME).open("rb") as stream:
             start = stream.read(len(JOURNAL_START))
-        # Killed at its first line it may have left part of that, and nothing else yet.
+        # A conversion killed at its first line leaves a part of that, and nothing else.
         return start == JOURNAL_START or (names == {JOURNAL_NAME} and JOURNAL_START.startswith(start))
     return not names or _has_manifest(folder)
 
@@ -139,7 +139,7 @@ def is_made_from(folder: Path, fingerprint: str) -> bool:
         with (folder / JOURNAL_NAME).open("rb") as stream:
             return bool(parse_json(stream.readline())["plan"]["source_fingerprint"] == fingerprint)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return False  # nothing is in it, or one line that was cut off: whoever comes next goes on with it
+        return False  # empty, or with a truncated first line: the next run continues it
 
 
 def is_finished(partial: Path, plan: StorePlan) -> bool:
@@ -158,7 +158,7 @@ def move_into_place(partial: Path, folder: Path) -> None:
         replaced = folder.with_name(f".{folder.name}.replaced-{secrets.token_hex(4)}")
         if exchange(partial, folder):
             partial.rename(replaced)
-        else:  # killed between these two there is no store under the name, and the next run puts the new one there
+        else:  # killed here, no store has the name, and the next run moves the new one there
             folder.rename(replaced)
             partial.rename(folder)
     else:
@@ -168,7 +168,7 @@ def move_into_place(partial: Path, folder: Path) -> None:
 
 
 def remains(folder: Path) -> list[Path]:
-    """What replacing a store leaves when it is killed: the old one, and the journal of the new one."""
+    """What a killed replacement leaves: the old store, and the journal of the new one."""
     pattern = re.compile(re.escape(f".{folder.name}.replaced-") + "[0-9a-f]{8}")
     replaced = [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name)]
     partial = partial_path(folder)
@@ -187,7 +187,7 @@ def remove_remains(folder: Path) -> None:
 
 
 def remove_store(folder: Path) -> None:
-    """Its marks last, by which the next run knows what is left of it."""
+    """Marks last, so that the next run recognizes the remains."""
     marks = (MANIFEST_NAME, JOURNAL_NAME)
     for path in folder.iterdir():
         if path.name not in marks:

@@ -1,8 +1,8 @@
-"""Headers of safetensors files: where each tensor's bytes stand.
+"""Headers of safetensors files: the location of each tensor's bytes.
 
-The safetensors library does not tell offsets, and the engine reads by offset, so the header is parsed here. The file is
-hostile until shown otherwise: every count, size and offset is checked before anything is believed, and what fails is a
-``StoreError`` that names the file and the tensor. Torch-free.
+The safetensors library does not expose offsets, which the engine needs, so the header is parsed here. Files are
+untrusted: every count, size and offset is checked, and a failure is a ``StoreError`` that names the file and the
+tensor. Independent of torch.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from torch_mesh.errors import StoreError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_TENSORS = 1 << 20
-# Commas and opening brackets of a file of JSON: bounds what is built from it, about 64 bytes for each, before it is built.
+# Maximum of commas and opening brackets in a JSON file: bounds the parsed objects, about 64 bytes for each, before they
+# are built.
 MAX_STRUCTURE = 4 * MAX_TENSORS
 _METADATA = "__metadata__"
 _SPACE = re.compile(r"[ \t\n\r]*")
-_MAX_ENTRY_BYTES = 1 << 20  # of the description of one tensor, likewise
+_MAX_ENTRY_BYTES = 1 << 20  # of one tensor's description
 MAX_RANK = 32
 MAX_INTEGER = (1 << 63) - 1
 ALIGNMENT = 4096
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Of the variants that transformers saves and loads by name; no shard, which an index names.
+# Files of variants that transformers saves and loads by name; not shards, which an index names.
 _VARIANT = re.compile(
     r"model\.(?P<of_file>(?!.*-\d{5}-of-\d{5}\.).+)\.safetensors|model\.safetensors\.index\.(?P<of_index>.+)\.json"
 )
@@ -70,7 +71,7 @@ DTYPE_BITS: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file. ``offset`` counts bytes from the start of the file, not of the data section."""
+    """One tensor of a file. ``offset`` counts from the start of the file, not of the data section."""
 
     name: str
     dtype: str
@@ -81,7 +82,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: tensors lie in the file, do not overlap, and leave no hole."""
+    """A checked header: tensors lie in the file, without overlaps and gaps."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -101,7 +102,7 @@ def store_error(
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The checked header of one safetensors file. Raises ``StoreError`` for anything else than a well-formed one."""
+    """The checked header of one safetensors file. Raises ``StoreError`` for invalid ones."""
     path = Path(path)
     text, file_bytes = _read_raw_header(path)
     try:
@@ -113,8 +114,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def parse_json(raw: bytes, floats: bool = False) -> Any:
-    """JSON of untrusted origin. Raises ``ValueError`` where the text is not UTF-8, nests too deep, repeats a key, or holds an integer
-    beyond 64 bits, a constant like NaN or, without ``floats``, a float."""
+    """Parse untrusted JSON. Raises ``ValueError`` for text that is not UTF-8, nests too deep, repeats a key, or has an
+    integer beyond 64 bits, a constant like NaN or, without ``floats``, a float."""
     if raw.count(b",") + raw.count(b"{") + raw.count(b"[") > MAX_STRUCTURE:
         raise ValueError(f"it has more than {MAX_STRUCTURE} elements")
     try:
@@ -130,8 +131,8 @@ def parse_json(raw: bytes, floats: bool = False) -> Any:
 
 
 def read_range(path: str | os.PathLike[str], offset: int, size: int) -> npt.NDArray[np.uint8]:
-    """Those bytes of a file, read now. Raises ``StoreError`` if it ends before."""
-    # Not cleared, and where it is large of large pages: both cost as much as reading does.
+    """Read a range of a file. Raises ``StoreError`` if the file ends before it."""
+    # Uninitialized, and large pages if large: clearing and page faults cost as much as reading.
     buffer = np.empty(size, dtype=np.uint8)
     view, done = buffer.data, 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -141,7 +142,7 @@ def read_range(path: str | os.PathLike[str], offset: int, size: int) -> npt.NDAr
             if count == 0:
                 raise store_error(path, f"ends before byte {offset + size}: it was cut since it was opened", offset)
             done += count
-        # What was read is packed once and not wanted again: leave the page cache to others.
+        # Read once to be packed: do not occupy the page cache.
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
@@ -150,7 +151,7 @@ def read_range(path: str | os.PathLike[str], offset: int, size: int) -> npt.NDAr
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """The file and its size. Raises ``StoreError`` if it cannot be read or is no regular file."""
+    """The file and its size. Raises ``StoreError`` if it cannot be read or is not a regular file."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise store_error(path, "is not a regular file")
@@ -161,8 +162,8 @@ def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """Length field and header for tensors ``(name, dtype, shape, bytes)`` that follow one another, padded with spaces so that
-    the data starts at a multiple of 4 KiB."""
+    """Length field and header for tensors ``(name, dtype, shape, bytes)`` in order, padded so that the data starts at a
+    multiple of 4 KiB."""
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape, size in tensors:
@@ -176,14 +177,14 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], meta
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Raises ``StoreError`` unless it is one."""
+    """Raises ``StoreError`` unless it is a folder."""
     if os.path.isdir(folder):
         return
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         pass
-    except OSError as error:  # the folder above it may not be looked into, or its disk does not answer
+    except OSError as error:  # no permission for the folder above, or its disk does not answer
         raise store_error(folder, f"cannot be looked at: {error.strerror}") from error
     if os.path.exists(folder):
         raise store_error(folder, "is a file; the folder of a checkpoint or store is needed")
@@ -193,12 +194,11 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files that make up a checkpoint folder, in the order in which transformers reads them: the one
-    file, or those that the index names.
+    """The safetensors files of a checkpoint folder, in the order in which transformers reads them.
 
-    File or index is what config.json names as ``transformers_weights``, or ``model.safetensors``, or
-    ``model.safetensors.index.json``, or else that of a variant, if the folder has only one. Raises ``StoreError`` if
-    there is none of these, if the index is malformed, or if it names anything but files in that folder.
+    That is the file or index that config.json names as ``transformers_weights``, or ``model.safetensors``, or
+    ``model.safetensors.index.json``, or that of the folder's only variant. Raises ``StoreError`` if there is none of
+    these, if the index is malformed, or if it names anything but files in that folder.
     """
     folder = Path(folder)
     check_folder(folder)
@@ -209,14 +209,13 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise store_error(
             folder,
-            "holds pickled weights only; torch_mesh reads safetensors (save_pretrained of the loaded model writes them)",
+            "has only pickled weights; torch_mesh reads safetensors: save the loaded model with save_pretrained",
         )
-    raise store_error(folder, f"holds neither {SINGLE_NAME} nor {INDEX_NAME}")
+    raise store_error(folder, f"has neither {SINGLE_NAME} nor {INDEX_NAME}")
 
 
 def variant_of(folder: Path) -> str | None:
-    """The ``variant=`` by which transformers opens a folder that has the files of one variant alone; None for all
-    others.
+    """The ``variant=`` for transformers, if the folder only has files of one variant; else None.
 
     Raises ``StoreError`` as ``weight_files`` does.
     """
@@ -233,22 +232,21 @@ def _weights_name(folder: Path) -> str | None:
 
 
 def is_index(name: str) -> bool:
-    """Whether the file of weights of that name is the index of several."""
+    """Whether the file is an index of several."""
     return name.endswith(".json")
 
 
 def named_in_config(folder: Path) -> str | None:
-    """The file of weights, or index, that the folder's config.json names as ``transformers_weights``; None if it names
-    none.
+    """The weight file or index that config.json names as ``transformers_weights``, or None.
 
-    Raises ``StoreError`` for a name that leads out of the folder.
+    Raises ``StoreError`` for a name outside of the folder.
     """
     path = folder / "config.json"
     try:
-        # Not by the parser of headers, as a config may have NaN and infinities.
+        # Not parse_json: a config may have NaN and infinities.
         table = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None  # reading the config raises what is wrong with it
+        return None  # reading the config raises the error
     name = table.get("transformers_weights") if isinstance(table, dict) else None
     if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
         return None
@@ -257,22 +255,22 @@ def named_in_config(folder: Path) -> str | None:
 
 
 def only_variant(where: str | os.PathLike[str], names: Iterable[str]) -> str | None:
-    """Of the names in a folder the file of weights, or index, of the only variant, as
-    ``save_pretrained(variant="fp16")`` writes it; None if there is none. Raises ``StoreError`` for several."""
+    """The weight file or index of the only variant among ``names``, as ``save_pretrained(variant="fp16")`` writes it;
+    None without one. Raises ``StoreError`` for several."""
     found = _variants(names)
     if len(found) > 1:
         raise store_error(
             where,
-            f"holds the weights of several variants and no {SINGLE_NAME}: {', '.join(sorted(found.values()))}. Put "
+            f"has the weights of several variants and no {SINGLE_NAME}: {', '.join(sorted(found.values()))}. Put "
             "those of one into a folder of their own, with the config and the tokenizer",
         )
     return next(iter(found.values()), None)
 
 
 def _variants(names: Iterable[str]) -> dict[str, str]:
-    """By variant its file of weights or, where it has several, their index."""
+    """By variant, its weight file or, for several, their index."""
     found: dict[str, str] = {}
-    for name in sorted(names, key=is_index, reverse=True):  # transformers looks for the one file first
+    for name in sorted(names, key=is_index, reverse=True):  # transformers looks for the single file first
         match = _VARIANT.fullmatch(name)
         if match is not None:
             found[match["of_file"] or match["of_index"]] = name
@@ -282,9 +280,8 @@ def _variants(names: Iterable[str]) -> dict[str, str]:
 def read_headers(paths: Iterable[Path]) -> tuple[Header, ...]:
     """The checked headers of all files of a checkpoint, in the order of ``weight_files``.
 
-    Where several files have a tensor of one name, the last has the one that counts, and the others are left out:
-    transformers reads the files one after the other, whatever the index says of the tensor. Raises ``StoreError`` as
-    ``read_header`` does.
+    If several files have a tensor of one name, only the last is included: transformers reads the files in order,
+    whatever the index says. Raises ``StoreError`` as ``read_header`` does.
     """
     headers = [read_header(path) for path in paths]
     last = {name: number for number, header in enumerate(headers) for name in header.tensors}
@@ -297,8 +294,7 @@ def read_headers(paths: Iterable[Path]) -> tuple[Header, ...]:
 
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The ``weight_map`` of a sharded checkpoint: tensor name to the name of a file in the index's folder or below it.
-    No path leads out."""
+    """The ``weight_map`` of a sharded checkpoint: tensor names to files in the index's folder or below."""
     path = Path(path)
     table = read_json_file(path, floats=True)  # some writers give total_size as a float
     weight_map = table.get("weight_map") if isinstance(table, dict) else None
@@ -310,14 +306,14 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def read_json_file(path: Path, floats: bool = False) -> Any:
-    """``parse_json`` of a file of bounded size; ``StoreError`` where it cannot be read or parsed."""
+    """``parse_json`` of a file of bounded size. Raises ``StoreError`` if it cannot be read or parsed."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_HEADER_BYTES + 1)
     except OSError as problem:
         raise store_error(path, f"cannot be read: {problem.strerror}") from problem
     if len(raw) > MAX_HEADER_BYTES:
-        raise store_error(path, f"has more than the {MAX_HEADER_BYTES} bytes that are accepted")
+        raise store_error(path, f"has more than the allowed {MAX_HEADER_BYTES} bytes")
     try:
         return parse_json(raw, floats)
     except ValueError as problem:
@@ -325,29 +321,30 @@ def read_json_file(path: Path, floats: bool = False) -> Any:
 
 
 def check_file_name(path: Path, name: object, what: str) -> None:
-    """Raises ``StoreError`` unless ``name`` is a plain file name: non-empty, one path component, no control characters."""
+    """Raises ``StoreError`` unless ``name`` is a plain file name: non-empty, one path component, no control
+    characters."""
     if not isinstance(name, str) or not _is_plain(name):
-        raise store_error(path, f"{what} is said to be in {name!r}, which is not a plain file name of this folder")
+        raise store_error(path, f"{what} is located in {name!r}, which is not a plain file name of this folder")
 
 
 def check_inner_name(path: Path, name: object, what: str) -> None:
-    """Raises ``StoreError`` unless ``name`` is that of a file of the folder or of one below it: plain names with
-    slashes between them."""
+    """Raises ``StoreError`` unless ``name`` is a file in the folder or below: plain names with slashes."""
     if not isinstance(name, str) or not all(_is_plain(part) for part in name.split("/")):
         raise store_error(
-            path, f"{what} is said to be in {name!r}, which is not a plain file name of this folder or of one in it"
+            path, f"{what} is located in {name!r}, which is not a plain file name in this folder or below"
         )
 
 
 def _is_plain(name: str) -> bool:
-    # A lone surrogate has no bytes to open a file with.
+    # Lone surrogates cannot be encoded as file names.
     return name not in ("", ".", "..") and re.search(r"[/\\\x00-\x1f\ud800-\udfff]", name) is None
 
 
 class _HeaderText:
-    """The JSON of a header, taken tensor by tensor, so that no more is built of it than what is kept.
+    """Incremental parser of a header's JSON, tensor by tensor, which keeps memory small.
 
-    ``text`` has a character for each byte: a single one of another alphabet would make a string of the whole four times as long.
+    ``text`` has a character for each byte: decoding would make a string four times as long for one character of another
+    alphabet.
     """
 
     def __init__(self, path: Path, text: str, file_bytes: int) -> None:
@@ -359,7 +356,7 @@ class _HeaderText:
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def parse(self) -> Header:
-        """Raises ``StoreError`` for what no header says, ``ValueError`` for what is no JSON."""
+        """Raises ``StoreError`` for an invalid header, ``ValueError`` for invalid JSON."""
         tensors: dict[str, Tensor] = {}
         metadata: dict[str, str] | None = None
         for name in self._names():
@@ -368,7 +365,7 @@ class _HeaderText:
             if name == _METADATA:
                 metadata = self._metadata()
             elif len(tensors) == MAX_TENSORS:
-                raise store_error(self._path, f"the header lists more than the {MAX_TENSORS} tensors that are accepted")
+                raise store_error(self._path, f"the header has more than the allowed {MAX_TENSORS} tensors")
             else:
                 tensors[name] = self._tensor(name)
         if self._next() is not None:
@@ -376,7 +373,7 @@ class _HeaderText:
         return Header(self._path, tensors, metadata or {}, self._data_start, self._file_bytes)
 
     def _names(self) -> Iterator[str]:
-        """The names of an object's members, each of which has to be read before the next name is asked for."""
+        """The names of an object's members; the caller reads each value before the next name."""
         self._expect("{")
         if self._next() == "}":
             self._at += 1
@@ -392,7 +389,7 @@ class _HeaderText:
             self._expect(",")
 
     def _next(self) -> str | None:
-        """The next character that is no space; None at the end."""
+        """The next character that is not a space; None at the end."""
         match = _SPACE.match(self._text, self._at)
         assert match is not None, "no space is one, too"
         self._at = match.end()
@@ -408,7 +405,7 @@ class _HeaderText:
             raise ValueError(f"a string is expected at byte {self._at}")
         begin = self._at
         value, self._at = _DECODER.raw_decode(self._text, begin)
-        # Of other alphabets its characters are bytes, and what is escaped would not be.
+        # Non-ASCII characters are bytes here, escaped ones are not.
         return value if value.isascii() else parse_json(self._text[begin : self._at].encode("latin-1"))
 
     def _metadata(self) -> dict[str, str]:
@@ -429,14 +426,14 @@ class _HeaderText:
         if self._text.startswith("{", self._at):
             end = self._text.find("}", self._at, self._at + _MAX_ENTRY_BYTES) + 1
             if not end:
-                raise ValueError(f"what it says of tensor {name!r} does not end within {_MAX_ENTRY_BYTES} bytes")
+                raise ValueError(f"the description of tensor {name!r} does not end within {_MAX_ENTRY_BYTES} bytes")
             entry, length = _DECODER.raw_decode(self._text[self._at : end])
             self._at += length
         return _check_tensor(self._path, name, entry, self._data_start, self._file_bytes, self._shapes)
 
 
 def _read_raw_header(path: Path) -> tuple[str, int]:
-    """The header, a character for each byte, and the bytes of the file."""
+    """The header, a character for each byte, and the file size."""
     with open_regular(path) as (file, file_bytes):
         prefix = file.read(8)
         if len(prefix) < 8:
@@ -492,7 +489,7 @@ def _check_tensor(
     file_bytes: int,
     shapes: dict[tuple[int, ...], tuple[int, ...]],
 ) -> Tensor:
-    """``shapes`` has one tuple for all tensors of a shape."""
+    """``shapes`` interns the shapes' tuples."""
 
     def refuse(problem: str) -> NoReturn:
         raise store_error(path, f"tensor {name!r}: {problem}")

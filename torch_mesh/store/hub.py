@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: their files, or no more of them than says what is in them."""
+"""Models of the Hugging Face hub: download their files, or only headers and configs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.GGUF", "*.h5", "*.msgpack"
 
 
 def local_folder(source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> Path:
-    """``source`` if it is a folder or a GGUF file; else the files of that model id on the Hugging Face hub, downloaded to its cache.
+    """``source`` if it is a folder or a GGUF file; else download the files of that model id on the Hugging Face hub.
 
-    A model id and the name of a GGUF file, as in ``maker/model/file.gguf``, is that file, and what it is the first part of.
-    ``revision`` and ``token`` are the hub's; ValueError for a revision of what is here, and what ``hub_errors`` raises.
+    ``maker/model/file.gguf`` is a GGUF file of a model, with its further parts. ``revision`` and ``token`` are the
+    hub's. Raises ValueError for a revision of a local path, and as ``hub_errors``.
     """
     if revision is not None and Path(source).exists():
         raise ValueError(
-            f"{source} is on this machine, and has no revision {revision!r}: that is for models of the hub"
+            f"{source} is on this machine and has no revision {revision!r}: leave revision out, which is for models "
+            "of the hub"
         )
     if Path(source).is_dir():
         return Path(source)
@@ -57,15 +58,15 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
 
 @contextlib.contextmanager
 def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]]:
-    """A folder from which headers, config and manifest of ``source`` can be read, and whether its weights can be, too.
+    """A folder with the headers, config and manifest of ``source``, and whether it has the weights too.
 
-    That is ``source`` if it is a folder, or what the hub's cache has of that model id if it is all there. Else a temporary folder
-    where each safetensors file has its header and its length, and nothing behind the header: kilobytes are downloaded.
+    That is ``source`` if it is a folder, or the hub's cache if complete. Else it is a temporary folder in which
+    safetensors files are sparse behind their headers, so that kilobytes are downloaded.
     """
     if Path(source).is_dir():
         yield Path(source), True
         return
-    if is_gguf(source):  # from the hub it comes whole, as its header says how long it is only where it ends
+    if is_gguf(source):  # downloaded whole, since the length of its header is only known at its end
         yield _gguf_file(source), True
         return
     _check_model_id(source)
@@ -86,7 +87,7 @@ def _gguf_file(source: str | os.PathLike[str], revision: str | None = None, toke
     maker, _, rest = os.fspath(source).partition("/")
     model, _, name = rest.partition("/")
     if not name or os.path.isabs(source):
-        raise store_error(source, "there is no such file; one of the hub is named maker/model/file.gguf")
+        raise store_error(source, "there is no such file; name one of the hub as maker/model/file.gguf")
     try:
         names = part_names(name)
     except ValueError as problem:
@@ -107,7 +108,7 @@ def _cached_folder(model: str) -> Path | None:
         with _to_cache(model):
             folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
         files = weight_files(folder)
-        if is_store(folder):  # transformers fetches only the files that it knows
+        if is_store(folder):  # transformers only downloads files that it knows
             files += [folder / file.name for file in read_manifest(folder).record_files]
         return folder if all(file.is_file() for file in files) else None
     except (HubError, StoreError):
@@ -137,7 +138,7 @@ def _write_outline(model: str, folder: Path) -> None:
 
 
 def _weight_names(hub: huggingface_hub.HfApi, model: str, folder: Path) -> set[str]:
-    """The files that ``weight_files`` will find, whose index is fetched where there is one."""
+    """The files that ``weight_files`` will find; downloads the index, if any."""
     name = named_in_config(folder)
     if name is None and hub.file_exists(model, SINGLE_NAME):
         name = SINGLE_NAME
@@ -154,7 +155,7 @@ def _weight_names(hub: huggingface_hub.HfApi, model: str, folder: Path) -> set[s
 def _fetch(hub: huggingface_hub.HfApi, model: str, name: str, folder: Path) -> bool:
     try:
         hub.hf_hub_download(model, name, local_dir=folder)
-    except LocalEntryNotFoundError:  # the hub cannot be reached, which does not mean that it has no such file
+    except LocalEntryNotFoundError:  # the hub is unreachable, and may have such a file
         raise
     except EntryNotFoundError:
         return False
@@ -162,7 +163,7 @@ def _fetch(hub: huggingface_hub.HfApi, model: str, name: str, folder: Path) -> b
 
 
 def _check_model_id(source: str | os.PathLike[str]) -> None:
-    """Raises ``StoreError`` for what can only be meant as a path, so that nobody is told of the form of model ids."""
+    """Raises ``StoreError`` for a missing local path, before the hub complains about the form of model ids."""
     try:
         validate_repo_id(os.fspath(source))
     except HFValidationError:

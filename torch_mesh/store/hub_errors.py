@@ -1,4 +1,4 @@
-"""What keeps a model of the Hugging Face hub from being fetched: each cause in its own words, with what to do."""
+"""Errors of downloading a model from the Hugging Face hub: each cause in its own words, with advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 
 from torch_mesh.errors import HubError
 
-# Of this machine, and what to do about them. {variable} moves the files to another folder.
+# Causes on this machine, with advice. {variable} moves the files to another folder.
 _MORE_ROOM = "free some room there, or set {variable} to a folder on another disk"
 _MORE_RIGHTS = "let this user read and write there, or set {variable} to a folder where it may"
 _OF_THIS_MACHINE = {
@@ -41,10 +41,10 @@ _OF_THIS_MACHINE = {
 
 @contextmanager
 def hub_errors(source: str | os.PathLike[str], folder: str | os.PathLike[str], variable: str) -> Iterator[None]:
-    """Within, what goes wrong with fetching ``source`` to ``folder``, which the environment's ``variable`` moves, says what to do.
+    """Within, errors of downloading ``source`` to ``folder``, which the environment's ``variable`` moves, get advice.
 
-    Raises ``HubError`` for what the hub says or keeps from being asked, and an ``OSError`` of the same number for a disk that is full or
-    broken, files that may not be written, and too many open files.
+    Raises ``HubError`` for the hub's answers and connection errors, and an ``OSError`` of the same number for a full or
+    broken disk, missing permissions, and too many open files.
     """
     try:
         yield
@@ -61,38 +61,38 @@ def _explained(source: str, problem: Exception, folder: Path, variable: str) -> 
         if isinstance(cause, HfHubHTTPError):
             return HubError(f"{source}: {_answer(source, cause)}.")
     if isinstance(problem, HFValidationError):
-        return HubError(f"{source}: there is no such folder, and no model of the hub has such a name: {problem}")
+        return HubError(f"{source}: there is no such folder, and no model of the hub can have such a name: {problem}")
     if isinstance(problem, SafetensorsParsingError):
         return HubError(f"{source}: the header of a file on the hub cannot be read: {problem}")
     if isinstance(problem, OfflineModeIsEnabled | LocalEntryNotFoundError) and huggingface_hub.is_offline_mode():
         return HubError(
-            f"{source}: there is no such folder, {huggingface_hub.constants.HF_HUB_CACHE} does not have all of that model, and "
-            "HF_HUB_OFFLINE keeps the hub from being asked: unset it, or name a folder."
+            f"{source}: there is no such folder, {huggingface_hub.constants.HF_HUB_CACHE} does not have all of that "
+            "model, and HF_HUB_OFFLINE forbids to ask the hub: unset it, or name a folder."
         )
     return HubError(
-        f"{source}: there is no such folder, and the hub cannot be reached ({_first_line(causes[-1])}): look at the network, or name "
-        "a folder."
+        f"{source}: there is no such folder, and the hub cannot be reached ({_first_line(causes[-1])}): check the "
+        "network, or name a folder."
     )
 
 
 def _of_this_machine(source: str, problem: OSError, number: int, folder: Path, variable: str) -> OSError:
     where = folder if problem.filename is None else Path(os.fsdecode(problem.filename))
-    if not where.is_relative_to(folder):  # the hub's own, such as a token
+    if not where.is_relative_to(folder):  # a file of the hub's library, such as a token
         variable = "HF_HOME"
     said = f"{os.strerror(number)} while {source} was fetched: {_OF_THIS_MACHINE[number].format(variable=variable)}"
     return OSError(number, said, os.fspath(where))
 
 
 def _answer(source: str, problem: HfHubHTTPError) -> str:
-    """What the hub has said, and what to do."""
+    """The hub's answer, with advice."""
     model = "/".join(source.split("/")[:2])
     if isinstance(problem, GatedRepoError):
         page = f"{huggingface_hub.constants.ENDPOINT}/{model}"
         return f"the model is gated: ask for access at {page}, then run `hf auth login`, or set HF_TOKEN"
     if isinstance(problem, RepositoryNotFoundError):
         return (
-            "there is no such folder, and the hub has no such model, or shows it to some users alone: look at the name, or run "
-            "`hf auth login`"
+            "there is no such folder, and the hub has no such model, or shows it to some users only: check the name, "
+            "or run `hf auth login`"
         )
     if isinstance(problem, RevisionNotFoundError):
         return "the hub's model has no such revision: name a branch, a tag or a commit of it"
@@ -111,7 +111,7 @@ def _first_line(problem: BaseException) -> str:
 
 
 def _causes(problem: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised from: the hub's library and its HTTP client wrap what the system says."""
+    """The error and its causes: the hub's library and its HTTP client wrap errors of the system."""
     cause: BaseException | None = problem
     while cause is not None:
         yield cause

@@ -1,4 +1,4 @@
-"""What a store or a raw checkpoint holds, in a form that prints and that JSON takes."""
+"""Describe a store or a raw checkpoint, for printing and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_mesh.store.manifest import is_store, open_store
 
 
 def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What stands in ``folder``. ``kind`` is 'store' or 'checkpoint'; sizes are bytes; the other keys are the same for both."""
+    """Describe ``folder``. ``kind`` is 'store' or 'checkpoint'; sizes are bytes; other keys are the same for both."""
     folder = Path(folder)
     return _describe_store(folder) if is_store(folder) else _describe_checkpoint(folder)
 
@@ -43,7 +43,7 @@ def _describe_store(folder: Path) -> dict[str, Any]:
 
 
 def _describe_checkpoint(folder: Path) -> dict[str, Any]:
-    checkpoint_files(folder)  # says that there are no weights before the config is looked at
+    checkpoint_files(folder)  # reports missing weights before a missing config
     config = read_config(folder)
     experts = find_checkpoint_experts(folder, meta_model(config))
     shape = experts.shape

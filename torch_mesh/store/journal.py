@@ -1,4 +1,4 @@
-"""The list of an unfinished store's finished records and files: by it the folder is known, and a second run goes on."""
+"""The journal of an unfinished store: marks its folder, and lists what a second run can keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOURNAL_START = b'{"plan":{"format_version":'
 
 
 class Journal:
-    """Lines of JSON: the plan, then what is finished. A torn last line is dropped."""
+    """Lines of JSON: the plan, then finished records and files. A truncated last line is dropped."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.records: dict[tuple[int, int], int] = {}
@@ -35,7 +35,7 @@ class Journal:
             self._append({"plan": identity, "store_id": self.store_id.hex()})
 
     def _load(self, path: Path, identity: dict[str, Any]) -> int:
-        """Bytes of ``path`` that are a journal of this plan."""
+        """The length of ``path`` that is a journal of this plan."""
         try:
             lines = path.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a converted folder holds, and the checks before any of it is believed. Torch-free.
+"""The manifest of a converted folder, and its checks. Independent of torch.
 
 A store is a complete Hugging Face checkpoint:
 
@@ -6,11 +6,11 @@ A store is a complete Hugging Face checkpoint:
 |---|---|
 | ``config.json`` | the source's, with ``quantization_config = {"quant_method": "mesh", ...}`` |
 | tokenizer, generation config, ... | copied |
-| ``model-0000i-of-0000n.safetensors``, ``model.safetensors.index.json`` | everything but the experts; the index lists no record |
-| ``mesh-0000i-of-0000n.safetensors`` | records: one U8 tensor per expert, layer by layer, the first at a multiple of 4 KiB |
+| ``model-0000i-of-0000n.safetensors``, ``model.safetensors.index.json`` | everything but the experts |
+| ``mesh-0000i-of-0000n.safetensors`` | records: one U8 tensor per expert by layer, from a multiple of 4 KiB on |
 | ``mesh_manifest.json`` | this module's ``Manifest``; written last |
 
-A store that was written from a loaded model holds records and manifest alone.
+A store that was written from a loaded model has only records and manifest.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from torch_mesh.store.header import (
 
 MANIFEST_NAME = "mesh_manifest.json"
 MAX_FILE_BYTES = 4 << 30
-BLOCK_BYTES = 16 << 20  # of a file beside the records: what one of its checksums covers
+BLOCK_BYTES = 16 << 20  # block size of the checksums of files without records
 _MAX_PATH = 512
 _MAX_SIZE = 1 << 20  # hidden, intermediate: as in csrc/store/record.h
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The experts of a model. ``activation`` is that of the fused kernel, one for each layer where they differ; None where the module's own
-    gate must run."""
+    """The experts of a model. ``activation`` is that of the fused kernel, one for each layer if they differ; None if
+    the module's own gate must run."""
 
     layers: int
     experts: int  # per layer
@@ -73,7 +73,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RecordFile:
-    """``records`` records, one after the other from ``data_start`` on."""
+    """``records`` records from ``data_start`` on."""
 
     name: str
     bytes: int
@@ -83,10 +83,10 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class OtherFile:
-    """A file of the checkpoint that holds no records. ``digest`` is BLAKE2b-128 of its bytes.
+    """A file without records. ``digest`` is BLAKE2b-128 of its bytes.
 
-    ``checksums`` are hexadecimal ``block_checksum``s, separated by spaces: twenty times as fast, so that they can be looked at whenever
-    a store is opened. None in a store of an earlier build.
+    ``checksums`` are hexadecimal ``block_checksum``s, separated by spaces: twenty times as fast, for checks whenever a
+    store is opened. None in a store of an earlier build.
     """
 
     name: str
@@ -97,12 +97,12 @@ class OtherFile:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the records of a calibrated store were packed by, docs/decisions/0057."""
+    """The calibration of a store's records, docs/decisions/0057."""
 
     text: str  # BLAKE2b-128 of the token ids, int64
     tokens: int
     sequence_length: int
-    method: str  # of packing, with its numbers
+    method: str  # of packing, with its parameters
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Manifest:
 
     @property
     def values_fingerprint(self) -> str:
-        """Of the values that the records stand for: of what is made of them."""
+        """A fingerprint of the values in the records."""
         calibrated = "" if self.calibration is None else f" {self.calibration.text} {self.calibration.method}"
         return f"{self.source_fingerprint} {self.weights} {self.group_size}{calibrated}"
 
@@ -138,9 +138,9 @@ class Manifest:
         raise IndexError(f"layer {layer}, expert {expert} of {self.shape.layers} x {self.shape.experts}")
 
     def to_json(self) -> str:
-        """The manifest file's text. Its last key is a digest of all that stands before."""
+        """The text of the manifest file. Its last key is a digest of the text before it."""
         table: dict[str, object] = {"format_version": FORMATS[self.weights].version, **asdict(self)}
-        if self.calibration is None:  # as manifests were before there was one
+        if self.calibration is None:  # as in manifests of earlier builds
             del table["calibration"]
         table["store_id"] = self.store_id.hex()
         table["checksums"] = [" ".join(f"{value:016x}" for value in row) for row in self.checksums.tolist()]
@@ -168,14 +168,14 @@ class Store:
         }
 
     def records(self) -> Iterator[tuple[int, int]]:
-        """(layer, expert) in the order in which they stand."""
+        """(layer, expert) in the order of the records."""
         shape = self.manifest.shape
         return ((layer, expert) for layer in range(shape.layers) for expert in range(shape.experts))
 
     def layer_of(self, path: str) -> int:
-        """The number of a model's layer. A part of the stored model, such as one without a head or the text model, has other first names.
+        """The number of a model's layer. A part of the stored model, such as the text model, has other prefixes.
 
-        Raises ``StoreError`` for one that is not there.
+        Raises ``StoreError`` for a missing layer.
         """
         modules = self.manifest.modules
         for index, module in enumerate(modules):
@@ -194,7 +194,8 @@ def _from_number(path: str) -> str:
 
 
 def block_checksum(store_id: bytes, name: str, number: int, block: bytes | memoryview) -> str:
-    """That of block ``number`` of a file beside the records: XXH3-64 over the store, the file's name, the number and the bytes."""
+    """Checksum of block ``number`` of a file without records: XXH3-64 over the store, the file's name, the number and
+    the bytes."""
     from torch_mesh import _C
 
     place = hashlib.blake2b(store_id + name.encode(), digest_size=16).digest()
@@ -202,7 +203,7 @@ def block_checksum(store_id: bytes, name: str, number: int, block: bytes | memor
 
 
 def described(path: Path, store_id: bytes) -> OtherFile:
-    """What a store's manifest says of a file that holds no records."""
+    """The manifest's entry for a file without records."""
     digest = hashlib.blake2b(digest_size=16)
     checksums: list[str] = []
     with path.open("rb") as stream:
@@ -224,13 +225,13 @@ def file_digest(path: Path, before_each: Callable[[], None] = lambda: None) -> s
 
 
 def quantization_table(weights: str, group_size: int) -> dict[str, Any]:
-    """``quantization_config`` of a store's config.json, as the conversion writes it."""
+    """``quantization_config`` of a store's config.json."""
     table: dict[str, Any] = {"quant_method": "mesh", "weights": weights}
     return table | ({"group_size": group_size} if FORMATS[weights].chosen_groups else {})
 
 
 def config_text(config: dict[str, Any]) -> str:
-    """A store's config.json, as the conversion writes it."""
+    """The text of a store's config.json."""
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
@@ -239,7 +240,8 @@ def is_store(folder: str | os.PathLike[str]) -> bool:
 
 
 def open_store(folder: str | os.PathLike[str]) -> Store:
-    """The store in ``folder``, everything but the records' bytes checked. Raises ``StoreError`` for whatever does not agree."""
+    """The store in ``folder``, with everything checked but the records' bytes. Raises ``StoreError`` for
+    inconsistencies."""
     folder = Path(folder)
     path = folder / MANIFEST_NAME
     manifest = read_manifest(folder)
@@ -254,7 +256,7 @@ def open_store(folder: str | os.PathLike[str]) -> Store:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest alone, checked in itself."""
+    """Read the manifest and check it by itself."""
     path = folder / MANIFEST_NAME
     check_folder(folder)
     if not path.is_file():
@@ -263,14 +265,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def record_name(modules: tuple[str, ...], experts: int, index: int) -> str:
-    """The tensor that holds the record of that index, counted layer by layer."""
+    """The tensor of the record of that index, counted layer by layer."""
     return f"{modules[index // experts]}.{index % experts}"
 
 
 def plan_record_files(
     shape: Shape, modules: tuple[str, ...], record_bytes: int, store_id: bytes, max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[tuple[RecordFile, bytes]]:
-    """How records are spread over files, and each file's header."""
+    """Distribute records over files; returns each file's header."""
     total = shape.layers * shape.experts
     each = max(1, max_file_bytes // record_bytes)
     count = -(-total // each)
@@ -285,7 +287,7 @@ def plan_record_files(
 
 
 def is_record_file(name: str) -> bool:
-    """Whether a file of this name is one that a plan would make."""
+    """Whether a plan makes a file of this name."""
     return re.fullmatch(r"mesh-\d{5}-of-\d{5}\.safetensors", name) is not None
 
 
@@ -311,7 +313,7 @@ def _parse_manifest(path: Path, table: object) -> Manifest:
             path, f"lacks {sorted(keys - {'calibration'} - set(table))} and has the unknown {sorted(set(table) - keys)}"
         )
     if table["digest"] != _digest(table):
-        raise store_error(path, "was changed after it was written: its digest is another")
+        raise store_error(path, "was changed after it was written: its digest differs")
     try:
         return _typed_manifest(path, table)
     except (TypeError, ValueError, KeyError, AttributeError) as problem:
@@ -319,7 +321,7 @@ def _parse_manifest(path: Path, table: object) -> Manifest:
 
 
 def is_of_another_release(folder: Path) -> bool:
-    """Whether its manifest says that it has records of a kind or version which this release does not read."""
+    """Whether the manifest has records of a kind or version that this release does not read."""
     path = folder / MANIFEST_NAME
     try:
         table = read_json_file(path)
@@ -334,13 +336,14 @@ def is_of_another_release(folder: Path) -> bool:
 
 def _check_version(path: Path, table: dict[str, Any]) -> None:
     weights, version = table.get("weights"), table.get("format_version")
-    if weights not in tuple(FORMATS):  # whatever it is
+    if weights not in tuple(FORMATS):  # of any type
         raise store_error(path, f"holds {weights!r} records; this release reads {', '.join(FORMATS)}")
     if version != FORMATS[weights].version:
         raise store_error(
             path,
             f"holds {weights} records of format version {version!r}; this release reads version "
-            f"{FORMATS[weights].version} of them: convert the original checkpoint again (torch-mesh convert; with --force it replaces this folder)",
+            f"{FORMATS[weights].version} of them: convert the original checkpoint again (torch-mesh convert; with "
+            "--force it replaces this folder)",
         )
 
 

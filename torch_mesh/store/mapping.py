@@ -1,7 +1,6 @@
-"""Experts under the names of a safetensors checkpoint: transformers' conversion mapping, followed on views instead of tensors.
+"""Locate experts in a safetensors checkpoint: transformers' conversion mapping, applied to views instead of tensors.
 
-Names in a checkpoint are not those of the model: transformers renames, merges and transposes while it loads. A mapping that does more to experts
-than rearrange them is refused.
+transformers renames, merges and transposes tensors while it loads. A mapping that does more to experts is refused.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ _AS_LAYERS = re.compile(r"\.experts\.(gate_up|down)_projs\.\d+\.")
 
 
 def model_names(model: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """What a checkpoint's tensors are in ``model``: the parameter, and whether that is the tensor as it is or made of it, and perhaps of others."""
+    """The parameter of ``model`` for each checkpoint tensor, and whether it is the tensor itself rather than made of
+    it."""
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     return {name: (target, pattern is None) for name, target, pattern in _renamed(model, names, transforms)}
 
 
 def _renamed(model: Any, names: Iterable[str], transforms: Sequence[Any]) -> Iterator[tuple[str, str, str | None]]:
-    """Name, what transformers makes of it, and the pattern of the converter that takes it (None: it is only renamed), in transformers' order."""
+    """Name, new name, and pattern of the converter (None: only renamed), in transformers' order."""
     renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
     state = model.state_dict()
@@ -45,8 +45,8 @@ def _renamed(model: Any, names: Iterable[str], transforms: Sequence[Any]) -> Ite
 
 
 class ParameterStacks:
-    """The expert parameters of a model, each as one matrix per expert in the checkpoint's files. ``key_mapping`` is
-    that of ``from_pretrained``."""
+    """The expert parameters of a model, each as one matrix per expert in the checkpoint's files. ``key_mapping`` is as
+    in ``from_pretrained``."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ParameterStacks:
         self.headers = read_headers(weight_files(folder))
         self.quantisation = quantisation
         self._folder = folder
-        # Without the rows of experts that compute nothing, which a checkpoint has or not.
+        # Without the rows of identity experts, which a checkpoint may lack.
         self._shapes = {
             f"{layer.path}.{name}": (layer.num_experts, *getattr(layer.module, name).shape[1:])
             for layer in (*find_experts(model), *layers_left_alone(model))
@@ -81,14 +81,14 @@ class ParameterStacks:
         self._sources = self._match(model, transforms)
 
     def names_of(self, layers: Sequence[ExpertsLayer]) -> frozenset[str]:
-        """The tensors in the checkpoint that hold the experts of these layers."""
+        """The checkpoint tensors with the experts of these layers."""
         parameters = [f"{layer.path}.{name}" for layer in layers for name in layer.parameter_names]
         return frozenset(
             name for parameter in parameters for names in self._sources[parameter].values() for name in names
         )
 
     def stored(self, names: frozenset[str]) -> frozenset[str]:
-        """The tensors of the files that these are kept in."""
+        """The stored tensors of these weights."""
         if not self.weights:
             return names
         return frozenset(t.name for name in names for _, t in self.weights[self._tensors[name][0]].parts.values())
@@ -107,7 +107,8 @@ class ParameterStacks:
         return views
 
     def stack(self, parameter: str) -> Stack:
-        """Raises ``StoreError`` if the checkpoint lacks the parameter, ``UnsupportedModelError`` if it cannot be followed."""
+        """Raises ``StoreError`` if the checkpoint lacks the parameter, ``UnsupportedModelError`` for unsupported
+        mappings."""
         sources = self._sources.get(parameter)
         if not sources and parameter in self._tied:
             raise UnsupportedModelError(
@@ -116,12 +117,13 @@ class ParameterStacks:
         apart = next((name for name in self._tensors if _AS_LAYERS.search(name)), None) if not sources else None
         if apart is not None:
             raise UnsupportedModelError(
-                f"{self._folder}: {apart} is an expert as a linear layer of its own, as unsloth's copies of gpt-oss for bitsandbytes have them, and no mapping "
-                "of transformers' puts those together. Take openai/gpt-oss-20b or -120b themselves, which are in four bits, or a GGUF file of them."
+                f"{self._folder}: {apart} is an expert as a linear layer of its own, as in unsloth's copies of "
+                "gpt-oss for bitsandbytes, which transformers' mapping does not support. Use openai/gpt-oss-20b or "
+                "-120b, which are in four bits, or a GGUF file of them."
             )
         if not sources:
             raise store_error(
-                self._folder, f"no tensor of the checkpoint holds {parameter}: incomplete, or of another model"
+                self._folder, f"no tensor of the checkpoint has {parameter}: incomplete, or of another model"
             )
         converter = next((c for c in self._converters if set(sources) <= set(c.source_patterns)), None)
         expected = self._shapes[parameter]
@@ -137,7 +139,7 @@ class ParameterStacks:
         return result
 
     def _see_weights(self, source: Source) -> None:
-        """Weights in the place of the tensors that they are kept in, each as a file of its own that has their values in fp32."""
+        """Replace the stored tensors of weights by the weights, each as a file with fp32 values."""
         weights = source.weights(self.headers)
         self.weights = tuple(weights.values())
         self._tensors = {
@@ -146,7 +148,8 @@ class ParameterStacks:
         }
 
     def _match(self, model: Any, transforms: Sequence[Any]) -> dict[str, dict[str | None, list[str]]]:
-        """Checkpoint names per expert parameter and pattern of the converter (None: it is only renamed), in transformers' order."""
+        """Checkpoint names per expert parameter and pattern of the converter (None: only renamed), in transformers'
+        order."""
         matches: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name, target, pattern in _renamed(model, self._tensors, transforms):
             if pattern is not None and target in self._shapes:
@@ -158,9 +161,10 @@ class ParameterStacks:
         return matches
 
     def _dealt(self, target: str, pattern: str, name: str) -> str:
-        """The parameter that an expert goes to where a converter deals one list of experts out, in equal parts, to several.
+        """The parameter of an expert if a converter splits one list of experts evenly among several parameters.
 
-        Its first target is what ``target`` names. By the number in ``name``: a converted checkpoint has only some of the list.
+        ``target`` names the first of them. By the number in ``name``, since a converted checkpoint only has a part of
+        the list.
         """
         converter = next(c for c in self._converters if pattern in c.source_patterns)
         if not isinstance(converter.operations[0], core_model_loading.ErnieFuseAndSplitTextVisionExperts):
@@ -168,16 +172,16 @@ class ParameterStacks:
         match = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
         part = None if match is None else int(match[1]) // self._shapes[target][0]
         if part is None or part >= len(converter.target_patterns):
-            raise store_error(self._folder, f"tensor {name!r} is of more experts than the model has")
+            raise store_error(self._folder, f"tensor {name!r} is for more experts than the model has")
         return target.replace(converter.target_patterns[0], converter.target_patterns[part])
 
     def _refuse_split(self, target: str, pattern: str, name: str) -> None:
-        """A converter with several targets names the first alone: if any other is an experts parameter, it cannot be followed."""
+        """A converter with several targets only names the first: refuse it if another one is an experts parameter."""
         converter = next(c for c in self._converters if pattern in c.source_patterns)
         ends = [t.replace("\\", "").lstrip(".") for t in converter.target_patterns]
         if len(ends) > 1 and any(parameter.endswith(end) for parameter in self._shapes for end in ends):
             raise UnsupportedModelError(
-                self._cannot_follow(target, f"{name} is spread over {converter.target_patterns}")
+                self._cannot_follow(target, f"{name} is divided among {converter.target_patterns}")
             )
 
     def common_dtype(self, tensors: Iterable[str]) -> str:
@@ -188,18 +192,19 @@ class ParameterStacks:
         for dtype, name in dtypes.items():
             if dtype not in RAW_DTYPES:
                 raise UnsupportedModelError(
-                    f"{self._folder}: the expert tensor {name} is {dtype}. torch_mesh reads {known} checkpoints and quantises them "
-                    "itself: use the unquantised original."
+                    f"{self._folder}: the expert tensor {name} is {dtype}. torch_mesh reads {known} checkpoints and "
+                    "quantises them itself: use the unquantised original."
                 )
         if len(dtypes) > 1:
             examples = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
             raise UnsupportedModelError(
-                f"{self._folder}: experts have different dtypes ({examples}). All must have one of {known}: save the model in one dtype."
+                f"{self._folder}: experts have different dtypes ({examples}). All must have one of {known}: save the "
+                "model in one dtype."
             )
         return RAW_DTYPES[next(iter(dtypes), "BF16")]
 
     def _operand(self, parameter: str, names: Sequence[str], expected: tuple[int, ...]) -> Stack:
-        """Tensors of the parameter's rank are stacks of experts already; of one rank less, one expert each."""
+        """Tensors of the parameter's rank are stacks of experts; of one rank less, single experts."""
         rank = len(expected)
         matrices: Stack = []
         for name in names:
@@ -246,7 +251,7 @@ class ParameterStacks:
         )
 
 
-# Each rule is one operation of transformers' mapping, or None where strides cannot describe it.
+# Each rule implements one operation of transformers' mapping; it returns None if strides cannot describe the result.
 _Operands = dict[Any, Stack]
 
 
@@ -314,7 +319,7 @@ def _deinterleave(
 def _dequantized(
     operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
 ) -> _Operands | None:
-    """Weights that have no scales are what they are, as transformers takes them; others are not read here."""
+    """Weights without scales stay as they are, as in transformers; others are not supported here."""
     return operands if len(operands) == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""A progress bar on standard error or in a notebook, with rate and time left."""
+"""A progress bar on standard error or in a notebook, with rate and remaining time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch_mesh.store.store_plan import Progress
 
 @contextlib.contextmanager
 def progress_bar(description: str, show: bool = True) -> Iterator[Progress]:
-    """Yields a callback for ``write_store`` and ``verify``. Draws nothing where standard error is neither a terminal nor a notebook's, or without ``show``."""
-    from tqdm.auto import tqdm  # here: it takes a while, and few commands need it
+    """A callback for ``write_store`` and ``verify``. Draws nothing without a terminal or notebook, or without
+    ``show``."""
+    from tqdm.auto import tqdm  # late: slow to import, and few commands need it
 
-    # None asks whether there is a terminal, which a notebook is not; without widgets it shows the bar of a terminal.
+    # None: only on a terminal, which a notebook is not; without widgets it shows a terminal's bar.
     disable = False if "ipykernel.zmqshell" in sys.modules else None
     bar: tqdm | None = None
 
     def progress(done: int, total: int) -> None:
         nonlocal bar
-        if bar is None:  # now, and not before: what is there already is not made again, and has no bar
+        if bar is None:  # only now: if everything exists already, there is no bar
             bar = tqdm(desc=description, total=total, unit="B", unit_scale=True, disable=disable if show else True)
         bar.update(done - bar.n)
 

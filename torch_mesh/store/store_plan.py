@@ -1,4 +1,4 @@
-"""What a store is to hold, before any of it is written."""
+"""The contents of a store, before any of it is written."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch_mesh.store.manifest import Calibration, Manifest, Shape
 if TYPE_CHECKING:
     import torch
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
 Chunk = bytes | memoryview
 RecordMaker = Callable[[], "torch.Tensor"]  # -> uint8 [record_bytes]; called from a worker thread
 
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What a store will hold. Two runs with equal plans write the same store."""
+    """The contents of a store. Runs with equal plans write the same store."""
 
     shape: Shape
     modules: tuple[str, ...]
@@ -39,7 +39,7 @@ class StorePlan:
         del table["source_name"]  # a folder may move
         if self.calibration is None:
             del table["calibration"]
-        if isinstance(self.shape.activation, tuple):  # as it comes back from the journal
+        if isinstance(self.shape.activation, tuple):  # JSON in the journal has lists
             table["shape"]["activation"] = list(self.shape.activation)
         return {"format_version": FORMATS[self.weights].version, **table, "modules": list(self.modules)}
 
@@ -53,7 +53,7 @@ class StorePlan:
             self.calibration,
         )
         shape = manifest.shape
-        if shape.activation is None:  # perhaps one that was not fused yet when the same records were written
+        if shape.activation is None:  # perhaps a layer that was not fused yet when the same records were written
             shape = replace(shape, activation=self.shape.activation)
         return mine == (
             shape,
@@ -67,10 +67,10 @@ class StorePlan:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Files that records are made with, which the unfinished folder has and the store has not.
+    """Temporary files for making records, in the unfinished folder.
 
-    ``prepare(folder, done)`` makes them, or continues what an earlier run began, before the first record is made; ``done`` is told of bytes that are there.
-    ``names`` are all that it may leave, ``bytes`` what they take at most.
+    ``prepare(folder, done)`` makes them, or continues an earlier run, before the first record is made; ``done`` gets
+    the bytes as they are written. ``names`` are all files that it may leave, ``bytes`` their maximum size.
     """
 
     names: tuple[str, ...]
@@ -80,8 +80,8 @@ class Scratch:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call; it is called from a worker thread.
-    A chunk need not outlive the next."""
+    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call, on a worker thread.
+    A chunk may be invalid after the next."""
 
     name: str
     size: int

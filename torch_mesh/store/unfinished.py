@@ -1,4 +1,5 @@
-"""The folder of a store that is being written: records and files on several threads, a journal of what is finished, the manifest last."""
+"""The folder of an unfinished store: records and files on several threads, a journal of finished ones, the manifest
+last."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from torch_mesh.store.store_plan import Chunk, NewFile, Progress, RecordMaker, S
 from torch_mesh.system.atomic_files import FILE_MODE
 from torch_mesh.system.background import TaskThreads
 
-_SYNC_BYTES = 256 << 20  # written between two syncs, the first of which may still run: bounds the dirty pages
+_SYNC_BYTES = 256 << 20  # written between two syncs, which may overlap: bounds the dirty pages
 _SMALL_FILE = 1 << 20
 
 _Result = TypeVar("_Result")
@@ -79,12 +80,12 @@ class UnfinishedStore:
             prepared = counter.done + scratch.bytes
             if not self._has_all_records():
                 scratch.prepare(self._folder, counter.add)
-            counter.add(prepared - counter.done)  # it may be less than was asked for
+            counter.add(prepared - counter.done)  # less than requested, perhaps
         with _Workers(workers) as packing, _Workers(1) as syncing:
             try:
                 self._collect(packing.run(self._tasks(records, files)), syncing, counter)
             except BaseException:
-                self._stopping.set()  # whoever leaves the context waits for what has begun
+                self._stopping.set()  # leaving the context waits for running tasks
                 raise
         for descriptor in self._descriptors:
             os.fsync(descriptor)
@@ -98,7 +99,7 @@ class UnfinishedStore:
         return len(self._journal.records) == shape.layers * shape.experts
 
     def _remove_leftovers(self, files: Sequence[NewFile], others: Iterable[str]) -> None:
-        """What an earlier run left and this one does not continue."""
+        """Remove files of an earlier run that this one does not continue."""
         continued = {file.name for file in files} | {file.name for file, _ in self._files} | set(others)
         for path in self._folder.iterdir():
             kept = self._journal.resumed and path.name in continued and not path.is_symlink()
@@ -117,7 +118,7 @@ class UnfinishedStore:
 
     def _place(self, layer: int, expert: int) -> tuple[int, int]:
         index = layer * self._plan.shape.experts + expert
-        number, within = divmod(index, self._files[0][0].records)  # every file but the last holds as many
+        number, within = divmod(index, self._files[0][0].records)  # every file but the last has the same number
         return self._descriptors[number], self._files[number][0].data_start + within * self._record_bytes
 
     def _drop_damaged_records(self, counter: _Counter) -> None:
@@ -136,7 +137,7 @@ class UnfinishedStore:
     def _write_file(self, file: NewFile) -> OtherFile:
         path = self._folder / file.name
         known = self._journal.files.get(file.name)
-        # Small files are written anew: they may have been edited in the source since.
+        # Small files are rewritten: they may have been edited in the source.
         may_stay = known is not None and file.size == known.bytes > _SMALL_FILE and path.is_file()
         with self._one_file:
             if known is not None and may_stay and file_digest(path, self._stop_if_asked) == known.digest:
@@ -189,14 +190,15 @@ class UnfinishedStore:
             counter.add(self._record_bytes)
             unsynced += self._record_bytes
             if unsynced >= _SYNC_BYTES:
-                syncing.begin(self._sync)  # once the last one is done, while the next records are packed
+                syncing.begin(self._sync)  # after the last sync, while the next records are packed
                 unsynced = 0
 
     def _write_record(self, layer: int, expert: int, make: RecordMaker) -> tuple[int, int, int]:
         record = make().numpy()
         if record.dtype != np.uint8 or record.shape != (self._record_bytes,):
             raise ValueError(
-                f"the record of layer {layer}, expert {expert} is {record.dtype} {record.shape}, not uint8 ({self._record_bytes},)"
+                f"the record of layer {layer}, expert {expert} is {record.dtype} {record.shape}, not uint8 "
+                f"({self._record_bytes},)"
             )
         checksum = self._checksum(layer, expert, record)
         descriptor, offset = self._place(layer, expert)
@@ -205,7 +207,7 @@ class UnfinishedStore:
 
     def _stop_if_asked(self) -> None:
         if self._stopping.is_set():
-            raise CancelledError  # which nobody collects: there is an error already
+            raise CancelledError  # not collected: there is an error already
 
     def _sync(self) -> None:
         for descriptor in self._descriptors:
@@ -244,7 +246,7 @@ class UnfinishedStore:
 
 
 class _Workers(contextlib.AbstractContextManager["_Workers"]):
-    """Threads that are handed a few tasks at a time. Whoever leaves the context waits for those that have begun."""
+    """Threads that get a few tasks at a time. Leaving the context waits for running tasks."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -258,7 +260,7 @@ class _Workers(contextlib.AbstractContextManager["_Workers"]):
                 future.result()
 
     def run(self, tasks: Iterable[Callable[[], _Result]]) -> Iterator[_Result]:
-        """What they return, in the order of their ends. Raises what one of them raises."""
+        """Yields results in the order of completion. Raises the first error of a task."""
         for task in tasks:
             self._waiting.add(self._executor.submit(task))
             if len(self._waiting) > self._count:
@@ -267,7 +269,7 @@ class _Workers(contextlib.AbstractContextManager["_Workers"]):
             yield from self._finished()
 
     def begin(self, task: Callable[[], None]) -> None:
-        """Returns when a thread can take it up. Raises what an earlier one raised."""
+        """Start ``task`` once a thread is free. Raises the error of an earlier one."""
         while len(self._waiting) >= self._count:
             for _ in self._finished():
                 pass
@@ -301,7 +303,7 @@ class _Counter:
 
 
 def _blocks(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
-    """The same bytes, cut where a file's checksums are. Each is overwritten by the next."""
+    """The same bytes, cut at the blocks of a file's checksums. Each overwrites the previous one."""
     block, filled = np.empty(BLOCK_BYTES, dtype=np.uint8).data, 0
     for chunk in chunks:
         rest = memoryview(chunk)
@@ -318,7 +320,7 @@ def _blocks(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
 
 def _sync_data(descriptor: int) -> None:
     os.fdatasync(descriptor)
-    # Written once and not read here again: leave the page cache to others.
+    # Written once: do not occupy the page cache.
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -327,5 +329,5 @@ def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     while len(rest):
         count = os.pwrite(descriptor, rest, at)
         rest, at = rest[count:], at + count
-    # Begins to write what is dirty, rather than all of it at the next sync.
+    # Begin writeback now, instead of all of it at the next sync.
     os.posix_fadvise(descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Naming what of a store is not as it was written: all of it, or what is not checked when it is read."""
+"""Find damage in a store: all of it, or what is not checked when it is read."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from torch_mesh.store.store_plan import Progress
 from torch_mesh.system.background import TaskThreads, usable_processors
 
 _CONFIG_NAME = "config.json"
-# With the config, what a model computes by. Of the other files that transformers reads, people change some.
+# With the config, these determine the model's output. Users edit some of the other files.
 _TENSORS = (".safetensors", ".safetensors.index.json")
 _IS_READ = (".json", ".jinja", ".model", ".txt")
-_MAX_THREADS = 8  # as many keep any disk busy
+_MAX_THREADS = 8  # enough to saturate any disk
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Damage:
 
 
 def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
-    """Every damage in ``store``, found by reading all of its records and the files beside them."""
+    """Every damage in ``store``, found by reading all of its records and other files."""
     manifest = store.manifest
     count = manifest.shape.layers * manifest.shape.experts
     total = count * manifest.record_bytes + sum(file.bytes for file in manifest.other_files)
@@ -64,10 +64,10 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
 
 
 def check_other_files(store: Store, verify: str) -> None:
-    """Checks what a model is made of besides its experts, whose records are checked when they are read.
+    """Check a model's files without records, which are checked when they are read.
 
-    Raises ``StoreError`` for tensors, an index or a config.json that are not as they were written; what ``quantization_config`` says there
-    is the user's to change. Warns of a tokenizer and the like. Looks at nothing if ``verify`` is 'never'.
+    Raises ``StoreError`` for changed tensors, index or config.json, whose ``quantization_config`` users may change.
+    Warns of a changed tokenizer and the like. Checks nothing if ``verify`` is 'never'.
     """
     if verify == "never":
         return
@@ -81,7 +81,7 @@ def check_other_files(store: Store, verify: str) -> None:
         if name in essential:
             raise store_error(
                 store.folder / name,
-                f"{problem}. Undo that, or copy or convert the model again; what is to differ from its config can be given to "
+                f"{problem}. Undo that, or copy or convert the model again; give changes of the config to "
                 "from_pretrained. With verify='never' the model opens as it is",
             )
     if problems:
@@ -90,7 +90,7 @@ def check_other_files(store: Store, verify: str) -> None:
 
 
 def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
-    """What is wrong with files, by their names."""
+    """The problems of files, by their names."""
     found: dict[str, str] = {}
     tasks: list[tuple[str, Future[str | None]]] = []
     with TaskThreads(min(_MAX_THREADS, usable_processors())) as executor:
@@ -135,7 +135,7 @@ def _block_problem(store_id: bytes, path: Path, number: int, checksum: str) -> s
 
 
 def _only_quantisation_changed(store: Store, file: OtherFile) -> bool:
-    """Whether config.json is as it was written but for what a user may say there about torch_mesh."""
+    """Whether config.json only differs in what a user may change about torch_mesh."""
     written = quantization_table(store.manifest.weights, store.manifest.group_size)
 
     def restored(table: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def read_record(store: Store, layer: int, expert: int) -> bytes:
 
 
 def _checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
-    """Per record and file: what is wrong with it, and its bytes."""
+    """Per record and file: its damage, if any, and its bytes."""
     for other in store.manifest.other_files:
         path = store.folder / other.name
         problem = _size_problem(path, other) or _digest_problem(path, other)
@@ -193,7 +193,7 @@ def _record_checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
 
 
 def _read_record(manifest: Manifest, descriptor: int, layer: int, expert: int, offset: int) -> tuple[bytes, str | None]:
-    """The bytes, and what is wrong with them."""
+    """The bytes, and their problem, if any."""
     from torch_mesh import _C
 
     try:

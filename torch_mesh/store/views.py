@@ -1,4 +1,4 @@
-"""Where an expert's matrices stand in files: stretches of bytes, offsets and strides, of which nothing is read here."""
+"""Locate an expert's matrices in files: byte ranges, offsets and strides. Reads nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A matrix inside a tensor of a file. ``begin`` and ``size`` (bytes) are the stretch that belongs to this expert alone; ``offset``
+    """A matrix inside a tensor of a file. ``begin`` and ``size`` (bytes) are the range of this expert only; ``offset``
     and the strides count elements from ``begin``."""
 
     file: int
@@ -47,7 +47,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One expert's matrix: ``parts`` side by side along ``axis``."""
+    """One expert's matrix: ``parts`` concatenated along ``axis``."""
 
     parts: tuple[View, ...]
     axis: int = 0
@@ -63,7 +63,7 @@ class Matrix:
         return Matrix(tuple(part.transposed() for part in self.parts), 1 - self.axis)
 
     def rows(self, start: int, count: int, step: int = 1) -> View | None:
-        """Those rows as one view, or None if strides cannot say it."""
+        """Those rows as one view, or None if strides cannot describe it."""
         if len(self.parts) == 1:
             return self.parts[0].take_rows(start, count, step)
         if self.axis != 0 or step != 1:
@@ -100,8 +100,8 @@ def split_experts(file: int, tensor: Tensor) -> Stack:
 def strided(layer: ExpertsLayer, parameter: str, view: View | None) -> View:
     if view is None:
         raise UnsupportedModelError(
-            f"{layer.path}.{parameter} cannot be read straight from the checkpoint, because no strides describe where its gate and up "
-            "rows stand. Load the model with from_pretrained, then patch it with torch_mesh.patch."
+            f"{layer.path}.{parameter} cannot be read straight from the checkpoint, because strides cannot describe "
+            "its gate and up rows. Load the model with from_pretrained, then patch it with torch_mesh.patch."
         )
     return view
 
@@ -120,7 +120,7 @@ def expert_extents(
             if shared is not None and raw_views != shared:
                 raise UnsupportedModelError(
                     f"{folder}: the experts of {layer.path} are laid out differently from those of {layers[0].path}. "
-                    "Save the model anew with save_pretrained, so that all are alike."
+                    "Save the model again with save_pretrained, so that all are alike."
                 )
             shared = raw_views
             extents.append(pieces)

@@ -1,8 +1,8 @@
-"""Writing a store so that a killed process leaves nothing that looks complete, and a second run continues.
+"""Write a store so that a killed process leaves nothing that looks complete, and a second run continues.
 
-Everything goes to a hidden folder beside the destination, which a journal makes resumable: it lists each finished record with its
-checksum. Files are synced, the manifest is written last, and the folder is renamed. What a journal says is checked by reading it
-back, since after a loss of power a journal may know more than the disk.
+Everything goes to a hidden folder beside the destination. Its journal makes it resumable and lists each finished record
+with its checksum. Files are synced, the manifest is written last, and the folder is renamed. Journal entries are
+verified by reading the records back, since after a power loss the journal may be ahead of the disk.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ def write_store(
     check_source: Callable[[], None] = lambda: None,
     scratch: Scratch | None = None,
 ) -> Written:
-    """Writes the store of ``plan`` to ``folder``, or continues what an earlier run of the same plan began.
+    """Write the store of ``plan`` to ``folder``, or continue an earlier run of the same plan.
 
-    ``records`` gives every (layer, expert) once, with a callable that makes its packed record; callables run on ``workers`` threads
-    (default: two more than the processors this process may use), a few at a time. ``force`` replaces a store that is there already. ``private`` says that no
-    other process knows of ``folder``, so that no lock is needed, which some file systems do not have. ``check_source``
-    is called when everything is read, and raises if that was not of one piece: then no store comes of it. ``scratch`` is prepared before the first
-    record, if one is still to be made.
+    ``records`` gives every (layer, expert) once, with a callable that makes its packed record; callables run on
+    ``workers`` threads (default: two more than the usable CPUs), a few at a time. ``force`` replaces an existing store.
+    ``private``: no other process knows ``folder``, so that no lock is needed, which some file systems lack.
+    ``check_source`` is called when everything is read, and raises if the source changed: then no store is made.
+    ``scratch`` is prepared before the first record, if one is still to be made.
 
-    A link is followed: what it leads to is written or replaced. A store of this plan that is there already is only looked at.
+    Links are followed. An existing store of this plan is only checked.
 
-    Raises ``StoreError`` if ``folder`` holds something else, cannot be written, or the disk has too little room or fills up. After any
-    error, a kill or Ctrl-C, the same call continues.
+    Raises ``StoreError`` if ``folder`` holds something else or cannot be written, or the disk is too small or fills up.
+    After any error, a kill or Ctrl-C, the same call continues.
     """
     folder = real_folder(folder)
     partial = partial_path(folder)
-    # Without the lock, whose file needs a folder that may be written to. What is not of this plan may be being replaced just now.
+    # Without the lock, whose file needs a writable folder. A store of another plan may be being replaced just now.
     problem: StoreError | None = None
     try:
         existing = existing_store(folder, plan, force)
@@ -88,7 +88,7 @@ def write_store(
     except OSError as error:
         raise unwritable(folder, error) from error
     if existing is not None:
-        with contextlib.suppress(OSError):  # in a folder of another's, or while another process writes
+        with contextlib.suppress(OSError):  # in another user's folder, or while another process writes
             if remains(folder) or lock_path(folder).exists():
                 with locked(lock_path(folder)):
                     remove_remains(folder)
@@ -96,7 +96,7 @@ def write_store(
     if os.path.ismount(folder):
         raise problem or store_error(
             folder,
-            "is where a file system is mounted, and a store is put in its place under its name: name a folder in it",
+            "is a mount point, but a store is moved into place by renaming: name a folder in it",
         )
     with contextlib.nullcontext() if private else lock_of(folder, problem):
         existing = existing_store(folder, plan, force)
@@ -133,9 +133,10 @@ def write_folder(
     progress: Progress | None = None,
     check_source: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes files to a folder of the cache, all of them or none, unless an earlier call has. ``check_source`` as of ``write_store``.
+    """Write files to a folder of the cache, all or none, unless an earlier call has. ``check_source`` as in
+    ``write_store``.
 
-    Raises ``StoreError`` for a disk without room and a cache that cannot be written to.
+    Raises ``StoreError`` for a full disk and a read-only cache.
     """
     if _has_all(folder, files):
         return
@@ -173,9 +174,9 @@ def _has_all(folder: Path, files: Sequence[NewFile]) -> bool:
 
 
 def remove_made_from(folder: str | os.PathLike[str], fingerprint: str) -> None:
-    """Removes the store in ``folder``, or what there is of it beside that, if it was made from the source of this fingerprint.
+    """Remove the store in ``folder``, finished or not, if its source has this fingerprint.
 
-    Raises ``OSError`` or ``StoreError`` if it cannot be.
+    Raises ``OSError`` or ``StoreError`` if it cannot be removed.
     """
     folder = real_folder(folder)
     found = [partial_path(folder), folder]

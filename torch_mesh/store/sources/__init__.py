@@ -1,7 +1,7 @@
-"""Checkpoints that another tool has quantised: one module for each format, found from what the checkpoint's own config says.
+"""Checkpoints that another tool has quantized: one module per format, chosen by the checkpoint's own config.
 
-A format says which tensors make up a weight (a ``Layout``). All else follows from the weights' names and shapes, which are those of the
-unquantised checkpoint: docs/decisions/0040.
+A format defines the tensors of a weight (a ``Layout``). Everything else follows from the weights' names and shapes,
+which are those of the unquantized checkpoint: docs/decisions/0040.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch_mesh.store.sources.pack_quantized import PackedInt, ScaledInt8
 from torch_mesh.store.sources.plain import Plain
 
 _MODELOPT_NAME = "hf_quant_config.json"
-# Of checkpoints whose config.json says nothing of it, by file the method that it tells of: AutoGPTQ's and AutoAWQ's.
+# For checkpoints with the quantization in another file than config.json, the method by file: AutoGPTQ's and AutoAWQ's.
 _BESIDE_CONFIG = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-# That say how weights are quantised: no part of a checkpoint where they are not.
+# Files that describe quantization: not copied if the weights are not quantized.
 QUANTISATION_FILES = (_MODELOPT_NAME, *_BESIDE_CONFIG)
 _PLAIN = Plain()
-# Scales of activations and of the cache of keys and values, which are computed without them here.
+# Scales of activations and of the KV cache, which are not quantized here.
 _OF_ACTIVATIONS = (
     ".input_scale",
     ".input_global_scale",
@@ -42,7 +42,7 @@ _OF_ACTIVATIONS = (
     ".q_scale",
     ".prob_output_scale",
 )
-# Parts of weights in few bits, none of which may pass for a weight as it is, or be left over where the others are not there.
+# Parts of quantized weights. They must not pass for plain weights, nor remain unused if other parts are missing.
 _CODES = (".qweight", ".weight_packed", ".weight", "_blocks")
 _COMPANIONS = (
     "_scale_inv",
@@ -62,11 +62,13 @@ _COMPANIONS = (
     ".nested_absmax",
     ".nested_quant_map",
 )
-# Of them those that no unquantised model has.
+# Those that no unquantized model has.
 _MARKS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight.absmax", "_proj_blocks")
 _OTHER_TOOLS = (
-    "torch_mesh reads bf16, fp16 and fp32 checkpoints, and those of quant_method fp8, mxfp8, mxfp4, compressed-tensors, modelopt "
-    "(NVFP4, FP8), gptq, awq, auto-round (auto_gptq, auto_awq) and bitsandbytes (4 bits): use the unquantised original, or one of these."
+    "torch_mesh reads bf16, fp16 and fp32 checkpoints, and those of quant_method fp8, mxfp8, mxfp4, "
+    "compressed-tensors, modelopt "
+    "(NVFP4, FP8), gptq, awq, auto-round (auto_gptq, auto_awq) and bitsandbytes (4 bits): use the unquantised "
+    "original, or one of these."
 )
 
 
@@ -78,9 +80,9 @@ class Source:
     layouts: tuple[Layout, ...]
 
     def weights(self, headers: Sequence[Header]) -> dict[str, Weight]:
-        """Every weight by the name that it has in an unquantised checkpoint.
+        """Every weight by its name in an unquantized checkpoint.
 
-        Raises ``StoreError`` where tensors are missing, do not fit each other, or belong to nothing.
+        Raises ``StoreError`` for missing, inconsistent and unused tensors.
         """
         places = {name: (header.path, tensor) for header in headers for name, tensor in header.tensors.items()}
         tensors = {name: tensor for name, (_, tensor) in places.items()}
@@ -104,35 +106,36 @@ class Source:
 
 
 def nearest(weights: Sequence[Weight]) -> Nearest:
-    """The format for the values of all of them."""
-    # Biases stay what they are in any of them.
+    """The nearest format for the values of all weights."""
+    # Biases fit every format.
     matrices = [weight for weight in weights if not (weight.is_plain and weight.name.endswith("bias"))]
     found = list(dict.fromkeys(weight.rounded() for weight in matrices))
     if all(choice.weights == "bf16" for choice in found):
         return max(found, key=lambda choice: choice.error)
     if len({choice.weights for choice in found}) > 1 or all(weight.codes_as_they_are() for weight in matrices):
-        return in_int8("no record holds what all of them are kept in")
+        return in_int8("no record holds the formats of all of them")
     return next(weight.rounded() for weight in matrices if not weight.codes_as_they_are())
 
 
 def own_quantisation(folder: Path) -> dict[str, Any] | None:
-    """What the checkpoint's own config.json says, or the file of another tool beside it. None for an unquantised one.
+    """The checkpoint's own quantization, from config.json or another tool's file beside it. None for an unquantized
+    one.
 
-    transformers takes a method that it does not know for none, and a config that was passed may be another's.
+    transformers ignores methods that it does not know, and a passed config may belong to another checkpoint.
     """
     path = folder / "config.json"
     if path.is_file():
-        # Not by the parser of headers, as a config may have NaN and infinities.
+        # Not parse_json: a config may have NaN and infinities.
         try:
             parts: list[Any] = [json.loads(path.read_bytes())]
         except (ValueError, RecursionError) as problem:
             raise store_error(path, f"is not valid JSON: {problem}") from None
         if not isinstance(parts[0], dict):
-            raise store_error(path, f"is not a config: {parts[0]!r:.80} stands where an object should be")
+            raise store_error(path, f"is not a config: {parts[0]!r:.80} is not an object")
         for part in parts:
             quantisation = part.get("quantization_config") if isinstance(part, dict) else part
             if quantisation is not None and not isinstance(quantisation, dict):
-                raise store_error(path, f"is not a config: {quantisation!r:.80} stands where an object should be")
+                raise store_error(path, f"is not a config: {quantisation!r:.80} is not an object")
             if quantisation:
                 return quantisation
             parts.extend(value for value in part.values() if isinstance(value, dict))
@@ -146,28 +149,27 @@ def own_quantisation(folder: Path) -> dict[str, Any] | None:
         if (folder / name).is_file() and _has_packed_words(folder):
             said = read_json_file(folder / name, floats=True)
             if not isinstance(said, dict):
-                raise store_error(folder / name, f"is no object that says how weights are quantised: {said!r:.80}")
+                raise store_error(folder / name, f"is not an object that describes quantisation: {said!r:.80}")
             return {"quant_method": method, **said}
     return None
 
 
 def _has_packed_words(folder: Path) -> bool:
-    """Whether the weights are those that such a file speaks of: it may lie beside weights that were dequantised
-    since."""
+    """Whether the weights are quantized as such a file says: they may have been dequantized since."""
     return any(name.endswith(".qweight") for path in weight_files(folder) for name in read_header(path).tensors)
 
 
 def check_unquantised(folder: Path, headers: Sequence[Header]) -> None:
-    """Raises ``UnsupportedModelError`` for parts of quantised weights in a checkpoint that does not say what they are:
-    transformers would take codes for values, or draw the weights whose names it does not find."""
+    """Raises ``UnsupportedModelError`` for parts of quantized weights in a checkpoint without a description:
+    transformers would take codes for values, or initialize missing weights randomly."""
     for header in headers:
         for tensor in header.tensors.values():
             if tensor.dtype.startswith(("F8", "F6", "F4")) or tensor.name.endswith(_MARKS):
                 others = ", ".join(QUANTISATION_FILES)
                 raise UnsupportedModelError(
-                    f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantised weight, and neither a "
-                    f"quantization_config of {folder}/config.json nor any of {others} beside it says how it is "
-                    "quantised. Take the config.json that belongs to these weights, or the unquantised original."
+                    f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantised weight, but neither a "
+                    f"quantization_config of {folder}/config.json nor any of {others} beside it describes its "
+                    "quantisation. Use the config.json that belongs to these weights, or the unquantised original."
                 )
 
 
@@ -179,7 +181,7 @@ def method_of(quantisation: Mapping[str, Any]) -> str:
 
 
 def source_of(quantisation: Mapping[str, Any], where: str) -> Source:
-    """Raises ``UnsupportedModelError``, which says what to do, for a method or a kind of it that cannot be read."""
+    """Raises ``UnsupportedModelError``, with advice, for unsupported methods and variants."""
     method = method_of(quantisation)
     make = _SOURCES.get(method)
     if make is None:
@@ -189,7 +191,7 @@ def source_of(quantisation: Mapping[str, Any], where: str) -> Source:
     except UnsupportedModelError:
         raise
     except (TypeError, AttributeError, KeyError, ValueError) as problem:
-        _refuse(where, f"{method} of a kind that its config does not say in the usual form ({problem})")
+        _refuse(where, f"{method} with an unusual config ({problem})")
 
 
 def _refuse(where: str, what: str) -> NoReturn:
@@ -268,7 +270,7 @@ def _gptq(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
 
 
 def _auto_round(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
-    """An export in another tool's layout; its own differs in the zero points."""
+    """An export in another tool's layout; auto-round's own differs in the zero points."""
     packing = config.get("packing_format")
     layers = [layer for layer in (config.get("extra_config") or {}).values() if isinstance(layer, dict)]
     if {layer.get("bits", config.get("bits")) for layer in layers} - {config.get("bits"), 16, 32}:
@@ -305,7 +307,7 @@ _SOURCES: Mapping[str, Callable[[Mapping[str, Any], str], tuple[Layout, ...]]] =
     "auto-round": _auto_round,
     "bitsandbytes": _bitsandbytes,
 }
-METHODS = tuple(_SOURCES)  # the values of quant_method that are read
+METHODS = tuple(_SOURCES)  # the supported values of quant_method
 
 
 def _parts(name: str, layout: Layout, places: Mapping[str, tuple[Path, Tensor]]) -> dict[str, str]:
@@ -324,13 +326,14 @@ def _parts(name: str, layout: Layout, places: Mapping[str, tuple[Path, Tensor]])
 
 
 def _check_plain(path: Path, tensor: Tensor, method: str) -> None:
-    """Raises ``StoreError`` for what is no weight as it stands, so that nothing quantised is ever taken for its values."""
+    """Raises ``StoreError`` for tensors that are not plain weights, so that codes are never taken for values."""
     is_number = tensor.dtype in (*FLOATS, "F64")
     is_code = tensor.dtype.startswith("F") or tensor.name.endswith(_CODES)
     if not tensor.name.endswith(_COMPANIONS) and (is_number or not is_code):
         return
     raise store_error(
         path,
-        f"tensor {tensor.name!r} is {tensor.dtype} of {list(tensor.shape)}, and what belongs to it by {method} is not there",
+        f"tensor {tensor.name!r} is {tensor.dtype} of {list(tensor.shape)}, but its other parts by {method} are "
+        "missing",
         tensor.offset,
     )

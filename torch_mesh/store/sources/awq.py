@@ -22,7 +22,7 @@ from torch_mesh.store.sources.layout import (
     unpack_words,
 )
 
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each four bits of a word belong to
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, of each four bits of a word
 
 
 class Awq(Layout):

@@ -1,4 +1,5 @@
-"""bitsandbytes in 4 bits (NF4, FP4): codes of a table, and the largest absolute value of each block, which may be rounded itself."""
+"""bitsandbytes in 4 bits (NF4, FP4): codes of a table, and the absolute maximum of each block, which may be quantized
+itself."""
 
 from __future__ import annotations
 
@@ -50,12 +51,12 @@ class Bnb4(Layout):
         check_dtype(parts, "nested_table", "F32")
         check_shape(parts, "nested_table", (256,))
         if nested != ("nested_table" in parts):
-            raise Misfit("scale", "is rounded, and one of nested_absmax and nested_quant_map is not there")
+            raise Misfit("scale", "is rounded, but nested_absmax or nested_quant_map is missing")
         if parts["state"].bytes > _MAX_STATE_BYTES:
             raise Misfit("state", f"has {parts['state'].bytes} bytes, where a few hundred describe a weight")
         state = _state(read("state"))
         if nested != ("nested_blocksize" in state):
-            raise Misfit("state", "and the tensors beside it differ in whether the scales are rounded themselves")
+            raise Misfit("state", "but its other tensors disagree on whether the scales are quantised too")
         shape = state["shape"]
         if math.prod(shape) != 2 * parts["codes"].bytes:
             raise Misfit("state", f"says {shape}, and there are {2 * parts['codes'].bytes} weights")
@@ -87,16 +88,14 @@ def _unrounded(parts: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> t
     of_blocks = scale_values(parts, "nested_scale").repeat_interleave(min(state["nested_blocksize"], scale.numel()))
     unrounded = scale * of_blocks[: scale.numel()] + float(state["nested_offset"])
     if not unrounded.isfinite().all():
-        raise Misfit("state", f"makes scales that are no numbers: its nested_offset is {state['nested_offset']}")
+        raise Misfit("state", f"makes scales that are not finite: its nested_offset is {state['nested_offset']}")
     return unrounded
 
 
 def _state(data: torch.Tensor) -> dict[str, Any]:
     raw = bytes(data.contiguous().view(torch.uint8).flatten().tolist())
     if not any(raw):
-        raise Misfit(
-            "state", "is empty: it has the weight's shape, and stands behind the header; fetch the model first"
-        )
+        raise Misfit("state", "is empty: it has the weight's shape, and is behind the header; download the model first")
     try:
         state = parse_json(raw, floats=True)
     except ValueError as problem:

@@ -1,4 +1,4 @@
-"""FP8 (E4M3) with a scale for each block, row, group or the whole; and FP4 as DeepSeek-V4 has it, in the same checkpoints."""
+"""FP8 (E4M3) with a scale per block, row, group or tensor; and DeepSeek-V4's FP4 in the same checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch_mesh.store.sources.mxfp4 import Mxfp4
 
 
 class ScaledFp8(Layout):
-    """The scale is multiplied with: DeepSeek's calls it the inverse of the one that it was divided by."""
+    """Multiplied by the scale, which DeepSeek calls inverse."""
 
     title = "FP8"
     required = frozenset({"scale"})
@@ -89,10 +89,11 @@ class ScaledFp8(Layout):
         if self._powers_of_two:
             why = "which holds every value exactly if all scales are powers of two, as scale_fmt says"
             return Nearest("bf16", 0, BF16_ERROR, why)
-        return in_int8("bf16 would round by .16 % and take twice the bytes")
+        return in_int8("bf16 would round by 0.16 % and take twice the bytes")
 
     def _block_of(self, shape: Shape, scale: Shape) -> tuple[int, int]:
-        """The one that the config names where the scales fit it, which may cut off the last of a row; else what divides the matrix."""
+        """The config's block size if the scales fit it, possibly with partial blocks at the end; else one that divides
+        the matrix."""
         (rows, columns), experts = shape[-2:], shape[:-2]
         if scale in ((), (1,)):
             return rows, columns

@@ -37,7 +37,7 @@ class Gptq(Layout):
         self._each = 32 // bits
         self._symmetric = symmetric
         self._ordered = ordered
-        self._one_less = one_less  # zero points are stored less one, as the first version of the format does
+        self._one_less = one_less  # the first version of the format stores zero points less one
 
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
         return f"{name.removesuffix('.qweight')}.weight" if name.endswith(".qweight") else None
@@ -69,7 +69,7 @@ class Gptq(Layout):
         if self._one_less:
             # A zero point of 0 was stored as the highest code.
             zeros = (zeros + 1) & ((1 << self._bits) - 1)
-        # Rows of the result are columns here: turned while they are a byte each.
+        # Transposed while values take one byte.
         values = unpack_words(parts["codes"].t(), self._bits).float()
         zeros, scale = zeros.t().float(), scale.t()
         groups = scale.shape[1]

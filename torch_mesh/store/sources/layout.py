@@ -1,4 +1,4 @@
-"""What every format of a quantised checkpoint has in common: a weight in several tensors, and how it is read."""
+"""Common parts of all formats: a weight in several tensors, and how it is read."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ SCALE_TYPES: Mapping[str, str] = {
     "F8_E8M0": "e8m0",
     "F8_E4M3": "e4m3",
 }
-EXPONENTS = ("U8", "F8_E8M0")  # one byte that is a power of two
+EXPONENTS = ("U8", "F8_E8M0")  # one byte with a power of two
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class Misfit(Exception):
-    """What one tensor of a weight says is not what its format allows."""
+    """One tensor of a weight violates its format."""
 
     def __init__(self, role: str, problem: str) -> None:
         super().__init__(problem)
@@ -58,11 +58,11 @@ class Misfit(Exception):
 
 @dataclass(frozen=True)
 class Nearest:
-    """The format of ours that a weight is kept in best, and why."""
+    """The nearest format of ours for a weight, and why."""
 
     weights: str
     group_size: int
-    error: float  # relative root mean square of what it leaves of the values, typically; 0: none changes
+    error: float  # typical relative RMS error; 0: exact
     why: str
 
     @property
@@ -72,24 +72,24 @@ class Nearest:
 
 @dataclass(frozen=True)
 class Scales:
-    """Of codes: one for each ``rows`` x ``columns`` weights, and how many bytes there are from one to the next."""
+    """Scales of codes: one for each ``rows`` x ``columns`` weights, and the strides in bytes."""
 
     type: str  # 'bf16', 'fp16', 'fp32', 'e8m0', 'e4m3'
     rows: int
     columns: int
     row_bytes: int
     column_bytes: int
-    part: str = "scale"  # that they stand in
+    part: str = "scale"  # the part that holds them
 
 
 @dataclass(frozen=True)
 class Codes:
-    """How a weight's codes and scales stand in its parts, where a record holds them as they are; of a stack those of one expert.
+    """The layout of a weight's codes and scales in its parts, if a record can hold them unchanged; in a stack, of one
+    expert.
 
-    ``kind`` is what the codes are: 'int4', 'int8', 'fp8', 'mxfp4', 'nvfp4'; ``groups`` the group sizes of the records
-    that have a place for each scale, best first: in smaller groups than its own a scale is repeated. ``run`` inputs
-    stand beside one another: a code in each byte, two in each ('pairs', the first in the lower bits), or the first half
-    of them in the lower bits and the second in the upper ones ('halves').
+    ``kind`` is 'int4', 'int8', 'fp8', 'mxfp4' or 'nvfp4'; ``groups`` are the possible group sizes of records, best
+    first: smaller groups repeat scales. ``run`` inputs are adjacent: one code per byte, two per byte ('pairs', the
+    first in the lower bits), or their first half in the lower bits and the second in the upper ones ('halves').
     """
 
     kind: str
@@ -100,14 +100,14 @@ class Codes:
     row_bytes: int
     scales: Scales
     offset: int = 0  # of the first code in the part 'codes'
-    flip: int = 0  # bits of each code that are the other way round in a record
+    flip: int = 0  # bits of each code that are inverted in a record
     factor: str | None = None  # the part that multiplies all scales
-    divisor: str | None = None  # that divides them
-    zeros: int | None = None  # what each byte of the part 'zeros' has to be, as codes are symmetric
-    in_turn: str | None = None  # the part that has to say that groups follow one another
+    divisor: str | None = None  # the part that divides them
+    zeros: int | None = None  # required value of each byte of the part 'zeros', since codes are symmetric
+    in_turn: str | None = None  # the part that has to show that groups are in order
 
 
-# Rounding to eight bits adds half a percent to what the source's own rounding to four or eight has cost already, which is 3 to 10 %;
+# Rounding to eight bits adds 0.5 % to the error of the source's own rounding to four or eight, which is 3 to 10 %;
 # groups of 32 have the least error for their bytes: docs/decisions/0040.
 _INT8_ERROR = FORMATS["int8"].errors[32]
 _INT8 = Nearest("int8", 32, _INT8_ERROR, f"which rounds by about {_INT8_ERROR:.1%} of a weight's typical size")
@@ -115,17 +115,17 @@ IN_BF16 = Nearest("bf16", 0, 0.0, "which holds every value exactly")
 
 
 def in_int8(what: str) -> Nearest:
-    """For values that none of our formats holds, because of ``what``."""
+    """For values that no format of ours holds exactly, because of ``what``."""
     return replace(_INT8, why=f"{_INT8.why}; {what}")
 
 
 def integer_codes(bits: int, scales: Scales, depth: int, **places: Any) -> Codes | None:
-    """Of symmetric integers with scales of bf16, fp16 or fp32. None where no group of ours lies within one of
+    """Codes of symmetric integers with scales of bf16, fp16 or fp32. None if no group of ours lies within one of
     theirs."""
     groups = tuple(size for size in (128, 64, 32) if scales.columns % size == 0)
     if not groups and scales.columns < depth:
         return None
-    # The last group of a row that has one scale may be cut off.
+    # A row with a single scale may have a partial last group.
     return Codes(f"int{bits}", groups or (32,), "pairs" if bits == 4 else "bytes", scales=scales, **places)
 
 
@@ -134,51 +134,51 @@ def scale_type(scale: Tensor) -> str:
 
 
 def nearest_to(dtype: str) -> Nearest:
-    """For weights that are not quantised."""
+    """For weights that are not quantized."""
     if dtype.lower() == "bf16":
         return IN_BF16
     return Nearest("bf16", 0, BF16_ERROR, f"to which {dtype} weights are rounded")
 
 
 class Layout(ABC):
-    """How one weight is kept in several tensors.
+    """The format of one weight in several tensors.
 
-    The tensor with the role 'codes' has the name by which a weight is found, the others are looked for beside it.
+    A weight is found by the tensor with the role 'codes'; the others are looked up beside it.
     """
 
     title: str
     quantised: ClassVar[bool] = True
-    required: ClassVar[frozenset[str]] = frozenset()  # roles beside the codes
-    turned: ClassVar[bool] = False  # ``read`` gives the transpose of what the model has
+    required: ClassVar[frozenset[str]] = frozenset()  # roles besides the codes
+    turned: ClassVar[bool] = False  # ``read`` gives the transpose of the model's weight
 
     @abstractmethod
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        """What an unquantised checkpoint would call the weight whose codes the tensor ``name`` has; None if it has none of this layout."""
+        """The unquantized name of the weight with the codes tensor ``name``; None if ``name`` is not of this layout."""
 
     @abstractmethod
     def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        """Per role the names under which the tensor that belongs to the codes ``name`` may stand."""
+        """Per role, the possible names of the tensors that belong to the codes ``name``."""
 
     @abstractmethod
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
-        """The weight's shape. ``read`` reads a small part, if nothing else tells. Raises ``Misfit`` for parts that do not fit each other."""
+        """The weight's shape. ``read`` reads a small part, if necessary. Raises ``Misfit`` for inconsistent parts."""
 
     @abstractmethod
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
-        """In fp32, each the nearest to what codes and scales say. Raises ``Misfit`` for scales and codes that are no numbers."""
+        """Dequantize to fp32. Raises ``Misfit`` for scales and codes that are not finite."""
 
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
-        """By headers alone. None where no record holds the weight's codes."""
+        """From headers only. None if no record holds the weight's codes."""
         return None
 
     @abstractmethod
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        """What is nearest to its values, by headers alone."""
+        """The format nearest to its values, from headers only."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a checkpoint: ``shape`` as it is stored, [out, in], after the experts where it has several."""
+    """One weight of a checkpoint: ``shape`` as stored, [out, in], preceded by the experts of a stack."""
 
     name: str
     shape: Shape
@@ -191,7 +191,7 @@ class Weight:
 
     @property
     def is_plain(self) -> bool:
-        """Not quantised."""
+        """Not quantized."""
         return not self.layout.quantised
 
     @property
@@ -199,9 +199,9 @@ class Weight:
         return sum(tensor.bytes for _, tensor in self.parts.values())
 
     def read(self, expert: int | None = None) -> torch.Tensor:
-        """Its values in fp32, read now; of a stack of experts those of one, or of all. Raises ``StoreError``."""
+        """Read its values in fp32; of a stack those of one expert, or of all. Raises ``StoreError``."""
         shape = self.shape if expert is None else self.shape[1:]
-        # While transformers builds a model, whatever is made without a device is made on "meta".
+        # While transformers builds a model, the default device is "meta".
         with torch.device("cpu"), _named(self.parts):
             return self.layout.values({role: self._read_part(role, expert) for role in self.parts}, shape)
 
@@ -212,7 +212,7 @@ class Weight:
         return self.layout.codes(self._headers(), self.shape)
 
     def part(self, role: str, expert: int | None) -> tuple[Path, Tensor]:
-        """Where a part stands, that of one expert in a stack, unless all of them share it."""
+        """The location of a part; in a stack that of one expert, unless all share it."""
         path, tensor = self.parts[role]
         if expert is None or not tensor.shape or tensor.shape[0] != self.shape[0]:
             return path, tensor
@@ -227,11 +227,11 @@ class Weight:
 
 
 def make_weight(name: str, layout: Layout, parts: Mapping[str, tuple[Path, Tensor]]) -> Weight:
-    """Raises ``StoreError`` where dtypes and shapes do not fit each other."""
+    """Raises ``StoreError`` for inconsistent dtypes and shapes."""
     with _named(parts):
         for role, (_, tensor) in parts.items():
             if tensor.dtype not in TORCH_DTYPES:
-                raise Misfit(role, f"is {tensor.dtype}, which nothing here is made of")
+                raise Misfit(role, f"is {tensor.dtype}, which is not supported here")
         shape = layout.shape(
             {role: tensor for role, (_, tensor) in parts.items()}, lambda role: read_tensor(*parts[role])
         )
@@ -241,14 +241,14 @@ def make_weight(name: str, layout: Layout, parts: Mapping[str, tuple[Path, Tenso
 
 
 def read_tensor(path: Path, tensor: Tensor) -> torch.Tensor:
-    """``tensor`` of a file, read now. Raises ``StoreError`` if the file ends before it."""
+    """Read ``tensor`` of a file. Raises ``StoreError`` if the file ends before it."""
     data = read_range(path, tensor.offset, tensor.bytes)
     return torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
 @contextmanager
 def _named(parts: Mapping[str, tuple[Path, Tensor]]) -> Iterator[None]:
-    """Gives what a ``Misfit`` says to the file and the tensor that it is about."""
+    """Adds file and tensor to the message of a ``Misfit``."""
     try:
         yield
     except Misfit as problem:
@@ -278,12 +278,12 @@ def check_rank(parts: Mapping[str, Tensor], *allowed: int) -> None:
 
 
 def scale_values(parts: Mapping[str, torch.Tensor], role: str = "scale") -> torch.Tensor:
-    """Scales in fp32, those of one byte as the powers of two that they are. Raises ``Misfit`` for what is no number."""
+    """Scales in fp32; one-byte scales are powers of two. Raises ``Misfit`` for scales that are not finite."""
     scale = parts[role]
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         exponents = scale.view(torch.uint8)
         if bool((exponents == 255).any()):
-            raise Misfit(role, "holds the scale 255, which stands for no number")
+            raise Misfit(role, "has the scale 255, which is not a number")
         return _powers().index_select(0, exponents.flatten().int()).reshape(exponents.shape)
     scale = scale.float()
     if not bool(torch.isfinite(scale).all()):
@@ -293,7 +293,7 @@ def scale_values(parts: Mapping[str, torch.Tensor], role: str = "scale") -> torc
 
 def e4m3_values(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     values = parts["codes"].float()
-    if bool(values.sum().isnan()):  # one of them is: E4M3 has no infinities
+    if bool(values.sum().isnan()):  # NaN propagates; E4M3 has no infinities
         raise Misfit("codes", "holds a weight that is not a number")
     return values
 
@@ -306,7 +306,7 @@ def fp4_values(codes: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _powers() -> torch.Tensor:
-    """Of 254 bytes; 2^-127, which byte 0 is, is a number too, though fp32 has it in its subnormal form only."""
+    """The powers of bytes 0 to 254; 2^-127 for byte 0 is subnormal in fp32."""
     return torch.exp2(torch.arange(255, dtype=torch.float64) - 127).float()
 
 
@@ -338,5 +338,5 @@ def is_multiple(number: int, of: int) -> bool:
 
 
 def grid(rows: int, columns: int, block: tuple[int, int]) -> Shape:
-    """Of blocks, the last of which may be cut off."""
+    """The number of blocks, including partial ones."""
     return math.ceil(rows / block[0]), math.ceil(columns / block[1])

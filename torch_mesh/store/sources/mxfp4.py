@@ -26,7 +26,7 @@ from torch_mesh.store.sources.layout import (
 
 
 class Mxfp4(Layout):
-    """Two codes in each byte, and a power of two for each 32; which tensors these are is left to others."""
+    """Two codes in each byte, and a power of two for each 32; subclasses name the tensors."""
 
     title = "MXFP4"
     required = frozenset({"scale"})

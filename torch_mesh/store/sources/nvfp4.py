@@ -1,4 +1,5 @@
-"""FP4 (E2M1) with an E4M3 scale for each 16 and one of fp32 for all: ModelOpt's, and the reciprocal one of compressed-tensors."""
+"""FP4 (E2M1) with an E4M3 scale for each 16 and one fp32 scale per tensor: ModelOpt's, and compressed-tensors'
+reciprocal one."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class Nvfp4(Layout):
         return replace(kept, divisor="global") if self._reciprocal else replace(kept, factor="global")
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        return in_int8("the scale of the whole keeps the values from being exact in bf16")
+        return in_int8("the scale of the tensor makes the values inexact in bf16")
 
     def _stem(self, name: str) -> str:
         return name.removesuffix(self._codes)

@@ -1,4 +1,4 @@
-"""Integers of compressed-tensors: of 4 or 8 bits in words of int32, and of 8 bits as they are."""
+"""Integers of compressed-tensors: 4 or 8 bits in int32 words, and 8 bits in bytes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from torch_mesh.store.sources.layout import (
     unpack_words,
 )
 
-# Why no record holds codes that are integers.
+# Why no record holds these integers.
 UNLIKE_OURS = "no record has zero points, an order of columns, or groups that are no multiple of 32"
 
 
 class PackedInt(Layout):
-    """``bits`` from the lowest of each word on, of codes and of zero points, both with half of their range added."""
+    """``bits`` from the lowest of each word on, for codes and zero points, both offset by half of their range."""
 
     required = frozenset({"scale"})
 
@@ -72,7 +72,7 @@ class PackedInt(Layout):
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         stated = parts.get("shape")
         if stated is not None and stated.tolist() != list(shape):
-            raise Misfit("shape", f"says {stated.tolist()}, and the packed weight is of {list(shape)}")
+            raise Misfit("shape", f"is {stated.tolist()}, but the packed weight has the shape {list(shape)}")
         values = unpack_words(parts["codes"], self._bits).float()
         scale = scale_values(parts)
         zeros = torch.full_like(scale, 1 << (self._bits - 1))
@@ -144,7 +144,7 @@ def _in_rows(bits: int, scale: Tensor, shape: Shape, flip: int) -> Codes | None:
 
 
 def group_order(order: torch.Tensor, groups: int) -> torch.Tensor:
-    """The group of each column. Raises ``Misfit`` for one that is not there."""
+    """The group of each column. Raises ``Misfit`` for a group out of range."""
     if bool(((order < 0) | (order >= groups)).any()):
         raise Misfit("order", f"names a group that is none of the {groups}")
     return order.long()

@@ -1,4 +1,4 @@
-"""Tensors that a quantised checkpoint has left as they were."""
+"""Unquantized tensors of a quantized checkpoint."""
 
 from __future__ import annotations
 
