@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.store.header import (
@@ -100,6 +100,14 @@ class Gguf:
     metadata: Mapping[str, Any]
 
 
+class Readable(Protocol):
+    """As much of a file as a header needs."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+    def seek(self, offset: int, whence: int = ..., /) -> int: ...
+
+
 def is_gguf(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).lower().endswith(SUFFIX)
 
@@ -108,7 +116,13 @@ def read_gguf(path: str | os.PathLike[str]) -> Gguf:
     """The header of one GGUF file. Raises ``StoreError`` for what is damaged, ``UnsupportedModelError`` for types that cannot be read."""
     path = Path(path)
     with open_regular(path) as (file, file_bytes):
-        return _Parser(path, file, file_bytes).parse()
+        return parse_gguf(path, file, file_bytes)
+
+
+def parse_gguf(path: Path, file: Readable, file_bytes: int) -> Gguf:
+    """The same of what ``file`` reads, which is called ``path`` and has ``file_bytes``. No byte behind the header is read but those of
+    a last piece of the vocabulary."""
+    return _Parser(path, file, file_bytes).parse()
 
 
 def part_names(name: str) -> list[str]:
@@ -183,7 +197,7 @@ def _types() -> Mapping[int, tuple[str, int, int]]:
 class _Parser:
     """Reads a header front to back. Every count is held against the bytes that are left before anything is made of it."""
 
-    def __init__(self, path: Path, file: BinaryIO, file_bytes: int) -> None:
+    def __init__(self, path: Path, file: Readable, file_bytes: int) -> None:
         self._path = path
         self._file = file
         self._file_bytes = file_bytes

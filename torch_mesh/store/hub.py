@@ -7,13 +7,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, validate_repo_id
 
 from torch_mesh.errors import HubError, StoreError
-from torch_mesh.store.gguf import is_gguf, part_names
+from torch_mesh.store.gguf import is_gguf, parse_gguf, part_names
 from torch_mesh.store.header import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -30,6 +31,7 @@ from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
 from torch_mesh.store.sources import QUANTISATION_FILES, own_quantisation
 
+_RANGE_BYTES = 1 << 20  # of a header, at least, with each request
 _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.GGUF", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
 
 
@@ -60,43 +62,99 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
 def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]]:
     """A folder with the headers, config and manifest of ``source``, and whether it has the weights too.
 
-    That is ``source`` if it is a folder, or the hub's cache if complete. Else it is a temporary folder in which
-    safetensors files are sparse behind their headers, so that kilobytes are downloaded.
+    That is ``source`` if it is a folder or a GGUF file, or the hub's cache if complete. Else it is a temporary folder, or a
+    GGUF file in one, in which files of weights are sparse behind their headers, so that kilobytes are downloaded, and of
+    GGUF files the vocabulary.
     """
-    if Path(source).is_dir():
+    if Path(source).exists() and (Path(source).is_dir() or is_gguf(source)):
         yield Path(source), True
         return
-    if is_gguf(source):  # downloaded whole, since the length of its header is only known at its end
-        yield _gguf_file(source), True
-        return
-    _check_model_id(source)
-    present = _cached_folder(os.fspath(source))
+    model, names = _gguf_names(source) if is_gguf(source) else (os.fspath(source), [])
+    if not names:
+        _check_model_id(source)
+    present = _cached_gguf(model, names) if names else _cached_folder(model)
     if present is not None:
         yield present, True
         return
     with contextlib.ExitStack() as stack:
         with hub_errors(source, tempfile.gettempdir(), "TMPDIR"):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_mesh-outline-")))
-            _write_outline(os.fspath(source), folder)
-        yield folder, False
+            for name in names:
+                _write_gguf_outline(model, name, folder / name)
+            if not names:
+                _write_outline(model, folder)
+        yield folder / names[0] if names else folder, False
 
 
 def _gguf_file(source: str | os.PathLike[str], revision: str | None = None, token: str | None = None) -> Path:
     if Path(source).exists():
         return Path(source)
+    model, names = _gguf_names(source)
+    with _to_cache(source):
+        folder = huggingface_hub.snapshot_download(model, revision=revision, token=token, allow_patterns=names)
+    return Path(folder) / names[0]
+
+
+def _gguf_names(source: str | os.PathLike[str]) -> tuple[str, list[str]]:
+    """The model id of the hub that ``source`` names, and the files of it, from the first on."""
     maker, _, rest = os.fspath(source).partition("/")
     model, _, name = rest.partition("/")
     if not name or os.path.isabs(source):
         raise store_error(source, "there is no such file; name one of the hub as maker/model/file.gguf")
     try:
-        names = part_names(name)
+        return f"{maker}/{model}", part_names(name)
     except ValueError as problem:
         raise store_error(source, str(problem)) from None
-    with _to_cache(source):
-        folder = huggingface_hub.snapshot_download(
-            f"{maker}/{model}", revision=revision, token=token, allow_patterns=names
+
+
+def _cached_gguf(model: str, names: list[str]) -> Path | None:
+    found = [huggingface_hub.try_to_load_from_cache(model, name) for name in names]
+    return Path(str(found[0])) if all(isinstance(path, str) for path in found) else None
+
+
+class _Prefix:
+    """A file of the hub, which is fetched as far as it is read and kept in a local one."""
+
+    def __init__(self, url: str, local: BinaryIO) -> None:
+        self._url = url
+        self._local = local
+        self._at = self._fetched = 0
+
+    def read(self, size: int) -> bytes:
+        if self._at + size > self._fetched:
+            self._fetch(max(self._at + size, self._fetched + _RANGE_BYTES))
+        self._local.seek(self._at)
+        data = self._local.read(size)
+        self._at += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (self._at if whence == os.SEEK_CUR else 0)
+        return self._at
+
+    def _fetch(self, end: int) -> None:
+        headers = {**build_hf_headers(), "Range": f"bytes={self._fetched}-{end - 1}"}
+        answer = huggingface_hub.get_session().get(
+            self._url, headers=headers, follow_redirects=True, timeout=huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
         )
-    return Path(folder) / name
+        hf_raise_for_status(answer)
+        if answer.status_code != 206:
+            raise HubError(
+                f"{self._url}: the hub sends no parts of files (status {answer.status_code}): download it, and name the file."
+            )
+        self._local.seek(self._fetched)
+        self._fetched += self._local.write(answer.content)
+
+
+def _write_gguf_outline(model: str, name: str, path: Path) -> None:
+    url = huggingface_hub.hf_hub_url(model, name)
+    size = huggingface_hub.get_hf_file_metadata(url).size
+    if size is None:
+        raise HubError(f"{model}: the hub does not say how many bytes {name} has: download it, and name the file.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w+b") as local:
+        parse_gguf(path, _Prefix(url, local), size)
+        local.truncate(size)
 
 
 def _to_cache(source: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
