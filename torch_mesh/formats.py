@@ -6,7 +6,7 @@ extension with this table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 GROUP_SIZES = (32, 64, 128)  # allowed for MeshConfig.group_size
@@ -59,8 +59,20 @@ class WeightFormat:
         return self.group_sizes == GROUP_SIZES
 
 
+def _gguf(bits: int, scale_bits: int, group_size: int, description: str) -> WeightFormat:
+    return WeightFormat(
+        version=1,
+        bits=bits,
+        scale_bits=scale_bits,
+        group_sizes=(group_size,),
+        codes=True,
+        gpu=False,
+        description=f"GGUF's {description}",
+    )
+
+
 # Errors of formats that weights are rounded to: benchmarks/weight_error.py.
-FORMATS: Mapping[str, WeightFormat] = {
+_LISTED: Mapping[str, WeightFormat] = {
     "bf16": WeightFormat(
         version=1,
         bits=16,
@@ -137,11 +149,91 @@ FORMATS: Mapping[str, WeightFormat] = {
     "fp8": WeightFormat(
         version=1, bits=8, group_sizes=(0, 32, 128), codes=True, description="E4M3 numbers, fp32 or E8M0 scales"
     ),
+    "q6_k": _gguf(6, 9, 16, "Q6_K"),
+    "q5_k": _gguf(5, 20, 32, "Q5_K"),
+    "q4_k": _gguf(4, 20, 32, "Q4_K"),
+    "q3_k": _gguf(3, 9, 16, "Q3_K"),
+    "q2_k": _gguf(2, 10, 16, "Q2_K"),
+    "iq4_xs": _gguf(4, 10, 32, "IQ4_XS"),
+    "iq4_nl": _gguf(4, 16, 32, "IQ4_NL"),
+    "q5_1": _gguf(5, 32, 32, "Q5_1"),
+    "q5_0": _gguf(5, 16, 32, "Q5_0"),
+    "q4_1": _gguf(4, 32, 32, "Q4_1"),
 }
+# That hold a type of GGUF: a record may have one for gate and up and another for down, and layers may differ.
+GGUF_FORMATS = (*(name for name, each in _LISTED.items() if not each.gpu), "int8_fp16", "int4_fp16", "mxfp4")
+
+
+def layer_formats(weights: str) -> list[str]:
+    """The format of each layer, or that of all in a list of one. Raises KeyError for a name of neither form."""
+    names, colon, digits = weights.partition(":")
+    distinct = names.split("|")
+    if not colon and len(distinct) == 1:
+        return distinct
+    if not 2 <= len(distinct) <= 10 or len(digits) < 2 or not set(digits) <= set("0123456789"[: len(distinct)]):
+        raise KeyError(weights)
+    return [distinct[int(digit)] for digit in digits]
+
+
+def format_of_layer(weights: str, layer: int) -> str:
+    formats = layer_formats(weights)
+    return formats[layer] if len(formats) > 1 else formats[0]
+
+
+def name_of_matrices(gate_up: str, down: str) -> str:
+    return gate_up if gate_up == down else f"{gate_up}+{down}"
+
+
+def name_of_layers(formats: Sequence[str]) -> str:
+    """The name of records whose layers have these formats: "q4_k+q6_k|q4_k:0110" has a digit for each layer."""
+    distinct = list(dict.fromkeys(formats))
+    if len(distinct) == 1:
+        return distinct[0]
+    return f"{'|'.join(distinct)}:{''.join(str(distinct.index(each)) for each in formats)}"
+
+
+def short_name(weights: str) -> str:
+    """For people, without a digit for each layer."""
+    return weights.partition(":")[0]
+
+
+class _Formats(dict[str, WeightFormat]):
+    """The formats by name. Mixtures of GGUF's types can be looked up by theirs, and are not listed."""
+
+    def __missing__(self, name: str) -> WeightFormat:
+        layers = [each.split("+") for each in layer_formats(name)]
+        if any(len(each) > 2 or not set(each) <= set(GGUF_FORMATS) for each in layers) or layers == [[name]]:
+            raise KeyError(name)
+        parts = {part: self[part] for each in layers for part in each}
+        bits = sum(2 * parts[each[0]].bits + parts[each[-1]].bits for each in layers)
+        return WeightFormat(
+            version=max(part.version for part in parts.values()),
+            bits=bits / (3 * len(layers)),
+            group_sizes=(32,),
+            codes=True,
+            gpu=False,
+            description="types of GGUF that differ between matrices or layers",
+        )
+
+
+FORMATS: Mapping[str, WeightFormat] = _Formats(_LISTED)
 ROUNDED_FORMATS = tuple(name for name, each in FORMATS.items() if each.rounded)
 PASSTHROUGH_FORMATS = tuple(name for name, each in FORMATS.items() if not each.rounded)
 DENSE_FORMATS = tuple(name for name, each in FORMATS.items() if each.dense)
 CALIBRATED_FORMATS = tuple(name for name, each in FORMATS.items() if each.calibrated)
+
+
+def is_format(weights: object) -> bool:
+    """Whether there are records of that name: a format, or a mixture of GGUF's types."""
+    try:
+        return isinstance(weights, str) and FORMATS[weights] is not None
+    except KeyError:
+        return False
+
+
+def is_passthrough(weights: str) -> bool:
+    """Whether such records hold the codes of a quantised checkpoint, so that nothing is rounded to them."""
+    return is_format(weights) and not FORMATS[weights].rounded
 
 
 def formats_of_fewer_bits(weights: str) -> list[str]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch_mesh.formats import is_passthrough
+
 # Equal to those of the extension, without which `torch-mesh doctor` has to run.
 MOST_THREADS = 1024
 LONGEST_TIMEOUT = 1e9  # seconds
@@ -85,6 +87,8 @@ def weights(*allowed: str) -> Values:
                 f"{name}={value!r}: the memory and the error that a choice of format may take are fields of their own "
                 'now: weights="auto", resident="8GiB", max_error="15%".'
             )
+        if is_passthrough(value):  # a mixture of formats, as converted folders of GGUF files have them
+            return str(value)
         return str(named.check(name, value))
 
     return Values(named.words, check)

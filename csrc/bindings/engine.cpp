@@ -57,18 +57,20 @@ Verify verify_from(const std::string& name) {
   invalid("verify is '" + name + "'; allowed: 'first', 'always', 'never'");
 }
 
-RecordLayout layout_from(Keywords& given) {
-  const auto formats = RecordFormats::from_name(given.take<std::string>("format"));
+std::vector<RecordLayout> layouts_from(Keywords& given) {
+  const auto formats = given.take<std::string>("format");
   const auto group_size = given.take<int32_t>("group_size");
   const auto hidden = given.take<int32_t>("hidden");
   const auto intermediate = given.take<int32_t>("intermediate");
   const auto gated = given.take<bool>("gated");
-  return RecordLayout::make(formats, group_size, hidden, intermediate, gated,
-                            given.take<bool>("bias"));
+  return layouts_of_layers(formats, group_size, hidden, intermediate, gated,
+                           given.take<bool>("bias"));
 }
 
 EngineOptions engine_options_from(Keywords& given) {
-  EngineOptions options{.layout = layout_from(given), .activations = {}};
+  std::vector<RecordLayout> layouts = layouts_from(given);
+  EngineOptions options{.layout = largest(layouts), .activations = {}};
+  if (layouts.size() > 1) options.layouts = std::move(layouts);
   using Names = std::variant<std::string, std::vector<std::string>>;
   if (const auto names = given.take<std::optional<Names>>("activation")) {
     const auto* of_all = std::get_if<std::string>(&*names);
@@ -342,7 +344,7 @@ PyEngine::PyEngine(const py::kwargs& options) {
               std::to_string(records.experts) + " experts; the model " + std::to_string(layers) +
               " of " + std::to_string(experts));
     }
-    made = std::make_unique<Pool>(pool, runtime, records, source->packing(engine.layout));
+    made = std::make_unique<Pool>(pool, runtime, records, source->packing(engine));
   }
   live_ = register_engine(std::make_unique<Engine>(engine, runtime, std::move(made)));
   id_ = live_->id;

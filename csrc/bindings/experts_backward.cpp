@@ -325,7 +325,7 @@ Gradients backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor
   };
   const auto run_of = [&](int32_t index, const std::byte* record) {
     const int64_t expert = grouping.experts[index];
-    ExpertRun run(engine.layout(), record);
+    ExpertRun run(engine.layout(layer.layer), record);
     run.gate_up_adapter =
         adapter_of(adapters.gate_up_a, adapters.gate_up_b, adapters.gate_up_scaling,
                    gradients.gate_up_a, gradients.gate_up_b, expert);

@@ -66,7 +66,7 @@ at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& off
                                    int64_t in_features) {
   const LayerHandle layer = resolve(handle);
   Engine& engine = layer.engine();
-  const RecordLayout& layout = engine.layout();
+  const RecordLayout& layout = engine.layout(layer.layer);
   TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
                     "; allowed: 0 (gate_up), 1 (down)");
   const auto which = static_cast<int32_t>(projection);

@@ -44,7 +44,7 @@ py::dict features() {
   return result;
 }
 
-// `function` of a layout and `Arguments`, whose names follow the layout's own.
+// `function` of the largest layout of all layers and `Arguments`, whose names follow the layout's.
 template <typename Result, typename... Arguments, typename... Names>
 void define_of_layout(py::module_& m, const char* name,
                       Result (*function)(const RecordLayout&, Arguments...),
@@ -53,9 +53,9 @@ void define_of_layout(py::module_& m, const char* name,
       name,
       [function](const std::string& format, int32_t group_size, int32_t hidden,
                  int32_t intermediate, bool gated, bool bias, Arguments... arguments) {
-        return function(RecordLayout::make(RecordFormats::from_name(format), group_size, hidden,
-                                           intermediate, gated, bias),
-                        arguments...);
+        const auto layouts =
+            layouts_of_layers(format, group_size, hidden, intermediate, gated, bias);
+        return function(largest(layouts), arguments...);
       },
       py::arg("format"), py::arg("group_size"), py::arg("hidden"), py::arg("intermediate"),
       py::arg("gated"), py::arg("bias"), names...);

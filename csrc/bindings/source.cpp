@@ -15,6 +15,7 @@
 
 #include "bindings/errors.h"
 #include "kernels/pack.h"
+#include "store/gguf_types.h"
 
 namespace torch_mesh {
 namespace {
@@ -48,7 +49,8 @@ CodeOrder order_from(const std::string& name) {
   if (name == "bytes") return CodeOrder::kBytes;
   if (name == "pairs") return CodeOrder::kPairs;
   if (name == "halves") return CodeOrder::kHalves;
-  invalid("the order of codes is '" + name + "'; allowed: 'bytes', 'pairs', 'halves'");
+  if (name == "blocks") return CodeOrder::kBlocks;
+  invalid("the order of codes is '" + name + "'; allowed: 'bytes', 'pairs', 'halves', 'blocks'");
 }
 
 ScaleType scale_type_from(const std::string& name) {
@@ -65,10 +67,11 @@ RawCodes codes_from(const py::dict& table, int32_t pieces) {
   codes.codes = place_from(table, pieces);
   CodesView& view = codes.view;
   view.order = order_from(table["order"].cast<std::string>());
+  view.row_bytes = table["row_bytes"].cast<int64_t>();
+  if (view.order == CodeOrder::kBlocks) return codes;
   view.flip = number<uint8_t>(table, "flip", 0);
   view.run = table["run"].cast<int32_t>();
   view.run_bytes = table["run_bytes"].cast<int64_t>();
-  view.row_bytes = table["row_bytes"].cast<int64_t>();
   view.first_row = number<int32_t>(table, "first_row", 0);
   const auto scales = table["scales"].cast<py::dict>();
   codes.scales = place_from(scales, pieces);
@@ -113,7 +116,7 @@ RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t
     if (found == known.end()) invalid("raw_views has no matrix named '" + name + "'");
     const auto [floats, codes] = found->second;
     const auto table = value.cast<py::dict>();
-    if (codes != nullptr && table.contains("scales")) {
+    if (codes != nullptr && table.contains("order")) {
       *codes = codes_from(table, pieces);
       result.quantised = true;
       continue;
@@ -241,9 +244,21 @@ void check_floats(const RawView& view, ScalarType type, int64_t rows, int64_t co
       .within(piece_bytes);
 }
 
-void check_codes(const RawCodes& codes, int64_t rows, int64_t columns, const char* name,
-                 std::span<const int64_t> piece_bytes) {
+void check_codes(const RawCodes& codes, Format format, int64_t rows, int64_t columns,
+                 const char* name, std::span<const int64_t> piece_bytes) {
   const CodesView& view = codes.view;
+  if (is_gguf(format) != (view.order == CodeOrder::kBlocks)) {
+    invalid(std::string("raw_views['") + name + "'] has " +
+            (is_gguf(format) ? "no blocks of " : "blocks of GGUF for ") + format_name(format));
+  }
+  if (is_gguf(format)) {
+    const GgufType type = gguf_type(format);
+    Range(name, codes.codes)
+        .steps(rows - 1, view.row_bytes)
+        .steps(columns / type.depth, type.bytes)
+        .within(piece_bytes);
+    return;
+  }
   // The last run may be cut off, but for halves, which have no end before their whole; none may lie
   // within another.
   const int64_t whole = view.order == CodeOrder::kBytes ? view.run : view.run / 2;
@@ -304,7 +319,8 @@ std::array<uint8_t, 16> store_id_from(const py::bytes& bytes) {
 void RawViews::check(const RecordLayout& layout, std::span<const int64_t> piece_bytes) const {
   const auto matrix = [&](const RawView& floats, const RawCodes& codes, int64_t rows,
                           int64_t columns, const char* name) {
-    if (quantised) return check_codes(codes, rows, columns, name, piece_bytes);
+    const PackedMatrix& packed = &codes == &down_codes ? layout.down : layout.gate_up;
+    if (quantised) return check_codes(codes, packed.format, rows, columns, name, piece_bytes);
     check_floats(floats, type, rows, columns, name, piece_bytes);
   };
   if (layout.gated) matrix(gate, gate_codes, layout.intermediate, layout.hidden, "gate");
@@ -347,7 +363,7 @@ void RawViews::pack(const RecordLayout& layout, std::span<const std::byte* const
               record);
 }
 
-PackRecord PySource::packing(const RecordLayout& layout) const {
+PackRecord PySource::packing(const EngineOptions& engine) const {
   if (!source.raw) return {};
   std::vector<int64_t> bytes(static_cast<size_t>(source.pieces));
   for (int32_t layer = 0; layer < source.layers; ++layer) {
@@ -355,16 +371,20 @@ PackRecord PySource::packing(const RecordLayout& layout) const {
       const Extent* extents = source.expert(layer, expert);
       for (int32_t piece = 0; piece < source.pieces; ++piece) bytes[piece] = extents[piece].bytes;
       try {
-        views[views_of[layer * source.experts + expert]].check(layout, bytes);
+        views[views_of[layer * source.experts + expert]].check(engine.layout_of(layer), bytes);
       } catch (const Error& error) {
         invalid("layer " + std::to_string(layer) + ", expert " +
                 std::to_string(source.number(expert)) + ": " + error.what());
       }
     }
   }
-  return [views = views, views_of = views_of, layout](
+  return [views = views, views_of = views_of, engine, experts = source.experts](
              ExpertId id, std::span<const std::byte* const> pieces, std::byte* record) {
-    views[static_cast<size_t>(views_of[static_cast<size_t>(id)])].pack(layout, pieces, record);
+    const auto index = static_cast<int64_t>(id);
+    const RecordLayout& layout = engine.layout_of(static_cast<int32_t>(index / experts));
+    const RawViews& own = views[static_cast<size_t>(views_of[static_cast<size_t>(index)])];
+    own.pack(layout, pieces, record);
+    std::memset(record + layout.bytes, 0, static_cast<size_t>(engine.layout.bytes - layout.bytes));
   };
 }
 

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/engine.h"
 #include "kernels/matrix_view.h"
 #include "residency/pool.h"
 #include "store/record.h"
@@ -53,9 +54,9 @@ struct PySource {
   std::vector<RawViews> views;
   std::vector<int32_t> views_of;
 
-  // What makes records of `layout` of raw pieces; none for a store. Throws Error(kInvalid) where
+  // What makes records for an engine of raw pieces; none for a store. Throws Error(kInvalid) where
   // the pieces of an expert are too short for them.
-  PackRecord packing(const RecordLayout& layout) const;
+  PackRecord packing(const EngineOptions& engine) const;
 };
 
 std::array<uint8_t, 16> store_id_from(const pybind11::bytes& bytes);

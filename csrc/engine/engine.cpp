@@ -53,10 +53,14 @@ void check_limits(const EngineOptions& options) {
 
 std::vector<ExpertFfn> make_ffns(const EngineOptions& options, const Runtime& runtime) {
   std::vector<ExpertFfn> ffns;
-  for (const Activation& activation : options.activations) {
-    ffns.emplace_back(options.layout, activation, runtime, kernel_table());
+  const size_t activations = options.activations.size();
+  const size_t count = std::max({activations, options.layouts.size(), size_t{1}});
+  for (size_t i = 0; i < count; ++i) {
+    const Activation activation = activations == 0 ? Activation(Activation::kSilu)
+                                                   : options.activations[activations == 1 ? 0 : i];
+    ffns.emplace_back(options.layout_of(static_cast<int32_t>(i)), activation, runtime,
+                      kernel_table());
   }
-  if (ffns.empty()) ffns.emplace_back(options.layout, Activation::kSilu, runtime, kernel_table());
   return ffns;
 }
 
@@ -69,6 +73,11 @@ void check(const EngineOptions& options, const Runtime& runtime, int32_t layers)
     throw Error(ErrorKind::kInvalid, "activation names " + std::to_string(given) + " for " +
                                          std::to_string(layers) + " layers");
   }
+  if (!options.layouts.empty() && options.layouts.size() != static_cast<size_t>(layers)) {
+    throw Error(ErrorKind::kInvalid, "format names those of " +
+                                         std::to_string(options.layouts.size()) + " layers for " +
+                                         std::to_string(layers));
+  }
   static_cast<void>(make_ffns(options, runtime));
 }
 
@@ -78,7 +87,6 @@ Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique
       pool_(std::move(pool)),
       ffns_(make_ffns(options, runtime)),
       few_rows_ffns_(make_ffns(options, for_few_rows(runtime))),
-      ffn_(ffns_.front()),
       last_used_(pool_->layers(), pool_->experts()) {
   check(options_, runtime_, pool_->layers());
 }
@@ -104,9 +112,11 @@ int32_t Engine::out_features(int32_t projection) const {
   return projection == 0 ? layout().halves() * layout().intermediate : layout().hidden;
 }
 
-int32_t Engine::rows_per_chunk(int32_t projection) const {
-  const int64_t prepared = projection == 0 ? ffn_.prepared_bytes(1) : ffn_.prepared_hidden_bytes(1);
-  const int64_t per_row = prepared + int64_t{out_features(projection)} * sizeof(float);
+int32_t Engine::rows_per_chunk(const LinearCall& call) const {
+  const ExpertFfn& products = ffn(call.layer, Phase::kPrefill);
+  const int64_t prepared =
+      call.projection == 0 ? products.prepared_bytes(1) : products.prepared_hidden_bytes(1);
+  const int64_t per_row = prepared + int64_t{out_features(call.projection)} * sizeof(float);
   return static_cast<int32_t>(std::clamp<int64_t>(options_.workspace / per_row, 1, INT32_MAX));
 }
 
@@ -115,8 +125,8 @@ void Engine::experts(const ExpertsCall& call) {
   pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   // Chunks of equal length: a short last one would ask for few experts, and read nothing ahead.
-  const int32_t most =
-      tokens_per_chunk(ffn_, layout(), call.top_k, options_.workspace, call.adapters);
+  const int32_t most = tokens_per_chunk(ffn(call.layer, phase_of(call.tokens)), layout(),
+                                        call.top_k, options_.workspace, call.adapters);
   const int32_t chunks = 1 + (call.tokens - 1) / most;
   const int32_t chunk = 1 + (call.tokens - 1) / chunks;
   for (int32_t begin = 0; begin < call.tokens; begin += chunk) {
@@ -144,17 +154,18 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
                   grouping);
   const auto count = static_cast<int32_t>(grouping.experts.size());
   workspace.products.at_least(int64_t{call.tokens} * call.top_k * layout().hidden * sizeof(float));
-  workspace.prepared.at_least(ffn_.prepared_bytes(call.tokens));
+  const ExpertFfn& products = ffn(call.layer, forward.phase);
+  workspace.prepared.at_least(products.prepared_bytes(call.tokens));
   workspace.entries.resize(count);
   workspace.scratch_offset.resize(count);
   workspace.adapted_offset.resize(count);
   int64_t scratch = 0;
   for (int32_t i = 0; i < count; ++i) {
     workspace.scratch_offset[i] = scratch;
-    scratch += round_up(ffn_.scratch_bytes(grouping.rows(i)), 64);
+    scratch += round_up(products.scratch_bytes(grouping.rows(i)), 64);
     workspace.adapted_offset[i] = scratch;
-    scratch += ffn_.adapted_bytes(grouping.rows(i), call.adapters.gate_up.rank(),
-                                  call.adapters.down.rank());
+    scratch += products.adapted_bytes(grouping.rows(i), call.adapters.gate_up.rank(),
+                                      call.adapters.down.rank());
   }
   workspace.scratch.at_least(scratch);
 
@@ -222,31 +233,31 @@ void Engine::compute(const ExpertsCall& call, Phase phase, std::span<const Ready
     bool down;
   };
   std::array<Step, TaskQueue::kMostStages> steps;
+  const ExpertFfn& products = ffn(call.layer, phase);
   placement.add_lanes(queue, [&](int32_t begin, int32_t end) {
     const int32_t gate_up = queue.stages();
     for (int32_t i = begin; i < end; ++i) {
-      steps[queue.add(ffn_.gate_up_tasks(), {0, prepared})] = {placement[i], false};
+      steps[queue.add(products.gate_up_tasks(), {0, prepared})] = {placement[i], false};
     }
     for (int32_t i = begin; i < end; ++i) {
       const int32_t needed = gate_up + i - begin;
-      steps[queue.add(ffn_.down_tasks(), {needed, needed + 1})] = {placement[i], true};
+      steps[queue.add(products.down_tasks(), {needed, needed + 1})] = {placement[i], true};
     }
   });
   const int32_t reduce = queue.stages();
   const int64_t strips = tasks_for(layout().hidden, kReduceColumns);
   if (part.last) queue.add(call.tokens * strips, {0, reduce});
 
-  const int32_t team = team_for(rows * ffn_.multiply_adds_per_row(), options_.threads);
-  const ExpertFfn& products = ffn(call.layer, phase);
+  const int32_t team = team_for(rows * products.multiply_adds_per_row(), options_.threads);
   const auto current_node = [&] { return placement.current_node(); };
   queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
     const auto task = static_cast<int32_t>(at);
     if (stage < operands) {
       const int32_t begin = task * kPrepareRows;
-      ffn_.prepare(call.x.data, call.x.type, call.x.row_stride, begin,
-                   std::min(begin + kPrepareRows, call.tokens), workspace.prepared.data());
+      products.prepare(call.x.data, call.x.type, call.x.row_stride, begin,
+                       std::min(begin + kPrepareRows, call.tokens), workspace.prepared.data());
     } else if (stage < prepared) {
-      ffn_.adapt(task, call.x, experts[stage - operands]);
+      products.adapt(task, call.x, experts[stage - operands]);
     } else if (stage < reduce) {
       const Step step = steps[stage];
       if (step.down) {
@@ -317,7 +328,7 @@ void Engine::grouped_linear(const LinearCall& call) {
   pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   const int64_t rows = call.offsets[pool_->experts()];
-  const int64_t chunk = rows_per_chunk(call.projection);
+  const int64_t chunk = rows_per_chunk(call);
   const Phase phase = phase_of(rows / call.top_k);
   for (int64_t begin = 0; begin < rows; begin += chunk) {
     const int64_t end = std::min(begin + chunk, rows);
@@ -331,7 +342,9 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Fo
   const auto rows = static_cast<int32_t>(end - begin);
   const int64_t width = out_features(call.projection);
   const bool up = call.projection == 0;
-  workspace.prepared.at_least(up ? ffn_.prepared_bytes(rows) : ffn_.prepared_hidden_bytes(rows));
+  const ExpertFfn& products = ffn(call.layer, forward.phase);
+  workspace.prepared.at_least(up ? products.prepared_bytes(rows)
+                                 : products.prepared_hidden_bytes(rows));
   workspace.products.at_least(rows * width * sizeof(float));
   Grouping& grouping = workspace.grouping;
   grouping.experts.clear();
@@ -370,12 +383,13 @@ void Engine::compute_linear(const LinearCall& call, Phase phase, int32_t rows,
   auto* products = reinterpret_cast<float*>(workspace.products.data());
   int64_t work = 0;
   const Placement placement(pool_->topology(), ready);
+  const ExpertFfn& products_of = ffn(call.layer, phase);
   TaskQueue queue;
   if (part.first) queue.add(tasks_for(rows, kPrepareRows), {0, 0});
   const int32_t linear = queue.stages();
   placement.add_lanes(queue, [&](int32_t begin, int32_t end) {
     for (int32_t i = begin; i < end; ++i) {
-      queue.add(ffn_.linear_tasks(call.projection), {0, linear});
+      queue.add(products_of.linear_tasks(call.projection), {0, linear});
       work += grouping.rows(ready[placement[i]].index) * width * in_features(call.projection);
     }
   });
@@ -383,15 +397,14 @@ void Engine::compute_linear(const LinearCall& call, Phase phase, int32_t rows,
   if (part.last) queue.add(rows, {0, store});
 
   const int32_t team = team_for(work, options_.threads);
-  const ExpertFfn& products_of = ffn(call.layer, phase);
   const auto current_node = [&] { return placement.current_node(); };
   queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
     const auto task = static_cast<int32_t>(at);
     if (stage < linear) {
       const auto prepare = call.projection == 0 ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
       const int32_t begin = task * kPrepareRows;
-      (ffn_.*prepare)(call.x.data, call.x.type, call.x.row_stride, begin,
-                      std::min(begin + kPrepareRows, rows), prepared);
+      (products_of.*prepare)(call.x.data, call.x.type, call.x.row_stride, begin,
+                             std::min(begin + kPrepareRows, rows), prepared);
     } else if (stage < store) {
       const ReadyExpert& expert = ready[placement[stage - linear]];
       const int32_t first = grouping.first[expert.index];

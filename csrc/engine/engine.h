@@ -49,6 +49,12 @@ struct EngineOptions {
   int32_t threads = 1;  // at most this many compute
   int64_t workspace = int64_t{256} << 20;
   PrefillWindow prefill = PrefillWindow::kAuto;
+  // Of each layer, where formats differ: `layout` is the largest of them then. Empty: they do not.
+  std::vector<RecordLayout> layouts = {};
+
+  const RecordLayout& layout_of(int32_t layer) const {
+    return layouts.empty() ? layout : layouts[static_cast<size_t>(layer)];
+  }
 };
 
 // Throws Error(kInvalid) for what an engine cannot be made of: to be asked before its pool is
@@ -90,7 +96,9 @@ class Engine {
  public:
   Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool);
 
+  // What records of all layers have in common, with the bytes of a slot.
   const RecordLayout& layout() const { return options_.layout; }
+  const RecordLayout& layout(int32_t layer) const { return options_.layout_of(layer); }
   const EngineOptions& options() const { return options_; }
   // Throws Error(kInvalid) where grouped_linear is the only path.
   const Activation& activation(int32_t layer) const;
@@ -138,7 +146,7 @@ class Engine {
   static size_t place_of(int32_t layer, size_t count) {
     return std::min(static_cast<size_t>(layer), count - 1);
   }
-  int32_t rows_per_chunk(int32_t projection) const;
+  int32_t rows_per_chunk(const LinearCall& call) const;
   void experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspace& workspace);
   // Which batch of a chunk's experts.
   struct Part {
@@ -165,7 +173,6 @@ class Engine {
   std::unique_ptr<Pool> pool_;
   std::vector<ExpertFfn> ffns_;           // as activations
   std::vector<ExpertFfn> few_rows_ffns_;  // in which a row has the bits that it has alone
-  const ExpertFfn& ffn_;                  // for all but products
   WorkspacePool workspaces_;
   LastUsed last_used_;
 };

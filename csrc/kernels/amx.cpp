@@ -18,11 +18,24 @@ template <typename Code>
 constexpr auto kTrellisCodes =
     tile_integers<VnniLevelDot<TrellisLevels>, Bf16Scales, TrellisGroup<Code>>;
 
+template <Format kFormat>
+constexpr auto kGgufCodes =
+    tile_integers<GgufDot<VnniInt8Dot, VnniLevelDot, kFormat>, HalfScales, GgufGroup<kFormat>>;
+
+// With those of trellises and of GGUF's types.
+constexpr KernelTable with_tiles(KernelTable table) {
+  auto& products = table.tiles.products;
+  products[static_cast<size_t>(Format::kTcq2)] = kTrellisCodes<Tcq2>;
+  products[static_cast<size_t>(Format::kTcq3)] = kTrellisCodes<Tcq3>;
+  for_gguf(products, [](auto type) { return kGgufCodes<static_cast<Format>(type.value)>; });
+  return table;
+}
+
 }  // namespace
 
 constinit const KernelTable kAmxTable =
-    make_table<Prefetching<NativeBf16Dot>, Prefetching<VnniInt8Dot>, PrefetchingVnniNibbles,
-               VnniLevelDot, Prefetching<ExpandedFp8Dot>>(
+    with_tiles(make_table<Prefetching<NativeBf16Dot>, Prefetching<VnniInt8Dot>,
+                          PrefetchingVnniNibbles, VnniLevelDot, Prefetching<ExpandedFp8Dot>>(
         "amx",
         {.gemm_floats = 4,
          .gemm_int8 = 12,
@@ -35,7 +48,6 @@ constinit const KernelTable kAmxTable =
          {tile_bf16, kByteCodes<Bf16Scales>, kNibbleCodes<EvenNibbles, Bf16Scales>,
           kNibbleCodes<Lut4Nibbles, Bf16Scales>, kByteCodes<HalfScales>,
           kNibbleCodes<EvenNibbles, HalfScales>, kNibbleCodes<Fp4Nibbles, E8m0Scales>,
-          kNibbleCodes<Fp4Nibbles, E4m3Scales>, tile_fp8, kTrellisCodes<Tcq2>,
-          kTrellisCodes<Tcq3>}});
+          kNibbleCodes<Fp4Nibbles, E4m3Scales>, tile_fp8}}));
 
 }  // namespace torch_mesh

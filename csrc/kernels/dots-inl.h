@@ -31,6 +31,34 @@ struct OfBytes : Dot {
   static typename Dot::Weights weights(const std::byte* words) {
     return {load_words(words), load_words(words + kBlockColumns * 4)};
   }
+  static typename Dot::Weights of(Words low, Words high) { return {low, high}; }
+};
+
+// The same of signed bytes, by a Dot of int8's words.
+template <typename Int8>
+struct OfSignedBytes {
+  using Sum = Words;
+  struct Weights {
+    typename Int8::Weights low, high;
+  };
+  struct Row {
+    typename Int8::Row low, high;
+  };
+  static constexpr int kRowWords = 2;
+  static constexpr int32_t kWordsAtOnce = 2;
+  static constexpr bool kSigned = true;
+  static constexpr int kChains = 2;
+
+  static Weights of(Words low, Words high) { return {Int8::unfold(low), Int8::unfold(high)}; }
+  static Weights weights(const std::byte* words) {
+    return of(load_words(words), load_words(words + kBlockColumns * 4));
+  }
+  static Row row(const std::byte* words) { return {Int8::row(words), Int8::row(words + 4)}; }
+  static Sum add(Sum sum, const Row& row, const Weights& weights) {
+    return Int8::add(Int8::add(sum, row.low, weights.low), row.high, weights.high);
+  }
+  static Words zeros(const std::byte* scales) { return Int8::zeros(scales); }
+  static Words start(Words zeros, int32_t row_sum) { return Int8::start(zeros, row_sum); }
 };
 
 inline uint32_t word_at(const std::byte* from) {

@@ -180,6 +180,11 @@ inline void fp8_as_bf16(const BlockProducts& products) {
   }
 }
 
+template <typename Dot>
+constexpr bool takes_signed_bytes() {
+  return Dot::kRowWords == 1 || requires { Dot::kSigned; };
+}
+
 // 128 times the sum of each column of a group, which gemm's u8 rows add.
 template <typename Dot, typename Group>
 inline void gemm_surplus(const Group& group, uint32_t* surplus) {
@@ -192,9 +197,10 @@ inline void gemm_surplus(const Group& group, uint32_t* surplus) {
           Dot::add(sum, ones,
                    Dot::weights(group.words + (j * words_at_once<Dot>() * kBlockColumns + c) * 4));
     }
-    // int8 goes to gemm as it is stored, wherever the Dot puts its zero.
-    if constexpr (Dot::kRowWords == 1) {
-      sum = add_words(sum, Dot::start(Dot::zeros(group.scales_of(c)), group.count * 4));
+    // Signed bytes go to gemm as they are stored, wherever the Dot puts its zero.
+    if constexpr (takes_signed_bytes<Dot>()) {
+      const int32_t inputs = group.count * Dot::kRowWords * 4;
+      sum = add_words(sum, Dot::start(Dot::zeros(group.scales_of(c)), inputs));
     }
     store_words(surplus + c, shift_left<7>(sum));
   }
@@ -219,7 +225,7 @@ inline void gemm_integer(const BlockProducts& products, const Gemm& gemm) {
     Floats scale[kVectors];
     Words zeros[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      scale[v] = Scales::load(group.scales_of(v * kLanes));
+      scale[v] = group.scale(v * kLanes);
       zeros[v] = Dot::zeros(group.scales_of(v * kLanes));
     }
     const int64_t ahead = Gemm::kGroupsAhead * group.total_bytes();
@@ -234,9 +240,14 @@ inline void gemm_integer(const BlockProducts& products, const Gemm& gemm) {
         if constexpr (!Gemm::kSignedRows) {
           sum = subtract_words(sum, load_words(surplus + v * kLanes));
         }
-        if constexpr (Dot::kRowWords == 2) sum = add_words(sum, Dot::start(zeros[v], rows.sum[r]));
+        if constexpr (!takes_signed_bytes<Dot>()) {
+          sum = add_words(sum, Dot::start(zeros[v], rows.sum[r]));
+        }
         float* sums = products.sums + r * kBlockColumns + v * kLanes;
         store(sums, multiply_add(words_to_floats(sum), row_scale * scale[v], load(sums)));
+        if constexpr (Group::kHasMins) {
+          subtract_min(sums, rows.scale[r], rows.sum[r], group.min(v * kLanes));
+        }
       }
     }
   }

@@ -22,8 +22,9 @@ struct MatrixView {
 };
 
 // How codes of a checkpoint stand in its bytes: one in each; two, the first of them in the lower
-// nibble; or the first half of a run in the lower nibbles and the second in the upper ones.
-enum class CodeOrder : uint8_t { kBytes, kPairs, kHalves };
+// nibble; or the first half of a run in the lower nibbles and the second in the upper ones. Or they
+// are blocks of the record's own type of GGUF, with their scales: `row_bytes` says all of them.
+enum class CodeOrder : uint8_t { kBytes, kPairs, kHalves, kBlocks };
 
 // One for each `rows` x `columns` weights.
 struct ScalesView {

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "kernels/kernel_table.h"
+#include "kernels/pack_gguf.h"
 #include "kernels/small_floats.h"
 
 namespace torch_mesh {
@@ -155,10 +156,13 @@ void load_part(const CodesView& view, const std::byte* run, int32_t within, int3
       }
       if (count % 2 != 0) codes[count - 1] = bytes[count / 2] & 15;
       return;
-    case CodeOrder::kHalves:
+    case CodeOrder::kHalves: {
       const int32_t low = std::clamp(half - within, 0, count);
       for (int32_t i = 0; i < low; ++i) codes[i] = bytes[within + i] & 15;
       for (int32_t i = low; i < count; ++i) codes[i] = bytes[within + i - half] >> 4;
+      return;
+    }
+    case CodeOrder::kBlocks:  // pack_gguf.h
       return;
   }
 }
@@ -295,6 +299,11 @@ void check_has_codes(Format format) {
 
 void check_codes(const PackedMatrix& matrix, const CodesView& view) {
   check_has_codes(matrix.format);
+  if (is_gguf(matrix.format) != (view.order == CodeOrder::kBlocks)) {
+    refuse(matrix.format, is_gguf(matrix.format) ? "codes that are no blocks of its type"
+                                                 : "blocks of GGUF whose scales are products");
+  }
+  if (is_gguf(matrix.format)) return;
   check_scales(matrix, view);
   for (int64_t i = 0; view.zeros != nullptr && i < view.zeros_bytes; ++i) {
     if (static_cast<uint8_t>(view.zeros[i]) != view.zero)
@@ -310,6 +319,7 @@ void check_codes(const PackedMatrix& matrix, const CodesView& view) {
 
 void pack_codes(const PackedMatrix& matrix, const CodesView& view, int32_t first_row,
                 std::byte* block) {
+  if (is_gguf(matrix.format)) return pack_gguf(matrix, view, first_row, block);
   const RowOffsets offsets(view, first_row, std::min(matrix.columns - first_row, kBlockColumns));
   std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
   if (matrix.format == Format::kFp8) {

@@ -24,10 +24,8 @@ struct PairInt8Dot {
   };
   static constexpr int kRowWords = 1;
 
-  static Weights weights(const std::byte* words) {
-    const Words bytes = load_words(words);
-    return {magnitudes_of_bytes(bytes), signs_of_bytes(bytes)};
-  }
+  static Weights unfold(Words bytes) { return {magnitudes_of_bytes(bytes), signs_of_bytes(bytes)}; }
+  static Weights weights(const std::byte* words) { return unfold(load_words(words)); }
   static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
   static Words add(Words sum, const Row& row, const Weights& weights) {
     return add_pairs(
@@ -56,9 +54,14 @@ struct PairNibbleDot {
   static Row row(const std::byte* words) {
     return {broadcast_word(word_at(words)), broadcast_word(word_at(words + 4))};
   }
+  // Of eight k-values, in 16 bits.
+  static Words narrow(const Row& row, const Weights& weights) {
+    return add_int16(multiply_byte_pairs(weights.low, row.low),
+                     multiply_byte_pairs(weights.high, row.high));
+  }
+  static Words widen(Words sum, Words narrow) { return add_pairs(sum, narrow); }
   static Words add(Words sum, const Row& row, const Weights& weights) {
-    return add_pairs(sum, add_int16(multiply_byte_pairs(weights.low, row.low),
-                                    multiply_byte_pairs(weights.high, row.high)));
+    return widen(sum, narrow(row, weights));
   }
   static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
   static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }

@@ -206,6 +206,7 @@ inline float block_unit(const BlockProducts& products) {
 template <typename Dot, typename Scales>
 struct IntegerGroup {
   static constexpr int32_t kWeightsPerWord = Dot::kRowWords * 4;
+  static constexpr bool kHasMins = false;
 
   const std::byte* scales;
   const std::byte* words;
@@ -220,6 +221,7 @@ struct IntegerGroup {
   }
 
   const std::byte* scales_of(int32_t column) const { return scales + column * Scales::kBytes; }
+  Floats scale(int32_t column) const { return Scales::load(scales_of(column)); }
   int64_t total_bytes() const { return int64_t{kBlockColumns} * (Scales::kBytes + count * 4); }
 };
 
@@ -251,7 +253,13 @@ inline void add_scaled(float* sums, Words exact, float row_scale, Floats scale) 
   store(sums, multiply_add(words_to_floats(exact), broadcast(row_scale) * scale, load(sums)));
 }
 
-template <int kRows, typename Dot, typename Scales, typename Group, typename Share>
+// What a group's min takes off all of its weights.
+inline void subtract_min(float* sums, float row_scale, int32_t row_sum, Floats min) {
+  const Floats minus = broadcast(-(row_scale * static_cast<float>(row_sum)));
+  store(sums, multiply_add(minus, min, load(sums)));
+}
+
+template <int kRows, typename Dot, typename Group, typename Share>
 inline void integer_tile(const Group& group, const GroupRows& rows, int32_t first, Share ahead,
                          float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
@@ -264,10 +272,16 @@ inline void integer_tile(const Group& group, const GroupRows& rows, int32_t firs
     add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, ahead, exact);
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
-      const Floats scale = Scales::load(group.scales_of(column));
+      const Floats scale = group.scale(column);
       for (int r = 0; r < kRows; ++r) {
         add_scaled(sums + (first + r) * kBlockColumns + column, exact[r][v], rows.scale[first + r],
                    scale);
+      }
+      if constexpr (Group::kHasMins) {
+        const Floats min = group.min(column);
+        for (int32_t r = first; r < first + kRows; ++r) {
+          subtract_min(sums + r * kBlockColumns + column, rows.scale[r], rows.sum[r], min);
+        }
       }
     }
   }
@@ -292,8 +306,8 @@ inline void integer_products(const BlockProducts& products) {
     const int32_t count = products.rows.count;
     const Ahead ahead{group.scales + group.total_bytes(), group.total_bytes()};
     for_each_tile<kTile.rows>(count, [&](auto at_once, int32_t first) {
-      integer_tile<at_once.value, Dot, Scales>(
-          group, rows, first, ahead.share(first, at_once.value, count), products.sums);
+      integer_tile<at_once.value, Dot>(group, rows, first, ahead.share(first, at_once.value, count),
+                                       products.sums);
     });
   }
 }

@@ -13,6 +13,7 @@ struct ScalarInt8Dot {
   using Row = Words;
   static constexpr int kRowWords = 1;
 
+  static Words unfold(Words bytes) { return bytes; }
   static Words weights(const std::byte* words) { return load_words(words); }
   static Words row(const std::byte* word) { return word_at(word); }
   static Words add(Words sum, Words row, Words weights) {

@@ -83,6 +83,9 @@ inline Floats load_half(const void* from) { return _mm256_cvtph_ps(load_eight_ha
 inline Words load_bytes(const void* from) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
 }
+inline Words load_signed_bytes(const void* from) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+}
 // Without a sign; see kE4m3HalfUnit.
 inline Floats load_half_of_e4m3(const void* from) {
   const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(from));

@@ -78,6 +78,9 @@ inline Floats load_half(const void* from) { return _mm512_cvtph_ps(load_sixteen_
 inline Words load_bytes(const void* from) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }
+inline Words load_signed_bytes(const void* from) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
 inline Floats load_half_of_e4m3(const void* from) {
   const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
   return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));

@@ -112,6 +112,9 @@ inline float half_value(uint32_t bits) {
 inline float load_half(const void* from) { return half_value(load_uint16(from)); }
 
 inline uint32_t load_bytes(const void* from) { return *static_cast<const uint8_t*>(from); }
+inline uint32_t load_signed_bytes(const void* from) {
+  return static_cast<uint32_t>(int32_t{*static_cast<const int8_t*>(from)});
+}
 // As halves; see kE4m3HalfUnit.
 inline float e4m3_part(uint32_t byte) {
   return half_value((byte & 0x80) << 8 | (byte & 0x7f) << 7);

@@ -185,6 +185,8 @@ inline void unfold_trellis(const TrellisBlock<Code>& block, int32_t depth, int32
 // As IntegerGroup; its words are unfolded for all rows at once.
 template <typename Code>
 struct TrellisGroup {
+  static constexpr bool kHasMins = false;
+
   const std::byte* scales;
   const std::byte* words;
   int32_t count;  // of pairs of words
@@ -206,6 +208,7 @@ struct TrellisGroup {
   TrellisGroup& operator=(const TrellisGroup&) = delete;
 
   const std::byte* scales_of(int32_t column) const { return scales + column * 2; }
+  Floats scale(int32_t column) const { return Bf16Scales::load(scales_of(column)); }
   int64_t total_bytes() const { return bytes_; }
 
  private:

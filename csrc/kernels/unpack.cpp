@@ -3,6 +3,7 @@
 
 #include "kernels/pack.h"
 #include "kernels/small_floats.h"
+#include "store/gguf_types.h"
 #include "store/trellis.h"
 
 namespace torch_mesh {
@@ -85,12 +86,63 @@ float fp8_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int3
   return value * scale_value(matrix.scale_type(), block + scale * scale_bytes(matrix.scale_type()));
 }
 
+// A code of a column, whose words begin at `words`, by the planes of its bits.
+int32_t gguf_code(int32_t bits, const std::byte* words, int32_t k) {
+  constexpr int32_t kLine = 16 * 4;
+  int32_t code = 0;
+  int32_t first = 0;
+  if (bits >= 4) {
+    code = static_cast<int32_t>(words[k / 8 * kLine + k % 4]) >> k / 4 % 2 * 4 & 15;
+    first = 4;
+    words += 4 * kLine;
+  }
+  if (bits - first >= 2) {
+    code |= (static_cast<int32_t>(words[k / 16 * kLine + k % 4]) >> k / 4 % 4 * 2 & 3) << first;
+    first += 2;
+    words += 2 * kLine;
+  }
+  if (bits > first) code |= (static_cast<int32_t>(words[k % 4]) >> k / 4 & 1) << first;
+  return code;
+}
+
+float half_at(const std::byte* from, int32_t index) {
+  return scale_value(ScaleType::kFp16, from + index * 2);
+}
+
+// As store/gguf_types.h defines it.
+float gguf_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
+  const GgufType type = gguf_type(matrix.format);
+  const std::byte* stretch = block + k / type.depth * matrix.group_bytes;
+  const std::byte* part =
+      stretch + type.header_bytes() + k % type.depth / kGgufPart * type.part_bytes();
+  const std::byte* words = part + kBlockColumns * type.part_groups() * type.step_bytes();
+  const std::byte* steps =
+      part + k % kGgufPart / type.group * kBlockColumns * type.step_bytes() + column;
+  float scale = half_at(stretch, column);
+  float min = type.has_mins() ? half_at(stretch, kBlockColumns + column) : 0;
+  if (type.steps) {
+    auto step = static_cast<int32_t>(*steps);
+    if (type.is_signed) step = static_cast<int8_t>(*steps);
+    if (type.mins == GgufMins::kBytes) min *= static_cast<float>(steps[kBlockColumns]);
+    if (type.mins == GgufMins::kNibbles) {
+      min *= static_cast<float>(step >> 4);
+      step &= 15;
+    }
+    scale *= static_cast<float>(step);
+  }
+  const std::byte* own = words + column / 16 * type.bits * 16 * 4 + column % 16 * 4;
+  const int32_t code = gguf_code(type.bits, own, k % kGgufPart);
+  const float value = scale * static_cast<float>(type.iq4 ? kIq4Levels[code] : code - type.zero);
+  return type.has_mins() ? value - min : value;
+}
+
 float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
   if (matrix.format == Format::kBf16) {
     return bf16_at(block + (int64_t{k / 2} * kBlockColumns + column) * 4 + k % 2 * 2);
   }
   if (matrix.format == Format::kFp8) return fp8_at(matrix, block, k, column);
   if (is_trellis(matrix.format)) return trellis_at(matrix, block, k, column);
+  if (is_gguf(matrix.format)) return gguf_at(matrix, block, k, column);
   const std::byte* group = block + matrix.header_bytes + k / matrix.group_size * matrix.group_bytes;
   const std::byte* words = group + matrix.scales_bytes();
   const std::byte* at = group + column * scale_bytes(matrix.scale_type());

@@ -1,8 +1,10 @@
 #include "store/record.h"
 
+#include <algorithm>
 #include <string>
 
 #include "base/error.h"
+#include "store/gguf_types.h"
 
 namespace torch_mesh {
 namespace {
@@ -16,9 +18,10 @@ void check_size(const char* name, int32_t value) {
 }
 
 // By Format.
-constexpr const char* kNames[kFormats] = {"bf16",      "int8",      "int4",  "lut4",
-                                          "int8_fp16", "int4_fp16", "mxfp4", "nvfp4",
-                                          "fp8",       "tcq2",      "tcq3"};
+constexpr const char* kNames[kFormats] = {
+    "bf16",  "int8", "int4", "lut4",   "int8_fp16", "int4_fp16", "mxfp4",
+    "nvfp4", "fp8",  "q4_1", "q5_0",   "q5_1",      "q2_k",      "q3_k",
+    "q4_k",  "q5_k", "q6_k", "iq4_nl", "iq4_xs",    "tcq2",      "tcq3"};
 
 constexpr int64_t weight_bits(Format format) {
   switch (format) {
@@ -50,10 +53,17 @@ int32_t checked_group(Format format, int32_t group_size) {
       throw Error(ErrorKind::kInvalid, "group_size is " + std::to_string(group_size) +
                                            "; fp8 knows 0 (a scale for each output), 32 and 128");
     default:
+      if (is_gguf(format)) return gguf_type(format).group;
       if (group_size == 32 || group_size == 64 || group_size == 128) return group_size;
       throw Error(ErrorKind::kInvalid, "group_size is " + std::to_string(group_size) +
                                            "; integer formats know 32, 64 and 128");
   }
+}
+
+// Those that hold the codes of a type of GGUF.
+bool is_in_gguf(Format format) {
+  return is_gguf(format) || format == Format::kInt4Fp16 || format == Format::kInt8Fp16 ||
+         format == Format::kMxfp4;
 }
 
 }  // namespace
@@ -70,7 +80,7 @@ ScaleType PackedMatrix::scale_type() const {
     case Format::kFp8:
       return group_size == 32 ? ScaleType::kE8m0 : ScaleType::kFp32;
     default:
-      return ScaleType::kBf16;
+      return is_gguf(format) ? ScaleType::kFp16 : ScaleType::kBf16;
   }
 }
 
@@ -85,6 +95,18 @@ PackedMatrix PackedMatrix::make(Format format, int32_t group_size, int32_t colum
   matrix.columns = columns;
   matrix.depth = depth;
   matrix.blocks = halves * static_cast<int32_t>(round_up(columns, kBlockColumns) / kBlockColumns);
+  if (is_gguf(format)) {
+    const GgufType type = gguf_type(format);
+    if (depth % type.depth != 0) {
+      throw Error(ErrorKind::kInvalid, std::string(format_name(format)) + " has blocks of " +
+                                           std::to_string(type.depth) + " inputs; in_features is " +
+                                           std::to_string(depth) + ", no multiple of that");
+    }
+    matrix.depth_padded = static_cast<int32_t>(round_up(depth, kBlockColumns));
+    matrix.group_bytes = type.stretch_bytes();
+    matrix.block_bytes = matrix.depth_padded / type.depth * matrix.group_bytes;
+    return matrix;
+  }
   const bool grouped = !has_float_products(format);
   const int32_t step = grouped && group_size > kBlockColumns ? group_size : kBlockColumns;
   matrix.depth_padded = static_cast<int32_t>(round_up(depth, step));
@@ -138,8 +160,57 @@ RecordFormats RecordFormats::from_name(std::string_view name) {
   const RecordFormats formats(format_from_name(name.substr(0, plus)),
                               format_from_name(name.substr(plus + 1)));
   if (formats.gate_up == Format::kTcq2 && formats.down == Format::kTcq3) return formats;
+  if (formats.gate_up != formats.down && is_in_gguf(formats.gate_up) && is_in_gguf(formats.down)) {
+    return formats;
+  }
   throw Error(ErrorKind::kInvalid,
-              "no record holds \"" + std::string(name) + "\"; two formats can be tcq2+tcq3");
+              "no record holds \"" + std::string(name) +
+                  "\"; two formats can be tcq2+tcq3, or those of two types of GGUF");
+}
+
+std::vector<RecordFormats> formats_of_layers(std::string_view name) {
+  const size_t colon = name.find(':');
+  std::string_view names = name.substr(0, colon);
+  std::vector<RecordFormats> distinct;
+  while (true) {
+    const size_t bar = names.find('|');
+    distinct.push_back(RecordFormats::from_name(names.substr(0, bar)));
+    if (bar == std::string_view::npos) break;
+    names.remove_prefix(bar + 1);
+  }
+  if (distinct.size() == 1 && colon == std::string_view::npos) return distinct;
+  const auto refuse = [&](const std::string& what) {
+    throw Error(ErrorKind::kInvalid,
+                "\"" + std::string(name) + "\" " + what +
+                    "; formats of layers are two to ten names and a digit for each layer, as in "
+                    "q4_k+q6_k|q4_k:0110");
+  };
+  if (colon == std::string_view::npos) refuse("does not say which layer has which format");
+  if (distinct.size() < 2 || distinct.size() > 10) refuse("has too few or too many formats");
+  std::vector<RecordFormats> layers;
+  for (const char digit : name.substr(colon + 1)) {
+    if (digit < '0' || digit >= '0' + static_cast<int>(distinct.size())) {
+      refuse("names a format by a digit that it has none for");
+    }
+    layers.push_back(distinct[static_cast<size_t>(digit - '0')]);
+  }
+  if (layers.size() < 2) refuse("has too few layers");
+  return layers;
+}
+
+std::vector<RecordLayout> layouts_of_layers(std::string_view name, int32_t group_size,
+                                            int32_t hidden, int32_t intermediate, bool gated,
+                                            bool bias) {
+  std::vector<RecordLayout> layouts;
+  for (const RecordFormats& formats : formats_of_layers(name)) {
+    layouts.push_back(RecordLayout::make(formats, group_size, hidden, intermediate, gated, bias));
+  }
+  return layouts;
+}
+
+const RecordLayout& largest(const std::vector<RecordLayout>& layouts) {
+  return *std::max_element(layouts.begin(), layouts.end(),
+                           [](const auto& a, const auto& b) { return a.bytes < b.bytes; });
 }
 
 const char* format_name(Format format) { return kNames[static_cast<int>(format)]; }

@@ -1,7 +1,8 @@
 // The packed layout of one expert, the unit that a promotion reads with a single request.
 //
 // A record is   gate_up | down | gate_up bias | down bias | zeros up to 4 KiB.
-// gate_up may be tcq2 beside a down of tcq3 (docs/decisions/0065); else they have one format.
+// gate_up may be tcq2 beside a down of tcq3 (docs/decisions/0065), or of one type of GGUF beside a
+// down of another; else they have one format.
 // A projection is a row of blocks; a block is 64 output columns, contiguous along depth (K), so
 // that one thread streams it front to back. A block is a row of groups; a group of an integer
 // format is
@@ -30,6 +31,7 @@
 //          with its scales, filled up to 64 bytes:
 //            group 128: a float for each 128 k-values of the block; group 0: one for each column;
 //            group 32:  64 E8M0 bytes for each 32 k-values
+//   q2_k to q6_k, iq4_nl, iq4_xs, q4_1, q5_0, q5_1: GGUF's types of these names, store/gguf_types.h
 //
 // These have codes of two and three bits that say less than their weights (store/trellis.h), and
 // the words of 16 columns beside each other:
@@ -42,6 +44,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
+#include <vector>
 
 namespace torch_mesh {
 
@@ -55,11 +58,23 @@ enum class Format : uint8_t {
   kMxfp4,
   kNvfp4,
   kFp8,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kQ2K,
+  kQ3K,
+  kQ4K,
+  kQ5K,
+  kQ6K,
+  kIq4Nl,
+  kIq4Xs,
   kTcq2,
   kTcq3,
 };
 
-inline constexpr int kFormats = 11;
+inline constexpr int kFormats = 21;
+inline constexpr Format kFirstGguf = Format::kQ4_1;
+inline constexpr int kGgufTypes = 10;
 
 enum class ScaleType : uint8_t { kBf16, kFp16, kFp32, kE8m0, kE4m3 };
 
@@ -78,6 +93,9 @@ constexpr bool is_made_of_codes(Format format) {
   return format > Format::kLut4 && format < Format::kTcq2;
 }
 constexpr bool is_trellis(Format format) { return format >= Format::kTcq2; }
+// Blocks of GGUF with scales that are products: store/gguf_types.h.
+constexpr bool is_gguf(Format format) { return format >= kFirstGguf && format < Format::kTcq2; }
+static_assert(static_cast<int>(Format::kTcq2) - static_cast<int>(kFirstGguf) == kGgufTypes);
 // Have a code for each weight, beside scales: records can be made of a checkpoint's own codes.
 constexpr bool has_codes_of_weights(Format format) {
   return format == Format::kInt8 || format == Format::kInt4 || is_made_of_codes(format);
@@ -119,7 +137,8 @@ struct PackedMatrix {
   int32_t blocks;        // 64-column blocks, gate and up counted both
   int32_t depth_padded;  // a multiple of 64, and of the group of an integer format
   int64_t header_bytes;  // of a block, before its first group
-  int64_t group_bytes;   // scales and words of one group; all words of the block for bf16 and fp8
+  // Scales and words of one group; all words of the block for bf16 and fp8; a stretch of GGUF's.
+  int64_t group_bytes;
   int64_t block_bytes;
 
   int32_t groups() const {
@@ -134,8 +153,8 @@ struct PackedMatrix {
 
   // `halves` matrices of `columns` x `depth` side by side, block by block. Throws Error(kInvalid)
   // for a size or group that the format does not know: group_size is one of 32, 64, 128 for
-  // integers, of 0, 32, 128 for fp8, and ignored for bf16 (0), mxfp4 (32) and nvfp4 (16); sizes are
-  // in [1, 2^20].
+  // integers, of 0, 32, 128 for fp8, and ignored for bf16 (0), mxfp4 (32), nvfp4 (16) and GGUF's
+  // types (16 or 32), whose depth is a multiple of their blocks; sizes are in [1, 2^20].
   static PackedMatrix make(Format format, int32_t group_size, int32_t columns, int32_t depth,
                            int32_t halves = 1);
 };
@@ -150,7 +169,14 @@ struct RecordFormats {
 
   // "tcq2", or "tcq2+tcq3" with gate_up's first. Error(kInvalid) for what is none.
   static RecordFormats from_name(std::string_view name);
+
+  bool operator==(const RecordFormats&) const = default;
 };
+
+// The formats of a model whose layers differ, "q4_k+q6_k|q4_k:0110": up to ten names, and for each
+// layer the digit of its own. Those of all layers, or one for a name of one. Error(kInvalid) for
+// what is neither.
+std::vector<RecordFormats> formats_of_layers(std::string_view name);
 
 struct RecordLayout {
   int32_t group_size;
@@ -172,6 +198,13 @@ struct RecordLayout {
   static RecordLayout make(RecordFormats formats, int32_t group_size, int32_t hidden,
                            int32_t intermediate, bool gated, bool bias);
 };
+
+// Of each layer, or one of all. Throws what RecordLayout::make and formats_of_layers throw.
+std::vector<RecordLayout> layouts_of_layers(std::string_view name, int32_t group_size,
+                                            int32_t hidden, int32_t intermediate, bool gated,
+                                            bool bias);
+// The one that a slot has to have room for.
+const RecordLayout& largest(const std::vector<RecordLayout>& layouts);
 
 Format format_from_name(std::string_view name);  // Error(kInvalid) for what is none
 const char* format_name(Format format);

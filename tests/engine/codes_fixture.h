@@ -5,9 +5,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "kernels/matrix_view.h"
+#include "store/gguf_types.h"
 #include "store/record.h"
 
 namespace torch_mesh::testing {
@@ -18,6 +20,10 @@ class Codes {
   template <typename Below>
   Codes(Format format, int32_t group, int32_t rows, int32_t depth, const Below& below)
       : format_(format), rows_(rows), depth_(depth) {
+    if (is_gguf(format)) {
+      make_blocks(below);
+      return;
+    }
     values_.resize(static_cast<size_t>(rows) * depth);
     make_scales(group, below);
     make_codes(below);
@@ -39,6 +45,27 @@ class Codes {
     const ScalesView& scales = view_.scales;
     const size_t at = static_cast<size_t>(row / scales.rows) * scale_columns_ + k / scales.columns;
     return scale_values_[at] * values_[static_cast<size_t>(row) * depth_ + k];
+  }
+
+  // A half of each block of GGUF, from byte `at` of it.
+  void set_halves(int32_t at, uint16_t bits) {
+    const GgufType type = gguf_type(format_);
+    for (size_t block = 0; block < codes_.size(); block += static_cast<size_t>(type.bytes)) {
+      std::memcpy(codes_.data() + block + at, &bits, sizeof(bits));
+    }
+  }
+  // Where they have d, and dmin or a min; -1: nowhere.
+  std::pair<int32_t, int32_t> half_places() const {
+    switch (format_) {
+      case Format::kQ2K:
+        return {80, 82};
+      case Format::kQ3K:
+        return {108, -1};
+      case Format::kQ6K:
+        return {208, -1};
+      default:
+        return {0, gguf_type(format_).has_mins() ? 2 : -1};
+    }
   }
 
   int32_t rows() const { return rows_; }
@@ -82,6 +109,23 @@ class Codes {
   void put_scale(size_t index, T bits, float value) {
     std::memcpy(scales_.data() + index * sizeof(T), &bits, sizeof(T));
     scale_values_[index] = value;
+  }
+
+  // Random bytes, and scales of 2^-9 to 2^-7; weights are below 2.
+  template <typename Below>
+  void make_blocks(const Below& below) {
+    const GgufType type = gguf_type(format_);
+    view_.order = CodeOrder::kBlocks;
+    view_.row_bytes = int64_t{depth_ / type.depth} * type.bytes;
+    codes_.resize(static_cast<size_t>(view_.row_bytes) * rows_);
+    for (std::byte& byte : codes_) byte = static_cast<std::byte>(below(256));
+    const auto [d, min] = half_places();
+    for (size_t block = 0; block < codes_.size(); block += static_cast<size_t>(type.bytes)) {
+      for (int32_t at : {d, min}) {
+        const auto bits = static_cast<uint16_t>((below(2) << 15) | (0x1000 + below(0x800)));
+        if (at >= 0) std::memcpy(codes_.data() + block + at, &bits, sizeof(bits));
+      }
+    }
   }
 
   template <typename Below>

@@ -19,6 +19,7 @@ std::vector<Shape> shapes() {
       ++n;
     }
   }
+  for (Format format : kGgufFormats) all.push_back({format, 32, 256, 512, n++ % 2 == 0});
   return all;
 }
 

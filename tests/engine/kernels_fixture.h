@@ -103,6 +103,10 @@ inline constexpr Format kAllFormats[] = {Format::kBf16,  Format::kInt8,     Form
                                          Format::kMxfp4, Format::kNvfp4,    Format::kFp8,
                                          Format::kTcq2,  Format::kTcq3};
 
+inline constexpr Format kGgufFormats[] = {
+    Format::kQ4_1, Format::kQ5_0, Format::kQ5_1, Format::kQ2K,   Format::kQ3K,
+    Format::kQ4K,  Format::kQ5K,  Format::kQ6K,  Format::kIq4Nl, Format::kIq4Xs};
+
 struct Shape {
   Format format = Format::kBf16;
   int32_t group = 64;
@@ -140,12 +144,12 @@ struct Weights {
         down_bias(random.normals(layout.hidden)) {
     if (!is_made_of_codes(layout.down.format)) return;
     const auto below = [&](int32_t end) { return random.below(end); };
-    const auto matrix = [&](int32_t rows, int32_t depth) {
-      codes.emplace_back(layout.down.format, layout.group_size, rows, depth, below);
+    const auto matrix = [&](const PackedMatrix& of, int32_t rows, int32_t depth) {
+      codes.emplace_back(of.format, of.group_size, rows, depth, below);
     };
-    matrix(layout.intermediate, layout.hidden);
-    matrix(layout.intermediate, layout.hidden);
-    matrix(layout.hidden, layout.intermediate);
+    matrix(layout.gate_up, layout.intermediate, layout.hidden);
+    matrix(layout.gate_up, layout.intermediate, layout.hidden);
+    matrix(layout.down, layout.hidden, layout.intermediate);
   }
 
   ExpertViews views() const {

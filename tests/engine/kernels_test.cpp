@@ -33,6 +33,15 @@ std::vector<Shape> shapes() {
     all.push_back({Format::kTcq2, group, 321, 190, gated, true, Activation::kGelu, Format::kTcq3});
     all.push_back({Format::kTcq2, group, 190, 321, gated, false, Activation::kSilu, Format::kTcq3});
   }
+  // One stretch of GGUF's types, and several.
+  for (Format format : kGgufFormats) {
+    all.push_back({format, 32, 256, 512, n % 2 == 0, n % 3 == 0});
+    all.push_back({format, 32, 768, 256, n % 2 == 1, n % 3 == 1, Activation::kGelu});
+    ++n;
+  }
+  all.push_back({Format::kQ4K, 32, 512, 256, true, true, Activation::kSilu, Format::kQ6K});
+  all.push_back({Format::kIq4Xs, 32, 256, 96, true, false, Activation::kSilu, Format::kQ5_0});
+  all.push_back({Format::kQ5K, 32, 256, 128, true, false, Activation::kSilu, Format::kInt8Fp16});
   return all;
 }
 
@@ -96,6 +105,35 @@ TEST(ExpertFfn, SumsOfTheLargestOperandsAreExact) {
           for (const KernelTable* table : all_tables()) {
             EXPECT_TRUE(same_bits(run_ffn(*table, shape, record, rows), expected)) << table->name;
           }
+        }
+      }
+    }
+  }
+}
+
+// Codes and steps at their limits, with both signs.
+TEST(ExpertFfn, SumsOfTheLargestCodesOfGgufAreExact) {
+  Random random;
+  for (Format format : kGgufFormats) {
+    const Shape shape{format, 32, 256, 256};
+    SCOPED_TRACE(name_of(shape));
+    for (uint8_t byte : {0x00, 0x7f, 0x80, 0xff, 0x77, 0x88, 0x0f, 0xf0}) {
+      Weights weights(shape.layout(), random);
+      for (Codes& codes : weights.codes) {
+        std::fill(codes.codes().begin(), codes.codes().end(), std::byte{byte});
+        const auto [d, min] = codes.half_places();
+        codes.set_halves(d, 0x2000);
+        if (min >= 0) codes.set_halves(min, 0x9c00);
+      }
+      const Bytes record = weights.pack(kScalarTable);
+      for (int32_t count : {1, 4, 40}) {
+        Rows rows(shape.layout(), count, random);
+        for (int32_t r = 0; r < rows.all(); ++r) {
+          std::fill_n(rows.row(r), shape.hidden, r % 2 == 0 ? 1.0f : -1.0f);
+        }
+        const auto expected = run_ffn(kScalarTable, shape, record, rows);
+        for (const KernelTable* table : all_tables()) {
+          EXPECT_TRUE(same_bits(run_ffn(*table, shape, record, rows), expected)) << table->name;
         }
       }
     }
@@ -480,6 +518,7 @@ TEST(Gemm, GivesWhatThePlainProductsGive) {
       {.format = Format::kTcq2, .hidden = 200, .intermediate = 300, .down = Format::kTcq3});
   cases.push_back({Format::kFp8, 0, 200, 300});
   cases.push_back({Format::kBf16, 64, 2100, 65});  // deeper than one gemm
+  for (Format format : kGgufFormats) cases.push_back({format, 32, 256, 256});
   for (const Shape& shape : cases) {
     SCOPED_TRACE(name_of(shape));
     const Bytes record = Weights(shape.layout(), random).pack(kernel_table());

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, StoreError
+from torch_mesh import MeshConfig, StoreError, UnsupportedModelError
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.patching import quantizer
 from torch_mesh.store.convert import convert
@@ -61,17 +62,26 @@ def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
 
 
-@pytest.mark.parametrize("architecture", gguf_files.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", gguf_files.EACH_ARCHITECTURE)
 def test_logits_are_those_of_the_model(architecture: str, tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", architecture, {"_exps.weight": "Q4_1", "attn_(q|qkv)": "F16"})
     logits = _logits(made.model)
-    with pytest.warns(UserWarning, match="are rounded to bf16"):
+    if architecture == "llama":  # which transformers takes for a dense one
+        with pytest.raises(UnsupportedModelError, match="takes it for llama: convert it"):
+            _open(made.path, dtype=torch.float32)
+        with pytest.warns(UserWarning, match="are rounded to bf16"):
+            convert(made.path, tmp_path / "converted", "bf16")
+        made = gguf_files.Written(tmp_path / "converted", made.model, made.tensors)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         model = _open(made.path, dtype=torch.float32)
+    assert architecture == "llama" or any("are rounded to bf16" in str(each.message) for each in caught)
     assert len(list(patched_modules(model))) == 2
     assert _difference(_logits(model), logits) <= 0.005
-    convert(made.path, tmp_path / "store", "bf16")
-    assert torch.equal(_logits(_open(tmp_path / "store", dtype=torch.float32)), _logits(model))
-    if architecture != "gpt-oss":  # whose experts and sinks transformers leaves out
+    if made.path.is_file():
+        convert(made.path, tmp_path / "store", "bf16")
+        assert torch.equal(_logits(_open(tmp_path / "store", dtype=torch.float32)), _logits(model))
+    if architecture in gguf_files.READ_BY_TRANSFORMERS:
         own = AutoModelForCausalLM.from_pretrained(
             tmp_path, gguf_file="model.gguf", config=made.model.config, dtype=torch.float32
         )
@@ -82,17 +92,26 @@ def test_logits_are_those_of_the_model(architecture: str, tmp_path: Path) -> Non
 
 
 def test_auto_names_its_choice_and_bf16_is_the_dtype(tmp_path: Path) -> None:
-    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q4_1"})
-    with pytest.warns(UserWarning, match="converts Q4_1 experts to int8 in groups of 32"):
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256}
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "TQ2_0"}, **sizes)
+    with pytest.warns(UserWarning, match="converts TQ2_0 experts to int8 in groups of 32"):
         model = _open(made.path, weights="auto")
     assert model.dtype == torch.bfloat16 and model.config.quantization_config.weights == "int8"
     assert _difference(_logits(model), _logits(made.model)) <= 0.06
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
+K_SIZES = {"hidden_size": 256, "moe_intermediate_size": 256}
+MIXED = {"blk.0.ffn_down_exps": "Q6_K", "_exps.weight": "Q4_K"}
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4", "Q5_1", "Q4_K", "Q6_K", "IQ4_XS", "mixed"])
 def test_experts_are_read_from_the_file_itself(kind: str, tmp_path: Path, cache: Path) -> None:
+    types = MIXED if kind == "mixed" else {"_exps.weight": kind}
     made = gguf_files.write(
-        tmp_path / "model.gguf", "gpt-oss" if kind == "MXFP4" else "qwen3moe", {"_exps.weight": kind}
+        tmp_path / "model.gguf",
+        "gpt-oss" if kind == "MXFP4" else "qwen3moe",
+        types,
+        **({} if kind in ("Q4_0", "Q8_0", "MXFP4") else K_SIZES),
     )
     model = _open(made.path, weights="auto")
     assert not list(cache.glob("stores/*/mesh_manifest.json"))
@@ -100,6 +119,25 @@ def test_experts_are_read_from_the_file_itself(kind: str, tmp_path: Path, cache:
     assert torch.equal(_logits(model), _logits(stored))
     assert _difference(_logits(model), _logits(made.model)) <= 0.06
     assert model.generate(IDS, max_new_tokens=4, do_sample=False).shape[1] > IDS.shape[1]
+
+
+def test_layers_of_several_types_are_one_model(tmp_path: Path, cache: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", MIXED, **K_SIZES)
+    model = _open(made.path, weights="auto", dtype=torch.float32)
+    assert model.config.quantization_config.weights == "q4_k+q6_k|q4_k:01"
+    assert "weights=q4_k+q6_k|q4_k (" in repr(model)
+    # Gradients, and the weights that come back, are those of each layer's own types.
+    x = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    torch_mesh_grad = torch.autograd.grad(model(inputs_embeds=x, use_cache=False).logits.square().mean(), x)[0]
+    y = x.detach().clone().requires_grad_()
+    own = torch.autograd.grad(made.model(inputs_embeds=y, use_cache=False).logits.square().mean(), y)[0]
+    assert _difference(torch_mesh_grad, own) <= 0.1
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(_logits(_open(tmp_path / "saved", weights="auto", dtype=torch.float32)), _logits(model))
+    plain = torch_mesh.unpatch(model, lossy=True)
+    expected = made.model.state_dict()
+    experts = {name: value for name, value in plain.state_dict().items() if ".experts." in name}
+    assert experts and all(torch.equal(value, expected[name]) for name, value in experts.items())
 
 
 def test_parts_are_one_model(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
@@ -51,17 +52,96 @@ _FAMILIES = {
     "gpt-oss": "gpt_oss",
     "minimax-m2": "minimax_m2",
     "qwen35moe": "qwen3_5_moe_text",
+    "olmoe": "olmoe",
+    "glm4moe": "glm4_moe",
+    "llama": "mixtral",
+    "granitemoe": "granitemoe",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "hunyuan-moe": "hunyuan_v1_moe",
+    "deepseek2": "deepseek_v3",
 }
+# What these have beside _SIZES.
+_OWN_SIZES: Mapping[str, dict[str, Any]] = {
+    "glm4moe": {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "head_dim": 32,
+    },
+    "granitemoe": {
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.75,
+        "attention_multiplier": 0.25,
+    },
+    "ernie4_5-moe": {
+        "num_hidden_layers": 3,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    },
+    "hunyuan-moe": {"moe_topk": 2},
+    "deepseek2": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 20000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+        },
+    },
+}
+# Whose projections of queries and keys the converter permutes.
+_ROTATED = ("llama", "granitemoe")
 # transformers reads the config of the last itself, if it knows it: 5.17 does not.
 READS_QWEN35MOE = "qwen35moe" in GGUF_CONFIG_ARCHS
 ARCHITECTURES = tuple(name for name in _FAMILIES if name != "qwen35moe" or READS_QWEN35MOE)
+# For every run of the tests, and for thorough ones.
+EACH_ARCHITECTURE = tuple(
+    pytest.param(name, marks=pytest.mark.thorough)
+    if name in ("olmoe", "granitemoe", "ernie4_5-moe", "hunyuan-moe")
+    else name
+    for name in ARCHITECTURES
+)
+# Whose weights transformers reads too: of gpt-oss neither config nor sinks, of the last ones nothing.
+READ_BY_TRANSFORMERS = tuple(name for name in ARCHITECTURES[:5] if name != "gpt-oss")
 # What the writer's package has no encoder for is drawn as bytes.
 _DRAWN = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
     *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "NVFP4"),
 )
 # Where the fp16 scales of a block are.
-_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 _TOKENS = ["<pad>", "<s>", "</s>", *(chr(ord("a") + i) for i in range(26)), "\u0120", "he", "ll", "lo", "hell"]
 
 
@@ -76,11 +156,16 @@ def tiny_model(architecture: str, **sizes: Any) -> PreTrainedModel:
     """A random model in fp32 whose experts all differ."""
     family = CONFIG_MAPPING[_FAMILIES[architecture]]
     defaults = family()
+    own = _OWN_SIZES.get(architecture, {})
     known = {
         name: value
         for name, value in {**_SIZES, **sizes}.items()
         if hasattr(defaults, name) or name in ("rotary_dim", "head_dim")
-    }
+    } | own
+    if architecture in ("olmoe", "granitemoe", "ernie4_5-moe", "deepseek2"):
+        del known["head_dim"]
+    if architecture == "llama":
+        known["sliding_window"] = None
     if architecture == "gpt-oss":
         scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
         known["rope_parameters"] = scaling | {"rope_theta": 20000.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -155,7 +240,7 @@ def encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
         return data, gguf.quants.dequantize(data, Type[kind])
     count, size = gguf.GGML_QUANT_SIZES[Type[kind]]
     blocks = np.random.randint(0, 256, (values.size // count, size), dtype=np.uint8)
-    for at in _SCALES.get(kind, (0,)):
+    for at in SCALES.get(kind, (0,)):
         scale = np.full(len(blocks), 3e-5, np.float16).view(np.uint8).reshape(-1, 2)
         blocks[:, at : at + 2] = scale
     if kind == "NVFP4":
@@ -184,11 +269,19 @@ def _tensors(architecture: str, model: PreTrainedModel) -> Iterator[tuple[str, t
                 biases = torch.stack([getattr(expert, f"{part}_bias") for expert in every])
                 yield f"blk.{number}.ffn_{part}_exps.bias", biases
     for name, tensor in model.state_dict().items():
-        if name not in experts and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
+        if name.endswith("kv_b_proj.weight"):
+            layer, config = re.search(r"layers\.(\d+)", name)[1], model.config
+            heads = tensor.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+            yield f"blk.{layer}.attn_k_b.weight", keys.transpose(1, 2)
+            yield f"blk.{layer}.attn_v_b.weight", values
+        elif name not in experts and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
             yield _gguf_name(architecture, model, name), _forward(architecture, model, name, tensor)
 
 
 def _gguf_name(architecture: str, model: PreTrainedModel, name: str) -> str:
+    if name.endswith(("router.weight", "gate.wg.weight")):
+        return f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.ffn_gate_inp.weight"
     if name.endswith("e_score_correction_bias"):
         return f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.exp_probs_b.bias"
     for leaf, own in {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}.items():
@@ -213,6 +306,12 @@ def _forward(architecture: str, model: PreTrainedModel, name: str, tensor: torch
     """A parameter in the form that GGUF has of it."""
     if name.endswith("shared_expert_gate.weight"):
         return tensor[0]
+    if name.endswith("moe_statics.e_score_correction_bias"):
+        return tensor[0]
+    if architecture in _ROTATED and name.endswith(("q_proj.weight", "k_proj.weight")):
+        config = model.config
+        heads = config.num_key_value_heads if "k_proj" in name else config.num_attention_heads
+        return tensor.reshape(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
     if architecture != "qwen35moe":
         return tensor
     config = model.config
@@ -245,6 +344,11 @@ def _take(architecture: str, model: PreTrainedModel, values: Mapping[str, np.nda
                     weight = values[f"blk.{number}.ffn_{part}_exps.weight"][index]
                     getattr(expert, part).copy_(torch.from_numpy(weight.copy()))
         for name, tensor in model.state_dict().items():
+            if name.endswith("kv_b_proj.weight"):
+                prefix = f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.attn"
+                keys, own_values = (torch.from_numpy(values[f"{prefix}_{part}_b.weight"].copy()) for part in "kv")
+                tensor.copy_(torch.cat([keys.transpose(1, 2), own_values], dim=1).reshape(tensor.shape))
+                continue
             own = None if "experts." in name and "shared" not in name else _gguf_name(architecture, model, name)
             if own is not None and own in values and tensor.dim() == 2 and tensor.shape[0] > 1:
                 order = torch.arange(tensor.numel()).reshape(tensor.shape)
@@ -258,15 +362,48 @@ def _add_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> No
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(1 if architecture == "deepseek2" else config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None) or config.moe_topk
+    writer.add_expert_used_count(top_k)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    writer.add_expert_count(next(count for name in names if (count := getattr(config, name, None))))
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     writer.add_expert_feed_forward_length(inner)
     writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or inner)
-    if architecture != "qwen2moe":
+    if architecture == "deepseek2":
+        rotary, latent = config.qk_rope_head_dim, config.kv_lora_rank
+        writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_kv_lora_rank(latent)
+        writer.add_key_length(latent + rotary)
+        writer.add_value_length(latent)
+        writer.add_key_length_mla(config.qk_nope_head_dim + rotary)
+        writer.add_value_length_mla(config.v_head_dim)
+        writer.add_rope_dimension_count(rotary)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(64)
+        writer.add_rope_scaling_yarn_log_mul(0.07)
+    if architecture in ("glm4moe", "ernie4_5-moe", "deepseek2"):
+        writer.add_expert_shared_count(1)
+        writer.add_leading_dense_block_count(1)
+    if architecture in ("glm4moe", "deepseek2"):
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture == "glm4moe":
+        writer.add_rope_dimension_count(16)
+    if architecture == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if architecture == "granitemoe":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if hasattr(config, "head_dim") and architecture not in ("qwen2moe", "deepseek2"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if architecture in ("qwen2moe", "qwen35moe"):

@@ -22,12 +22,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError, StoreError, UnsupportedModelError
+from torch_mesh.formats import FORMATS, GGUF_FORMATS
 from torch_mesh.models.families import find_experts
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store import gguf_model
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert, stored_expert, weights_of_checkpoint
 from torch_mesh.store.gguf import BLOCK_TYPES, read_gguf, read_parts
+from torch_mesh.store.gguf_families import FAMILIES
 from torch_mesh.store.header import read_range
 from torch_mesh.store.inspect import describe
 from torch_mesh.store.manifest import open_store
@@ -39,6 +41,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The experts of:UserWarning", "ig
 
 
 KEPT = {"Q4_0": ("int4_fp16", 32), "Q8_0": ("int8_fp16", 32), "MXFP4": ("mxfp4", 32)}  # as they are
+OWN = {
+    kind: (kind.lower(), FORMATS[kind.lower()].group_sizes[0]) for kind in BLOCK_TYPES if kind.lower() in GGUF_FORMATS
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +74,9 @@ def test_values_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
     kept, rounded = weight.codes_as_they_are(), weight.rounded()
     held = None
     if kept is not None:
-        held = (f"{kept.kind}_fp16" if kept.scales.type == "fp16" else kept.kind, kept.groups[0])
-    assert held == KEPT.get(kind)
+        halves = kept.scales is not None and kept.scales.type == "fp16"
+        held = (f"{kept.kind}_fp16" if halves else kept.kind, kept.groups[0])
+    assert held == (OWN | KEPT).get(kind)
     assert rounded.weights == ("bf16" if kind in ("MXFP4", "F32", "F16", "BF16") else "int8")
     assert rounded.exact == (kind in ("MXFP4", "BF16"))
 
@@ -92,7 +98,7 @@ def test_types_that_differ_are_int8(architecture: str, tmp_path: Path) -> None:
     assert weights_of_checkpoint(experts, "auto") == ("int8", 32)
 
 
-@pytest.mark.parametrize("architecture", gguf_files.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", gguf_files.EACH_ARCHITECTURE)
 def test_the_rest_is_what_transformers_makes_of_it(architecture: str, tmp_path: Path) -> None:
     types = {"_exps.weight": "Q8_0", "ssm_(alpha|beta|conv1d)": "F16", "weight": "Q4_0"}
     made = gguf_files.write(tmp_path / "m.gguf", architecture, types)
@@ -103,7 +109,7 @@ def test_the_rest_is_what_transformers_makes_of_it(architecture: str, tmp_path: 
     own = {f"{layer.path}.{name}" for layer in find_experts(made.model) for name in layer.parameter_names}
     expected = {name: value for name, value in made.model.state_dict().items() if name not in own}
     assert set(stored) == set(expected)
-    if architecture != "gpt-oss":  # of which transformers reads neither config nor sinks
+    if architecture in gguf_files.READ_BY_TRANSFORMERS:
         read = AutoModelForCausalLM.from_pretrained(
             tmp_path, gguf_file="m.gguf", config=made.model.config, dtype=torch.float32
         ).state_dict()
@@ -196,7 +202,7 @@ def test_inspect_and_plan_read_headers(written: Callable[..., Written]) -> None:
     assert (held["weights"], held["model_type"], held["experts"], held["source"]) == ("Q5_1", "qwen2_moe", 4, "model")
     assert held["expert_bytes"] == 3 * 128 * 64 // 32 * 24 and held["all_experts_bytes"] == 8 * held["expert_bytes"]
     sizes = find_sizes(made.path, MeshConfig(weights="auto"))
-    assert (sizes.weights, sizes.group_size) == ("int8", 32)
+    assert (sizes.weights, sizes.group_size) == ("q5_1", 32)
 
 
 def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +294,7 @@ def test_other_types_are_refused_by_number_and_name(kind: int, message: str, tmp
         describe(made.path)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "deepseek2", "gemma4", "qwen3"])
+@pytest.mark.parametrize("architecture", ["qwen3next", "gemma4", "qwen3"])
 def test_other_architectures_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe")
     writer = gguf.GGUFWriter(made.path, architecture)
@@ -296,6 +302,14 @@ def test_other_architectures_are_refused_by_name(architecture: str, tmp_path: Pa
     _finish(writer)
     with pytest.raises(UnsupportedModelError, match=f"architecture '{architecture}'.*qwen3moe, gpt-oss, minimax-m2"):
         convert(made.path, tmp_path / "store", "int8")
+
+
+def test_a_dense_llama_is_refused_by_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
+    _finish(writer)
+    with pytest.raises(UnsupportedModelError, match="architecture 'llama' without experts"):
+        convert(tmp_path / "m.gguf", tmp_path / "store", "int8")
 
 
 def test_transformers_knows_no_more_architectures() -> None:
@@ -306,7 +320,9 @@ def test_transformers_knows_no_more_architectures() -> None:
     tables = {name for name, keys in GGUF_TO_TRANSFORMERS_MAPPING["config"].items() if "expert_count" in keys}
     assert tables == set(gguf_model.READ_BY_TABLES.values())
     ours = {name for name, read in GGUF_CONFIG_ARCHS.items() if read is gguf_model.config_table}
-    assert ours == set(gguf_model.READ_BY_TABLES)  # else transformers has learnt to read one's config itself
+    assert ours == {*gguf_model.READ_BY_TABLES, *FAMILIES} - {
+        "llama"
+    }  # else transformers has learnt to read one's config itself
     assert set(GGUF_CONFIG_ARCHS) - ours <= {"qwen35", "qwen35moe", "lfm2"}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..formats import PASSTHROUGH_FORMATS, ROUNDED_FORMATS
+from ..formats import ROUNDED_FORMATS, is_passthrough
 from ..models.families import ExpertsLayer, ExpertTensors, find_experts
 from ..store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, read_config
 from ..store.convert import (
@@ -123,7 +123,7 @@ def _base_of(source: Path, weights: str, group_size: int) -> _Base:
 def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, group_size: int) -> _Base:
     experts = find_checkpoint_experts(source, model)
     with warnings.catch_warnings():
-        if experts.nearest().weights in PASSTHROUGH_FORMATS:
+        if is_passthrough(experts.nearest().weights):
             warnings.simplefilter("ignore")  # their causes are refused
         weights, group_size = weights_of_checkpoint(experts, weights, group_size)
     _check_rounds(source, weights)
@@ -169,7 +169,7 @@ def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_si
 
 
 def _check_rounds(source: Path, weights: str) -> None:
-    if weights in PASSTHROUGH_FORMATS:
+    if is_passthrough(weights):
         raise ValueError(
             f"{source} has {weights} experts, a format that nothing is rounded to: choose the format of the merged "
             f"experts with weights= (--weights), one of {', '.join(map(repr, ROUNDED_FORMATS))}. 'int8' is the most precise "

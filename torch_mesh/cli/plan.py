@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torch_mesh.cli.options import add_config_arguments, given_config, positive, size
+from torch_mesh.formats import short_name
 from torch_mesh.store.hub import outline_folder
 from torch_mesh.validators import parse_size
 
@@ -231,11 +232,18 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
         )
     group = f", groups of {sizes.group_size}" if sizes.group_size else ""
     table.add_row(
-        "experts", f"{shape.layers} layers of {shape.experts}, {shape.top_k} per token, {sizes.weights}{group}"
+        "experts",
+        f"{shape.layers} layers of {shape.experts}, {shape.top_k} per token, {short_name(sizes.weights)}{group}",
     )
     table.add_row(
         "bytes", f"{format_bytes(sizes.expert_bytes)} an expert, {format_bytes(sizes.all_experts_bytes)} in all"
     )
+    if sizes.unused_bytes:
+        table.add_row(
+            "of that, unused",
+            f"{format_bytes(sizes.unused_bytes)}, {sizes.unused_bytes / sizes.all_experts_bytes:.1%}: layers differ in "
+            "their types, and each expert has as many bytes as the largest",
+        )
     if sizes.conversion:
         table.add_row("conversion", escape(sizes.conversion))
     table.add_row("the rest", _bytes(sizes.dense_bytes))
@@ -295,7 +303,7 @@ def _print_formats(planned: Plan) -> None:
     for choice in planned.format_choices:
         group = f" g{choice.group_size}" if choice.group_size else ""
         table.add_row(
-            choice.weights + group,
+            short_name(choice.weights) + group,
             format_bytes(choice.all_experts_bytes),
             f"{choice.resident_share:.1%}",
             f"{choice.hit_rate.expected:.0%}",
@@ -310,7 +318,9 @@ def _print_formats(planned: Plan) -> None:
         Console().print("None of them is within --max-error: allow more, or give more memory.")
         return
     group = f" --group-size {chosen.group_size}" if chosen.group_size else ""
-    Console().print(f"Fastest within --max-error: [green]--weights {chosen.weights}{group}[/]", soft_wrap=True)
+    Console().print(
+        f"Fastest within --max-error: [green]--weights {short_name(chosen.weights)}{group}[/]", soft_wrap=True
+    )
 
 
 def _add_training(table: Table, training: TrainingPlan) -> None:

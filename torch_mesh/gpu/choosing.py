@@ -14,7 +14,7 @@ from torch import nn
 
 from ..config import MIN_CAPABILITY, MeshConfig
 from ..errors import MeshError, UnsupportedModelError
-from ..formats import formats_of_fewer_bits
+from ..formats import FORMATS, formats_of_fewer_bits, short_name
 from ..models.families import ExpertsLayer
 from ..modules.packed_weight import device_of
 from ..pool.expert_pool import record_bytes
@@ -30,6 +30,7 @@ class _RecordSizes:
 
     there: int
     up: int
+    formats: tuple[str, ...]  # those of both
 
 
 def format_on_gpu(config: MeshConfig, weights: str) -> str:
@@ -83,6 +84,7 @@ def choose_experts(
     size = _RecordSizes(
         there=record_bytes(layers, there, checked_group_size(there, config.group_size)) if other else up,
         up=up,
+        formats=(there, weights),
     )
     uses = _uses(config, stored_layers or len(layers), layers, places)
     if wanted == "auto":
@@ -117,7 +119,7 @@ def _automatic_counts(
 ) -> list[int]:
     counts = [0] * len(layers)
     usable = [device for device in dict.fromkeys(devices) if _holds_experts(device)]
-    if usable and (obstacle := _obstacle(layers, usable)):
+    if usable and (obstacle := _obstacle(layers, usable, size)):
         warnings.warn(f"gpu.experts='auto' places none: {obstacle}", stacklevel=5)
         return counts
     for device in usable:
@@ -143,7 +145,7 @@ def _automatic_counts(
 
 
 def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, size: _RecordSizes) -> None:
-    if obstacle := _obstacle(layers, placement.devices):
+    if obstacle := _obstacle(layers, placement.devices, size):
         raise UnsupportedModelError(f"gpu.experts cannot be used here: {obstacle}")
     for device in dict.fromkeys(placement.devices):
         wanted = placement.count_on(device)
@@ -166,12 +168,15 @@ def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, size: 
             )
 
 
-def _obstacle(layers: Sequence[ExpertsLayer], devices: Sequence[torch.device]) -> str:
+def _obstacle(layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], size: _RecordSizes) -> str:
     """Why no GPU can compute these experts; empty if one can."""
     if layers[0].fused_activation is None:
         return BY_PROJECTION
     if len({layer.fused_activation for layer in layers}) > 1:
         return SEVERAL_ACTIVATIONS
+    for weights in size.formats:
+        if not FORMATS[weights].gpu:
+            return f"there are no GPU kernels for {short_name(weights)} records: give weights='int8' or another format."
     if importlib.util.find_spec("triton") is None:
         return "there is no triton, which CUDA builds of torch bring along: pip install triton."
     for device in dict.fromkeys(devices):

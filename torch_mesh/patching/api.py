@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import MeshConfig, with_fields
 from ..errors import MeshError, UnsupportedModelError
-from ..formats import PASSTHROUGH_FORMATS
+from ..formats import is_passthrough, short_name
 from ..hf.parallelism_checks import check_undivided
 from ..hf.saving import PatchedModelQuantizer
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
@@ -108,9 +108,9 @@ def _check_not_adapted(model: nn.Module) -> None:
 def _check_exact(model: nn.Module) -> None:
     rounded = {module._mesh_pool.weights for module in patched_modules(model) if not module._mesh_pool.exact}
     rounded |= {linear._mesh_format for _, linear in packed_linears(model) if not linear.exact}
-    if rounded and rounded <= set(PASSTHROUGH_FORMATS):
+    if rounded and all(map(is_passthrough, rounded)):
         raise MeshError(
-            f"The weights are the checkpoint's own codes, as {' and '.join(sorted(rounded))}: what they stand for is rounded to the model's dtype "
+            f"The weights are the checkpoint's own codes, as {' and '.join(sorted(map(short_name, rounded)))}: what they stand for is rounded to the model's dtype "
             "by unpatch(model, lossy=True)."
         )
     if rounded:

@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 
 from ..config import MeshConfig
 from ..errors import StoreError, UnsupportedModelError
-from ..formats import FORMATS
+from ..formats import FORMATS, short_name
 from ..hf.compat import clear_quantized, gguf_config_readers, ignore_unexpected, wrap
 from ..hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from ..hf.parallelism_checks import check_launch, expert_ranks
@@ -185,8 +185,10 @@ class _CheckpointSource(RecordSource):
     def _made(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
         """Those of a store that ``make`` writes as ``config`` says, unless the cache has it."""
         weights = format_of(config)
-        folder = config.store or _cached(f"{name}-{weights}", f"{fingerprint} {weights} {config.group_size}", weights)
-        with progress_bar(f"Converting {name} to {weights}") as progress:
+        folder = config.store or _cached(
+            f"{name}-{short_name(weights)}", f"{fingerprint} {weights} {config.group_size}", weights
+        )
+        with progress_bar(f"Converting {name} to {short_name(weights)}") as progress:
             written = make(folder, weights, config.group_size, progress=progress)
         if config.store is None:
             note_use(written.store.folder)

@@ -16,6 +16,7 @@ import torch
 
 from .. import _C
 from ..config import MeshConfig
+from ..formats import layer_formats
 from ..store.manifest import Shape
 from ..system.background import TaskThreads
 from ..system.timing import LARGE_BYTES, SECONDS, seconds_per_call
@@ -133,7 +134,9 @@ def _read(descriptors: dict[Path, int], places: Sequence[tuple[Path, int]], buff
 
 
 def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
-    """An engine with all experts in memory, whose weights are zeros: for measurements that these do not change."""
+    """An engine with all experts in memory, whose weights are zeros: for measurements that these do not change. Where
+    layers differ, all have the largest format."""
+    weights = max(layer_formats(weights), key=lambda each: shape.record_bytes(each, group_size))
     engine = _C.Engine(
         layers=shape.layers,
         experts=shape.experts,

@@ -11,7 +11,7 @@ import torch
 
 from .. import _C
 from ..config import MeshConfig
-from ..formats import FORMATS
+from ..formats import FORMATS, layer_formats, short_name
 from ..models.families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
 from ..modules.dense import dense_saving, kept_in_fp32, packs
 from ..store.checkpoint import (
@@ -53,6 +53,15 @@ class Sizes:
     own_error: float = 0.0  # that these leave of the checkpoint's values
     raw_staging_bytes: int = 0  # those buffers where they are read so
     exact_in_bf16: bool = True  # False: fp16, fp32 and codes, which bf16 rounds
+
+    @property
+    def unused_bytes(self) -> int:
+        """What the records of layers in smaller formats leave of slots and files, which have room for the largest."""
+        own = layer_formats(self.weights)
+        if len(own) == 1:
+            return 0
+        used = sum(self.shape.record_bytes(each, self.group_size or 0) for each in own)
+        return self.all_experts_bytes - used * self.shape.experts
 
     @property
     def own_codes(self) -> tuple[str, int] | None:
@@ -133,12 +142,12 @@ def _conversion(experts: CheckpointExperts, config: MeshConfig, weights: str, gr
     if experts.reads_as(weights, group_size):
         kept = experts.nearest()
         if config.store is not None:
-            return f"{experts.format} experts are converted to {weights}, {kept.why}"
+            return f"{experts.format} experts are converted to {short_name(weights)}, {kept.why}"
         as_they_are = "as they are, " if kept.exact else ""
         rounded = "" if kept.exact else f", {kept.why}"
         return (
             f"{experts.format} experts are read {as_they_are}in {experts.reads_per_expert} reads each, and packed to "
-            f"{weights} when they come{rounded}; torch-mesh convert makes that one read"
+            f"{short_name(weights)} when they come{rounded}; torch-mesh convert makes that one read"
         )
     if config.weights == "auto":
         return describe_nearest(experts)

@@ -18,10 +18,11 @@ import torch
 from .. import _C
 from ..config import MeshConfig
 from ..errors import MeshError, ReadTimeoutError
+from ..formats import short_name
 from ..models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from ..ops.device import DeviceLayer, SharedDevice
 from ..routing.profiles import pool_profile
-from ..store.convert import pack_expert
+from ..store.convert import pack_expert, unpack_record
 from ..store.manifest import Store
 from ..system.background import BackgroundThread
 from ..system.memory import resident_slots
@@ -209,8 +210,12 @@ class ExpertPool:
         """Writes one expert's weights into ``destination``, in its dtype; reads the expert if it is cold."""
         record = torch.from_numpy(self.engine.read_record(layer, expert))
         shape = self.geometry
-        gate_up, down, gate_up_bias, down_bias = torch.ops.torch_mesh.unpack(
-            record, self.weights, self.group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias
+        gate_up, down, gate_up_bias, down_bias = unpack_record(
+            record,
+            self.weights,
+            self.group_size,
+            layer,
+            (shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias),
         )
         destination.down.copy_(down)
         for stacked, gate, up in (
@@ -236,7 +241,7 @@ class ExpertPool:
         left_alone = f", left alone: {self.left_alone}" if self.left_alone else ""
         share = "" if self.share is None else f"{self.share}, "
         choice = f", chosen as {self.choice}" if self.choice else ""
-        return f"{share}weights={self.weights}{group}{choice}, {resident}{lossy}{stand_ins}{left_alone}"
+        return f"{share}weights={short_name(self.weights)}{group}{choice}, {resident}{lossy}{stand_ins}{left_alone}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

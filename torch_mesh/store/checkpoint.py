@@ -27,6 +27,7 @@ import transformers
 
 from torch_mesh import _C
 from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.formats import format_of_layer
 from torch_mesh.models.families import (
     ExpertsLayer,
     ExpertTensors,
@@ -192,11 +193,14 @@ class CheckpointExperts:
         sizes = (shape.hidden, shape.intermediate, shape.gated, shape.bias)
         try:
             views = kept.views_of(layer, expert)
-            record = _C.pack_raw(pieces, kept.dtype, views, kept.weights, group_size, *sizes)
+            own = format_of_layer(kept.weights, layer)
+            record = _C.pack_raw(pieces, kept.dtype, views, own, group_size, *sizes)
         except ValueError as problem:
             file, offset, _ = extents[0]
             where = f"expert {expert} of layer {layer}"
             raise store_error(self.files[file][0], f"{where}: {problem}", offset) from None
+        # Records of other layers may be larger.
+        record += bytes(shape.record_bytes(kept.weights, group_size) - len(record))
         return torch.frombuffer(record, dtype=torch.uint8)
 
     def read_expert(self, layer: int, expert: int) -> ExpertTensors:

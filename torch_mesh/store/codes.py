@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from torch_mesh.formats import SCALES_ERROR
+from torch_mesh.formats import FORMATS, GGUF_FORMATS, SCALES_ERROR, name_of_layers, name_of_matrices
 from torch_mesh.store.header import Header
 from torch_mesh.store.sources.layout import Codes, Weight
 
@@ -79,7 +79,12 @@ def kept_codes(
     dtypes = {piece.weight.codes[1].dtype for layout in every for piece in pieces[layout] if piece.codes is None} or {
         "BF16"
     }
-    held = _record_of([each for each in codes if each is not None]) if None not in codes else None
+    held = None
+    if None not in codes:
+        every_codes = [each for each in codes if each is not None]
+        held = _record_of(every_codes) or _mixture_of(
+            [_formats_in(pieces[layout], raw_views) for layout in layouts], layers
+        )
     if held is None or len(dtypes) > 1 or not dtypes <= RAW_DTYPES.keys():
         return None
     views = [_views(pieces[layout], raw_views) for layout in every]
@@ -117,7 +122,8 @@ def _roles(codes: Codes | None) -> list[str]:
     if codes is None:
         return ["codes"]
     zeros = None if codes.zeros is None else "zeros"
-    parts = ("codes", codes.scales.part, codes.factor, codes.divisor, zeros, codes.in_turn)
+    scales = None if codes.scales is None else codes.scales.part
+    parts = ("codes", scales, codes.factor, codes.divisor, zeros, codes.in_turn)
     return list(dict.fromkeys(filter(None, parts)))
 
 
@@ -137,13 +143,33 @@ def _record_of(codes: Sequence[Codes]) -> tuple[str, tuple[int, ...], float] | N
     if len(kinds) > 1 or not groups:
         return None
     kind = kinds.pop()
-    types = {each.scales.type for each in codes}
+    types = {each.scales.type for each in codes if each.scales is not None}
     if kind not in ("int4", "int8"):
         return kind, groups, 0.0
     if types == {"fp16"}:
         return f"{kind}_fp16", groups, 0.0
     # fp16 cannot hold all scales of bf16 and fp32, and headers do not have the values.
     return kind, groups, 0.0 if types == {"bf16"} else SCALES_ERROR
+
+
+def _formats_in(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> str | None:
+    """The format of a record that has one for gate and up and another for down, of types of GGUF; None if none does."""
+    codes = {part: pieces[view["piece"]].codes for part, view in raw_views.items() if not part.endswith("_bias")}
+    down = codes.pop("down")
+    held = [_record_of([each for each in matrices if each]) for matrices in (list(codes.values()), [down])]
+    names = [record[0] for record in held if record is not None and record[0] in GGUF_FORMATS]
+    return None if len(names) < 2 else name_of_matrices(*names)
+
+
+def _mixture_of(formats: Sequence[str | None], layers: int) -> tuple[str, tuple[int, ...], float] | None:
+    """As ``_record_of``, of the format of each expert of each layer."""
+    each = len(formats) // layers
+    own = [set(formats[layer * each : (layer + 1) * each]) for layer in range(layers)]
+    names = [next(iter(found)) for found in own]
+    if None in names or any(len(found) > 1 for found in own):
+        return None
+    weights = name_of_layers([name for name in names if name is not None])
+    return weights, FORMATS[weights].group_sizes, 0.0
 
 
 def _views(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> dict[str, RawView | RawCodes] | None:
@@ -191,13 +217,16 @@ def _codes_view(piece: _Piece, codes: Codes, view: RawView) -> RawCodes | None:
     columns, scales = piece.weight.shape[-1], codes.scales
     first, beyond = divmod(view["offset"], columns)
     step, between = divmod(view["row_stride"], columns)
-    own_scales = scales.rows == 1
+    own_scales = scales is None or scales.rows == 1
     if view["column_stride"] != 1 or beyond or between or (step != 1 and not own_scales):
         return None
+    codes_place = piece.place("codes", codes.offset + first * codes.row_bytes)
+    if scales is None:
+        return {**codes_place, "order": codes.order, "row_bytes": codes.row_bytes * step}
     if not own_scales and 128 in codes.groups and first % 64:
         return None  # a block of 64 outputs has one scale
     table: RawCodes = {
-        **piece.place("codes", codes.offset + first * codes.row_bytes),
+        **codes_place,
         "order": codes.order,
         "flip": codes.flip,
         "run": codes.run,

@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_mesh import _C
 from torch_mesh.errors import StoreError
-from torch_mesh.formats import CALIBRATED_FORMATS, GROUP_SIZES, PASSTHROUGH_FORMATS, ROUNDED_FORMATS
+from torch_mesh.formats import (
+    CALIBRATED_FORMATS,
+    GROUP_SIZES,
+    PASSTHROUGH_FORMATS,
+    ROUNDED_FORMATS,
+    format_of_layer,
+    is_passthrough,
+    short_name,
+)
 from torch_mesh.models.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
@@ -77,7 +86,7 @@ def convert(
     source, destination = Path(source), Path(destination)
     if weights in ROUNDED_FORMATS:
         checked_group_size(weights, group_size)
-    elif weights not in ("auto", *PASSTHROUGH_FORMATS):
+    elif weights != "auto" and not is_passthrough(weights):
         raise ValueError(unknown_weights(weights, ("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS)))
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
@@ -139,7 +148,7 @@ def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int)
     if weights not in CALIBRATED_FORMATS:
         why = (
             "holds a checkpoint's codes as they are, and there is nothing to calibrate"
-            if weights in PASSTHROUGH_FORMATS
+            if is_passthrough(weights)
             else "rounds little, and there is nothing to calibrate"
             if weights == "bf16"
             else "cannot be calibrated yet"
@@ -250,7 +259,7 @@ def weights_of_checkpoint(experts: CheckpointExperts, weights: str, group_size: 
 def describe_nearest(experts: CheckpointExperts) -> str:
     choice = experts.nearest()
     groups = f" in groups of {choice.group_size}" if choice.group_size else ""
-    return f"weights='auto' converts {experts.format} experts to {choice.weights}{groups}, {choice.why}"
+    return f"weights='auto' converts {experts.format} experts to {short_name(choice.weights)}{groups}, {choice.why}"
 
 
 def fingerprint_of(source: Path, key_mapping: Mapping[str, str] | None = None) -> str:
@@ -278,7 +287,7 @@ def source_name(source: Path) -> str:
 def checked_group_size(weights: str, group_size: int) -> int:
     """The group size that a store of ``weights`` records: 0 for bf16. Raises ValueError for unknown values and formats
     that nothing is rounded to."""
-    if weights in PASSTHROUGH_FORMATS:
+    if is_passthrough(weights):
         raise ValueError(
             f"weights={weights!r} only holds the codes of a checkpoint that has them, and nothing is rounded to it: "
             f"give one of {', '.join(map(repr, ROUNDED_FORMATS))}."
@@ -308,6 +317,17 @@ def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.
     )
 
 
+def unpack_record(
+    record: torch.Tensor, weights: str, group_size: int, layer: int, sizes: tuple[int, int, bool, bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gate_up, down and their biases in fp32, of a record of that layer. ``sizes``: hidden, intermediate, gated, bias."""
+    own = format_of_layer(weights, layer)
+    # A record of another layer may be larger.
+    record = record[: _C.record_bytes(own, group_size, *sizes)]
+    gate_up, down, gate_up_bias, down_bias = torch.ops.torch_mesh.unpack(record, own, group_size, *sizes)
+    return gate_up, down, gate_up_bias, down_bias
+
+
 def pack_from_checkpoint(
     experts: CheckpointExperts, layer: int, expert: int, weights: str, group_size: int
 ) -> torch.Tensor:
@@ -327,14 +347,12 @@ def _pack_from_store(store: Store, layer: int, expert: int, weights: str, group_
 def stored_expert(store: Store, layer: int, expert: int) -> ExpertTensors:
     """One expert's values. Raises ``StoreError`` for a damaged record."""
     manifest, shape = store.manifest, store.manifest.shape
-    gate_up, down, gate_up_bias, down_bias = torch.ops.torch_mesh.unpack(
+    gate_up, down, gate_up_bias, down_bias = unpack_record(
         stored_record(store, layer, expert),
         manifest.weights,
         manifest.group_size,
-        shape.hidden,
-        shape.intermediate,
-        shape.gated,
-        shape.bias,
+        layer,
+        (shape.hidden, shape.intermediate, shape.gated, shape.bias),
     )
     gate, gate_bias = (rows[: shape.intermediate] if shape.gated else None for rows in (gate_up, gate_up_bias))
     up, up_bias = (rows[-shape.intermediate :] for rows in (gate_up, gate_up_bias))

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_mesh.errors import StoreError
-from torch_mesh.formats import FORMATS, GROUP_SIZES
+from torch_mesh.formats import FORMATS, GROUP_SIZES, is_format
 from torch_mesh.store.header import (
     ALIGNMENT,
     MAX_TENSORS,
@@ -336,7 +336,7 @@ def is_of_another_release(folder: Path) -> bool:
 
 def _check_version(path: Path, table: dict[str, Any]) -> None:
     weights, version = table.get("weights"), table.get("format_version")
-    if weights not in tuple(FORMATS):  # of any type
+    if not is_format(weights):  # of any type
         raise store_error(path, f"holds {weights!r} records; this release reads {', '.join(FORMATS)}")
     if version != FORMATS[weights].version:
         raise store_error(

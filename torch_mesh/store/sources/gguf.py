@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
+from torch_mesh.formats import FORMATS, GGUF_FORMATS
 from torch_mesh.store.gguf import BLOCK_TYPES, require_package
 from torch_mesh.store.header import Header, Tensor, store_error
 from torch_mesh.store.sources.layout import (
@@ -54,12 +55,14 @@ class GgufBlocks(Layout):
         return values
 
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
-        kept = _OF_CODES.get(self.title)
-        if kept is None:
-            return None
-        kind, order, scale = kept
         values, size = _block(self.title)
         row = shape[-1] // values * size
+        kept = _OF_CODES.get(self.title)
+        if kept is None:
+            own = self.title.lower()
+            held = own in GGUF_FORMATS
+            return Codes(own, FORMATS[own].group_sizes, "blocks", values, size, row, None) if held else None
+        kind, order, scale = kept
         scales = Scales(scale, 1, values, row, size, part="codes")
         offset = 1 if scale == "e8m0" else 2
         return Codes(kind, (values,), order, values, size, row, scales, offset=offset)

@@ -87,18 +87,19 @@ class Codes:
     """The layout of a weight's codes and scales in its parts, if a record can hold them unchanged; in a stack, of one
     expert.
 
-    ``kind`` is 'int4', 'int8', 'fp8', 'mxfp4' or 'nvfp4'; ``groups`` are the possible group sizes of records, best
-    first: smaller groups repeat scales. ``run`` inputs are adjacent: one code per byte, two per byte ('pairs', the
-    first in the lower bits), or their first half in the lower bits and the second in the upper ones ('halves').
+    ``kind`` is 'int4', 'int8', 'fp8', 'mxfp4', 'nvfp4' or a type of GGUF; ``groups`` are the possible group sizes of
+    records, best first: smaller groups repeat scales. ``run`` inputs are adjacent: one code per byte, two per byte
+    ('pairs', the first in the lower bits), their first half in the lower bits and the second in the upper ones
+    ('halves'), or all that a block of GGUF has ('blocks', without ``scales``).
     """
 
     kind: str
     groups: tuple[int, ...]
-    order: str  # 'bytes', 'pairs', 'halves'
+    order: str  # 'bytes', 'pairs', 'halves', 'blocks'
     run: int
     run_bytes: int
     row_bytes: int
-    scales: Scales
+    scales: Scales | None
     offset: int = 0  # of the first code in the part 'codes'
     flip: int = 0  # bits of each code that are inverted in a record
     factor: str | None = None  # the part that multiplies all scales

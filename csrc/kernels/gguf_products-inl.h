@@ -1,0 +1,340 @@
+// Codes of GGUF's types (store/gguf_types.h) to bytes, which are then multiplied as other formats'
+// words. Include after the target's simd header.
+#pragma once
+
+#include "kernels/products-inl.h"
+#include "store/gguf_types.h"
+
+namespace torch_mesh {
+namespace {
+
+constexpr int32_t kGgufColumns = 16;  // whose words stand beside each other
+constexpr int32_t kGgufLine = kGgufColumns * 4;
+constexpr int32_t kGgufAhead = 4096;  // see Prefetching, dots-inl.h
+
+// The zeros of unsigned codes.
+template <int kZero>
+struct CodesFrom {
+  static Words zeros(const std::byte*) { return broadcast_word(kZero); }
+};
+
+// Bits of each byte of words, moved to where a mask has them.
+template <int kLeft>
+inline Words moved(Words words) {
+  if constexpr (kLeft > 0) {
+    return shift_left<kLeft>(words);
+  } else if constexpr (kLeft < 0) {
+    return shift_right<-kLeft>(words);
+  } else {
+    return words;
+  }
+}
+
+// The codes of kLanes columns, whose words of a part begin at `words`.
+template <Format kFormat>
+struct GgufCodes {
+  static constexpr GgufType kType = gguf_type(kFormat);
+  static constexpr int kPairBits = kType.bits % 4 >= 2 ? 2 : 0;
+  static constexpr int kPairs = kType.bits >= 4 ? 4 : 0;             // their first word
+  static constexpr int kSingles = kPairs + (kPairBits > 0 ? 2 : 0);  // that of single bits
+  static constexpr int kPairBit = kType.bits >= 4 ? 4 : 0;           // their place in a code
+  static constexpr int kSingleBit = kPairBit + kPairBits;
+
+  static Words word(const std::byte* words, int32_t index) {
+    return load_words(words + index * kGgufLine);
+  }
+
+  // Inputs [4 * kFour, 4 * kFour + 4), a byte each.
+  template <int kFour>
+  static Words four(const std::byte* words) {
+    Words codes{};
+    if constexpr (kType.bits >= 4) {
+      codes = word(words, kFour / 2);
+      codes = low_nibbles(kFour % 2 == 0 ? codes : shift_right<4>(codes));
+    }
+    if constexpr (kPairBits > 0) {
+      const Words pairs = word(words, kPairs + kFour / 4);
+      const Words own = moved<kPairBit - kFour % 4 * 2>(pairs);
+      codes = codes | (own & broadcast_word(0x03030303u << kPairBit));
+    }
+    if constexpr (kType.bits > kSingleBit) {
+      const Words own = moved<kSingleBit - kFour>(word(words, kSingles));
+      codes = codes | (own & broadcast_word(0x01010101u << kSingleBit));
+    }
+    if constexpr (kType.iq4) codes = look_up_bytes(kIq4Bytes, codes);
+    return codes;
+  }
+
+ private:
+  alignas(16) static constexpr uint8_t kIq4Bytes[16] = {0x81, 0x98, 0xad, 0xbf, 0xcf, 0xdd,
+                                                        0xea, 0xf6, 0x01, 0x0d, 0x19, 0x26,
+                                                        0x35, 0x45, 0x59, 0x71};
+};
+
+// take(Constant<i>, low, high) for inputs [8 i, 8 i + 8) of a part, from kFirst on.
+template <Format kFormat, int kFirst, int kEnd, typename Take>
+inline void read_gguf(const std::byte* words, const Take& take) {
+  if constexpr (kFirst < kEnd) {
+    using Codes = GgufCodes<kFormat>;
+    take(Constant<kFirst>{}, Codes::template four<2 * kFirst>(words),
+         Codes::template four<2 * kFirst + 1>(words));
+    read_gguf<kFormat, kFirst + 1, kEnd>(words, take);
+  }
+}
+
+// Scales and mins of kLanes columns of a group, without what they are multiples of.
+template <Format kFormat>
+struct GgufSteps {
+  static constexpr GgufType kType = gguf_type(kFormat);
+
+  static Floats scale(Floats d, const std::byte* steps) {
+    if constexpr (!kType.steps) {
+      return d;
+    } else if constexpr (kType.is_signed) {
+      return d * words_to_floats(load_signed_bytes(steps));
+    } else if constexpr (kType.mins == GgufMins::kNibbles) {
+      return d * words_to_floats(load_bytes(steps) & broadcast_word(15));
+    } else {
+      return d * words_to_floats(load_bytes(steps));
+    }
+  }
+  static Floats min(Floats d, const std::byte* steps) {
+    if constexpr (kType.mins == GgufMins::kBytes) {
+      return d * words_to_floats(load_bytes(steps + kBlockColumns));
+    } else if constexpr (kType.mins == GgufMins::kNibbles) {
+      return d * words_to_floats(shift_right<4>(load_bytes(steps)));
+    } else {
+      return d;
+    }
+  }
+};
+
+// Where group `group` of a block stands.
+template <Format kFormat>
+struct GgufPlace {
+  static constexpr GgufType kType = gguf_type(kFormat);
+  static constexpr int32_t kOfStretch = kType.depth / kType.group;
+  static constexpr int32_t kOfPart = kType.part_groups();
+
+  const std::byte* header;
+  const std::byte* steps;
+  const std::byte* words;  // of its part
+  bool is_second;          // of two in a part
+
+  GgufPlace(const std::byte* block, int32_t group) {
+    header = block + group / kOfStretch * kType.stretch_bytes();
+    const int32_t within = group % kOfStretch;
+    const std::byte* part = header + kType.header_bytes() + within / kOfPart * kType.part_bytes();
+    const int32_t each = kBlockColumns * kType.step_bytes();
+    is_second = within % kOfPart == 1;
+    steps = part + within % kOfPart * each;
+    words = part + kOfPart * each;
+  }
+
+  Floats scale(int32_t column) const {
+    return GgufSteps<kFormat>::scale(load_half(header + column * 2), steps + column);
+  }
+  Floats min(int32_t column) const {
+    return GgufSteps<kFormat>::min(load_half(header + (kBlockColumns + column) * 2),
+                                   steps + column);
+  }
+
+  // Words of four codes of the group, [group / 4][kBlockColumns].
+  void unfold(std::byte* to) const {
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      const std::byte* from =
+          words + c / kGgufColumns * (kType.bits * kGgufLine) + c % kGgufColumns * 4;
+      const auto store = [&](auto eight, Words low, Words high) {
+        std::byte* at = to + (eight.value % (kType.group / 8) * 2 * kBlockColumns + c) * 4;
+        store_words(at, low);
+        store_words(at + kBlockColumns * 4, high);
+      };
+      if constexpr (kOfPart == 1) {
+        read_gguf<kFormat, 0, 4>(from, store);
+      } else if (is_second) {
+        read_gguf<kFormat, 2, 4>(from, store);
+      } else {
+        read_gguf<kFormat, 0, 2>(from, store);
+      }
+    }
+  }
+};
+
+// As IntegerGroup; its words, scales and mins are unfolded for all rows at once.
+template <Format kFormat>
+struct GgufGroup {
+  static constexpr GgufType kType = gguf_type(kFormat);
+  static constexpr bool kHasMins = kType.has_mins();
+
+  const std::byte* scales;
+  const std::byte* words;
+  int32_t count = kType.group / 8;  // of pairs of words
+  alignas(64) std::byte codes[kGgufPart * kBlockColumns];
+
+  GgufGroup(const BlockProducts& products, int32_t group) {
+    const GgufPlace<kFormat> place(products.block, group);
+    scales = place.steps;
+    for (int64_t line = 0; line < total_bytes(); line += kLineBytes) {
+      __builtin_prefetch(scales + kGgufAhead + line);
+    }
+    place.unfold(codes);
+    words = codes;
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      store(scale_ + c, place.scale(c));
+      if constexpr (kHasMins) store(min_ + c, place.min(c));
+    }
+  }
+  GgufGroup(const GgufGroup&) = delete;
+  GgufGroup& operator=(const GgufGroup&) = delete;
+
+  const std::byte* scales_of(int32_t) const { return scales; }
+  Floats scale(int32_t column) const { return load(scale_ + column); }
+  Floats min(int32_t column) const { return load(min_ + column); }
+  int64_t total_bytes() const { return kType.part_bytes() / kType.part_groups(); }
+
+ private:
+  alignas(64) float scale_[kBlockColumns];
+  alignas(64) float min_[kBlockColumns];
+};
+
+// What all groups of a stretch have scales and mins from, in fp32.
+template <Format kFormat>
+struct GgufHeader {
+  static constexpr GgufType kType = gguf_type(kFormat);
+  alignas(64) float d[kBlockColumns];
+  alignas(64) float min[kBlockColumns];
+
+  explicit GgufHeader(const std::byte* stretch) {
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      store(d + c, load_half(stretch + c * 2));
+      if constexpr (kType.has_mins()) {
+        store(min + c, load_half(stretch + (kBlockColumns + c) * 2));
+      }
+    }
+  }
+};
+
+// Products with the codes of a part's groups, for one row. Where a Dot has 16-bit sums, these take
+// as many products as they have room for before they are widened.
+template <typename Dot, Format kFormat>
+struct GgufSums {
+  static constexpr GgufType kType = gguf_type(kFormat);
+  static constexpr int kGroups = kType.part_groups();
+  static constexpr int kEights = 4 / kGroups;  // of a group
+  static constexpr int kNarrow = kType.bits <= 4 ? 4 : kType.bits == 5 ? 2 : 1;
+  static constexpr int kChains = kGroups == 1 ? Dot::kChains : 1;
+
+  Words sums[kGroups][kChains];
+  Words narrow;
+
+  explicit GgufSums(const Words (&start)[kGroups]) {
+    for (int g = 0; g < kGroups; ++g) {
+      sums[g][0] = start[g];
+      for (int i = 1; i < kChains; ++i) sums[g][i] = broadcast_word(0);
+    }
+  }
+
+  template <int kEight>
+  void add(const typename Dot::Row& row, const typename Dot::Weights& weights) {
+    Words& sum = sums[kEight / kEights][kEight % kChains];
+    if constexpr (requires { Dot::narrow(row, weights); }) {
+      constexpr int kPlace = kEight % kEights % kNarrow;
+      const Words products = Dot::narrow(row, weights);
+      narrow = kPlace == 0 ? products : add_int16(narrow, products);
+      if constexpr (kPlace == kNarrow - 1 || kEight % kEights == kEights - 1) {
+        sum = Dot::widen(sum, narrow);
+      }
+    } else {
+      sum = Dot::add(sum, row, weights);
+    }
+  }
+
+  Words of(int g) const {
+    Words sum = sums[g][0];
+    for (int i = 1; i < kChains; ++i) sum = add_words(sum, sums[g][i]);
+    return sum;
+  }
+};
+
+// One row: codes are multiplied where they are put together, and go through no memory.
+template <typename Dot, Format kFormat>
+inline void gguf_row(const BlockProducts& products) {
+  constexpr GgufType kType = gguf_type(kFormat);
+  constexpr int kGroups = kType.part_groups();
+  constexpr int32_t kSteps = kBlockColumns * kType.step_bytes();
+  const std::byte* stretch = products.block;
+  const std::byte* row = operand_row(products, 0);
+  const std::byte* row_scales = row + products.shape.depth_padded;
+  const std::byte* row_sums = row_scales + products.shape.depth_padded / kType.group * 4;
+  for (int32_t k = 0; k < products.shape.depth_padded; k += kType.depth) {
+    const GgufHeader<kFormat> header(stretch);
+    const std::byte* part = stretch + kType.header_bytes();
+    for (int32_t p = 0; p < kType.depth / kGgufPart; ++p, part += kType.part_bytes()) {
+      typename Dot::Row operands[4];
+      for (int i = 0; i < 4; ++i) operands[i] = Dot::row(row + i * 8);
+      float row_scale[kGroups];
+      int32_t row_sum[kGroups];
+      __builtin_memcpy(row_scale, row_scales, sizeof(row_scale));
+      __builtin_memcpy(row_sum, row_sums, sizeof(row_sum));
+      Words start[kGroups];
+      for (int g = 0; g < kGroups; ++g) start[g] = Dot::start(Dot::zeros(nullptr), row_sum[g]);
+      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+        const std::byte* words = part + kGroups * kSteps +
+                                 c / kGgufColumns * (kType.bits * kGgufLine) + c % kGgufColumns * 4;
+        if (c % kGgufColumns == 0) {
+          for (int w = 0; w < kType.bits; ++w) {
+            __builtin_prefetch(words + kGgufAhead + w * kGgufLine);
+          }
+        }
+        GgufSums<Dot, kFormat> sums(start);
+        read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
+          sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));
+        });
+        for (int g = 0; g < kGroups; ++g) {
+          const std::byte* steps = part + g * kSteps + c;
+          const Floats scale = GgufSteps<kFormat>::scale(load(header.d + c), steps);
+          float* to = products.sums + c;
+          add_scaled(to, sums.of(g), row_scale[g], scale);
+          if constexpr (kType.has_mins()) {
+            subtract_min(to, row_scale[g], row_sum[g],
+                         GgufSteps<kFormat>::min(load(header.min + c), steps));
+          }
+        }
+      }
+      row += kGgufPart;
+      row_scales += kGroups * 4;
+      row_sums += kGroups * 4;
+    }
+    stretch += kType.stretch_bytes();
+  }
+}
+
+// kSquare inputs: weights as GgufType has them.
+template <Format kFormat>
+inline void unfold_gguf(const SquareOfBlock& from, float* square) {
+  constexpr GgufType kType = gguf_type(kFormat);
+  alignas(64) std::byte codes[kGgufPart * kBlockColumns];
+  for (int32_t first = 0; first < kSquare; first += kType.group) {
+    const GgufPlace<kFormat> place(from.block, (from.depth + first) / kType.group);
+    place.unfold(codes);
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      const Floats scale = place.scale(c);
+      for (int32_t j = 0; j < kType.group / 4; ++j) {
+        float* to = square + (first + 4 * j) * kBlockColumns + c;
+        // Signed levels as SignedBytes has them.
+        const Words turned = broadcast_word(kType.iq4 ? 0x80808080 : 0);
+        const Words part = load_words(codes + (j * kBlockColumns + c) * 4) ^ turned;
+        store_part(part, broadcast_word(kType.iq4 ? 128 : kType.zero), scale, to);
+        if constexpr (kType.has_mins()) {
+          for (int i = 0; i < 4; ++i) {
+            float* at = to + i * kBlockColumns;
+            store(at, load(at) - place.min(c));
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torch_mesh

@@ -1,0 +1,85 @@
+// GGUF's types in blocks whose records hold each block's scales and a code for each weight:
+//
+//   weight = scale * (code - zero) - min         or    scale * kIq4Levels[code] of the IQ4 types
+//
+// A file's block has `depth` weights of a row. With steps it has a half d, and a byte or less for
+// each `group` weights: scale = d * step, in fp32, and min = dmin * its step likewise. Without them
+// scale is d itself, and min a half of the block's. All products but the last are exact in fp32, so
+// that the gguf package's values are these to the bit. docs/decisions/0069.
+//
+// In a record a block of 64 columns is a row of stretches of `depth` inputs:
+//   64 halves d | 64 halves dmin, if there are mins | a part for each 32 inputs:
+//     for each group 64 steps, and behind them the 64 of its mins (of q2_k in the upper nibble) |
+//     [4][bits][16] words
+// A word holds the codes of one column, 16 of which stand beside each other. Codes of four bits and
+// more have their lower four in the first four words as int4's (eight inputs each); of those of two
+// bits and more, and of six, two bits go to two words of 16 inputs each: input 4 b + i is in bits
+// 2 b of byte i; a last bit to one word: input 4 b + i is in bit b of byte i.
+#pragma once
+
+#include <cstdint>
+
+#include "store/record.h"
+
+namespace torch_mesh {
+
+inline constexpr int32_t kGgufPart = 32;       // inputs
+inline constexpr int32_t kMaxGgufDepth = 256;  // of a stretch
+
+// Where the mins come from.
+enum class GgufMins : uint8_t { kNone, kHalves, kBytes, kNibbles };
+
+struct GgufType {
+  int32_t depth;   // weights of a file's block
+  int32_t bytes;   // of it
+  int32_t bits;    // of a code
+  int32_t group;   // weights that share a scale, 16 or 32
+  bool steps;      // a scale is d times one
+  bool is_signed;  // of steps
+  GgufMins mins;
+  int32_t zero;  // the code of a weight of zero, but for its min
+  bool iq4;      // codes name levels
+
+  constexpr bool has_mins() const { return mins != GgufMins::kNone; }
+  constexpr int32_t part_groups() const { return kGgufPart / group; }
+  // Of one column of a group.
+  constexpr int32_t step_bytes() const { return !steps ? 0 : mins == GgufMins::kBytes ? 2 : 1; }
+  constexpr int64_t header_bytes() const { return int64_t{kBlockColumns} * (has_mins() ? 4 : 2); }
+  constexpr int64_t part_bytes() const {
+    return int64_t{kBlockColumns} * (part_groups() * step_bytes() + 4 * bits);
+  }
+  constexpr int64_t stretch_bytes() const {
+    return header_bytes() + depth / kGgufPart * part_bytes();
+  }
+};
+
+constexpr GgufType gguf_type(Format format) {
+  using enum GgufMins;
+  switch (format) {
+    case Format::kQ4_1:
+      return {32, 20, 4, 32, false, false, kHalves, 0, false};
+    case Format::kQ5_0:
+      return {32, 22, 5, 32, false, false, kNone, 16, false};
+    case Format::kQ5_1:
+      return {32, 24, 5, 32, false, false, kHalves, 0, false};
+    case Format::kQ2K:
+      return {256, 84, 2, 16, true, false, kNibbles, 0, false};
+    case Format::kQ3K:
+      return {256, 110, 3, 16, true, true, kNone, 4, false};
+    case Format::kQ4K:
+      return {256, 144, 4, 32, true, false, kBytes, 0, false};
+    case Format::kQ5K:
+      return {256, 176, 5, 32, true, false, kBytes, 0, false};
+    case Format::kQ6K:
+      return {256, 210, 6, 16, true, true, kNone, 32, false};
+    case Format::kIq4Nl:
+      return {32, 18, 4, 32, false, false, kNone, 0, true};
+    default:  // kIq4Xs
+      return {256, 136, 4, 32, true, true, kNone, 0, true};
+  }
+}
+
+alignas(16) inline constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                      1,    13,   25,  38,  53,  69,  89,  113};
+
+}  // namespace torch_mesh

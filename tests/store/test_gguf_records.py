@@ -1,0 +1,159 @@
+"""Records that hold the blocks of GGUF's types: what they stand for, to the bit, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import gguf
+import gguf_files
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from torch_mesh import _C
+from torch_mesh.cli import main
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import StoreError
+from torch_mesh.formats import format_of_layer, is_format, layer_formats, name_of_layers
+from torch_mesh.planning.sizes import find_sizes
+from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
+from torch_mesh.store.convert import convert, stored_expert, weights_of_checkpoint
+from torch_mesh.store.gguf import read_gguf
+
+HIDDEN, INTERMEDIATE = 512, 256
+TYPES = ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+# Of a half: zeros, subnormal ones, the smallest normal one, ordinary ones and the largest, with both signs.
+_HALVES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x1234, 0x9E21, 0x3C00, 0xC4D1, 0x7BFF, 0xFBFF)
+
+
+def random_blocks(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> np.ndarray:
+    """The bytes of a matrix, with finite scales: most random, some of one byte throughout."""
+    values, size = gguf.GGML_QUANT_SIZES[Type[kind]]
+    blocks = rng.integers(0, 256, (shape[0] * shape[1] // values, size), dtype=np.uint8)
+    for byte in (0x00, 0x7F, 0x80, 0xFF, 0x0F, 0xF0):
+        blocks[rng.integers(len(blocks))] = byte
+    for at in gguf_files.SCALES.get(kind, (0,)):
+        blocks[:, at : at + 2] = rng.choice(np.array(_HALVES, np.uint16), len(blocks)).view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(shape[0], -1)
+
+
+def pack(gate: np.ndarray, up: np.ndarray, down: np.ndarray, weights: str, shape: tuple[int, int]) -> torch.Tensor:
+    views = {
+        name: {"piece": piece, "offset": 0, "order": "blocks", "row_bytes": data.shape[1]}
+        for piece, (name, data) in enumerate((("gate", gate), ("up", up), ("down", down)))
+    }
+    pieces = [data.reshape(-1) for data in (gate, up, down)]
+    return torch.frombuffer(_C.pack_raw(pieces, "bf16", views, weights, 32, *shape, True, False), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_records_are_what_the_package_says_to_the_bit(kind: str, rng: np.random.Generator) -> None:
+    for down_kind, hidden, intermediate in ((kind, HIDDEN, INTERMEDIATE), ("Q6_K", 256, 512), ("Q4_K", 256, 256)):
+        weights = kind.lower() if down_kind == kind else f"{kind.lower()}+{down_kind.lower()}"
+        gate, up = (random_blocks(rng, kind, (intermediate, hidden)) for _ in range(2))
+        down = random_blocks(rng, down_kind, (hidden, intermediate))
+        record = pack(gate, up, down, weights, (hidden, intermediate))
+        unpacked = torch.ops.torch_mesh.unpack(record, weights, 0, hidden, intermediate, True, False)
+        gate_up = np.concatenate([gguf.dequantize(data, Type[kind]) for data in (gate, up)])
+        for found, expected in zip(unpacked, (gate_up, gguf.dequantize(down, Type[down_kind])), strict=False):
+            assert np.array_equal(found.numpy().view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_scales_that_are_no_numbers_are_refused(kind: str, rng: np.random.Generator) -> None:
+    for at in gguf_files.SCALES.get(kind, (0,)):
+        for bits in (0x7C00, 0xFC00, 0x7E01, 0xFFFF):
+            gate, up, down = (random_blocks(rng, kind, (256, 256)) for _ in range(3))
+            size = gguf.GGML_QUANT_SIZES[Type[kind]][1]
+            place = down.reshape(-1, size)[rng.integers(len(down)) :, at : at + 2]
+            place[0] = np.array([bits], np.uint16).view(np.uint8)
+            with pytest.raises(ValueError, match="cannot hold a scale that is not a finite number"):
+                pack(gate, up, down, kind.lower(), (256, 256))
+
+
+def test_what_no_block_fits_is_refused(rng: np.random.Generator) -> None:
+    with pytest.raises(ValueError, match=r"q4_k has blocks of 256 inputs; in_features is 384, no multiple"):
+        _C.record_bytes("q4_k", 0, 512, 384, True, False)
+    gate, up, down = (random_blocks(rng, "Q4_K", (256, 256)) for _ in range(3))
+    with pytest.raises(ValueError, match="'down' has 36720 bytes on disk; its shape needs 36864"):
+        pack(gate, up, down[:-1], "q4_k", (256, 256))
+    with pytest.raises(ValueError, match="has blocks of GGUF for int4_fp16"):
+        pack(gate, up, down, "q4_k+int4_fp16", (256, 256))
+    with pytest.raises(ValueError, match="nothing is rounded to q4_k"):
+        weights = torch.zeros(256, 256)
+        torch.ops.torch_mesh.pack(weights, weights, weights, None, None, None, "q4_k", 0)
+
+
+MIXED = {
+    "blk.0.ffn_down_exps": "Q6_K",
+    "blk.1.ffn_(gate|up)_exps": "IQ4_XS",
+    "blk.1.ffn_down_exps": "Q5_0",
+    "_exps": "Q4_K",
+}
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 3}
+
+
+def test_each_layer_of_a_mixed_file_keeps_its_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", MIXED, **SIZES)
+    experts = find_checkpoint_experts(made.path, meta_model(read_config(made.path)))
+    weights, group_size = weights_of_checkpoint(experts, "auto")
+    assert weights == "q4_k+q6_k|iq4_xs+q5_0|q4_k:012"
+    store = convert(made.path, tmp_path / "store", "auto").store
+    assert (store.manifest.weights, store.manifest.group_size) == (weights, group_size)
+    for layer, expert in store.records():
+        found = stored_expert(store, layer, expert)
+        for part in ("gate", "up", "down"):
+            own = torch.from_numpy(made.tensors[f"blk.{layer}.ffn_{part}_exps.weight"][expert].copy())
+            assert torch.equal(getattr(found, part), own), (layer, expert, part)
+    sizes = find_sizes(made.path, MeshConfig())
+    each = [_C.record_bytes(name, 32, 256, 256, True, False) for name in layer_formats(weights)]
+    assert sizes.expert_bytes == max(each) and sizes.unused_bytes == 4 * (3 * max(each) - sum(each)) > 0
+    assert main(["plan", str(made.path), "--resident", "0.5", "--disk-speed", "1GB"]) == 0
+    assert "unused" in capsys.readouterr().out
+
+
+def test_types_without_records_are_rounded_with_the_others(tmp_path: Path) -> None:
+    types = {"blk.0.ffn_down_exps": "IQ2_XS", "_exps": "Q4_K"}
+    made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", types, **SIZES)
+    experts = find_checkpoint_experts(made.path, meta_model(read_config(made.path)))
+    assert weights_of_checkpoint(experts, "auto") == ("int8", 32)
+
+
+def test_damaged_blocks_name_their_expert(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", {"_exps": "Q4_K"}, **SIZES)
+    tensor = read_gguf(made.path).header.tensors["blk.1.ffn_down_exps.weight"]
+    data = bytearray(made.path.read_bytes())
+    at = tensor.offset + 2 * tensor.bytes // 4  # the first block of expert 2
+    data[at : at + 2] = b"\x00\x7c"
+    made.path.write_bytes(data)
+    with pytest.raises(StoreError, match="expert 2 of layer 1: q4_k cannot hold a scale that is not a finite number"):
+        convert(made.path, tmp_path / "store", "auto")
+
+
+def test_names_of_mixtures() -> None:
+    names = ["q4_k+q6_k", "q4_k", "q4_k", "q4_k+q6_k"]
+    weights = name_of_layers(names)
+    assert weights == "q4_k+q6_k|q4_k:0110" and layer_formats(weights) == names
+    assert [format_of_layer(weights, layer) for layer in range(4)] == names
+    assert name_of_layers(["q4_k", "q4_k"]) == "q4_k" and format_of_layer("q4_k", 5) == "q4_k"
+    good = (weights, "q4_k+q6_k", "q4_k+int8_fp16", "tcq2+tcq3", "int8")
+    bad = (
+        "q4_k|q6_k",
+        "q4_k:01",
+        "q4_k|q6_k:02",
+        "q4_k|q6_k:0",
+        "q4_k+int8",
+        "q4_k+q6_k+q4_k",
+        "int4|int8:01",
+        "",
+        "q",
+    )
+    for name in itertools.chain(good, bad):
+        assert is_format(name) == (name in good), name
+        if name in good:
+            assert _C.record_bytes(name, 32, 256, 256, True, False) > 0
+        elif name != "int4|int8:01":  # which there could be, and nothing makes
+            with pytest.raises(ValueError):
+                _C.record_bytes(name, 32, 256, 256, True, False)
