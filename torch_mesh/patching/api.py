@@ -110,8 +110,8 @@ def _check_exact(model: nn.Module) -> None:
     rounded |= {linear._mesh_format for _, linear in packed_linears(model) if not linear.exact}
     if rounded and all(map(is_passthrough, rounded)):
         raise MeshError(
-            f"The weights are the checkpoint's own codes, as {' and '.join(sorted(map(short_name, rounded)))}: what they stand for is rounded to the model's dtype "
-            "by unpatch(model, lossy=True)."
+            f"The weights are the checkpoint's own codes, as {' and '.join(sorted(map(short_name, rounded)))}: "
+            "unpatch(model, lossy=True) rounds what they stand for to the model's dtype."
         )
     if rounded:
         raise MeshError(

@@ -49,6 +49,7 @@ from ..store.convert import (
 from ..store.dense_weights import WITHOUT_TORCH_MESH
 from ..store.disk_cache import cache_folder, note_use
 from ..store.gguf import gguf_files, is_gguf
+from ..store.gguf_families import FAMILIES
 from ..store.gguf_model import READ_BY_TABLES, complete_config, config_table
 from ..store.header import store_error, weight_files
 from ..store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
@@ -533,5 +534,6 @@ wrap("transformers.modeling_utils", "get_hf_quantizer", _with_gguf)
 wrap("transformers.modeling_utils", "get_model_conversion_mapping", _with_key_mapping)
 # transformers' own tables leave sizes out, its reader of what they are for believes every count, and that of gpt-oss fails for each
 # file that scales positions, which all do: docs/decisions/0041.
-for _architecture in READ_BY_TABLES:
+# "llama" is left out, whose dense models are transformers' own.
+for _architecture in (*READ_BY_TABLES, *(name for name in FAMILIES if name != "llama")):
     gguf_config_readers().setdefault(_architecture, config_table)

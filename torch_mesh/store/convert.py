@@ -320,7 +320,10 @@ def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.
 def unpack_record(
     record: torch.Tensor, weights: str, group_size: int, layer: int, sizes: tuple[int, int, bool, bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate_up, down and their biases in fp32, of a record of that layer. ``sizes``: hidden, intermediate, gated, bias."""
+    """Unpack a record of that layer: gate_up, down and their biases in fp32.
+
+    ``sizes`` are hidden, intermediate, gated and bias.
+    """
     own = format_of_layer(weights, layer)
     # A record of another layer may be larger.
     record = record[: _C.record_bytes(own, group_size, *sizes)]

@@ -120,8 +120,10 @@ def read_gguf(path: str | os.PathLike[str]) -> Gguf:
 
 
 def parse_gguf(path: Path, file: Readable, file_bytes: int) -> Gguf:
-    """The same of what ``file`` reads, which is called ``path`` and has ``file_bytes``. No byte behind the header is read but those of
-    a last piece of the vocabulary."""
+    """The header of what ``file`` reads, which is called ``path`` in errors and has ``file_bytes``.
+
+    Behind the header at most the rest of a piece of the vocabulary is read. Raises as ``read_gguf`` does.
+    """
     return _Parser(path, file, file_bytes).parse()
 
 

@@ -7,7 +7,6 @@ import math
 import re
 import tempfile
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.hf.compat import ignored_keys
 from torch_mesh.store.gguf import Counted, read_parts, require_package
+from torch_mesh.store.gguf_families import FAMILIES, Names, PackageNames
 from torch_mesh.store.header import store_error
 from torch_mesh.store.sources.layout import Shape, Weight
 
@@ -31,7 +31,7 @@ from torch_mesh.store.sources.layout import Shape, Weight
 READ_BY_TABLES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
 # ... and those that it has functions for.
 _IN_FUNCTIONS = ("qwen35moe",)
-ARCHITECTURES = (*READ_BY_TABLES, *_IN_FUNCTIONS)
+ARCHITECTURES = (*READ_BY_TABLES, *_IN_FUNCTIONS, *FAMILIES)
 # What the tables leave out: a model of another size than the config's default would not fit its file.
 _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "qwen2moe": {
@@ -50,6 +50,7 @@ _ROPE_SCALING = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
+_MSCALE_UNIT = 0.1  # of DeepSeek's yarn_log_multiplier
 _KEPT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float32}
 
 
@@ -74,6 +75,11 @@ def complete_config(config: transformers.PretrainedConfig, path: Path) -> None:
     Raises as ``read_config`` does.
     """
     own, usual = read_config(path), type(config)()
+    if own.model_type != config.model_type:
+        raise UnsupportedModelError(
+            f"{path} holds a model of the type {own.model_type}, and transformers takes it for {config.model_type}: "
+            "convert it (torch-mesh convert), and open the converted folder."
+        )
     for name in {*_table_of(path), "rope_parameters"} - {"model_type", "architectures"}:
         # What is not as usual was read, or given by the caller.
         left_out = getattr(config, name, None) == getattr(usual, name, None)
@@ -87,8 +93,9 @@ def _table_of(path: Path) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{path} holds a model of the architecture {architecture!r}. torch_mesh reads those with experts that transformers "
-            f"{transformers.__version__} knows the GGUF names of: {', '.join(ARCHITECTURES)}. Take the model's safetensors."
+            f"{path} holds a model of the architecture {architecture!r}. torch_mesh reads those with experts of which "
+            f"it or transformers {transformers.__version__} knows the GGUF names: {', '.join(ARCHITECTURES)}. Take the "
+            "model's safetensors."
         )
     names = [name for part in parts for name in part.header.tensors]
     try:
@@ -119,6 +126,8 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         from transformers.integrations.gguf import get_gguf_config
 
         return get_gguf_config(said, tuple(names))
+    if architecture in FAMILIES:
+        return _family_table(said, architecture, names)
     model_type = READ_BY_TABLES[architecture]
     table: dict[str, Any] = {"model_type": model_type, **GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {})}
     table["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # by which transformers serve chooses
@@ -134,11 +143,28 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     return table | ({} if rope is None else {"rope_parameters": rope | {"rope_theta": table["rope_theta"]}})
 
 
+def _family_table(said: Mapping[str, Any], architecture: str, names: Sequence[str]) -> dict[str, Any]:
+    family = FAMILIES[architecture]
+    own = {key.removeprefix(f"{architecture}."): value for key, value in said.items()}
+    known = {f"tokenizer.{key}": name for key, name in _TABLES["tokenizer"].items() if name is not None}
+    table = {name: said[key] for key, name in known.items() if key in said} | family.table(own, names)
+    table.setdefault("vocab_size", said.get("tokenizer.ggml.tokens"))
+    rope = _rope_parameters(said, architecture)
+    if rope is not None:
+        table["rope_parameters"] = {**table.get("rope_parameters", {}), **rope, "rope_theta": table["rope_theta"]}
+    table.setdefault("model_type", family.model_type)
+    return table | {
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[table["model_type"]]],
+        "tie_word_embeddings": "output.weight" not in names,
+    }
+
+
 def _rope_parameters(said: Mapping[str, Any], architecture: str) -> dict[str, Any] | None:
     prefix = f"{architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in said.items() if key.startswith(prefix)}
     kind = scaling.pop("type", "none")
     scaling.pop("finetuned", None)
+    multiplier = scaling.pop("yarn_log_multiplier", None) if architecture == "deepseek2" else None
     if kind == "none":
         # gpt-oss's config scales where nothing is said.
         return {"rope_type": "default"} if architecture == "gpt-oss" else None
@@ -147,7 +173,9 @@ def _rope_parameters(said: Mapping[str, Any], architecture: str) -> dict[str, An
             f"A GGUF file with positions scaled by {kind!r} ({', '.join(sorted(scaling))}) cannot be read; torch_mesh knows linear and yarn "
             f"with {', '.join(_ROPE_SCALING)}. Take the model's safetensors."
         )
-    own = {"truncate": False} if architecture == "gpt-oss" else {}
+    own: dict[str, Any] = {"truncate": False} if architecture == "gpt-oss" else {}
+    if multiplier is not None:
+        own["mscale"] = own["mscale_all_dim"] = round(multiplier / _MSCALE_UNIT, 6)
     return {"rope_type": kind, **own, **{_ROPE_SCALING[key]: value for key, value in scaling.items()}}
 
 
@@ -159,14 +187,16 @@ class RestOf:
     shape: Shape
     dtype: torch.dtype
     weight: Weight
-    names: _Names
+    names: Names
+    companion: Weight | None = None  # that makes it up together with ``weight``
 
     def values(self) -> torch.Tensor:
         """In ``dtype``, read now. Raises ``StoreError``."""
         with torch.device(
             "cpu"
         ):  # while transformers builds a model, whatever is made without a device is made on "meta"
-            values = self.names.values(self.weight.name, self.weight.read())
+            companion = None if self.companion is None else self.companion.read()
+            values = self.names.values(self.weight.name, self.weight.read(), companion)
         if values.shape != self.shape:
             path, tensor = self.weight.codes
             raise store_error(
@@ -186,17 +216,21 @@ def rest_of_model(
     """
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     own = _without_experts(state, model)
-    largest = max(max(weight.shape) for weight in weights)
+    names = _names_of(path, model)
+    by_name = {weight.name: weight for weight in weights}
+    companions = {weight.name: by_name.get(names.companion(weight.name) or "") for weight in weights}
+    joined = {companion.name for companion in companions.values() if companion is not None}
+    sides = [max(weight.shape) for weight in weights]
+    largest = max(sides + [math.prod(by_name[name].shape) * 2 for name in joined])
     for name in own:
         if max(state[name], default=1) > largest:
             raise store_error(
                 path, f"its metadata make {name} {list(state[name])}, and no tensor has a side of more than {largest}"
             )
-    names = _names_of(path, model)
     dtype = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.bfloat16
     found: dict[str, str] = {}
     for weight in weights:
-        if weight.name in experts:
+        if weight.name in experts or weight.name in joined:
             continue
         file, tensor = weight.codes
         target = names.target(weight.name)
@@ -208,7 +242,9 @@ def rest_of_model(
             )
         if target in found:
             raise store_error(file, f"tensors {found[target]!r} and {tensor.name!r} are both {target}", tensor.offset)
-        if math.prod(weight.shape) != math.prod(state[target]):
+        companion = companions[weight.name]
+        size = math.prod(weight.shape) + (0 if companion is None else math.prod(companion.shape))
+        if size != math.prod(state[target]):
             raise store_error(
                 file,
                 f"tensor {tensor.name!r} has the shape {list(weight.shape)}, {target} {list(state[target])}",
@@ -216,7 +252,7 @@ def rest_of_model(
             )
         found[target] = tensor.name
         kept = _KEPT_DTYPES.get(tensor.dtype, dtype)
-        yield RestOf(target, state[target], kept, weight, names)
+        yield RestOf(target, state[target], kept, weight, names, companion)
     missing = sorted(own - set(found) - set(model.all_tied_weights_keys))
     if missing:
         raise store_error(
@@ -240,19 +276,9 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
         return {}
 
 
-class _Names(ABC):
-    """transformers' way from GGUF's tensors to a model's parameters."""
+class _TableNames(Names):
+    """transformers' way."""
 
-    @abstractmethod
-    def target(self, name: str) -> str | None:
-        """The parameter, or None if it knows none."""
-
-    @abstractmethod
-    def values(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """What the parameter is where the file has ``values``."""
-
-
-class _TableNames(_Names):
     def __init__(self, architecture: str, model: transformers.PreTrainedModel) -> None:
         from transformers import modeling_gguf_pytorch_utils as utils
 
@@ -267,14 +293,16 @@ class _TableNames(_Names):
         # Of a parameter that is no layer's, such as a sink, GGUF's name ends with .weight too.
         return self._map.get(name) or self._map.get(name.removesuffix(".weight"))
 
-    def values(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
         processed = self._processor.process(
             weights=values.numpy(), name=name, tensor_key_mapping=self._map, parsed_parameters={"tensors": {}}
         )
         return torch.from_numpy(np.ascontiguousarray(processed.weights))
 
 
-class _FunctionNames(_Names):
+class _FunctionNames(Names):
+    """transformers' way of the architectures that it has functions for."""
+
     def __init__(self, architecture: str, model: transformers.PreTrainedModel) -> None:
         from transformers.integrations.gguf import get_gguf_conversion_mapping
 
@@ -286,7 +314,7 @@ class _FunctionNames(_Names):
     def target(self, name: str) -> str | None:
         return core_model_loading.rename_source_key(name, self._renamings, self._converters)[0]
 
-    def values(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
         target, pattern = core_model_loading.rename_source_key(name, self._renamings, self._converters)
         if pattern is None:
             return values
@@ -297,9 +325,11 @@ class _FunctionNames(_Names):
         return values
 
 
-def _names_of(path: Path, model: transformers.PreTrainedModel) -> _Names:
+def _names_of(path: Path, model: transformers.PreTrainedModel) -> Names:
     require_package()
     architecture = read_parts(path)[0].metadata["general.architecture"]
+    if architecture in FAMILIES:
+        return PackageNames(architecture, model)
     return (_FunctionNames if architecture in _IN_FUNCTIONS else _TableNames)(architecture, model)
 
 
@@ -311,5 +341,5 @@ def _without_experts(state: Mapping[str, Shape], model: transformers.PreTrainedM
 
 
 def _is_left_out(target: str, model: transformers.PreTrainedModel) -> bool:
-    """What the model itself says that it does not take, such as layers that foretell tokens."""
-    return any(re.search(pattern, target) for pattern in ignored_keys(model))
+    """What the model itself says that it does not take, such as layers for multi-token prediction."""
+    return target.endswith(".mtp") or any(re.search(pattern, target) for pattern in ignored_keys(model))

@@ -62,9 +62,9 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
 def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]]:
     """A folder with the headers, config and manifest of ``source``, and whether it has the weights too.
 
-    That is ``source`` if it is a folder or a GGUF file, or the hub's cache if complete. Else it is a temporary folder, or a
-    GGUF file in one, in which files of weights are sparse behind their headers, so that kilobytes are downloaded, and of
-    GGUF files the vocabulary.
+    That is ``source`` if it is a folder or a GGUF file, or the hub's cache if complete. Else it is a temporary folder,
+    or a GGUF file in one, in which files of weights are sparse behind their headers, so that kilobytes are downloaded,
+    and of GGUF files the vocabulary.
     """
     if Path(source).exists() and (Path(source).is_dir() or is_gguf(source)):
         yield Path(source), True
@@ -140,7 +140,8 @@ class _Prefix:
         hf_raise_for_status(answer)
         if answer.status_code != 206:
             raise HubError(
-                f"{self._url}: the hub sends no parts of files (status {answer.status_code}): download it, and name the file."
+                f"{self._url}: the hub sends no parts of files (status {answer.status_code}): download it, and name "
+                "the file."
             )
         self._local.seek(self._fetched)
         self._fetched += self._local.write(answer.content)
