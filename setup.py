@@ -1,10 +1,11 @@
 """Builds torch_mesh._C with ninja: one object per source, each with its own instruction set, never the build machine's.
 
-A build in place or for an editable install makes torch_mesh._testing too, which tests and benchmarks need: a wheel is what ships.
-A wheel is for the minor version of torch that it was built against, and says so in its version and its requirements.
+A build in place or for an editable install makes torch_mesh._testing too, which tests and benchmarks need: a wheel is
+what ships. A wheel is for the minor version of torch that it was built against, and says so in its version and its
+requirements.
 
-``python setup.py engine_tests [--sanitize thread|address]`` builds the torch-free engine with its GoogleTest suite and prints
-the path of the program.
+``python setup.py engine_tests [--sanitize thread|address]`` builds the torch-free engine with its GoogleTest suite and
+prints the path of the program.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def compiler() -> list[str]:
 
 @functools.cache
 def is_cached() -> bool:
-    """Whether the compiler is ccache, which finds nothing again that was compiled with a precompiled header in another folder."""
+    """Whether the compiler is ccache, which finds nothing again that was compiled with a precompiled header in another
+    folder."""
     return Path(os.path.realpath(shutil.which(compiler()[0]) or "")).name == "ccache"
 
 
@@ -94,7 +96,8 @@ def compiles(code: str, *flags: str) -> bool:
 
 
 def library(name: str, program: str) -> list[str]:
-    """Link flags with which ``program`` becomes a shared library; none if it cannot. The archive goes first: a wheel then needs no such package."""
+    """Link flags with which ``program`` becomes a shared library; none if it cannot. The archive goes first: a wheel
+    then needs no such package."""
     flags = (f"-l:lib{name}.a", f"-l{name}")
     # Without text relocations: an archive that was not compiled for shared libraries is none that serves.
     return next(([flag] for flag in flags if compiles(program, "-shared", "-fPIC", "-Wl,-z,text,-z,defs", flag)), [])
@@ -110,7 +113,8 @@ def liburing_flags() -> tuple[list[str], list[str]]:
 
 
 def xxhash_flags() -> tuple[list[str], list[str]]:
-    """Compile and link flags for xxHash: its library, which chooses the instruction set when it runs, or else its header alone."""
+    """Compile and link flags for xxHash: its library, which chooses the instruction set when it runs, or else its
+    header alone."""
     if not compiles("#include <xxhash.h>\nint main() {}\n"):
         raise SystemExit("torch_mesh: xxhash.h not found. Install libxxhash-dev (Debian) or put it on CPATH.")
     program = "#include <xxh_x86dispatch.h>\nint main() { return XXH3_64bits_dispatch(nullptr, 0) == 0; }\n"
@@ -121,7 +125,8 @@ def xxhash_flags() -> tuple[list[str], list[str]]:
 
 
 def shipped(link_flags: list[str]) -> NinjaFile:
-    """The extension's own folder and flags: what tests of the engine link are the objects that it ships, compiled once."""
+    """The extension's own folder and flags: what tests of the engine link are the objects that it ships, compiled
+    once."""
     # Not build_temp: an editable install gives a fresh one each time, and everything would compile again.
     folder = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
     features = [*uring_and_xxhash()[0]]
@@ -249,7 +254,8 @@ class BuildExtension(build_ext):
     def build_extension(self, ext: Extension) -> None:
         if torch_version() is None:
             raise SystemExit(
-                "torch_mesh: install torch first, which it is built against. If it is installed, build with `pip install --no-build-isolation`, and "
+                "torch_mesh: install torch first, which it is built against. If it is installed, build with `pip "
+                "install --no-build-isolation`, and "
                 "the packages of build-system.requires in pyproject.toml beforehand"
             )
         import torch
@@ -320,8 +326,8 @@ class EngineTests(Command):
 def torch_version() -> str | None:
     """Of the torch that is built against; None where there is none.
 
-    pip builds with the environment's own Python but, unless it is told otherwise, without its packages: its torch is found all the same, as one
-    that pip fetched for the build would be another than the one in use.
+    pip builds with the environment's own Python but, unless it is told otherwise, without its packages: its torch is
+    found all the same, as one that pip fetched for the build would be another than the one in use.
     """
     if importlib.util.find_spec("torch") is None:
         site.addsitedir(sysconfig.get_path("purelib"))
@@ -333,7 +339,8 @@ def torch_version() -> str | None:
 
 
 def torch_minor() -> str | None:
-    """The minor version, such as 2.13, that what is made is bound to: None for an sdist, which is for all of them, and where there is no torch."""
+    """The minor version, such as 2.13, that what is made is bound to: None for an sdist, which is for all of them, and
+    where there is no torch."""
     if {"sdist", "egg_info"} & set(sys.argv) or torch_version() is None:
         return None
     return ".".join(torch_version().split(".")[:2])

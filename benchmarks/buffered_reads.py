@@ -1,8 +1,8 @@
 """Claim: none; it shows when reads through the page cache (`io="buffered"`) are faster than direct ones (`io="auto"`).
 
-A process in a memory group of its own computes the experts of a model token by token, with replayed synthetic routing. Its pool holds the
-same experts either way. The group leaves memory outside the pool for none, half or all of the other records, which only the page cache
-can use. Needs root.
+A process in a memory group of its own computes the experts of a model token by token, with replayed synthetic routing.
+Its pool holds the same experts either way. The group leaves memory outside the pool for none, half or all of the other
+records, which only the page cache can use. Needs root.
 """
 
 from __future__ import annotations
@@ -120,8 +120,15 @@ def measure(options: Any) -> Report:
             report.add(Row(f"read from the disk per token, {name}, {io}", read, "MB"))
         report.add(Row(f"hit rate, {name}", 100 * results["buffered"][0]["hits"], "%"))
     report.notes += [
-        f"limit = {own / 1e6:.0f} MB of the process with its pool + {MARGIN >> 20} MiB + the fraction x {rest / 1e9:.2f} GB",
-        f"{options.tokens} timed tokens after {options.warm_up}; tokens share 39 % of their experts with the next; no prefetch",
+        (
+            f"limit = {own / 1e6:.0f} MB of the process with its pool + {MARGIN >> 20} MiB + the fraction x "
+            f"{rest / 1e9:.2f} GB"
+        ),
+        (
+            f"{options.tokens} timed tokens after {options.warm_up}; tokens share 39 % of their experts with the "
+            "next; no "
+            "prefetch"
+        ),
         "read from the disk: /proc/self/io's read_bytes",
     ]
     report.details |= {"runs": runs}

@@ -1,6 +1,7 @@
 """A CUDA device as benchmarks use it: whether there is one, which one, time by events, runs captured in a graph.
 
-Every function takes the device. In tests the CPU stands for one: then a run is timed by the clock and captured by nothing.
+Every function takes the device. In tests the CPU stands for one: then a run is timed by the clock and captured by
+nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Experts in random codes and scales, as checkpoints of other tools have them, packed to the records that hold these."""
+"""Experts in random codes and scales, as checkpoints of other tools have them, packed to the records that hold
+these."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def pack_random_codes(
     gated: bool = True,
     biases: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """One record; ``std`` is about that of the weights: of gate and up, and of down. ``biases`` (fp32) by 'gate_bias', 'up_bias', 'down_bias'."""
+    """One record; ``std`` is about that of the weights: of gate and up, and of down. ``biases`` (fp32) by 'gate_bias',
+    'up_bias', 'down_bias'."""
     of_inputs, of_down = std if isinstance(std, tuple) else (std, std)
     pieces: list[bytes] = []
     views: dict[str, Any] = {}

@@ -1,9 +1,10 @@
-"""Claim: without prefetch, a decode step with a part of the experts resident takes at most 1.15 × what it must: what it takes with all of
-them, and for each layer what reading its cold experts takes beyond computing them.
+"""Claim: without prefetch, a decode step with a part of the experts resident takes at most 1.15 × what it must: what it
+takes with all of them, and for each layer what reading its cold experts takes beyond computing them.
 
-The synthetic model in int4, with the routing of a made-up trace (as the full-size benchmark's) instead of its routers'. Reading takes what a
-plain loop of direct reads takes for as many experts at once, as many requests under way. Reads bypass the page cache. Beside it, what
-a stand-in for a predictor hides of the waiting, which names three of four of the next layer's experts and a wrong one for each that it misses.
+The synthetic model in int4, with the routing of a made-up trace (as the full-size benchmark's) instead of its routers'.
+Reading takes what a plain loop of direct reads takes for as many experts at once, as many requests under way. Reads
+bypass the page cache. Beside it, what a stand-in for a predictor hides of the waiting, which names three of four of the
+next layer's experts and a wrong one for each that it misses.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ RECALL = 0.75
 
 
 class Replayed:
-    """A model whose layers take the experts that a trace names; ``foretell``: a stand-in predictor names the next layer's beforehand."""
+    """A model whose layers take the experts that a trace names; ``foretell``: a stand-in predictor names the next
+    layer's beforehand."""
 
     def __init__(self, model: Any, routing: torch.Tensor, foretell: bool) -> None:
         self.model, self.routing = model, routing  # [tokens, layers, top_k]

@@ -1,9 +1,10 @@
 """Claim: with 40 % of its experts' bytes in memory, torch_mesh decodes 8 x as fast as llama.cpp, 20 x as accelerate.
 
 Each system runs on the same weights in a process of its own, under a memory limit of: its own anonymous memory
-(measured in a run without a limit) + the bytes of its dense weights + 0.4 of the bytes of its experts; and again, but for torch_mesh, under torch_mesh's limit.
-torch_mesh and llama.cpp have 4-bit experts, torch_mesh the other linear layers in 8 bits and llama.cpp in 4, accelerate has the bf16 originals. Files are
-evicted from the page cache before every session; tokens are timed after a warm-up that fills what may be filled.
+(measured in a run without a limit) + the bytes of its dense weights + 0.4 of the bytes of its experts; and again, but
+for torch_mesh, under torch_mesh's limit. torch_mesh and llama.cpp have 4-bit experts, torch_mesh the other linear
+layers in 8 bits and llama.cpp in 4, accelerate has the bf16 originals. Files are evicted from the page cache before
+every session; tokens are timed after a warm-up that fills what may be filled.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Contender:
 def limit_of(contender: Contender) -> int:
     """Own anonymous memory, from a run without a limit, + dense bytes + 0.4 of the expert bytes + slack.
 
-    The very same run: torch.compile's C++ compiler takes more memory than the model where its cache has nothing for these shapes.
+    The very same run: torch.compile's C++ compiler takes more memory than the model where its cache has nothing for
+    these shapes.
     """
     free = contender.run(sessions.NO_LIMIT, contender.measured, contender.warm_up, watch_memory=True)
     own = free["anonymous_peak"] - free["anonymous_weights"]
@@ -199,7 +201,11 @@ def measure(options: Any) -> Report:
     add_speed(report, results)
     add_conditions(report, results)
     report.notes += [
-        f"limit = own anonymous memory + dense bytes + {RESIDENT} x expert bytes + {SLACK >> 20} MiB for page tables; Python and torch are torch_mesh's own",
+        (
+            f"limit = own anonymous memory + dense bytes + {RESIDENT} x expert bytes + {SLACK >> 20} MiB for page "
+            "tables; "
+            "Python and torch are torch_mesh's own"
+        ),
         "torch_mesh's limit: the larger of its two configurations', for both",
         "read per token: /proc/self/io read_bytes, that is, what the storage device was asked for, read-ahead included",
         f"medians of {options.rounds} interleaved rounds, ratios round by round",

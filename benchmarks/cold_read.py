@@ -1,10 +1,10 @@
-"""Claim: promoting experts of which none is resident goes at 0.95 of the speed of plain direct reads of the same size and number
-under way, eight experts a call at 0.9, as where each expert's checksum is verified; it takes no more processor time than that loop,
-60 ms per GB with checksums.
+"""Claim: promoting experts of which none is resident goes at 0.95 of the speed of plain direct reads of the same size
+and number under way, eight experts a call at 0.9, as where each expert's checksum is verified; it takes no more
+processor time than that loop, 60 ms per GB with checksums.
 
-The records are those of the synthetic model's store, a layer promoted after another into a pool that holds one. The reference
-is a loop of threads that reads the same records into huge pages, and fio where it is installed, which reads the same files from end
-to end into whatever pages it gets.
+The records are those of the synthetic model's store, a layer promoted after another into a pool that holds one. The
+reference is a loop of threads that reads the same records into huge pages, and fio where it is installed, which reads
+the same files from end to end into whatever pages it gets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Runs = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Promotion:
-    """``at_least``: of a plain loop's speed; ``processor``: the most of it, in ms per GB, None for what the loop takes."""
+    """``at_least``: of a plain loop's speed; ``processor``: the most of it, in ms per GB, None for what the loop
+    takes."""
 
     verify: str
     experts_per_call: int

@@ -1,10 +1,12 @@
-"""Claim: one row through a layer's experts takes hardly longer than reading their bytes: 0.9 of a plain read's speed in bf16
-and int8 and 0.85 in int4 on one thread, 0.8 on all. Records that hold a checkpoint's codes keep up with those of their like: mxfp4 and nvfp4 with
-0.95 of the bytes per second of lut4, fp8 with 0.85 of those of bf16. tcq2 and tcq3 reach 0.8 of the weights per second of int4.
+"""Claim: one row through a layer's experts takes hardly longer than reading their bytes: 0.9 of a plain read's speed in
+bf16 and int8 and 0.85 in int4 on one thread, 0.8 on all. Records that hold a checkpoint's codes keep up with those of
+their like: mxfp4 and nvfp4 with
+0.95 of the bytes per second of lut4, fp8 with 0.85 of those of bf16. tcq2 and tcq3 reach 0.8 of the weights per second
+of int4.
 
-Everything is resident. The op takes the experts in turn, top-8 of 128, so nothing is in a cache when its turn comes. The
-plain read adds up the same records in the same pages with the same threads, as fast as they can; op and read take turns, half a layer apart, so
-that neither finds what the other has just read.
+Everything is resident. The op takes the experts in turn, top-8 of 128, so nothing is in a cache when its turn comes.
+The plain read adds up the same records in the same pages with the same threads, as fast as they can; op and read take
+turns, half a layer apart, so that neither finds what the other has just read.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ GROUP_SIZE = 64
 ONE_THREAD = {"bf16": 0.9, "int8": 0.9, "int4": 0.85}
 ALL_THREADS = 0.8
 
-# A record is read this many turns after it was computed with, and the other way round: far enough apart for it to be in no
-# cache, and of the same pages, since some memory is faster than other.
+# A record is read this many turns after it was computed with, and the other way round: far enough apart for it to be in
+# no cache, and of the same pages, since some memory is faster than other.
 LAG = EXPERTS // TOP_K // 2
 
 
 def experts_in_turn(start: int) -> Iterator[list[int]]:
-    """Runs of k experts round and round. Each round begins one run later than the last, so that every run meets both orders
-    of the pairs, which alternate in who begins."""
+    """Runs of k experts round and round. Each round begins one run later than the last, so that every run meets both
+    orders of the pairs, which alternate in who begins."""
     for turn in itertools.count(start):
         first = (turn + turn // (EXPERTS // TOP_K)) * TOP_K
         yield [expert % EXPERTS for expert in range(first, first + TOP_K)]

@@ -15,8 +15,8 @@ import torch_mesh
 class DecodeSteps:
     """Decodes one sequence of at most ``max_tokens`` tokens, one a step.
 
-    transformers' StaticCache counts its tokens on the device, so that a captured step goes on where the last one ended. What a
-    step returns is float logits [vocabulary]; those of ``replay`` lie in a buffer that the next step writes.
+    transformers' StaticCache counts its tokens on the device, so that a captured step goes on where the last one ended.
+    What a step returns is float logits [vocabulary]; those of ``replay`` lie in a buffer that the next step writes.
     """
 
     def __init__(self, model: Any, max_tokens: int) -> None:

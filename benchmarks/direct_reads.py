@@ -1,4 +1,5 @@
-"""Plain direct reads in chunks of the reader's size, as many under way: the limit beside what is measured on cold files.
+"""Plain direct reads in chunks of the reader's size, as many under way: the limit beside what is measured on cold
+files.
 
 They go into huge pages that are there before, as the pool's do: small ones cut the disk's requests up.
 """
@@ -40,7 +41,8 @@ def read_parts(paths: Sequence[str | Path], parts: Iterable[Part]) -> float:
 
 @contextmanager
 def reader_of(paths: Sequence[str | Path]) -> Iterator[Callable[[Iterable[Part]], float]]:
-    """``read_parts`` of these files, to be called more than once: threads start with the first call, and all else is there before."""
+    """``read_parts`` of these files, to be called more than once: threads start with the first call, and all else is
+    there before."""
     pages = memoryview(huge_pages(DEPTH * CHUNK))
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for path in paths]
 

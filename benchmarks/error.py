@@ -1,11 +1,11 @@
 """Claim: one expert's relative error against float64 is at most 0.5 % in bf16, 1.8 % in int8 (group 64), 16.5 % in int4
-(group 64) and 14.5 % in int4 (group 32), 14 % in lut4 (group 64) and 12.5 % in lut4 (group 32). Records of a checkpoint's codes
-hold the weights themselves: what is left is at most 0.5 % in fp8, and with 4 bits, whose activations are int8 in groups of the same
-size, 1.3 % in groups of 16 or 32 and 1.8 % in larger ones.
+(group 64) and 14.5 % in int4 (group 32), 14 % in lut4 (group 64) and 12.5 % in lut4 (group 32). Records of a
+checkpoint's codes hold the weights themselves: what is left is at most 0.5 % in fp8, and with 4 bits, whose activations
+are int8 in groups of the same size, 1.3 % in groups of 16 or 32 and 1.8 % in larger ones.
 
-Gaussian weights and activations, given in bf16 as a checkpoint and a model give them; hidden 2048, intermediate 768, silu.
-Few rows and many take different kernels, so both are measured. "Weights alone" is float64 arithmetic on the unpacked
-weights: what is left of the error when products are exact.
+Gaussian weights and activations, given in bf16 as a checkpoint and a model give them; hidden 2048, intermediate 768,
+silu. Few rows and many take different kernels, so both are measured. "Weights alone" is float64 arithmetic on the
+unpacked weights: what is left of the error when products are exact.
 """
 
 from __future__ import annotations

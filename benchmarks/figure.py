@@ -37,7 +37,8 @@ FORMAT_MARKERS = {"bf16": "o", "int8": "s", "int4": "^"}
 
 
 def speeds(report: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second by system under torch_mesh's limit, fastest first; one compared with several others has several rows of one value."""
+    """Tokens per second by system under torch_mesh's limit, fastest first; one compared with several others has several
+    rows of one value."""
     found = {row["name"].removeprefix("decode, "): row["value"] for row in report["rows"] if row["unit"] == "tok/s"}
     equal = {name: found[name] for name in (TUNED, DEFAULTS)} | {name: found[with_equal_memory(name)] for name in PEERS}
     return dict(sorted(equal.items(), key=lambda item: -item[1]))

@@ -1,11 +1,13 @@
-"""Claim: a model of Qwen3-30B-A3B's full size runs as `torch-mesh plan` foretells: tokens/s within 25 %, and no more memory.
+"""Claim: a model of Qwen3-30B-A3B's full size runs as `torch-mesh plan` foretells: tokens/s within 25 %, and no more
+memory.
 
-All 48 layers of 128 experts in int4, 15 GB, of random weights that were never anything else. Routing is replayed from a made-up trace
-whose tokens share 39 % of their experts with the next one, as Qwen3's do; beside it llama.cpp with the same routing on a
-Q4_0 file of the same shapes, under the memory that torch_mesh took. (Routers of random weights choose nearly the same experts for every
-token, and so measure nothing of a cold path.)
+All 48 layers of 128 experts in int4, 15 GB, of random weights that were never anything else. Routing is replayed from a
+made-up trace whose tokens share 39 % of their experts with the next one, as Qwen3's do; beside it llama.cpp with the
+same routing on a Q4_0 file of the same shapes, under the memory that torch_mesh took. (Routers of random weights choose
+nearly the same experts for every token, and so measure nothing of a cold path.)
 
-With --weights int4 tcq3 tcq2, formats in turn: of int4's bytes per token tcq3 reads 0.65 and tcq2 0.4 in 1.5 and 4 GB, and in 1.5 GB they make
+With --weights int4 tcq3 tcq2, formats in turn: of int4's bytes per token tcq3 reads 0.65 and tcq2 0.4 in 1.5 and 4 GB,
+and in 1.5 GB they make
 1.3 and 1.8 times its tokens/s.
 """
 
@@ -38,7 +40,8 @@ from torch_mesh.store.writer import write_store
 
 SHAPE = synthetic.Shape(layers=48, vocab=151936)
 GROUP_SIZES = {"int4": 64, "tcq3": 128, "tcq2": 128}
-# Against int4 in the same memory: bytes per token at most, where that is 4 GB or less, and tokens/s at least, where it is 1.5.
+# Against int4 in the same memory: bytes per token at most, where that is 4 GB or less, and tokens/s at least, where it
+# is 1.5.
 MAX_READ, MIN_SPEED = {"tcq3": 0.65, "tcq2": 0.4}, {"tcq3": 1.3, "tcq2": 1.8}
 OVERLAP = 0.39
 DENSE = "int4"
@@ -175,8 +178,14 @@ def measure(options: Any) -> Report:
                 shutil.rmtree(model)
     add_comparison(report, results)
     report.notes += [
-        f"{options.tokens} timed tokens after {options.warm_up}; the trace's tokens share {OVERLAP:.0%} of their experts with the next",
-        f"torch_mesh: {'eager' if options.eager else 'compiled step'}, prefetch off (forced routing cannot be foretold by routers)",
+        (
+            f"{options.tokens} timed tokens after {options.warm_up}; the trace's tokens share {OVERLAP:.0%} of their "
+            "experts with the next"
+        ),
+        (
+            f"torch_mesh: {'eager' if options.eager else 'compiled step'}, prefetch off (forced routing cannot be "
+            "foretold by routers)"
+        ),
         "llama.cpp is limited to the memory that torch_mesh's process group had charged at its peak",
         "stock: the mapping as it is; random: with MADV_RANDOM",
         f"{options.llama_tokens} of its tokens after {options.llama_warm_up}, since each takes it many seconds",

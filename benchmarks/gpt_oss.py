@@ -1,9 +1,11 @@
-"""Claim: a checkpoint of gpt-oss-20b's full size opens as it is published, in MXFP4, with no more memory than `--resident` says and the rest of the model: from its
-own files within seconds, and from a store that a conversion makes at .6 of the disk's speed.
+"""Claim: a checkpoint of gpt-oss-20b's full size opens as it is published, in MXFP4, with no more memory than
+`--resident` says and the rest of the model: from its own files within seconds, and from a store that a conversion makes
+at .6 of the disk's speed.
 
-The weights are random, written in the published layout. Routers of random weights choose nearly the same experts for every token, so routing is replayed from a made-up trace whose tokens
-share 39 % of their experts with the next one. `--llama` measures llama.cpp beside it: the same types, shapes and routing in a GGUF file, under the memory that torch_mesh's processes had
-charged at their peak.
+The weights are random, written in the published layout. Routers of random weights choose nearly the same experts for
+every token, so routing is replayed from a made-up trace whose tokens share 39 % of their experts with the next one.
+`--llama` measures llama.cpp beside it: the same types, shapes and routing in a GGUF file, under the memory that
+torch_mesh's processes had charged at their peak.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _BLOCK = 8 << 20  # of reads by which the disk is measured
 
 
 def write(folder: Path, layers: int, experts: int) -> Path:
-    """A layer to a file, the experts' codes drawn and their scales such that weights are about as large as trained ones."""
+    """A layer to a file, the experts' codes drawn and their scales such that weights are about as large as trained
+    ones."""
     path = folder / f"gpt-oss-{layers}x{experts}"
     if path.exists():
         return path
@@ -135,7 +138,8 @@ def _copy_rate(folder: Path) -> float:
 def measure(options: Any) -> Report:
     raw = write(options.dir, options.layers, options.experts)
     report = Report(
-        f"gpt-oss's shapes, {options.layers} layers of {options.experts} experts, {options.resident / 1e9:g} GB resident"
+        f"gpt-oss's shapes, {options.layers} layers of {options.experts} experts, {options.resident / 1e9:g} GB "
+        "resident"
     )
     contenders = [("its own files", raw)]
     if options.convert:
@@ -172,7 +176,10 @@ def measure(options: Any) -> Report:
                 report.add(Row(f"{name}: {what}", scale * result[entry], unit))
     report.details = sessions.without_logits({name: [result] for name, result in results.items()})
     report.notes += [
-        f"{options.tokens} timed tokens after {options.warm_up}, of llama.cpp {options.llama_tokens} after {options.llama_warm_up}",
+        (
+            f"{options.tokens} timed tokens after {options.warm_up}, of llama.cpp {options.llama_tokens} after "
+            f"{options.llama_warm_up}"
+        ),
         "stock: llama.cpp's mapping as it is; random: with MADV_RANDOM",
     ]
     return report

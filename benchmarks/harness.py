@@ -170,8 +170,9 @@ def paired_row(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Row:
-    """A row of interleaved pairs. Its ratio is the median of the pairs' ratios, since both of a pair saw the same moment
-    of the machine; so the reference it shows is that which gives this ratio, not the median of the references."""
+    """A row of interleaved pairs. Its ratio is the median of the pairs' ratios, since both of a pair saw the same
+    moment of the machine; so the reference it shows is that which gives this ratio, not the median of the references.
+    """
     ratios = sorted(value / reference for value, reference in zip(values, references, strict=True))
     value = statistics.median(values)
     return Row(

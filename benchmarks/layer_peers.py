@@ -1,9 +1,9 @@
-"""Claim: with int4 experts a layer is at least 3 x as fast as onnxruntime's QMoE, 1.8 x torch's int4pack and 3 x kt-kernel for
-one row, and 1.5 x each for 512.
+"""Claim: with int4 experts a layer is at least 3 x as fast as onnxruntime's QMoE, 1.8 x torch's int4pack and 3 x
+kt-kernel for one row, and 1.5 x each for 512.
 
-The same layer for all: 128 experts, top-8, the same weights, inputs and routing. Each system runs in a process of its own
-with all processors, and is stopped while another has its turn. The error beside each is that of its output for one row
-against float64, so that nobody is fast by computing something else.
+The same layer for all: 128 experts, top-8, the same weights, inputs and routing. Each system runs in a process of its
+own with all processors, and is stopped while another has its turn. The error beside each is that of its output for one
+row against float64, so that nobody is fast by computing something else.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def add_limits(report: Report, rows: int, rates: dict[str, list[float]]) -> None
 
 
 def add_rows(report: Report, rows: int, contenders: Sequence[Contender], speeds: dict[str, list[float]]) -> None:
-    """Each of our formats against the fastest variant of each peer of as many bits, or in bf16 where it has no other."""
+    """Each of our formats against the fastest variant of each peer of as many bits, or in bf16 where it has no
+    other."""
     for own in (contender for contender in contenders if contender.system == MESH):
         for peer in dict.fromkeys(contender.system for contender in contenders if contender.system != MESH):
             rivals = [
@@ -161,7 +162,8 @@ def measure(options: Any) -> Report:
     add_errors(report, contenders, options.seed)
     report.details["weight_bytes"] = {c.name: c.worker.facts[c.variant]["weight_bytes"] for c in contenders}
     report.notes.append(
-        f"medians of {options.rounds} interleaved rounds of {options.calls} calls of 1 and 4 rows and one of {ROWS[-1]}; "
+        f"medians of {options.rounds} interleaved rounds of {options.calls} calls of 1 and 4 rows and one of "
+        f"{ROWS[-1]}; "
         "the peer is its fastest variant"
     )
     for worker in {limits, *(contender.worker for contender in contenders)}:

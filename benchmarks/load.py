@@ -1,10 +1,11 @@
-"""Claim: a 5 GB checkpoint converted to int4 opens in 5 s after imports, and in 2 GB of memory, at resident=0.4. The first opening of
-the bf16 original, which converts it to int4, goes at 1 GB of its experts a second, or as fast as the disk reads if that is less.
+"""Claim: a 5 GB checkpoint converted to int4 opens in 5 s after imports, and in 2 GB of memory, at resident=0.4. The
+first opening of the bf16 original, which converts it to int4, goes at 1 GB of its experts a second, or as fast as the
+disk reads if that is less.
 
 Every load is cold: a process of its own, files evicted from the page cache. Weights may be mapped and not yet read when
 ``from_pretrained`` returns, so the time to the end of a first prompt is shown too, and peaks cover it. torch_mesh runs
-under a memory limit of those 2 GB, so the kernel vouches for the peak, whatever kind of memory it was. Conversions have no limit; the
-disk's speed is that of direct reads of the original, between them.
+under a memory limit of those 2 GB, so the kernel vouches for the peak, whatever kind of memory it was. Conversions have
+no limit; the disk's speed is that of direct reads of the original, between them.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def add_conversion(report: Report, weights: str, results: dict[str, list[dict[st
     packing = statistics.median(run["load_processor_seconds"] for run in runs) / harness.available_cpus()
     reading = source_bytes / 1e9 / statistics.median(reads)
     report.notes.append(
-        f"{conversion(weights)}: bound by {'packing' if packing > reading else 'the disk'}: all processors together were busy for "
+        f"{conversion(weights)}: bound by {'packing' if packing > reading else 'the disk'}: all processors together "
+        "were busy for "
         f"{packing:.2f} s, plain reads of the experts take {reading:.2f} s"
     )
 

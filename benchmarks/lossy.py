@@ -1,9 +1,10 @@
-"""Claim: with a quarter of examples/mesh-tiny's experts resident, deferred_experts=1 costs at most 1 % of perplexity and halves what
-decode steps wait for; routing_bias=0.1 costs at most 1 %, halves it too, and reads a fifth less; fallback="int4" costs at most 1 %,
-halves it too, and reads half.
+"""Claim: with a quarter of examples/mesh-tiny's experts resident, deferred_experts=1 costs at most 1 % of perplexity
+and halves what decode steps wait for; routing_bias=0.1 costs at most 1 %, halves it too, and reads a fifth less;
+fallback="int4" costs at most 1 %, halves it too, and reads half.
 
-Each lossy mode's cost stands beside its gain: perplexity and what decode steps wait for and read, over those of the exact model in
-the same run. Held-out prose and code, each document's tokens but the first 16 fed one at a time, as decoding would.
+Each lossy mode's cost stands beside its gain: perplexity and what decode steps wait for and read, over those of the
+exact model in the same run. Held-out prose and code, each document's tokens but the first 16 fed one at a time, as
+decoding would.
 """
 
 from __future__ import annotations
@@ -139,7 +140,10 @@ def markdown(outcomes: dict[str, Outcome]) -> str:
     exact = outcomes["exact"]
     lines = [
         "",
-        "| | perplexity | hits | cold | in flight | deferred | rerouted | stand-ins | read per token | waiting | tokens/s |",
+        (
+            "| | perplexity | hits | cold | in flight | deferred | rerouted | stand-ins | read per token | waiting | "
+            "tokens/s |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, outcome in outcomes.items():

@@ -1,9 +1,9 @@
 """Claim: when the memory limit of a generating process halves, the pool gives way in time, and comes back afterwards.
 
-A process with ``resident="auto"`` decodes in a memory group of its own. Version 1 of the controller: the soft limit, which the guard
-watches, halves, and a hard limit of that size is asked for until the kernel grants it. Version 2: ``memory.high`` halves and
-``memory.max`` follows five seconds later. After a while both rise again. The tokens are compared with those of a process
-without a limit whose experts are all resident. Needs root.
+A process with ``resident="auto"`` decodes in a memory group of its own. Version 1 of the controller: the soft limit,
+which the guard watches, halves, and a hard limit of that size is asked for until the kernel grants it. Version 2:
+``memory.high`` halves and ``memory.max`` follows five seconds later. After a while both rise again. The tokens are
+compared with those of a process without a limit whose experts are all resident. Needs root.
 """
 
 from __future__ import annotations

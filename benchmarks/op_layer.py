@@ -1,7 +1,7 @@
 """One layer of experts in memory, without a model: what the benchmarks of the op share.
 
-Qwen3-30B-A3B's shapes. A few experts' bytes are repeated over all of them, which changes nothing for a processor: each has
-memory of its own, and a layer's records are many times larger than any cache.
+Qwen3-30B-A3B's shapes. A few experts' bytes are repeated over all of them, which changes nothing for a processor: each
+has memory of its own, and a layer's records are many times larger than any cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SHAPE = Shape()
 HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate
 EXPERTS, TOP_K = SHAPE.experts, SHAPE.experts_per_token
 WEIGHTS_PER_EXPERT = 3 * HIDDEN * INTERMEDIATE
-# Records of a checkpoint's codes: format, group size, its like with group size, and the share of that one's speed to be had.
+# Records of a checkpoint's codes: format, group size, its like with group size, and the share of that one's speed to be
+# had.
 CODES = (
     ("mxfp4", 32, "lut4", 32, 0.95),
     ("nvfp4", 16, "lut4", 32, 0.95),
@@ -107,7 +108,8 @@ def pack(
 
 
 def store_engine(folder: Path, **options: Any) -> _C.Engine:
-    """An engine on the records of a converted checkpoint, with as many threads as torch; ``options`` are ``_C.Engine``'s others."""
+    """An engine on the records of a converted checkpoint, with as many threads as torch; ``options`` are
+    ``_C.Engine``'s others."""
     store = open_store(folder)
     manifest, shape = store.manifest, store.manifest.shape
     return _C.Engine(

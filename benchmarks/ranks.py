@@ -1,9 +1,11 @@
-"""Claim: ranks that divide the experts reach what ``simulate --nodes`` foretells, in tokens per second, hits and bytes on the wire.
+"""Claim: ranks that divide the experts reach what ``simulate --nodes`` foretells, in tokens per second, hits and bytes
+on the wire.
 
-One, two and four gloo ranks, each in a network namespace of its own, a quarter of the experts resident: on each rank of its own, so that one process
-has as many in all. ``relay.py`` joins the namespaces by links of ``--network``. All ranks, and the relay, share this machine's cores and disk: what the
-simulation is told of disk, experts, the rest of the model and messages is measured by as many processes at once as there are ranks, in the same run.
-Beside it stands what it says of ``--network`` as it is, without what software adds to a message. Everything is undone at the end, after Ctrl-C, too.
+One, two and four gloo ranks, each in a network namespace of its own, a quarter of the experts resident: on each rank of
+its own, so that one process has as many in all. ``relay.py`` joins the namespaces by links of ``--network``. All ranks,
+and the relay, share this machine's cores and disk: what the simulation is told of disk, experts, the rest of the model
+and messages is measured by as many processes at once as there are ranks, in the same run. Beside it stands what it says
+of ``--network`` as it is, without what software adds to a message. Everything is undone at the end, after Ctrl-C, too.
 Needs root.
 """
 
@@ -82,7 +84,8 @@ def open_model(folder: str, resident: float, prefetch: str, ranks: int, dispatch
 
 
 def opening_seconds(folder: str, ranks: int, together: Callable[[], None]) -> float:
-    """From a cold store to a model that has computed one token. A first opening, which imports what transformers imports late, is not timed."""
+    """From a cold store to a model that has computed one token. A first opening, which imports what transformers
+    imports late, is not timed."""
     import torch
 
     seconds = []
@@ -176,7 +179,8 @@ def rank(folder: str, out: str, threads: int, warm_up: int, measured: int) -> No
 
 
 def small_sums(ranks: int) -> dict[str, float]:
-    """Of sums of one token's output: seconds of one of their 2 (N - 1) steps, and the bytes that each rank sends besides its payload."""
+    """Of sums of one token's output: seconds of one of their 2 (N - 1) steps, and the bytes that each rank sends
+    besides its payload."""
     import torch
 
     output = torch.zeros(SHAPE.hidden, dtype=torch.bfloat16)
@@ -232,7 +236,8 @@ def run_ranks(folder: Path, out: Path, names: Sequence[str], options: Any) -> li
 
 
 def foretold(trace: Any, found: list[dict[str, Any]], run: dict[str, Any], given: Any) -> tuple[Any, Any]:
-    """By ``simulate --nodes``, of what the ranks have measured besides the run itself: with messages as they measured them, and as the network is ``given``."""
+    """By ``simulate --nodes``, of what the ranks have measured besides the run itself: with messages as they measured
+    them, and as the network is ``given``."""
     from torch_mesh.routing.cluster_simulation import Cluster, Network, simulate_nodes
     from torch_mesh.routing.simulation import Hardware
 
@@ -247,7 +252,8 @@ def foretold(trace: Any, found: list[dict[str, Any]], run: dict[str, Any], given
         return simulate_nodes(trace, "auto", resident, cluster, prompts=slice(1, None), lookahead=ahead)
 
     measured = Network(given.bandwidth, mean(found, "message_seconds"))
-    # What takes time besides experts and messages, the work of transformers' dispatch included: as measured with all experts in memory.
+    # What takes time besides experts and messages, the work of transformers' dispatch included: as measured with all
+    # experts in memory.
     alone = 1 / simulated(1.0, 1e15, 0.0, measured).tokens_per_second
     rest = max(0.0, run["resident_seconds"] - alone)
     disk = mean(found, "disk") * (1 if run["prefetch"] != "off" else len(found))
@@ -312,9 +318,15 @@ def measure(options: Any) -> Report:
                 found = run_ranks(folder, Path(out), links.names, options)
                 relay_share = 100 * links.relay_seconds() / (time.monotonic() - begin)
             add_rows(report, found, load_trace(Path(out) / "trace.npz"), network, options)
-            said = f"{ranks} at once: disk {sum(rank['disk'] for rank in found) / 1e9:.2f} GB/s in all, experts {mean(found, 'experts') / 1e9:.1f} GB/s"
+            said = (
+                f"{ranks} at once: disk {sum(rank['disk'] for rank in found) / 1e9:.2f} GB/s in all, experts "
+                f"{mean(found, 'experts') / 1e9:.1f} GB/s"
+            )
             if ranks > 1:
-                said += f", a message {1e6 * mean(found, 'message_seconds'):.0f} µs, a sum {mean(found, 'envelope_bytes'):.0f} bytes from each besides its payload"
+                said += (
+                    f", a message {1e6 * mean(found, 'message_seconds'):.0f} µs, a sum "
+                    f"{mean(found, 'envelope_bytes'):.0f} bytes from each besides its payload"
+                )
                 said += f", the relay {relay_share:.1f} % of a core"
             report.notes.append(said)
     return report

@@ -1,7 +1,8 @@
 """Claim: a message between two network namespaces takes its delay and little more, and they hold to their bandwidth.
 
-A network of this process' own making, for kernels without ``netem``: each namespace has a TUN device, and what one sends the relay hands to another one
-when the bandwidth of both links lets it and the delay is over. Its packets are large, so that few of them have to pass. Needs root.
+A network of this process' own making, for kernels without ``netem``: each namespace has a TUN device, and what one
+sends the relay hands to another one when the bandwidth of both links lets it and the delay is over. Its packets are
+large, so that few of them have to pass. Needs root.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Delayed:
 
 @contextmanager
 def delayed_network(ranks: int, bandwidth: float, delay: float) -> Iterator[Delayed]:
-    """A namespace for each of ``ranks``. ``bandwidth``: bytes/s of each link in either direction; ``delay``: seconds of each packet."""
+    """A namespace for each of ``ranks``. ``bandwidth``: bytes/s of each link in either direction; ``delay``: seconds of
+    each packet."""
     names = [f"mesh-{os.getpid()}-{rank}" for rank in range(ranks)]
     relay: subprocess.Popen[str] | None = None
     try:
@@ -96,7 +98,8 @@ def _tool(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(
-            f"`{' '.join(words)}` failed: {done.stderr.strip()}. This benchmark makes network namespaces with TUN devices; a container may not let it."
+            f"`{' '.join(words)}` failed: {done.stderr.strip()}. This benchmark makes network namespaces with TUN "
+            "devices; a container may not let it."
         )
 
 
@@ -117,7 +120,8 @@ def relay(bandwidth: float, delay: float, names: Sequence[str]) -> None:
     under_way: list[tuple[float, int, int, bytes]] = []
     count, late = 0, 0.0
     while True:
-        # A timer's interrupt comes late, in a virtual machine by tens of microseconds: the timer is set so much earlier, and the rest is spun.
+        # A timer's interrupt comes late, in a virtual machine by tens of microseconds: the timer is set so much
+        # earlier, and the rest is spun.
         wait = max(0.0, under_way[0][0] - late - time.monotonic()) if under_way else None
         ready, _, _ = select.select(devices, [], [], wait)
         now = time.monotonic()
@@ -174,7 +178,8 @@ def echo(port: int) -> None:
 
 
 def ask(host: str, port: int) -> None:
-    """Prints, after a line of input, the seconds of half a round trip and their 90th percentile; then the bytes per second of a long message."""
+    """Prints, after a line of input, the seconds of half a round trip and their 90th percentile; then the bytes per
+    second of a long message."""
     times = []
     with _connected(host, port) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -216,7 +221,8 @@ def _received(peer: socket.socket, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """``half``: seconds of half a round trip, ``late``: their 90th percentile; ``speed``: bytes/s; ``relay``: its seconds for each packet of a round trip."""
+    """``half``: seconds of half a round trip, ``late``: their 90th percentile; ``speed``: bytes/s; ``relay``: its
+    seconds for each packet of a round trip."""
 
     half: float
     late: float

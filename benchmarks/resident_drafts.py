@@ -1,9 +1,11 @@
-"""Claim: drafts by resident experts alone gain nothing: a draft that reads nothing still computes all that a plain step does, so that on
-examples/mesh-tiny at 25 and 50 % resident decoding with them takes at least as long as without. Tokens are those of plain decoding.
+"""Claim: drafts by resident experts alone gain nothing: a draft that reads nothing still computes all that a plain step
+does, so that on examples/mesh-tiny at 25 and 50 % resident decoding with them takes at least as long as without. Tokens
+are those of plain decoding.
 
-That is why torch_mesh has no such drafts. Here each router takes the best of the resident experts for a few tokens, the cache goes back,
-and one exact forward verifies them. (The mode that sees a router choose costs some microseconds a layer.) Both sides are the same loop on
-a model with a pool of its own, text by text in turn; a kind's first text is not counted, for it fills the pools.
+That is why torch_mesh has no such drafts. Here each router takes the best of the resident experts for a few tokens, the
+cache goes back, and one exact forward verifies them. (The mode that sees a router choose costs some microseconds a
+layer.) Both sides are the same loop on a model with a pool of its own, text by text in turn; a kind's first text is not
+counted, for it fills the pools.
 """
 
 from __future__ import annotations
@@ -114,7 +116,8 @@ def opened(options: Any, resident: float, length: int) -> Side:
 def measure(options: Any) -> Report:
     texts = prompts(options, AutoTokenizer.from_pretrained(options.model))
     report = Report(
-        f"Drafts by resident experts alone, {options.model.name} in bf16, {options.tokens} tokens of {options.texts} texts of each kind"
+        f"Drafts by resident experts alone, {options.model.name} in bf16, {options.tokens} tokens of {options.texts} "
+        "texts of each kind"
     )
     differ = 0
     for resident, length in itertools.product(options.resident, options.lengths):

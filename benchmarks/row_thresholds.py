@@ -1,8 +1,9 @@
-"""Claim: the rows from which on a product changes its way (few rows, panels, the processor's tiles or torch's brgemm) are well chosen: no number of rows takes
-more than 1.15 × the time of the faster way.
+"""Claim: the rows from which on a product changes its way (few rows, panels, the processor's tiles or torch's brgemm)
+are well chosen: no number of rows takes more than 1.15 × the time of the faster way.
 
-For each format with the instruction set that this processor gets, or those of ``--isa``, one thread, a matrix that no cache holds. The switches are constants of the
-kernel tables (csrc/kernels), since results must not depend on a machine's mood; where this measures better ones, change them there.
+For each format with the instruction set that this processor gets, or those of ``--isa``, one thread, a matrix that no
+cache holds. The switches are constants of the kernel tables (csrc/kernels), since results must not depend on a
+machine's mood; where this measures better ones, change them there.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def add_rows(report: Report, name: str, ways: Mapping[str, int], seconds: Mappin
     fastest = [min(times) for times in zip(*seconds.values(), strict=True)]
     worst = max(range(len(ROWS)), key=lambda index: taken[index] / fastest[index])
     switches = [
-        f"{way} {'never' if ways[way] == NO_ROWS else f'from {ways[way]}'} (measured: {best_switch(seconds, way) or 'never'})"
+        (
+            f"{way} {'never' if ways[way] == NO_ROWS else f'from {ways[way]}'} (measured: "
+            f"{best_switch(seconds, way) or 'never'})"
+        )
         for way in ways
         if way != "few"
     ]

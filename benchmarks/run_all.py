@@ -1,9 +1,9 @@
-"""Runs benchmarks one after the other, keeps their JSON, and ends with a table of all claims; the exit status says whether
-they hold.
+"""Runs benchmarks one after the other, keeps their JSON, and ends with a table of all claims; the exit status says
+whether they hold.
 
 Without an option: what needs nothing but torch_mesh, in a few minutes. With ``--peers``: what is measured beside other
-systems and on large files; installs those systems first. With ``--gpu``: what needs a CUDA device; without one the exit status is 2.
-The machine should do nothing else meanwhile.
+systems and on large files; installs those systems first. With ``--gpu``: what needs a CUDA device; without one the exit
+status is 2. The machine should do nothing else meanwhile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Claim: workers that share a pool, and its owner, take at most 1.1 × one pool besides what they need without experts (PSS, from smaps).
+"""Claim: workers that share a pool, and its owner, take at most 1.1 × one pool besides what they need without experts
+(PSS, from smaps).
 
-Beside it, without a claim: tokens per second of all workers together, with one pool (`torch-mesh share`) and with as much memory divided among pools
-of their own. Each worker has one thread and a text of its own. The synthetic model's routing is nearly even, the worst case for any cache; `--store` takes
-another converted model.
+Beside it, without a claim: tokens per second of all workers together, with one pool (`torch-mesh share`) and with as
+much memory divided among pools of their own. Each worker has one thread and a text of its own. The synthetic model's
+routing is nearly even, the worst case for any cache; `--store` takes another converted model.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def pool_pss(pid: int) -> int:
 def run(
     folder: Path, configs: list[dict[str, Any]], tokens: int, rounds: int, owner: int | None = None
 ) -> dict[str, Any]:
-    """Of workers with ``configs`` that decode at the same time: tokens per second together (the best round), hit rate, PSS, with that of the
-    process ``owner``; ``owner_rest``: what that one takes beside the pool."""
+    """Of workers with ``configs`` that decode at the same time: tokens per second together (the best round), hit rate,
+    PSS, with that of the process ``owner``; ``owner_rest``: what that one takes beside the pool."""
     with ExitStack() as stack:
         workers = [stack.enter_context(closing(Worker(folder, config, index))) for index, config in enumerate(configs)]
         for each in workers:

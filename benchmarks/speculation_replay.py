@@ -1,13 +1,14 @@
-"""Claim: drafts that are right nine, seven or five times in ten make decoding on Qwen3-30B-A3B's shapes at no residency more than 5 % slower
-than without; with --rewriting, that a file written again with one name changed takes two thirds of the time with a quarter of the experts resident,
-and half with all.
+"""Claim: drafts that are right nine, seven or five times in ten make decoding on Qwen3-30B-A3B's shapes at no residency
+more than 5 % slower than without; with --rewriting, that a file written again with one name changed takes two thirds of
+the time with a quarter of the experts resident, and half with all.
 
-Random weights write nothing that could be foretold, so both the text and what is drafted of it are given: a logits processor chooses the tokens, the
-experts are those of a made-up trace (as in full_size.py), and each token is drafted rightly at a seeded rate, or with --rewriting by lookup in the file,
-which is the prompt. Rows behind a wrong one
-take the experts of another token of the text. Everything else is what `generate(custom_generate=torch_mesh.speculate())` does, its controller
-learning as it goes. Plain decoding is transformers' own loop on a model with a pool of its own, the same text in turn; where all is resident
-there is one model for both. The time is that from the first token to the last.
+Random weights write nothing that could be foretold, so both the text and what is drafted of it are given: a logits
+processor chooses the tokens, the experts are those of a made-up trace (as in full_size.py), and each token is drafted
+rightly at a seeded rate, or with --rewriting by lookup in the file, which is the prompt. Rows behind a wrong one take
+the experts of another token of the text. Everything else is what `generate(custom_generate=torch_mesh.speculate())`
+does, its controller learning as it goes. Plain decoding is transformers' own loop on a model with a pool of its own,
+the same text in turn; where all is resident there is one model for both. The time is that from the first token to the
+last.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def texts(options: Any, shape: synthetic.Shape, vocabulary: int, rates: Sequence
 
 
 def rewritten(options: Any, shape: synthetic.Shape) -> Iterator[Text]:
-    """Files of Python's library, each followed by what it is with another for the name that its beginning has most often; in mesh-tiny's tokens."""
+    """Files of Python's library, each followed by what it is with another for the name that its beginning has most
+    often; in mesh-tiny's tokens."""
     generator = random.Random(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "mesh-tiny")
     with (ROOT / "tests" / "data" / "text" / "code.jsonl").open() as lines:
@@ -269,7 +271,8 @@ def measure(options: Any) -> Report:
     steps = "compiled" if options.compiled else "eager"
     what = "A file written again" if options.rewriting else "Drafts right at a given rate"
     report = Report(
-        f"{what}, Qwen3-30B-A3B's shapes, {shape.layers} layers in {WEIGHTS}, {steps} steps, {options.tokens} tokens of {options.texts} texts"
+        f"{what}, Qwen3-30B-A3B's shapes, {shape.layers} layers in {WEIGHTS}, {steps} steps, {options.tokens} tokens "
+        f"of {options.texts} texts"
     )
     for resident in options.resident:
         plain = opened(options, resident)
@@ -296,14 +299,16 @@ def measure(options: Any) -> Report:
             add_rows(report, name, wanted, one, other)
             console.print(f"{name}: {report.details[name]['speed']:.3f} of plain decoding's speed")
     report.notes.append(
-        f"the trace's tokens share {full_size.OVERLAP:.0%} of their experts with the next; seed {options.seed}; prefetch off (forced "
+        f"the trace's tokens share {full_size.OVERLAP:.0%} of their experts with the next; seed {options.seed}; "
+        "prefetch off (forced "
         "routing cannot be foretold by routers)"
     )
     return report
 
 
 def lost(plain: Side, drafting: Side, drafts: bool) -> float:
-    """What forwards with drafts, or those without, took more than plain decoding did for the same tokens; of its time."""
+    """What forwards with drafts, or those without, took more than plain decoding did for the same tokens; of its
+    time."""
     seconds = 0.0
     for expected, found, steps in zip(plain.times, drafting.times, drafting.steps, strict=True):
         ends = [place for place, _ in steps[1:]] + [len(found)]

@@ -1,10 +1,11 @@
-"""Claim: a training step with adapters on all experts takes at most 1.5 x what unpatched transformers and PEFT take in memory, is
-10 x as fast at 40 % resident as accelerate's disk offload, needs at most 10 % more memory than what it is made of, and reads no expert more
-than twice.
+"""Claim: a training step with adapters on all experts takes at most 1.5 x what unpatched transformers and PEFT take in
+memory, is 10 x as fast at 40 % resident as accelerate's disk offload, needs at most 10 % more memory than what it is
+made of, and reads no expert more than twice.
 
-The synthetic model, its experts in bf16, AdamW, adapters on nothing but experts; each system in a process of its own, after one step that
-does not count. accelerate puts adapters on offloaded experts on meta, where nothing trains: beside the failure stands what it takes for the
-frozen experts' forward and backward alone. ``--full-size`` measures 48 layers in int4 instead, beside what `torch-mesh plan --train` says.
+The synthetic model, its experts in bf16, AdamW, adapters on nothing but experts; each system in a process of its own,
+after one step that does not count. accelerate puts adapters on offloaded experts on meta, where nothing trains: beside
+the failure stands what it takes for the frozen experts' forward and backward alone. ``--full-size`` measures 48 layers
+in int4 instead, beside what `torch-mesh plan --train` says.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from harness import Report, Row
 from rich.console import Console
 
 PEFT, ACCELERATE = "transformers and PEFT", "accelerate disk offload, frozen experts"
-# Resident memory that a step is made of; "imported" is that of Python and its libraries before a model is opened, "workspace" the kernels'.
+# Resident memory that a step is made of; "imported" is that of Python and its libraries before a model is opened,
+# "workspace" the kernels'.
 PARTS = ("imported", "dense", "pool", "workspace", "adapter", "gradient", "optimizer", "activation")
 SEED = 20260101
 
@@ -88,7 +90,8 @@ def add_mesh(report: Report, name: str, result: dict[str, Any]) -> None:
 
 def measure(options: Any) -> Report:
     report = Report(
-        f"Training {options.layers} layers of {options.experts} experts in {options.weights}, the rest in {options.dtype}, {options.tokens} tokens, "
+        f"Training {options.layers} layers of {options.experts} experts in {options.weights}, the rest in "
+        f"{options.dtype}, {options.tokens} tokens, "
         f"rank {options.rank} on all experts"
     )
     run = Runs(report)

@@ -1,10 +1,12 @@
-"""Claim: a whole model in memory reads a prompt of 512 tokens 1.5 x as fast as transformers' grouped_mm, decodes one sequence and
-two at a time in bf16 at least as fast as llama.cpp's BF16, and with int4 throughout under torch.compile at least as fast as its Q4_0.
+"""Claim: a whole model in memory reads a prompt of 512 tokens 1.5 x as fast as transformers' grouped_mm, decodes one
+sequence and two at a time in bf16 at least as fast as llama.cpp's BF16, and with int4 throughout under torch.compile at
+least as fast as its Q4_0.
 
 Nothing is cold: this is the price or gain of the kernels alone. Every system has the same weights and is given the same
-tokens, which it routes itself; llama.cpp may repack. The layers beside the experts are torch's own, as MeshConfig has them by default
-(dense="auto"), or packed as the experts are. Systems of one width of weights are in memory at the same time and take turns, those with
-packed layers in bf16 apart from the others; the cosine of each one's logits with those of transformers is shown.
+tokens, which it routes itself; llama.cpp may repack. The layers beside the experts are torch's own, as MeshConfig has
+them by default (dense="auto"), or packed as the experts are. Systems of one width of weights are in memory at the same
+time and take turns, those with packed layers in bf16 apart from the others; the cosine of each one's logits with those
+of transformers is shown.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class System:
 
 
 def sittings(weights: str) -> tuple[tuple[str, ...], ...]:
-    """Values of ``dense`` that are measured together: three copies of the experts in bf16, beside llama.cpp's and transformers', are too
-    many for 24 GB."""
+    """Values of ``dense`` that are measured together: three copies of the experts in bf16, beside llama.cpp's and
+    transformers', are too many for 24 GB."""
     return (("none", "auto"), (weights,)) if weights == "bf16" else (("none", "auto", weights),)
 
 
@@ -168,7 +170,10 @@ def measure(options: Any) -> Report:
         for sitting in sittings(weights):
             measure_sitting(report, weights, sitting, options)
     report.notes += [
-        f"medians of {options.rounds} interleaved rounds of one prompt of {PREFILL_TOKENS} tokens and {options.tokens} decode steps",
+        (
+            f"medians of {options.rounds} interleaved rounds of one prompt of {PREFILL_TOKENS} tokens and "
+            f"{options.tokens} decode steps"
+        ),
         "tokens per second of a batch of 2 are those of both sequences",
     ]
     return report

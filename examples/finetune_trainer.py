@@ -1,6 +1,8 @@
-"""Trains low-rank adapters on the experts and the attention of a model whose experts stay on disk, with transformers' Trainer.
+"""Trains low-rank adapters on the experts and the attention of a model whose experts stay on disk, with transformers'
+Trainer.
 
-python examples/finetune_trainer.py examples/mesh-tiny --text examples/text/ships_log.txt --resident 0.25 --steps 60 --out adapter
+python examples/finetune_trainer.py examples/mesh-tiny --text examples/text/ships_log.txt --resident 0.25 --steps 60
+--out adapter
 """
 
 from __future__ import annotations

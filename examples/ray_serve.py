@@ -4,8 +4,8 @@
     torch-mesh convert MODEL FOLDER --weights int4
     python examples/ray_serve.py FOLDER --replicas 2
 
-Each replica is a process with a model and a pool of its own. With io="buffered" they read through the page cache, which has one copy for all. Or they
-borrow from one pool, which has its own reader and policy:
+Each replica is a process with a model and a pool of its own. With io="buffered" they read through the page cache, which
+has one copy for all. Or they borrow from one pool, which has its own reader and policy:
 
     torch-mesh share FOLDER --socket /tmp/pool.socket --resident 8GiB --workers 2
     python examples/ray_serve.py FOLDER --replicas 2 --shared /tmp/pool.socket

@@ -1,4 +1,5 @@
-"""Writes docs/families.md, what of torch_mesh each family of the installed transformers has, from tiny models of them all."""
+"""Writes docs/families.md, what of torch_mesh each family of the installed transformers has, from tiny models of them
+all."""
 
 from __future__ import annotations
 
@@ -36,18 +37,18 @@ patched and unpatched. They fail for a family that is neither listed here nor re
 Each family takes every format: {in_words(ROUNDED_FORMATS)}, in groups of 32, 64 or 128, made from
 bf16, fp16 or fp32, or from any [quantised checkpoint](checkpoints.md).
 
-- **model types**: those of the family that hold these experts. A model that contains a language model of another family,
-  as Kimi K2.5 contains DeepSeek V3, behaves like that family.
+- **model types**: those of the family that hold these experts. A model that contains a language model of another
+  family, as Kimi K2.5 contains DeepSeek V3, behaves like that family.
 - **layout** of the experts' parameters: gate and up are *halves* of one tensor, or *interleaved* row by row; stored as
   [out, in], or *transposed*. Records are the same for all.
 - **path**: *kernel* is one fused op per layer, with the given activation. *unfused*: the kernel does not know what the
   module computes between or after its two products. These are two ops with the module's own code around them: somewhat
   slower, on the CPU only (no `gpu.experts`), without a prefill window, `lossy.deferred_experts` and `lossy.fallback`.
-- **lookahead**: whether the next layer's router predicts which experts to read, and what it adds for the choice: a *bias*
-  to its logits, or to the named function of them. *groups*: it chooses groups of experts first, which the prediction
-  ignores. Without lookahead use a [fitted predictor](predictor.md).
-- **routing_bias**: whether [`lossy.routing_bias`](lossy.md) works. It does not if the router needs more than hidden states
-  (token ids, or a bias of the block around it), takes a single expert, or does not choose by one `topk`.
+- **lookahead**: whether the next layer's router predicts which experts to read, and what it adds for the choice: a
+  *bias* to its logits, or to the named function of them. *groups*: it chooses groups of experts first, which the
+  prediction ignores. Without lookahead use a [fitted predictor](predictor.md).
+- **routing_bias**: whether [`lossy.routing_bias`](lossy.md) works. It does not if the router needs more than hidden
+  states (token ids, or a bias of the block around it), takes a single expert, or does not choose by one `topk`.
 
 | family | model types | layout | path | lookahead | routing_bias | remarks |
 |---|---|---|---|---|---|---|
@@ -68,7 +69,9 @@ _TAIL = """
 
 # What no tiny model shows; tests/models/test_left_alone.py and test_families.py do.
 _BESIDES = {
-    "DiffusionGemmaTextExperts": "encoder and decoder share experts: load it as it is, then `patch`; no `lossy.deferred_experts`",
+    "DiffusionGemmaTextExperts": (
+        "encoder and decoder share experts: load it as it is, then `patch`; no `lossy.deferred_experts`"
+    ),
     "Dots3NoteExperts": "the vision tower's experts stay in memory",
     "Ernie4_5_VLMoeMoeExperts": "the experts for images stay in memory",
     "Qwen3OmniMoeTalkerTextExperts": "the talker's experts stay in memory",

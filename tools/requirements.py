@@ -1,4 +1,5 @@
-"""Prints the requirements that pyproject.toml and requirements.txt state, one a line: requirements.py {build,run,test,wheel,style,docs}."""
+"""Prints the requirements that pyproject.toml and requirements.txt state, one a line: requirements.py
+{build,run,test,wheel,style,docs}."""
 
 import sys
 from pathlib import Path

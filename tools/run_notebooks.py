@@ -1,4 +1,5 @@
-"""Executes notebooks in a fresh kernel each, and stores their outputs in them: all of examples/, or those that are named.
+"""Executes notebooks in a fresh kernel each, and stores their outputs in them: all of examples/, or those that are
+named.
 
 python tools/run_notebooks.py [--check] [NOTEBOOK ...]
 

@@ -3,9 +3,10 @@
 
     python tools/trellis_tables.py tcq2 --seeds 24
 
-Lloyd's algorithm: Viterbi's algorithm finds the codes of Gaussian weights, least squares the tables for these codes, in turn. Sums of both
-tables are then brought into 0 ... 63 and rounded. It ends in a local minimum, so many seeds are tried; each takes minutes. What it
-prints is the root mean square of what is left, of weights whose own is 1, without the rounding of scales.
+Lloyd's algorithm: Viterbi's algorithm finds the codes of Gaussian weights, least squares the tables for these codes, in
+turn. Sums of both tables are then brought into 0 ... 63 and rounded. It ends in a local minimum, so many seeds are
+tried; each takes minutes. What it prints is the root mean square of what is left, of weights whose own is 1, without
+the rounding of scales.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def _pair(codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Trellis:
-    """``next`` [states, codes] is the state that a code leads to, ``first`` and ``second`` where it looks in the tables."""
+    """``next`` [states, codes] is the state that a code leads to, ``first`` and ``second`` where it looks in the
+    tables."""
 
     next: Tensor
     first: Tensor
@@ -49,7 +51,8 @@ def tcq3() -> Trellis:
 
 
 def codes_of(trellis: Trellis, weights: Tensor, values: Tensor) -> tuple[Tensor, float]:
-    """The places [steps, streams] in ``values`` [states * codes] whose values are nearest to ``weights`` of that shape, and the mean square."""
+    """The places [steps, streams] in ``values`` [states * codes] whose values are nearest to ``weights`` of that shape,
+    and the mean square."""
     states, codes = trellis.next.shape
     order = trellis.next.flatten().argsort(stable=True).view(states, codes)  # by the state that is reached
     source = order // codes
@@ -125,7 +128,8 @@ def main() -> None:
             continue
         whole, gain = result
         print(
-            f"seed {seed}: {error(trellis, whole, gain, generator.manual_seed(0)):.4f}, {gain:.2f} levels for a weight of 1"
+            f"seed {seed}: {error(trellis, whole, gain, generator.manual_seed(0)):.4f}, {gain:.2f} levels for a "
+            "weight of 1"
         )
         for table in whole:
             print("   ", ", ".join(f"{level:.0f}" for level in table))

@@ -1,6 +1,8 @@
-"""Makes an sdist, and of it a wheel: wheel.py FOLDER. The wheel is for the torch that is installed, and brings what else its extension links.
+"""Makes an sdist, and of it a wheel: wheel.py FOLDER. The wheel is for the torch that is installed, and brings what
+else its extension links.
 
-What is torch's stays torch's, its OpenMP runtime too: with a second one in the process each would have threads of its own.
+What is torch's stays torch's, its OpenMP runtime too: with a second one in the process each would have threads of its
+own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One layer of experts, the same for every system: weights, routing, inputs, and how a call is timed.
 
-NumPy only, since every contender brings its own environment. A few experts are repeated over all, each copy in memory of
-its own; one-row calls take the experts in turn, so that nothing is in a cache when its turn comes.
+NumPy only, since every contender brings its own environment. A few experts are repeated over all, each copy in memory
+of its own; one-row calls take the experts in turn, so that nothing is in a cache when its turn comes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ DISTINCT = 8  # the first call's experts, for layer_output()
 class Variant:
     """One way to run the layer, every one of a token's experts weighing 1 / k.
 
-    ``prepare`` turns x [tokens, hidden] in float32 and ids [tokens, k] into what ``forward`` takes; ``to_numpy`` turns what
-    it returns into [tokens, hidden]. ``weight_bytes`` is what the layer's experts take in memory.
+    ``prepare`` turns x [tokens, hidden] in float32 and ids [tokens, k] into what ``forward`` takes; ``to_numpy`` turns
+    what it returns into [tokens, hidden]. ``weight_bytes`` is what the layer's experts take in memory.
     """
 
     prepare: Callable[[Array, Array], Any]
@@ -37,7 +37,8 @@ class Variant:
 
 
 def weights(seed: int) -> tuple[Array, Array]:
-    """gate_up [distinct, 2 * intermediate, hidden] and down [distinct, hidden, intermediate], float32 of bf16 values."""
+    """gate_up [distinct, 2 * intermediate, hidden] and down [distinct, hidden, intermediate], float32 of bf16
+    values."""
     generator = np.random.default_rng(seed)
 
     def gaussian(*shape: int) -> Array:

@@ -1,7 +1,7 @@
 """kt-kernel on the layer of layer_peers.py. Runs in the peers' environment.
 
-Its raw extension, in the variant that its own detection picks for this processor: the package around it needs torch and a
-CUDA runtime, which the experts do not.
+Its raw extension, in the variant that its own detection picks for this processor: the package around it needs torch and
+a CUDA runtime, which the experts do not.
 """
 
 from __future__ import annotations

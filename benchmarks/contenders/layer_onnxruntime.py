@@ -11,7 +11,8 @@ from layer import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, Array, Layer, Variant, r
 from onnx import TensorProto, helper
 from serve import serve
 
-# name -> (bits, values per scale along the input, MatMulNBits' accuracy level: 4 lets 4-bit experts take int8 activations)
+# name -> (bits, values per scale along the input, MatMulNBits' accuracy level: 4 lets 4-bit experts take int8
+# activations)
 FORMS = {"int4, block 32": (4, 32, 0), "int4, block 32, int8 activations": (4, 32, 4), "int8, block 32": (8, 32, 0)}
 
 

@@ -1,4 +1,5 @@
-"""torch's quantised CPU products on the layer of layer_peers.py, two per expert with the rest of the layer in eager mode."""
+"""torch's quantised CPU products on the layer of layer_peers.py, two per expert with the rest of the layer in eager
+mode."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """llama.cpp with the experts that a recorded trace names, whatever the random model's own routers say.
 
-Its scheduler hands over each layer's chosen experts when they are known and before anything reads them; they are overwritten there.
+Its scheduler hands over each layer's chosen experts when they are known and before anything reads them; they are
+overwritten there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A contender that stays: a process that opens one system and then measures whenever it is asked (benchmarks/workers.py).
+"""A contender that stays: a process that opens one system and then measures whenever it is asked
+(benchmarks/workers.py).
 
 Standard library only, since every contender brings its own environment. Requests and replies are lines of JSON.
 """

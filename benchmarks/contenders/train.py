@@ -52,7 +52,8 @@ class SavedBytes:
 
 
 class Trained:
-    """What a run has so far. A step that takes longer than ``limit`` seconds ends the process, and stands in the result with what it had taken."""
+    """What a run has so far. A step that takes longer than ``limit`` seconds ends the process, and stands in the result
+    with what it had taken."""
 
     def __init__(self, result: Path, limit: float) -> None:
         self._path = result

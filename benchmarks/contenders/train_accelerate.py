@@ -1,7 +1,8 @@
 """transformers with accelerate's disk offload of the experts, and PEFT.
 
-Adapters on experts do not train there: PEFT puts them on meta, as their parameters are. Where the request says ``frozen`` they are left out,
-and what is timed is the forward and backward of frozen experts alone, with adapters on the attention.
+Adapters on experts do not train there: PEFT puts them on meta, as their parameters are. Where the request says
+``frozen`` they are left out, and what is timed is the forward and backward of frozen experts alone, with adapters on
+the attention.
 """
 
 from __future__ import annotations

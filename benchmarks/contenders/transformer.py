@@ -47,7 +47,8 @@ class CompiledSteps(CachedTransformer):
 
     Each number of sequences has a cache of its own, which the step compiled for it writes to.
 
-    Not ``compiled``: for models whose sliding windows count tokens in Python, which would be compiled anew for each of them.
+    Not ``compiled``: for models whose sliding windows count tokens in Python, which would be compiled anew for each of
+    them.
     """
 
     def __init__(self, model: PreTrainedModel, length: int, compiled: bool = True) -> None:

@@ -34,7 +34,8 @@ class Taken:
 
 class Decoder(Protocol):
     def forward_rows(self, rows: Sequence[Sequence[int]]) -> Sequence[session.Logits]:
-        """Appends a row of tokens, all rows being of one length, to each of as many sequences; the logits of each one's last."""
+        """Appends a row of tokens, all rows being of one length, to each of as many sequences; the logits of each one's
+        last."""
 
     def reset(self) -> None:
         """Forgets all sequences."""
@@ -53,8 +54,8 @@ class Warm:
         return {mode: self._first_step(decoder).tolist() for mode, decoder in self.modes.items()}
 
     def measure(self, mode: str, what: str, tokens: int, sequences: int = 1) -> dict[str, Any]:
-        """Tokens per second, and processor time a token, of all sequences. ``what`` is "prefill", ``tokens`` of each at once, or
-        "decode", one of each after the other."""
+        """Tokens per second, and processor time a token, of all sequences. ``what`` is "prefill", ``tokens`` of each at
+        once, or "decode", one of each after the other."""
         rows = self._rows(sequences, CONTEXT + WARM_UP + tokens)
         taken = {"prefill": self._prefill, "decode": self._decode}[what](self.modes[mode], rows, tokens)
         count = sequences * tokens

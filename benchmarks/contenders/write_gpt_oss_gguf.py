@@ -1,4 +1,5 @@
-"""Writes a gpt-oss GGUF file of random weights, experts in MXFP4 and the rest in bf16 as published. Runs in the peers' environment.
+"""Writes a gpt-oss GGUF file of random weights, experts in MXFP4 and the rest in bf16 as published. Runs in the peers'
+environment.
 
 usage: write_gpt_oss_gguf.py CONFIG.json OUTPUT
 """
