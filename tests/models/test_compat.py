@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch_mesh.hf import compat, generation_compat, torch_compat
 PACKAGE = Path(torch_mesh.__file__).parent
 LISTS = (compat, generation_compat, torch_compat)
 UPSTREAM = ("torch", "transformers", "peft", "accelerate")
-SERVES = all(importlib.util.find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai"))
 
 
 @pytest.mark.parametrize(
@@ -26,12 +24,6 @@ SERVES = all(importlib.util.find_spec(name) is not None for name in ("fastapi", 
 def test_a_name_is_there(name: compat.Name) -> None:
     if name.owner.startswith("peft"):
         pytest.importorskip("peft")
-    _check(name)
-
-
-@pytest.mark.skipif(not SERVES, reason="needs torch_mesh[serve]")
-@pytest.mark.parametrize("name", compat.SERVING_NAMES, ids=lambda name: f"{name.owner}.{name.name}")
-def test_a_name_of_the_server_is_there(name: compat.Name) -> None:
     _check(name)
 
 
@@ -52,7 +44,7 @@ def _check(name: compat.Name) -> None:
 
 def test_no_other_file_imports_a_private_name() -> None:
     """Nor reaches for a listed attribute of an object of theirs; ``self`` may be of a subclass that defines it."""
-    listed = {name.name for each in (compat.NAMES, compat.SERVING_NAMES, generation_compat.NAMES) for name in each}
+    listed = {name.name for each in (compat.NAMES, generation_compat.NAMES) for name in each}
     listed = {name for name in listed if name.startswith("_")}
     own = {Path(inspect.getfile(module)) for module in LISTS}
     found = []

@@ -13,7 +13,10 @@ from torch_mesh import MeshConfig
 from torch_mesh.store.convert import convert
 
 TEMPLATE = """{% if tools %}<|im_start|>system
-{{ tools | tojson }}<|im_end|>
+{{ tools | tojson }}
+Write calls as <tool_call>
+{"name": "...", "arguments": {...}}
+</tool_call><|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant

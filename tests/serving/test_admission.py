@@ -212,12 +212,12 @@ def test_a_server_refuses_it_as_openai_does(
             # What it logs has the frames of an error, and pytest would keep the model by them.
             monkeypatch.setattr(logging.getLogger("ContinuousBatchingLogger"), "disabled", True)
             left = admission.RESERVE_BYTES
-            monkeypatch.setattr("torch_mesh.serving.handling.left_bytes", lambda: left)
+            monkeypatch.setattr("torch_mesh.serving.batches.left_bytes", lambda: left)
             assert "--cb-max-batch-tokens" in refused(max_tokens=3)
             left += 500 << 20
         else:
             assert client.completions.create(**ask, max_tokens=3).usage.completion_tokens == 3
-            needs = server.manager.kept.admission.needs
+            needs = server.kept.admission.needs
             monkeypatch.setattr(admission, "left_bytes", lambda: admission.RESERVE_BYTES + needs.peak(9, 9, 500))
             assert "--resident" in refused(max_tokens=1500)
             assert "bytes of memory" in refused(max_tokens=1500, stream=True)
@@ -232,7 +232,7 @@ def test_a_server_refuses_it_as_openai_does(
         }
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"max_tokens": 0}, "1 or more"),
-            ({"max_tokens": -5, "stream": True}, "1 or more"),
+            ({"max_tokens": -5, "stream": True}, "0 or more"),
             ({"max_tokens": 2, "top_p": 7}, "from 0 to 1"),
             *(({"extra_body": {"generation_config": config}}, allowed) for config, allowed in configs.items()),
         ]
@@ -244,7 +244,7 @@ def test_a_server_refuses_it_as_openai_does(
         assert "shorten the prompt" in refused(prompt="begin " * 2500, max_tokens=1, stream=True)
         assert client.completions.create(**ask, max_tokens=3).usage.completion_tokens == 3
         if batching:
-            cache = server._serve._generation_state._cb_manager._cb.batch_processor.cache
+            cache = server.engine.manager.batch_processor.cache
             tensors = [cache.cache_tensor] if hasattr(cache, "cache_tensor") else [*cache.key_cache, *cache.value_cache]
             assert sum(tensor.numel() for tensor in tensors) < 500 << 20
     server.stop()
@@ -261,7 +261,7 @@ def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
             with pytest.raises(openai.BadRequestError, match="--cb-num-blocks"):
                 client.completions.create(**ask | more)
         assert client.completions.create(**ask, prompt="a", max_tokens=3).usage.completion_tokens == 3
-        server._serve._generation_state._cb_manager._cb.stop()  # as when the server ends
+        server.engine.manager.stop()  # as when the server ends
         with pytest.raises(openai.InternalServerError) as error:
             client.completions.create(**ask, prompt="a", max_tokens=3)
         assert error.value.status_code == 503 and "has ended" in error.value.response.text
@@ -269,19 +269,21 @@ def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
 
 
 def test_nobody_waits_for_blocks_of_batching_that_has_ended() -> None:
-    utils = pytest.importorskip("transformers.cli.serving.utils")
-    from torch_mesh.serving.handling import _tokens_in_blocks
+    pytest.importorskip("fastapi")
+    from torch_mesh.serving.batches import BatchesEndedError, tokens_in_blocks
 
-    batching = SimpleNamespace(
+    def end() -> None:
+        raise AssertionError("there is nothing to end")
+
+    batching: Any = SimpleNamespace(
         batch_processor=None, background_thread_status=SimpleNamespace(fatal_error=None), is_running=lambda: False
     )
-    generation: Any = SimpleNamespace(_cb_manager=SimpleNamespace(_cb=batching))
-    with pytest.raises(utils.CBWorkerDeadError, match="has ended"):
-        _tokens_in_blocks(generation, lambda: False)
+    with pytest.raises(BatchesEndedError, match="has ended"):
+        tokens_in_blocks(batching, lambda: False, end)
     batching.is_running = lambda: True
     with pytest.raises(StoppingError):
-        _tokens_in_blocks(generation, lambda: True)
+        tokens_in_blocks(batching, lambda: True, end)
     batching.batch_processor = SimpleNamespace(cache=SimpleNamespace(num_blocks=3))
     for config in ({"page_size": 16, "block_size": None}, {"block_size": 16}):  # transformers 5.23, and 5.17
         batching.continuous_batching_config = SimpleNamespace(**config)
-        assert _tokens_in_blocks(generation, lambda: False) == 48
+        assert tokens_in_blocks(batching, lambda: False, end) == 48

@@ -24,7 +24,7 @@ COMMANDS = {
     "inspect": "show what a store or a checkpoint holds, and check every byte of a store",
     "plan": "predict what a model will need and reach here, and say what to change",
     "cache": "list, remove and prune the cached conversions",
-    "serve": "serve OpenAI's API, through transformers serve",
+    "serve": "serve a model by OpenAI's API",
     "chat": "talk with a model in the terminal, through transformers chat",
     "share": "keep a store's experts in memory for several processes",
     "bench": "measure what a model reaches here, beside the machine's limits and the plan",

@@ -1,4 +1,4 @@
-"""``torch-mesh serve``: a model behind an OpenAI-compatible API."""
+"""``torch-mesh serve``: a model behind an API like OpenAI's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 from torch_mesh.cli.options import add_config_arguments, given_config, size_or_zero
 from torch_mesh.errors import MeshError
 
-END = 15  # seconds from a signal to the end of the process, whatever it still computes
+END = 15  # seconds from a signal on until the process is gone, whatever it still computes
 _FREEING = 3  # of those, for the kernel to free its memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Opens a model and serves /v1/chat/completions, /v1/completions, /v1/responses and /v1/models, as transformers "
-        "serve does, and /metrics for Prometheus. There is no password; only this machine can reach it unless --host "
+        "Opens a model and serves /v1/chat/completions, /v1/completions, /v1/responses and /v1/models of OpenAI's API, "
+        "and /metrics for Prometheus. There is no password; only this machine can reach it unless --host "
         f"says otherwise. Ctrl-C and SIGTERM end it within {END} seconds; running requests have five, and then get "
         "status 503."
     )
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Serve until a signal, then end the process."""
+    """Serve until a signal comes, and then end the process."""
     from torch_mesh.serving.server import Server
 
     config = given_config(arguments)
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         while server.is_alive() and not told.wait(0.5):
             pass
         if not told.is_set():
-            raise MeshError("the server ended unexpectedly; see its messages above")
+            raise MeshError("the server has ended by itself; what it said stands above")
         _end_within(END - _FREEING)
     _end_now()
 
@@ -59,8 +59,10 @@ def _end_within(seconds: float) -> None:
 
 
 def _end_now() -> NoReturn:
-    """End the process without Python's finalization, which collects torch's and transformers' garbage for up to half a
-    minute."""
+    """End the process without Python's finalization.
+
+    That collects the garbage of torch and transformers several times: half a minute on a busy machine.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -79,30 +81,29 @@ def add_kept_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str] = frozenset()) -> None:
-    """Add transformers' own options."""
-    from torch_mesh.serving.server import options
+    from torch_mesh.serving.server import OPTIONS
 
-    group = parser.add_argument_group("how it is served", "options of transformers serve")
-    for option in options():
+    group = parser.add_argument_group("how it is served")
+    for option in OPTIONS:
         if option.name in without:
             continue
         name = f"--{option.name.replace('_', '-')}"
-        shown = f"{option.about} (default: {'none' if option.default is None else option.default})".replace("%", "%%")
+        about = option.about.rstrip(".").replace("%", "%%")
         if option.kind is bool:
-            group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=option.about)
+            group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=about)
         else:
             group.add_argument(
                 name,
                 type=option.kind,
                 choices=option.choices or None,
                 metavar=None if option.choices else "VALUE",
-                help=shown,
+                help=f"{about} (default: {'none' if option.default is None else option.default})",
             )
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given options of transformers."""
-    from torch_mesh.serving.server import options
+    """Those of how it is served that were given."""
+    from torch_mesh.serving.server import OPTIONS
 
-    given = ((option.name, getattr(arguments, option.name, None)) for option in options())
+    given = ((option.name, getattr(arguments, option.name, None)) for option in OPTIONS)
     return {name: value for name, value in given if value is not None}

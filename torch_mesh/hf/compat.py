@@ -66,13 +66,6 @@ NAMES: tuple[Name, ...] = (
     ),
     *names_of("accelerate.hooks", "_old_forward", versions="accelerate>=1.10", in_source=True),
 )
-# Of transformers.cli.serving, which only `torch-mesh serve` imports and which needs torch_mesh[serve].
-SERVING_NAMES: tuple[Name, ...] = (
-    *names_of("transformers.cli.serving.utils", "_StreamError"),
-    *names_of("transformers.cli.serving.utils", "_generate_managers", "_cb_config", "_cb_manager", in_source=True),
-    *names_of("transformers.cli.serve", "_generation_state", in_source=True),
-)
-
 # Experts
 default_apply_gate = moe._default_apply_gate
 OLD_FORWARD = "_old_forward"  # accelerate's hooks keep the wrapped forward there
@@ -183,43 +176,3 @@ def has_swapped_features(wrapper: Any) -> bool:
 def check_forward_arguments(wrapper: Any, *args: Any, **kwargs: Any) -> None:
     """Raises what PEFT's layers raise for the arguments of a forward."""
     wrapper._check_forward_args(*args, **kwargs)
-
-
-# Serving
-
-
-def stream_error() -> Any:
-    """The class for an error in a stream of transformers' server."""
-    from transformers.cli.serving.utils import _StreamError
-
-    return _StreamError
-
-
-def generation_state(serve: Any) -> Any:
-    """The generation state of transformers' server."""
-    return serve._generation_state
-
-
-def generation_managers(state: Any) -> list[Any]:
-    """The state's managers that run ``generate``."""
-    return list(state._generate_managers.values())
-
-
-def batching_config(state: Any) -> Any:
-    """The config of continuous batching; None: the default."""
-    return state._cb_config
-
-
-def set_batching_config(state: Any, config: Any) -> None:
-    """Set it before continuous batching begins."""
-    state._cb_config = config
-
-
-def batching_manager(state: Any) -> Any:
-    """The manager of continuous batching; None before the first request."""
-    return state._cb_manager
-
-
-def running_batches(state: Any) -> Any:
-    """The running continuous batching."""
-    return state._cb_manager._cb

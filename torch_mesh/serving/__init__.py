@@ -1,1 +1,1 @@
-"""``transformers serve`` with a patched model, a cache of recent conversations, and metrics."""
+"""A server of one model, opened by any MeshConfig: OpenAI's API over ``generate``, with the keys of the last conversations kept."""

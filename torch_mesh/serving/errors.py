@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_mesh.errors import MeshError
@@ -31,6 +30,12 @@ class MissingFieldError(RequestError):
     """A request without a required field."""
 
     code = "missing_required_parameter"
+
+
+class UnknownFieldError(RequestError):
+    """A field that the API, or this server, does not have."""
+
+    code = "unknown_parameter"
 
 
 class RequestTooLongError(RequestError):
@@ -69,34 +74,33 @@ def envelope(message: str, status: int, *, param: str | None = None, code: str |
     Lone surrogates in ``message`` are escaped: JSON allows them, UTF-8 does not.
     """
     kind = "invalid_request_error" if status < 500 else "server_error"
-    text = message.encode("utf-8", "backslashreplace").decode()
-    return {"error": {"message": text, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _utf8(message), "type": kind, "param": param and _utf8(param), "code": code}}
+
+
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def describe(error: Exception) -> tuple[dict[str, Any], int]:
-    """Body and status of the answer to a request that ended with ``error``."""
-    from transformers.cli.serving.utils import CBWorkerDeadError
-
+    """Body and status of the answer to a request that has ended with ``error``."""
     if isinstance(error, AnsweredError):
         return envelope(str(error), error.status, param=error.param, code=error.code), error.status
-    status = 503 if isinstance(error, CBWorkerDeadError) else 500
-    return envelope(f"{type(error).__name__}: {error}", status), status
+    return envelope(f"{type(error).__name__}: {error}", 500), 500
 
 
 def answer_errors(app: Any) -> None:
-    """Let ``app`` answer every error in this format, including those of transformers and FastAPI."""
+    """Let ``app`` answer every error in this form, those of FastAPI too."""
     from fastapi import Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
-    from transformers.cli.serving.utils import CBWorkerDeadError
 
     async def known(_: Request, error: Exception) -> JSONResponse:
         body, status = describe(error)
         return JSONResponse(body, status_code=status)
 
-    # Starlette re-raises other exceptions after answering: they are logged, and the connection is closed.
-    for kind in (AnsweredError, CBWorkerDeadError, Exception):
+    # Behind its answer to any other Exception, Starlette raises it again: the log has it, and the connection is closed.
+    for kind in (AnsweredError, Exception):
         app.add_exception_handler(kind, known)
 
     @app.exception_handler(RequestValidationError)
@@ -107,18 +111,6 @@ def answer_errors(app: Any) -> None:
         return JSONResponse(envelope(message, 400), status_code=400)
 
     @app.exception_handler(HTTPException)
-    async def of_transformers(request: Request, error: HTTPException) -> JSONResponse:
-        status = 400 if error.status_code == 422 else error.status_code  # OpenAI has 400 for both
-        message, param = _said(error.detail)
-        if status in (404, 405):
-            message = f"{request.method} {request.url.path}: {message}"
-        return JSONResponse(envelope(message, status, param=param), status_code=status, headers=error.headers)
-
-
-def _said(detail: Any) -> tuple[str, str | None]:
-    """Message and field of FastAPI's detail: a text, or what pydantic found."""
-    if not isinstance(detail, Sequence) or isinstance(detail, str):
-        return str(detail), None
-    fields = [".".join(map(str, each["loc"][1:])) for each in detail if isinstance(each, Mapping)]
-    lines = [f"{field}: {each['msg']}" if field else each["msg"] for field, each in zip(fields, detail, strict=True)]
-    return "; ".join(lines), fields[0] if fields and fields[0] else None
+    async def of_address(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(envelope(message, error.status_code), status_code=error.status_code, headers=error.headers)

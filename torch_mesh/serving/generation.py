@@ -49,7 +49,7 @@ def whole(least: int) -> Kind:
 
 BOOL = Kind("True or False", lambda value: isinstance(value, bool))
 _ABOVE_ZERO = Kind("a number above 0", lambda value: is_number(value) and value > 0)
-_FACTOR = Kind("a number from 0.001 to 1,000", lambda value: is_number(value) and 0.001 <= value <= 1000)  # of logits
+FACTOR = Kind("a number from 0.001 to 1,000", lambda value: is_number(value) and 0.001 <= value <= 1000)  # of logits
 _NUMBER = Kind("a number", is_number)
 SHARE = Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
 TEMPERATURE = Kind("0 or a larger number", lambda value: is_number(value) and value >= 0)
@@ -84,7 +84,7 @@ _KINDS = {
     "typical_p": _PART,
     "epsilon_cutoff": _CUT,
     "eta_cutoff": _CUT,
-    "repetition_penalty": _FACTOR,
+    "repetition_penalty": FACTOR,
     "length_penalty": _NUMBER,
     "no_repeat_ngram_size": whole(0),
     "renormalize_logits": BOOL,

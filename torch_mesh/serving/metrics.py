@@ -32,19 +32,15 @@ _OF_SERVER = {
 
 
 class Metrics:
-    """A collector that reads the statistics at each scrape. ``now`` returns those of the model and its server; None
-    without a model."""
+    """A collector: each scrape asks anew. ``now`` gives the statistics of the model, and what its server counts."""
 
-    def __init__(self, now: Callable[[], tuple[Stats, Counts] | None]) -> None:
+    def __init__(self, now: Callable[[], tuple[Stats, Counts]]) -> None:
         self._now = now
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        found = self._now()
-        if found is None:
-            return
-        stats, counts = found
+        stats, counts = self._now()
         for name, about in _BY_PHASE.items():
             yield _by_phase(stats, name, f"torch_mesh_{name}", about)
         yield _by_phase(stats, "bytes_read", "torch_mesh_read_bytes", "Bytes of experts that were read.")

@@ -1,7 +1,4 @@
-"""Validate the fields of a request. transformers checks few of them, and fails or ignores them later.
-
-Covers all fields of OpenAI's API that transformers reads, and those that it ignores with a warning.
-"""
+"""What the fields of a request may be. Each is honoured, or the request is refused with the field's name."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from torch_mesh.serving.errors import MissingFieldError, ModelNotFoundError, RequestError
+from torch_mesh.serving.errors import MissingFieldError, ModelNotFoundError, RequestError, UnknownFieldError
 from torch_mesh.serving.generation import (
     BOOL,
+    FACTOR,
     SHARE,
     TEMPERATURE,
     TEXTS,
@@ -35,66 +33,93 @@ _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 _LIST = Kind("a list", lambda value: isinstance(value, list))
 _TEXT_OR_OBJECT = Kind("text or an object", lambda value: isinstance(value, str | dict))
 _PENALTY = Kind("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)
-# transformers multiplies by one more than it.
-_FREQUENCY_PENALTY = Kind("a number from -0.99 to 2", lambda value: is_number(value) and -0.99 <= value <= 2)
+_TOP_LOGPROBS = Kind("a whole number from 0 to 20", lambda value: is_whole(value) and 0 <= value <= 20)
+_COUNT = Kind("a whole number from 1 to 128", lambda value: is_whole(value) and 1 <= value <= 128)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(is_whole(each) and each >= 0 for each in value)
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str) or _is_ids(value):
+        return True
+    several = isinstance(value, list) and value != []
+    return several and (all(isinstance(each, str) for each in value) or all(map(_is_ids, value)))
+
+
+def _only(*allowed: Any) -> Kind:
+    """Of a field that is refused unless it asks for what is done anyway."""
+    shown = " or ".join(json.dumps(each) for each in allowed)
+    words = (
+        f"{shown}, or leave it out: this server has nothing else"
+        if allowed
+        else "null, or leave it out: this server does not support it"
+    )
+    return Kind(words, lambda value: any(type(value) is type(each) and value == each for each in allowed))
+
 
 _COMMON = {
     "temperature": TEMPERATURE,
     "top_p": SHARE,
-    "seed": Kind("a whole number of 64 bits", is_whole),
     "stream": BOOL,
-    "stream_options": _OBJECT,
-    "generation_config": Kind("an object of generate's options, as JSON text", lambda value: isinstance(value, str)),
+    # Names for the client's own use, and hints, change no answer.
     "user": _TEXT,
     "safety_identifier": _TEXT,
     "prompt_cache_key": _TEXT,
+    "service_tier": _only("auto", "default"),
 }
-_PENALTIES = {
+_SAMPLING = {
     "max_tokens": whole(1),
-    "frequency_penalty": _FREQUENCY_PENALTY,
+    "frequency_penalty": _PENALTY,
     "presence_penalty": _PENALTY,
     "logit_bias": _OBJECT,
     "stop": TEXTS,
-    "n": whole(1),
+    "n": _COUNT,
+    "seed": Kind("a whole number of 64 bits", is_whole),
+    "stream_options": _OBJECT,
+    # Not of OpenAI's API.
+    "top_k": whole(0),
+    "min_p": SHARE,
+    "repetition_penalty": FACTOR,
+    "generation_config": Kind("an object of generate's options, as JSON text", lambda value: isinstance(value, str)),
 }
 _OF_MESSAGES = {
     "chat_template_kwargs": _OBJECT,
-    "metadata": _OBJECT,
     "parallel_tool_calls": BOOL,
-    "service_tier": _TEXT,
-    "store": BOOL,
+    "store": _only(False),
     "tool_choice": _TEXT_OR_OBJECT,
     "tools": _LIST,
-    "top_logprobs": whole(0),
+    "top_logprobs": _TOP_LOGPROBS,
 }
 _FIELDS: dict[str, dict[str, Kind]] = {
     COMPLETIONS: {
         **_COMMON,
-        **_PENALTIES,
-        "prompt": Kind(
-            "text; each prompt in a request of its own, and no token ids", lambda value: isinstance(value, str)
-        ),
-        "suffix": _TEXT,
+        **_SAMPLING,
+        "prompt": Kind("text or token ids, or a list of either", _is_prompt),
+        "max_tokens": whole(0),
+        "suffix": _only(""),
         "echo": BOOL,
-        "best_of": whole(1),
-        "logprobs": whole(0),
+        "best_of": _COUNT,
+        "logprobs": _TOP_LOGPROBS,
     },
     CHAT: {
         **_COMMON,
-        **_PENALTIES,
+        **_SAMPLING,
         **_OF_MESSAGES,
         "messages": Kind("a list of messages, one at least", lambda value: isinstance(value, list) and value != []),
         "max_completion_tokens": whole(1),
-        "audio": _OBJECT,
-        "function_call": _TEXT_OR_OBJECT,
-        "functions": _LIST,
         "logprobs": BOOL,
-        "modalities": TEXTS,
-        "prediction": _OBJECT,
         "reasoning_effort": _TEXT,
         "response_format": _OBJECT,
-        "verbosity": _TEXT,
-        "web_search_options": _OBJECT,
+        "metadata": _only({}),
+        "audio": _only(),
+        "function_call": _only(),
+        "functions": _only(),
+        "modalities": _only(["text"]),
+        "prediction": _only(),
+        "verbosity": _only(),
+        "web_search_options": _only(),
     },
     RESPONSES: {
         **_COMMON,
@@ -104,17 +129,20 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         ),
         "instructions": _TEXT,
         "max_output_tokens": whole(1),
-        "background": BOOL,
-        "conversation": _TEXT_OR_OBJECT,
-        "include": TEXTS,
-        "max_tool_calls": whole(1),
-        "previous_response_id": _TEXT,
-        "prompt": _OBJECT,
+        "metadata": _OBJECT,  # which is part of the answer
+        "include": _only([], ["message.output_text.logprobs"]),
         "reasoning": _OBJECT,
+        "stream_options": _OBJECT,
         "text": _OBJECT,
-        "truncation": _TEXT,
+        "background": _only(False),
+        "conversation": _only(),
+        "max_tool_calls": _only(),
+        "previous_response_id": _only(),
+        "prompt": _only(),
+        "truncation": _only("disabled"),
+        "seed": _SAMPLING["seed"],
+        "generation_config": _SAMPLING["generation_config"],
     },
-    DECISIONS: {},  # transformers checks these
 }
 # Arguments of apply_chat_template that transformers sets.
 _TAKEN = (
@@ -129,34 +157,47 @@ _TAKEN = (
 
 
 def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary: int) -> dict[str, Any]:
-    """Check the body of a request, and convert it for transformers' handler. Null fields are dropped.
+    """Check the body of a request. Fields that are null are left out.
 
     ``kind``: CHAT, COMPLETIONS, RESPONSES or DECISIONS. ``served``: name of the model. ``vocabulary``: number of the
     model's token ids.
 
-    Raises RequestError for an invalid field, MissingFieldError without a prompt, and ModelNotFoundError for another
-    model.
+    Raises RequestError for a field that is not what it has to be, or that the API does not have, MissingFieldError
+    where nothing is asked, and ModelNotFoundError for another model.
     """
     check_values(body)
-    _check_model(body.get("model"), served)
+    check_model(body.get("model"), served)
     if kind == DECISIONS:
         return dict(body)
-    given = {name: value for name, value in body.items() if value is not None}
+    fields = _FIELDS[kind]
+    given = {name: value for name, value in body.items() if value is not None and name != "model"}
     for name, value in given.items():
-        field = _FIELDS[kind].get(name)
-        if field is not None and not field.fits(value):
-            raise _wrong(name, name, value, field.words)
+        if name not in fields:
+            raise UnknownFieldError(f"There is no field {name!r} here: leave it out.", name)
+        _check(name, value, fields[name], name)
     asked = PROMPTS[kind]
     if asked not in given:
-        raise MissingFieldError(f"{asked} is missing: give {_FIELDS[kind][asked].words}.", asked)
+        raise MissingFieldError(f"{asked} is missing: give {fields[asked].words}.", asked)
     if kind == CHAT:
         for index, message in enumerate(given["messages"]):
             _check_message(f"messages[{index}]", message, "messages")
+        if given.get("top_logprobs") is not None and not given.get("logprobs"):
+            raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
     elif kind == RESPONSES:
         _check_input(given["input"])
-        given.setdefault("stream", False)  # OpenAI's default; transformers' handler streams by default
+    elif kind == COMPLETIONS:
+        _check_completion(given, vocabulary)
     for index, tool in enumerate(given.get("tools", ())):
         _check_tool(f"tools[{index}]", tool)
+    options = given.get("stream_options", {})
+    allowed = {"include_usage": BOOL, "include_obfuscation": _only(False)}
+    for name, value in options.items():
+        if name not in allowed or name == "include_usage" and kind == RESPONSES:
+            raise RequestError(f"stream_options has {name!r}, which is not here: leave it out.", "stream_options")
+        if value is not None:
+            _check(f"stream_options.{name}", value, allowed[name], "stream_options")
+    if options and not given.get("stream"):
+        raise RequestError("stream_options is for streams: give stream: true, or leave it out.", "stream_options")
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
     _check_generation_config(given.get("generation_config"))
     if "logit_bias" in given:
@@ -164,7 +205,23 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     if "stop" in given:  # an empty text ends an answer with its first token
         stops = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
         given["stop"] = [text for text in stops if text]
-    return {name: value for name, value in given.items() if value or name not in ("logit_bias", "stop")}
+    return given
+
+
+def _check_completion(given: Mapping[str, Any], vocabulary: int) -> None:
+    prompt = given["prompt"]
+    if prompt == "" or isinstance(prompt, list) and "" in prompt:
+        raise _wrong("prompt", "prompt", "", "some text, or some token ids")
+    ids = prompt if _is_ids(prompt) else [each for part in prompt for each in part] if _is_ids(prompt[0]) else []
+    if too_large := [each for each in ids if each >= vocabulary]:
+        raise _wrong("prompt", "a token of prompt", too_large[0], f"token ids of the model, 0 to {vocabulary - 1}")
+    if given.get("max_tokens") == 0 and not given.get("echo"):
+        raise _wrong("max_tokens", "max_tokens", 0, "1 or more, or echo: true, to score a prompt")
+    if given.get("echo") and given.get("stream"):
+        raise RequestError("echo is for answers that are not streamed: leave out stream.", "echo")
+    best, several = given.get("best_of"), given.get("n", 1)
+    if best is not None and (best < several or best > several and given.get("stream")):
+        raise _wrong("best_of", "best_of", best, f"n or more ({several}), and n in a stream")
 
 
 def check_model_name(model: Any, served: str) -> None:
@@ -173,7 +230,8 @@ def check_model_name(model: Any, served: str) -> None:
         raise _wrong("model", "model", model, f"{served!r}, or leave it out")
 
 
-def _check_model(model: Any, served: str) -> None:
+def check_model(model: Any, served: str) -> None:
+    """Raises RequestError for what is no name, ModelNotFoundError for another model; None stands for the one that is served."""
     check_model_name(model, served)
     if model not in (None, served):
         raise ModelNotFoundError(
@@ -232,7 +290,11 @@ def _check_content(where: str, content: Any, field: str) -> None:
             # Only pictures may be given by a bare address.
             address = given.get("url") if isinstance(given, dict) else given if name == "image_url" else None
             _check(f"{place}.{name}", address, Kind('an address, as in {"url": "https://..."}', _TEXT.fits), field)
-        elif kind == "input_audio":
+        elif kind == "refusal":
+            _check(f"{place}.refusal", part.get("refusal"), _TEXT, field)
+        elif kind != "input_audio":
+            raise _wrong(field, f"{place}.type", kind, "text, image_url, video_url, audio_url or input_audio")
+        else:
             given = part.get("input_audio")
             data = given.get("data") if isinstance(given, dict) else given
             _check(
@@ -264,7 +326,8 @@ def _check_input(content: Any) -> None:
         return
     for index, item in enumerate(content):
         _check(f"input[{index}]", item, _OBJECT, "input")
-    if "role" not in content[0]:  # transformers distinguishes the two kinds of list so
+    kinds = ("reasoning", "function_call", "function_call_output")
+    if "role" not in content[0] and content[0].get("type") not in kinds:  # the parts of one message
         _check_content("input", content, "input")
         return
     for index, item in enumerate(content):
@@ -290,9 +353,13 @@ def _check_input(content: Any) -> None:
 
 def _check_tool(where: str, tool: Any) -> None:
     _check(where, tool, _OBJECT, "tools")
-    if (function := tool.get("function")) is not None:
-        _check(f"{where}.function", function, _OBJECT, "tools")
-        _check(f"{where}.function.name", function.get("name"), _TEXT, "tools")
+    _check(f"{where}.type", tool.get("type", "function"), _only("function"), "tools")
+    function = tool.get("function", tool)  # of the Responses API without a level
+    _check(f"{where}.function", function, _OBJECT, "tools")
+    _check(f"{where}.function.name", function.get("name"), _TEXT, "tools")
+    for name, kind in (("parameters", _OBJECT), ("description", _TEXT), ("strict", BOOL)):
+        if (value := function.get(name)) is not None:
+            _check(f"{where}.function.{name}", value, kind, "tools")
 
 
 def _check_template_kwargs(arguments: Mapping[str, Any]) -> None:
@@ -325,8 +392,8 @@ def _check_generation_config(text: str | None) -> None:
         ) from error
 
 
-def _logit_bias(given: Mapping[str, Any], vocabulary: int) -> dict[str, float]:
-    """Biases as floats, since transformers rejects integers."""
+def _logit_bias(given: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
+    """Biases by token id."""
     biases = {}
     for token, bias in given.items():
         if not token.isdecimal() or int(token) >= vocabulary:
@@ -335,7 +402,7 @@ def _logit_bias(given: Mapping[str, Any], vocabulary: int) -> dict[str, float]:
             )
         if not is_number(bias) or abs(bias) > 100:
             raise _wrong("logit_bias", f"logit_bias[{token!r}]", bias, "a number from -100 to 100")
-        biases[token] = float(bias)
+        biases[int(token)] = float(bias)
     return biases
 
 

@@ -1,182 +1,188 @@
-"""``transformers serve`` for one model that is opened with a MeshConfig.
-
-It is transformers' own server with two parts replaced: the model manager, which opens the model, and the application,
-which gets one more address.
-"""
+"""A server of one model: opens it, listens, and ends."""
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
 import contextlib
-import inspect
+import gc
 import json
-import os
-import re
+import logging
 import socket
 import threading
 import time
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-from transformers.utils import logging
-from transformers.utils.import_utils import is_serve_available
+import torch
+from transformers.utils import logging as transformers_logging
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
-from torch_mesh.hf.compat import generation_managers, generation_state
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.admission import Admission, find_needs
-from torch_mesh.serving.errors import MissingFieldError, RequestError, answer_errors
-from torch_mesh.serving.handling import Requests, blaming_messages, keeping_unparsed, noting_failures
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
-from torch_mesh.serving.requests import check_model_name, check_values
+from torch_mesh.serving.opening import open_processor, open_served, source_of
+from torch_mesh.serving.prompts import NO_TEMPLATE, Prompts
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
-from torch_mesh.store.gguf import is_gguf
-from torch_mesh.store.header import check_folder, store_error
-from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from torch_mesh.serving.engine import Engine
 
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds for pending requests when the server stops
 AFTERMATH = 20.0  # further seconds for computations to end
 _ANSWERING = 2.0  # seconds for answers to requests that are cut off
 
-_NO_TEMPLATE = (
-    "has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json), as models that are not "
-    "made for chats: put one beside its tokenizer (for Qwen's models ChatML, which docs/serving.md has), or use a "
-    "server's /v1/completions."
-)
-
-# Addresses of transformers' server that are removed. /reset is for its tests: any page in a browser could unload the
-# model with it, since a POST without a body needs no permission. Transcriptions need a model without a prompt.
-# /load_model is added again with a check of its body.
-_NOT_SERVED = ("/reset", "/v1/audio/transcriptions", "/load_model")
-
-# Options of transformers' server that MeshConfig, or torch_mesh's way to run it, replaces.
-_NOT_TAKEN = ("self", "force_model", "quantization", "model_timeout", "non_blocking")
-
 
 @dataclass(frozen=True)
 class Option:
-    """An option of transformers' server."""
+    """One of ``torch-mesh serve``, beside the fields of MeshConfig."""
 
     name: str
     default: Any
     kind: type
-    choices: tuple[str, ...]
     about: str
+    choices: tuple[str, ...] = ()
 
 
-def options() -> list[Option]:
-    """The options of the installed ``transformers serve``."""
-    from transformers.cli.serve import Serve
-
-    start = Serve.__init__
-    hints = typing.get_type_hints(start, include_extras=True)
-    found = []
-    for name, parameter in inspect.signature(start).parameters.items():
-        if name in _NOT_TAKEN:
-            continue
-        hint, *about = typing.get_args(hints[name])
-        kinds = [each for each in (typing.get_args(hint) or (hint,)) if each is not type(None)]
-        members = getattr(kinds[0], "__members__", None)
-        choices = () if members is None else tuple(str(member.value) for member in members.values())
-        if name == "log_level":  # transformers looks it up unchecked
-            choices = tuple(logging.log_levels)
-        text = next((each.help for each in about if getattr(each, "help", None)), "")
-        found.append(Option(name, parameter.default, str if choices else kinds[0], choices, text))
-    return found
-
-
-# owner/model, @revision, and a GGUF file of it behind a colon (transformers) or a slash (torch_mesh).
-_ON_HUB = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?:(?P<file>[^:]+(?i:\.gguf))",
-        r"(?P<repo>[^/:@]+/[^/:@]+)(?P<revision>@[^/:@]+)?/(?P<file>[^:]+(?i:\.gguf))",
-        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?",
-    )
+# Of continuous batching; what is given is passed on to transformers' ContinuousBatchingConfig without the prefix.
+_BATCHES = "cb_"
+OPTIONS = (
+    Option(
+        "continuous_batching",
+        False,
+        bool,
+        "Compute concurrent requests together, by transformers' continuous batching.",
+    ),
+    Option("attn_implementation", None, str, "Attention of transformers (such as sdpa or eager)."),
+    Option("compile", False, bool, "Compile decode steps, with a static cache."),
+    Option(
+        "reasoning",
+        "auto",
+        str,
+        "Whether the model reasons before it answers, where its chat template has a switch for it.",
+        ("auto", "on", "off"),
+    ),
+    Option(
+        "chat_template_kwargs",
+        None,
+        str,
+        "Variables of the chat template, as a JSON object; a request may give others.",
+    ),
+    Option("decision_config", None, str, "JSON file with the labels, temperatures and template of /v1/systemone."),
+    Option("device", "auto", str, "Where the model runs (auto, cpu, cuda:0)."),
+    Option("dtype", "auto", str, "Type of the weights that are no experts' (auto, bfloat16, float32)."),
+    Option("trust_remote_code", False, bool, "Run code that the checkpoint brings."),
+    Option("cb_block_size", None, int, "Tokens in a block of keys of continuous batching."),
+    Option("cb_num_blocks", None, int, "Blocks of keys of continuous batching."),
+    Option("cb_max_batch_tokens", None, int, "Tokens in a forward of continuous batching, at most."),
+    Option("cb_max_memory_percent", None, float, "Share of memory for blocks of keys, from 0 to 1."),
+    Option("cb_use_cuda_graph", None, bool, "Continuous batching with CUDA graphs."),
+    Option("host", "localhost", str, "Address to listen at."),
+    Option("port", 8000, int, "Port to listen at; 0 for any that is free."),
+    Option("enable_cors", False, bool, "Let web pages of any site ask."),
+    Option("log_level", "warning", str, "From which level on there is a log.", tuple(transformers_logging.log_levels)),
+    Option("default_seed", None, int, "Seed of requests without one, drawn anew at each start unless given."),
 )
 
 
-def name_for(model: str) -> str:
-    """The name of a model in transformers' server: for a GGUF file its folder or repository, revision, a colon and the
-    file.
-
-    Raises ValueError for a path that it would misread, StoreError for a path that does not exist.
-    """
-    if os.path.lexists(model) or model.startswith(("/", "./", "../", "~")):
-        check_path = check_folder if not is_gguf(model) else _check_file
-        check_path(model)
-        folder, _, file = model.rpartition("/") if is_gguf(model) else (model, "", "")
-        if special := re.search("[:@]", folder):
-            raise ValueError(
-                f"{model}: transformers takes what follows {special[0]!r} for a revision or a file. Rename the "
-                "folder, or make a link to it."
-            )
-        return f"{folder or '.'}:{file}" if file else folder
-    found = next((match for pattern in _ON_HUB if (match := pattern.fullmatch(model))), None)
-    try:
-        if found is None or is_gguf(found["repo"]):
-            raise HFValidationError
-        validate_repo_id(found["repo"])
-    except HFValidationError:
-        raise ValueError(
-            f"{model}: there is no such file or folder, and a model of the hub is named owner/model, "
-            "owner/model@revision, "
-            "owner/model/file.gguf or owner/model@revision/folder/file.gguf"
-        ) from None
-    parts = found.groupdict()
-    return f"{parts['repo']}{parts['revision'] or ''}" + (f":{parts['file']}" if parts.get("file") else "")
-
-
-def _check_file(path: str) -> None:
-    if not os.path.isfile(path):
-        raise store_error(path, "there is no such file")
-
-
 class Server:
-    """A server that runs in its own threads until ``stop``.
+    """Runs in threads of its own, from when it is made until ``stop``.
 
-    ``kept_bytes``: limit of KV caches kept between requests. ``must_chat``: refuse models without a chat template.
-    Raises ImportError for a missing package, OSError for an unusable address, and the errors of opening a model.
+    Args:
+        model: a folder, a GGUF file, or a model of the hub.
+        kept_bytes: of keys that are kept between requests.
+        given: of OPTIONS, by name.
+        must_chat: a model that cannot is not opened.
+
+    Raises ImportError where a package is missing, ValueError for an option that cannot be, OSError where the address
+    cannot be had, and what opening a model raises.
     """
+
+    _stopped = False
 
     def __init__(
         self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any], must_chat: bool = False
     ) -> None:
-        serve = _transformers_serve()
-        self.must_chat = must_chat
-        self.model = name_for(model)
-        given = {option.name: option.default for option in options()} | dict(given)
+        _check_packages()
+        source = source_of(model)
+        self.model = source.name
+        options = {option.name: option.default for option in OPTIONS} | dict(given)
         # Before the model is opened, which may take long.
-        _check_template_arguments(given.get("chat_template_kwargs"))
-        _check_decision_config(given.get("decision_config"))
-        _check_blocks_options(given)
-        _check_address(given["host"], given["port"])
-        with _in_place_of_transformers(self.model, config, kept_bytes, self):
-            self._serve = serve(self.model, **given, non_blocking=True)
-        self._thread: threading.Thread = self._serve._thread
+        arguments = _template_arguments(options)
+        _check_decision_config(options["decision_config"])
+        _check_numbers(options)
+        if options["dtype"] != "auto" and not isinstance(getattr(torch, options["dtype"], None), torch.dtype):
+            raise ValueError(f"--dtype {options['dtype']} is none of torch: give auto, bfloat16, float16 or float32")
+        _check_address(options["host"], options["port"])
+        logging.getLogger("transformers").setLevel(transformers_logging.log_levels[options["log_level"]])
+        if options["default_seed"] is None:
+            torch.seed()
+        else:
+            torch.manual_seed(options["default_seed"])
+
+        processor = open_processor(source, options["trust_remote_code"])
+        if must_chat and not getattr(processor, "chat_template", None):
+            raise ValueError(f"{self.model} {NO_TEMPLATE}")
+        self._serve(open_served(source, config, options), processor, kept_bytes, arguments, options)
+
+    def _serve(
+        self, model: Any, processor: Any, kept_bytes: int, arguments: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        import uvicorn
+
+        from torch_mesh.serving.app import build_app
+        from torch_mesh.serving.batches import Batches
+        from torch_mesh.serving.decisions import Decisions, is_available
+        from torch_mesh.serving.engine import Engine
+        from torch_mesh.serving.metrics import Metrics
+        from torch_mesh.serving.service import Service
+
+        self.kept = KeptKeys(model, kept_bytes, Admission(model, find_needs(model, kept_bytes > 0)))
+        self.prompts = Prompts(self.model, processor, model.config.model_type, model.device, arguments)
+        batches = options["continuous_batching"]
+        if batches:
+            if not hasattr(model, "init_continuous_batching"):
+                raise ValueError(f"{self.model} has no continuous batching in transformers: leave the option out")
+            blocks = {
+                name.removeprefix(_BATCHES): value
+                for name, value in options.items()
+                if name.startswith(_BATCHES) and value is not None
+            }
+            self.engine: Engine = Batches(self.kept, self.prompts.tokenizer, blocks)
+        else:
+            self.engine = Engine(self.kept, self.prompts.tokenizer)
+        service = self._service = Service(self.model, model, self.prompts, self.engine, options["compile"], batches)
+        decisions = Decisions(service, options["decision_config"]) if is_available() else None
+        app = build_app(service, Metrics(self._now), decisions, options["enable_cors"])
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, host=options["host"], port=options["port"], log_level=options["log_level"])
+        )
+        self._thread = threading.Thread(target=self._run, name="torch-mesh-http")
+        self._thread.start()
         try:
-            while not self._serve.server.started:
+            while not self._server.started:
                 if not self._thread.is_alive():
-                    raise MeshError(f"The server ended before it began to listen on {given['host']}:{given['port']}.")
+                    raise MeshError(
+                        f"The server has ended before it began to listen on {options['host']}:{options['port']}."
+                    )
                 time.sleep(0.01)
         except BaseException:  # Ctrl-C: the process would wait for the thread for ever
-            self._serve.server.should_exit = True
+            self._server.should_exit = True
             raise
-        host, port = self._serve.server.servers[0].sockets[0].getsockname()[:2]
+        host, port = self._server.servers[0].sockets[0].getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    manager: Any = None  # of transformers' classes, once it exists
-    requests: Requests
+    def _run(self) -> None:
+        with contextlib.suppress(SystemExit):  # as when the port was taken in between: the log says so
+            asyncio.run(self._server.serve())
+
+    def _now(self) -> tuple[Stats, Counts]:
+        return stats(self.kept.model), self.kept.counts
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -187,26 +193,26 @@ class Server:
         Pending requests have ``grace`` seconds, then get status 503. Their computation is waited for, at most AFTERMATH
         seconds.
         """
-        server = self._serve.server
-        server.should_exit = True
+        if self._stopped:
+            return
+        self._stopped = True
+        self._server.should_exit = True
         self._thread.join(grace)
         end = time.monotonic() + AFTERMATH
         if self._thread.is_alive():
-            self.requests.cut_off()
-            for model in [timed.model for timed in list(self.manager.loaded_models.values())]:
-                # None: transformers is unloading it.
-                for pool in set() if model is None else {module._mesh_pool for module in patched_modules(model)}:
-                    pool.close()  # pending computations raise
+            self.engine.cut_off()
+            for pool in {module._mesh_pool for module in patched_modules(self.kept.model)}:
+                pool.close()  # whatever computes raises
             self._thread.join(_ANSWERING)
-            server.force_exit = True  # a client does not read its answer
+            self._server.force_exit = True  # there is a client that does not take its answer
             self._thread.join(_ANSWERING)
-        generation = generation_state(self._serve)
-        generation.shutdown()
-        # After the threads of generate: a process that ends before they do is aborted.
-        for manager in generation_managers(generation):
-            with contextlib.suppress(concurrent.futures.TimeoutError):
-                manager.submit(lambda: None).result(max(0, end - time.monotonic()))
-        self.manager.shutdown()
+        self.engine.stop()
+        # A process that ends before the thread of generate does is aborted.
+        self.engine.worker.stop(max(0, end - time.monotonic()))
+        # The application has cycles, and FastAPI keeps its functions.
+        self._service.close()
+        del self._server, self.engine, self.prompts, self.kept
+        gc.collect()
 
     def __enter__(self) -> Self:
         return self
@@ -215,153 +221,52 @@ class Server:
         self.stop()
 
 
-@contextlib.contextmanager
-def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, server: Server) -> Iterator[None]:
-    from fastapi import Response
-    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-    from transformers.cli.serving import model_manager
-    from transformers.cli.serving import server as application
-
-    from torch_mesh.serving.metrics import Metrics
-
-    class Manager(model_manager.ModelManager):
-        kept: KeptKeys | None = None
-
-        def get_quantization_config(self) -> Any:
-            return config
-
-        def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> Any:
-            """From the model's own files: transformers would look for another revision and download it."""
-            name, _, revision = model_id_and_revision.partition("@")
-            if gguf_file is not None and not any(map(os.path.isdir, (name, model_id_and_revision))):
-                path = os.fspath(local_folder(f"{name}/{gguf_file}", revision=revision))
-                model_id_and_revision = self.process_model_name(path.removesuffix(f"/{gguf_file}"))
-            found = super()._load_processor(model_id_and_revision, gguf_file=gguf_file)
-            if not getattr(found, "chat_template", None):
-                if server.must_chat:
-                    raise ValueError(f"{model} {_NO_TEMPLATE}")
-                vars(found)["apply_chat_template"] = _refuse_chat
-            else:
-                vars(found)["apply_chat_template"] = blaming_messages(found.apply_chat_template)
-            tokenizer = getattr(found, "tokenizer", found)
-            vars(tokenizer)["parse_response"] = keeping_unparsed(tokenizer)
-            return found
-
-        def load_model_and_processor(  # type: ignore[override]  # nobody gives the others by position
-            self, model_id_and_revision: str, *, gguf_file: str | None = None, **kwargs: Any
-        ) -> Any:
-            asked = self.process_model_name(model_id_and_revision), gguf_file
-            named, _, file = model.partition(":")
-            if asked != (self.process_model_name(named), file or None):
-                raise ValueError(f"This server has {model} and opens no other model.")
-            found, processor = super().load_model_and_processor(model_id_and_revision, gguf_file=gguf_file, **kwargs)
-            if self.kept is None:
-                self.kept = KeptKeys(found, kept_bytes, Admission(found, find_needs(found, kept_bytes > 0)))
-                vars(found)["generate"] = noting_failures(self.kept.generate)
-            return found, processor
-
-        def shutdown(self) -> None:
-            self.kept = None  # it refers to the model
-            super().shutdown()
-
-        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            """The served model, instead of the hub's cache."""
-            return [{"id": model, "object": "model", "created": int(started), "owned_by": "torch_mesh"}]
-
-        list_models = get_gen_models  # its name in transformers 5.24 and later
-
-        def now(self) -> tuple[Stats, Counts] | None:
-            kept = self.kept
-            return None if kept is None else (stats(kept.model), kept.counts)
-
-    started = time.time()
-    build = application.build_server
-
-    def build_server(manager: Manager, *args: Any, **kwargs: Any) -> Any:
-        server.manager = manager
-        app = build(manager, *args, **kwargs)
-        answer_errors(app)
-        server.requests = Requests(manager, kwargs["generation_state"], model)
-        for handler in (*args, *kwargs.values()):
-            server.requests.wrap_handler(handler)
-        routes: list[Any] = app.routes
-        (load,) = (route.endpoint for route in routes if getattr(route, "path", None) == "/load_model")
-        app.router.routes[:] = [route for route in routes if getattr(route, "path", None) not in _NOT_SERVED]
-
-        @app.post("/load_model", response_model=None)
-        async def load_model(body: dict[str, Any]) -> Any:
-            check_values(body)
-            check_model_name(body.get("model"), model)
-            if body.get("model") is None:
-                raise MissingFieldError(f"model is missing: give {model!r}.", "model")
-            return await load(body)
-
-        registry = Metrics(manager.now).registry
-
-        @app.get("/metrics")
-        def metrics() -> Response:
-            return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-        return app
-
-    pieces: list[tuple[Any, str, Any]] = [
-        (model_manager, "ModelManager", Manager),
-        (application, "build_server", build_server),
-    ]
-    before = [getattr(module, name) for module, name, _ in pieces]
-    for module, name, ours in pieces:
-        setattr(module, name, ours)
-    try:
-        yield
-    finally:
-        for (module, name, _), theirs in zip(pieces, before, strict=True):
-            setattr(module, name, theirs)
+def _check_packages() -> None:
+    missing = []
+    for name in ("fastapi", "uvicorn", "prometheus_client"):
+        try:
+            __import__(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise ImportError(f"To serve a model torch_mesh needs {', '.join(missing)}: {HOW_TO_INSTALL}")
 
 
-def _refuse_chat(*_: Any, **__: Any) -> None:
-    raise RequestError(f"This model {_NO_TEMPLATE}", "messages")
-
-
-def _transformers_serve() -> Any:
-    if not is_serve_available():
-        raise ImportError(f"Serving a model needs fastapi, uvicorn and openai: {HOW_TO_INSTALL}")
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"Serving a model needs prometheus_client: {HOW_TO_INSTALL}") from error
-    from transformers.cli.serve import Serve
-
-    return Serve
-
-
-def _check_template_arguments(text: str | None) -> None:
-    if not text:
-        return
-    with contextlib.suppress(ValueError):
-        if isinstance(json.loads(text), dict):
-            return
-    raise ValueError(
-        f"--chat-template-kwargs is {text!r}, which is not a JSON object; give one such as '{{\"name\": true}}'"
-    )
+def _template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables that all requests give to the chat template."""
+    text = options["chat_template_kwargs"]
+    given: Any = {}
+    if text:
+        with contextlib.suppress(ValueError):
+            given = json.loads(text)
+        if not isinstance(given, dict) or not given and text.strip() != "{}":
+            raise ValueError(
+                f"--chat-template-kwargs is {text!r}, which is no JSON object; give one such as '{{\"name\": true}}'"
+            )
+    if options["reasoning"] != "auto":
+        given["enable_thinking"] = options["reasoning"] == "on"
+    return dict(given)
 
 
 def _check_decision_config(path: str | None) -> None:
     if path is None:
         return
-    from transformers.decision import DecisionConfig
-
+    try:
+        from transformers.decision import DecisionConfig
+    except ImportError as error:
+        raise ImportError("--decision-config needs transformers 5.24 or later") from error
     try:
         DecisionConfig.from_file(path)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"--decision-config {path} is not a decision config: {error}") from error
 
 
-def _check_blocks_options(given: Mapping[str, Any]) -> None:
-    """Check options of continuous batching, which would fail at the first request."""
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    """Continuous batching would look at its own when the first request comes, and end with it."""
     for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens"):
-        if (value := given.get(name)) is not None and value < 1:
+        if (value := given[name]) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    share = given.get("cb_max_memory_percent")
+    share = given["cb_max_memory_percent"]
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"--cb-max-memory-percent {share} must be above 0 and at most 1")
 

@@ -1,0 +1,353 @@
+"""Each field of OpenAI's API does what it says, or is refused with its name: asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torch_mesh import MeshConfig
+
+openai = pytest.importorskip("openai")
+
+TEXT = "In the beginning"
+CHAT = [{"role": "user", "content": TEXT}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 4}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "the weather", "parameters": WEATHER}}
+    for name in ("weather", "forecast")
+]
+
+
+@pytest.fixture(scope="module")
+def server(serving: Callable[..., Any], folder: Path) -> Any:
+    # Keys from a decode step may differ in the last bit from those of a prompt, by which a close choice may turn.
+    return serving(folder, MeshConfig(resident=1.0), kept_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[Any, Any]:
+    """The model by itself, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(resident=1.0))
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def chat(client: Any, server: Any) -> Callable[..., Any]:
+    def ask(**more: Any) -> Any:
+        given = {"model": server.model, "messages": CHAT, "max_tokens": 8, "temperature": 0} | more
+        return client.chat.completions.create(**given)
+
+    return ask
+
+
+@pytest.fixture
+def complete(client: Any, server: Any) -> Callable[..., Any]:
+    def ask(**more: Any) -> Any:
+        given = {"model": server.model, "prompt": TEXT, "max_tokens": 8, "temperature": 0} | more
+        return client.completions.create(**given)
+
+    return ask
+
+
+def _text(stream: Any) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_a_seed_decides_what_is_drawn(chat: Callable[..., Any]) -> None:
+    """Though the model's own options say nothing of sampling."""
+    drawn = [chat(temperature=1.5, seed=seed).choices[0].message.content for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    greedy = chat().choices[0].message.content
+    assert drawn[0] != greedy == chat(temperature=1.5, top_p=0, seed=5).choices[0].message.content
+    assert _text(chat(temperature=1.5, seed=3, stream=True)) == drawn[0]
+    assert chat(temperature=1.5, extra_body={"top_k": 1}).choices[0].message.content == greedy
+
+
+def test_several_answers(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
+    several = chat(n=3, temperature=1.5, seed=3)
+    texts = [choice.message.content for choice in several.choices]
+    assert [choice.index for choice in several.choices] == [0, 1, 2] and len(set(texts)) == 3
+    assert texts[0] == chat(temperature=1.5, seed=3).choices[0].message.content
+    assert several.usage.completion_tokens == 24
+    streamed = ["", "", ""]
+    for chunk in chat(n=3, temperature=1.5, seed=3, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+    assert len({choice.text for choice in complete(n=2, temperature=1.5, seed=1).choices}) == 2
+    best = complete(n=1, best_of=3, temperature=1.5, seed=3, logprobs=0).choices
+    some = complete(n=3, temperature=1.5, seed=3, logprobs=0).choices
+    assert len(best) == 1 and best[0].text == max(some, key=lambda each: sum(each.logprobs.token_logprobs)).text
+
+
+def test_stop_sequences_end_an_answer_before_them(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
+    whole = complete(max_tokens=12).choices[0].text
+    for stop in (whole[5:8], [whole[9:11], whole[5:8]], "never said"):
+        first = min(
+            (place for each in ([stop] if isinstance(stop, str) else stop) if (place := whole.find(each)) >= 0),
+            default=None,
+        )
+        for stream in (False, True):
+            answer = complete(max_tokens=12, stop=stop, stream=stream)
+            choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+            assert "".join(choice.text for choice in choices) == whole[:first]
+            assert choices[-1].finish_reason == ("length" if first is None else "stop")
+
+
+def test_log_probabilities_are_the_model_s(chat: Callable[..., Any], plain: tuple[Any, Any]) -> None:
+    model, tokenizer = plain
+    inputs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(**inputs, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    expected = [logits[0].float().log_softmax(-1) for logits in made.logits]
+    # Neither a temperature nor a bias changes what the model thinks of a token.
+    found = chat(logprobs=True, top_logprobs=3, logit_bias={"7": -100}).choices[0].logprobs.content
+    streamed = [
+        token
+        for chunk in chat(logprobs=True, top_logprobs=3, stream=True)
+        for token in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else ())
+    ]
+    for tokens in (found, streamed):
+        assert len(tokens) == 8
+        for token, row in zip(tokens, expected, strict=True):
+            assert token.logprob == pytest.approx(row.max().item(), abs=0.05)
+            assert [each.logprob for each in token.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=0.05)
+    assert "".join(token.token for token in found) == chat().choices[0].message.content
+    assert chat(logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+
+def test_echo_scores_a_prompt(complete: Callable[..., Any], plain: tuple[Any, Any]) -> None:
+    model, tokenizer = plain
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        rows = model(input_ids=ids).logits[0].float().log_softmax(-1)
+    expected = [row[token].item() for row, token in zip(rows, ids[0, 1:].tolist(), strict=False)]
+    for asked in ({"prompt": TEXT}, {"prompt": ids[0].tolist()}, {"prompt": [TEXT, TEXT]}):
+        for tokens in (0, 1):
+            answer = complete(**asked, max_tokens=tokens, echo=True, logprobs=2)
+            assert len(answer.choices) == (
+                2 if isinstance(asked["prompt"][0], str) and len(asked["prompt"]) == 2 else 1
+            )
+            for choice in answer.choices:
+                found = choice.logprobs
+                assert choice.text.startswith(TEXT) and found.token_logprobs[0] is None
+                assert found.token_logprobs[1 : len(expected) + 1] == pytest.approx(expected, abs=0.05)
+                assert len(found.tokens) == len(found.text_offset) == len(expected) + 1 + tokens
+                assert all(len(top) in (2, 3) for top in found.top_logprobs[1:])
+    assert complete(echo=True).choices[0].text == TEXT + complete().choices[0].text
+
+
+def test_penalties_and_biases(chat: Callable[..., Any], plain: tuple[Any, Any]) -> None:
+    _, tokenizer = plain
+    said = tokenizer(chat(max_tokens=40).choices[0].message.content)["input_ids"]
+    counted = chat(max_tokens=40, frequency_penalty=2, presence_penalty=2).choices[0].message.content
+    assert len(set(tokenizer(counted)["input_ids"])) > len(set(said))
+    assert chat(logit_bias={"65": 100}).choices[0].message.content == tokenizer.decode([65] * 8)
+    assert chat(extra_body={"repetition_penalty": 5}).choices[0].message.content != chat().choices[0].message.content
+
+
+def test_usage_at_the_end_of_a_stream(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
+    for ask in (chat, complete):
+        chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+        assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 8
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_max_completion_tokens_goes_before_max_tokens(chat: Callable[..., Any]) -> None:
+    answer = chat(max_completion_tokens=3)
+    assert answer.usage.completion_tokens == 3 and answer.choices[0].finish_reason == "length"
+
+
+def test_answers_that_are_json(client: Any, server: Any, chat: Callable[..., Any]) -> None:
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
+    for seed in range(3):
+        drawn = {"temperature": 2, "seed": seed, "max_tokens": 300, "response_format": form}
+        found = json.loads(chat(**drawn).choices[0].message.content)
+        assert set(found) == {"city", "days"} and 1 <= found["days"] <= 9 and len(found["city"]) <= 4
+        assert json.loads(_text(chat(**drawn, stream=True))) == found
+    ask = {"model": server.model, "input": TEXT, "max_output_tokens": 300, "temperature": 2}
+    answer = client.responses.create(**ask, text={"format": {"type": "json_schema", "name": "w", "schema": WEATHER}})
+    assert set(json.loads(answer.output_text)) == {"city", "days"}
+    with pytest.raises(openai.BadRequestError, match="schema") as error:
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}})
+    assert error.value.param == "response_format"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_has_to_be_called(stream: bool, chat: Callable[..., Any]) -> None:
+    pytest.importorskip("llguidance")
+
+    def calls(**more: Any) -> list[tuple[str, dict[str, Any]]]:
+        answer = chat(tools=TOOLS, temperature=2, max_tokens=300, stream=stream, **more)
+        if stream:
+            chunks = [chunk.choices[0] for chunk in answer]
+            found = [call for choice in chunks for call in choice.delta.tool_calls or ()]
+            assert chunks[-1].finish_reason == "tool_calls" and [call.index for call in found] == list(
+                range(len(found))
+            )
+        else:
+            found = answer.choices[0].message.tool_calls
+            assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
+        return [(call.function.name, json.loads(call.function.arguments)) for call in found]
+
+    named = {"type": "function", "function": {"name": "forecast"}}
+    for seed in range(2):
+        ((name, arguments),) = calls(tool_choice=named, seed=seed)
+        assert name == "forecast" and set(arguments) == {"city", "days"}
+        ((name, arguments),) = calls(tool_choice="required", parallel_tool_calls=False, seed=seed)
+        assert name in ("weather", "forecast") and 1 <= arguments["days"] <= 9
+
+
+def test_a_tool_in_the_responses_api(client: Any, server: Any) -> None:
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    ask = {"model": server.model, "input": TEXT, "tools": tools, "max_output_tokens": 300, "temperature": 2}
+    choice = {"type": "function", "name": "weather"}
+    answer = client.responses.create(**ask, tool_choice=choice)
+    (call,) = answer.output
+    assert call.type == "function_call" and call.name == "weather" and "city" in json.loads(call.arguments)
+    events = list(client.responses.create(**ask, tool_choice=choice, stream=True))
+    assert events[-1].type == "response.completed" and events[-1].response.output[0].name == "weather"
+    # The next turn has the call and its result.
+    turn = [
+        {"role": "user", "content": TEXT},
+        call.to_dict(),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+    ]
+    assert client.responses.create(**ask | {"input": turn}, tool_choice="none").output[0].type == "message"
+
+
+def test_tools_that_may_not_be_called_are_not_shown(chat: Callable[..., Any]) -> None:
+    assert chat(tools=TOOLS, tool_choice="none").choices[0].message == chat().choices[0].message
+
+
+def test_a_schema_that_is_strict_holds_where_the_model_chooses(
+    chat: Callable[..., Any], plain: tuple[Any, Any]
+) -> None:
+    pytest.importorskip("llguidance")
+    _, tokenizer = plain
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    begin = [*tokenizer("<tool_call>")["input_ids"]]
+    # Towards the beginning of a call, and against the end of the answer.
+    bias = {str(token): 30.0 for token in begin} | {str(tokenizer.eos_token_id): -100.0}
+    answer = chat(tools=strict, logit_bias=bias, temperature=1, seed=2, max_tokens=400).choices[0].message
+    for call in answer.tool_calls or ():
+        assert set(json.loads(call.function.arguments)) == {"city", "days"}
+
+
+# Of each address, what is not here: by field, a value of the right type.
+NOT_HERE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "audio": {"voice": "alloy", "format": "wav"},
+        "functions": [{"name": "f"}],
+        "function_call": "auto",
+        "modalities": ["text", "audio"],
+        "prediction": {"type": "content", "content": "a"},
+        "verbosity": "low",
+        "web_search_options": {},
+        "store": True,
+        "service_tier": "flex",
+        "metadata": {"a": "b"},
+        "reasoning_effort": "high",  # which the template does not know
+        "top_logprobs": 3,  # without logprobs
+        "stream_options": {"include_usage": True},  # without stream
+        "tool_choice": "required",  # without tools
+        "response_format": {"type": "grammar"},
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+        "tools": [{"type": "custom", "custom": {"name": "a"}}],
+        "nothing": 1,
+    },
+    "/v1/completions": {
+        "suffix": "the end",
+        "best_of": 1,  # with n 2
+        "max_tokens": 0,  # without echo
+        "service_tier": "priority",
+        "tools": TOOLS,
+        "max_completion_tokens": 3,
+    },
+    "/v1/responses": {
+        "background": True,
+        "conversation": "a",
+        "include": ["reasoning.encrypted_content"],
+        "max_tool_calls": 3,
+        "previous_response_id": "resp_1",
+        "prompt": {"id": "a"},
+        "reasoning": {"effort": "high"},
+        "store": True,
+        "text": {"verbosity": "low"},
+        "top_logprobs": 3,
+        "truncation": "auto",
+        "tools": [{"type": "web_search"}],
+        "stop": ["a"],
+    },
+}
+
+
+@pytest.mark.parametrize("path", NOT_HERE)
+def test_what_is_not_here_is_refused_by_its_name(path: str, client: Any) -> None:
+    needed: dict[str, Any] = {
+        "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1},
+        "/v1/completions": {"prompt": "a", "max_tokens": 1, "n": 2},
+        "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    }[path]
+    for name, value in NOT_HERE[path].items():
+        with pytest.raises(openai.BadRequestError) as error:
+            client.post(path.removeprefix("/v1"), body=needed | {name: value}, cast_to=object)
+        assert error.value.param == name, (name, error.value)
+
+
+def test_one_model_by_its_name(client: Any, server: Any) -> None:
+    assert client.models.retrieve(server.model).id == server.model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_requests_that_batches_cannot_honour_are_refused(serving: Callable[..., Any], folder: Path) -> None:
+    server = serving(folder, MeshConfig(resident=1.0), continuous_batching=True)
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        ask = {"model": server.model, "messages": CHAT, "max_tokens": 4}
+        for more in (
+            {"seed": 3},
+            {"logprobs": True},
+            {"logit_bias": {"65": 100}},
+            {"frequency_penalty": 1},
+            {"response_format": {"type": "json_object"}},
+        ):
+            with pytest.raises(openai.BadRequestError, match="--continuous-batching") as error:
+                client.chat.completions.create(**ask | more)
+            assert error.value.param == next(iter(more))
+        # Sampled and greedy requests are computed apart.
+        greedy = client.chat.completions.create(**ask, temperature=0).choices[0].message.content
+        drawn = {client.chat.completions.create(**ask, temperature=2).choices[0].message.content for _ in range(4)}
+        assert len(drawn) > 1
+        assert client.chat.completions.create(**ask, temperature=0).choices[0].message.content == greedy
+        assert len(client.chat.completions.create(**ask, temperature=2, n=3).choices) == 3
+    server.stop()
+
+
+def test_an_answer_that_is_not_streamed_ends_with_its_client(server: Any) -> None:
+    counts = server.kept.counts
+    before = counts.generated_tokens
+    impatient = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=0.5)
+    with impatient, pytest.raises(openai.APITimeoutError):
+        impatient.completions.create(model=server.model, prompt=TEXT, max_tokens=1900, logit_bias={"0": -100})
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        client.completions.create(model=server.model, prompt=TEXT, max_tokens=1)  # which waits for its turn
+    assert counts.generated_tokens - before < 1900

@@ -1,0 +1,103 @@
+"""An answer while it is made: tokens become text, and text content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_mesh.serving.engine import Job, Token
+from torch_mesh.serving.text import Detokenizer, Stops
+from torch_mesh.serving.tool_calls import Call, Form, Parser, Piece
+
+
+@dataclass(frozen=True)
+class Part:
+    """What some tokens have added."""
+
+    pieces: Sequence[Piece]
+    tokens: Sequence[Token]  # those that are shown
+
+
+@dataclass
+class Answer:
+    """One sequence that is generated.
+
+    Args:
+        engine: that computes it.
+        job: what is computed.
+        tokenizer: of transformers.
+        form: how the model writes calls and reasoning. None: its text is taken as it is.
+        schemas: the parameters' JSON schema by name of the tool, for a request with tools.
+        prompt_end: text of the prompt's last tokens.
+        stops: stop sequences.
+        one_call: end with the first tool call.
+    """
+
+    engine: Any
+    job: Job
+    tokenizer: Any
+    form: Form | None = None
+    schemas: Mapping[str, Any] | None = None
+    prompt_end: str = ""
+    stops: Sequence[str] = ()
+    one_call: bool = False
+    count: int = field(default=0, init=False)  # of tokens made
+    finish: str = field(default="stop", init=False)  # why it ended: stop, length or tool_calls
+    stopped_by: str | None = field(default=None, init=False)  # the stop sequence
+
+    def __post_init__(self) -> None:
+        ends = self.job.config.eos_token_id
+        self._ends = frozenset(ends if isinstance(ends, list) else () if ends is None else (ends,))
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """To leave this iterator early ends the computation."""
+        text = Detokenizer(self.tokenizer, self.form.marks if self.form else (), self._ends)
+        stops = Stops(self.stops)
+        parser = Parser(self.form or Form(), self.schemas, self.prompt_end)
+        last, called = None, False
+        batches = self.engine.tokens(self.job)
+        try:
+            async for batch in batches:
+                pieces: list[Piece] = []
+                shown = []
+                for token in batch:
+                    self.count, last = self.count + 1, token.id
+                    pieces += parser.push(stops.push(text.push(token.id)))
+                    if not text.hides(token.id):
+                        shown.append(token)
+                    called = called or any(isinstance(piece, Call) for piece in pieces)
+                    if over := stops.found is not None or called and self.one_call:
+                        break
+                else:
+                    over = False
+                yield Part(_until_call(pieces) if self.one_call else pieces, shown)
+                if over:
+                    break
+        finally:
+            await batches.aclose()
+        self.stopped_by = stops.found
+        if not (called and self.one_call):
+            rest = "" if stops.found is not None else stops.push(text.end()) + stops.end()
+            pieces = [*parser.push(rest), *parser.end()]
+            called = called or any(isinstance(piece, Call) for piece in pieces)
+            if pieces:
+                yield Part(pieces, [])
+        if called:
+            self.finish = "tool_calls"
+        elif self.stopped_by is None and last not in self._ends and self.count >= self._limit():
+            self.finish = "length"
+
+    @staticmethod
+    def reasons(form: Form, prompt_end: str) -> bool:
+        """Whether the prompt has begun the model's reasoning."""
+        return Parser(form, None, prompt_end).reasons
+
+    def _limit(self) -> int:
+        limit: int = self.job.config.max_new_tokens
+        return limit
+
+
+def _until_call(pieces: Sequence[Piece]) -> list[Piece]:
+    first = next((index for index, piece in enumerate(pieces) if isinstance(piece, Call)), len(pieces))
+    return list(pieces[: first + 1])

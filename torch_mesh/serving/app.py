@@ -1,0 +1,157 @@
+"""The application that answers over HTTP: its addresses, and what every request to it has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from torch_mesh.serving.decisions import Decisions
+from torch_mesh.serving.errors import (
+    AnsweredError,
+    MissingFieldError,
+    ModelNotFoundError,
+    answer_errors,
+    describe,
+)
+from torch_mesh.serving.metrics import Metrics
+from torch_mesh.serving.openai_api import OpenAI, event
+from torch_mesh.serving.requests import check_model, check_values
+from torch_mesh.serving.service import Service
+
+_LOG = logging.getLogger(__name__)
+_REQUEST_ID = b"x-request-id"
+
+
+def build_app(service: Service, metrics: Metrics, decisions: Decisions | None, allow_origins: bool) -> FastAPI:
+    """The application of one model. ``allow_origins``: pages of any site may ask, from a browser."""
+    app = FastAPI(title="torch-mesh serve", docs_url=None, redoc_url=None, openapi_url=None)
+    answer_errors(app)
+    openai = OpenAI(service)
+    started = int(time.time())
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request, body: dict[str, Any]) -> Response:
+        return await _answer(request, openai.chat(body))
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(request: Request, body: dict[str, Any]) -> Response:
+        return await _answer(request, openai.completions(body))
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(request: Request, body: dict[str, Any]) -> Response:
+        return await _answer(request, openai.responses(body))
+
+    if decisions is not None:
+
+        @app.post("/v1/systemone", response_model=None)
+        async def systemone(request: Request, body: dict[str, Any]) -> Response:
+            return await _answer(request, decisions.answer(body))
+
+    def about() -> dict[str, Any]:
+        return {"id": service.served, "object": "model", "created": started, "owned_by": "torch_mesh"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [about()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != service.served:
+            raise ModelNotFoundError(f"The model {name!r} is not here. This server has {service.served!r}.", "model")
+        return about()
+
+    @app.post("/load_model", response_model=None)
+    async def load_model(body: dict[str, Any]) -> Response:
+        """What transformers' clients call first. The model is there."""
+        check_values(body)
+        if body.get("model") is None:
+            raise MissingFieldError(f"model is missing: give {service.served!r}.", "model")
+        check_model(body["model"], service.served)
+        ready = {"status": "ready", "model": service.served, "cached": True}
+        return Response(event(ready), media_type="text/event-stream")
+
+    @app.get("/health")
+    async def health() -> Response:
+        healthy = service.engine.is_healthy()
+        return JSONResponse({"status": "ok" if healthy else "unhealthy"}, status_code=200 if healthy else 503)
+
+    @app.get("/metrics")
+    def counters() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    if allow_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(_RequestIds)
+    return app
+
+
+async def _answer(request: Request, made: Awaitable[dict[str, Any] | AsyncIterator[str]]) -> Response:
+    """A body, or a stream. A client that goes away ends what it has asked for."""
+    found = await _while_connected(request, made)
+    if isinstance(found, dict):
+        return JSONResponse(found)
+    return StreamingResponse(_with_its_error(found), media_type="text/event-stream")
+
+
+async def _while_connected(request: Request, made: Awaitable[Any]) -> Any:
+    work, gone = asyncio.ensure_future(made), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise _GoneError("The client has gone.")
+        return work.result()
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _GoneError(AnsweredError):
+    status = 499  # which is for the log alone
+
+
+async def _with_its_error(parts: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The parts of a stream, and last its error, if it ends with one."""
+    try:
+        async with contextlib.aclosing(parts) as several:  # type: ignore[type-var]
+            async for part in several:
+                yield part
+    except Exception as error:  # noqa: BLE001  the answer has begun: its status cannot say so any more
+        if not isinstance(error, AnsweredError):
+            _LOG.error("A stream has failed", exc_info=error)
+        yield f"data: {json.dumps(describe(error)[0])}\n\n"
+
+
+class _RequestIds:
+    """Gives each answer the id of its request, or a new one."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), uuid.uuid4().hex.encode())
+
+        async def sending(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (_REQUEST_ID, given)]}
+            await send(message)
+
+        return await self._app(scope, receive, sending)

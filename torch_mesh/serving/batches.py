@@ -1,0 +1,201 @@
+"""Concurrent requests computed together, by transformers' continuous batching."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from torch_mesh.serving.admission import RESERVE_BYTES, check_blocks, check_positions
+from torch_mesh.serving.engine import Engine, Job, Token, explained
+from torch_mesh.serving.errors import AnsweredError, RequestError, RequestTooLongError, StoppingError
+from torch_mesh.system.memory import left_bytes
+
+_LOG = logging.getLogger(__name__)
+_SHARE = 0.6  # of memory that is not its own transformers gives to blocks on a processor, at most
+# Options of generate by which all sequences of a batch are drawn.
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+class BatchesEndedError(AnsweredError):
+    """Continuous batching has failed, and takes no requests any more."""
+
+    status = 503
+
+
+class Batches(Engine):
+    """An Engine whose jobs share forwards. Those with other sampling options wait until it has none.
+
+    Args:
+        configured: of transformers' ``ContinuousBatchingConfig``, the options that were given.
+    """
+
+    def __init__(self, kept: Any, tokenizer: Any, configured: dict[str, Any]) -> None:
+        super().__init__(kept, tokenizer)
+        self._configured = configured
+        self._manager: Any = None
+        self._starting = threading.Lock()
+        self._sampling: tuple[Any, ...] | None = None
+        self._active = 0
+        self._turn = asyncio.Lock()  # in the order of arrival
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._waiting: set[asyncio.Queue[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._count = 0
+
+    @property
+    def manager(self) -> Any:
+        """transformers' own, which runs."""
+        return self._manager
+
+    def check(self, job: Job) -> None:
+        config = job.config
+        if (config.num_beams or 1) > 1:
+            raise RequestError("--continuous-batching has no beams: give num_beams 1.", "generation_config")
+        for name, neutral in (("min_p", (None, 0)), ("repetition_penalty", (None, 1))):
+            value = getattr(config, name, None)
+            if value not in neutral and value != getattr(self.kept.model.generation_config, name, None):
+                raise RequestError(f"{name} is not possible with --continuous-batching: leave it out.", name)
+        if len(job.inputs) > 2:
+            raise RequestError("--continuous-batching takes text alone.", "messages")
+        if self.kept.admission is not None:
+            check_positions(self.kept.admission.needs.positions, len(job.prompt), config.max_new_tokens)
+        self._start(job)
+        check_blocks(self._capacity(), len(job.prompt), config.max_new_tokens)
+
+    async def tokens(self, job: Job) -> AsyncIterator[list[Token]]:
+        if self._stopping:
+            raise StoppingError
+        self._loop = asyncio.get_running_loop()
+        sampling = _sampling(job)
+        async with self._turn:
+            if sampling != self._sampling:
+                await self._idle.wait()
+                await asyncio.to_thread(self._stop_manager)
+            await asyncio.to_thread(self._start, job)
+            self._active += 1
+            self._idle.clear()
+            queue: asyncio.Queue[Any] = asyncio.Queue()
+            self._waiting.add(queue)
+        name = f"request-{self._count}"
+        self._count += 1
+        try:
+            self._add(job, name, queue)
+            sent = 0
+            while True:
+                output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                if output.error is not None:
+                    self._raise_if_ended()
+                    raise explained(RuntimeError(output.error), job)
+                made = output.generated_tokens[sent:]
+                sent += len(made)
+                if made:
+                    yield [Token(token) for token in made]
+                if output.is_finished():
+                    return
+        finally:
+            if self._manager is not None:
+                self._manager.cancel_request(name)
+            self._waiting.discard(queue)
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    def cut_off(self) -> None:
+        self._stopping = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
+                self._loop.call_soon_threadsafe(self._end_all)
+
+    def _end_all(self) -> None:
+        for queue in list(self._waiting):
+            queue.put_nowait(StoppingError())
+
+    def stop(self) -> None:
+        self._stop_manager()
+
+    def is_healthy(self) -> bool:
+        return self._manager is None or self._manager.background_thread_status.fatal_error is None
+
+    def _add(self, job: Job, name: str, queue: asyncio.Queue[Any]) -> None:
+        self._raise_if_ended()
+        self._manager.register_result_handler(name, queue.put_nowait)
+        added = self._manager.add_request(
+            job.prompt.tolist(),
+            request_id=name,
+            streaming=True,
+            max_new_tokens=job.config.max_new_tokens,
+            eos_token_id=job.config.eos_token_id,
+        )
+        if added is None:
+            self._raise_if_ended()
+            raise BatchesEndedError("Continuous batching has ended, and takes no requests any more.")
+
+    def _start(self, job: Job) -> None:
+        """Unless it runs."""
+        with self._starting:
+            if self._manager is not None:
+                return
+            config = copy.deepcopy(job.config)
+            config.use_cache = False  # its blocks take the place of a cache
+            self._sampling = _sampling(job)
+            self._manager = self.kept.model.init_continuous_batching(
+                generation_config=config, continuous_batching_config=_that_fit(self._configured)
+            )
+            self._manager.start()
+
+    def _stop_manager(self) -> None:
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=2)
+            self._manager = None
+
+    def _raise_if_ended(self) -> None:
+        if self._manager is None or self._manager.background_thread_status.fatal_error is not None:
+            raise BatchesEndedError("Continuous batching has ended with an error, which stands in the server's log.")
+
+    def _capacity(self) -> int:
+        return tokens_in_blocks(self._manager, lambda: self._stopping, self._stop_manager)
+
+
+def _sampling(job: Job) -> tuple[Any, ...]:
+    return tuple(getattr(job.config, name, None) for name in _SAMPLING) if job.config.do_sample else ()
+
+
+def _that_fit(configured: dict[str, Any]) -> Any:
+    """As many blocks as memory is left for, unless given; transformers looks at neither cgroups nor other processes."""
+    import psutil
+    from transformers import ContinuousBatchingConfig
+
+    config = ContinuousBatchingConfig(**configured)
+    if config.max_memory_percent is None:
+        theirs = psutil.virtual_memory().total - psutil.Process().memory_info().rss
+        config.max_memory_percent = min(_SHARE, max(0, left_bytes() - RESERVE_BYTES) / theirs)
+    return config
+
+
+def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callable[[], None]) -> int:
+    """How many tokens ``batching`` has blocks for, which it makes in its own thread. ``end``: called where it has failed to."""
+    status = batching.background_thread_status
+    while (processor := batching.batch_processor) is None and batching.is_running():
+        if is_stopping():
+            raise StoppingError
+        time.sleep(0.01)
+    if processor is not None:
+        config = batching.continuous_batching_config
+        return int(processor.cache.num_blocks * getattr(config, "page_size", config.block_size))  # until 5.17
+    if status.fatal_error is None:
+        raise BatchesEndedError("Continuous batching has ended.")  # as when the server ends
+    problem = str(status.fatal_error)  # the error itself has frames, and those the model
+    end()  # the next request may find more memory
+    raise RequestTooLongError(
+        f"Memory is not left for the blocks of continuous batching ({problem}): "
+        "start the server with a smaller --resident or --cb-max-batch-tokens."
+    )

@@ -1,0 +1,77 @@
+"""Typed decisions with probabilities (/v1/systemone), by transformers' pipeline for them, which it has from 5.24 on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch_mesh.serving.errors import MissingFieldError, RequestError, UnknownFieldError
+from torch_mesh.serving.requests import DECISIONS, checked_request
+from torch_mesh.serving.service import Service
+
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+    "model": (str,),
+    "state": (str, dict, list),
+    "questions": (dict,),
+    "assets": (dict,),
+}
+
+
+def is_available() -> bool:
+    try:
+        from transformers.pipelines import DecisionPipeline  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class Decisions:
+    """Of one model.
+
+    Args:
+        config: path of a decision config. None: the checkpoint's own.
+    """
+
+    def __init__(self, service: Service, config: str | None) -> None:
+        self._service, self._config = service, config
+
+    def _pipeline(self) -> Any:
+        from transformers import ProcessorMixin
+        from transformers.decision import DecisionConfig
+        from transformers.pipelines import DecisionPipeline
+
+        prompts = self._service.prompts
+        return DecisionPipeline(
+            model=self._service.model,
+            tokenizer=prompts.tokenizer,
+            processor=prompts.processor if isinstance(prompts.processor, ProcessorMixin) else None,
+            decision_config=None if self._config is None else DecisionConfig.from_file(self._config),
+        )
+
+    async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises RequestError for what the pipeline does not take."""
+        given = checked_request(DECISIONS, body, self._service.served, 0)
+        for name, value in given.items():
+            if name not in _FIELDS:
+                raise UnknownFieldError(f"There is no field {name!r} here: leave it out.", name)
+            if not isinstance(value, _FIELDS[name]):
+                kinds = " or ".join(kind.__name__ for kind in _FIELDS[name])
+                raise RequestError(f"{name} is {value!r}: give {kinds}.", name)
+        for name in ("state", "questions"):
+            if not given.get(name):
+                raise MissingFieldError(f"{name} is missing: give it.", name)
+        request = {"assets": {}, **{name: value for name, value in given.items() if name != "model"}}
+
+        def compute() -> dict[str, Any]:
+            pipeline = self._pipeline()
+            inputs = pipeline.preprocess(request)
+            answers = pipeline.postprocess(pipeline.forward(inputs))
+            tokens = sum(each["input_ids"].shape[-1] for each, _ in inputs["prompts"])
+            usage = {"input_tokens": tokens, "output_tokens": 0}
+            return {"model": self._service.served, "answers": answers, "usage": usage}
+
+        try:
+            made: dict[str, Any] = await self._service.engine.run(compute)
+        except ValueError as error:  # labels that are no single tokens, questions of no kind
+            raise RequestError(f"These questions cannot be asked: {error}", "questions") from error
+        return made

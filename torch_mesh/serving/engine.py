@@ -1,0 +1,241 @@
+"""Runs ``generate`` for the requests of a server, one after the other, in a thread of its own; and hands out tokens as they are made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import BaseStreamer
+
+from torch_mesh.serving.errors import AnsweredError, FailedRequestError, RequestError, StoppingError
+from torch_mesh.serving.kept_keys import KeptKeys
+from torch_mesh.serving.processors import Recorder, TokenLogprobs
+
+_LOG = logging.getLogger(__name__)
+# What generate raises for options that cannot be, or not together.
+_OPTION_ERRORS = (ValueError, TypeError, NotImplementedError, AttributeError, LookupError, ArithmeticError)
+
+
+@dataclass(frozen=True)
+class Token:
+    id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """One sequence to generate.
+
+    Attributes:
+        inputs: of the model; ``input_ids`` [1, n].
+        config: of ``generate``, with ``max_new_tokens``.
+        processors: of logits, in order.
+        seed: of this sequence's draws. None: they go on with the server's.
+    """
+
+    inputs: Mapping[str, Any]
+    config: GenerationConfig
+    processors: Sequence[LogitsProcessor] = ()
+    seed: int | None = None
+    own_options: bool = False  # options of generate are the client's
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    reused: int = 0  # tokens of the prompt that were known, once it has been computed
+
+    @property
+    def prompt(self) -> Tensor:
+        ids: Tensor = self.inputs["input_ids"][0]
+        return ids
+
+
+class Worker:
+    """A thread that runs what it is given in order. Compiled graphs keep their state by thread."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="torch-mesh-serve", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work.put((work, future))
+        return future
+
+    def stop(self, timeout: float) -> None:
+        """Waits for what runs."""
+        self._work.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, future = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = work()
+                except BaseException as error:  # noqa: BLE001  who waits gets it
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            work = future = result = item = None  # type: ignore[assignment]  # or a model would live on with it
+
+
+class Engine:
+    """Of one model. ``kept`` takes part in each call of ``generate``."""
+
+    def __init__(self, kept: KeptKeys, tokenizer: Any) -> None:
+        self.kept = kept
+        self._tokenizer = tokenizer
+        self.worker = Worker()
+        self._streams: set[_Stream] = set()
+        self._stopping = False
+
+    def check(self, job: Job) -> None:
+        """Raises RequestError for a job that memory, or the model, has no room for."""
+        self.kept.check(job.prompt, job.config.max_new_tokens)
+
+    async def tokens(self, job: Job) -> AsyncIterator[list[Token]]:
+        """The tokens of ``job``, some at a time. To leave this iterator early ends the computation."""
+        if self._stopping:
+            raise StoppingError
+        stream = _Stream(asyncio.get_running_loop(), job)
+        self._streams.add(stream)
+        running = self.worker.submit(lambda: self._generate(job, stream))
+        try:
+            while (items := await stream.get()) is not None:
+                yield items
+        finally:
+            job.cancelled.set()
+            running.cancel()
+            self._streams.discard(stream)
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        """The result of ``work``, computed in turn with the jobs."""
+        if self._stopping:
+            raise StoppingError
+        return await asyncio.wrap_future(self.worker.submit(work))
+
+    def cut_off(self) -> None:
+        """End all jobs with StoppingError, and take no more. May be called from any thread."""
+        self._stopping = True
+        for stream in list(self._streams):
+            stream.fail(StoppingError())
+            stream.job.cancelled.set()
+
+    def stop(self) -> None:
+        """Called once no job runs any more."""
+
+    def is_healthy(self) -> bool:
+        return True
+
+    def _generate(self, job: Job, stream: _Stream) -> None:
+        if job.cancelled.is_set():
+            return
+        reused = self.kept.counts.reused_tokens
+        try:
+            with _seeded(job.seed, self.kept.model.device):
+                searches = (job.config.num_beams or 1) > 1  # by beams: there are no tokens before the end
+                made = self.kept.generate(
+                    **job.inputs,
+                    generation_config=job.config,
+                    tokenizer=self._tokenizer,
+                    streamer=None if searches else stream,
+                    stopping_criteria=StoppingCriteriaList([_Cancelled(job)]),
+                    logits_processor=LogitsProcessorList(job.processors) or None,
+                )
+            if searches:
+                stream.put(made[:1, : len(job.prompt)])
+                stream.put(made[0, len(job.prompt) :])
+            job.reused = self.kept.counts.reused_tokens - reused
+            stream.finish()
+        except Exception as error:  # noqa: BLE001  the request's, which is told
+            stream.fail(
+                StoppingError() if self._stopping and isinstance(error, RuntimeError) else explained(error, job)
+            )
+
+
+def explained(error: Exception, job: Job) -> Exception:
+    """What the client is told. An error that is not the client's goes into the log with its traceback."""
+    if isinstance(error, AnsweredError):
+        return error
+    if job.own_options and isinstance(error, _OPTION_ERRORS):
+        return RequestError(f"generate does not take this generation_config: {error}", "generation_config")
+    _LOG.error("A request has failed", exc_info=error)
+    return FailedRequestError(f"{type(error).__name__}: {error}")
+
+
+class _Cancelled(StoppingCriteria):
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self._job.cancelled.is_set(), device=input_ids.device)
+
+
+class _Stream(BaseStreamer):
+    """Carries tokens from the thread that computes them to the loop that answers."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, job: Job) -> None:
+        self.job = job
+        self._loop = loop
+        self._queue: asyncio.Queue[list[Token] | Exception | None] = asyncio.Queue()
+        self._recorder = next((each for each in job.processors if isinstance(each, Recorder)), None)
+        self._position = 0
+
+    async def get(self) -> list[Token] | None:
+        """None at the end. Raises what the job has raised."""
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        while item is not None and not self._queue.empty():
+            more = self._queue.get_nowait()
+            if not isinstance(more, list):
+                self._queue.put_nowait(more)
+                break
+            item += more
+        return item
+
+    def put(self, value: Tensor) -> None:
+        ids = value.reshape(-1).tolist()
+        if not self._position:  # generate begins with the prompt
+            self._position = len(ids)
+            return
+        made = []
+        for token in ids:
+            logprobs = None if self._recorder is None else self._recorder.take(self._position, token)
+            made.append(Token(token, logprobs))
+            self._position += 1
+        self._send(made)
+
+    def end(self) -> None:  # generate calls it; an error may still follow
+        pass
+
+    def finish(self) -> None:
+        self._send(None)
+
+    def fail(self, error: Exception) -> None:
+        self._send(error)
+
+    def _send(self, item: list[Token] | Exception | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Any:
+    """Draws of ``seed``, after which others go on as if there had been none."""
+    if seed is None:
+        yield
+        return
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield

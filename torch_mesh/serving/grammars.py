@@ -1,0 +1,88 @@
+"""Grammars, in llguidance's form of Lark: of JSON, and of tool calls as a family writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch_mesh.serving.tool_calls import Form
+
+_SPECIAL = re.compile("(<[|\uff5c][^<>]*[|\uff5c]>)")
+_BLANKS = r"( |\n {0,40})?"  # between the parts of JSON: without a bound a model may write blanks for ever
+
+
+def json_rules(schema: Mapping[str, Any]) -> list[str]:
+    """The rule ``json``, of a value that ``schema`` describes."""
+    return [f"json: {_json(schema)}"]
+
+
+def call_rules(tokenizer: Any, form: Form, tools: Mapping[str, Any], several: bool) -> list[str]:
+    """The rule ``calls``: one call of one of ``tools``, or ``several``. ``tools``: the parameters' JSON schema by name."""
+    written = form.tools
+    assert written is not None
+    rules = []
+    for index, (name, schema) in enumerate(tools.items()):
+        head = _text(tokenizer, written.before + name + written.between)
+        if written.as_json:
+            rules.append(f"tool{index}: {head} arguments{index} {_text(tokenizer, written.after)}")
+            rules.append(f"arguments{index}: {_json(schema or {'type': 'object'})}")
+        else:
+            rules.append(f"tool{index}: {head}")
+    rules.append(f"tool: {' | '.join(f'tool{index}' for index in range(len(tools)))}")
+    begin, end = _text(tokenizer, written.begin), _text(tokenizer, written.end)
+    if written.as_json:
+        rules.append(f"call: {begin} tool {end}")
+    else:
+        rules += [f"call: {begin} tool body", *_until(tokenizer, "body", written.end)]
+    several &= not form.harmony  # where the end of a call ends the answer
+    calls = "call" if not several else "call+" if written.header else 'call ("\\n" call)*'
+    around = (_text(tokenizer, written.header), calls, _text(tokenizer, written.footer))
+    return [f"calls: {' '.join(filter(None, around))}", *rules]
+
+
+def text_rules(tokenizer: Any, form: Form) -> list[str]:
+    """The rule ``text``, of anything without the beginning of a call."""
+    written = form.tools
+    assert written is not None
+    begin = written.header or written.begin
+    if _token(tokenizer, begin) is not None:
+        return ["text: TEXT", "TEXT: /(?s:.*)/"]
+    return ["text: TEXT", f"TEXT: /(?s:.*)/ & ~/(?s:.*{_escaped(begin)}.*)/"]
+
+
+def grammar(tokenizer: Any, form: Form, reasons: bool, answer: str, rules: list[str]) -> str:
+    """Of ``answer``, a rule's right side, behind the end of the reasoning that the prompt has begun."""
+    if not reasons or form.thinking is None:
+        return "\n".join([f"start: {answer}", *rules])
+    return "\n".join([f"start: thoughts ({answer})", *_until(tokenizer, "thoughts", form.thinking[1]), *rules])
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BLANKS}})}"
+
+
+def _until(tokenizer: Any, name: str, mark: str) -> list[str]:
+    """A rule of any text up to ``mark``, and the mark."""
+    token = _token(tokenizer, mark)
+    if token is not None:
+        return [f"{name}: {name.upper()}_TEXT {token}", f"{name.upper()}_TEXT: /(?s:.*)/"]
+    return [f"{name}[suffix={json.dumps(mark)}]: /(?s:.*)/"]
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def _text(tokenizer: Any, text: str) -> str:
+    """``text`` as a sequence of Lark's terms: marks that are one token by its id."""
+    if (token := _token(tokenizer, text)) is not None:
+        return token
+    parts = [part for part in _SPECIAL.split(text) if part]
+    return " ".join(_token(tokenizer, part) or json.dumps(part, ensure_ascii=False) for part in parts)
+
+
+def _token(tokenizer: Any, mark: str) -> str | None:
+    found = tokenizer.get_added_vocab().get(mark)
+    return None if found is None else f"<[{found}]>"

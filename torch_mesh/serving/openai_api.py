@@ -1,0 +1,539 @@
+"""OpenAI's API: chat completions, completions and responses, as bodies and as events of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_mesh.serving.answers import Answer, Part
+from torch_mesh.serving.errors import RequestError, describe
+from torch_mesh.serving.processors import TokenLogprobs
+from torch_mesh.serving.prompts import response_messages
+from torch_mesh.serving.requests import CHAT, COMPLETIONS, RESPONSES, checked_request
+from torch_mesh.serving.service import Service, json_schema
+from torch_mesh.serving.tool_calls import Call, Content, Reasoning
+
+Body = dict[str, Any]
+Events = AsyncIterator[str]
+_DONE = "data: [DONE]\n\n"
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex[:24]}"
+
+
+@dataclass
+class Collected:
+    """What an answer has said so far."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, part: Part) -> None:
+        for piece in part.pieces:
+            if isinstance(piece, Call):
+                self.calls.append(piece)
+            elif isinstance(piece, Reasoning):
+                self.reasoning.append(piece.text)
+            else:
+                self.content.append(piece.text)
+        self.logprobs += [token.logprobs for token in part.tokens if token.logprobs is not None]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.content)
+
+
+async def collect(answer: Answer) -> Collected:
+    """All of an answer."""
+    found = Collected()
+    async with contextlib.aclosing(answer.parts()) as parts:
+        async for part in parts:
+            found.add(part)
+    return found
+
+
+async def collect_all(answers: Sequence[Answer]) -> list[Collected]:
+    """Of several; with one that fails, or where nobody waits any more, all end."""
+    tasks = [asyncio.ensure_future(collect(answer)) for answer in answers]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Part | None]]:
+    """Parts of several answers as they are made, each with its answer's index; None behind the last part of one."""
+    queue: asyncio.Queue[tuple[int, Part | None] | BaseException] = asyncio.Queue()
+
+    async def read(index: int, answer: Answer) -> None:
+        try:
+            async with contextlib.aclosing(answer.parts()) as parts:
+                async for part in parts:
+                    queue.put_nowait((index, part))
+            queue.put_nowait((index, None))
+        except Exception as error:  # noqa: BLE001  raised below
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(read(index, answer)) for index, answer in enumerate(answers)]
+    try:
+        left = len(answers)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            left -= item[1] is None
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class OpenAI:
+    """Answers requests of this API with what a Service computes. Each method returns a body, or the events of a stream.
+
+    They raise RequestError before anything is computed, and what computing raises; a stream ends with an event for it.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    # Chat completions
+
+    async def chat(self, body: Mapping[str, Any]) -> Body | Events:
+        service = self._service
+        given = checked_request(CHAT, body, service.served, service.vocabulary)
+        answers = await asyncio.to_thread(self._chat_answers, given)
+        name, created = new_id("chatcmpl-"), int(time.time())
+        head = {"id": name, "created": created, "model": service.served}
+        if given.get("stream"):
+            usage = given.get("stream_options", {}).get("include_usage", False)
+            return self._chat_events(head, answers, bool(given.get("logprobs")), usage)
+        choices = []
+        for index, (answer, said) in enumerate(zip(answers, await collect_all(answers), strict=True)):
+            message: Body = {"role": "assistant", "content": said.text, "refusal": None}
+            if said.reasoning:
+                message["reasoning_content"] = "".join(said.reasoning)
+            if said.calls:
+                message["content"] = said.text or None
+                message["tool_calls"] = [_call(call) for call in said.calls]
+            logprobs = {"content": [self._token(each) for each in said.logprobs]} if given.get("logprobs") else None
+            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish})
+        return {**head, "object": "chat.completion", "choices": choices, "usage": _usage(answers)}
+
+    def _chat_answers(self, given: Mapping[str, Any]) -> list[Answer]:
+        service = self._service
+        limit = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+        tools = service.tools(given)
+        arguments = service.template_arguments(given, given.get("reasoning_effort"), "reasoning_effort")
+        inputs = service.prompts.of_messages(
+            given["messages"], None if tools is None else tools.shown, arguments, "messages"
+        )
+        return service.answers(
+            _not_empty(inputs, "messages"),
+            given,
+            limit=limit,
+            count=given.get("n", 1),
+            top=given.get("top_logprobs", 0) if given.get("logprobs") else None,
+            form=service.prompts.form,
+            tools=tools,
+            schema=json_schema(given["response_format"], "response_format") if "response_format" in given else None,
+        )
+
+    async def _chat_events(self, head: Body, answers: Sequence[Answer], logprobs: bool, usage: bool) -> Events:
+        # Clients that do not ask for a chunk of usage may read it in the last of all.
+        last = {} if usage or len(answers) > 1 else {"usage": lambda: _usage(answers)}
+
+        def chunk(index: int, delta: Body, finish: str | None = None, tokens: Sequence[Any] = ()) -> str:
+            choice: Body = {"index": index, "delta": delta, "finish_reason": finish}
+            if logprobs:
+                found = [self._token(token.logprobs) for token in tokens if token.logprobs is not None]
+                choice["logprobs"] = {"content": found} if found else None
+            more = none if finish is None else {**none, **{name: make() for name, make in last.items()}}
+            return event({**head, "object": "chat.completion.chunk", "choices": [choice], **more})
+
+        none = {"usage": None} if usage else {}
+        calls = [0] * len(answers)
+        for index in range(len(answers)):
+            yield chunk(index, {"role": "assistant", "content": ""})
+        async with contextlib.aclosing(merged(answers)) as parts:
+            async for index, part in parts:
+                if part is None:
+                    yield chunk(index, {}, answers[index].finish)
+                    continue
+                tokens = part.tokens
+                deltas: list[Body] = []
+                for piece in part.pieces:
+                    if isinstance(piece, Call):
+                        deltas.append({"tool_calls": [{"index": calls[index], **_call(piece)}]})
+                        calls[index] += 1
+                    else:
+                        name = "reasoning_content" if isinstance(piece, Reasoning) else "content"
+                        if deltas and name in deltas[-1]:
+                            deltas[-1][name] += piece.text
+                        else:
+                            deltas.append({name: piece.text})
+                for delta in deltas or ([{}] if logprobs and tokens else []):
+                    yield chunk(index, delta, tokens=tokens)
+                    tokens = ()
+        if usage:
+            yield event({**head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(answers)})
+        yield _DONE
+
+    def _token(self, found: TokenLogprobs) -> Body:
+        top = [self._named(token, logprob) for token, logprob in found.top]
+        return {**self._named(found.token, found.logprob), "top_logprobs": top}
+
+    def _named(self, token: int, logprob: float) -> Body:
+        text = self._text(token)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        text: str = self._service.prompts.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return text
+
+    # Completions
+
+    async def completions(self, body: Mapping[str, Any]) -> Body | Events:
+        service = self._service
+        given = checked_request(COMPLETIONS, body, service.served, service.vocabulary)
+        prompts = given["prompt"]
+        if isinstance(prompts, str) or isinstance(prompts[0], int):
+            prompts = [prompts]
+        inputs = [
+            service.prompts.of_text(each) if isinstance(each, str) else service.prompts.of_tokens(each)
+            for each in prompts
+        ]
+        count, top = given.get("n", 1), given.get("logprobs")
+        best = given.get("best_of", count)
+        head = {"id": new_id("cmpl-"), "created": int(time.time()), "model": service.served}
+        scores = given.get("max_tokens") == 0  # the prompts alone
+        # best_of goes by probability.
+        recorded = top if best == count or top is not None else 0
+        answers = await asyncio.to_thread(
+            lambda: [
+                service.answers(
+                    _not_empty(each, "prompt"),
+                    {**given, "max_tokens": 1} if scores else given,
+                    limit="max_tokens",
+                    count=best,
+                    top=recorded,
+                )
+                for each in inputs
+            ]
+        )
+        flat = [answer for several in answers for answer in several]
+        if given.get("stream"):
+            usage = given.get("stream_options", {}).get("include_usage", False)
+            return self._completion_events(head, flat, top is not None, usage)
+        said = [Collected() for _ in flat] if scores else await collect_all(flat)
+        choices = []
+        for index, each in enumerate(inputs):
+            echoed, known = "", []
+            if given.get("echo"):
+                echoed = service.prompts.tokenizer.decode(each["input_ids"][0], skip_special_tokens=True)
+                if top is not None:
+                    known = await service.engine.run(lambda each=each: service.score(each, top))
+            some = list(zip(flat, said, strict=True))[index * best : (index + 1) * best]
+            some.sort(key=lambda pair: -_mean_logprob(pair[1])) if best > count else None
+            for answer, found in some[:count]:
+                logprobs = None
+                if top is not None:
+                    ids = each["input_ids"][0].tolist() if given.get("echo") else []
+                    logprobs = self._completion_logprobs(ids, [*known, *found.logprobs])
+                finish = "length" if scores else answer.finish
+                choices.append(
+                    {"index": len(choices), "text": echoed + found.text, "logprobs": logprobs, "finish_reason": finish}
+                )
+        usage = _usage([] if scores else flat, sum(each["input_ids"].shape[-1] for each in inputs))
+        return {**head, "object": "text_completion", "choices": choices, "usage": usage}
+
+    def _completion_logprobs(
+        self, prompt: Sequence[int], found: Sequence[TokenLogprobs | None], start: int = 0
+    ) -> Body:
+        """Of tokens, of which only the first of a prompt has none."""
+        ids = [prompt[index] if each is None else each.token for index, each in enumerate(found)]
+        texts = [self._text(token) for token in ids]
+        offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if each is None else max(each.logprob, -9999.0) for each in found],
+            "top_logprobs": [None if each is None else self._top(each) for each in found],
+            "text_offset": offsets,
+        }
+
+    def _top(self, found: TokenLogprobs) -> dict[str, float]:
+        """The most probable tokens and the chosen one. Of tokens with one text the most probable counts."""
+        named: dict[str, float] = {}
+        for token, logprob in (*found.top, (found.token, found.logprob)):
+            named.setdefault(self._text(token), max(logprob, -9999.0))
+        return named
+
+    async def _completion_events(self, head: Body, answers: Sequence[Answer], logprobs: bool, usage: bool) -> Events:
+        none = {"usage": None} if usage else {}
+        lengths = [0] * len(answers)
+        async with contextlib.aclosing(merged(answers)) as parts:
+            async for index, part in parts:
+                choice: Body = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+                if part is None:
+                    choice["finish_reason"] = answers[index].finish
+                else:
+                    choice["text"] = "".join(piece.text for piece in part.pieces if isinstance(piece, Content))
+                    if logprobs:
+                        found = [token.logprobs for token in part.tokens]
+                        choice["logprobs"] = self._completion_logprobs((), found, lengths[index])
+                    if not choice["text"] and not part.tokens:
+                        continue
+                    lengths[index] += len(choice["text"])
+                yield event({**head, "object": "text_completion", "choices": [choice], **none})
+        if usage:
+            yield event({**head, "object": "text_completion", "choices": [], "usage": _usage(answers)})
+        yield _DONE
+
+    # Responses
+
+    async def responses(self, body: Mapping[str, Any]) -> Body | Events:
+        service = self._service
+        given = checked_request(RESPONSES, body, service.served, service.vocabulary)
+        reasoning, text = given.get("reasoning", {}), given.get("text", {})
+        _check_names(reasoning, "reasoning", {"effort": str, "summary": ("auto",)})
+        _check_names(text, "text", {"format": dict, "verbosity": ()})
+        includes = bool(given.get("include"))
+        if "top_logprobs" in given and not includes:
+            raise RequestError('top_logprobs needs include: ["message.output_text.logprobs"].', "top_logprobs")
+
+        def prepare() -> Answer:
+            tools = service.tools(given)
+            arguments = service.template_arguments(given, reasoning.get("effort"), "reasoning")
+            messages = response_messages(given["input"], given.get("instructions"))
+            inputs = service.prompts.of_messages(messages, None if tools is None else tools.shown, arguments, "input")
+            (answer,) = service.answers(
+                _not_empty(inputs, "input"),
+                given,
+                limit="max_output_tokens",
+                top=given.get("top_logprobs", 0) if includes else None,
+                form=service.prompts.form,
+                tools=tools,
+                schema=json_schema(text["format"], "text") if text.get("format") else None,
+            )
+            return answer
+
+        answer = await asyncio.to_thread(prepare)
+        made = _Response(self, given, answer, includes)
+        if given.get("stream"):
+            return made.events()
+        async with contextlib.aclosing(answer.parts()) as parts:
+            async for part in parts:
+                for _ in made.add(part):
+                    pass
+        for _ in made.close():
+            pass
+        return made.body()
+
+
+class _Response:
+    """An answer of the Responses API: output items, which are opened, grow and are closed, each with events."""
+
+    def __init__(self, api: OpenAI, given: Mapping[str, Any], answer: Answer, logprobs: bool) -> None:
+        self._api, self._given, self._answer, self._logprobs = api, given, answer, logprobs
+        self._id, self._created = new_id("resp_"), int(time.time())
+        self._output: list[Body] = []
+        self._open: Body | None = None
+        self._number = 0
+
+    def body(self, status: str | None = None, error: Body | None = None) -> Body:
+        """``status``: None once it has ended."""
+        given, ended = self._given, status is None
+        cut = ended and self._answer.finish == "length"
+        sampling = self._answer.job.config
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status or ("incomplete" if cut else "completed"),
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": given.get("instructions"),
+            "max_output_tokens": given.get("max_output_tokens"),
+            "metadata": given.get("metadata", {}),
+            "model": self._api._service.served,
+            "output": list(self._output),
+            "parallel_tool_calls": given.get("parallel_tool_calls", True),
+            "temperature": given.get("temperature", sampling.temperature),
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": [{"type": "function", **tool.get("function", tool)} for tool in given.get("tools", ())],
+            "top_p": given.get("top_p", sampling.top_p),
+            "text": given.get("text", {"format": {"type": "text"}}),
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+        }
+
+    async def events(self) -> Events:
+        yield self._event("response.created", response=self.body("in_progress"))
+        yield self._event("response.in_progress", response=self.body("in_progress"))
+        try:
+            async with contextlib.aclosing(self._answer.parts()) as parts:
+                async for part in parts:
+                    for each in self.add(part):
+                        yield each
+        except Exception as error:  # noqa: BLE001  the answer has begun: its status cannot say so any more
+            found = describe(error)[0]["error"]
+            code = found["code"] or found["type"]
+            yield self._event("error", code=code, message=found["message"], param=found["param"])
+            failed = {"code": "server_error", "message": found["message"]}
+            yield self._event("response.failed", response=self.body("failed", failed))
+            return
+        for each in self.close():
+            yield each
+        body = self.body()
+        yield self._event(f"response.{body['status']}", response=body)
+
+    def add(self, part: Part) -> list[str]:
+        """The events of ``part``."""
+        events = []
+        tokens = [self._api._token(token.logprobs) for token in part.tokens if token.logprobs is not None]
+        for piece in part.pieces:
+            if isinstance(piece, Call):
+                events += self._close() + self._call(piece)
+                continue
+            kind = "reasoning" if isinstance(piece, Reasoning) else "message"
+            if self._open is None or self._open["type"] != kind:
+                events += self._close() + self._begin(kind)
+            assert self._open is not None
+            content = self._open["content"][0]
+            content["text"] += piece.text
+            more: Body = {"delta": piece.text}
+            if kind == "message":
+                content["logprobs"] += tokens
+                more["logprobs"], tokens = tokens, []
+            events.append(self._event(f"response.{content['type']}.delta", **self._place(), **more))
+        return events
+
+    def close(self) -> list[str]:
+        """The events of what is still open; an answer has a message, or calls."""
+        events = []
+        if not any(item["type"] != "reasoning" for item in (*self._output, *filter(None, (self._open,)))):
+            events += self._close() + self._begin("message")
+        return events + self._close()
+
+    def _begin(self, kind: str) -> list[str]:
+        if kind == "message":
+            part: Body = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._open = {
+                "id": new_id("msg_"),
+                "type": kind,
+                "role": "assistant",
+                "status": "in_progress",
+                "content": [],
+            }
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            self._open = {"id": new_id("rs_"), "type": kind, "summary": [], "status": "in_progress", "content": []}
+        added = self._event("response.output_item.added", output_index=len(self._output), item=self._open)
+        self._open["content"] = [part]
+        return [added, self._event("response.content_part.added", **self._place(), part=part)]
+
+    def _close(self) -> list[str]:
+        if self._open is None:
+            return []
+        item = self._open
+        cut = self._answer.finish == "length"
+        item["status"] = "incomplete" if cut and item["type"] == "message" else "completed"
+        (part,) = item["content"]
+        more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+        events = [
+            self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **more),
+            self._event("response.content_part.done", **self._place(), part=part),
+            self._event("response.output_item.done", output_index=len(self._output), item=item),
+        ]
+        self._output.append(item)
+        self._open = None
+        return events
+
+    def _call(self, call: Call) -> list[str]:
+        name = new_id("call_")
+        item = {"id": new_id("fc_"), "type": "function_call", "call_id": name, "name": call.name}
+        place = {"output_index": len(self._output), "item_id": item["id"]}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        done = {**item, "arguments": call.arguments, "status": "completed"}
+        self._output.append(done)
+        index = place["output_index"]
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
+            self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments),
+            self._event("response.output_item.done", output_index=index, item=done),
+        ]
+
+    def _place(self) -> Body:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        made = f"event: {kind}\n{event({'type': kind, 'sequence_number': self._number, **fields})}"
+        self._number += 1
+        return made
+
+    def _usage(self) -> Body:
+        prompt, made = len(self._answer.job.prompt), self._answer.count
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self._answer.job.reused},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + made,
+        }
+
+
+def event(data: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def _call(call: Call) -> Body:
+    return {
+        "id": new_id("call_"),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _usage(answers: Sequence[Answer], prompts: int | None = None) -> Body:
+    """``prompts``: tokens of all prompts; None where there is one."""
+    prompts = len(answers[0].job.prompt) if prompts is None else prompts
+    made = sum(answer.count for answer in answers)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": made,
+        "total_tokens": prompts + made,
+        "prompt_tokens_details": {"cached_tokens": answers[0].job.reused if answers else 0},
+    }
+
+
+def _mean_logprob(said: Collected) -> float:
+    return sum(each.logprob for each in said.logprobs) / max(1, len(said.logprobs))
+
+
+def _not_empty(inputs: Mapping[str, Any], asked: str) -> Mapping[str, Any]:
+    if inputs["input_ids"].shape[-1] == 0:
+        raise RequestError(f"{asked} has no tokens: give some text.", asked)
+    return inputs
+
+
+def _check_names(given: Mapping[str, Any], field: str, allowed: Mapping[str, Any]) -> None:
+    """``allowed``: a type, or all values that may be, by name."""
+    for name, value in given.items():
+        kinds = allowed.get(name)
+        fits = isinstance(value, kinds) if isinstance(kinds, type) else kinds is not None and value in kinds
+        if value is not None and not fits:
+            raise RequestError(f"{field} has {name}: {value!r}, which is not here: leave it out.", field)

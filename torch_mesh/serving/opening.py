@@ -1,0 +1,129 @@
+"""How ``torch-mesh serve`` names, opens and describes its model."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from torch_mesh.config import MeshConfig
+from torch_mesh.store.gguf import is_gguf
+from torch_mesh.store.header import check_folder, store_error
+from torch_mesh.store.hub import local_folder
+
+# owner/model, @revision, and a GGUF file of it behind a colon, or behind a slash, as in the rest of torch_mesh.
+_ON_HUB = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?:(?P<file>[^:]+(?i:\.gguf))",
+        r"(?P<repo>[^/:@]+/[^/:@]+)(?P<revision>@[^/:@]+)?/(?P<file>[^:]+(?i:\.gguf))",
+        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model is: a folder or repository, a revision, and a GGUF file in it."""
+
+    folder: str
+    revision: str | None = None
+    file: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.folder}{revision}" + (f":{self.file}" if self.file else "")
+
+
+def source_of(model: str) -> Source:
+    """Raises ValueError for what names nothing, StoreError for a path where nothing is."""
+    if os.path.lexists(model) or model.startswith(("/", "./", "../", "~")):
+        check_path: Callable[[str], Any] = _check_file if is_gguf(model) else check_folder
+        check_path(model)
+        folder, _, file = model.rpartition("/") if is_gguf(model) else (model, "", "")
+        return Source(folder or ".", None, file or None)
+    found = next((match for pattern in _ON_HUB if (match := pattern.fullmatch(model))), None)
+    try:
+        if found is None or is_gguf(found["repo"]):
+            raise HFValidationError
+        validate_repo_id(found["repo"])
+    except HFValidationError:
+        raise ValueError(
+            f"{model}: there is no such file or folder, and a model of the hub is named owner/model, owner/model@revision, "
+            "owner/model/file.gguf or owner/model@revision/folder/file.gguf"
+        ) from None
+    parts = found.groupdict()
+    revision = parts["revision"]
+    return Source(parts["repo"], revision[1:] if revision else None, parts.get("file"))
+
+
+def _check_file(path: str) -> None:
+    if not os.path.isfile(path):
+        raise store_error(path, "there is no such file")
+
+
+def open_processor(source: Source, trust_remote_code: bool) -> Any:
+    """A tokenizer, or what a model for pictures and sound has, too. Raises what ``from_pretrained`` raises."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    kind = AutoProcessor if source.file is None else AutoTokenizer
+    return kind.from_pretrained(_folder_of(source), **_place(source), trust_remote_code=trust_remote_code)
+
+
+def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) -> Any:
+    """The model, in evaluation mode.
+
+    Args:
+        given: ``device``, ``dtype``, ``attn_implementation`` and ``trust_remote_code``, of ``from_pretrained``.
+
+    Raises what ``from_pretrained`` raises.
+    """
+    from transformers import AutoConfig
+
+    folder, place = _folder_of(source), {**_place(source), "trust_remote_code": given["trust_remote_code"]}
+    about = AutoConfig.from_pretrained(folder, **place)
+    dtype, device = given["dtype"], given["device"]
+    model = _class_of(about).from_pretrained(
+        folder,
+        **place,
+        quantization_config=config,
+        attn_implementation=given["attn_implementation"],
+        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        device_map=int(device) if device.isdigit() else device,
+    )
+    return model.eval()
+
+
+def _place(source: Source) -> dict[str, Any]:
+    """Of what is in the folder, as ``from_pretrained`` has it."""
+    if source.file is not None:
+        return {"gguf_file": source.file}
+    return {"revision": source.revision} if source.revision else {}
+
+
+def _folder_of(source: Source) -> str:
+    """Of a GGUF file of the hub the folder that it was downloaded into: transformers would look for another revision's."""
+    if source.file is None or os.path.isdir(source.folder):
+        return source.folder
+    path = os.fspath(local_folder(f"{source.folder}/{source.file}", revision=source.revision))
+    return path.removesuffix(f"/{source.file}")
+
+
+def _class_of(config: Any) -> Any:
+    """The one that the checkpoint names, unless it brings its own code; transformers may know it by its type alone."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    if config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForMultimodalLM
+    names = getattr(config, "architectures", None) or ()
+    return next((found for name in names if (found := getattr(transformers, name, None))), AutoModelForCausalLM)

@@ -1,0 +1,145 @@
+"""What a request does to the logits of each token: biases, penalties, a grammar; and what it wants to know of them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from torch_mesh.serving.errors import RequestError
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities, before temperature, penalties and biases."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the most probable tokens, in order
+
+
+class Recorder(LogitsProcessor):
+    """Keeps the distribution of each step until the token that came of it is known. Has to be the first of a request's processors.
+
+    Args:
+        top: number of most probable tokens to return.
+    """
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._rows: dict[int, Tensor] = {}  # by position; a rejected draft's is replaced
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._rows[input_ids.shape[-1]] = scores[0].float().log_softmax(-1)
+        return scores
+
+    def take(self, position: int, token: int) -> TokenLogprobs:
+        """Of the token at ``position`` of prompt and answer together."""
+        return token_logprobs(self._rows.pop(position), token, self._top)
+
+
+def token_logprobs(row: Tensor, token: int, top: int) -> TokenLogprobs:
+    """Of one token, from ``row``: [vocabulary] log-probabilities."""
+    values, ids = row.topk(min(top, row.numel()))
+    return TokenLogprobs(token, float(row[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+class Bias(LogitsProcessor):
+    """Adds to the logits of single tokens.
+
+    Args:
+        biases: by token id.
+    """
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._ids = torch.tensor(list(biases))
+        self._values = torch.tensor(list(biases.values()))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, self._ids.to(scores.device)] += self._values.to(scores)
+        return scores
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's: subtracts ``presence`` from the logit of each token that the answer has, and ``frequency`` for each time.
+
+    Args:
+        prompt: number of tokens of the prompt, which does not count.
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt: int) -> None:
+        self._presence, self._frequency, self._prompt = presence, frequency, prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ids, counts = input_ids[0, self._prompt :].unique(return_counts=True)
+        scores = scores.clone()
+        scores[:, ids] -= (self._presence + self._frequency * counts).to(scores)
+        return scores
+
+
+class Grammar(LogitsProcessor):
+    """Allows only what a grammar allows, and then the end.
+
+    Args:
+        tokenizer: of transformers, a fast one.
+        lark: in llguidance's form of Lark.
+        ends: token ids that end an answer.
+        prompt: number of tokens of the prompt.
+        field: of the request, for errors.
+
+    Raises RequestError where llguidance is missing, or does not take the grammar.
+    """
+
+    def __init__(self, tokenizer: Any, lark: str, ends: Sequence[int], prompt: int, field: str) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise RequestError(
+                f"{field} needs llguidance, which this server does not have: pip install torch_mesh[serve].", field
+            ) from error
+        self._matcher = llguidance.LLMatcher(_vocabulary(tokenizer, tuple(ends)), lark, log_level=0)
+        if self._matcher.is_error():
+            problem = self._matcher.get_error().strip().splitlines()[0]
+            raise RequestError(f"{field} cannot be made a grammar: {problem}. Change its schema.", field)
+        self._prompt = self._read = prompt
+        self._ends = list(ends)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        length = input_ids.shape[-1]
+        if length < self._read:  # of a draft that was rejected
+            self._matcher.rollback(self._read - length)
+        elif new := input_ids[0, self._read : length].tolist():
+            self._matcher.consume_tokens(new)
+        self._read = length
+        allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
+        if self._matcher.is_stopped():
+            allowed[self._ends] = True
+        else:
+            bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+            unpacked = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()
+            count = min(len(allowed), len(unpacked))
+            allowed[:count] = unpacked[:count]
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+
+_VOCABULARIES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _vocabulary(tokenizer: Any, ends: tuple[int, ...]) -> Any:
+    """llguidance's form of it, which takes a second to make."""
+    import llguidance.hf
+
+    make = _VOCABULARIES.get(tokenizer)
+    if make is None:
+        reference = weakref.ref(tokenizer)
+        make = _VOCABULARIES[tokenizer] = functools.lru_cache(
+            lambda ends: llguidance.hf.from_tokenizer(reference(), eos_token=list(ends))
+        )
+    return make(ends)

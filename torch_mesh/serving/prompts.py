@@ -1,0 +1,210 @@
+"""Messages of a request to the inputs of the model, by its chat template."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_mesh.serving.errors import RequestError
+from torch_mesh.serving.tool_calls import Form, form_of
+
+NO_TEMPLATE = (
+    "has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json), as models that are not "
+    "made for chats: put one beside its tokenizer (for Qwen's models ChatML, which docs/serving.md has), or use a "
+    "server's /v1/completions."
+)
+_TEXTS = ("text", "input_text", "output_text")
+# What a processor needs to have for each kind of part, and the field that holds it.
+_MEDIA = {
+    "image_url": ("image_processor", "image"),
+    "input_image": ("image_processor", "image"),
+    "video_url": ("video_processor", "video"),
+    "audio_url": ("feature_extractor", "audio"),
+    "input_audio": ("feature_extractor", "audio"),
+}
+
+
+class Prompts:
+    """Renders and tokenizes for one model.
+
+    Args:
+        model: name of the model, for errors.
+        processor: of transformers: a tokenizer, or one for pictures and sound, too.
+        model_type: of its config.
+        device: of the model's inputs.
+        template_arguments: variables of the chat template, unless a request gives others.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        processor: Any,
+        model_type: str,
+        device: Any,
+        template_arguments: Mapping[str, Any],
+    ) -> None:
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self._model, self._device = model, device
+        self._arguments = dict(template_arguments)
+        self._model_type = model_type
+
+    @property
+    def template(self) -> str | None:
+        """Text of the chat template; with several of them, of all."""
+        found = getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
+        return "\n".join(found.values()) if isinstance(found, dict) else found
+
+    @property
+    def form(self) -> Form:
+        return form_of(self.template, self._model_type)
+
+    def of_text(self, text: str) -> dict[str, Any]:
+        """Inputs for a text as it is."""
+        return dict(self.tokenizer(text, return_tensors="pt").to(self._device))
+
+    def of_tokens(self, ids: Sequence[int]) -> dict[str, Any]:
+        found = torch.tensor([list(ids)], device=self._device)
+        return {"input_ids": found, "attention_mask": torch.ones_like(found)}
+
+    def of_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+        asked: str,
+        goes_on: bool = False,
+    ) -> dict[str, Any]:
+        """Inputs for the model's turn after ``messages``.
+
+        Args:
+            tools: in the form of chat completions.
+            arguments: variables of the chat template.
+            asked: field of the request that has the messages.
+            goes_on: the last message is the beginning of the answer.
+
+        Raises RequestError for what the template, or the model, does not take.
+        """
+        template = self.template
+        if not template:
+            raise RequestError(f"This model {self._model} {NO_TEMPLATE}", asked)
+        if tools and "tools" not in template:
+            raise RequestError("This model's chat template has no tools: ask without them.", "tools")
+        rendered = [self._message(message, template, asked) for message in messages]
+        try:
+            inputs = self.processor.apply_chat_template(
+                rendered,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                return_tensors="pt",
+                return_dict=True,
+                tokenize=True,
+                **{**self._arguments, **arguments},
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # templates may raise anything
+            raise RequestError(
+                f"The model's chat template does not take this request: {error}. "
+                f"Change {asked}, tools or chat_template_kwargs.",
+                asked,
+            ) from error
+        return dict(inputs.to(self._device))
+
+    def end_of(self, inputs: Mapping[str, Any]) -> str:
+        """The last tokens of a prompt as text."""
+        text: str = self.tokenizer.decode(inputs["input_ids"][0, -16:].tolist())
+        return text
+
+    def knows(self, variable: str) -> bool:
+        """Whether the chat template reads a variable."""
+        return variable in (self.template or "")
+
+    def _message(self, message: Mapping[str, Any], template: str, asked: str) -> dict[str, Any]:
+        made = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
+        if made["role"] == "developer" and "developer" not in template:
+            made["role"] = "system"
+        for call in made.get("tool_calls", ()):
+            function = call.get("function") or call
+            if isinstance(function["arguments"], str):  # templates iterate over a mapping
+                function["arguments"] = json.loads(function["arguments"])
+        content = made.get("content")
+        if isinstance(content, list):
+            parts = [self._part(part, asked) for part in content]
+            if all(part["type"] == "text" for part in parts) and self.processor is self.tokenizer:
+                made["content"] = "\n".join(part["text"] for part in parts)
+            else:
+                made["content"] = parts
+        elif content is None:
+            made["content"] = ""
+        elif self.processor is not self.tokenizer:
+            made["content"] = [{"type": "text", "text": content}]
+        return made
+
+    def _part(self, part: Mapping[str, Any], asked: str) -> dict[str, Any]:
+        kind = part["type"]
+        if kind in _TEXTS:
+            return {"type": "text", "text": part["text"]}
+        if kind == "refusal":
+            return {"type": "text", "text": part["refusal"]}
+        needed, name = _MEDIA[kind]
+        if getattr(self.processor, needed, None) is None:
+            raise RequestError(f"{asked} has a part of type {kind}, which this model does not take: give text.", asked)
+        given = part["image_url" if kind == "input_image" else kind]
+        if kind == "input_audio" and isinstance(given, dict):
+            data, form = given["data"], given.get("format")
+            return {"type": name, "url": f"data:audio/{form};base64,{data}" if form else data}
+        return {"type": name, "url": given["url"] if isinstance(given, dict) else given}
+
+
+def response_messages(content: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """Messages of chat completions for the input of the Responses API, which has been checked."""
+    if isinstance(content, str):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    elif "role" not in content[0] and content[0].get("type") not in _ITEMS:
+        messages = [{"role": "user", "content": list(content)}]
+    else:
+        messages = list(_messages_of_items(content))
+    if instructions:
+        messages.insert(0, {"role": "system", "content": instructions})
+    return messages
+
+
+_ITEMS = ("reasoning", "function_call", "function_call_output")
+
+
+def _messages_of_items(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    reasoning: str | None = None
+
+    def assistant() -> dict[str, Any]:
+        """The turn of the model that is being put together: its reasoning, text and calls are items of their own."""
+        nonlocal reasoning
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        if reasoning is not None:
+            messages[-1]["reasoning_content"] = reasoning
+            reasoning = None
+        return messages[-1]
+
+    for item in items:
+        kind = item.get("type")
+        if kind == "reasoning":
+            reasoning = "".join(part["text"] for part in item.get("content") or ())
+        elif "role" in item:
+            message = {"role": item["role"], "content": item.get("content")}
+            if item["role"] == "assistant" and reasoning is not None:
+                message["reasoning_content"], reasoning = reasoning, None
+            messages.append(message)
+        elif kind == "function_call":
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            calls = assistant().setdefault("tool_calls", [])
+            calls.append({"id": item["call_id"], "type": "function", "function": call})
+        else:
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")})
+    return messages

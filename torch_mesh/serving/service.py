@@ -1,0 +1,308 @@
+"""From the fields of a request, whatever API they are of, to what is computed for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from torch_mesh.hf.generation_compat import CACHE_NAME
+from torch_mesh.serving import grammars
+from torch_mesh.serving.answers import Answer
+from torch_mesh.serving.engine import Job
+from torch_mesh.serving.errors import RequestError
+from torch_mesh.serving.generation import OptionError, settle
+from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
+from torch_mesh.serving.prompts import Prompts
+from torch_mesh.serving.tool_calls import Form
+
+DEFAULT_TOKENS = 1024  # that an answer may have unless a request says how many
+_SCORED_ROWS = 512  # of a prompt's logits in memory at a time
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a request says of tools.
+
+    Attributes:
+        shown: those that the model sees, in the form of chat completions.
+        schemas: the parameters' JSON schema by name, of those that it may call.
+        required: it has to call one.
+        several: it may call more than one.
+        strict: arguments have to follow the schema.
+    """
+
+    shown: Sequence[Mapping[str, Any]]
+    schemas: Mapping[str, Any]
+    required: bool = False
+    several: bool = True
+    strict: bool = False
+
+
+class Service:
+    """What answers are made with, of one model.
+
+    Args:
+        model: of transformers, patched.
+        engine: that generates.
+        compiled: steps are compiled, with a static cache.
+        batches: the engine computes requests together, and takes no logits processors.
+    """
+
+    def __init__(
+        self, served: str, model: Any, prompts: Prompts, engine: Any, compiled: bool = False, batches: bool = False
+    ) -> None:
+        self.served = served
+        self.model, self.prompts, self.engine = model, prompts, engine
+        self._compiled, self._batches = compiled, batches
+
+    def close(self) -> None:
+        """Let go of the model."""
+        del self.model, self.prompts, self.engine
+
+    @property
+    def vocabulary(self) -> int:
+        size: int = self.model.config.get_text_config(decoder=True).vocab_size
+        return size
+
+    def tools(self, given: Mapping[str, Any]) -> Tools | None:
+        """Of the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``. None: no tool may be called.
+
+        Raises RequestError.
+        """
+        functions = [tool.get("function", tool) for tool in given.get("tools", ())]
+        choice = given.get("tool_choice", "auto")
+        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+            raise RequestError(f"tool_choice is {choice!r}: give none, auto, required or a function.", "tool_choice")
+        named = _named_function(choice) if isinstance(choice, dict) else None
+        if not functions:
+            if choice == "required" or named is not None:
+                raise RequestError(f"tool_choice is {choice!r}, and there are no tools: give tools.", "tool_choice")
+            return None
+        if choice == "none":
+            return None
+        if self.prompts.form.tools is None:
+            raise RequestError("How this model writes tool calls is not known here: ask without tools.", "tools")
+        schemas = {each["name"]: each.get("parameters") for each in functions}
+        if named is not None and named not in schemas:
+            known = ", ".join(schemas)
+            raise RequestError(f"tool_choice has the function {named!r}: give one of tools ({known}).", "tool_choice")
+        shown = [
+            {"type": "function", "function": {name: each[name] for name in each if name not in ("strict", "type")}}
+            for each in functions
+        ]
+        return Tools(
+            shown,
+            schemas if named is None else {named: schemas[named]},
+            required=choice == "required" or named is not None,
+            several=given.get("parallel_tool_calls", True) and named is None,
+            strict=any(each.get("strict") for each in functions),
+        )
+
+    def template_arguments(self, given: Mapping[str, Any], effort: str | None, field: str) -> dict[str, Any]:
+        """Variables of the chat template. ``effort``: of reasoning, which ``field`` has. Raises RequestError."""
+        arguments = dict(given.get("chat_template_kwargs", {}))
+        if effort is None:
+            return arguments
+        if self.prompts.knows("reasoning_effort"):
+            return {"reasoning_effort": effort, **arguments}
+        if effort == "none" and self.prompts.knows("enable_thinking"):
+            return {"enable_thinking": False, **arguments}
+        raise RequestError(f"{field} is {effort!r}, and this model's chat template has no such setting.", field)
+
+    def answers(
+        self,
+        inputs: Mapping[str, Any],
+        given: Mapping[str, Any],
+        *,
+        limit: str,
+        count: int = 1,
+        top: int | None = None,
+        form: Form | None = None,
+        tools: Tools | None = None,
+        schema: tuple[Mapping[str, Any], str] | None = None,
+    ) -> list[Answer]:
+        """Of one prompt.
+
+        Args:
+            inputs: of the model.
+            given: fields of the request, by their names in chat completions.
+            limit: the field that says how many tokens to make.
+            count: how many answers.
+            top: with the log-probabilities of the chosen and the ``top`` most probable tokens.
+            form: how calls and reasoning are written; None for plain text.
+            schema: of the JSON value that is asked for, and the field that says so.
+
+        Raises RequestError.
+        """
+        config = self._config(given, limit)
+        prompt = inputs["input_ids"].shape[-1]
+        prompt_end = self.prompts.end_of(inputs) if form is not None and prompt else ""
+        lark = self._grammar(form, prompt_end, tools, schema) if form is not None else None
+        if self._batches:
+            self._check_batched(given, top, lark)
+        made = []
+        for index in range(count):
+            processors: list[Any] = [] if top is None else [Recorder(top)]
+            if biases := given.get("logit_bias"):
+                processors.append(Bias(biases))
+            presence, frequency = given.get("presence_penalty", 0), given.get("frequency_penalty", 0)
+            if presence or frequency:
+                processors.append(Penalties(presence, frequency, prompt))
+            if lark is not None:
+                text, field = lark
+                processors.append(Grammar(self.prompts.tokenizer, text, _ends(config), prompt, field))
+            seed = given.get("seed")
+            job = Job(
+                inputs,
+                config,
+                processors,
+                None if seed is None else (seed + index) % 2**63,
+                own_options="generation_config" in given,
+            )
+            made.append(
+                Answer(
+                    self.engine,
+                    job,
+                    self.prompts.tokenizer,
+                    form,
+                    None if tools is None else tools.schemas,
+                    prompt_end,
+                    given.get("stop", ()),
+                    one_call=tools is not None and not tools.several,
+                )
+            )
+        self.engine.check(made[0].job)
+        return made
+
+    def score(self, inputs: Mapping[str, Any], top: int) -> list[TokenLogprobs | None]:
+        """Log-probabilities of a prompt's tokens, each after those before it; None for the first. Computes."""
+        ids: Tensor = inputs["input_ids"]
+        found: list[TokenLogprobs | None] = [None]
+        cache: Any = None
+        with torch.no_grad():
+            for start in range(0, ids.shape[-1] - 1, _SCORED_ROWS):
+                part = ids[:, start : start + _SCORED_ROWS]
+                known = {} if cache is None else {CACHE_NAME: cache}
+                output = self.model(input_ids=part, use_cache=True, **known)
+                cache = output[CACHE_NAME]
+                following = ids[0, start + 1 : start + 1 + part.shape[-1]].tolist()
+                rows = output.logits[0, : len(following)].float().log_softmax(-1)
+                found += [token_logprobs(row, token, top) for row, token in zip(rows, following, strict=True)]
+        return found
+
+    def _config(self, given: Mapping[str, Any], limit: str) -> GenerationConfig:
+        """Options of ``generate``. Raises RequestError."""
+        theirs: GenerationConfig = self.model.generation_config
+        if "generation_config" in given:
+            config = GenerationConfig(**json.loads(given["generation_config"]))
+        else:
+            config = copy.deepcopy(theirs)
+            config.max_new_tokens = max(DEFAULT_TOKENS, config.max_new_tokens or 0)
+        if config.eos_token_id is None:
+            config.eos_token_id = theirs.eos_token_id
+        if given.get(limit) is not None:
+            config.max_new_tokens = given[limit]
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+            if name in given:
+                setattr(config, name, given[name])
+        if given.get("temperature") is not None:
+            config.do_sample = given["temperature"] > 0
+        elif any(name in given for name in ("top_p", "top_k", "min_p")):
+            config.do_sample = True
+        if config.do_sample and config.top_k is None:
+            config.top_k = 0  # or generate would take 50
+        if self._compiled and config.cache_implementation is None:
+            config.cache_implementation = "static"
+        try:
+            settle(config, theirs)
+        except OptionError as error:
+            name = limit if error.name == "max_new_tokens" else error.name
+            raise RequestError(str(error), name) from error
+        if config.max_new_tokens is None:  # there is no telling what it takes
+            raise RequestError(
+                "This request does not say how many tokens to make: give max_new_tokens in generation_config.",
+                "generation_config",
+            )
+        if (config.num_return_sequences or 1) > 1:
+            raise RequestError("generation_config has num_return_sequences: give n.", "generation_config")
+        return config
+
+    def _check_batched(self, given: Mapping[str, Any], top: int | None, lark: tuple[str, str] | None) -> None:
+        fields = ["seed"] if "seed" in given else []
+        fields += [name for name in ("logit_bias", "presence_penalty", "frequency_penalty") if given.get(name)]
+        if top is not None:
+            fields.append("logprobs")
+        if lark is not None:
+            fields.append(lark[1])
+        if fields:
+            raise RequestError(f"{fields[0]} is not possible with --continuous-batching: leave it out.", fields[0])
+
+    def _grammar(
+        self,
+        form: Form,
+        prompt_end: str,
+        tools: Tools | None,
+        schema: tuple[Mapping[str, Any], str] | None,
+    ) -> tuple[str, str] | None:
+        """What the answer has to be, and the field that says so. None: anything."""
+        tokenizer = self.prompts.tokenizer
+        reasons = Answer.reasons(form, prompt_end)
+        if form.harmony and schema is not None:
+            raise RequestError(f"{schema[1]} is not possible for this model, whose answers have channels.", schema[1])
+        rules = [] if schema is None else grammars.json_rules(schema[0])
+        if tools is not None:
+            if tools.strict and form.tools is not None and not form.tools.as_json:
+                raise RequestError(
+                    "A tool has strict: true, and this model writes arguments as text between tags, for which there is "
+                    "no grammar here: leave strict out.",
+                    "tools",
+                )
+            if tools.required or tools.strict or schema is not None:
+                rules += grammars.call_rules(tokenizer, form, tools.schemas, tools.several)
+        if tools is not None and tools.required:
+            return grammars.grammar(tokenizer, form, reasons, "calls", rules), "tool_choice"
+        if schema is not None:
+            answer = "json" if tools is None else "json | calls"
+            return grammars.grammar(tokenizer, form, reasons, answer, rules), schema[1]
+        if tools is not None and tools.strict:
+            rules += grammars.text_rules(tokenizer, form)
+            return grammars.grammar(tokenizer, form, reasons, "text (calls text)*", rules), "tools"
+        return None
+
+
+def json_schema(form: Mapping[str, Any], field: str) -> tuple[Mapping[str, Any], str] | None:
+    """Of ``response_format``, or ``text.format`` of the Responses API. None: any text. Raises RequestError."""
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}, field
+    if kind != "json_schema":
+        raise RequestError(f"{field} has the type {kind!r}: give text, json_object or json_schema.", field)
+    schema = form.get("json_schema", form).get("schema") if isinstance(form.get("json_schema", form), dict) else None
+    if not isinstance(schema, dict):
+        raise RequestError(f"{field} has no schema: give an object, a JSON schema.", field)
+    return schema, field
+
+
+def _named_function(choice: Mapping[str, Any]) -> str:
+    """Of ``{"type": "function", "function": {"name": ...}}``, in the Responses API without a level."""
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise RequestError(
+            f'tool_choice is {dict(choice)!r}: give {{"type": "function", "function": {{"name": ...}}}}.', "tool_choice"
+        )
+    return name
+
+
+def _ends(config: GenerationConfig) -> list[int]:
+    ends = config.eos_token_id
+    return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]

@@ -1,0 +1,86 @@
+"""Tokens to text, one at a time, and the stop sequences in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder has for the first bytes of a character
+
+
+class Detokenizer:
+    """Decodes a sequence piece by piece, at a constant cost per token.
+
+    Args:
+        tokenizer: of transformers.
+        shown: special tokens that are part of the text, such as those around a tool call. Others decode to nothing.
+        ends: ids of tokens that end a sequence, and decode to nothing, too.
+    """
+
+    def __init__(self, tokenizer: Any, shown: Collection[str] = (), ends: Collection[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        special = {*tokenizer.all_special_ids, *ends}
+        self._hidden = frozenset(token for token in special if tokenizer.decode([token]) not in shown)
+        self._ids: list[int] = []
+        self._start = 0  # of the tokens that the next piece is decoded with
+        self._read = 0  # up to where pieces have been returned
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes; "" within a character."""
+        if self.hides(token):
+            return ""
+        self._ids.append(token)
+        # A token's text may depend on the one before it, as the blank at the beginning of a word does.
+        before = self._decode(self._ids[self._start : self._read])
+        after = self._decode(self._ids[self._start :])
+        if len(after) <= len(before) or after.endswith(_INCOMPLETE):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return after[len(before) :]
+
+    def hides(self, token: int) -> bool:
+        return token in self._hidden
+
+    def end(self) -> str:
+        """The text of tokens that never completed a character."""
+        before = self._decode(self._ids[self._start : self._read])
+        return self._decode(self._ids[self._start :])[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+@dataclass
+class Stops:
+    """Ends a text before the first of ``sequences`` in it."""
+
+    sequences: Sequence[str]
+    found: str | None = None
+    _held: str = field(default="", init=False)
+
+    def push(self, text: str) -> str:
+        """As much of the text so far as cannot be the beginning of a stop sequence. Nothing once one was found."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        places = [(place, each) for each in self.sequences if (place := text.find(each)) >= 0]
+        if places:
+            place, self.found = min(places)
+            self._held = ""
+            return text[:place]
+        held = held_length(text, self.sequences)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def end(self) -> str:
+        """What was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+def held_length(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of ``text`` with which one of ``marks`` begins."""
+    longest = min(len(text), max(map(len, marks), default=0))
+    return next((n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in marks)), 0)

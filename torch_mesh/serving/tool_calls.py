@@ -1,0 +1,442 @@
+"""Tool calls and reasoning in a model's answer: how each family writes them, and how they are read.
+
+A family is recognised by its chat template, which shows the model how to write a call. A new form is one entry of ``FORMATS``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_mesh.serving.text import held_length
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: str  # a JSON object
+
+
+@dataclass(frozen=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    text: str
+
+
+Piece = Content | Reasoning | Call
+
+
+class NotACallError(ValueError):
+    """Text between the marks of a call that is none."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family writes calls.
+
+    Attributes:
+        hints: texts of which a chat template of the family has all.
+        begin, end: marks around one call, or around a list of calls.
+        read: parses what is between them, given the parameters' JSON schemas by tool. Raises NotACallError.
+        before, after: what stands around a call's name, and its arguments as JSON, where a grammar can force a call.
+            None: the format has no JSON arguments.
+        header, footer: text that surrounds calls, and is no content.
+    """
+
+    hints: tuple[str, ...]
+    begin: str
+    end: str
+    read: Callable[[str, Mapping[str, Any]], list[Call]]
+    before: str
+    between: str
+    after: str
+    header: str = ""
+    footer: str = ""
+    as_json: bool = True  # the arguments are one JSON object
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.begin, self.end, self.header, self.footer)))
+
+
+def _read_json(text: str, _: Mapping[str, Any]) -> list[Call]:
+    """``{"name": ..., "arguments": {...}}``, or a list of them."""
+    found = _json(text)
+    calls = found if isinstance(found, list) else [found]
+    return [_call(each) for each in calls]
+
+
+def _call(found: Any) -> Call:
+    found = found.get("function", found) if isinstance(found, dict) else None
+    name = found.get("name") if isinstance(found, dict) else None
+    if found is None or not isinstance(name, str):
+        raise NotACallError("a call without a name")
+    given = found.get("arguments", found.get("parameters"))
+    return Call(name, _arguments(given))
+
+
+def _arguments(given: Any) -> str:
+    if isinstance(given, str):
+        given = _json(given) if given.strip() else {}
+    if not isinstance(given, dict):
+        raise NotACallError("arguments that are no JSON object")
+    return json.dumps(given, ensure_ascii=False)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NotACallError(str(error)) from error
+
+
+def _reader(pattern: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
+    """Of a name and JSON arguments, the groups of ``pattern``."""
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def read(text: str, _: Mapping[str, Any]) -> list[Call]:
+        found = compiled.fullmatch(text.strip())
+        if found is None:
+            raise NotACallError("no name, or no arguments")
+        return [Call(found["name"].strip(), _arguments(found["arguments"]))]
+
+    return read
+
+
+def _tag_reader(name: str, parameter: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
+    """Of a name, and each parameter between tags of its own; a parameter's type is that of the tool's schema."""
+    names, parameters = re.compile(name, re.DOTALL), re.compile(parameter, re.DOTALL)
+
+    def read(text: str, schemas: Mapping[str, Any]) -> list[Call]:
+        calls = []
+        for call in names.finditer(text):
+            schema = schemas.get(call["name"].strip()) or {}
+            properties = schema.get("properties") if isinstance(schema, dict) else None
+            given = {
+                each["key"].strip(): _typed(each["value"], (properties or {}).get(each["key"].strip()))
+                for each in parameters.finditer(call["body"])
+            }
+            calls.append(Call(call["name"].strip(), json.dumps(given, ensure_ascii=False)))
+        if not calls:
+            raise NotACallError("no name")
+        return calls
+
+    return read
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """``text`` as JSON, unless the schema says that it is a string."""
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "string" in kinds and set(kinds) <= {"string", "null"}:
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+_BARE_KEY = re.compile(r"(?<=[{,])\s*(?P<key>[A-Za-z_]\w*)\s*:")
+_QUOTE = '<|"|>'
+
+
+def _read_gemma(text: str, _: Mapping[str, Any]) -> list[Call]:
+    """``call:NAME{key:<|"|>text<|"|>,other:3}``."""
+    found = re.fullmatch(r"\s*call:(?P<name>[^{]+)(?P<arguments>\{.*\})\s*", text, re.DOTALL)
+    if found is None:
+        raise NotACallError("no name, or no arguments")
+    parts = found["arguments"].split(_QUOTE)  # every second one is a string
+    parts[::2] = [_BARE_KEY.sub(r'"\g<key>":', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    return [Call(found["name"].strip(), _arguments("".join(parts)))]
+
+
+_NAMED_JSON = ('{"name": "', '", "arguments": ', "}")
+
+# The first whose hints are in the chat template.
+FORMATS = (
+    ToolFormat(  # Kimi K2
+        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        _reader(r"(?:functions\.)?(?P<name>[^:]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(?P<arguments>.*)"),
+        "functions.",
+        ":0<|tool_call_argument_begin|>",
+        "",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
+    ToolFormat(  # DeepSeek V3 and R1
+        ("<\uff5ctool\u2581call\u2581begin\uff5c>", "```json"),
+        "<\uff5ctool\u2581call\u2581begin\uff5c>",
+        "<\uff5ctool\u2581call\u2581end\uff5c>",
+        _reader(r"function<\uff5ctool\u2581sep\uff5c>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n?```"),
+        "function<\uff5ctool\u2581sep\uff5c>",
+        "\n```json\n",
+        "\n```",
+        "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    ),
+    ToolFormat(  # DeepSeek V3.1
+        ("<\uff5ctool\u2581call\u2581begin\uff5c>",),
+        "<\uff5ctool\u2581call\u2581begin\uff5c>",
+        "<\uff5ctool\u2581call\u2581end\uff5c>",
+        _reader(r"(?P<name>.+?)<\uff5ctool\u2581sep\uff5c>(?P<arguments>.*)"),
+        "",
+        "<\uff5ctool\u2581sep\uff5c>",
+        "",
+        "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    ),
+    ToolFormat(  # GLM 4.5 and later
+        ("<tool_call>", "<arg_key>"),
+        "<tool_call>",
+        "</tool_call>",
+        _tag_reader(
+            r"(?P<name>[^<\n]+)(?P<body>.*)",
+            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        ),
+        "",
+        "\n",
+        "",
+        as_json=False,
+    ),
+    ToolFormat(  # Qwen3-Coder, Qwen3.5, Nemotron-H
+        ("<tool_call>", "<function="),
+        "<tool_call>",
+        "</tool_call>",
+        _tag_reader(
+            r"<function=(?P<name>[^>]+)>(?P<body>.*?)(?:</function>|$)",
+            r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>",
+        ),
+        "\n<function=",
+        ">\n",
+        "</function>\n",
+        as_json=False,
+    ),
+    ToolFormat(  # MiniMax M2
+        ("<minimax:tool_call>", "<invoke name="),
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        _tag_reader(
+            r'<invoke name="(?P<name>[^"]+)">(?P<body>.*?)</invoke>',
+            r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>',
+        ),
+        '\n<invoke name="',
+        '">\n',
+        "</invoke>\n",
+        as_json=False,
+    ),
+    ToolFormat(  # Gemma 4
+        ("<|tool_call>", "call:"),
+        "<|tool_call>",
+        "<tool_call|>",
+        _read_gemma,
+        "call:",
+        "",
+        "",
+        as_json=False,
+    ),
+    ToolFormat(
+        ("<tool_call>",), "<tool_call>", "</tool_call>", _read_json, "\n" + _NAMED_JSON[0], _NAMED_JSON[1], "}\n"
+    ),
+    ToolFormat(
+        ("<tool_calls>",), "<tool_calls>", "</tool_calls>", _read_json, "[" + _NAMED_JSON[0], _NAMED_JSON[1], "}]"
+    ),
+    ToolFormat(("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _read_json, "[" + _NAMED_JSON[0], _NAMED_JSON[1], "}]"),
+    ToolFormat(  # gpt-oss: Parser knows its channels
+        ("<|channel|>", "commentary"),
+        "<|channel|>",
+        "<|call|>",
+        _reader(r"commentary to=functions\.(?P<name>\S+)[^{]*<\|message\|>(?P<arguments>.*)"),
+        "commentary to=functions.",
+        " <|constrain|>json<|message|>",
+        "",
+    ),
+)
+# Families whose checkpoints may come without a template that shows the form.
+_BY_MODEL = {"qwen2_moe": FORMATS[7], "qwen3_moe": FORMATS[7], "qwen3_next": FORMATS[7]}
+
+# Marks around reasoning.
+_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
+_HARMONY = "<|channel|>"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model writes what it says: tool calls, if it has any, and reasoning."""
+
+    tools: ToolFormat | None = None
+    thinking: tuple[str, str] | None = None
+    harmony: bool = False
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Special tokens that have to be seen."""
+        channels = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")
+        inner = re.findall(r"<[|\uff5c][^<>]*[|\uff5c]>", self.tools.before + self.tools.between) if self.tools else ()
+        quotes = (_QUOTE,) if self.tools is not None and self.tools.read is _read_gemma else ()
+        marks = self.tools.marks if self.tools else ()
+        return frozenset((*marks, *inner, *quotes, *(self.thinking or ()), *(channels if self.harmony else ())))
+
+
+def form_of(template: str | None, model_type: str) -> Form:
+    """By the text of the chat template, or else by the model's type."""
+    text = template or ""
+    tools = next((each for each in FORMATS if all(hint in text for hint in each.hints)), None)
+    thinking = next((pair for pair in _THINKING if pair[1] in text), None)
+    return Form(tools or _BY_MODEL.get(model_type), thinking, _HARMONY in text and "<|message|>" in text)
+
+
+@dataclass
+class Parser:
+    """Divides an answer into content, reasoning and calls, while it is made.
+
+    Args:
+        form: of the model.
+        schemas: the parameters' JSON schema by name of the tool. None: the request has no tools, and calls are content.
+        prompt_end: the end of the prompt, which may have begun the reasoning.
+    """
+
+    form: Form
+    schemas: Mapping[str, Any] | None
+    prompt_end: str = ""
+    _state: str = field(default="content", init=False)
+    _text: str = field(default="", init=False)
+    _blank: str = field(default="", init=False)  # held back: blanks before a mark are no content
+    _begun: bool = field(default=False, init=False)  # something was said since the last mark
+
+    def __post_init__(self) -> None:
+        if self.form.harmony:
+            self._state = "between"
+        elif self.form.thinking and self.prompt_end.rstrip().endswith(self.form.thinking[0].rstrip()):
+            self._state = "reasoning"
+        self._begun = self._state == "content"
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the next token is one of reasoning."""
+        return self._state == "reasoning"
+
+    def push(self, text: str) -> list[Piece]:
+        self._text += text
+        return list(self._pieces())
+
+    def end(self) -> list[Piece]:
+        """What is left. A call that was cut off is content."""
+        state, text, self._text = self._state, self._text, ""
+        if self.form.harmony:
+            return self._end_of_channel(state, text)
+        if state == "call" and self.form.tools is not None:
+            return [Content(self._blank + self.form.tools.begin + text)]
+        kind = Reasoning if state == "reasoning" else Content
+        text = self._blank + text if self._begun else text
+        return [kind(text)] if text and (state == "content" or text.strip()) else []
+
+    def _pieces(self) -> Iterator[Piece]:
+        if self.form.harmony:
+            yield from self._channels()
+            return
+        while True:
+            marks = self._marks()
+            places = [(place, each) for each in marks if (place := self._text.find(each)) >= 0]
+            if not places:
+                break
+            place, mark = min(places)
+            before, self._text = self._text[:place], self._text[place + len(mark) :]
+            if self._state == "call":
+                yield from self._call(before)
+                continue
+            yield from self._say(before)
+            self._blank, self._begun = "", False
+            tools = self.form.tools
+            if tools is not None and mark == tools.begin:
+                self._state = "call"
+            elif self.form.thinking is not None and mark in self.form.thinking:
+                self._state = "reasoning" if mark == self.form.thinking[0] else "content"
+        if self._state != "call":
+            held = held_length(self._text, marks)
+            ready, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
+            yield from self._say(ready)
+
+    def _marks(self) -> Sequence[str]:
+        """Those that end the present state."""
+        tools, thinking = self.form.tools if self.schemas is not None else None, self.form.thinking
+        if self._state == "call":
+            return (tools.end,) if tools is not None else ()
+        if self._state == "reasoning":
+            return (thinking[1],) if thinking is not None else ()
+        found = (thinking[0],) if thinking is not None else ()
+        return (*found, *filter(None, (tools.begin, tools.header, tools.footer))) if tools is not None else found
+
+    def _say(self, text: str) -> Iterator[Piece]:
+        if not self._begun:
+            text = text.lstrip()
+        self._begun = self._begun or bool(text)
+        if not self._marks():
+            if text:
+                yield Content(text)
+            return
+        said = (self._blank + text).rstrip()
+        self._blank = (self._blank + text)[len(said) :]
+        if said:
+            yield Reasoning(said) if self._state == "reasoning" else Content(said)
+
+    def _call(self, text: str) -> Iterator[Piece]:
+        tools = self.form.tools
+        assert tools is not None
+        self._state = "content"
+        try:
+            yield from tools.read(text, self.schemas or {})
+        except NotACallError:
+            self._begun = True
+            yield Content(tools.begin + text + tools.end)
+
+    # gpt-oss writes each message into a channel: <|channel|>NAME<|message|>TEXT, and then <|end|>, <|call|> or <|return|>.
+    def _channels(self) -> Iterator[Piece]:
+        ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+        while True:
+            if self._state == "between":
+                _, found, rest = self._text.partition("<|channel|>")
+                head, complete, body = rest.partition("<|message|>")
+                if not found or not complete:
+                    return
+                self._text, self._head = body, head
+                self._state = "call" if "to=functions." in head else "reasoning" if "analysis" in head else "content"
+            places = [place for each in ends if (place := self._text.find(each)) >= 0]
+            if places:
+                body, self._text = self._text[: min(places)], self._text[min(places) :]
+                yield from self._in_channel(body)
+                self._state = "between"
+                continue
+            if self._state == "call":
+                return
+            held = held_length(self._text, ends)
+            body, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
+            yield from self._in_channel(body)
+            return
+
+    _head: str = field(default="", init=False)
+
+    def _in_channel(self, body: str) -> Iterator[Piece]:
+        if self._state != "call":
+            if body:
+                yield Reasoning(body) if self._state == "reasoning" else Content(body)
+            return
+        try:
+            yield from FORMATS[-1].read(f"{self._head}<|message|>{body}", {})
+        except NotACallError:
+            yield Content(body)
+
+    def _end_of_channel(self, state: str, text: str) -> list[Piece]:
+        if state == "between":
+            return []
+        self._state = state
+        return list(self._in_channel(text))
