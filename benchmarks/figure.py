@@ -159,7 +159,7 @@ def draw_gpu_timeline(report: dict[str, Any], target: Path) -> None:
         len(timelines), figsize=(10, 2.2 * len(timelines) + 0.6), layout="constrained", squeeze=False
     )
     for axes, (name, lanes) in zip(panels[:, 0], timelines.items(), strict=True):
-        for row, (lane, intervals) in enumerate(lanes.items()):
+        for row, intervals in enumerate(lanes.values()):
             bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in intervals]
             axes.broken_barh(bars, (row - 0.35, 0.7), color=LANE_COLOURS[row])
         axes.set_yticks(range(len(lanes)), list(lanes))

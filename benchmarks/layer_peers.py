@@ -19,7 +19,7 @@ from typing import Any
 import harness
 import synthetic
 from harness import Report, Row
-from workers import Worker, WorkerFailed
+from workers import Worker, WorkerFailedError
 
 sys.path.append(str(Path(__file__).parent / "contenders"))
 import layer
@@ -79,7 +79,7 @@ def open_contenders(options: Any, report: Report) -> list[Contender]:
     for system in systems():
         try:
             worker = Worker(system.python, system.script, threads=options.threads, seed=options.seed, **system.setup)
-        except WorkerFailed as failure:
+        except WorkerFailedError as failure:
             if system.required:
                 raise
             report.notes.append(f"{system.name} {system.setup} does not run here: {str(failure).splitlines()[0]}")

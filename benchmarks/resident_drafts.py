@@ -67,7 +67,9 @@ class Side:
             length = min(self.length, tokens - len(text) - 1)
             drafted = self._draft(text[-1], cache, length) if length else []
             expected = self._next(torch.tensor([[text[-1], *drafted]]), cache, length + 1)
-            right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafted, expected)))
+            right = sum(
+                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafted, expected, strict=False))
+            )
             if right < length:
                 cache.crop(right - length)
             text += expected[: right + 1]

@@ -102,7 +102,7 @@ def routings(options: Any, shape: synthetic.Shape, lengths: Sequence[int]) -> It
     trace = synthetic_trace(
         **sizes, prompts=len(lengths), prompt_tokens=2 * max(lengths), overlap=full_size.OVERLAP, seed=options.seed
     )
-    for first, length in zip(trace.offsets, lengths):
+    for first, length in zip(trace.offsets[:-1], lengths, strict=True):
         yield torch.from_numpy(trace.ids[first : first + length]).long()
 
 
@@ -156,7 +156,9 @@ class Replay(LogitsProcessor):
     def verify(self, place: int, drafted: Sequence[int]) -> None:
         """Chooses the experts of a forward with what is drafted from ``place`` on."""
         text = self.text
-        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, text.tokens[place:])))
+        right = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, text.tokens[place:], strict=False))
+        )
         rows = [place + i if i < right else text.others[place + i] for i in range(len(drafted))]
         self.route(text.routing[[place - 1, *rows]])
 

@@ -17,7 +17,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent / "contenders"
 
 
-class WorkerFailed(RuntimeError):
+class WorkerFailedError(RuntimeError):
     """A contender's process ended; the message holds what it said last."""
 
 
@@ -65,5 +65,5 @@ class Worker:
             status = self._process.wait()
             self._errors.seek(0)
             last_words = self._errors.read()[-4000:]
-            raise WorkerFailed(f"{self._name} ended with status {status}:\n{last_words}")
+            raise WorkerFailedError(f"{self._name} ended with status {status}:\n{last_words}")
         return json.loads(line)

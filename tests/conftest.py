@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Two processes of tests on two cores: threads of torch that spin while they wait take the core that the others need. OpenMP
-# reads it when torch is imported, and so do the processes that tests start.
+# Two processes of tests on two cores: threads of torch that spin while they wait take the core that the others need.
+# OpenMP reads it when torch is imported, and so do the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import gc
@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 import torch
 
-# Without a card Triton's kernels run in its interpreter, on CPU tensors. Triton wants to know before it is imported, and torch
-# imports it too.
+# Without a card Triton's kernels run in its interpreter, on CPU tensors. Triton wants to know before it is imported,
+# and torch imports it too.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -36,7 +36,8 @@ def all_but_pairs_thorough(*axes: Sequence[Any]) -> list[Any]:
 
 
 def each_once_quick(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """All combinations of two axes; the quick ones hold each value of ``first`` once, and those of ``second`` by turns."""
+    """All combinations of two axes; the quick ones hold each value of ``first`` once, and those of ``second`` by
+    turns."""
     return [
         pytest.param(one, other, marks=[] if index % len(second) == place else [pytest.mark.thorough])
         for index, one in enumerate(first)

@@ -65,7 +65,8 @@ def _field(default: Any, values: Values, sentence: str, *, of_checkpoint: bool =
 
 
 class Group(Generic[FieldsT]):
-    """Fields of MeshConfig that are given together: as a mapping, or as another config has them. To set it is to set those that are named."""
+    """Fields of MeshConfig that are given together: as a mapping, or as another config has them. To set it is to set
+    those that are named."""
 
     def __init__(self, kind: type[FieldsT], prefix: str = "") -> None:
         self.kind, self.prefix, self.default = kind, prefix, kind()
@@ -213,9 +214,10 @@ class StatsFields:
 class MeshConfig(QuantizationConfigMixin):
     """How a model's experts are stored, kept resident and read. Also a ``quantization_config=`` of ``from_pretrained``.
 
-    Fields of a group are given as a mapping, ``gpu={"experts": 8}``, and read as ``config.gpu.experts``. A field that is not given
-    comes from the environment (``TORCH_MESH_RESIDENT``, ``TORCH_MESH_GPU_EXPERTS`` ...), then from what a checkpoint's own config says, then from
-    its default. docs/config.md says which ones a checkpoint may set: all others are of this machine and the user's to choose.
+    Fields of a group are given as a mapping, ``gpu={"experts": 8}``, and read as ``config.gpu.experts``. A field that
+    is not given comes from the environment (``TORCH_MESH_RESIDENT``, ``TORCH_MESH_GPU_EXPERTS`` ...), then from what a
+    checkpoint's own config says, then from its default. docs/config.md says which ones a checkpoint may set: all others
+    are of this machine and the user's to choose.
     """
 
     quant_method: Any = dataclasses.field(default="mesh", init=False)
@@ -237,11 +239,13 @@ class MeshConfig(QuantizationConfigMixin):
     weights: str = _field(
         "auto",
         validators.weights("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS),
-        'Format of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the nearest](checkpoints.md); with '
+        'Format of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the '
+        "nearest](checkpoints.md); with "
         "`max_error`, the fastest. lut4 has int4's size, a seventh less error and somewhat more arithmetic. "
         "[tcq3 and tcq2](formats.md) have three and two bits per weight, tcq2+tcq3 two for gate and up and three for "
         "down; their conversion takes up to half an hour. "
-        f"{in_words(PASSTHROUGH_FORMATS)} hold the codes of a [quantised checkpoint](checkpoints.md) unchanged; nothing is "
+        f"{in_words(PASSTHROUGH_FORMATS)} hold the codes of a [quantised checkpoint](checkpoints.md) unchanged; "
+        "nothing is "
         "rounded to them.",
         of_checkpoint=True,
     )
@@ -275,14 +279,16 @@ class MeshConfig(QuantizationConfigMixin):
         one_of(*GROUP_SIZES),
         "How many weights share a scale along the input. Use 128 for "
         f"{in_words([name for name, each in FORMATS.items() if each.trellis])}. Ignored for "
-        f"{in_words([name for name, each in FORMATS.items() if not each.chosen_groups])}, and where `weights` names the "
+        f"{in_words([name for name, each in FORMATS.items() if not each.chosen_groups])}, and where `weights` names "
+        "the "
         'codes of a quantised checkpoint or is `"auto"` for one.',
         of_checkpoint=True,
     )
     store: str | None = _field(
         None,
         path("folder"),
-        "Folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other formats are converted once "
+        "Folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other formats are "
+        "converted once "
         "into the cache folder.",
     )
     io: str = _field(
@@ -374,7 +380,8 @@ class MeshConfig(QuantizationConfigMixin):
         return {"quant_method": self.quant_method} | kept
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a config.json's table has it: transformers asks for the method of a model's config so, which may be that of a loaded model."""
+        """As a config.json's table has it: transformers asks for the method of a model's config so, which may be that
+        of a loaded model."""
         return self.to_dict().get(name, default)
 
     def __iter__(self) -> Any:
@@ -387,7 +394,8 @@ class MeshConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The config of a user who passes a dict to from_pretrained: all that it holds is given, be it as to_dict has it."""
+        """The config of a user who passes a dict to from_pretrained: all that it holds is given, be it as to_dict has
+        it."""
         given = {name: value for name, value in config_dict.items() if name != "quant_method"}
         given |= {name: kwargs.pop(name) for name in list(kwargs) if name in {*FIELDS, *GROUPS}}
         config = cls()
@@ -396,10 +404,12 @@ class MeshConfig(QuantizationConfigMixin):
 
     @classmethod
     def of_checkpoint(cls, stored: Mapping[str, Any]) -> MeshConfig:
-        """The config that a checkpoint's config.json holds; the environment beats it. Warns of fields that are not its business."""
+        """The config that a checkpoint's config.json holds; the environment beats it. Warns of fields that are not its
+        business."""
         if stored.get("quotas", "off") != "off":
             warnings.warn(
-                "The checkpoint's config.json sets quotas, which is gone and ignored: a quota for each layer cost hits with the policy heat, "
+                "The checkpoint's config.json sets quotas, which is gone and ignored: a quota for each layer cost "
+                "hits with the policy heat, "
                 "which does better than any other does with quotas.",
                 stacklevel=2,
             )
@@ -408,7 +418,8 @@ class MeshConfig(QuantizationConfigMixin):
         refused = [FIELDS[name] for name in flat if not FIELDS[name].of_checkpoint]
         if refused:
             warnings.warn(
-                f"The checkpoint's config.json sets {', '.join(field.flat for field in refused)}, which is ignored: only you choose that, "
+                f"The checkpoint's config.json sets {', '.join(field.flat for field in refused)}, which is ignored: "
+                "only you choose that, "
                 f"with MeshConfig({refused[0].argument}) or {refused[0].variable}.",
                 stacklevel=2,
             )
@@ -458,7 +469,10 @@ def with_fields(config: MeshConfig | None, fields: Mapping[str, Any]) -> MeshCon
 
 def pins_without_profile(pins: float) -> str:
     """What is wrong with it. The environment may name pins, and whoever uses the config the profile."""
-    return f"residency.pins={pins!r} needs to know which experts are hottest: give profile=, a file of torch_mesh.save_profile."
+    return (
+        f"residency.pins={pins!r} needs to know which experts are hottest: give profile=, a file of "
+        "torch_mesh.save_profile."
+    )
 
 
 def _fields(cls: type, group: str | None = None, prefix: str = "") -> Iterator[Field]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 GROUP_SIZES = (32, 64, 128)  # allowed for MeshConfig.group_size
 
-# Relative RMS of the rounding error of fp16 or fp32 values in bf16, and of such scales in bf16 (benchmarks/weight_error.py).
+# Relative RMS of the rounding error of fp16 or fp32 values in bf16, and of such scales in bf16
+# (benchmarks/weight_error.py).
 BF16_ERROR = 0.0017
 SCALES_ERROR = 0.0016
 
@@ -20,17 +21,17 @@ SCALES_ERROR = 0.0016
 class WeightFormat:
     """One format of weights. ``experts``, ``grouped_linear`` and their gradients take every format.
 
-    ``version`` is that of the packed layout, which a store's manifest states. ``bits`` is the size of one weight's code.
-    ``scale_bits`` is the size of the scale that precedes each group's codes; 0 where scales are in the header of a block
-    of columns, or where there are none. ``group_sizes`` are the weights that share a scale; 0 means one scale for each
-    output, or none.
+    ``version`` is that of the packed layout, which a store's manifest states. ``bits`` is the size of one weight's
+    code. ``scale_bits`` is the size of the scale that precedes each group's codes; 0 where scales are in the header of
+    a block of columns, or where there are none. ``group_sizes`` are the weights that share a scale; 0 means one scale
+    for each output, or none.
 
-    ``errors`` is the relative RMS error of Gaussian weights by group size. It is empty for a format that holds the codes
-    of a quantised checkpoint unchanged: no weights are rounded to it.
+    ``errors`` is the relative RMS error of Gaussian weights by group size. It is empty for a format that holds the
+    codes of a quantised checkpoint unchanged: no weights are rounded to it.
 
-    ``dense`` is whether linear layers outside the experts can have the format, ``calibrated`` whether ``pack_calibrated``
-    packs it, ``codes`` whether a record of it can be made of a checkpoint's own codes, and ``gpu`` whether the Triton
-    kernels compute with it. ``trellis`` formats have codes that depend on their neighbours.
+    ``dense`` is whether linear layers outside the experts can have the format, ``calibrated`` whether
+    ``pack_calibrated`` packs it, ``codes`` whether a record of it can be made of a checkpoint's own codes, and ``gpu``
+    whether the Triton kernels compute with it. ``trellis`` formats have codes that depend on their neighbours.
 
     ``matrices`` names the formats of gate_up and down in a record that has two.
     """

@@ -70,7 +70,8 @@ def reader(*allowed: str) -> Values:
     def check(name: str, value: Any) -> str:
         if value == "mmap":
             raise ValueError(
-                f"{name}='mmap' is no more, as it was slower at every size: give {name}='buffered', which reads through the page "
+                f"{name}='mmap' is no more, as it was slower at every size: give {name}='buffered', which reads "
+                "through the page "
                 "cache into the pool, or 'auto'."
             )
         return str(named.check(name, value))

@@ -374,5 +374,5 @@ def test_gpu(
     found = finding(tmp_path, "GPU")
     assert found.status == status and re.search(text, found.found)
     assert not found.fatal and bool(found.advice) == (
-        status == "missing" and driver.startswith("CUDA") or "no Triton" in text
+        (status == "missing" and driver.startswith("CUDA")) or "no Triton" in text
     )

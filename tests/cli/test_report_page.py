@@ -28,7 +28,10 @@ from torch_mesh.statistics.page import STRETCHES, read_plan, render_page
 from torch_mesh.statistics.report import StatsFile, read_report
 
 LAYERS, EXPERTS = 3, 12
-HOSTILE = "</script><script>document.title='broken'</script><!-- data --><img src=x onerror=\"document.title='broken'\">&amp;\ud800'"
+HOSTILE = (
+    "</script><script>document.title='broken'</script><!-- data --><img src=x "
+    "onerror=\"document.title='broken'\">&amp;\ud800'"
+)
 
 
 def line(index: int, rng: np.random.Generator, **others: Any) -> dict[str, Any]:
@@ -449,7 +452,10 @@ def test_a_browser_shows_it_and_the_keyboard_moves_it(browser: Any, tmp_path: Pa
     assert find("now-text").text.startswith(f"{held} of 36 ")
     find("layer").send_keys(Keys.END)
     assert find("layer-text").text == "2"
-    drawn = "const c = arguments[0], d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; return new Set(d).size"
+    drawn = (
+        "const c = arguments[0], d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; return new "
+        "Set(d).size"
+    )
     assert all(browser.execute_script(drawn, find(name)) > 2 for name in ("layers", "now", "one"))
     assert browser.get_log("browser") == []
 

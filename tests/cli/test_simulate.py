@@ -197,7 +197,7 @@ def test_a_network_is_a_bandwidth_and_a_latency(text: str) -> None:
 
 
 def test_networks_are_told_in_bits_or_bytes() -> None:
-    assert NETWORK == Network(1.25e9, pytest.approx(2e-4))
+    assert Network(1.25e9, pytest.approx(2e-4)) == NETWORK
     assert Network.parse("1.25 GB/s, 200us") == Network(1.25e9, pytest.approx(2e-4))
 
 

@@ -184,14 +184,15 @@ for name in sys.argv[1:]:
     try:
         try:
             importlib.import_module(name)
-        except (ImportError, OSError, AttributeError, KeyError, RuntimeError) as error:  # it wants a package that is not there
+        except (ImportError, OSError, AttributeError, KeyError, RuntimeError) as error:  # a package is missing
             if name.partition(".")[0] == "torch_mesh":
                 raise
             print(name, repr(error)[:200], flush=True)
         awaited = {"transformers.quantizers.auto", "transformers.modeling_utils", "transformers.integrations.gguf"}
         if awaited & set(sys.modules):
             from transformers import modeling_utils, quantizers
-            assert "mesh" in quantizers.auto.AUTO_QUANTIZER_MAPPING and "mesh" in quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+            assert "mesh" in quantizers.auto.AUTO_QUANTIZER_MAPPING
+            assert "mesh" in quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
             assert hasattr(modeling_utils.get_hf_quantizer, "__wrapped__")
             watchers = [each for each in sys.meta_path if type(each).__name__ == "AfterImport"]
             assert watchers and all(each._done for each in watchers if "transformers" in each._packages)

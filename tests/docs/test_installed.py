@@ -1,4 +1,5 @@
-"""What `make wheel` makes, where nothing of the repository is seen: the sdist builds, the wheel of it needs no system package, the quickstart runs."""
+"""What `make wheel` makes, where nothing of the repository is seen: the sdist builds, the wheel of it needs no system
+package, the quickstart runs."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def test_the_quickstart_runs_where_the_wheel_is_installed(
     empty.mkdir()
     venv.create(environment, with_pip=False)
     (packages,) = environment.glob("lib/python*/site-packages")
-    # torch is large, and is taken from here. A folder in a .pth file is looked into last, and its own such files, of an editable torch_mesh, are not read.
+    # torch is large, and is taken from here. A folder in a .pth file is looked into last, and its own such files, of an
+    # editable torch_mesh, are not read.
     (packages / "others.pth").write_text(
         "".join(f"{place}\n" for place in sys.path if place.endswith(("site-packages", "dist-packages")))
     )

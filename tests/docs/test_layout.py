@@ -1,4 +1,5 @@
-"""The packages of torch_mesh: imports go down, without cycles, and few modules are at the top. The sources are read, not imported."""
+"""The packages of torch_mesh: imports go down, without cycles, and few modules are at the top. The sources are read,
+not imported."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "torch_mesh"
 
-# From the top down: a module imports from its own line and those below. docs/architecture.md has them in the same order.
-# The lists of upstream's private names are below all that uses them.
+# From the top down: a module imports from its own line and those below. docs/architecture.md has them in the same
+# order. The lists of upstream's private names are below all that uses them.
 ORDER = (
     "__main__",
     "cli",

@@ -1,6 +1,8 @@
-"""The README and docs/: every Python block and every `torch-mesh` command runs, links lead somewhere, quoted errors exist.
+"""The README and docs/: every Python block and every `torch-mesh` command runs, links lead somewhere, quoted errors
+exist.
 
-A page is run from top to bottom as a reader would, in an empty folder, with the small model of examples/ in the place of the large ones that it names.
+A page is run from top to bottom as a reader would, in an empty folder, with the small model of examples/ in the place
+of the large ones that it names.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ def runnable(page: Path) -> bool:
 
 
 def _parameter(page: Path) -> object:
-    # A block that needs a card says so behind its language, one that several ranks run, and one that asks a server, which has tests of its own; nothing
-    # else may stand there.
+    # A block that needs a card says so behind its language, one that several ranks run, and one that asks a server,
+    # which has tests of its own; nothing else may stand there.
     words = {words for language, words, _ in blocks(page) if language == "python"}
     assert words <= {"", "gpu", "ranks", "server"}, f"{page}: {words}"
     marks = [pytest.mark.gpu] * ("gpu" in words) + [pytest.mark.thorough] * (page.stem not in QUICK)

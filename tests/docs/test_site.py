@@ -1,4 +1,5 @@
-"""The site of docs/ builds without a warning, and loads nothing from elsewhere; the pages that tools write are up to date."""
+"""The site of docs/ builds without a warning, and loads nothing from elsewhere; the pages that tools write are up to
+date."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Compiles every Triton kernel for cards that need not be there: Triton brings ptxas along. Run by test_triton_compiles.py.
+"""Compiles every Triton kernel for cards that need not be there: Triton brings ptxas along. Run by
+test_triton_compiles.py.
 
-Usage: compile_kernels.py [--frontend] CAPABILITY ...; prints a line for each kernel. Not under TRITON_INTERPRET. With --frontend no machine
-code is made: a second for what takes minutes, and enough to see what Triton's compiler refuses and its interpreter does not.
+Usage: compile_kernels.py [--frontend] CAPABILITY ...; prints a line for each kernel. Not under TRITON_INTERPRET. With
+--frontend no machine code is made: a second for what takes minutes, and enough to see what Triton's compiler refuses
+and its interpreter does not.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglu(gate=1
 
 
 def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
-    """Every kernel in every format; the tiles of most rows in every size of group, for they take the most shared memory."""
+    """Every kernel in every format; the tiles of most rows in every size of group, for they take the most shared
+    memory."""
     found: list[tuple[Any, dict[str, Any], launches.Launch]] = []
     most = launches.TILE_ROWS[-1]
     for index, (format, few) in enumerate(launches.FEW.items()):

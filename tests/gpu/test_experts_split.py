@@ -51,7 +51,8 @@ def _place(pool: TinyPool, hot: list[int]) -> device.DeviceLayer:
 def _lend(
     layer: device.DeviceLayer, batch: int, costs: Costs, up: device.DeviceRecord | None = None
 ) -> device.SharedDevice:
-    """Lets prompts stream, through buffers full of NaN; ``up``: records of the pool, if they are not as the device's."""
+    """Lets prompts stream, through buffers full of NaN; ``up``: records of the pool, if they are not as the
+    device's."""
     assert layer.shared is not None
     up = up or layer.record
     buffers = [torch.full((batch, up.words * 4), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
@@ -324,7 +325,8 @@ def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) 
     ],
 )
 def test_each_expert_is_computed_in_the_format_of_where_it_is(open_pool: OpenPool, there: str, in_memory: str) -> None:
-    """On the device, brought up or by the host: the two formats hold different weights, so that none can pass for another."""
+    """On the device, brought up or by the host: the two formats hold different weights, so that none can pass for
+    another."""
     pool, on_card = open_pool(Spec(weights=in_memory), slots=4), TinyExperts(Spec(weights=there), seed=99)
     shared = device.SharedDevice(pool.handle(), DEVICE)
     layer = device_layer(on_card, [0, 3, 5], shared=shared)

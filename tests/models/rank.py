@@ -1,4 +1,5 @@
-"""One rank of a divided model: ``torchrun rank.py FOLDER`` opens and runs what FOLDER/cases.pt lists, and writes what came out beside it."""
+"""One rank of a divided model: ``torchrun rank.py FOLDER`` opens and runs what FOLDER/cases.pt lists, and writes what
+came out beside it."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def batches(model: Any) -> list[str]:
 
 
 def embeddings(model: Any) -> str:
-    """The same of a batch without tokens, when adapters train. The model's embedding is whole on each: one that is divided mixes them."""
+    """The same of a batch without tokens, when adapters train. The model's embedding is whole on each: one that is
+    divided mixes them."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -173,7 +175,8 @@ ADAPTERS: dict[str, Any] = {
 
 
 def adapted(model: Any, checkpointing: bool = False) -> dict[str, Any]:
-    """Losses, norms of gradients and what became of adapters, on experts and beside them, in 20 steps; and the logits then."""
+    """Losses, norms of gradients and what became of adapters, on experts and beside them, in 20 steps; and the logits
+    then."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)

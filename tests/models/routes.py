@@ -1,7 +1,7 @@
 """Which experts a model's tokens take: recorded, taken again by another model, and compared but for near ties.
 
-A router of random weights often has two experts whose scores differ by less than a rounding. Which of them a token takes
-then says nothing about what is tested, and changes all that follows.
+A router of random weights often has two experts whose scores differ by less than a rounding. Which of them a token
+takes then says nothing about what is tested, and changes all that follows.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def given_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
 def misrouted(router: Router, hidden: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Bool [tokens, top_k] twice: which choices ``router`` does not rank first, and which of them are clear.
 
-    A choice is clear if its score is farther from that of the last to be chosen than rounding can move both: a rounding of
-    each factor of each product to bf16, and one of the score.
+    A choice is clear if its score is farther from that of the last to be chosen than rounding can move both: a rounding
+    of each factor of each product to bf16, and one of the score.
     """
     scores = ranking(hidden, router.weight, bias, router.scoring)
     moved = 2**-8 * (2 * hidden.float().abs() @ router.weight.float().abs().T + scores.abs())
@@ -85,7 +85,8 @@ Run = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Computed:
-    """What a model computes in float32, which of its experts it took in bf16, and the error of bf16, as rows' median."""
+    """What a model computes in float32, which of its experts it took in bf16, and the error of bf16, as rows'
+    median."""
 
     run: Run
     routes: Routes
@@ -123,10 +124,11 @@ def rounded_to_bytes(module: nn.Module) -> nn.Module:
 
 
 def assert_same_layer(module: Any, original: nn.Module, inputs: Sequence[Tensor], weights: str = "bf16") -> None:
-    """``module`` rounds no more than ``original`` does, the same layer of transformers; ``weights``: its format, bf16 or int8.
+    """``module`` rounds no more than ``original`` does, the same layer of transformers; ``weights``: its format, bf16
+    or int8.
 
-    Where transformers computes in float32, two roundings to bf16 are more than its one. In int8 the inputs of both products
-    are rounded as the weights are, which is as much again each time.
+    Where transformers computes in float32, two roundings to bf16 are more than its one. In int8 the inputs of both
+    products are rounded as the weights are, which is as much again each time.
     """
     hidden, ids, routing = inputs
     with torch.no_grad():

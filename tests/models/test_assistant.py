@@ -176,7 +176,8 @@ def _costly(model: Any, smaller: Any, lengths: tuple[int, ...], tokens: list[int
 
 @pytest.mark.parametrize("known", [0, 1, 4])
 def test_drafts_cut_where_the_model_has_no_such_token(original: PreTrainedModel, tokenizer: Any, known: int) -> None:
-    """Wherever that is, tokens are plain decoding's, and what was drafted in vain is a loss of drafts and of no plain step."""
+    """Wherever that is, tokens are plain decoding's, and what was drafted in vain is a loss of drafts and of no plain
+    step."""
     model = _patched(original, dense="bf16")
     inputs = tokenizer(PROMPTS[0], return_tensors="pt")
     options = {"max_new_tokens": 150, "eos_token_id": None}

@@ -167,7 +167,8 @@ def test_auto_leaves_a_function_that_was_registered_before_alone(own_sdpa: list[
 
 @pytest.mark.parametrize("name", ["DeepseekV32Experts", "GlmMoeDsaExperts", "AXK2Experts"])
 def test_sparse_attention_stays_sparse(name: str) -> None:
-    """These choose keys by an indexer, and hand the choice over as a mask only to implementations whose names they know."""
+    """These choose keys by an indexer, and hand the choice over as a mask only to implementations whose names they
+    know."""
     model = TINY_MODELS[name].build()
     ids = torch.randint(3, 100, (2, 32))
     for module in model.modules():

@@ -1,4 +1,5 @@
-"""Each private name of transformers, PEFT, accelerate and torch that torch_mesh uses is there, and no file but the lists' own uses one."""
+"""Each private name of transformers, PEFT, accelerate and torch that torch_mesh uses is there, and no file but the
+lists' own uses one."""
 
 from __future__ import annotations
 

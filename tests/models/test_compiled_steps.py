@@ -151,7 +151,8 @@ def test_a_model_may_be_compiled_before_it_is_patched() -> None:
 
 
 def test_flash_attention_keeps_the_cache_that_its_mask_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """generate drops a mask without padding before the cache is chosen, and flash attention would read all of a static one."""
+    """generate drops a mask without padding before the cache is chosen, and flash attention would read all of a static
+    one."""
     _, compiled = _both(QWEN)
     monkeypatch.setattr("torch_mesh.hf.compile.is_flash_attention_requested", lambda config: True)
     _tokens(compiled, torch.randint(3, 100, (1, 6)))

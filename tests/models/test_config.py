@@ -80,8 +80,18 @@ def test_wrong_field_or_value_says_what_is_allowed(fields: dict[str, Any], messa
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1KiB", 1024), ("2 mib", 2 << 20), ("8GiB", 8 << 30), ("1TiB", 1 << 40), ("1.5 GB", 1_500_000_000)]
-    + [("1kb", 1000), ("3MB", 3_000_000), ("7", 7), ("7B", 7), (1 << 33, 1 << 33)],
+    [
+        ("1KiB", 1024),
+        ("2 mib", 2 << 20),
+        ("8GiB", 8 << 30),
+        ("1TiB", 1 << 40),
+        ("1.5 GB", 1500000000),
+        ("1kb", 1000),
+        ("3MB", 3000000),
+        ("7", 7),
+        ("7B", 7),
+        (1 << 33, 1 << 33),
+    ],
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text, "workspace") == size
@@ -104,7 +114,8 @@ def test_argument_beats_environment_beats_checkpoint_beats_default(monkeypatch: 
     assert given.replace(io="uring").io == "uring"
 
 
-# What a checkpoint knows of itself, as its config.json has it. A new field is not among them until somebody says so here.
+# What a checkpoint knows of itself, as its config.json has it. A new field is not among them until somebody says so
+# here.
 OF_CHECKPOINT = {
     "weights": "int4",
     "group_size": 32,

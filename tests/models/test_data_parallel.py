@@ -1,4 +1,5 @@
-"""Two processes over one store, each with a pool of its own: together they train as one does with both halves of the batch."""
+"""Two processes over one store, each with a pool of its own: together they train as one does with both halves of the
+batch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ import torch_mesh
 from torch_mesh.store.convert import convert
 
 STEPS = 4
-# A worker is one rank. The first half of the steps is one process's life, the second another's, from the files of the first.
+# A worker is one rank. The first half of the steps is one process's life, the second another's, from the files of the
+# first.
 WORKER = """
 import sys
 from pathlib import Path
@@ -29,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 import torch_mesh
 
-rank, world, folder, begin, end = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+rank, world, begin, end = (int(sys.argv[index]) for index in (1, 2, 4, 5))
+folder = Path(sys.argv[3])
 torch.set_num_threads(1)
 if world > 1:
     dist.init_process_group("gloo", init_method=f"file://{folder}/group-{begin}", rank=rank, world_size=world)
@@ -59,7 +62,8 @@ for step in range(begin, end):
 if rank == 0:
     model.save_pretrained(state)
     torch.save(optimizer.state_dict(), state / "optimizer.pt")
-torch.save({"losses": losses, "gradients": gradients, "pool": torch_mesh.stats(model).bytes_read}, folder / f"{world}-{rank}-{end}.pt")
+result = {"losses": losses, "gradients": gradients, "pool": torch_mesh.stats(model).bytes_read}
+torch.save(result, folder / f"{world}-{rank}-{end}.pt")
 if world > 1:
     dist.destroy_process_group()
 """

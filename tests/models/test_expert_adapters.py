@@ -27,8 +27,8 @@ from torch_mesh.models.families import find_experts
 from torch_mesh.store.convert import convert
 
 QWEN, GPT_OSS, BY_PROJECTION = "Qwen3MoeExperts", "GptOssExperts", "MuseSparkExperts"
-# Halves; transposed, with biases and interleaved columns; no gate; a softcap; identities among the experts; a norm behind them, for
-# which they run by projection.
+# Halves; transposed, with biases and interleaved columns; no gate; a softcap; identities among the experts; a norm
+# behind them, for which they run by projection.
 LAYERS = [QWEN, GPT_OSS, "NemotronHExperts", "Inkling2Experts", "LongcatFlashExperts", BY_PROJECTION]
 WHOLE = [QWEN, GPT_OSS, "LongcatFlashExperts", "Llama4TextExperts"]  # the last one has them upside down for PEFT
 _UNMARKED = {"LongcatFlashExperts": UNMARKED_MODELS["longcat_flash"], "Llama4TextExperts": UNMARKED_MODELS["llama4"]}

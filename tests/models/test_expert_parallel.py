@@ -97,8 +97,9 @@ def one_process(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(case: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Up to what another order of sums does. In fp32 it may round an input of the experts, which have 8 bits of it, the other way. In bf16 it moves
-    some tokens of random models to other experts, and what comes after those tokens, as bf16 itself does: how far is measured beside fp32."""
+    """Up to what another order of sums does. In fp32 it may round an input of the experts, which have 8 bits of it, the
+    other way. In bf16 it moves some tokens of random models to other experts, and what comes after those tokens, as
+    bf16 itself does: how far is measured beside fp32."""
     expected = one_process(case)
     if case["dtype"] == torch.float32:
         median, share, others = 1e-5, 1.0, 0.01
@@ -311,8 +312,8 @@ def opened_whole(case: dict[str, Any]) -> Any:
 
 
 def assert_trained_alike(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """As one process trains, up to what another order of sums does. One process's losses are up to .06 apart, too, where its weights
-    are changed by 1e-6; those fall by 3."""
+    """As one process trains, up to what another order of sums does. One process's losses are up to .06 apart, too,
+    where its weights are changed by 1e-6; those fall by 3."""
     first, *others = (result["extra"] for result in results)
     assert first["trained"].keys() == expected["trained"].keys()
     for other in others:
@@ -327,7 +328,8 @@ def assert_trained_alike(results: list[dict[str, Any]], expected: dict[str, Any]
 
 
 def assert_adapter_is_whole(case: dict[str, Any], results: list[dict[str, Any]], folder: Path) -> None:
-    """Each rank computes with what the first has saved as with what it trained; so do one process, and PEFT without torch_mesh."""
+    """Each rank computes with what the first has saved as with what it trained; so do one process, and PEFT without
+    torch_mesh."""
     for result in results:
         assert torch.equal(result["extra"]["loaded"], result["extra"]["logits"])
     models = {"whole": opened_whole(case)}
@@ -429,7 +431,8 @@ def test_what_does_not_go_with_ranks_is_refused(two: dict[str, Any]) -> None:
 
 
 def test_an_error_of_a_rank_is_not_taken_for_a_lost_one() -> None:
-    """What says so names a file, which may have the collectives' name; the rank's next collective would meet another one of the others'."""
+    """What says so names a file, which may have the collectives' name; the rank's next collective would meet another
+    one of the others'."""
     forwards = expert_parallel._Forwards("Rank 0 of 2")
 
     def fails() -> None:
@@ -515,7 +518,8 @@ def test_every_family_runs_on_two_ranks(tmp_path: Path) -> None:
 def start(
     folder: Path, cases: list[dict[str, Any]], ranks: int, namespaces: Sequence[str] = (), **environment: str
 ) -> list[subprocess.Popen[str]]:
-    """The ranks by themselves: torchrun would end them all with the first. In ``namespaces`` of the network, if there are some."""
+    """The ranks by themselves: torchrun would end them all with the first. In ``namespaces`` of the network, if there
+    are some."""
     torch.save(cases, folder / "cases.pt")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

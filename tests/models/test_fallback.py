@@ -1,4 +1,5 @@
-"""lossy={"fallback": ...} in models: cold experts of decode steps are computed from fewer bits, and nothing else changes."""
+"""lossy={"fallback": ...} in models: cold experts of decode steps are computed from fewer bits, and nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -297,12 +298,12 @@ def test_it_goes_with_a_bias_of_the_router(open_model: OpenModel) -> None:
 def test_wrong_values(open_model: OpenModel, store: Path) -> None:
     with pytest.raises(
         ValueError,
-        match=r"lossy.fallback='int2' is unknown; it is one of 'none', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2\+tcq3', 'tcq2'",
+        match=r"lossy.fallback='int2' .* 'none', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2\+tcq3', 'tcq2'",
     ):
         MeshConfig(lossy={"fallback": "int2"})
     with pytest.raises(
         ValueError,
-        match=r"lossy.fallback='int8' has no fewer bits than the experts' int8: give one of 'int4', 'lut4', 'tcq3', 'tcq2\+tcq3', 'tcq2'\.",
+        match=r"lossy.fallback='int8' .* int8: give one of 'int4', 'lut4', 'tcq3', 'tcq2\+tcq3', 'tcq2'\.",
     ):
         open_model(lossy={"fallback": "int8"})
     with pytest.raises(
@@ -320,7 +321,7 @@ def test_wrong_values(open_model: OpenModel, store: Path) -> None:
     build = TINY_MODELS["Qwen3MoeExperts"].build
     with pytest.raises(
         ValueError,
-        match=r"lossy.fallback='lut4' has no fewer bits than the experts' int4: give one of 'tcq3', 'tcq2\+tcq3', 'tcq2'",
+        match=r"lossy.fallback='lut4' .* int4: give one of 'tcq3', 'tcq2\+tcq3', 'tcq2'",
     ):
         torch_mesh.patch(build(), weights="int4", lossy={"fallback": "lut4"})
     with pytest.raises(ValueError, match="lossy.deferred_experts=1 exclude each other"):

@@ -99,10 +99,11 @@ def test_every_family_that_speaks_of_experts_is_supported_or_refused() -> None:
 
 
 def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> None:
-    """Each layer of ``model`` has a router whose matrix names the experts that were chosen, or, ``without``, says why not."""
+    """Each layer of ``model`` has a router whose matrix names the experts that were chosen, or, ``without``, says why
+    not."""
     layers = find_experts(model)
     assert {index for index, layer in enumerate(layers) if find_router(model, layer) is None} == without
-    for index, layer in enumerate(layers):
+    for layer in layers:
         router = find_router(model, layer)
         if router is None:
             assert router_unsupported_reason(model, layer) in {adapter.why_none for adapter in ROUTERS.values()} - {""}
@@ -134,7 +135,8 @@ def _check_modules(recorder: _Recorder, exact: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_patched_model_computes_and_is_saved_as_the_unpatched_one(name: str, tmp_path: Path) -> None:
-    """With its experts alone patched, and with its linear layers too: families that read a weight of theirs themselves would fail."""
+    """With its experts alone patched, and with its linear layers too: families that read a weight of theirs themselves
+    would fail."""
     if name == "DeepseekV4Experts" and DEEPSEEK_V4_FAILS:
         pytest.skip(DEEPSEEK_V4_FAILS)
     model = TINY_MODELS[name].build()

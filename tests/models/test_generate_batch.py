@@ -1,4 +1,5 @@
-"""Continuous batching of transformers on patched models: several requests at once, each with the tokens that it would get alone."""
+"""Continuous batching of transformers on patched models: several requests at once, each with the tokens that it would
+get alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""MeshConfig(gpu={"experts": ...}): which experts go to the device of their layer, what stays in the pool, and what is refused.
+"""MeshConfig(gpu={"experts": ...}): which experts go to the device of their layer, what stays in the pool, and what is
+refused.
 
 Without a card the CPU stands for one: placing is told that it may hold experts, and Triton is interpreted.
 """
@@ -240,7 +241,8 @@ def test_experts_move_to_where_they_are_told() -> None:
         placed = [find(module._mesh_handle) for module in patched_modules(model)]
         assert [layer.count for layer in placed] == mask.sum(1).tolist()
         assert all(
-            f"{layer.count} of its 8 on" in repr(module) for layer, module in zip(placed, patched_modules(model))
+            f"{layer.count} of its 8 on" in repr(module)
+            for layer, module in zip(placed, patched_modules(model), strict=True)
         )
         assert torch.equal(torch.stack([layer.table for layer in placed]).cpu() >= 0, mask)
         assert not _residency(model)[mask].any(), "none is kept twice"
@@ -287,7 +289,8 @@ NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ
 def test_replayed_steps_equal_eager_ones_while_experts_move(
     monkeypatch: pytest.MonkeyPatch, count: int, moves: int
 ) -> None:
-    """Bit for bit. Without a card, where nothing is captured, the second model is another with other delays between its streams."""
+    """Bit for bit. Without a card, where nothing is captured, the second model is another with other delays between its
+    streams."""
     monkeypatch.setattr(placing, "_PATIENCE", 1 << 30)  # so that nothing moves but by the schedule
     original = _build()
     tokens = torch.randint(3, 100, (count,), device=DEVICE)

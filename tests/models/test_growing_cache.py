@@ -1,4 +1,5 @@
-"""Caches of keys and values that grow in place give what transformers' own gives, and change nothing that somebody holds."""
+"""Caches of keys and values that grow in place give what transformers' own gives, and change nothing that somebody
+holds."""
 
 from __future__ import annotations
 

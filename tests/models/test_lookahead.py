@@ -104,7 +104,8 @@ _BIASED = ("GptOssExperts", "DeepseekV3Experts", "Ernie4_5_MoeExperts")
 @pytest.mark.parametrize("predictor", [False, True])
 @pytest.mark.parametrize("name", _BIASED)
 def test_a_bias_that_decides_is_foretold(name: str, predictor: bool, tmp_path: Path) -> None:
-    """Experts of one half of each layer are chosen for their bias, whatever the hidden states say: only they are read ahead."""
+    """Experts of one half of each layer are chosen for their bias, whatever the hidden states say: only they are read
+    ahead."""
     model = TINY_MODELS[name].build()
     layers = find_experts(model)
     favoured: list[set[int]] = []

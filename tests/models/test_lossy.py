@@ -25,7 +25,8 @@ from torch_mesh.store.convert import convert
 
 ops = torch.ops.torch_mesh
 
-# MoE in every layer, in every other one, after a dense one with groups and shared experts, and with biases and a gate of gpt-oss.
+# MoE in every layer, in every other one, after a dense one with groups and shared experts, and with biases and a gate
+# of gpt-oss.
 FAMILIES = ("Qwen3MoeExperts", "JambaExperts", "DeepseekV3Experts", "GptOssExperts")
 
 

@@ -137,7 +137,8 @@ def _generate(model: PreTrainedModel, **options: Any) -> torch.Tensor:
 
 
 def _check(model: PreTrainedModel, **options: Any) -> None:
-    """Tokens with heads are those without; nearly all are, where a router in fp32 (GLM's) may choose otherwise for several rows than for one."""
+    """Tokens with heads are those without; nearly all are, where a router in fp32 (GLM's) may choose otherwise for
+    several rows than for one."""
     found = _generate(model, use_mtp=True, **options)
     if model.config.model_type != "glm4_moe":
         assert torch.equal(found, _generate(model, **options))
@@ -226,7 +227,7 @@ def test_heads_draft_where_that_pays_alone(folder: Path, monkeypatch: pytest.Mon
     handle.remove()
     drafts = took.count(seconds) - 3
     if seconds > 1:  # a twentieth of 3 x 50, and what was begun while some of that was left
-        assert 0 < drafts and sum(took) <= 1.05 * 3 * 50 + seconds
+        assert drafts > 0 and sum(took) <= 1.05 * 3 * 50 + seconds
     else:
         assert drafts >= 0.9 * (len(took) - 6)
 

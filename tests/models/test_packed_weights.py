@@ -1,4 +1,5 @@
-"""Packed weights in the hands of code that takes them for ordinary ones: they give their values or raise, and never garbage."""
+"""Packed weights in the hands of code that takes them for ordinary ones: they give their values or raise, and never
+garbage."""
 
 from __future__ import annotations
 
@@ -276,7 +277,8 @@ def test_a_pruned_head_of_an_assistant_gets_values() -> None:
 
 
 def test_jamba_computes_with_a_weight_of_real_size() -> None:
-    """Its mixer multiplies with ``dt_proj.weight`` itself; only below 32 features is that left unpacked for its size."""
+    """Its mixer multiplies with ``dt_proj.weight`` itself; only below 32 features is that left unpacked for its
+    size."""
     model = _build("JambaExperts", mamba_dt_rank=40)
     ids = _ids()
     expected = _logits(model, ids)

@@ -66,7 +66,8 @@ def test_patch_returns_the_same_model_and_leaves_its_implementation_alone() -> N
 
 
 def test_no_module_has_the_name_of_something_public() -> None:
-    """Importing it would put it in that one's place: ``torch_mesh.stats(model)`` would depend on the order of imports."""
+    """Importing it would put it in that one's place: ``torch_mesh.stats(model)`` would depend on the order of
+    imports."""
     modules = {module.name for module in pkgutil.iter_modules(torch_mesh.__path__)}
     assert not modules & set(torch_mesh.__all__)
 

@@ -1,4 +1,5 @@
-"""torch_mesh.planning's sizes are those that loading takes, whatever the family does with its embeddings, routers and dtypes."""
+"""torch_mesh.planning's sizes are those that loading takes, whatever the family does with its embeddings, routers and
+dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``save_pretrained`` of patched models: what it writes is complete, is what the model computes with, and takes little memory."""
+"""``save_pretrained`` of patched models: what it writes is complete, is what the model computes with, and takes little
+memory."""
 
 from __future__ import annotations
 
@@ -349,8 +350,8 @@ def test_a_save_that_fails_on_its_way_into_place_is_taken_back(
     for name in ("rename", "replace", "unlink"):
         monkeypatch.setattr(os, name, failing(name))
     failed = 0
-    for afterwards in (False, True):
-        for fails_at in range(1, 100):
+    for afterwards in (False, True):  # noqa: B007  # the nested functions read both
+        for fails_at in range(1, 100):  # noqa: B007
             steps = 0
             try:
                 model.save_pretrained(tmp_path)

@@ -1,4 +1,5 @@
-"""``transformers serve`` of converted folders, in this process and on loopback: what it answers is what the model says."""
+"""``transformers serve`` of converted folders, in this process and on loopback: what it answers is what the model
+says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several tokens verified in one forward: the tokens are those of plain decoding, whatever else is asked of ``generate``."""
+"""Several tokens verified in one forward: the tokens are those of plain decoding, whatever else is asked of
+``generate``."""
 
 from __future__ import annotations
 
@@ -42,12 +43,18 @@ from torch_mesh.speculation.decoding import Speculation, _Pool, _Text
 from torch_mesh.speculation.drafter import Drafter
 from torch_mesh.speculation.models import SpeculatingModel
 
-_REWRITTEN = "    def add(self, name, value):\n        self.names.append(name)\n        self.values.append(value)\n        return self\n\n"
+_REWRITTEN = (
+    "    def add(self, name, value):\n        self.names.append(name)\n        self.values.append(value)\n   "
+    "     return self\n\n"
+)
 PROMPTS = {
     "prose": "And it came to pass in those days, that",
     "code": "def main():\n    parser = argparse.ArgumentParser()\n",
     "rewriting": f"{_REWRITTEN * 3}    def add(self, name",
-    "chat": "User: Who was the king of Israel?\nAssistant: The king was David.\nUser: Who was the king of Judah?\nAssistant:",
+    "chat": (
+        "User: Who was the king of Israel?\nAssistant: The king was David.\nUser: Who was the king of "
+        "Judah?\nAssistant:"
+    ),
 }
 OSS, QWEN, NEXT = "GptOssExperts", "Qwen3MoeExperts", "Qwen3NextExperts"
 LINEAR = [
@@ -116,7 +123,8 @@ def _generate(model: PreTrainedModel, inputs: Any, **options: Any) -> Any:
 
 
 def _rows_are_exact(model: PreTrainedModel, ids: torch.Tensor) -> bool:
-    """Whether a token has the same bits in a forward of one and of sixteen: not so with every kernel and every linear layer of torch's."""
+    """Whether a token has the same bits in a forward of one and of sixteen: not so with every kernel and every linear
+    layer of torch's."""
     ids = ids.repeat(1, 17)[:, :17]
     with torch.no_grad():
         cache, other = (DynamicCache(config=model.config) for _ in range(2))
@@ -347,7 +355,8 @@ def test_what_pools_did_is_counted_from_a_reset(original: PreTrainedModel) -> No
 def test_texts_that_end_have_padding_in_the_cache_and_not_their_drafts(
     original: PreTrainedModel, tokenizer: Any, ends: int
 ) -> None:
-    """Each text but the last ends where others go on: what was drafted behind its end, or instead of it, is none of its tokens."""
+    """Each text but the last ends where others go on: what was drafted behind its end, or instead of it, is none of its
+    tokens."""
     model = _patched(original, resident=0.25, dense="bf16")
     tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
     inputs = tokenizer([*PROMPTS.values()], return_tensors="pt", padding=True)
@@ -592,7 +601,8 @@ _LENGTHS = [
 
 @pytest.mark.parametrize(("name", "length", "drafted"), _LENGTHS)
 def test_linear_attention_goes_back(name: str, length: int, drafted: int) -> None:
-    """Its state is in the end what single tokens leave: within rounding, for in fp32 torch's products of several rows have other bits."""
+    """Its state is in the end what single tokens leave: within rounding, for in fp32 torch's products of several rows
+    have other bits."""
     model = torch_mesh.patch(_spread(name), resident=0.5)
     inputs = _inputs(length)
     plain = _plain(model, inputs, eos_token_id=None)

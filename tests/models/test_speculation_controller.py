@@ -15,7 +15,8 @@ LENGTHS = (3, 7, 15)
 
 
 class Machine:
-    """A forward takes 1 for a single row and ``per_row`` more for each other; a drafted token is right with probability ``right``."""
+    """A forward takes 1 for a single row and ``per_row`` more for each other; a drafted token is right with probability
+    ``right``."""
 
     def __init__(self, right: float, per_row: float, seed: int, noise: float = 0.0) -> None:
         self.right, self.per_row, self.noise = right, per_row, noise

@@ -1,4 +1,5 @@
-"""transformers' Trainer on patched models: it trains all but the experts, saves, resumes and finds the best model again."""
+"""transformers' Trainer on patched models: it trains all but the experts, saves, resumes and finds the best model
+again."""
 
 from __future__ import annotations
 

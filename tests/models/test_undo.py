@@ -67,7 +67,7 @@ class _State:
         now = dict(model.named_parameters())
         assert list(now) == list(self.values)
         for name, parameter in self.parameters:
-            assert freed is not None and freed in name or now[name] is parameter, name
+            assert (freed is not None and freed in name) or now[name] is parameter, name
             assert now[name].device == parameter.device and now[name].requires_grad == self.wanted[name]
             assert torch.equal(now[name], self.values[name]), name
         assert set(vars(model.config)) == self.config

@@ -65,7 +65,8 @@ class _Blocks:
             self.moved.append(by_token(_output(rounded_to_bytes(block), wide), self.exact[-1]).median())
 
     def assert_same(self, patched: PreTrainedModel, weights: str = "bf16") -> None:
-        """Of the same inputs all routers take the same experts but that in float32, whose ties are those of a few tokens."""
+        """Of the same inputs all routers take the same experts but that in float32, whose ties are those of a few
+        tokens."""
         for path, exact, rounding, moved in zip(self.paths, self.exact, self.rounding, self.moved, strict=True):
             error = by_token(_output(patched.get_submodule(path), self.inputs[path]), exact).median()
             assert error < 2 * (rounding + moved * (weights == "int8")), path
@@ -168,7 +169,8 @@ def test_gradients_reach_routers_and_hidden_states(name: str) -> None:
 
 
 def test_a_checkpoint_without_the_identities_rows_opens(tmp_path: Path) -> None:
-    """As they are published: what identities would have in gate_up is in no tensor, and transformers alone refuses them."""
+    """As they are published: what identities would have in gate_up is in no tensor, and transformers alone refuses
+    them."""
     model, prompt = _build("longcat_flash"), _prompt()
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -36,7 +36,8 @@ def _same_values(state: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def _check_tools(name: str, folder: Path, said: Callable[[], str]) -> None:
-    """A checkpoint is planned, read, converted, inspected and verified, read again, saved, and its experts given back."""
+    """A checkpoint is planned, read, converted, inspected and verified, read again, saved, and its experts given
+    back."""
     model = TINY_MODELS[name].build()
     cls: Any = type(model)
     inputs = inputs_for(model)

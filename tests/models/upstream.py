@@ -13,7 +13,8 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 loads_adapters = pytest.mark.skipif(
     Version(version("peft")) < Version(MIN_PEFT_VERSION),
-    reason=f"transformers {transformers.__version__} takes adapters with PEFT {MIN_PEFT_VERSION} alone, and here is {version('peft')}",
+    reason=f"transformers {transformers.__version__} takes adapters with PEFT {MIN_PEFT_VERSION} alone, and here is "
+    f"{version('peft')}",
 )
 sees_with_llama4 = pytest.mark.skipif(
     transformers.__version__ == "5.24.0",

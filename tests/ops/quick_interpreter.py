@@ -1,7 +1,7 @@
 """Imported for its effect: Triton's interpreter, many times as fast.
 
-At each call of a device function it puts its own functions in the place of all of Triton's language, which takes milliseconds, though
-the launch has done so. Here once a launch for each module of the language is enough.
+At each call of a device function it puts its own functions in the place of all of Triton's language, which takes
+milliseconds, though the launch has done so. Here once a launch for each module of the language is enough.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def _patch_once(function: Callable[..., Any]) -> Any:
         return None
     _patched.add(_modules(function))
     scope = _patch_language(function)
-    # Triton 3.6 asks NumPy for int() of an array of one element, for a range's end: NumPy 2.4 refuses. The scope puts back what was.
+    # Triton 3.6 asks NumPy for int() of an array of one element, for a range's end: NumPy 2.4 refuses. The scope puts
+    # back what was.
     tl.core.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
     return scope
 

@@ -98,7 +98,8 @@ def test_one_compilation_serves_all_layers(open_pool: OpenPool, backend: str) ->
         for _ in range(2):
             x = torch.randn(6, SPEC.hidden)
             expected, out = _wait(plain, layers, x), _wait(pool, compiled, x)
-            # inductor may fuse what surrounds the op; a last bit then becomes a step of int8 activations here and there.
+            # inductor may fuse what surrounds the op; a last bit then becomes a step of int8 activations here and
+            # there.
             assert (out - expected).norm() <= 0.03 * expected.norm()
     assert counter.frame_count == 1
     assert _snapshot(pool) == _snapshot(plain)

@@ -1,4 +1,5 @@
-"""Experts with low-rank adapters: values and gradients against float64, and what they have in common with experts without."""
+"""Experts with low-rank adapters: values and gradients against float64, and what they have in common with experts
+without."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def _without(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, left_out: 
 
 
 def _left_out(ids: Tensor, weights: Tensor, cold: Tensor, count: int) -> Tensor:
-    """A mask of the ``count`` cold choices of least weight per token, less those of experts that some token needs now."""
+    """A mask of the ``count`` cold choices of least weight per token, less those of experts that some token needs
+    now."""
     ranked = weights.masked_fill(~cold, 2.0).argsort(dim=1)[:, :count]
     least = torch.zeros_like(cold).scatter(1, ranked, True) & cold
     return least & ~torch.isin(ids, ids[~least])

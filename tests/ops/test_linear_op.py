@@ -36,8 +36,8 @@ def test_agrees_with_float64(features: int, out_features: int, kind: str, group:
         exact = x.double().flatten(0, -2)
         rounded = as_bf16(exact) if kind == "bf16" else as_bytes(group)(exact)
         error = out.flatten(0, -2) - F.linear(rounded, weight, bias.double())
-        # Sums in float32, and operands half way between two bytes, which may become either. The norms are those that the
-        # products of independent rows have: a single one may happen to be next to nothing.
+        # Sums in float32, and operands half way between two bytes, which may become either. The norms are those that
+        # the products of independent rows have: a single one may happen to be next to nothing.
         moved = 2.5 * (rounded - exact).norm() + 1e-5 * exact.norm()
         assert error.norm() <= moved * weight.norm() / features**0.5 + 1e-6 * bias.norm()
 

@@ -250,17 +250,17 @@ def test_ctrl_c_ends_the_wait_of_close(open_pool: OpenPool, expected: Tensor) ->
 
 
 def test_what_a_signal_handler_raises_comes_out_of_the_op(open_pool: OpenPool) -> None:
-    class Alarm(Exception):
+    class AlarmError(Exception):
         pass
 
     def raise_alarm(*_: object) -> None:
-        raise Alarm("wake up")
+        raise AlarmError("wake up")
 
     pool = open_pool(SPEC, slots=8, faults={"seed": 2, "delay": 1.0, "max_delay": 2.0})
     before = signal.signal(signal.SIGALRM, raise_alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(Alarm, match="wake up"):
+        with pytest.raises(AlarmError, match="wake up"):
             ops.promote(pool.handle(), torch.arange(8))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -114,7 +114,8 @@ def _scales(expert: Expert, record: Tensor, group_size: int) -> Tensor:
 
 
 def _gptq(weights: Tensor, damped: Tensor, scales: Tensor, group_size: int) -> Tensor:
-    """GPTQ (arXiv 2210.17323) as it is published, by the Cholesky factor of the inverse, in fp64 and with given scales."""
+    """GPTQ (arXiv 2210.17323) as it is published, by the Cholesky factor of the inverse, in fp64 and with given
+    scales."""
     left, upper = weights.double().clone(), torch.linalg.cholesky(torch.linalg.inv(damped.double()), upper=True)
     quantised = torch.empty_like(left)
     for k in range(left.shape[1]):
@@ -231,7 +232,8 @@ def test_wrong_moments(name: str, change: dict[str, Tensor], message: str) -> No
 
 
 def test_inputs_that_dwarf_the_others_and_go_together_have_factors() -> None:
-    """As the first token's do: what fp32 loses of their sums is more than the damping, and the matrix is no longer definite."""
+    """As the first token's do: what fp32 loses of their sums is more than the damping, and the matrix is no longer
+    definite."""
     for size in (300, 1000, 3000, 10000):
         rows = torch.randn(64, 256) * 0.05
         rows[:16] = rows[0]

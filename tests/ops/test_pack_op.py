@@ -154,7 +154,8 @@ def test_wrong_formats_and_sizes() -> None:
 
 @pytest.mark.parametrize(("weights", "bound", "most"), [("tcq2", 0.25, (0.28, 0.3)), ("tcq3", 0.125, (0.146, 0.152))])
 def test_a_trellis_leaves_little_more_than_any_code_must(weights: str, bound: float, most: tuple[float, float]) -> None:
-    """Of Gaussian weights no code of two bits leaves less than a quarter, none of three less than an eighth. Short columns lose a little more."""
+    """Of Gaussian weights no code of two bits leaves less than a quarter, none of three less than an eighth. Short
+    columns lose a little more."""
     gaussian = torch.randn(128, 512)
     record = ops.pack(None, gaussian, gaussian.T, None, None, None, weights, 128)
     up, down = ops.unpack(record, weights, 128, 512, 128, False, False)[:2]

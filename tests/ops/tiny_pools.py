@@ -217,7 +217,8 @@ OpenPool = Callable[..., TinyPool]
 
 
 def engine_options(spec: Spec, **options: Any) -> dict[str, Any]:
-    """Arguments of _C.Engine, all experts resident unless ``options`` say otherwise. ``faults``, those of ``_testing.faults``: its reads have them."""
+    """Arguments of _C.Engine, all experts resident unless ``options`` say otherwise. ``faults``, those of
+    ``_testing.faults``: its reads have them."""
     if faults := options.pop("faults", None):
         options["interpose"] = _testing.faults(**faults)
     defaults: dict[str, Any] = {
@@ -277,8 +278,8 @@ def assert_agrees(
 def assert_rounded(out: Tensor, rounded: Tensor, exact: Tensor, *, few: bool) -> None:
     """``out`` is ``rounded``, up to the order of sums in float32 and where that tips the rounding of an operand.
 
-    Either is moved by at most twice what rounding moved it from ``exact``: 2.5 times where ``few`` operands make the result,
-    half of it where many do, since few of them lie half way.
+    Either is moved by at most twice what rounding moved it from ``exact``: 2.5 times where ``few`` operands make the
+    result, half of it where many do, since few of them lie half way.
     """
     allowed = (2.5 if few else 0.5) * (rounded - exact).norm() + 1e-5 * exact.norm()
     if out.dtype in (torch.bfloat16, torch.float16):

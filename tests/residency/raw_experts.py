@@ -13,7 +13,8 @@ from torch_mesh import _C
 
 
 class RawExperts:
-    """Random bf16 experts in a file of their own, gate and up in one piece, down in another; ``records`` are the same, packed.
+    """Random bf16 experts in a file of their own, gate and up in one piece, down in another; ``records`` are the same,
+    packed.
 
     Stands in for ``TinyExperts`` where an engine is opened.
     """

@@ -78,7 +78,8 @@ geometry = Geometry(spec.experts, spec.hidden, spec.intermediate, spec.gated, sp
 residency, stats = {"timeout": 1e6, "guard": "on"}, {"file": sys.argv[1] + ".jsonl"}
 config = MeshConfig(io=sys.argv[2], threads=1, residency=residency, stats=stats)
 pools = [
-    ExpertPool(geometry, spec.layers, 8, config, activations=["silu"] * spec.layers, weights=spec.weights, group_size=spec.group_size, exact=False, source=source)
+    packed = {"weights": spec.weights, "group_size": spec.group_size, "exact": False}
+    ExpertPool(geometry, spec.layers, 8, config, activations=["silu"] * spec.layers, source=source, **packed)
     for _ in range(2)
 ]
 for pool in pools:

@@ -1,4 +1,5 @@
-"""Machines that give a process less than others do: no thread more, no word about processors, no files of the kernel's."""
+"""Machines that give a process less than others do: no thread more, no word about processors, no files of the
+kernel's."""
 
 from __future__ import annotations
 

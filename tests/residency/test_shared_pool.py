@@ -1,4 +1,5 @@
-"""Several processes over one pool: the bits that they compute, the memory that they take, and what is left of those that are killed."""
+"""Several processes over one pool: the bits that they compute, the memory that they take, and what is left of those
+that are killed."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_memory_of_conversations_that_go_is_free_at_once(
     assert taken - anonymous_bytes() > 0.7 * gone
 
 
-class _Gone(Exception):
+class _GoneError(Exception):
     pass
 
 
@@ -186,17 +186,17 @@ def test_one_that_is_broken_off_goes_on_or_is_forgotten(make: Make, when: str, r
         def put(self, value: Tensor) -> None:
             steps.append(value)
             if when == "between" and len(steps) == 6:  # the prompt is the first
-                raise _Gone
+                raise _GoneError
 
         def end(self) -> None:
             pass
 
     def leave(*_: Any) -> None:
         if when == "within" and len(steps) == 6:
-            raise _Gone
+            raise _GoneError
 
     hook = model.model.layers[1].register_forward_pre_hook(leave)
-    with pytest.raises(_Gone):
+    with pytest.raises(_GoneError):
         _ask(kept.generate, tokens, 20, streamer=Streamer())
     hook.remove()
     assert len(kept.conversations) == (1 if when == "between" else 0)
@@ -212,14 +212,14 @@ def test_one_that_ends_before_its_first_token_leaves_what_was_kept(make: Make, r
 
     class Gone:
         def put(self, value: Tensor) -> None:
-            raise _Gone
+            raise _GoneError
 
-    with pytest.raises(_Gone):
+    with pytest.raises(_GoneError):
         _ask(kept.generate, _some(rng, 5), 5, streamer=Gone())
     assert not kept.conversations
     answer = _ask(kept.generate, _some(rng, 5), 5)
     tokens = torch.cat([answer, _some(rng)])
-    with pytest.raises(_Gone):
+    with pytest.raises(_GoneError):
         _ask(kept.generate, tokens, 5, streamer=Gone())
     assert kept.counts.kept_tokens == len(answer) - 1
     before = kept.counts.reused_tokens

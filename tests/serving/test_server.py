@@ -143,7 +143,7 @@ def test_a_model_that_speculates_answers_and_keeps_keys(speculating: list[Any]) 
             assert _metrics(server)["reused_tokens"] > 0
     found = stats(speculating[1].kept.model).speculation
     assert found.tokens > 60 and found.accepted > 0
-    same = len(os.path.commonprefix(answers))
+    same = len(os.path.commonprefix(answers))  # noqa: RUF071  # of texts, not of paths
     assert same == len(answers[0]) or same > 20  # rounding tips two logits that are nearly equal on some processors
 
 
@@ -244,7 +244,7 @@ def test_metrics_are_those_of_the_pool(client: Any, server: Any) -> None:
     # The prompt is one forward, of few rows or of many; the last token needs none.
     assert more["forwards"] == 7
     assert more["accesses"] == more["hits"] + more["cold_misses"] + more["inflight_misses"] > 0
-    assert more["cold_misses"] == 0 or more["read_bytes"] > 0 and after["wait_seconds"] > 0
+    assert more["cold_misses"] == 0 or (more["read_bytes"] > 0 and after["wait_seconds"] > 0)
     assert after["slots"] == after["slots_limit"] == 48
     assert after["kept_keys_bytes"] > 0 and after["kept_tokens"] > 0
 
@@ -594,7 +594,8 @@ def _text(address: str) -> str:
 def test_eight_clients_for_minutes(serving: Callable[..., Any], folder: Path, says: Callable[..., str]) -> None:
     """No error, the tokens of one client alone, and memory that does not grow.
 
-    No keys are kept: those of a decode step may differ in the last bit from a prompt's, by which a close choice of a token may turn.
+    No keys are kept: those of a decode step may differ in the last bit from a prompt's, by which a close choice of a
+    token may turn.
     """
     server = serving(folder, MeshConfig(resident=0.25, policy="lru"), kept_bytes=0)
     client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120)

@@ -1,4 +1,5 @@
-"""Damage to bytes of the kinds that parsers fall for: wrong numbers, cuts, and pieces that stand twice or in the wrong place."""
+"""Damage to bytes of the kinds that parsers fall for: wrong numbers, cuts, and pieces that stand twice or in the wrong
+place."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _TEXTS = (
 
 
 def mutate(seeds: Sequence[bytes], rng: random.Random, text: bool = False, in_place: bool = False) -> bytes:
-    """One of ``seeds``, damaged in one to four places. ``text``: JSON, of which whole words are changed as well. ``in_place``: of the
-    length that it had."""
+    """One of ``seeds``, damaged in one to four places. ``text``: JSON, of which whole words are changed as well.
+    ``in_place``: of the length that it had."""
     data = bytearray(rng.choice(seeds))
     size = len(data)
     changes = _IN_PLACE if in_place else _OF_TEXT if text else _OF_BYTES

@@ -574,7 +574,8 @@ def _double_bnb(parts: Tensors) -> torch.Tensor:
 
 
 def write_gpt_oss(folder: Path) -> Tensors:
-    """gpt-oss: the experts of a layer in one tensor, FP4 in blocks. Returns the experts' parameters as the model has them."""
+    """gpt-oss: the experts of a layer in one tensor, FP4 in blocks. Returns the experts' parameters as the model has
+    them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2} | _EXPERTS

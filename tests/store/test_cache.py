@@ -49,7 +49,8 @@ def test_a_killed_patch_leaves_nothing_behind_the_next_one(tmp_path: Path, monke
 
 
 def _kill_before(number: int, parent: Path) -> int:
-    """Makes a scratch folder in a forked process that is killed right before what it does to files for the ``number``-th time."""
+    """Makes a scratch folder in a forked process that is killed right before what it does to files for the
+    ``number``-th time."""
     child = os.fork()
     if child == 0:
         steps = 0

@@ -25,8 +25,8 @@ from torch_mesh.store.manifest import open_store
 
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
-# One family for each way in which checkpoints differ: the name of the experts module, of the projections, fused or one tensor each,
-# transposed, interleaved, biased, without a gate, dense layers in front or in between, shared experts.
+# One family for each way in which checkpoints differ: the name of the experts module, of the projections, fused or one
+# tensor each, transposed, interleaved, biased, without a gate, dense layers in front or in between, shared experts.
 KINDS = (
     "aria_text",
     "deepseek_v3",
@@ -138,7 +138,7 @@ def test_extents_lie_in_their_files_and_apart(tmp_path: Path) -> None:
     found = find(save_tiny(tmp_path, "gpt_oss"))
     spans = sorted(tuple(extent) for extent in found.extents.reshape(-1, 3).tolist())
     for file, offset, size in spans:
-        assert 0 < offset and offset + size <= found.files[file][1]
+        assert offset > 0 and offset + size <= found.files[file][1]
     assert all(a[0] != b[0] or a[1] + a[2] <= b[1] for a, b in itertools.pairwise(spans))
 
 

@@ -240,8 +240,8 @@ def test_two_conversions_at_once_write_one_store(tmp_path: Path, mesh_tiny: Path
     assert leftovers(tmp_path / "store") == []
 
 
-# Forks one conversion after the other, so that each can be killed without loading torch anew. A line is one write, which a
-# kill cannot split.
+# Forks one conversion after the other, so that each can be killed without loading torch anew. A line is one write,
+# which a kill cannot split.
 CONVERTER = """
 import os, sys
 from torch_mesh.store.convert import convert
@@ -268,7 +268,8 @@ class KilledConversions:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, kill_at: int | None = None, delay: float = 0) -> int:
-        """Kills a conversion ``delay`` seconds after line ``kill_at`` of its progress; returns how many lines there were."""
+        """Kills a conversion ``delay`` seconds after line ``kill_at`` of its progress; returns how many lines there
+        were."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()

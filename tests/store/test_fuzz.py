@@ -48,7 +48,8 @@ def _runs(quick: int, whole: int) -> pytest.MarkDecorator:
 
 
 def _fuzz(seed: int, count: int, run: Callable[[random.Random], None]) -> None:
-    """Runs ``run`` that often; what it raises but typed errors is a failure, which names the draw, and so is that nothing could be read."""
+    """Runs ``run`` that often; what it raises but typed errors is a failure, which names the draw, and so is that
+    nothing could be read."""
     succeeded = 0
     for number in range(count):
         rng = random.Random(f"{seed} {number}")

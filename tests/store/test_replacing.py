@@ -64,8 +64,8 @@ def with_tests() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-# Forks one process for each line of its input, so that each can be killed without loading torch anew. The child counts what it does
-# to files once all of the new store is written, and is killed right before the one of the given number.
+# Forks one process for each line of its input, so that each can be killed without loading torch anew. The child counts
+# what it does to files once all of the new store is written, and is killed right before the one of the given number.
 KILLED = """
 import os, signal, sys
 import small_stores
@@ -136,10 +136,7 @@ def test_killed_at_each_step_a_replacement_is_one_store_or_the_other(
             folder = tmp_path / str(number)
             shutil.copytree(finished, folder)
             killed = replacements.run(number, can_exchange, folder)
-            if can_exchange or (folder / "store").exists():
-                weights = held(folder / "store")
-            else:
-                weights = "absent"
+            weights = held(folder / "store") if can_exchange or (folder / "store").exists() else "absent"
             seen.add(weights)
             # The new one may be there already: then to look at it is enough to clean up.
             small_stores.write(folder / "store", "int4", force=weights != "int4")

@@ -38,7 +38,7 @@ from torch_mesh.store.inspect import describe
 from torch_mesh.store.manifest import Store, open_store
 from torch_mesh.store.sources import layout
 from torch_mesh.store.sources.fp8 import ScaledFp8
-from torch_mesh.store.sources.layout import Misfit, scale_values
+from torch_mesh.store.sources.layout import MisfitError, scale_values
 from torch_mesh.store.verify import read_record
 
 KEPT = [kind for kind in KINDS if KINDS[kind]().kept]
@@ -232,7 +232,7 @@ def test_scales_of_one_byte() -> None:
     assert every.dtype == torch.float32
     assert every.double().tolist() == [2.0**exponent for exponent in range(-127, 128)]
     for dtype in (torch.uint8, torch.float8_e8m0fnu):
-        with pytest.raises(Misfit, match="255"):
+        with pytest.raises(MisfitError, match="255"):
             scale_values({"scale": torch.tensor([127, 255], dtype=torch.uint8).view(dtype)})
 
 

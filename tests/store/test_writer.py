@@ -1,4 +1,5 @@
-"""What is written side by side: records by several threads, one file beside them, and what is finished is synced meanwhile."""
+"""What is written side by side: records by several threads, one file beside them, and what is finished is synced
+meanwhile."""
 
 from __future__ import annotations
 

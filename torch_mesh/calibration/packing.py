@@ -99,7 +99,8 @@ class Calibrator:
             if part is not None and not bool(torch.isfinite(part).all()):
                 raise store_error(
                     self._experts.folder,
-                    f"{name} of expert {expert} in {self._layers[layer].path} is not finite: convert without calibration",
+                    f"{name} of expert {expert} in {self._layers[layer].path} is not finite: convert without "
+                    "calibration",
                 )
         try:
             hidden, intermediate = self._layer_seen(layer).moments(

@@ -24,8 +24,8 @@ from .rollback import PatchUndo, Undo
 class ExpertSource:
     """Where the experts of a model come from.
 
-    ``weights`` and ``group_size`` are those of the pool that is to be, ``exact`` as there. Its records have ``layers`` layers, of which the
-    model's are ``places``; ``resident`` is a share of ``counted`` layers.
+    ``weights`` and ``group_size`` are those of the pool that is to be, ``exact`` as there. Its records have ``layers``
+    layers, of which the model's are ``places``; ``resident`` is a share of ``counted`` layers.
     """
 
     undo: Undo

@@ -1,4 +1,5 @@
-"""What a patched model does beyond computing its experts from a pool: the modes, in the order in which they are installed.
+"""What a patched model does beyond computing its experts from a pool: the modes, in the order in which they are
+installed.
 
 A new mode is a module of its own and an entry of ``MODES``.
 """
@@ -38,7 +39,8 @@ from .unpooled import warn_left_alone
 
 @dataclass
 class Patching:
-    """A model that is being patched. What stands at None is there when a mode is installed; ``gpu_pool`` may stay so."""
+    """A model that is being patched. What stands at None is there when a mode is installed; ``gpu_pool`` may stay
+    so."""
 
     model: nn.Module
     layers: list[ExpertsLayer]
@@ -53,7 +55,8 @@ class Patching:
 
 @dataclass(frozen=True)
 class Mode:
-    """``check`` raises what cannot be had, before anything changes. ``uninstall`` undoes ``install``, and may be called again after an error."""
+    """``check`` raises what cannot be had, before anything changes. ``uninstall`` undoes ``install``, and may be called
+    again after an error."""
 
     name: str
     check: Callable[[Any], object] = lambda patching: None

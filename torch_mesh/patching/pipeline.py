@@ -1,4 +1,5 @@
-"""How a model's experts come into a pool: the one sequence of ``patch``, ``from_pretrained`` and ``Experts.from_store``.
+"""How a model's experts come into a pool: the one sequence of ``patch``, ``from_pretrained`` and
+``Experts.from_store``.
 
 What differs between them is an ``ExpertSource``. What a patched model can do beyond that is in ``modes.py``.
 """
@@ -33,7 +34,8 @@ from .rollback import undone_on_error
 
 
 def check(model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, source: ExpertSource) -> None:
-    """Raises what ``config`` cannot have with such a model, loaded or about to be: before anything is read or written for it."""
+    """Raises what ``config`` cannot have with such a model, loaded or about to be: before anything is read or written
+    for it."""
     patching = Patching(model, layers, config, source)
     for mode in MODES:
         mode.check(patching)

@@ -87,7 +87,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         return torch.bfloat16 if dtype is None else dtype
 
     def read_header(self, gguf_file: str) -> None:
-        """transformers calls it for a GGUF file, before it makes the model: what it has left out of the config has to be there then."""
+        """transformers calls it for a GGUF file, before it makes the model: what it has left out of the config has to
+        be there then."""
         _fetch_parts(Path(gguf_file))
         complete_config(self.config_of_gguf, Path(gguf_file))
         if not gguf_file.endswith(".gguf") and self.config_of_gguf.dtype is None:
@@ -157,7 +158,8 @@ def _name_of(model: PreTrainedModel) -> str:
 
 
 def _forget_quantization(model: Any) -> None:
-    """transformers treats a quantised model as one that cannot be trained or moved; with its experts in a pool it can."""
+    """transformers treats a quantised model as one that cannot be trained or moved; with its experts in a pool it
+    can."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             clear_quantized(module.config)
@@ -239,7 +241,8 @@ class _OfCheckpoint(_CheckpointSource):
         every, own = len(find_experts(meta_model(read_config(self.folder)))), len(self._layers)
         if every != own:
             raise StoreError(
-                f"gpu.weights={weights!r} needs records beside the {self.weights} ones, and this model has {own} of the {every} MoE layers of "
+                f"gpu.weights={weights!r} needs records beside the {self.weights} ones, and this model has {own} of "
+                f"the {every} MoE layers of "
                 f"{self.folder}: save it with save_pretrained and load that, or leave gpu.weights at 'auto'."
             )
 
@@ -259,8 +262,9 @@ class _OfCheckpoint(_CheckpointSource):
 
 
 class _OfQuantised(_OfCheckpoint):
-    """Of a checkpoint that another tool has quantised: read from its own files where a record holds its codes, or else from what they are
-    converted to. What transformers reads of the rest of the model is in ``checkpoint_files``, which come to name unquantised ones."""
+    """Of a checkpoint that another tool has quantised: read from its own files where a record holds its codes, or else
+    from what they are converted to. What transformers reads of the rest of the model is in ``checkpoint_files``, which
+    come to name unquantised ones."""
 
     def __init__(
         self,
@@ -335,7 +339,8 @@ def _find_source(
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
         raise UnsupportedModelError(
             f"torch_mesh reads experts from safetensors and GGUF files; {_name_of(model)!r} has "
-            f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with save_pretrained first."
+            f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with "
+            "save_pretrained first."
         )
     folder = _folder_of(model, checkpoint_files)
     stored = own_quantisation(folder)
@@ -376,7 +381,8 @@ def _chosen(source: _CheckpointSource, choice: str) -> _CheckpointSource:
 
 
 def _has_expert_weights(folder: Path, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> bool:
-    """Whether the folder of a config that speaks of records has ordinary experts, as one that was saved with a patched model's config."""
+    """Whether the folder of a config that speaks of records has ordinary experts, as one that was saved with a patched
+    model's config."""
     try:
         find_checkpoint_experts(folder, model, key_mapping)
     except StoreError:
@@ -432,7 +438,8 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
     """Raises ValueError or StoreError for a store that is not as ``config`` says, or of another model."""
     if config.weights not in ("auto", manifest.weights):
         raise ValueError(
-            f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at 'auto', or "
+            f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at "
+            "'auto', or "
             "give the original checkpoint."
         )
     if FORMATS[manifest.weights].chosen_groups and config.group_size != manifest.group_size:
@@ -444,7 +451,8 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
     stored = Geometry(shape.experts, shape.hidden, shape.intermediate, shape.gated, shape.bias, own.fused)
     if stored != own:
         raise StoreError(
-            f"The experts in {folder} are {stored}, and the model's {own}: open the store with its own config, not with another model's."
+            f"The experts in {folder} are {stored}, and the model's {own}: open the store with its own config, not "
+            "with another model's."
         )
 
 
@@ -532,8 +540,8 @@ def _merging(theirs: Any) -> Any:
 wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", _merging)
 wrap("transformers.modeling_utils", "get_hf_quantizer", _with_gguf)
 wrap("transformers.modeling_utils", "get_model_conversion_mapping", _with_key_mapping)
-# transformers' own tables leave sizes out, its reader of what they are for believes every count, and that of gpt-oss fails for each
-# file that scales positions, which all do: docs/decisions/0041.
-# "llama" is left out, whose dense models are transformers' own.
+# transformers' own tables leave sizes out, its reader of what they are for believes every count, and that of gpt-oss
+# fails for each file that scales positions, which all do: docs/decisions/0041. "llama" is left out, whose dense models
+# are transformers' own.
 for _architecture in (*READ_BY_TABLES, *(name for name in FAMILIES if name != "llama")):
     gguf_config_readers().setdefault(_architecture, config_table)

@@ -1,4 +1,5 @@
-"""A model is patched, or opened, as a whole or not at all: what takes everything back when that does not come to its end."""
+"""A model is patched, or opened, as a whole or not at all: what takes everything back when that does not come to its
+end."""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ class Undo:
 class PatchUndo(Undo):
     """What a model that somebody has was before, and what has been made for it since: pools, and stores.
 
-    It keeps the parameters that are replaced, so that the very same come back; but for layers whose parameters were freed, which get their
-    values from their pool. What it keeps is in memory until patching has ended, beside the pool: ``pool_slots`` counts on it.
+    It keeps the parameters that are replaced, so that the very same come back; but for layers whose parameters were
+    freed, which get their values from their pool. What it keeps is in memory until patching has ended, beside the pool:
+    ``pool_slots`` counts on it.
     """
 
     keeps_originals = True
@@ -78,7 +80,8 @@ class PatchUndo(Undo):
         del self._parameters[layer.module]
 
     def new_store(self, folder: Path) -> str:
-        """Notes a store that is about to be written; returns the fingerprint by which it is known there, and that no other has."""
+        """Notes a store that is about to be written; returns the fingerprint by which it is known there, and that no
+        other has."""
         fingerprint = secrets.token_hex(16)
         self._stores.append((folder, fingerprint))
         return fingerprint
@@ -111,14 +114,17 @@ class PatchUndo(Undo):
             self._go_on_with(stay)
             lossy = ", lossy=True" if rounded else ""
             warnings.warn(
-                f"Patching ended early, and there is no room to take it back: {len(stay)} layers of experts are in the pool alone, their "
-                f"originals would take {needed:,} bytes, and {left:,} are free. Those layers stay patched, and the model runs: free some "
+                f"Patching ended early, and there is no room to take it back: {len(stay)} layers of experts are in "
+                "the pool alone, their "
+                f"originals would take {needed:,} bytes, and {left:,} are free. Those layers stay patched, and the "
+                "model runs: free some "
                 f"memory and call torch_mesh.unpatch(model{lossy}), or save it, or go on with it.",
                 stacklevel=6,
             )
         elif rounded:
             warnings.warn(
-                f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, which have weights rounded to "
+                f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, which have "
+                "weights rounded to "
                 f"{rounded[0]} now: load the model anew to have the originals.",
                 stacklevel=6,
             )

@@ -37,10 +37,10 @@ class Experts(nn.Module):
         gate_up_bias: [experts, 2 * intermediate], together with ``down_bias`` or not at all.
         down_bias: [experts, hidden].
         activation: "silu", "gelu", "gelu_tanh" or "relu2"; or a function of both, in the place of ``act(gate) * up``:
-            "swiglu(alpha=1,offset=0,gate=10,up=10)", which is ``(clamp(up, -10, 10) + 0) * g * sigmoid(1 * g)`` of
-            ``g = min(gate, 10)`` and has no limit and these alpha and offset where they are left out; "swigluoai", gpt-oss's
-            "swiglu(alpha=1.702,offset=1,gate=7,up=7)"; "softcap(gate=4,up=25)", which is
-            ``4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)``.
+            "swiglu(alpha=1,offset=0,gate=10,up=10)", which is ``(clamp(up, -10, 10) + 0) * g * sigmoid(1 * g)`` of ``g
+            = min(gate, 10)`` and has no limit and these alpha and offset where they are left out; "swigluoai",
+            gpt-oss's "swiglu(alpha=1.702,offset=1,gate=7,up=7)"; "softcap(gate=4,up=25)", which is ``4 * tanh(gate / 4)
+            * sigmoid(gate) * 25 * tanh(up / 25)``.
         top_k: experts per token that a small pool must have room for.
         expert_map: int [ids]; the ids that ``forward`` gets are looked up in it, which gives the expert.
         config: a MeshConfig; ``fields`` are its fields (``weights="int4"``, ``resident="2GiB"`` ...) and beat it.
@@ -90,7 +90,8 @@ class Experts(nn.Module):
         activation = shape.activation_of(layer)
         if activation is None:
             raise ValueError(
-                f"{store} names no activation: its experts have a gate of their model's own, or it was converted by a build that did "
+                f"{store} names no activation: its experts have a gate of their model's own, or it was converted by a "
+                "build that did "
                 "not know theirs. Open the model instead, or convert the checkpoint again (torch-mesh convert --force)."
             )
         config = with_fields(config, fields)
@@ -114,11 +115,13 @@ class Experts(nn.Module):
         return self.experts(x, self._mapped(topk_ids), topk_weights)
 
     def submit(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PendingExperts:
-        """``forward`` beside what the caller does next: it returns when the call is under way, and ``.result()`` gives the output.
+        """``forward`` beside what the caller does next: it returns when the call is under way, and ``.result()`` gives
+        the output.
 
-        On a GPU that holds experts of the layer, the GPU's and the CPU's parts go on in their order behind the current stream; on the
-        CPU a thread of the process computes one call after the other. ``x``, ids and weights must not change until then. Errors
-        come out of ``.result()``, apart from ValueError for tensors that want gradients, which ``forward`` is for.
+        On a GPU that holds experts of the layer, the GPU's and the CPU's parts go on in their order behind the current
+        stream; on the CPU a thread of the process computes one call after the other. ``x``, ids and weights must not
+        change until then. Errors come out of ``.result()``, apart from ValueError for tensors that want gradients,
+        which ``forward`` is for.
         """
         return submit(cast(MeshExperts, self.experts), x, self._mapped(topk_ids), topk_weights)
 

@@ -18,7 +18,8 @@ from ..store.checkpoint import CheckpointExperts
 def load_left_alone(model: nn.Module, found: Sequence[tuple[ExpertsLayer, CheckpointExperts]]) -> None:
     """Fills the parameters of those that ``find_left_alone`` found, which are on the meta device.
 
-    transformers cannot load them while the others are out of the model: it may make both from the same tensors. So they leave it too.
+    transformers cannot load them while the others are out of the model: it may make both from the same tensors. So they
+    leave it too.
     """
     for layer, experts in found:
         _load(layer, experts, layer_device(model, layer))
@@ -38,7 +39,8 @@ def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device)
 
 
 def warn_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
-    """Says once, and ``print(model)`` in each patched layer, what a patched model keeps beside the pool of ``layers``."""
+    """Says once, and ``print(model)`` in each patched layer, what a patched model keeps beside the pool of
+    ``layers``."""
     others = layers_left_alone(model)
     if not others:
         return
@@ -47,7 +49,8 @@ def warn_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
     assert isinstance(module, MeshExperts)
     module._mesh_pool.left_alone = note
     warnings.warn(
-        f"{type(model).__name__} has experts of several shapes, and a pool holds one: that of {layers[0].kind}. Left in memory as the "
+        f"{type(model).__name__} has experts of several shapes, and a pool holds one: that of {layers[0].kind}. Left "
+        "in memory as the "
         f"model has them are {note}.",
         stacklevel=5,
     )

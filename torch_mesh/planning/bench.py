@@ -1,4 +1,5 @@
-"""What a model reaches on this machine, beside the machine's own limits and what ``plan`` foretold, measured in one run."""
+"""What a model reaches on this machine, beside the machine's own limits and what ``plan`` foretold, measured in one
+run."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class Measured:
 
 
 def default_text() -> str:
-    """Some 200,000 characters of English and Python that are wherever torch is: prompts of random tokens route like no text."""
+    """Some 200,000 characters of English and Python that are wherever torch is: prompts of random tokens route like no
+    text."""
     return inspect.getsource(torch.nn.functional)
 
 
@@ -92,8 +94,8 @@ def measure(
 ) -> Measured:
     """Measures the machine, opens the model, and lets it read ``prompt`` and generate ``tokens`` tokens, greedily.
 
-    ``memory``: bytes that the process may take in all, from which ``resident="auto"`` is planned; None: what it can take.
-    Raises MeshError where the model cannot run in it, and what loading raises.
+    ``memory``: bytes that the process may take in all, from which ``resident="auto"`` is planned; None: what it can
+    take. Raises MeshError where the model cannot run in it, and what loading raises.
     """
     sizes = find_sizes(folder, config)
     speeds = measure_speeds(sizes, config)
@@ -163,7 +165,8 @@ def _generate(model: Any, prompt: Sequence[int], tokens: int) -> tuple[_Clock, S
 
 
 class _Clock:
-    """A streamer of ``generate``: it is given the prompt before the first forward, and then each token when it is chosen."""
+    """A streamer of ``generate``: it is given the prompt before the first forward, and then each token when it is
+    chosen."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -190,7 +193,8 @@ def _tenths(values: Sequence[float]) -> tuple[float, float]:
 
 
 class _PeakMemory(threading.Thread):
-    """The most anonymous memory that this process has had since it was started; what is mapped from files can always be dropped."""
+    """The most anonymous memory that this process has had since it was started; what is mapped from files can always be
+    dropped."""
 
     def __init__(self) -> None:
         super().__init__(name="torch_mesh memory", daemon=True)

@@ -17,8 +17,8 @@ from .sizes import find_sizes
 def choose_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
     """``config`` with the format and its group size, and why that format was taken.
 
-    Measures the disk and each format's arithmetic, about six seconds. Raises ValueError where there is nothing to compare, where no format is
-    within the limit of error, and where one token's experts fit in none.
+    Measures the disk and each format's arithmetic, about six seconds. Raises ValueError where there is nothing to
+    compare, where no format is within the limit of error, and where one token's experts fit in none.
     """
     asked = f"max_error={config.max_error}"
     if config.weights != "auto":
@@ -40,7 +40,8 @@ def choose_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
     planned = plan(folder, config, speeds=speeds, format_speeds=measure_formats(sizes, config)).format_choices
     if not planned:
         raise ValueError(
-            f"{asked}: one token's experts fit in no format, or the machine has less memory left. torch-mesh plan {folder} says what they need."
+            f"{asked}: one token's experts fit in no format, or the machine has less memory left. torch-mesh plan "
+            f"{folder} says what they need."
         )
     choice = next((choice for choice in planned if choice.chosen), None)
     if choice is None:

@@ -28,11 +28,13 @@ def gpu_pool_bytes(sizes: Sizes, config: MeshConfig) -> int:
 
 
 def on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: int) -> GpuPlan:
-    """What a card of ``total`` bytes takes beside the rest of the model, which lies there as it is loaded. Raises ValueError where that is not known, or is packed."""
+    """What a card of ``total`` bytes takes beside the rest of the model, which lies there as it is loaded. Raises
+    ValueError where that is not known, or is packed."""
     shape = sizes.shape
     if sizes.dense_bytes_loading is None:
         raise ValueError(
-            f"{folder} has no config.json, so what the rest of the model takes on the card is not known: give a converted checkpoint."
+            f"{folder} has no config.json, so what the rest of the model takes on the card is not known: give a "
+            "converted checkpoint."
         )
     if packs(config):
         raise ValueError(
@@ -63,7 +65,8 @@ def fitting_slots(
             return None, 0, ""
         if (budget := auto_budget(available, reserved)) < least:
             taken = (
-                f"Beside Python and the rest of the model {max(0, available):,} bytes can be taken; workspace and buffers "
+                f"Beside Python and the rest of the model {max(0, available):,} bytes can be taken; workspace and "
+                "buffers "
                 f"take {reserved:,}, and {auto_margin(available - reserved):,} stay free"
             )
             left = f"{max(0, budget):,} bytes are left for experts, and one token of one layer needs {least:,}"
@@ -109,7 +112,8 @@ def tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
 
 
 def peak_bytes(sizes: Sizes, config: MeshConfig, process: int, slots: int | None, fallback_bytes: int) -> int | None:
-    """Of memory: while it is loaded, or with ``slots`` experts and ``fallback_bytes`` besides; None where one is not known."""
+    """Of memory: while it is loaded, or with ``slots`` experts and ``fallback_bytes`` besides; None where one is not
+    known."""
     if slots is None or sizes.dense_bytes is None or sizes.dense_bytes_loading is None:
         return None
     running = (

@@ -158,15 +158,16 @@ def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, f
 
 
 def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
-    """The group size that a format is compared in: the config's, 0 for bf16. For trellises, where smaller groups buy little, 128, or 64 if that
-    pads the shape less and so takes fewer bytes."""
+    """The group size that a format is compared in: the config's, 0 for bf16. For trellises, where smaller groups buy
+    little, 128, or 64 if that pads the shape less and so takes fewer bytes."""
     if FORMATS[weights].trellis:
         return min((128, 64), key=lambda group: shape.record_bytes(weights, group))
     return checked_group_size(weights, config.group_size)
 
 
 def with_chosen(choices: tuple[FormatChoice, ...], max_error: float) -> tuple[FormatChoice, ...]:
-    """The same, with the one ``chosen`` whose weights are off by at most ``max_error``; none where that is of no format."""
+    """The same, with the one ``chosen`` whose weights are off by at most ``max_error``; none where that is of no
+    format."""
     allowed = [choice for choice in choices if choice.weight_error <= max_error]
     fastest = max((choice.tokens_per_second for choice in allowed), default=0.0)
     as_fast = [choice for choice in allowed if choice.tokens_per_second >= _AS_FAST * fastest]

@@ -10,13 +10,14 @@ from .. import _C
 from ..routing.synthetic import synthetic_trace
 from ..store.manifest import Shape
 
-# Hits per access with a share of all experts resident, policy "auto", no prefetch: docs/decisions/0013. The expectation is that
-# of DeepSeek-V2-Lite on natural text, the less local of the two models; mesh-tiny is the more local one.
+# Hits per access with a share of all experts resident, policy "auto", no prefetch: docs/decisions/0013. The expectation
+# is that of DeepSeek-V2-Lite on natural text, the less local of the two models; mesh-tiny is the more local one.
 _SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 _EXPECTED_HITS = (0.0, 0.312, 0.535, 0.761, 1.0)
 _LOCAL_HITS = (0.0, 0.359, 0.684, 0.911, 1.0)
 
-# What simulated_hit_rate replays: prompts long enough for what a prompt repeats to show. Layers are alike, so a few stand for all.
+# What simulated_hit_rate replays: prompts long enough for what a prompt repeats to show. Layers are alike, so a few
+# stand for all.
 _SIMULATED_LAYERS = 6
 _SIMULATED_PROMPTS = 4
 _SIMULATED_TOKENS = 256
@@ -24,7 +25,8 @@ _SIMULATED_TOKENS = 256
 
 @dataclass(frozen=True)
 class HitRate:
-    """Hits per expert asked for. ``low`` and ``high`` are no bounds but what random and very local routing would give."""
+    """Hits per expert asked for. ``low`` and ``high`` are no bounds but what random and very local routing would
+    give."""
 
     expected: float
     low: float
@@ -42,10 +44,11 @@ def expected_hit_rate(share: float) -> HitRate:
 
 
 def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
-    """What to expect where ``overlap`` of a token's experts serve the next token, too: policy "auto" on a made-up trace.
+    """What to expect where ``overlap`` of a token's experts serve the next token, too: policy "auto" on a made-up
+    trace.
 
-    The trace has topics and drift (see ``synthetic_trace``), its first prompt only fills the pool. About a second. Raises ValueError for an overlap
-    that is less than chance gives or more than 0.95.
+    The trace has topics and drift (see ``synthetic_trace``), its first prompt only fills the pool. About a second.
+    Raises ValueError for an overlap that is less than chance gives or more than 0.95.
     """
     layers = min(shape.layers, _SIMULATED_LAYERS)
     trace = synthetic_trace(
@@ -64,7 +67,8 @@ def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
 
 
 def known_or_expected(shape: Shape, share: float, given: float | None, overlap: float | None) -> HitRate:
-    """``given``, or what ``overlap`` is simulated to give, or what to expect. Raises ValueError for what is no rate or no overlap."""
+    """``given``, or what ``overlap`` is simulated to give, or what to expect. Raises ValueError for what is no rate or
+    no overlap."""
     if given is not None and not 0 <= given <= 1:
         raise ValueError(f"hit_rate={given} must be in [0, 1]")
     if share == 1 or (given is None and overlap is None):

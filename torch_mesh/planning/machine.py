@@ -39,7 +39,8 @@ _MAX_ROWS = 1 << 16
 def measure_speeds(
     sizes: Sizes, config: MeshConfig, *, disk: float | None = None, memory: float | None = None
 ) -> Speeds | None:
-    """Speeds for a model of these sizes. ``disk`` and ``memory`` (bytes per second) are taken as given, the rest is measured.
+    """Speeds for a model of these sizes. ``disk`` and ``memory`` (bytes per second) are taken as given, the rest is
+    measured.
 
     None where the disk is not given and too little stands on it to be measured.
     """
@@ -57,7 +58,8 @@ def measure_speeds(
 
 
 def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = None) -> dict[str, float]:
-    """Bytes per second of packed experts of this shape, computed for one token, in each format that ``plan`` compares; ``memory`` is taken as given."""
+    """Bytes per second of packed experts of this shape, computed for one token, in each format that ``plan`` compares;
+    ``memory`` is taken as given."""
     speeds = {}
     for weights, (group, _) in compared_formats(sizes, config).items():
         of_format = dataclasses.replace(
@@ -73,8 +75,8 @@ def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = 
 def disk_speed(files: Sequence[Path], block: int) -> float | None:
     """Bytes per second of direct reads of ``block`` bytes at random places of ``files``, several at a time.
 
-    Where the file system refuses direct I/O the page cache is in the way, and its speed is the answer. None for less data than
-    eight blocks.
+    Where the file system refuses direct I/O the page cache is in the way, and its speed is the answer. None for less
+    data than eight blocks.
     """
     block = -(-block // 4096) * 4096
     places = [(file, at) for file in files for at in range(0, file.stat().st_size - block + 1, block)]
@@ -83,7 +85,7 @@ def disk_speed(files: Sequence[Path], block: int) -> float | None:
     # Each place once: what a buffered read leaves in the page cache must not be read again.
     order = np.random.default_rng().permutation(len(places))
     parts = [[places[index] for index in order[first::_READERS]] for first in range(_READERS)]
-    with _open(files) as descriptors, TaskThreads(_READERS) as readers:
+    with _OpenFiles(files) as descriptors, TaskThreads(_READERS) as readers:
         buffers = huge_pages(_READERS * block).reshape(_READERS, block)
         deadline = time.monotonic() + SECONDS
         begin = time.perf_counter()
@@ -94,7 +96,8 @@ def disk_speed(files: Sequence[Path], block: int) -> float | None:
 def huge_pages(count: int) -> np.ndarray:
     """Bytes like the pool's: in huge pages where there are any, and there before they are read into.
 
-    Private, for shared memory, Python's default, has none unless the machine is told so; and on the boundary of a huge page.
+    Private, for shared memory, Python's default, has none unless the machine is told so; and on the boundary of a huge
+    page.
     """
     pages = mmap.mmap(-1, count + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
@@ -105,7 +108,7 @@ def huge_pages(count: int) -> np.ndarray:
     return array
 
 
-class _open:
+class _OpenFiles:
     """Descriptors of files, for direct reads where the file system has them."""
 
     def __init__(self, files: Sequence[Path]) -> None:

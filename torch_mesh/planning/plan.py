@@ -76,23 +76,26 @@ def plan(
 ) -> Plan:
     """What the model in ``folder`` needs with ``config`` and what it will reach.
 
-    ``memory``: bytes that the whole process may take; None: what it has and what it can still take here. ``hit_rate``: a known
-    one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place of the expected. ``overlap``: a known
-    share of a token's experts that the next token uses too, for ``simulated_hit_rate``. Without ``speeds`` nothing is said of time.
+    ``memory``: bytes that the whole process may take; None: what it has and what it can still take here. ``hit_rate``:
+    a known one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place
+    of the expected. ``overlap``: a known share of a token's experts that the next token uses too, for
+    ``simulated_hit_rate``. Without ``speeds`` nothing is said of time.
 
     ``card``: the free and all bytes of a GPU, which then takes the rest of the model and what ``gpu.experts`` says.
 
-    ``ranks``: so many processes divide the experts, and each has the rest of the model whole; ``memory``, the speeds and the answer are of one of them.
+    ``ranks``: so many processes divide the experts, and each has the rest of the model whole; ``memory``, the speeds
+    and the answer are of one of them.
 
-    ``format_speeds``: bytes per second of packed weights of experts in each format, computed for one token. With them and ``speeds`` the plan
-    compares these formats, and chooses the fastest whose error of weights is at most ``config.max_error``, or else 10 %. There is nothing to choose, and the
-    comparison is empty, for a store or a checkpoint that is quantised, with a hit rate that is known (it is of one format), ranks, a card or stand-ins,
-    and where ``resident`` is a share of the experts and not an amount of memory.
+    ``format_speeds``: bytes per second of packed weights of experts in each format, computed for one token. With them
+    and ``speeds`` the plan compares these formats, and chooses the fastest whose error of weights is at most
+    ``config.max_error``, or else 10 %. There is nothing to choose, and the comparison is empty, for a store or a
+    checkpoint that is quantised, with a hit rate that is known (it is of one format), ranks, a card or stand-ins, and
+    where ``resident`` is a share of the experts and not an amount of memory.
 
     With ``lossy.fallback`` or a card it says what takes memory, but nothing of hits and time.
 
-    Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has, for what does not go
-    with ranks, and for a card where it is not known what the rest of the model takes.
+    Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing
+    has, for what does not go with ranks, and for a card where it is not known what the rest of the model takes.
     """
     sizes = find_sizes(folder, config)
     of_ranks = None
@@ -168,7 +171,8 @@ def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: i
     every = sizes.shape.layers * sizes.shape.experts
     if held is None and not problem:
         return "unknown", (
-            "The folder has records and no config.json, so what the rest of the model takes is not known: give --resident, or a "
+            "The folder has records and no config.json, so what the rest of the model takes is not known: give "
+            "--resident, or a "
             "converted checkpoint."
         )
     if held is None:
@@ -178,6 +182,7 @@ def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: i
     if held + fallback_slots >= recommended:
         return "ok", "Enough experts are resident: more memory makes it faster, and nothing needs to change."
     return "below recommended", (
-        f"{held + fallback_slots} of {every} experts fit, {recommended} are recommended: give {recommended * sizes.expert_bytes:,} bytes for "
+        f"{held + fallback_slots} of {every} experts fit, {recommended} are recommended: give "
+        f"{recommended * sizes.expert_bytes:,} bytes for "
         f"experts{or_fewer_bits(sizes)}. It works, and waits for the disk more often."
     )

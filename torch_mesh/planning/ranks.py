@@ -34,7 +34,8 @@ def check_ranks(
         raise ValueError(f"ranks={ranks}: the {experts} experts of a layer cannot be divided evenly among them")
     if config.lossy.modes or card is not None or overlap is not None:
         raise ValueError(
-            "ranks: lossy modes and experts on a card do not go with them, and overlap is of a whole model's routing. Leave those out."
+            "ranks: lossy modes and experts on a card do not go with them, and overlap is of a whole model's routing. "
+            "Leave those out."
         )
     if sizes.left_alone:
         raise ValueError(f"ranks: the model has experts of several shapes ({sizes.left_alone}), which are not divided")
@@ -50,8 +51,8 @@ def divided(sizes: Sizes, ranks: int) -> tuple[Sizes, RankPlan]:
 
 
 def _busiest(experts: int, top_k: int, ranks: int) -> float:
-    """Of a token that draws its experts at random, how many are on the rank with most of them, on average: of some thousand draws, always
-    the same."""
+    """Of a token that draws its experts at random, how many are on the rank with most of them, on average: of some
+    thousand draws, always the same."""
     draws = np.random.default_rng(0).random((4096, experts)).argpartition(top_k - 1)[:, :top_k]
     owners = draws // (experts // ranks)
     return float(np.stack([(owners == rank).sum(1) for rank in range(ranks)]).max(0).mean())

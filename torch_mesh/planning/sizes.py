@@ -83,7 +83,8 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
     manifest = open_store(folder).manifest
     if config.weights not in ("auto", manifest.weights):
         raise ValueError(
-            f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at 'auto', or give the "
+            f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at "
+            "'auto', or give the "
             "original checkpoint."
         )
     dense: tuple[int | None, int | None, int | None] = (None, None, None)

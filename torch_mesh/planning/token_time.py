@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from .sizes import Sizes
 
-# Of the time that reading takes, what is waited for with lookahead; and what is read, over no prefetch: docs/decisions/0018.
+# Of the time that reading takes, what is waited for with lookahead; and what is read, over no prefetch:
+# docs/decisions/0018.
 _PREFETCH_WAITING = 0.6
 _PREFETCH_READS = 1.1
 
@@ -25,10 +26,11 @@ class Speeds:
 def token_seconds(
     sizes: Sizes, speeds: Speeds, hits: float, prefetch: bool, experts_of_token: float | None = None
 ) -> float:
-    """Seconds that one token of one sequence takes; with ranks it has ``experts_of_token`` on the busiest, and the network takes more.
+    """Seconds that one token of one sequence takes; with ranks it has ``experts_of_token`` on the busiest, and the
+    network takes more.
 
-    What is cold is waited for: a layer reads too little at a time, and has too little else to compute, for much of it to overlap. With ``prefetch``
-    a part is there in time.
+    What is cold is waited for: a layer reads too little at a time, and has too little else to compute, for much of it
+    to overlap. With ``prefetch`` a part is there in time.
     """
     shape = sizes.shape
     assert sizes.dense_bytes_per_token is not None

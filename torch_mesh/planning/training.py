@@ -1,7 +1,8 @@
-"""What training adapters takes beside the model, before anything is loaded: memory by part, reads and seconds of a step.
+"""What training adapters takes beside the model, before anything is loaded: memory by part, reads and seconds of a
+step.
 
-Adapters are counted by PEFT on an outline of the model, so their bytes and what follows from those are exact. Activations are an estimate from the
-widths of the model's layers: docs/finetuning.md says how near it is.
+Adapters are counted by PEFT on an outline of the model, so their bytes and what follows from those are exact.
+Activations are an estimate from the widths of the model's layers: docs/finetuning.md says how near it is.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .token_time import Speeds
 
 _ADAM_MOMENTS = 2
 _FP32 = 4
-# Elements that a decoder layer keeps for its backward, counted on Qwen3-MoE and gpt-oss with sdpa attention: of its hidden size, and of what each
-# linear layer in it gives. Norms keep fp32 copies.
+# Elements that a decoder layer keeps for its backward, counted on Qwen3-MoE and gpt-oss with sdpa attention: of its
+# hidden size, and of what each linear layer in it gives. Norms keep fp32 copies.
 _KEPT_HIDDEN = 8
 _KEPT_OUT = 2
 _KEPT_LOGITS = 12  # bytes of each logit at the peak: itself, in fp32 for the loss, what that keeps, and its gradient
@@ -76,7 +77,8 @@ def plan_training(
     speeds: Speeds | None = None,
     flops: float | None = None,
 ) -> TrainingPlan:
-    """``targets``: PEFT's target_modules and target_parameters together; by default both projections of the experts. ``flops``: a second.
+    """``targets``: PEFT's target_modules and target_parameters together; by default both projections of the experts.
+    ``flops``: a second.
 
     Raises ValueError for targets that the model does not have, and as ``plan`` does.
     """
@@ -183,7 +185,8 @@ def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
 
 
 def _operations(sizes: Sizes, width: _Widths, rows: int, tokens: int, rank: int, passes: int) -> float:
-    """Of a step: the experts' and the other weights' products, once a forward; backwards compute the experts' again and the gradients of both."""
+    """Of a step: the experts' and the other weights' products, once a forward; backwards compute the experts' again and
+    the gradients of both."""
     shape = sizes.shape
     matrices = 3 if shape.gated else 2
     experts = 2 * rows * shape.layers * (matrices * shape.hidden * shape.intermediate)
@@ -193,6 +196,7 @@ def _operations(sizes: Sizes, width: _Widths, rows: int, tokens: int, rank: int,
 
 
 def _unfolding(sizes: Sizes, used: float, speeds: Speeds) -> float:
-    """Of the weights of each expert that is used to fp32, in the backward: taken for the time that moving so many bytes takes."""
+    """Of the weights of each expert that is used to fp32, in the backward: taken for the time that moving so many bytes
+    takes."""
     shape = sizes.shape
     return math.ceil(used) * _FP32 * (3 if shape.gated else 2) * shape.hidden * shape.intermediate / speeds.experts

@@ -45,10 +45,12 @@ def pool_slots(
     regained: int = 0,
     staging: int = 0,
 ) -> int:
-    """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``: of a rank, of its own ones.
+    """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``: of a rank, of its own
+    ones.
 
-    ``freed``: bytes that will be given back, but only when the pool is there; ``regained``: before. ``staging``: what will be taken beside it, as by the buffers that
-    raw records are read into. As many as there are where another process lends them, which says how many.
+    ``freed``: bytes that will be given back, but only when the pool is there; ``regained``: before. ``staging``: what
+    will be taken beside it, as by the buffers that raw records are read into. As many as there are where another
+    process lends them, which says how many.
     """
     if config.shared is not None:
         return stored_layers * layers[0].num_experts
@@ -83,16 +85,17 @@ def record_bytes(layers: Sequence[ExpertsLayer], weights: str, group_size: int) 
 class ExpertPool:
     """The resident experts of a model's MoE layers.
 
-    Every patched module holds a reference; deep copies of a model share its pool, whose weights are frozen. The engine is
-    closed when the last reference is gone.
+    Every patched module holds a reference; deep copies of a model share its pool, whose weights are frozen. The engine
+    is closed when the last reference is gone.
 
-    ``activations`` are those of its layers, None where these go through grouped_linear. ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
-    ``source=None`` keeps all records in memory; they are put there by ``fill``. ``places`` are the layers of the
-    pool's that run, in their order, if not all do. ``least_slots``, as many as one token needs, are kept however little memory is left.
-    ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones. ``on_gpu`` bool [layers, experts]:
-    those that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming waits for
-    ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone by now. ``share``: of the model's
-    experts, where this pool is one rank's.
+    ``activations`` are those of its layers, None where these go through grouped_linear. ``exact`` says that unpacking
+    gives back the very weights that the model would have without torch_mesh. ``source=None`` keeps all records in
+    memory; they are put there by ``fill``. ``places`` are the layers of the pool's that run, in their order, if not all
+    do. ``least_slots``, as many as one token needs, are kept however little memory is left. ``fallback``: the pool of
+    the same layers in another format, whose records stand in for cold ones. ``on_gpu`` bool [layers, experts]: those
+    that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming
+    waits for ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone
+    by now. ``share``: of the model's experts, where this pool is one rank's.
     """
 
     def __init__(
@@ -116,7 +119,8 @@ class ExpertPool:
     ) -> None:
         if config.shared is not None and source is None:
             raise ValueError(
-                f"shared={config.shared!r} lends the experts of a converted folder, and these weights are in memory only: open the folder with "
+                f"shared={config.shared!r} lends the experts of a converted folder, and these weights are in memory "
+                "only: open the folder with "
                 "from_pretrained."
             )
         if fallback is None:
@@ -268,7 +272,8 @@ def _wants_guard(config: MeshConfig, source: _C.Source | None) -> bool:
     )
     if wanted and source is None and config.residency.guard == "on":
         warnings.warn(
-            "residency.guard='on' does nothing here: all experts are in memory and nowhere else. Name a store=, so that some can go.",
+            "residency.guard='on' does nothing here: all experts are in memory and nowhere else. Name a store=, so "
+            "that some can go.",
             stacklevel=4,
         )
     return wanted and source is not None
@@ -279,7 +284,8 @@ _at_exit = threading.Event()
 
 @functools.cache
 def _notice_exit() -> None:
-    """To be called when a finalizer has been made: functions that are registered later run earlier, and weakref's own closes the pools."""
+    """To be called when a finalizer has been made: functions that are registered later run earlier, and weakref's own
+    closes the pools."""
     atexit.register(_at_exit.set)
 
 

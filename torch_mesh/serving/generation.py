@@ -59,7 +59,7 @@ _IDS = Kind("a list of token ids, such as [1,2]", _is_ids)
 _ID = Kind("a token id, or a list of them, such as [1,2]", lambda value: _is_ids(value) or _is_id(value))
 TEXTS = Kind(
     "text, or a list of texts",
-    lambda value: isinstance(value, str) or isinstance(value, list) and all(isinstance(each, str) for each in value),
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)),
 )
 
 _COLDEST = 1e-5  # lower temperatures are 0: logits would overflow, and sampling fail

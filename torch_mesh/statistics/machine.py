@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 from pathlib import Path
@@ -17,10 +18,8 @@ from ..version import __version__
 def describe_machine() -> str:
     """Processors, memory, torch and torch_mesh; without what a sandbox hides."""
     parts = [f"{usable_processors()} processors of {_processor() or platform.machine()}"]
-    try:
+    with contextlib.suppress(OSError):
         parts.append(f"{psutil.virtual_memory().total / 1e9:.1f} GB of memory")
-    except OSError:
-        pass
     return ", ".join([*parts, f"torch {torch.__version__}", f"torch_mesh {__version__}"])
 
 

@@ -1,7 +1,7 @@
 """Headers of GGUF files: where each tensor's bytes stand, and what the file says of its model.
 
-The ``gguf`` package's reader believes what it reads: a count of an array is a loop of that length, whatever the file's size. So the
-header is parsed here, as hostile as that of any other checkpoint: docs/decisions/0041. Torch-free.
+The ``gguf`` package's reader believes what it reads: a count of an array is a loop of that length, whatever the file's
+size. So the header is parsed here, as hostile as that of any other checkpoint: docs/decisions/0041. Torch-free.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Gguf:
-    """The header of one GGUF file. Raises ``StoreError`` for what is damaged, ``UnsupportedModelError`` for types that cannot be read."""
+    """The header of one GGUF file. Raises ``StoreError`` for what is damaged, ``UnsupportedModelError`` for types that
+    cannot be read."""
     path = Path(path)
     with open_regular(path) as (file, file_bytes):
         return parse_gguf(path, file, file_bytes)
@@ -140,7 +141,8 @@ def part_names(name: str) -> list[str]:
 
 
 def gguf_files(path: str | os.PathLike[str], all_there: bool = True) -> list[Path]:
-    """The files of a model, the first of which is ``path``. Raises ``StoreError`` if it is another, and unless they are all there."""
+    """The files of a model, the first of which is ``path``. Raises ``StoreError`` if it is another, and unless they are
+    all there."""
     path = Path(path)
     try:
         files = [path.with_name(name) for name in part_names(path.name)]
@@ -165,7 +167,8 @@ def read_parts(path: str | os.PathLike[str]) -> tuple[Gguf, ...]:
         if said != (number, len(parts)):
             raise store_error(
                 part.header.path,
-                f"says that it is part {said[0]} of {said[1]} (split.no counts from 0), and by its name it is part {number} of {len(parts)}: "
+                f"says that it is part {said[0]} of {said[1]} (split.no counts from 0), and by its name it is part "
+                f"{number} of {len(parts)}: "
                 "the files of a split model keep the names that they were given",
             )
         if part.metadata.get("split.tensors.count", tensors) != tensors:
@@ -197,7 +200,8 @@ def _types() -> Mapping[int, tuple[str, int, int]]:
 
 
 class _Parser:
-    """Reads a header front to back. Every count is held against the bytes that are left before anything is made of it."""
+    """Reads a header front to back. Every count is held against the bytes that are left before anything is made of
+    it."""
 
     def __init__(self, path: Path, file: Readable, file_bytes: int) -> None:
         self._path = path
@@ -309,7 +313,8 @@ class _Parser:
         own = re.search(rf"\b{kind} (\w+)", _IK_TYPES)
         called = f" ({own[1]}, of ik_llama.cpp alone)" if own else ""
         raise UnsupportedModelError(
-            f"{self._path}: tensor {name!r} is of the type {kind}{called}. torch_mesh reads {', '.join((*_SINGLE_TYPES, *BLOCK_TYPES))}: "
+            f"{self._path}: tensor {name!r} is of the type {kind}{called}. torch_mesh reads "
+            f"{', '.join((*_SINGLE_TYPES, *BLOCK_TYPES))}: "
             "take a file of one of these types."
         )
 
@@ -341,7 +346,8 @@ class _Parser:
         """That many of what takes ``least`` bytes each can follow."""
         if count * least > self._file_bytes - self._at or count > most:
             self._refuse(
-                f"says that {count} {what} follow, and {self._file_bytes - self._at} bytes do; at most {most} are accepted"
+                f"says that {count} {what} follow, and {self._file_bytes - self._at} bytes do; at most {most} are "
+                "accepted"
             )
 
     def _take(self, size: int, what: str) -> bytes:

@@ -1,4 +1,5 @@
-"""What transformers knows of the model in a GGUF file: its config, its tokenizer, and what becomes of the tensors that are no expert's."""
+"""What transformers knows of the model in a GGUF file: its config, its tokenizer, and what becomes of the tensors that
+are no expert's."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ _KEPT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 def read_config(path: Path) -> transformers.PretrainedConfig:
     """Of the model in ``path`` and the parts that belong to it.
 
-    Raises ``UnsupportedModelError`` for other architectures than ``ARCHITECTURES`` and what transformers makes no config of, ``StoreError``
-    for files that are damaged.
+    Raises ``UnsupportedModelError`` for other architectures than ``ARCHITECTURES`` and what transformers makes no
+    config of, ``StoreError`` for files that are damaged.
     """
     table = _table_of(path)
     try:
@@ -170,7 +171,8 @@ def _rope_parameters(said: Mapping[str, Any], architecture: str) -> dict[str, An
         return {"rope_type": "default"} if architecture == "gpt-oss" else None
     if kind not in ("linear", "yarn") or not set(scaling) <= set(_ROPE_SCALING):
         raise UnsupportedModelError(
-            f"A GGUF file with positions scaled by {kind!r} ({', '.join(sorted(scaling))}) cannot be read; torch_mesh knows linear and yarn "
+            f"A GGUF file with positions scaled by {kind!r} ({', '.join(sorted(scaling))}) cannot be read; torch_mesh "
+            "knows linear and yarn "
             f"with {', '.join(_ROPE_SCALING)}. Take the model's safetensors."
         )
     own: dict[str, Any] = {"truncate": False} if architecture == "gpt-oss" else {}
@@ -261,7 +263,8 @@ def rest_of_model(
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
-    """The files of the tokenizer that a GGUF file describes, by name; none, and a warning, where transformers makes none of it."""
+    """The files of the tokenizer that a GGUF file describes, by name; none, and a warning, where transformers makes
+    none of it."""
     try:
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
         with tempfile.TemporaryDirectory(prefix="torch_mesh-tokenizer-") as folder:
@@ -270,7 +273,8 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     except Exception as problem:  # noqa: BLE001  whatever transformers makes of what it does not expect
         what = f"{type(problem).__name__}: {problem}"
         warnings.warn(
-            f"No tokenizer is written, because transformers makes none of what {path} says ({what:.400}): take the original model's.",
+            f"No tokenizer is written, because transformers makes none of what {path} says ({what:.400}): take the "
+            "original model's.",
             stacklevel=2,
         )
         return {}
@@ -285,7 +289,8 @@ class _TableNames(Names):
         self._processor = utils.TENSOR_PROCESSORS.get(architecture, utils.TensorProcessor)(
             config=model.config.to_dict()
         )
-        # Without its children, each of which it would look through anew, for 20 seconds: these models have all names at the top.
+        # Without its children, each of which it would look through anew, for 20 seconds: these models have all names at
+        # the top.
         whole = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=lambda: None)
         self._map: dict[str, str] = utils.get_gguf_hf_weights_map(whole, self._processor)
 

@@ -69,7 +69,7 @@ class Matrix:
         if self.axis != 0 or step != 1:
             return None
         for part in self.parts:
-            if 0 <= start and start + count <= part.rows:
+            if start >= 0 and start + count <= part.rows:
                 return part.take_rows(start, count)
             start -= part.rows
         return None

@@ -10,7 +10,7 @@ from torch_mesh.store.header import Tensor
 from torch_mesh.store.sources.layout import (
     FLOATS,
     Layout,
-    Misfit,
+    MisfitError,
     Nearest,
     Shape,
     check_dtype,
@@ -44,7 +44,7 @@ class Awq(Layout):
         columns, words = parts["codes"].shape
         scale = parts["scale"].shape
         if len(scale) != 2 or scale[1] != 8 * words or not is_multiple(columns, scale[0]):
-            raise Misfit(
+            raise MisfitError(
                 "scale", f"has the shape {list(scale)}, and the weight {columns} inputs and {8 * words} outputs"
             )
         check_shape(parts, "zeros", (scale[0], words))

@@ -12,7 +12,7 @@ import torch
 from torch_mesh.store.header import Tensor, parse_json
 from torch_mesh.store.sources.layout import (
     Layout,
-    Misfit,
+    MisfitError,
     Nearest,
     Shape,
     check_dtype,
@@ -51,15 +51,15 @@ class Bnb4(Layout):
         check_dtype(parts, "nested_table", "F32")
         check_shape(parts, "nested_table", (256,))
         if nested != ("nested_table" in parts):
-            raise Misfit("scale", "is rounded, but nested_absmax or nested_quant_map is missing")
+            raise MisfitError("scale", "is rounded, but nested_absmax or nested_quant_map is missing")
         if parts["state"].bytes > _MAX_STATE_BYTES:
-            raise Misfit("state", f"has {parts['state'].bytes} bytes, where a few hundred describe a weight")
+            raise MisfitError("state", f"has {parts['state'].bytes} bytes, where a few hundred describe a weight")
         state = _state(read("state"))
         if nested != ("nested_blocksize" in state):
-            raise Misfit("state", "but its other tensors disagree on whether the scales are quantised too")
+            raise MisfitError("state", "but its other tensors disagree on whether the scales are quantised too")
         shape = state["shape"]
         if math.prod(shape) != 2 * parts["codes"].bytes:
-            raise Misfit("state", f"says {shape}, and there are {2 * parts['codes'].bytes} weights")
+            raise MisfitError("state", f"says {shape}, and there are {2 * parts['codes'].bytes} weights")
         blocks = -(-math.prod(shape) // state["blocksize"])
         check_shape(parts, "scale", (blocks,))
         if nested:
@@ -88,20 +88,22 @@ def _unrounded(parts: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> t
     of_blocks = scale_values(parts, "nested_scale").repeat_interleave(min(state["nested_blocksize"], scale.numel()))
     unrounded = scale * of_blocks[: scale.numel()] + float(state["nested_offset"])
     if not unrounded.isfinite().all():
-        raise Misfit("state", f"makes scales that are not finite: its nested_offset is {state['nested_offset']}")
+        raise MisfitError("state", f"makes scales that are not finite: its nested_offset is {state['nested_offset']}")
     return unrounded
 
 
 def _state(data: torch.Tensor) -> dict[str, Any]:
     raw = bytes(data.contiguous().view(torch.uint8).flatten().tolist())
     if not any(raw):
-        raise Misfit("state", "is empty: it has the weight's shape, and is behind the header; download the model first")
+        raise MisfitError(
+            "state", "is empty: it has the weight's shape, and is behind the header; download the model first"
+        )
     try:
         state = parse_json(raw, floats=True)
     except ValueError as problem:
-        raise Misfit("state", f"is not valid JSON: {problem}") from None
+        raise MisfitError("state", f"is not valid JSON: {problem}") from None
     if not isinstance(state, dict) or not isinstance(state.get("shape"), list):
-        raise Misfit("state", "has no shape")
+        raise MisfitError("state", "has no shape")
     sizes = [state.get("blocksize"), *state["shape"], state.get("nested_blocksize", 1)]
     offset = state.get("nested_offset", 0.0 if "nested_blocksize" not in state else None)
     if (
@@ -109,5 +111,5 @@ def _state(data: torch.Tensor) -> dict[str, Any]:
         or not all(type(size) is int and size > 0 for size in sizes)
         or not isinstance(offset, int | float)
     ):
-        raise Misfit("state", f"does not describe a weight: {state!s:.200}")
+        raise MisfitError("state", f"does not describe a weight: {state!s:.200}")
     return state

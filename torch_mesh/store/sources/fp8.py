@@ -14,7 +14,7 @@ from torch_mesh.store.sources.layout import (
     IN_BF16,
     Codes,
     Layout,
-    Misfit,
+    MisfitError,
     Nearest,
     Scales,
     Shape,
@@ -103,7 +103,9 @@ class ScaledFp8(Layout):
             if is_multiple(rows, scale[-2]) and is_multiple(columns, scale[-1]):
                 return rows // scale[-2], columns // scale[-1]
         named = "" if self._block is None else f" in blocks of {self._block[0]} x {self._block[1]}"
-        raise Misfit("scale", f"has the shape {list(scale)}, which does not divide the weight {list(shape)}{named}")
+        raise MisfitError(
+            "scale", f"has the shape {list(scale)}, which does not divide the weight {list(shape)}{named}"
+        )
 
 
 class Fp4InFp8(Mxfp4):
@@ -123,7 +125,7 @@ class Fp4InFp8(Mxfp4):
         rows, columns = parts["codes"].shape
         check_shape(parts, "scale", (rows, columns // 16))
         if columns % 16:
-            raise Misfit("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
+            raise MisfitError("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
         return rows, 2 * columns
 
 

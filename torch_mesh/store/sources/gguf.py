@@ -14,7 +14,7 @@ from torch_mesh.store.sources.layout import (
     IN_BF16,
     Codes,
     Layout,
-    Misfit,
+    MisfitError,
     Nearest,
     Scales,
     Shape,
@@ -47,11 +47,11 @@ class GgufBlocks(Layout):
 
         blocks = parts["codes"].numpy()
         if self.title == "MXFP4" and bool((blocks.reshape(-1, _block(self.title)[1])[:, 0] == 255).any()):
-            raise Misfit("codes", "holds the scale 255, which stands for no number")
+            raise MisfitError("codes", "holds the scale 255, which stands for no number")
         with np.errstate(all="ignore"):  # what is no number is refused below
             values = torch.from_numpy(dequantize(blocks, _type(self.title))).reshape(shape)
         if not bool(torch.isfinite(values).all()):
-            raise Misfit("codes", "holds a weight that is not a finite number")
+            raise MisfitError("codes", "holds a weight that is not a finite number")
         return values
 
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:

@@ -11,7 +11,7 @@ from torch_mesh.store.sources.layout import (
     FLOATS,
     Codes,
     Layout,
-    Misfit,
+    MisfitError,
     Nearest,
     Scales,
     Shape,
@@ -54,9 +54,11 @@ class Gptq(Layout):
         columns, rows = parts["codes"].shape[0] * self._each, parts["codes"].shape[1]
         scale = parts["scale"].shape
         if len(scale) != 2 or scale[1] != rows or not 0 < scale[0] <= columns:
-            raise Misfit("scale", f"has the shape {list(scale)}, and the weight {columns} inputs and {rows} outputs")
+            raise MisfitError(
+                "scale", f"has the shape {list(scale)}, and the weight {columns} inputs and {rows} outputs"
+            )
         if "order" not in parts and columns % scale[0]:
-            raise Misfit("scale", f"has {scale[0]} groups, which do not divide {columns} inputs")
+            raise MisfitError("scale", f"has {scale[0]} groups, which do not divide {columns} inputs")
         check_shape(parts, "zeros", (scale[0], -(-rows // self._each)))
         check_shape(parts, "order", (columns,))
         check_dtype(parts, "order", "I32", "I64")
@@ -74,7 +76,7 @@ class Gptq(Layout):
         zeros, scale = zeros.t().float(), scale.t()
         groups = scale.shape[1]
         order = None if "order" not in parts else group_order(parts["order"], groups)
-        if order is None or is_multiple(columns, groups) and bool((order == _in_turn(columns, groups)).all()):
+        if order is None or (is_multiple(columns, groups) and bool((order == _in_turn(columns, groups)).all())):
             grouped = values.view(rows, groups, columns // groups)
             grouped -= zeros.unsqueeze(-1)
             grouped *= scale.unsqueeze(-1)

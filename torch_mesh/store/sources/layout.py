@@ -48,7 +48,7 @@ EXPONENTS = ("U8", "F8_E8M0")  # one byte with a power of two
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-class Misfit(Exception):
+class MisfitError(Exception):
     """One tensor of a weight violates its format."""
 
     def __init__(self, role: str, problem: str) -> None:
@@ -162,11 +162,12 @@ class Layout(ABC):
 
     @abstractmethod
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
-        """The weight's shape. ``read`` reads a small part, if necessary. Raises ``Misfit`` for inconsistent parts."""
+        """The weight's shape. ``read`` reads a small part, if necessary. Raises ``MisfitError`` for inconsistent
+        parts."""
 
     @abstractmethod
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
-        """Dequantize to fp32. Raises ``Misfit`` for scales and codes that are not finite."""
+        """Dequantize to fp32. Raises ``MisfitError`` for scales and codes that are not finite."""
 
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
         """From headers only. None if no record holds the weight's codes."""
@@ -232,12 +233,12 @@ def make_weight(name: str, layout: Layout, parts: Mapping[str, tuple[Path, Tenso
     with _named(parts):
         for role, (_, tensor) in parts.items():
             if tensor.dtype not in TORCH_DTYPES:
-                raise Misfit(role, f"is {tensor.dtype}, which is not supported here")
+                raise MisfitError(role, f"is {tensor.dtype}, which is not supported here")
         shape = layout.shape(
             {role: tensor for role, (_, tensor) in parts.items()}, lambda role: read_tensor(*parts[role])
         )
         if any(size == 0 for size in shape):
-            raise Misfit("codes", f"has the shape {parts['codes'][1].shape}, which is empty")
+            raise MisfitError("codes", f"has the shape {parts['codes'][1].shape}, which is empty")
     return Weight(name, shape, layout, parts)
 
 
@@ -249,24 +250,24 @@ def read_tensor(path: Path, tensor: Tensor) -> torch.Tensor:
 
 @contextmanager
 def _named(parts: Mapping[str, tuple[Path, Tensor]]) -> Iterator[None]:
-    """Adds file and tensor to the message of a ``Misfit``."""
+    """Adds file and tensor to the message of a ``MisfitError``."""
     try:
         yield
-    except Misfit as problem:
+    except MisfitError as problem:
         path, tensor = parts[problem.role]
         raise store_error(path, f"tensor {tensor.name!r} {problem}", tensor.offset) from None
 
 
 def check_dtype(parts: Mapping[str, Tensor], role: str, *allowed: str) -> None:
     if role in parts and parts[role].dtype not in allowed:
-        raise Misfit(role, f"is {parts[role].dtype}, not {' or '.join(allowed)}")
+        raise MisfitError(role, f"is {parts[role].dtype}, not {' or '.join(allowed)}")
 
 
 def check_shape(parts: Mapping[str, Tensor], role: str, *allowed: Shape) -> None:
     if role in parts and parts[role].shape not in allowed:
         expected = " or ".join(str(list(shape)) for shape in allowed)
         codes = parts["codes"]
-        raise Misfit(
+        raise MisfitError(
             role,
             f"has the shape {list(parts[role].shape)}; {expected} belongs to {codes.name!r} of {list(codes.shape)}",
         )
@@ -275,27 +276,27 @@ def check_shape(parts: Mapping[str, Tensor], role: str, *allowed: Shape) -> None
 def check_rank(parts: Mapping[str, Tensor], *allowed: int) -> None:
     codes = parts["codes"]
     if len(codes.shape) not in allowed:
-        raise Misfit("codes", f"has the shape {list(codes.shape)}, which is not that of a matrix")
+        raise MisfitError("codes", f"has the shape {list(codes.shape)}, which is not that of a matrix")
 
 
 def scale_values(parts: Mapping[str, torch.Tensor], role: str = "scale") -> torch.Tensor:
-    """Scales in fp32; one-byte scales are powers of two. Raises ``Misfit`` for scales that are not finite."""
+    """Scales in fp32; one-byte scales are powers of two. Raises ``MisfitError`` for scales that are not finite."""
     scale = parts[role]
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         exponents = scale.view(torch.uint8)
         if bool((exponents == 255).any()):
-            raise Misfit(role, "has the scale 255, which is not a number")
+            raise MisfitError(role, "has the scale 255, which is not a number")
         return _powers().index_select(0, exponents.flatten().int()).reshape(exponents.shape)
     scale = scale.float()
     if not bool(torch.isfinite(scale).all()):
-        raise Misfit(role, "holds a scale that is not finite")
+        raise MisfitError(role, "holds a scale that is not finite")
     return scale
 
 
 def e4m3_values(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     values = parts["codes"].float()
     if bool(values.sum().isnan()):  # NaN propagates; E4M3 has no infinities
-        raise Misfit("codes", "holds a weight that is not a number")
+        raise MisfitError("codes", "holds a weight that is not a number")
     return values
 
 

@@ -12,7 +12,7 @@ from torch_mesh.store.sources.layout import (
     IN_BF16,
     Codes,
     Layout,
-    Misfit,
+    MisfitError,
     Nearest,
     Scales,
     Shape,
@@ -61,7 +61,7 @@ class Mxfp4Blocks(Mxfp4):
         experts, rows, groups, size = parts["codes"].shape
         check_shape(parts, "scale", (experts, rows, groups))
         if size != 16:
-            raise Misfit("codes", f"has blocks of {size} bytes; those of MXFP4 have 16")
+            raise MisfitError("codes", f"has blocks of {size} bytes; those of MXFP4 have 16")
         return experts, rows, groups * 32
 
 
@@ -79,6 +79,6 @@ class PackedMxfp4(Mxfp4):
         check_rank(parts, 2)
         rows, columns = parts["codes"].shape
         if columns % 16:
-            raise Misfit("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
+            raise MisfitError("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
         check_shape(parts, "scale", (rows, columns // 16))
         return rows, 2 * columns

@@ -12,7 +12,7 @@ from torch_mesh.store.header import Tensor
 from torch_mesh.store.sources.layout import (
     Codes,
     Layout,
-    Misfit,
+    MisfitError,
     Nearest,
     Scales,
     Shape,
@@ -51,14 +51,14 @@ class Nvfp4(Layout):
         check_shape(parts, "global", (), (1,))
         rows, columns = parts["codes"].shape
         if columns % 8:
-            raise Misfit("codes", f"has {2 * columns} weights a row, which is no multiple of 16")
+            raise MisfitError("codes", f"has {2 * columns} weights a row, which is no multiple of 16")
         check_shape(parts, "scale", (rows, columns // 8))
         return rows, 2 * columns
 
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         of_all = scale_values(parts, "global").reshape(())
         if self._reciprocal and of_all == 0:
-            raise Misfit("global", "is 0, and is divided by")
+            raise MisfitError("global", "is 0, and is divided by")
         scale = scale_values(parts)
         scale = scale / of_all if self._reciprocal else scale * of_all
         return scaled_in_groups(fp4_values(parts["codes"]), scale)

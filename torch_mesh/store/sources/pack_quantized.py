@@ -11,7 +11,7 @@ from torch_mesh.store.sources.layout import (
     FLOATS,
     Codes,
     Layout,
-    Misfit,
+    MisfitError,
     Nearest,
     Scales,
     Shape,
@@ -63,7 +63,9 @@ class PackedInt(Layout):
         rows, columns = parts["codes"].shape[0], parts["codes"].shape[1] * self._each
         scale = parts["scale"].shape
         if len(scale) != 2 or scale[0] != rows or not is_multiple(columns, scale[1]):
-            raise Misfit("scale", f"has the shape {list(scale)}, which does not divide the weight {[rows, columns]}")
+            raise MisfitError(
+                "scale", f"has the shape {list(scale)}, which does not divide the weight {[rows, columns]}"
+            )
         check_shape(parts, "zeros", (-(-rows // self._each), scale[1]))
         check_shape(parts, "order", (columns,))
         check_dtype(parts, "order", "I32", "I64")
@@ -72,7 +74,7 @@ class PackedInt(Layout):
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         stated = parts.get("shape")
         if stated is not None and stated.tolist() != list(shape):
-            raise Misfit("shape", f"is {stated.tolist()}, but the packed weight has the shape {list(shape)}")
+            raise MisfitError("shape", f"is {stated.tolist()}, but the packed weight has the shape {list(shape)}")
         values = unpack_words(parts["codes"], self._bits).float()
         scale = scale_values(parts)
         zeros = torch.full_like(scale, 1 << (self._bits - 1))
@@ -113,7 +115,9 @@ class ScaledInt8(Layout):
         if scale not in ((), (1,)) and (
             len(scale) != 2 or scale[0] not in (1, rows) or not is_multiple(columns, scale[1])
         ):
-            raise Misfit("scale", f"has the shape {list(scale)}, which does not divide the weight {[rows, columns]}")
+            raise MisfitError(
+                "scale", f"has the shape {list(scale)}, which does not divide the weight {[rows, columns]}"
+            )
         check_shape(parts, "zeros", scale)
         return rows, columns
 
@@ -144,7 +148,7 @@ def _in_rows(bits: int, scale: Tensor, shape: Shape, flip: int) -> Codes | None:
 
 
 def group_order(order: torch.Tensor, groups: int) -> torch.Tensor:
-    """The group of each column. Raises ``Misfit`` for a group out of range."""
+    """The group of each column. Raises ``MisfitError`` for a group out of range."""
     if bool(((order < 0) | (order >= groups)).any()):
-        raise Misfit("order", f"names a group that is none of the {groups}")
+        raise MisfitError("order", f"names a group that is none of the {groups}")
     return order.long()
