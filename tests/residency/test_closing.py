@@ -77,8 +77,8 @@ spec = experts.spec
 geometry = Geometry(spec.experts, spec.hidden, spec.intermediate, spec.gated, spec.bias, fused=True)
 residency, stats = {"timeout": 1e6, "guard": "on"}, {"file": sys.argv[1] + ".jsonl"}
 config = MeshConfig(io=sys.argv[2], threads=1, residency=residency, stats=stats)
+packed = {"weights": spec.weights, "group_size": spec.group_size, "exact": False}
 pools = [
-    packed = {"weights": spec.weights, "group_size": spec.group_size, "exact": False}
     ExpertPool(geometry, spec.layers, 8, config, activations=["silu"] * spec.layers, source=source, **packed)
     for _ in range(2)
 ]
