@@ -146,34 +146,6 @@ py::dict dict_of(const std::vector<Counts>& counts,
   return result;
 }
 
-constexpr std::pair<const char*, int64_t LayerStats::*> kLayerCounts[] = {
-    {"forwards", &LayerStats::forwards},
-    {"accesses", &LayerStats::accesses},
-    {"hits", &LayerStats::hits},
-    {"cold_misses", &LayerStats::cold_misses},
-    {"inflight_misses", &LayerStats::inflight_misses},
-    {"kept_accesses", &LayerStats::kept_accesses},
-    {"kept_hits", &LayerStats::kept_hits},
-    {"deferred", &LayerStats::deferred},
-    {"rerouted", &LayerStats::rerouted},
-    {"promoted", &LayerStats::promoted},
-    {"evicted", &LayerStats::evicted},
-    {"bytes_read", &LayerStats::bytes_read},
-    {"prefetches", &LayerStats::prefetches},
-    {"prefetches_used", &LayerStats::prefetches_used},
-    {"prefetches_wasted", &LayerStats::prefetches_wasted},
-    {"wasted_bytes", &LayerStats::wasted_bytes},
-    {"prefetches_failed", &LayerStats::prefetches_failed},
-    {"failed", &LayerStats::failed},
-    {"stall_nanoseconds", &LayerStats::stall_nanoseconds},
-    {"decision_nanoseconds", &LayerStats::decision_nanoseconds}};
-
-constexpr std::pair<const char*, int64_t ExpertStats::*> kExpertCounts[] = {
-    {"accesses", &ExpertStats::accesses},       {"hits", &ExpertStats::hits},
-    {"cold_misses", &ExpertStats::cold_misses}, {"inflight_misses", &ExpertStats::inflight_misses},
-    {"deferred", &ExpertStats::deferred},       {"promoted", &ExpertStats::promoted},
-    {"evicted", &ExpertStats::evicted},         {"prefetches", &ExpertStats::prefetches}};
-
 py::dict dict_of_layers(const std::vector<LayerStats>& layers) {
   return dict_of(layers, kLayerCounts, {std::ssize(layers)});
 }

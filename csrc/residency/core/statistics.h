@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -43,6 +44,31 @@ struct LayerStats {
   LayerStats& operator+=(const LayerStats& other);
 };
 
+// All of them by name: what sums and shows counts goes through this list.
+inline constexpr std::pair<const char*, int64_t LayerStats::*> kLayerCounts[] = {
+    {"forwards", &LayerStats::forwards},
+    {"accesses", &LayerStats::accesses},
+    {"hits", &LayerStats::hits},
+    {"cold_misses", &LayerStats::cold_misses},
+    {"inflight_misses", &LayerStats::inflight_misses},
+    {"kept_accesses", &LayerStats::kept_accesses},
+    {"kept_hits", &LayerStats::kept_hits},
+    {"deferred", &LayerStats::deferred},
+    {"rerouted", &LayerStats::rerouted},
+    {"promoted", &LayerStats::promoted},
+    {"evicted", &LayerStats::evicted},
+    {"bytes_read", &LayerStats::bytes_read},
+    {"prefetches", &LayerStats::prefetches},
+    {"prefetches_used", &LayerStats::prefetches_used},
+    {"prefetches_wasted", &LayerStats::prefetches_wasted},
+    {"wasted_bytes", &LayerStats::wasted_bytes},
+    {"prefetches_failed", &LayerStats::prefetches_failed},
+    {"failed", &LayerStats::failed},
+    {"stall_nanoseconds", &LayerStats::stall_nanoseconds},
+    {"decision_nanoseconds", &LayerStats::decision_nanoseconds}};
+static_assert(sizeof(kLayerCounts) / sizeof(*kLayerCounts) * sizeof(int64_t) == sizeof(LayerStats),
+              "a count is missing from the list");
+
 // Counts of one expert over all phases.
 struct ExpertStats {
   int64_t accesses = 0;
@@ -54,6 +80,14 @@ struct ExpertStats {
   int64_t evicted = 0;
   int64_t prefetches = 0;
 };
+
+inline constexpr std::pair<const char*, int64_t ExpertStats::*> kExpertCounts[] = {
+    {"accesses", &ExpertStats::accesses},       {"hits", &ExpertStats::hits},
+    {"cold_misses", &ExpertStats::cold_misses}, {"inflight_misses", &ExpertStats::inflight_misses},
+    {"deferred", &ExpertStats::deferred},       {"promoted", &ExpertStats::promoted},
+    {"evicted", &ExpertStats::evicted},         {"prefetches", &ExpertStats::prefetches}};
+static_assert(sizeof(kExpertCounts) / sizeof(*kExpertCounts) * sizeof(int64_t) ==
+              sizeof(ExpertStats));
 
 // All counts at one moment.
 struct PoolStats {
