@@ -28,13 +28,6 @@ class IndexList {
   int32_t size() const { return size_; }
   int32_t front() const { return front_; }  // -1 when empty
   int32_t next(int32_t index) const { return links_.next_[index]; }
-  // The first that is not marked; -1 when all are.
-  int32_t first_without(const std::vector<bool>& marked) const {
-    int32_t index = front_;
-    while (index >= 0 && marked[index]) index = links_.next_[index];
-    return index;
-  }
-
   void push_back(int32_t index) {
     links_.next_[index] = -1;
     links_.previous_[index] = back_;

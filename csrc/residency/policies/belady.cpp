@@ -10,8 +10,8 @@ namespace {
 class Belady final : public Policy {
  public:
   explicit Belady(const RoutingTrace& trace)
-      : experts_(trace.experts), place_(static_cast<size_t>(trace.layers) * trace.experts) {
-    const size_t all = place_.size();
+      : Policy(int64_t{trace.layers} * trace.experts), experts_(trace.experts) {
+    const auto all = static_cast<size_t>(trace.layers) * trace.experts;
     first_.assign(all + 1, 0);
     const auto for_each_use = [&](auto&& act) {
       for (int64_t forward = 0; forward < trace.forward_count(); ++forward) {
@@ -32,29 +32,22 @@ class Belady final : public Policy {
 
   const char* name() const override { return "belady"; }
 
-  void admit(ExpertId id) override {
-    place_[id] = Place::kEvictable;
-    evictable_.insert({next_use(id), id});
-  }
+  void admitted(ExpertId id) override { evictable_.insert({next_use(id), id}); }
 
-  void remove(ExpertId id) override {
-    if (place_[id] == Place::kEvictable) evictable_.erase({next_use(id), id});
-    place_[id] = Place::kAbsent;
+  void removed(ExpertId id) override {
+    if (evictable(id)) evictable_.erase({next_use(id), id});
   }
 
   void touch(ExpertId) override {}
 
-  void pin(ExpertId id) override {
-    place_[id] = Place::kPinned;
-    evictable_.erase({next_use(id), id});
-  }
+  void has_pin(ExpertId id) override { evictable_.erase({next_use(id), id}); }
 
-  void unpin(ExpertId id) override { admit(id); }
+  void lost_pin(ExpertId id) override { admitted(id); }
 
   void tick(int32_t layer, std::span<const int32_t> experts) override {
     for (int32_t expert : experts) {
       const ExpertId id = layer * experts_ + expert;
-      const bool listed = place_[id] == Place::kEvictable;
+      const bool listed = evictable(id);
       if (listed) evictable_.erase({next_use(id), id});
       ++position_[id];
       if (listed) evictable_.insert({next_use(id), id});
@@ -65,19 +58,13 @@ class Belady final : public Policy {
     return evictable_.empty() ? kNoExpert : evictable_.rbegin()->second;
   }
 
-  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
-  bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
-
  private:
-  enum class Place : uint8_t { kAbsent, kEvictable, kPinned };
-
   int64_t next_use(ExpertId id) const {
     return position_[id] < first_[id + 1] ? uses_[position_[id]]
                                           : std::numeric_limits<int64_t>::max();
   }
 
   int32_t experts_;
-  std::vector<Place> place_;
   std::vector<int64_t> first_;     // of the uses of each expert
   std::vector<int64_t> position_;  // of its next use
   std::vector<int64_t> uses_;      // in steps, one for each layer of each forward

@@ -55,7 +55,8 @@ constexpr float kPreferenceMargin = 2.f;
 class Heat final : public Policy {
  public:
   explicit Heat(const PolicyOptions& options)
-      : layers_(options.layers),
+      : Policy(options.all()),
+        layers_(options.layers),
         experts_(options.experts),
         ticks_(static_cast<size_t>(layers_), 0),
         share_(ticks_.size(), 0.f),
@@ -71,32 +72,24 @@ class Heat final : public Policy {
         probability_(life_.size(), 0.f),
         last_(ticks_.size() * kMostLearned, 0),
         follows_(table_entries(options), 0.f),
-        use_(static_cast<size_t>(experts_), 0.f),
-        place_(life_.size(), Place::kAbsent) {
+        use_(static_cast<size_t>(experts_), 0.f) {
     token_.reserve(static_cast<size_t>(experts_));
   }
 
   const char* name() const override { return "heat"; }
 
-  void admit(ExpertId id) override {
-    place_[id] = Place::kEvictable;
-    gained(id);
-  }
+  void admitted(ExpertId id) override { gained(id); }
 
-  void remove(ExpertId id) override {
-    if (place_[id] == Place::kEvictable) lost(id);
-    place_[id] = Place::kAbsent;
+  void removed(ExpertId id) override {
+    if (evictable(id)) lost(id);
   }
 
   // tick() has said it.
   void touch(ExpertId) override {}
 
-  void pin(ExpertId id) override {
-    place_[id] = Place::kPinned;
-    lost(id);
-  }
+  void has_pin(ExpertId id) override { lost(id); }
 
-  void unpin(ExpertId id) override { admit(id); }
+  void lost_pin(ExpertId id) override { admitted(id); }
 
   ExpertId victim() override {
     ExpertId last = kNoExpert;
@@ -173,12 +166,7 @@ class Heat final : public Policy {
     stale_[layer] = true;
   }
 
-  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
-  bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
-
  private:
-  enum class Place : uint8_t { kAbsent, kEvictable, kPinned };
-
   float expected_wait(ExpertId id, int32_t layer) const {
     const int32_t ahead = layer - now_;
     const auto distance = static_cast<float>(ahead > 0 ? ahead : ahead + layers_);
@@ -207,7 +195,7 @@ class Heat final : public Policy {
     ExpertId coldest = kNoExpert;
     float least = std::numeric_limits<float>::infinity();
     for (ExpertId id = layer * experts_; id < (layer + 1) * experts_; ++id) {
-      if (place_[id] != Place::kEvictable || probability_[id] >= least) continue;
+      if (!evictable(id) || probability_[id] >= least) continue;
       least = probability_[id];
       coldest = id;
     }
@@ -376,8 +364,7 @@ class Heat final : public Policy {
   std::vector<int32_t> last_;       // [layers][kMostLearned]: what the last forward used
   std::vector<float> follows_;      // [layers][experts][experts]
   std::vector<float> use_;          // [experts], of the forward that begins
-  std::vector<Place> place_;
-  std::vector<int32_t> token_;  // what one token of a prompt chose
+  std::vector<int32_t> token_;      // what one token of a prompt chose
 };
 
 }  // namespace

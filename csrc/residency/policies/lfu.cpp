@@ -19,39 +19,35 @@ constexpr double kLargestWeight = 0x1p400;
 class Lfu final : public Policy {
  public:
   explicit Lfu(const PolicyOptions& options)
-      : experts_(options.experts),
+      : Policy(options.all()),
+        experts_(options.experts),
         weight_(static_cast<size_t>(options.layers), 1.0),
         heap_size_(static_cast<size_t>(options.layers), 0),
         heat_(static_cast<size_t>(options.layers) * options.experts, 0.0),
         last_use_(heat_.size(), 0),
-        place_(heat_.size(), Place::kAbsent),
         position_(heat_.size(), 0),
         heap_(heat_.size(), kNoExpert) {}
 
   const char* name() const override { return "lfu"; }
 
-  void admit(ExpertId id) override {
+  void admitted(ExpertId id) override {
     last_use_[id] = ++clock_;
     push(id);
   }
 
-  void remove(ExpertId id) override {
-    if (place_[id] == Place::kEvictable) erase(id);
-    place_[id] = Place::kAbsent;
+  void removed(ExpertId id) override {
+    if (evictable(id)) erase(id);
   }
 
   void touch(ExpertId id) override {
     heat_[id] += weight_[id / experts_];
     last_use_[id] = ++clock_;
-    if (place_[id] == Place::kEvictable) sink(id / experts_, position_[id]);
+    if (evictable(id)) sink(id / experts_, position_[id]);
   }
 
-  void pin(ExpertId id) override {
-    erase(id);
-    place_[id] = Place::kPinned;
-  }
+  void has_pin(ExpertId id) override { erase(id); }
 
-  void unpin(ExpertId id) override { push(id); }
+  void lost_pin(ExpertId id) override { push(id); }
 
   ExpertId victim() override {
     ExpertId coldest = kNoExpert;
@@ -90,12 +86,7 @@ class Lfu final : public Policy {
     }
   }
 
-  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
-  bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
-
  private:
-  enum class Place : uint8_t { kAbsent, kEvictable, kPinned };
-
   // Equally cold: the one that was used longer ago. Within a layer heat is compared as it is
   // stored, so that rounding cannot make the order of a heap depend on the weight of the moment.
   bool colder(ExpertId a, ExpertId b) const {
@@ -141,7 +132,6 @@ class Lfu final : public Policy {
 
   void push(ExpertId id) {
     const int32_t layer = id / experts_;
-    place_[id] = Place::kEvictable;
     put(head(layer), heap_size_[layer], id);
     rise(layer, heap_size_[layer]++);
   }
@@ -162,7 +152,6 @@ class Lfu final : public Policy {
   // By expert id.
   std::vector<double> heat_;
   std::vector<uint64_t> last_use_;
-  std::vector<Place> place_;
   std::vector<int32_t> position_;  // in its layer's heap
   std::vector<ExpertId> heap_;     // [layers][experts]: evictable ids, the coldest first
 };

@@ -9,46 +9,31 @@ namespace {
 class Lru final : public Policy {
  public:
   explicit Lru(const PolicyOptions& options)
-      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
-        links_(static_cast<int64_t>(place_.size())),
-        evictable_(links_) {}
+      : Policy(options.all()), links_(options.all()), order_(links_) {}
 
   const char* name() const override { return "lru"; }
 
-  void admit(ExpertId id) override {
-    place_[id] = Place::kEvictable;
-    evictable_.push_back(id);
-  }
+  void admitted(ExpertId id) override { order_.push_back(id); }
 
-  void remove(ExpertId id) override {
-    if (place_[id] == Place::kEvictable) evictable_.erase(id);
-    place_[id] = Place::kAbsent;
+  void removed(ExpertId id) override {
+    if (evictable(id)) order_.erase(id);
   }
 
   void touch(ExpertId id) override {
-    if (place_[id] != Place::kEvictable) return;
-    evictable_.erase(id);
-    evictable_.push_back(id);
+    if (!evictable(id)) return;
+    order_.erase(id);
+    order_.push_back(id);
   }
 
-  void pin(ExpertId id) override {
-    place_[id] = Place::kPinned;
-    evictable_.erase(id);
-  }
+  void has_pin(ExpertId id) override { order_.erase(id); }
 
-  void unpin(ExpertId id) override { admit(id); }
+  void lost_pin(ExpertId id) override { admitted(id); }
 
-  ExpertId victim() override { return evictable_.front(); }
-
-  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
-  bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
+  ExpertId victim() override { return order_.front(); }
 
  private:
-  enum class Place : uint8_t { kAbsent, kEvictable, kPinned };
-
-  std::vector<Place> place_;
   IndexLinks links_;
-  IndexList evictable_;  // least recently used first
+  IndexList order_;  // least recently used first
 };
 
 }  // namespace

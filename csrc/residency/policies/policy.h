@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "residency/core/model_use.h"
+#include "residency/index_list.h"
 
 namespace torch_mesh {
 
@@ -18,14 +19,30 @@ inline constexpr ExpertId kNoExpert = -1;
 
 class Policy {
  public:
+  explicit Policy(int64_t experts)  // of all layers
+      : standing_(static_cast<size_t>(experts), Standing::kAbsent) {}
   virtual ~Policy() = default;
   virtual const char* name() const = 0;
 
-  virtual void admit(ExpertId id) = 0;   // has become resident, unpinned
-  virtual void remove(ExpertId id) = 0;  // is resident no more (evicted, or its read failed)
-  virtual void touch(ExpertId id) = 0;   // a forward uses it; resident
-  virtual void pin(ExpertId id) = 0;     // first pin: no victim until unpin()
-  virtual void unpin(ExpertId id) = 0;   // last pin gone
+  void admit(ExpertId id) {  // has become resident, unpinned
+    standing_[id] = Standing::kEvictable;
+    admitted(id);
+  }
+  void remove(ExpertId id) {  // is resident no more (evicted, or its read failed)
+    removed(id);
+    standing_[id] = Standing::kAbsent;
+  }
+  void pin(ExpertId id) {  // first pin: no victim until unpin()
+    standing_[id] = Standing::kPinned;
+    has_pin(id);
+  }
+  void unpin(ExpertId id) {  // last pin gone
+    standing_[id] = Standing::kEvictable;
+    lost_pin(id);
+  }
+  bool resident(ExpertId id) const { return standing_[id] != Standing::kAbsent; }
+  bool pinned(ExpertId id) const { return standing_[id] == Standing::kPinned; }
+  virtual void touch(ExpertId id) = 0;  // a forward uses it; resident
   // The unpinned resident expert to give up, or kNoExpert. Does not remove it.
   virtual ExpertId victim() = 0;
 
@@ -41,10 +58,6 @@ class Policy {
   // The layer's next forward is the first of a new sequence: forgets what is true of one text, not
   // what is true of the model.
   virtual void begin_sequence(int32_t layer) { static_cast<void>(layer); }
-
-  // What the calls above amount to; for validation.
-  virtual bool resident(ExpertId id) const = 0;
-  virtual bool pinned(ExpertId id) const = 0;
 
   // The pool has room for this many now. Those that are too many are removed one by one, before or
   // after.
@@ -64,12 +77,33 @@ class Policy {
     (void)ids, (void)top_k;
     tick(layer, experts);
   }
+
+ protected:
+  bool evictable(ExpertId id) const { return standing_[id] == Standing::kEvictable; }
+  // Of a list of residents; kNoExpert when all are pinned.
+  ExpertId first_evictable(const IndexList& list) const {
+    ExpertId id = list.front();
+    while (id >= 0 && !evictable(id)) id = list.next(id);
+    return id;
+  }
+
+ private:
+  // What follows from admit() and the others; in removed() the expert is still what it was.
+  virtual void admitted(ExpertId id) = 0;
+  virtual void removed(ExpertId id) = 0;
+  virtual void has_pin(ExpertId id) { static_cast<void>(id); }
+  virtual void lost_pin(ExpertId id) { static_cast<void>(id); }
+
+  enum class Standing : uint8_t { kAbsent, kEvictable, kPinned };
+  std::vector<Standing> standing_;  // by expert
 };
 
 struct PolicyOptions {
   int32_t layers;
   int32_t experts;  // per layer
   int32_t slots;
+
+  int64_t all() const { return int64_t{layers} * experts; }
 };
 
 // By name, see policy.cpp; "auto" is the one that wins on traces. Else Error(kInvalid).

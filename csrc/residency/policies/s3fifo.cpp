@@ -14,11 +14,11 @@ constexpr uint8_t kMostUses = 3;
 class S3Fifo final : public Policy {
  public:
   explicit S3Fifo(const PolicyOptions& options)
-      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kUnknown),
-        pinned_(place_.size(), false),
+      : Policy(options.all()),
+        place_(static_cast<size_t>(options.all()), Place::kUnknown),
         used_(place_.size(), false),
         reuses_(place_.size(), 0),
-        links_(static_cast<int64_t>(place_.size())),
+        links_(options.all()),
         small_(links_),
         ghosts_(links_),
         main_(links_) {
@@ -27,7 +27,7 @@ class S3Fifo final : public Policy {
 
   const char* name() const override { return "s3fifo"; }
 
-  void admit(ExpertId id) override {
+  void admitted(ExpertId id) override {
     const bool known = place_[id] == Place::kGhost;
     if (known) ghosts_.erase(id);
     place_[id] = known ? Place::kMain : Place::kSmall;
@@ -37,9 +37,8 @@ class S3Fifo final : public Policy {
     ++evictable_;
   }
 
-  void remove(ExpertId id) override {
-    if (!pinned_[id]) --evictable_;
-    pinned_[id] = false;
+  void removed(ExpertId id) override {
+    if (!pinned(id)) --evictable_;
     if (place_[id] == Place::kMain) {
       main_.erase(id);
       place_[id] = Place::kUnknown;
@@ -57,20 +56,14 @@ class S3Fifo final : public Policy {
     used_[id] = true;
   }
 
-  void pin(ExpertId id) override {
-    pinned_[id] = true;
-    --evictable_;
-  }
+  void has_pin(ExpertId) override { --evictable_; }
 
-  void unpin(ExpertId id) override {
-    pinned_[id] = false;
-    ++evictable_;
-  }
+  void lost_pin(ExpertId) override { ++evictable_; }
 
   ExpertId victim() override {
     if (evictable_ == 0) return kNoExpert;
     promote_reused();
-    const ExpertId newcomer = small_.first_without(pinned_);
+    const ExpertId newcomer = first_evictable(small_);
     if (small_.size() > small_capacity_ && newcomer != kNoExpert) return newcomer;
     const ExpertId established = from_main();
     return established != kNoExpert ? established : newcomer;
@@ -82,11 +75,6 @@ class S3Fifo final : public Policy {
     forget_overflow();
   }
 
-  bool resident(ExpertId id) const override {
-    return place_[id] == Place::kSmall || place_[id] == Place::kMain;
-  }
-  bool pinned(ExpertId id) const override { return pinned_[id]; }
-
  private:
   enum class Place : uint8_t { kUnknown, kSmall, kGhost, kMain };
 
@@ -96,7 +84,7 @@ class S3Fifo final : public Policy {
 
   void promote_reused() {
     while (small_.size() > small_capacity_) {
-      const ExpertId id = small_.first_without(pinned_);
+      const ExpertId id = first_evictable(small_);
       if (id == kNoExpert || reuses_[id] <= 1) return;
       small_.erase(id);
       place_[id] = Place::kMain;
@@ -109,8 +97,8 @@ class S3Fifo final : public Policy {
   ExpertId from_main() {
     for (int32_t left = main_.size() * (kMostUses + 1); left > 0; --left) {
       const ExpertId id = main_.front();
-      if (!pinned_[id] && reuses_[id] == 0) return id;
-      if (!pinned_[id]) --reuses_[id];
+      if (!pinned(id) && reuses_[id] == 0) return id;
+      if (!pinned(id)) --reuses_[id];
       main_.erase(id);
       main_.push_back(id);
     }
@@ -120,7 +108,6 @@ class S3Fifo final : public Policy {
   int32_t small_capacity_ = 1;
   int32_t ghost_capacity_ = 1;
   std::vector<Place> place_;
-  std::vector<bool> pinned_;
   std::vector<bool> used_;  // since admission
   std::vector<uint8_t> reuses_;
   int32_t evictable_ = 0;

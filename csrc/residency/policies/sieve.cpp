@@ -13,56 +13,42 @@ namespace {
 class Sieve final : public Policy {
  public:
   explicit Sieve(const PolicyOptions& options)
-      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
-        marked_(place_.size(), false),
-        links_(static_cast<int64_t>(place_.size())),
+      : Policy(options.all()),
+        marked_(static_cast<size_t>(options.all()), false),
+        links_(options.all()),
         queue_(links_) {}
 
   const char* name() const override { return "sieve"; }
 
-  void admit(ExpertId id) override {
-    place_[id] = Place::kEvictable;
+  void admitted(ExpertId id) override {
     marked_[id] = true;
     ++evictable_;
     queue_.push_back(id);
   }
 
-  void remove(ExpertId id) override {
-    if (place_[id] == Place::kEvictable) --evictable_;
-    place_[id] = Place::kAbsent;
+  void removed(ExpertId id) override {
+    if (evictable(id)) --evictable_;
     if (hand_ == id) hand_ = queue_.next(id);
     queue_.erase(id);
   }
 
   void touch(ExpertId id) override { marked_[id] = true; }
 
-  void pin(ExpertId id) override {
-    place_[id] = Place::kPinned;
-    --evictable_;
-  }
+  void has_pin(ExpertId) override { --evictable_; }
 
-  void unpin(ExpertId id) override {
-    place_[id] = Place::kEvictable;
-    ++evictable_;
-  }
+  void lost_pin(ExpertId) override { ++evictable_; }
 
   ExpertId victim() override {
     if (evictable_ == 0) return kNoExpert;
     for (;; hand_ = queue_.next(hand_)) {
       if (hand_ == kNoExpert) hand_ = queue_.front();
-      if (place_[hand_] == Place::kPinned) continue;
+      if (pinned(hand_)) continue;
       if (!marked_[hand_]) return hand_;
       marked_[hand_] = false;
     }
   }
 
-  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
-  bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
-
  private:
-  enum class Place : uint8_t { kAbsent, kEvictable, kPinned };
-
-  std::vector<Place> place_;
   std::vector<bool> marked_;
   int32_t evictable_ = 0;
   IndexLinks links_;

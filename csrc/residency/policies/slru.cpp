@@ -12,9 +12,9 @@ namespace {
 class Slru final : public Policy {
  public:
   explicit Slru(const PolicyOptions& options)
-      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
-        segment_(place_.size(), Segment::kUnused),
-        links_(static_cast<int64_t>(place_.size())),
+      : Policy(options.all()),
+        segment_(static_cast<size_t>(options.all()), Segment::kUnused),
+        links_(options.all()),
         probation_(links_),
         protected_(links_) {
     resize(options.slots);
@@ -22,21 +22,19 @@ class Slru final : public Policy {
 
   const char* name() const override { return "slru"; }
 
-  void admit(ExpertId id) override {
-    place_[id] = Place::kEvictable;
+  void admitted(ExpertId id) override {
     segment_[id] = Segment::kUnused;
     probation_.push_back(id);
   }
 
-  void remove(ExpertId id) override {
-    if (place_[id] == Place::kEvictable) list(id).erase(id);
+  void removed(ExpertId id) override {
+    if (evictable(id)) list(id).erase(id);
     if (segment_[id] == Segment::kProtected) --protected_count_;
-    place_[id] = Place::kAbsent;
   }
 
   // The use that an expert was read for is its first: a prefetched expert has had none yet.
   void touch(ExpertId id) override {
-    const bool listed = place_[id] == Place::kEvictable;
+    const bool listed = evictable(id);
     if (listed) list(id).erase(id);
     if (segment_[id] == Segment::kProbation) ++protected_count_;
     segment_[id] = segment_[id] == Segment::kUnused ? Segment::kProbation : Segment::kProtected;
@@ -44,13 +42,9 @@ class Slru final : public Policy {
     demote_overflow();
   }
 
-  void pin(ExpertId id) override {
-    place_[id] = Place::kPinned;
-    list(id).erase(id);
-  }
+  void has_pin(ExpertId id) override { list(id).erase(id); }
 
-  void unpin(ExpertId id) override {
-    place_[id] = Place::kEvictable;
+  void lost_pin(ExpertId id) override {
     list(id).push_back(id);
     demote_overflow();
   }
@@ -64,11 +58,7 @@ class Slru final : public Policy {
     demote_overflow();
   }
 
-  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
-  bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
-
  private:
-  enum class Place : uint8_t { kAbsent, kEvictable, kPinned };
   enum class Segment : uint8_t { kUnused, kProbation, kProtected };
 
   IndexList& list(ExpertId id) {
@@ -87,7 +77,6 @@ class Slru final : public Policy {
 
   int32_t capacity_ = 1;  // of the protected segment
   int32_t protected_count_ = 0;
-  std::vector<Place> place_;
   std::vector<Segment> segment_;
   IndexLinks links_;
   IndexList probation_;  // least recently used first, as is protected_

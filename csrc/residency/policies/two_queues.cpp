@@ -12,9 +12,9 @@ namespace {
 class TwoQueues final : public Policy {
  public:
   explicit TwoQueues(const PolicyOptions& options)
-      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kUnknown),
-        pinned_(place_.size(), false),
-        links_(static_cast<int64_t>(place_.size())),
+      : Policy(options.all()),
+        place_(static_cast<size_t>(options.all()), Place::kUnknown),
+        links_(options.all()),
         recent_(links_),
         ghosts_(links_),
         main_(links_) {
@@ -23,15 +23,14 @@ class TwoQueues final : public Policy {
 
   const char* name() const override { return "2q"; }
 
-  void admit(ExpertId id) override {
+  void admitted(ExpertId id) override {
     const bool known = place_[id] == Place::kGhost;
     if (known) ghosts_.erase(id);
     place_[id] = known ? Place::kMain : Place::kRecent;
     (known ? main_ : recent_).push_back(id);
   }
 
-  void remove(ExpertId id) override {
-    pinned_[id] = false;
+  void removed(ExpertId id) override {
     if (place_[id] == Place::kMain) {
       main_.erase(id);
       place_[id] = Place::kUnknown;
@@ -49,11 +48,8 @@ class TwoQueues final : public Policy {
     main_.push_back(id);
   }
 
-  void pin(ExpertId id) override { pinned_[id] = true; }
-  void unpin(ExpertId id) override { pinned_[id] = false; }
-
   ExpertId victim() override {
-    const ExpertId recent = recent_.first_without(pinned_), main = main_.first_without(pinned_);
+    const ExpertId recent = first_evictable(recent_), main = first_evictable(main_);
     if (recent == kNoExpert || main == kNoExpert) return std::max(recent, main);
     return recent_.size() > recent_capacity_ ? recent : main;
   }
@@ -63,11 +59,6 @@ class TwoQueues final : public Policy {
     ghost_capacity_ = std::max<int32_t>(1, slots / 2);
     forget_overflow();
   }
-
-  bool resident(ExpertId id) const override {
-    return place_[id] == Place::kRecent || place_[id] == Place::kMain;
-  }
-  bool pinned(ExpertId id) const override { return pinned_[id]; }
 
  private:
   // A ghost is not resident any more; only its id is remembered.
@@ -80,7 +71,6 @@ class TwoQueues final : public Policy {
   int32_t recent_capacity_ = 1;
   int32_t ghost_capacity_ = 1;
   std::vector<Place> place_;
-  std::vector<bool> pinned_;
   IndexLinks links_;
   IndexList recent_;  // oldest first, as are the others
   IndexList ghosts_;

@@ -13,11 +13,11 @@ namespace {
 class WTinyLfu final : public Policy {
  public:
   explicit WTinyLfu(const PolicyOptions& options)
-      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
-        pinned_(place_.size(), false),
+      : Policy(options.all()),
+        place_(static_cast<size_t>(options.all()), Place::kWindow),
         used_(place_.size(), false),
         uses_(place_.size(), 0),
-        links_(static_cast<int64_t>(place_.size())),
+        links_(options.all()),
         window_(links_),
         probation_(links_),
         protected_(links_) {
@@ -26,7 +26,7 @@ class WTinyLfu final : public Policy {
 
   const char* name() const override { return "wtinylfu"; }
 
-  void admit(ExpertId id) override {
+  void admitted(ExpertId id) override {
     place_[id] = Place::kWindow;
     used_[id] = false;
     window_.push_back(id);
@@ -34,11 +34,7 @@ class WTinyLfu final : public Policy {
     if (room && window_.size() > window_capacity_) leave_window(window_.front());
   }
 
-  void remove(ExpertId id) override {
-    list(id).erase(id);
-    place_[id] = Place::kAbsent;
-    pinned_[id] = false;
-  }
+  void removed(ExpertId id) override { list(id).erase(id); }
 
   // As in slru, the use that an expert was read for does not promote it.
   void touch(ExpertId id) override {
@@ -51,13 +47,10 @@ class WTinyLfu final : public Policy {
     demote_overflow();
   }
 
-  void pin(ExpertId id) override { pinned_[id] = true; }
-  void unpin(ExpertId id) override { pinned_[id] = false; }
-
   ExpertId victim() override {
-    const ExpertId newcomer = window_.first_without(pinned_);
-    ExpertId established = probation_.first_without(pinned_);
-    if (established == kNoExpert) established = protected_.first_without(pinned_);
+    const ExpertId newcomer = first_evictable(window_);
+    ExpertId established = first_evictable(probation_);
+    if (established == kNoExpert) established = first_evictable(protected_);
     if (newcomer == kNoExpert || established == kNoExpert) return std::max(newcomer, established);
     if (window_.size() <= window_capacity_) return established;
     if (uses_[newcomer] <= uses_[established]) return newcomer;
@@ -73,11 +66,8 @@ class WTinyLfu final : public Policy {
     demote_overflow();
   }
 
-  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
-  bool pinned(ExpertId id) const override { return pinned_[id]; }
-
  private:
-  enum class Place : uint8_t { kAbsent, kWindow, kProbation, kProtected };
+  enum class Place : uint8_t { kWindow, kProbation, kProtected };
 
   IndexList& list(ExpertId id) {
     if (place_[id] == Place::kWindow) return window_;
@@ -109,7 +99,6 @@ class WTinyLfu final : public Policy {
   int64_t sample_ = 1;
   int64_t counted_ = 0;
   std::vector<Place> place_;
-  std::vector<bool> pinned_;
   std::vector<bool> used_;  // since admission
   std::vector<int32_t> uses_;
   IndexLinks links_;
