@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,3 +129,29 @@ def test_documentation_lists_the_packages_in_this_order() -> None:
 
 def test_few_modules_are_at_the_top() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= MAX_TOP_MODULES
+
+
+# Of csrc/, from the bottom up.
+ROOMS = ("base", "store", "io", "kernels", "residency", "engine", "gpu", "bindings", "testing")
+
+
+def test_rooms_of_the_engine_include_what_is_below_them() -> None:
+    csrc = REPOSITORY / "csrc"
+    upward = [
+        f"{path.relative_to(csrc)} includes {target}/"
+        for path in csrc.rglob("*")
+        if path.suffix in (".h", ".cpp")
+        for target in re.findall(r'^#include "(\w+)/', path.read_text("utf-8"), re.MULTILINE)
+        if ROOMS.index(target) > ROOMS.index(path.relative_to(csrc).parts[0])
+    ]
+    assert not upward
+
+
+def test_nothing_of_the_cpu_path_includes_the_gpu() -> None:
+    csrc = REPOSITORY / "csrc"
+    users = {
+        str(path.relative_to(csrc))
+        for path in csrc.rglob("*")
+        if path.suffix in (".h", ".cpp") and '#include "gpu/' in path.read_text("utf-8")
+    }
+    assert {path for path in users if not path.startswith(("gpu/", "testing/"))} == {"bindings/device.cpp"}
