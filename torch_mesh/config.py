@@ -156,8 +156,8 @@ class ResidencyFields:
     pins: float = _field(
         0.0,
         share(0.5, "a share of the pool: it must be in [0, 0.5]"),
-        "Fraction of the pool for the profile's most used experts, which are then never evicted while the "
-        "pool has at least twice as many slots. Needs `profile`.",
+        "Fraction of the pool for the profile's most used experts, which are then evicted as a last resort "
+        "while the pool has at least twice as many slots. Needs `profile`.",
     )
     early_layers: int = _field(
         0,

@@ -83,7 +83,6 @@ EngineOptions engine_options_from(Keywords& given) {
   const auto threads = given.take<int32_t>("threads");
   options.threads = threads == 0 ? torch_threads() : threads;
   options.workspace = given.take<int64_t>("workspace");
-  options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
   return options;
 }
 
@@ -107,6 +106,7 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   options.kept = kept_options(profile, pins, early_layers, given.take<int32_t>("early_experts", 0));
   options.kept.elsewhere = given.take<std::vector<bool>>("elsewhere", {});
   options.kept.fill = given.take<bool>("fill_empty", false);
+  options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
   options.verify = verify_from(given.take<std::string>("verify"));
   options.timeout =
       milliseconds_from(given.take<double>("timeout"), "timeout", /*none_allowed=*/false);

@@ -242,7 +242,7 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
   const auto compute_exact = [&](std::optional<at::ScalarType> out) {
     return run_experts(layer, x, split.exact, weights, /*sentinels=*/true,
                        {.reads_queued = prefetch_of(lookahead),
-                        .deferral = {.experts = split.experts, .stood_in = true},
+                        .deferral = {.experts = split.experts, .fallback = true},
                         .out = out});
   };
   if (split.experts.empty()) return compute_exact({});

@@ -169,15 +169,11 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   }
   workspace.scratch.at_least(scratch);
 
-  const bool covers_all =
-      forward.phase == Phase::kPrefill && pool_->slots() == pool_->layers() * pool_->experts();
-  forward.window = !call.backwards && takes_window(options_.prefill, forward.phase, count,
-                                                   pool_->experts(), covers_all);
   if (forward.phase == Phase::kPrefill) {
     forward.ids = {call.ids, static_cast<size_t>(call.tokens) * call.top_k};
     forward.top_k = call.top_k;
   }
-  forward.in_turn = forward.last && !call.backwards;
+  forward.streams = !call.backwards;
   forward.deferral = call.deferral;
   const std::span<const int32_t> left_out = call.deferral.experts;
   grouping.experts.insert(grouping.experts.end(), left_out.begin(), left_out.end());
@@ -200,7 +196,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     // The next chunk wants the same experts: nothing that has a slot need make room before it. Half
     // of the pool is left to others meanwhile.
     const bool kept =
-        forward.window && !forward.last && claim.placed() && 2 * pool_->experts() <= pool_->slots();
+        claim.window() && !forward.last && claim.placed() && 2 * pool_->experts() <= pool_->slots();
     if (!kept) claim.release(ready);
     tell();
     computed += static_cast<int32_t>(ready.size());

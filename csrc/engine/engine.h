@@ -17,7 +17,6 @@
 #include "kernels/low_rank.h"
 #include "kernels/matrix_view.h"
 #include "residency/core/forward.h"
-#include "residency/core/window.h"
 #include "residency/pool.h"
 #include "store/record.h"
 
@@ -48,7 +47,6 @@ struct EngineOptions {
   std::vector<Activation> activations;
   int32_t threads = 1;  // at most this many compute
   int64_t workspace = int64_t{256} << 20;
-  PrefillWindow prefill = PrefillWindow::kAuto;
   // Of each layer, where formats differ: `layout` is the largest of them then. Empty: they do not.
   std::vector<RecordLayout> layouts = {};
 

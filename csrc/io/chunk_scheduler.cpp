@@ -66,7 +66,7 @@ void ChunkScheduler::add(const ReadRequest& read) {
   }
 }
 
-void ChunkScheduler::hasten(uint64_t tag) {
+void ChunkScheduler::raise_priority(uint64_t tag) {
   const auto low = static_cast<uint32_t>(tag);
   if (low >= by_tag_.size() || by_tag_[low] < 0) return;
   const int32_t index = by_tag_[low];

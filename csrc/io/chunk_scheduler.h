@@ -18,7 +18,7 @@ class ChunkScheduler {
   ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment, int32_t retries);
 
   void add(const ReadRequest& request);  // std::bad_alloc leaves all as it was
-  void hasten(uint64_t tag);
+  void raise_priority(uint64_t tag);
   // Nothing is started any more; requests that lack chunks finish with ECANCELED once those under
   // way are back.
   void cancel();

@@ -50,9 +50,9 @@ class IoLoop {
         scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(), options.retries),
         results_(backend_->capacity()) {
     inbox_.requests.reserve(kReservedMessages);
-    inbox_.hastened.reserve(kReservedMessages);
+    inbox_.raised.reserve(kReservedMessages);
     taken_.requests.reserve(kReservedMessages);
-    taken_.hastened.reserve(kReservedMessages);
+    taken_.raised.reserve(kReservedMessages);
     inbox_.predicted.reserve(kReservedMessages);
     taken_.predicted.reserve(kReservedMessages);
     thread_ = start_thread("the I/O thread", [this] { run(); });
@@ -76,9 +76,9 @@ class IoLoop {
     inbox_.requests.insert(inbox_.requests.end(), requests.begin(), requests.end());
   }
 
-  void hasten(uint64_t tag) {
+  void raise_priority(uint64_t tag) {
     const std::lock_guard lock(mutex_);
-    if (life_ == Life::kRunning) inbox_.hastened.push_back(tag);
+    if (life_ == Life::kRunning) inbox_.raised.push_back(tag);
   }
 
   void will_need(const Extent& extent) {
@@ -132,12 +132,12 @@ class IoLoop {
 
   struct Messages {
     std::vector<ReadRequest> requests;
-    std::vector<uint64_t> hastened;
+    std::vector<uint64_t> raised;
     std::vector<BufferChange> buffers;
     std::vector<Extent> predicted;
 
     bool empty() const {
-      return requests.empty() && hastened.empty() && buffers.empty() && predicted.empty();
+      return requests.empty() && raised.empty() && buffers.empty() && predicted.empty();
     }
   };
 
@@ -196,9 +196,9 @@ class IoLoop {
       stats_ = scheduler_.stats();
     }
     for (const ReadRequest& request : taken_.requests) add(request);
-    for (const uint64_t tag : taken_.hastened) scheduler_.hasten(tag);
+    for (const uint64_t tag : taken_.raised) scheduler_.raise_priority(tag);
     taken_.requests.clear();
-    taken_.hastened.clear();
+    taken_.raised.clear();
     for (const BufferChange& change : taken_.buffers) carry_out(change);
     taken_.buffers.clear();
     if (closing) {
@@ -305,8 +305,8 @@ class EngineReader final : public Reader {
     loop_->submit(requests);
   }
 
-  void hasten(uint64_t tag) override {
-    if (!forked()) loop_->hasten(tag);
+  void raise_priority(uint64_t tag) override {
+    if (!forked()) loop_->raise_priority(tag);
   }
 
   void flush() override {

@@ -83,7 +83,7 @@ struct ReaderStats {
 class Reader {
  public:
   // Called on the I/O thread, once per request, in order of completion. Must not throw. It may call
-  // submit(), hasten() and flush().
+  // submit(), raise_priority() and flush().
   using Done = std::function<void(const ReadResult&)>;
 
   virtual ~Reader() = default;  // lets what is under way complete, drops what was not started
@@ -92,7 +92,7 @@ class Reader {
   // throws, none: Error(kClosed) after close().
   virtual void submit(std::span<const ReadRequest> requests) = 0;
   // The read `tag` becomes a demand read with flush(). Unknown tags are ignored.
-  virtual void hasten(uint64_t tag) = 0;
+  virtual void raise_priority(uint64_t tag) = 0;
   // Wakes the I/O thread if it sleeps and there is something to do: a system call, for which a
   // caller had better hold no lock.
   virtual void flush() = 0;

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "base/start_thread.h"
-#include "residency/core/slots.h"
 #include "store/record.h"
 
 namespace torch_mesh {
@@ -142,20 +141,19 @@ void Loader::close() {
   finisher_.join();
 }
 
-void Loader::begin(std::span<const Effects::Load> loads, std::vector<Ended>& refused) {
+void Loader::begin(const SlotTable& slots, std::span<const int32_t> reads,
+                   std::vector<Ended>& refused) {
   const Lock lock(mutex_);
-  for (const Effects::Load& load : loads) {
-    Read& read = reads_[load.slot];
-    const uint32_t generation = read.generation + 1;
-    read = {};
-    read.state = Read::State::kQueued;
-    read.expert = load.expert;
-    read.generation = generation;
-    read.request.urgency = load.urgency;
+  for (const int32_t slot : reads) {
+    Read& read = reads_[slot];
+    read = {.state = Read::State::kQueued,
+            .expert = slots[slot].expert,
+            .generation = read.generation + 1};
+    read.request.urgency = slots[slot].urgency;
     if (packs()) {
-      (load.urgency == Urgency::kDemand ? demand_queue_ : prefetch_queue_).push_back(load.slot);
+      (read.request.urgency == Urgency::kDemand ? demand_queue_ : prefetch_queue_).push_back(slot);
     } else {
-      to_submit_.push_back(load.slot);
+      to_submit_.push_back(slot);
     }
   }
   begin_queued(refused);
@@ -230,7 +228,7 @@ void Loader::fill_request(int32_t slot) {
   }
 }
 
-void Loader::hasten(int32_t slot) {
+void Loader::raise_priority(int32_t slot) {
   const Lock lock(mutex_);
   Read& read = reads_[slot];
   if (read.state == Read::State::kNone || read.request.urgency == Urgency::kDemand) return;
@@ -240,7 +238,7 @@ void Loader::hasten(int32_t slot) {
     demand_queue_.push_back(slot);
   } else {
     try {
-      reader_->hasten(tag_of(slot, read.generation));
+      reader_->raise_priority(tag_of(slot, read.generation));
     } catch (const std::bad_alloc&) {  // it comes later than it could
     }
   }

@@ -18,7 +18,7 @@
 
 #include "base/error.h"
 #include "io/reader.h"
-#include "residency/core/effects.h"
+#include "residency/core/slots.h"
 #include "residency/index_list.h"
 #include "residency/memory/arena.h"
 #include "residency/memory/slot_memory.h"
@@ -58,7 +58,7 @@ class Loader {
     std::optional<Error> error;
   };
   // Called once per read, on a thread of the loader's. Must not throw. It may call begin(),
-  // hasten() and flush().
+  // raise_priority() and flush().
   using Done = std::function<void(Ended)>;
 
   // `memory`, `source` and `topology` outlive the loader. Throws what a Reader throws on opening,
@@ -67,11 +67,11 @@ class Loader {
          const Topology& topology, Done done);
   ~Loader();
 
-  // Queues these reads, which begin with flush(). Those that cannot be queued are over: they are
-  // added to `refused`, which has room for them.
-  void begin(std::span<const Effects::Load> loads, std::vector<Ended>& refused);
+  // Queues the reads of these slots, which begin with flush(). Those that cannot be queued are
+  // over: they are added to `refused`, which has room for them.
+  void begin(const SlotTable& slots, std::span<const int32_t> reads, std::vector<Ended>& refused);
   // The read into a slot, if it is still under way, has become a demand read.
-  void hasten(int32_t slot);
+  void raise_priority(int32_t slot);
   // Where files are read through the page cache: these are likely to be read next. Whether there
   // is something to flush().
   bool will_need(std::span<const ExpertId> predicted);
@@ -95,7 +95,7 @@ class Loader {
     bool again = false;  // the second read, after a wrong checksum
     ExpertId expert = kNoExpert;
     int32_t staging = -1;     // index of the buffer that a raw record is read into; -1: none
-    uint32_t generation = 0;  // so that a late hasten() cannot mean the slot's next read
+    uint32_t generation = 0;  // so that a late raise_priority() cannot mean the slot's next read
     int64_t bytes = 0;
     ReadRequest request{};
   };

@@ -112,6 +112,7 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
             .experts = experts,
             .slots = options.slots,
             .kept = options.kept,
+            .prefill = options.prefill,
             .reads_ahead = reads_ahead(options),
             .slots_per_segment = memory->slots_per_segment(),
             .reads = !source.files.empty()},
@@ -165,9 +166,9 @@ void Pool::Impl::check_experts(int32_t layer, std::span<const int32_t> indices) 
 // A read that is refused and a segment that cannot leave are events again.
 void Pool::Impl::carry_out() {
   for (Effects* effects = &core.effects(); effects->any(); effects = &core.effects()) {
-    queued |= !effects->loads.empty() || !effects->hastened.empty();
-    if (!effects->loads.empty()) loader->begin(effects->loads, refused);
-    for (int32_t slot : effects->hastened) loader->hasten(slot);
+    queued |= !effects->reads.empty() || !effects->raised.empty();
+    if (!effects->reads.empty()) loader->begin(core.slots(), effects->reads, refused);
+    for (int32_t slot : effects->raised) loader->raise_priority(slot);
     if (loader != nullptr) queued |= loader->will_need(effects->predicted);
     if (effects->landed) landed.notify_all();
     if (effects->freed && core.claims().queued()) freed.notify_all();
@@ -435,10 +436,10 @@ void Pool::split_cold(int32_t layer, std::span<const float> weights, int32_t top
   impl_->core.split_cold(layer, weights, top_k, most, choices);
 }
 
-void Pool::split_by_pool(int32_t layer, const Pool& stand_ins, SplitChoices& choices) {
+void Pool::split_by_pool(int32_t layer, const Pool& fallback, SplitChoices& choices) {
   impl_->check_process();
   std::vector<SlotState> there(static_cast<size_t>(experts()));
-  stand_ins.states(layer, there);
+  fallback.states(layer, there);
   const Impl::Lock lock(impl_->mutex);
   impl_->core.split_by_pool(layer, there, choices);
 }

@@ -25,6 +25,7 @@
 #include "residency/core/forward.h"
 #include "residency/core/kept_options.h"
 #include "residency/core/statistics.h"
+#include "residency/core/window.h"
 #include "residency/loader.h"
 #include "residency/memory/arena.h"
 #include "residency/memory/topology.h"
@@ -43,6 +44,7 @@ struct PoolOptions {
   int64_t record_bytes = 0;  // a multiple of 4 KiB
   std::string policy = "auto";
   KeptOptions kept;  // a profile warms the pool: what it names is read while slots are empty
+  PrefillWindow prefill = PrefillWindow::kAuto;
   Verify verify = Verify::kFirst;
   std::chrono::milliseconds timeout{30000};  // the longest wait for one read, and for a slot
   ReaderOptions reader;
@@ -83,7 +85,7 @@ class Pool {
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
   // Hint of a forward: `layer` is the next one, and likely to use these, the likeliest first.
   // Prefetches them one after the other as reads end, until the layer begins or another one is
-  // foretold; then what has not begun is dropped. Else as prefetch().
+  // predicted; then what has not begun is dropped. Else as prefetch().
   void expect(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
   // Gives up the READY and unpinned ones among `experts`; returns how many. A memory-only pool
   // throws.
@@ -119,7 +121,7 @@ class Pool {
   // moment: see core/deferral.h. What is replaced is counted. scores: [tokens][experts].
   void split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
                   SplitChoices& choices);
-  void split_by_pool(int32_t layer, const Pool& stand_ins, SplitChoices& choices);
+  void split_by_pool(int32_t layer, const Pool& fallback, SplitChoices& choices);
   void reroute(int32_t layer, std::span<const float> scores, float bias, int64_t kept,
                std::span<int64_t> chosen, int32_t top_k);
   // What is prefetched and unused at this moment will count neither as used nor as wasted.
@@ -207,6 +209,8 @@ class Claim {
   void release(std::span<const ReadyExpert> done);
   // Whether every expert is resident or being read; false while some wait for a slot.
   bool placed() const { return state_.waiting == 0; }
+  // Whether what it has computed makes room for what it waits for, see core/window.h.
+  bool window() const { return state_.window; }
 
  private:
   int32_t take(Pool::Impl& impl, std::span<ReadyExpert> ready, std::optional<Error>& error);

@@ -106,10 +106,10 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
   }
 }
 
-// What the trace itself foretells.
-class Foresight {
+// What the trace itself predicts.
+class Predictions {
  public:
-  Foresight(const RoutingTrace& trace, const ReplayOptions& options)
+  Predictions(const RoutingTrace& trace, const ReplayOptions& options)
       : trace_(trace), options_(options), random_(options.seed) {
     if (options.predictor != "off" && options.predictor != "lookahead" &&
         options.predictor != "standin") {
@@ -137,7 +137,7 @@ class Foresight {
         trace_.lookahead.subspan(step * trace_.experts, trace_.experts);
     order_.clear();
     for (int32_t i = 0; i < trace_.experts; ++i) {
-      if (scores[i] > 0) order_.push_back(i);  // a layer that nobody foretells has none
+      if (scores[i] > 0) order_.push_back(i);  // a layer without a prediction has none
     }
     const size_t count = std::min(order_.size(), out.size());
     std::partial_sort(order_.begin(), order_.begin() + static_cast<int64_t>(count), order_.end(),
@@ -182,10 +182,10 @@ class Disk {
   // free_at: until then it reads, for whichever of the ranks that share it.
   explicit Disk(double& free_at) : free_at_(free_at) {}
 
-  void queue(const Effects::Load& load) { queue_of(load.urgency).push_back(load.slot); }
+  void queue(int32_t slot, Urgency urgency) { queue_of(urgency).push_back(slot); }
 
   // It has become a demand read, unless it is under way.
-  void hasten(int32_t slot) {
+  void raise_priority(int32_t slot) {
     for (Urgency urgency : {Urgency::kWindow, Urgency::kPrefetch}) {
       if (std::erase(queue_of(urgency), slot) == 0) continue;
       queue_of(Urgency::kDemand).push_back(slot);
@@ -227,12 +227,13 @@ class Replay {
         core_({.layers = trace.layers,
                .experts = trace.experts,
                .slots = options.slots,
-               .kept = options.kept},
+               .kept = options.kept,
+               .prefill = options.prefill},
               options.policy == "belady"
                   ? make_belady(trace)
                   : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
         disk_(disk_free_at),
-        foresight_(trace, options),
+        predictions_(trace, options),
         guess_(options.prefetch),
         guessed_(trace.layers * trace.experts, -1) {
     result_.hits.assign(trace.tokens, 0);
@@ -248,7 +249,7 @@ class Replay {
         trace_.first_token(forward) != trace_.sequences[sequence_]) {
       return;
     }
-    foresight_.reset();
+    predictions_.reset();
     // Of prompts the core sees it itself.
     for (int32_t layer = 0; trace_.forwards.empty() && layer < trace_.layers; ++layer) {
       core_.begin_sequence(layer);
@@ -296,12 +297,12 @@ class Replay {
     }
     std::vector<int32_t> experts = experts_of(trace_, forward, layer);
     const Phase phase = phase_of(last - first);
-    foresight_.observe(layer, experts);
+    predictions_.observe(layer, experts);
     for (int32_t expert : experts) {
       result_.predicted_right += guessed_[core_.id_of(layer, expert)] == forward;
     }
     const size_t distinct = experts.size();
-    ForwardPart part{.phase = phase, .rows = last - first, .in_turn = true};
+    ForwardPart part{.phase = phase, .rows = last - first, .streams = true};
     if (phase == Phase::kPrefill) {
       prompt_.clear();
       for (int64_t token = first; token < last; ++token) {
@@ -311,9 +312,6 @@ class Replay {
       part.ids = prompt_;
       part.top_k = trace_.top_k;
     }
-    const bool covers_all = core_.slots().limit() == trace_.layers * trace_.experts;
-    part.window = takes_window(options_.prefill, phase, static_cast<int32_t>(distinct),
-                               trace_.experts, covers_all);
     std::optional<Late> late = std::exchange(late_, std::nullopt);
     if (phase == Phase::kDecode && options_.deferred > 0 && layer + 1 < trace_.layers) {
       defer(first, last, layer, experts);
@@ -326,10 +324,10 @@ class Replay {
     const double end = now_ + computing;
     busy_ += computing;
     queued_at_ = now_;
-    const auto foretell = [&] {
+    const auto predict = [&] {
       if (phase == Phase::kDecode && options_.predictor != "off") expect(forward, layer + 1);
     };
-    claim(layer, experts, part, foretell);
+    claim(layer, experts, part, predict);
     if (late)
       claim(late->layer, late->experts, {.phase = phase, .last = false, .deferral = {.late = true}},
             [] {});
@@ -412,7 +410,7 @@ class Replay {
     if (forward == trace_.forward_count()) return;
     const int64_t token = trace_.first_token(forward);
     if (trace_.first_token(forward + 1) != token + 1) return;
-    const int32_t count = foresight_.predict(token * trace_.layers + layer, guess_);
+    const int32_t count = predictions_.predict(token * trace_.layers + layer, guess_);
     const std::span<const int32_t> guess = std::span<const int32_t>(guess_).first(count);
     for (int32_t expert : guess) guessed_[core_.id_of(layer, expert)] = forward;
     core_.expect(layer, guess, Phase::kDecode);
@@ -428,8 +426,8 @@ class Replay {
 
   void carry_out() {
     Effects& effects = core_.effects();
-    for (const Effects::Load& load : effects.loads) disk_.queue(load);
-    for (int32_t slot : effects.hastened) disk_.hasten(slot);
+    for (int32_t slot : effects.reads) disk_.queue(slot, core_.slots()[slot].urgency);
+    for (int32_t slot : effects.raised) disk_.raise_priority(slot);
     effects.clear();
   }
 
@@ -468,9 +466,9 @@ class Replay {
   const ReplayOptions& options_;
   Core core_;
   Disk disk_;
-  Foresight foresight_;
+  Predictions predictions_;
   std::vector<int32_t> guess_;
-  std::vector<int64_t> guessed_;  // by expert id: the last forward that it was foretold for
+  std::vector<int64_t> guessed_;  // by expert id: the last forward that it was predicted for
   std::vector<ClaimEntry> entries_;
   std::vector<int64_t> prompt_;  // ids of a prompt's tokens
   std::optional<Late> late_;

@@ -24,8 +24,8 @@ struct RoutingTrace {
   // [tokens][layers][top_k], distinct within a layer. What another rank has is missing: kElsewhere,
   // behind all that is here.
   std::span<const int32_t> ids;
-  std::span<const float> scores;       // [tokens][layers][experts], router probabilities; or empty
-  std::span<const float> lookahead;    // as scores: of `layer`, foretold one layer before; or empty
+  std::span<const float> scores;     // [tokens][layers][experts], router probabilities; or empty
+  std::span<const float> lookahead;  // as scores: of `layer`, predicted one layer before; or empty
   std::span<const int64_t> sequences;  // first token of each, ascending; or empty: one sequence
   // First token of each forward, ascending from 0; or empty: each token is a decode step.
   std::span<const int64_t> forwards = {};

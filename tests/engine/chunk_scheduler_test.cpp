@@ -119,7 +119,7 @@ TEST(ChunkScheduler, AHastenedWindowReadGoesBehindTheDemandThatWaits) {
     scheduler.add(plain_request(tag, static_cast<int64_t>(tag) * 4096, 4096, Urgency::kWindow));
   }
   scheduler.add(plain_request(3, 3 * 4096, 4096, Urgency::kDemand));
-  scheduler.hasten(2);
+  scheduler.raise_priority(2);
   for (const int64_t block : {3, 2, 1}) EXPECT_EQ(scheduler.next()->offset, block * 4096);
 }
 
@@ -136,7 +136,7 @@ TEST(ChunkScheduler, HastenReachesChunksThatAreCutAlready) {
   ChunkScheduler scheduler(2, 4096, kUnit, 1);
   scheduler.add(plain_request(1, 0, 4096, Urgency::kPrefetch));
   const auto first = scheduler.next();
-  scheduler.hasten(1);
+  scheduler.raise_priority(1);
   scheduler.add(plain_request(2, 8192, 8192, Urgency::kDemand));
   scheduler.complete(first->chunk, -EIO);
   EXPECT_EQ(scheduler.next()->offset, 0);
@@ -178,7 +178,7 @@ TEST(ChunkScheduler, RandomEventsReportEachRequestOnce) {
       scheduler.add(plain_request(added++, up_to(100) * kUnit, (1 + up_to(40)) * kUnit,
                                   up_to(1) ? Urgency::kDemand : Urgency::kPrefetch));
     }
-    if (up_to(5) == 0) scheduler.hasten(up_to(added));
+    if (up_to(5) == 0) scheduler.raise_priority(up_to(added));
     if (const auto read = scheduler.next()) under_way.push_back(*read);
     ASSERT_LE(under_way.size(), size_t{kDepth});
     if (!under_way.empty() && up_to(1) == 0) {

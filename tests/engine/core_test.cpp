@@ -38,7 +38,7 @@ enum class Seen : uint8_t {
   kErrorSeenByLast,
   kEvicted,
   kRetiredInUse,  // and emptied by its last user
-  kHastened,
+  kRaised,
   kPredicted,
   kQueuedFirst,
   kQueuedBehind,
@@ -66,7 +66,7 @@ constexpr std::array kSeenNames{
     "the last one sees an error",
     "a record is evicted",
     "a slot is retired in use",
-    "a read is hastened",
+    "a read is raised",
     "a predicted expert has no slot yet",
     "a claim queues first",
     "a claim queues behind another",
@@ -94,6 +94,7 @@ struct Shape {
   int32_t layers, experts, slots, slots_per_segment;
   std::string policy;
   KeptOptions kept = {};
+  PrefillWindow prefill = PrefillWindow::kAuto;
 };
 
 class Driver {
@@ -106,6 +107,7 @@ class Driver {
                .experts = shape.experts,
                .slots = shape.slots,
                .kept = shape.kept,
+               .prefill = shape.prefill,
                .reads_ahead = 2,
                .slots_per_segment = shape.slots_per_segment},
               make_policy(shape.policy, {shape.layers, shape.experts, shape.slots})),
@@ -182,13 +184,12 @@ class Driver {
     live->experts = some_experts(one_in(3) ? shape_.experts : 3);
     ForwardPart part{.phase = static_cast<Phase>(below(3)), .last = !one_in(3)};
     part.kind = one_in(5) ? ClaimKind::kVisit : ClaimKind::kForward;
-    part.window = part.phase == Phase::kPrefill && one_in(2);
     part.rows = below(3) * 64;
-    part.in_turn = one_in(2);
+    part.streams = one_in(2);
     size_t left_out = 0;
     if (part.phase == Phase::kDecode && part.kind == ClaimKind::kForward) {
       part.deferral.late = one_in(4);
-      part.deferral.stood_in = one_in(3);
+      part.deferral.fallback = one_in(3);
       if (!part.deferral.late && one_in(2))
         left_out = below(static_cast<int32_t>(live->experts.size()));
       part.deferral.experts = std::span(live->experts).last(left_out);
@@ -389,22 +390,24 @@ class Driver {
   void after(const char* event) {
     ++seen_.events;
     Effects& effects = core_.effects();
-    for (const auto& [slot, expert, urgency] : effects.loads) {
+    for (int32_t slot : effects.reads) {
+      const ExpertId expert = core_.slots()[slot].expert;
       mix(uint64_t{1} << 60 | static_cast<uint64_t>(slot) << 32 | static_cast<uint64_t>(expert));
       const auto same = [&](const Pending& each) { return each.slot == slot; };
       ASSERT_TRUE(std::ranges::none_of(pending_, same)) << event << ": two reads into one slot";
       ASSERT_EQ(core_.slots()[slot].state, SlotState::kLoading) << event;
-      ASSERT_EQ(core_.slots()[slot].expert, expert) << event;
-      pending_.push_back({slot, urgency == Urgency::kDemand});
+      ASSERT_GE(expert, 0) << event;
+      const bool raised = std::ranges::find(effects.raised, slot) != effects.raised.end();
+      pending_.push_back({slot, core_.slots()[slot].urgency == Urgency::kDemand && !raised});
     }
-    for (int32_t slot : effects.hastened) {
+    for (int32_t slot : effects.raised) {
       mix(uint64_t{2} << 60 | static_cast<uint64_t>(slot));
       const auto read =
           std::ranges::find_if(pending_, [&](const Pending& each) { return each.slot == slot; });
-      ASSERT_NE(read, pending_.end()) << event << ": hastens no read";
-      ASSERT_FALSE(read->demand) << event << ": hastens a demand read";
+      ASSERT_NE(read, pending_.end()) << event << ": raises no read";
+      ASSERT_FALSE(read->demand) << event << ": raises a demand read";
       read->demand = true;
-      seen_(Seen::kHastened);
+      seen_(Seen::kRaised);
     }
     for (int64_t segment : effects.vacant) {
       mix(uint64_t{3} << 60 | static_cast<uint64_t>(segment));
@@ -526,6 +529,7 @@ Shape random_shape(std::mt19937_64& random) {
     shape.kept.early_experts = between(0, 3);
   }
   shape.kept.fill = random() % 2 == 0;
+  shape.prefill = static_cast<PrefillWindow>(between(0, 2));
   return shape;
 }
 
@@ -634,6 +638,7 @@ class OnPool final : public Target {
     options.record_bytes = kRecord;
     options.policy = shape.policy;
     options.kept = shape.kept;
+    options.prefill = shape.prefill;
     options.verify = Verify::kNever;  // hashed beside others a record may land behind the next one
     options.reader.backend = "threads";
     options.reader.threads = 1;
@@ -653,6 +658,7 @@ class OnCore final : public Target {
                .experts = shape.experts,
                .slots = shape.slots,
                .kept = shape.kept,
+               .prefill = shape.prefill,
                .reads_ahead = 1,
                .slots_per_segment = shape.slots_per_segment},
               make_policy(shape.policy, {shape.layers, shape.experts, shape.slots})) {
@@ -704,7 +710,7 @@ class OnCore final : public Target {
   }
 
   std::vector<SlotState> states() const override {
-    const auto& [layers, experts, slots, kept, ahead, segment, reads] = core_.options();
+    const auto& [layers, experts, slots, kept, prefill, ahead, segment, reads] = core_.options();
     std::vector<SlotState> states;
     for (ExpertId id = 0; id < layers * experts; ++id) states.push_back(core_.state(id));
     return states;
@@ -720,10 +726,10 @@ class OnCore final : public Target {
  private:
   void carry_out() {
     Effects& effects = core_.effects();
-    for (const Effects::Load& load : effects.loads) {
-      queues_[static_cast<size_t>(load.urgency)].push_back(load.slot);
+    for (int32_t slot : effects.reads) {
+      queues_[static_cast<size_t>(core_.slots()[slot].urgency)].push_back(slot);
     }
-    for (int32_t slot : effects.hastened) {
+    for (int32_t slot : effects.raised) {
       for (auto& queue : queues_) {
         if (std::erase(queue, slot) > 0) queues_[0].push_back(slot);
       }
@@ -786,12 +792,11 @@ TEST(Core, TheThreadedPoolDoesTheSame) {
       std::ranges::shuffle(experts, random);
       experts.resize(1 + below(shape.experts));
       ForwardPart part{.phase = static_cast<Phase>(below(3))};
-      part.window = part.phase == Phase::kPrefill && below(2) == 0;
       part.rows = below(3) * 64;
-      part.in_turn = below(2) == 0;
+      part.streams = below(2) == 0;
       if (part.phase == Phase::kDecode && experts.size() > 1 && below(3) == 0) {
         part.deferral.experts = std::span(experts).last(1);
-        part.deferral.stood_in = below(2) == 0;
+        part.deferral.fallback = below(2) == 0;
       }
       const int32_t choice = below(8), slots = 1 + below(shape.slots);
       on_both([&](Target& target) {

@@ -83,12 +83,12 @@ class Model {
     return {.layout = shape_.layout(),
             .activations = {shape_.activation},
             .threads = options.threads,
-            .workspace = options.workspace,
-            .prefill = options.prefill};
+            .workspace = options.workspace};
   }
   PoolOptions pool_options(const Options& options) const {
     PoolOptions pool;
     pool.slots = options.slots;
+    pool.prefill = options.prefill;
     pool.record_bytes = shape_.layout().bytes;
     pool.policy = options.policy;
     pool.verify = Verify::kAlways;

@@ -14,12 +14,14 @@
 #include "base/error.h"
 #include "residency/pool.h"
 #include "residency/replay.h"
+#include "slots_fixture.h"
 #include "store_fixture.h"
 
 namespace torch_mesh {
 namespace {
 
 using namespace std::chrono_literals;
+using testing::SlotsAlone;
 using Ids = std::vector<int32_t>;
 
 constexpr int64_t kRecord = 4096;
@@ -116,13 +118,16 @@ TEST(Kept, IsNeverAVictimOfAnyPolicy) {
     SCOPED_TRACE(name);
     std::mt19937 random(seed);
     constexpr int32_t kLayers = 3, kExperts = 8, kSlots = 10;
-    SlotTable slots(kLayers * kExperts, kSlots, make_policy(name, {kLayers, kExperts, kSlots}));
+    SlotsAlone alone(kLayers, kExperts, kSlots, name);
+    SlotTable& slots = alone.table;
     Ids held;
     for (int32_t step = 0; step < 2000; ++step) {
       const auto id = static_cast<ExpertId>(random() % (kLayers * kExperts));
       switch (random() % 4) {
         case 0:
-          if (slots.kept(id) || slots.unkept() > kSlots / 2) slots.keep(id, !slots.kept(id));
+          if (slots.kept(id) || slots.unkept() > kSlots / 2) {
+            slots.soft_pin(id, SoftPin::kProfile, !slots.kept(id));
+          }
           break;
         case 1:
           if (held.empty()) break;
@@ -134,17 +139,16 @@ TEST(Kept, IsNeverAVictimOfAnyPolicy) {
           int32_t slot = slots.find(id);
           if (slot < 0) {
             if (!slots.has_empty()) {
-              const ExpertId victim = slots.policy().victim();
+              const ExpertId victim = slots.victim();
               if (victim == kNoExpert) break;
               ASSERT_FALSE(slots.kept(victim));
-              slots.evict(slots.find(victim));
             }
-            slot = slots.reserve(id);
+            slot = slots.read(id, Urgency::kDemand, Phase::kNone);
             if (random() % 8 == 0) {
-              slots.fail(slot, Error(ErrorKind::kRead, "no such luck"));
+              slots.failed(slot, 0, Error(ErrorKind::kRead, "no such luck"));
               break;
             }
-            slots.land(slot);
+            slots.landed(slot, 0);
           }
           slots.pin(slot);
           held.push_back(slot);
@@ -159,9 +163,38 @@ TEST(Kept, IsNeverAVictimOfAnyPolicy) {
   }
 }
 
+// What is soft-pinned goes when a claim could do nothing else, and what is pinned never.
+TEST(SoftPins, AreTheLastResortOfAClaimThatCanDoNothing) {
+  for (const std::string_view name : policy_names()) {
+    SCOPED_TRACE(name);
+    SlotsAlone alone(1, 8, 3, name);
+    SlotTable& slots = alone.table;
+    for (ExpertId id : {0, 1, 2}) slots.landed(slots.read(id, Urgency::kDemand, Phase::kNone), 0);
+    slots.soft_pin(0, SoftPin::kProfile, true);
+    slots.hold(slots.find(2));
+    slots.hold(slots.find(1));
+    EXPECT_EQ(slots.read(3, Urgency::kPrefetch, Phase::kNone), -1);
+    EXPECT_EQ(slots.read(3, Urgency::kDemand, Phase::kNone), -1);
+    const int32_t slot = slots.read(3, Urgency::kDemand, Phase::kNone, /*stuck=*/true);
+    ASSERT_GE(slot, 0);
+    EXPECT_EQ(slots.find(0), -1);
+    EXPECT_TRUE(slots.kept(0)) << "and is soft-pinned again once it is back";
+    slots.validate();
+    EXPECT_EQ(slots.read(4, Urgency::kDemand, Phase::kNone, /*stuck=*/true), -1);
+    slots.landed(slot, 0);
+    slots.unpin(slots.find(1));
+    slots.hold(slot);
+    slots.soft_pin(1, SoftPin::kDeferred, true);
+    EXPECT_GE(slots.read(4, Urgency::kDemand, Phase::kNone), 0) << "what is deferred goes sooner";
+    EXPECT_EQ(slots.find(1), -1);
+    slots.validate();
+  }
+}
+
 TEST(Kept, PinsGiveWayBelowTwiceTheirNumberAndComeBack) {
   constexpr int32_t kSlots = 12;
-  SlotTable slots(16, kSlots, make_policy("lru", {2, 8, kSlots}));
+  SlotsAlone alone(2, 8, kSlots, "lru");
+  SlotTable& slots = alone.table;
   Kept kept({.profile = falling(2, 8), .pins = .5}, 2, 8, slots);
   EXPECT_EQ(slots.unkept(), 6);
   for (ExpertId id : {0, 8, 1, 9, 2, 10}) EXPECT_TRUE(slots.kept(id)) << id;
@@ -178,7 +211,8 @@ TEST(Kept, PinsGiveWayBelowTwiceTheirNumberAndComeBack) {
 
 TEST(Kept, EarlyLayersKeepWhatTheyUsedMostOfLate) {
   constexpr int32_t kSlots = 12;
-  SlotTable slots(24, kSlots, make_policy("heat", {3, 8, kSlots}));
+  SlotsAlone alone(3, 8, kSlots, "heat");
+  SlotTable& slots = alone.table;
   Kept kept({.early_layers = 2, .early_experts = 2}, 3, 8, slots);
   for (int32_t step = 0; step < 300; ++step) {
     kept.tick(0, Ids{step % 2 ? 5 : 3, 6}, {}, 0);

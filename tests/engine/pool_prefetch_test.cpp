@@ -6,7 +6,7 @@
 #include "error_of.h"
 #include "pool_fixture.h"
 #include "residency/core/expected.h"
-#include "residency/core/slots.h"
+#include "slots_fixture.h"
 
 namespace torch_mesh {
 namespace {
@@ -66,19 +66,20 @@ TEST(Pool, WhatIsExpectedIsReadInTurnUntilItsLayerBegins) {
 }
 
 TEST(Pool, WhatIsExpectedIsAskedForOnce) {
-  SlotTable slots(8, 4, make_policy("lru", {1, 8, 4}));
+  SlotsAlone alone(1, 8, 4, "lru");
+  SlotTable& slots = alone.table;
   Expected expected(1, 8);
   expected.set(0, std::vector<int32_t>{5, 2}, slots);
-  const auto reserve = [&](ExpertId id) { return slots.reserve(id); };
-  const int32_t first = expected.reserve_next(slots, reserve);
+  const int32_t first = expected.read_next(slots, Phase::kNone);
   EXPECT_EQ(slots[first].expert, 5);
-  slots.fail(first, Error(ErrorKind::kClosed, "at once"));
-  EXPECT_EQ(slots[expected.reserve_next(slots, reserve)].expert, 2);
-  EXPECT_EQ(expected.reserve_next(slots, reserve), -1);
+  slots.failed(first, 0, Error(ErrorKind::kClosed, "at once"));
+  EXPECT_EQ(slots[expected.read_next(slots, Phase::kNone)].expert, 2);
+  EXPECT_EQ(expected.read_next(slots, Phase::kNone), -1);
 }
 
 TEST(Pool, WhatIsSeldomRightIsNotRead) {
-  SlotTable slots(2 * 8, 16, make_policy("lru", {2, 8, 16}));
+  SlotsAlone alone(2, 8, 16, "lru");
+  SlotTable& slots = alone.table;
   Expected expected(2, 8);
   const std::vector<int32_t> guesses{5, 2, 7};
   // The guesses that a layer reads; each fails, and is cold again the next time.
@@ -86,11 +87,10 @@ TEST(Pool, WhatIsSeldomRightIsNotRead) {
     std::vector<int32_t> ids;
     expected.set(layer, guesses, slots);
     for (;;) {
-      const int32_t slot =
-          expected.reserve_next(slots, [&](ExpertId id) { return slots.reserve(id); });
+      const int32_t slot = expected.read_next(slots, Phase::kNone);
       if (slot < 0) return ids;
       ids.push_back(slots[slot].expert % 8);
-      slots.fail(slot, Error(ErrorKind::kClosed, "at once"));
+      slots.failed(slot, 0, Error(ErrorKind::kClosed, "at once"));
     }
   };
   const auto forwards = [&](int32_t count, const std::vector<int32_t>& used) {
@@ -107,10 +107,10 @@ TEST(Pool, WhatIsSeldomRightIsNotRead) {
   EXPECT_EQ(read(1), guesses) << "another layer";
   forwards(2000, {2, 7});
   EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "what was not read is learned, too";
-  const int32_t slot = slots.reserve(2);
-  slots.land(slot);
+  const int32_t slot = slots.read(2, Urgency::kDemand, Phase::kNone);
+  slots.landed(slot, 0);
   forwards(2000, {7});
-  slots.evict(slot);
+  slots.evict(slot, Phase::kNone);
   EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "nothing is learned of what is there";
   expected.begin(1, {}, slots);
   forwards(1, {5});
@@ -119,7 +119,8 @@ TEST(Pool, WhatIsSeldomRightIsNotRead) {
 
 TEST(Pool, WhatIsRightHalfOfTheTimeIsReadWhereTheDiskHasTheTime) {
   for (const bool idle : {false, true}) {
-    SlotTable slots(8, 8, make_policy("lru", {1, 8, 8}));
+    SlotsAlone alone(1, 8, 8, "lru");
+    SlotTable& slots = alone.table;
     Expected expected(1, 8);
     const std::vector<int32_t> guesses{5, 2};
     bool asked = false;
@@ -128,18 +129,17 @@ TEST(Pool, WhatIsRightHalfOfTheTimeIsReadWhereTheDiskHasTheTime) {
       std::vector<int32_t> reads;
       expected.set(0, guesses, slots);
       for (;;) {
-        const int32_t slot =
-            expected.reserve_next(slots, [&](ExpertId id) { return slots.reserve(id); });
+        const int32_t slot = expected.read_next(slots, Phase::kNone);
         if (slot < 0) break;
         asked |= slots[slot].expert == 2;
         reads.push_back(slot);
-        if (idle) slots.land(slot);
+        if (idle) slots.landed(slot, 0);
       }
       const int32_t second = i % 2 == 0 ? 2 : 3;
       expected.begin(0, std::vector<int32_t>{5, second}, slots);
       for (const int32_t slot : reads) {
-        if (!idle) slots.land(slot);
-        slots.evict(slot);
+        if (!idle) slots.landed(slot, 0);
+        slots.evict(slot, Phase::kNone);
       }
     }
     EXPECT_EQ(asked, idle);

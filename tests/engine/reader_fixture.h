@@ -133,8 +133,8 @@ inline void submit(Reader& reader, const ReadRequest& request) {
   reader.flush();
 }
 
-inline void hasten(Reader& reader, uint64_t tag) {
-  reader.hasten(tag);
+inline void raise_priority(Reader& reader, uint64_t tag) {
+  reader.raise_priority(tag);
   reader.flush();
 }
 

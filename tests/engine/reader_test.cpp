@@ -91,7 +91,7 @@ TEST_P(ReaderTest, RequestsFromSeveralThreads) {
         ranges[tag] = {offset, needed};
         submit(*reader, request_for(tag, 0, offset, needed, memory.at(tag * kSlot),
                                     random() % 2 ? Urgency::kDemand : Urgency::kPrefetch));
-        if (random() % 3 == 0) hasten(*reader, tag);
+        if (random() % 3 == 0) raise_priority(*reader, tag);
       }
     });
   }
@@ -175,8 +175,8 @@ TEST_P(ReaderTest, HastenedPrefetchOvertakesTheOthers) {
     for (const uint64_t tag : {1, 2, 3}) {
       submit(reader, request_for(tag, 0, 0, 2 * kChunk, memory.at(0), Urgency::kPrefetch));
     }
-    hasten(reader, 3);
-    hasten(reader, 12345);
+    raise_priority(reader, 3);
+    raise_priority(reader, 12345);
   });
   EXPECT_EQ(tags, (std::vector<uint64_t>{0, 3, 1, 2}));
 }
@@ -192,7 +192,7 @@ TEST_P(ReaderTest, CallbackMaySubmitAndHasten) {
     ready.pass();
     if (result.tag < 20) {
       submit(*reader, request_for(result.tag + 1, 0, 0, 100, memory.at(0), Urgency::kPrefetch));
-      hasten(*reader, result.tag + 1);
+      raise_priority(*reader, result.tag + 1);
     }
     collect(result);
   });
@@ -229,7 +229,7 @@ TEST_P(ReaderTest, CloseWithRequestsUnderWayReportsEachOnce) {
       << "written to after close()";
   expect_error(ErrorKind::kClosed, "closed",
                [&] { submit(*reader, request_for(1, 0, 0, 1, memory.at(0))); });
-  hasten(*reader, 1);
+  raise_priority(*reader, 1);
   reader->close();
 }
 
@@ -321,7 +321,7 @@ TEST_P(ReaderTest, ForkedChildIsRefusedAndDoesNotHang) {
     } catch (const Error& error) {
       failures = error.kind() != ErrorKind::kForked;
     }
-    hasten(*reader, 1);
+    raise_priority(*reader, 1);
     reader->close();
     reader.reset();
     return failures;

@@ -66,7 +66,7 @@ struct Prompt {
   }
 
   ForwardPart part() const {
-    return {.phase = Phase::kPrefill, .ids = ids, .top_k = 3, .window = true};
+    return {.phase = Phase::kPrefill, .ids = ids, .top_k = 3, .streams = true};
   }
 };
 
@@ -102,7 +102,7 @@ TEST(Window, ReadsTheNextLayerIntoSlotsThatThisOneIsDoneWith) {
   const std::vector<int32_t> all = all_of(40);
   std::vector<Claim::Entry> entries(all.size());
   std::array<ReadyExpert, 10> ready;
-  Claim claim(pool, 0, all, entries, {.phase = Phase::kPrefill, .window = true});
+  Claim claim(pool, 0, all, entries, {.phase = Phase::kPrefill, .streams = true});
   pool.drain();  // so that each batch is full
   for (int32_t batch = 0; batch < 3; ++batch) {
     ASSERT_EQ(claim.next(ready), 10);
@@ -123,7 +123,7 @@ TEST(Window, ReadsTheNextLayerIntoSlotsThatThisOneIsDoneWith) {
 TEST(Window, ReadsNothingAheadForAnotherChunkOrWithoutBeingAsked) {
   const TestStore store(2, 8);
   for (const ForwardPart part :
-       {ForwardPart{.phase = Phase::kPrefill, .last = false, .window = true},
+       {ForwardPart{.phase = Phase::kPrefill, .last = false, .streams = true},
         ForwardPart{.phase = Phase::kPrefill}}) {
     Pool pool(options_of(10), {}, store.source(), nullptr);
     forward(pool, 0, all_of(8), part);
@@ -168,7 +168,7 @@ TEST(Window, LeavesWhatThePromptUsedMostOfEveryLayer) {
   const auto hot_after = [&](bool window) {
     Pool pool(options_of(kLayers * kHot), {}, store.source(), nullptr);
     ForwardPart part = prompt.part();
-    part.window = window;
+    part.streams = window;
     for (int32_t layer = 0; layer < kLayers; ++layer) forward(pool, layer, prompt.by_rows, part);
     int32_t hot = 0;
     for (int32_t layer = 0; layer < kLayers; ++layer) hot += present(pool, layer, 0, kHot);
@@ -202,8 +202,8 @@ double hits_of_steps(int32_t used, ForwardPart part) {
 
 // Half of the experts have slots, of which sixteen at most serve what is read in turn.
 TEST(Window, StepsOfManySequencesKeepWhatIsResident) {
-  const ForwardPart decode{.phase = Phase::kDecode, .rows = 12, .in_turn = true};
-  const ForwardPart many{.phase = Phase::kPrefill, .rows = 24, .in_turn = true};
+  const ForwardPart decode{.phase = Phase::kDecode, .rows = 12, .streams = true};
+  const ForwardPart many{.phase = Phase::kPrefill, .rows = 24, .streams = true};
   EXPECT_GE(hits_of_steps(96, decode), .45);
   EXPECT_GE(hits_of_steps(96, many), .45);
   EXPECT_LE(hits_of_steps(96, {.phase = Phase::kDecode}), .43);  // all misses have slots at once
@@ -215,7 +215,7 @@ TEST(Window, AFailedReadAheadReachesNobodyWhoDoesNotNeedIt) {
   options.reader.retries = 0;
   Pool pool(options, {}, store.source(), nullptr);
   store.truncate(40 * kRecord);  // the second layer is gone
-  forward(pool, 0, all_of(40), {.phase = Phase::kPrefill, .window = true});
+  forward(pool, 0, all_of(40), {.phase = Phase::kPrefill, .streams = true});
   pool.drain();
   EXPECT_TRUE(pool.detailed_stats().prefetch_error.has_value());
   EXPECT_EQ(present(pool, 1, 0, 40), 0);

@@ -19,7 +19,7 @@ void Claims::add(ClaimState& claim) {
 void Claims::remove(ClaimState& claim) {
   for (const ClaimEntry& entry : claim.entries) {
     if (entry.state == ClaimEntry::kJoined || entry.state == ClaimEntry::kHeld) {
-      residents_.unpin(entry.slot);
+      slots_.unpin(entry.slot);
     }
   }
   const auto [next, previous] = claim.alive;
@@ -33,7 +33,7 @@ void Claims::reserve(ClaimState& claim, const Window& window) {
   const size_t count = claim.entries.size();
   for (size_t i = 0; i < count && claim.waiting > 0; ++i) {
     // Forwards list the expert of most rows first. What a window reads last is what it leaves.
-    if (!reserve_one(claim, claim.part.window ? count - 1 - i : i, window)) return;
+    if (!reserve_one(claim, claim.window ? count - 1 - i : i, window)) return;
   }
 }
 
@@ -41,13 +41,13 @@ void Claims::reserve(ClaimState& claim, const Window& window) {
 void Claims::join_present(ClaimState& claim) {
   for (size_t i = 0; i < claim.entries.size(); ++i) {
     if (claim.entries[i].state != ClaimEntry::kWaiting) continue;
-    const int32_t slot = residents_.slots().find(id_of(claim, i));
+    const int32_t slot = slots_.find(id_of(claim, i));
     if (slot < 0) continue;
-    const bool ready = residents_.slots()[slot].state == SlotState::kReady;
+    const bool ready = slots_[slot].state == SlotState::kReady;
     // A prefetch is used by a forward.
-    const bool ahead = claim.part.kind == ClaimKind::kForward && residents_.use_prefetched(slot);
+    const bool ahead = claim.part.kind == ClaimKind::kForward && slots_.use_prefetched(slot);
     join(claim, i, slot, ahead);
-    if (!ready) residents_.hasten(slot);
+    if (!ready) slots_.raise_priority(slot);
     count(claim, i, ready ? kHit : kInflightMiss);
   }
 }
@@ -56,24 +56,22 @@ void Claims::join_present(ClaimState& claim) {
 bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) {
   if (claim.entries[index].state != ClaimEntry::kWaiting) return true;
   const ExpertId id = id_of(claim, index);
-  SlotTable& slots = residents_.slots();
-  if (const int32_t present = slots.find(id); present >= 0) {  // a duplicate in the list
+  if (const int32_t present = slots_.find(id); present >= 0) {  // a duplicate in the list
     join(claim, index, present, false);
     count(claim, index, kInflightMiss);
     return true;
   }
-  if (!slots.has_empty() && claim.reading >= window.slots_for(claim)) return false;
-  const int32_t slot = residents_.reserve(id, claim.part.phase);
+  if (!slots_.has_empty() && claim.reading >= window.slots_for(claim)) return false;
+  const bool stuck = claim.joined + claim.held == 0;
+  const int32_t slot = slots_.read(id, Urgency::kDemand, claim.part.phase, stuck);
   if (slot < 0) return false;
   join(claim, index, slot, true);
   count(claim, index, kColdMiss);
-  residents_.read(slot, Urgency::kDemand, claim.part.phase);
   return true;
 }
 
 void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool read) {
-  SlotTable& slots = residents_.slots();
-  claim.part.kind == ClaimKind::kVisit ? slots.hold(slot) : slots.pin(slot);
+  claim.part.kind == ClaimKind::kVisit ? slots_.hold(slot) : slots_.pin(slot);
   claim.entries[index] = {slot, ClaimEntry::kJoined, read};
   claim.reading += read;
   --claim.waiting;
@@ -83,17 +81,16 @@ void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool read) {
 void Claims::count(const ClaimState& claim, size_t index, AccessCount how) {
   if (!claim.part.teaches()) return;
   const ExpertId id = id_of(claim, index);
-  statistics_.count(id, claim.part.phase, how, residents_.slots().kept(id));
+  statistics_.count(id, claim.part.phase, how, slots_.kept(id));
 }
 
 int32_t Claims::hand_out(ClaimState& claim, std::span<HandedOut> ready,
                          std::optional<Error>& error) {
-  const SlotTable& slots = residents_.slots();
   int32_t count = 0;
   for (size_t i = 0; i < claim.entries.size() && claim.joined > 0; ++i) {
     ClaimEntry& entry = claim.entries[i];
     if (entry.state != ClaimEntry::kJoined) continue;
-    const Slot& slot = slots[entry.slot];
+    const Slot& slot = slots_[entry.slot];
     if (slot.state == SlotState::kLoading) continue;
     if (slot.error) {
       if (count > 0) break;  // what is in `ready` must reach the caller first
@@ -101,7 +98,7 @@ int32_t Claims::hand_out(ClaimState& claim, std::span<HandedOut> ready,
       entry.state = ClaimEntry::kDone;
       --claim.joined;
       end_read(claim, entry);
-      residents_.unpin(entry.slot);
+      slots_.unpin(entry.slot);
       return 0;
     }
     if (count == static_cast<int32_t>(ready.size())) break;
@@ -122,7 +119,7 @@ size_t Claims::release(ClaimState& claim, std::span<const int32_t> indices) {
     entry.state = ClaimEntry::kDone;
     --claim.held;
     end_read(claim, entry);
-    residents_.unpin(entry.slot);
+    slots_.unpin(entry.slot);
   }
   return indices.size();
 }
@@ -130,15 +127,14 @@ size_t Claims::release(ClaimState& claim, std::span<const int32_t> indices) {
 int32_t Claims::late_slot(const ClaimState& claim) const {
   for (const ClaimEntry& entry : claim.entries) {
     if (entry.state != ClaimEntry::kJoined) continue;
-    if (residents_.slots()[entry.slot].state == SlotState::kLoading) return entry.slot;
+    if (slots_[entry.slot].state == SlotState::kLoading) return entry.slot;
   }
   return -1;
 }
 
 bool Claims::waits_for_reads(const ClaimState& claim) const {
   return std::ranges::none_of(claim.entries, [&](const ClaimEntry& entry) {
-    return entry.state == ClaimEntry::kJoined &&
-           residents_.slots()[entry.slot].state != SlotState::kLoading;
+    return entry.state == ClaimEntry::kJoined && slots_[entry.slot].state != SlotState::kLoading;
   });
 }
 
@@ -162,8 +158,7 @@ bool Claims::is_behind_others(const ClaimState& claim) const {
 }
 
 void Claims::validate() const {
-  const SlotTable& slots = residents_.slots();
-  std::vector<int32_t> pins(static_cast<size_t>(slots.size()), 0);
+  std::vector<int32_t> pins(static_cast<size_t>(slots_.size()), 0);
   for (const ClaimState* claim = alive_; claim != nullptr; claim = claim->alive.next) {
     int32_t waiting = 0, joined = 0, held = 0, reading = 0;
     for (const ClaimEntry& entry : claim->entries) {
@@ -174,15 +169,15 @@ void Claims::validate() const {
       if (entry.state != ClaimEntry::kJoined && entry.state != ClaimEntry::kHeld) continue;
       ++pins[entry.slot];
       check_invariant(
-          entry.state != ClaimEntry::kHeld || slots[entry.slot].state == SlotState::kReady,
+          entry.state != ClaimEntry::kHeld || slots_[entry.slot].state == SlotState::kReady,
           "a claim holds a slot that is not READY");
     }
     check_invariant(waiting == claim->waiting && joined == claim->joined && held == claim->held &&
                         reading == claim->reading,
                     "a claim's counts are not those of its entries");
   }
-  for (int32_t slot = 0; slot < slots.size(); ++slot) {
-    check_invariant(pins[slot] == slots[slot].pins, "a slot's pins are not those of the claims");
+  for (int32_t slot = 0; slot < slots_.size(); ++slot) {
+    check_invariant(pins[slot] == slots_[slot].pins, "a slot's pins are not those of the claims");
   }
   const ClaimState* last = nullptr;
   for (const ClaimState* claim = first_waiting_; claim != nullptr; claim = claim->queue.next) {

@@ -8,7 +8,8 @@
 #include <span>
 
 #include "base/error.h"
-#include "residency/core/residents.h"
+#include "residency/core/forward.h"
+#include "residency/core/slots.h"
 
 namespace torch_mesh {
 
@@ -35,7 +36,8 @@ struct ClaimState {
   int32_t joined = 0;                     // resident or being read for this claim, not handed out
   int32_t held = 0;                       // handed out, not released
   int32_t reading = 0;                    // read for this claim or ahead of it, not released
-  bool step = false;  // of many sequences: the layer's last forward had as many rows
+  bool step = false;    // of many sequences: the layer's last forward had as many rows
+  bool window = false;  // it reads through the pool's window, and so will the next layer's
   // Its thread runs the interrupt hook: others take slots before it. It would keep a forward of a
   // signal handler waiting for as long as it waits for the handler.
   bool passed_over = false;
@@ -58,8 +60,8 @@ class Window;
 
 class Claims {
  public:
-  Claims(int32_t experts, Residents& residents, Statistics& statistics, Effects& effects)
-      : experts_(experts), residents_(residents), statistics_(statistics), effects_(effects) {}
+  Claims(int32_t experts, SlotTable& slots, Statistics& statistics, Effects& effects)
+      : experts_(experts), slots_(slots), statistics_(statistics), effects_(effects) {}
 
   void add(ClaimState& claim);     // with all entries kWaiting
   void remove(ClaimState& claim);  // drops all pins; reads under way go on
@@ -104,7 +106,7 @@ class Claims {
   }
 
   const int32_t experts_;  // per layer
-  Residents& residents_;
+  SlotTable& slots_;
   Statistics& statistics_;
   Effects& effects_;
   ClaimState* alive_ = nullptr;

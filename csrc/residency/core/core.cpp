@@ -10,24 +10,24 @@ Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
     : options_(options),
       effects_(options.slots, options.experts, options.slots),
       statistics_(options.layers, options.experts),
-      residents_(options.layers, options.experts, options.slots, std::move(policy), statistics_,
-                 effects_),
-      kept_(options.kept, options.layers, options.experts, residents_.slots()),
+      slots_(options.layers, options.experts, options.slots, std::move(policy), statistics_,
+             effects_),
+      kept_(options.kept, options.layers, options.experts, slots_),
       use_(options.kept.profile.tokens.empty() ? ModelUse(options.layers, options.experts)
                                                : options.kept.profile),
       warming_(options.kept.elsewhere.empty()),
       last_phase_(static_cast<size_t>(options.layers), Phase::kNone),
       last_rows_(last_phase_.size(), 0),
       expected_(options.layers, options.experts),
-      window_(options.layers, options.experts, residents_),
-      claims_(options.experts, residents_, statistics_, effects_),
-      sizing_(options.slots_per_segment, residents_, kept_, statistics_, effects_),
+      window_(options.layers, options.experts, options.prefill, slots_),
+      claims_(options.experts, slots_, statistics_, effects_),
+      sizing_(options.slots_per_segment, slots_, kept_, statistics_, effects_),
       states_(static_cast<size_t>(options.experts)) {
   if (options.reads) read_ahead();
 }
 
 Effects& Core::effects() {
-  if (residents_.take_emptied()) sizing_.let_go();
+  if (slots_.take_emptied()) sizing_.let_go();
   return effects_;
 }
 
@@ -43,17 +43,18 @@ void Core::begin(ClaimState& claim) {
 
 void Core::begin_forward(ClaimState& claim) {
   const Deferral& deferral = claim.part.deferral;
+  claim.window = window_.takes(claim);
   if (claim.part.teaches()) {
-    expected_.begin(claim.layer, claim.experts, residents_.slots());
+    expected_.begin(claim.layer, claim.experts, slots_);
     learn(claim);
   }
   claims_.reserve(claim, window_);
   // They are pinned if they are this claim's, else of a forward broken off.
   if (claim.part.teaches() || (deferral.late && claim.waiting == 0)) {
-    residents_.forget_last(claim.layer);
+    slots_.forget_deferred(claim.layer);
   }
-  const auto read_left_out = deferral.stood_in ? read_stood_in : read_deferred;
-  read_left_out(claim, claims_.queued(), options_.experts, residents_, statistics_);
+  const auto read_left_out = deferral.fallback ? read_after_fallback : read_deferred;
+  read_left_out(claim, claims_.queued(), options_.experts, slots_, statistics_);
   read_next_layer(claim);
 }
 
@@ -69,7 +70,7 @@ void Core::learn(ClaimState& claim) {
     last_phase_[claim.layer] = part.phase;
   }
   if (covers_all()) return;
-  Policy& policy = residents_.slots().policy();
+  Policy& policy = slots_.policy();
   if (part.phase == Phase::kPrefill && last == Phase::kDecode) policy.begin_sequence(claim.layer);
   if (claim.step) {
     policy.tick(claim.layer, claim.experts);
@@ -106,57 +107,44 @@ void Core::read_next_layer(const ClaimState& claim) {
 }
 
 void Core::landed(int32_t slot, int64_t bytes) {
-  residents_.landed(slot, bytes);
+  slots_.landed(slot, bytes);
   read_ahead();
 }
 
 void Core::failed(int32_t slot, int64_t bytes, Error error) {
-  residents_.failed(slot, bytes, std::move(error));
+  slots_.failed(slot, bytes, std::move(error));
   read_ahead();
 }
 
 void Core::read_ahead() {
-  const SlotTable& slots = residents_.slots();
-  const int64_t most = std::min(options_.reads_ahead, int64_t{slots.unkept() / 2});
+  const int64_t most = std::min(options_.reads_ahead, int64_t{slots_.unkept() / 2});
   // Those that queue for slots come first.
-  while (!closed_ && options_.reads && residents_.prefetching() < most && !claims_.queued()) {
-    const auto reserve = [this](ExpertId id) { return residents_.reserve(id, expected_phase_); };
-    int32_t slot = expected_.reserve_next(residents_.slots(), reserve);
-    const Phase phase = slot < 0 ? Phase::kNone : expected_phase_;
+  while (!closed_ && options_.reads && slots_.prefetching() < most && !claims_.queued()) {
+    if (expected_.read_next(slots_, expected_phase_) >= 0) continue;
     // Nothing asks for these: they are read while the disk has nothing else to do.
-    const bool idle = slots.loading() == residents_.prefetching();
-    if (slot < 0 && warming_ && idle) slot = kept_.reserve_warm();
-    if (slot < 0) return;
-    residents_.read(slot, Urgency::kPrefetch, phase);
+    const bool idle = slots_.loading() == slots_.prefetching();
+    if (!warming_ || !idle || kept_.read_warm() < 0) return;
   }
 }
 
 void Core::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase) {
   if (!options_.reads || claims_.queued()) return;
-  SlotTable& slots = residents_.slots();
   const auto ids =
       experts | std::views::transform([&](int32_t expert) { return id_of(layer, expert); });
-  while_kept(slots, ids, [&] {
-    for (ExpertId id : ids) {
-      if (residents_.prefetching() >= slots.unkept() / 2) break;
-      if (slots.find(id) >= 0) continue;
-      const int32_t slot = residents_.reserve(id, phase);
-      if (slot < 0) break;
-      residents_.read(slot, Urgency::kPrefetch, phase);
-    }
-  });
+  slots_.read_missing(ids, Urgency::kPrefetch, phase,
+                      [this] { return slots_.prefetching() < slots_.unkept() / 2; });
 }
 
 void Core::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {
   if (!options_.reads) return;
-  expected_.set(layer, experts, residents_.slots());
+  expected_.set(layer, experts, slots_);
   expected_phase_ = phase;
   read_ahead();
-  expected_.waiting(residents_.slots(), effects_.predicted);
+  expected_.waiting(slots_, effects_.predicted);
 }
 
 void Core::observe(int32_t layer, std::span<const float> scores) {
-  if (!covers_all()) residents_.slots().policy().observe(layer, scores);
+  if (!covers_all()) slots_.policy().observe(layer, scores);
 }
 
 void Core::warm_up() {
@@ -164,12 +152,11 @@ void Core::warm_up() {
 }
 
 int32_t Core::evict(int32_t layer, std::span<const int32_t> experts) {
-  const SlotTable& slots = residents_.slots();
   int32_t evicted = 0;
   for (int32_t expert : experts) {
-    const int32_t slot = slots.find(id_of(layer, expert));
-    if (slot < 0 || !slots.reusable(slot)) continue;
-    residents_.evict(slot, Phase::kNone);
+    const int32_t slot = slots_.find(id_of(layer, expert));
+    if (slot < 0 || !slots_.reusable(slot)) continue;
+    slots_.evict(slot, Phase::kNone);
     ++evicted;
   }
   effects_.freed |= evicted > 0;
@@ -177,12 +164,11 @@ int32_t Core::evict(int32_t layer, std::span<const int32_t> experts) {
 }
 
 int32_t Core::fill(ExpertId id) {
-  SlotTable& slots = residents_.slots();
-  if (const int32_t present = slots.find(id); present >= 0) {
-    if (!slots.reusable(present)) return -1;
-    slots.evict(present);
+  if (const int32_t present = slots_.find(id); present >= 0) {
+    if (!slots_.reusable(present)) return -1;
+    slots_.evict(present, Phase::kNone);
   }
-  return slots.reserve(id);
+  return slots_.reserve(id);
 }
 
 void Core::split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
@@ -209,8 +195,8 @@ void Core::reroute(int32_t layer, std::span<const float> scores, float bias, int
 }
 
 SlotState Core::state(ExpertId id) const {
-  const int32_t slot = residents_.slots().find(id);
-  return slot < 0 ? SlotState::kEmpty : residents_.slots()[slot].state;
+  const int32_t slot = slots_.find(id);
+  return slot < 0 ? SlotState::kEmpty : slots_[slot].state;
 }
 
 void Core::states(int32_t layer, std::span<SlotState> states) const {
@@ -221,11 +207,11 @@ void Core::states(int32_t layer, std::span<SlotState> states) const {
 
 void Core::reset_statistics() {
   statistics_.reset();
-  residents_.forget_unused();
+  slots_.forget_unused();
 }
 
 void Core::validate() const {
-  residents_.validate();
+  slots_.validate();
   claims_.validate();
   sizing_.validate(closed_);
 }

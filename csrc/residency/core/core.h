@@ -18,6 +18,17 @@
 //   completed.
 // - A claim waits for slots only while it holds no pin, first come first served; so forwards on a
 //   small pool cannot deadlock, and none starves.
+//
+// Every read begins with SlotTable::read(). What is read, by priority, and how much of it at a
+// time:
+//   1. what a claim needs                claims.h    as many as it has slots for, see Window
+//   2. what it has deferred              deferral.h  if all of 1. have slots
+//   3. the next layer of a prompt        window.h    the window's slots
+//   4. hints: prefetch()                 core.cpp    half of the slots
+//   5. what the next layer is expected   expected.h  CoreOptions::reads_ahead
+//      to use
+//   6. what warms the pool               kept.h      likewise, into empty slots of an idle disk
+// 3. to 6. wait while claims queue for slots.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +42,8 @@
 #include "residency/core/effects.h"
 #include "residency/core/expected.h"
 #include "residency/core/kept.h"
-#include "residency/core/residents.h"
 #include "residency/core/sizing.h"
+#include "residency/core/slots.h"
 #include "residency/core/statistics.h"
 #include "residency/core/window.h"
 
@@ -43,6 +54,7 @@ struct CoreOptions {
   int32_t experts = 0;  // per layer
   int32_t slots = 0;
   KeptOptions kept = {};
+  PrefillWindow prefill = PrefillWindow::kAuto;
   int64_t reads_ahead = 1;        // of what is expected or warmed: as many are under way at a time
   int32_t slots_per_segment = 0;  // see Sizing
   bool reads = true;              // false: records come by fill() and are never given up
@@ -79,7 +91,7 @@ class Core {
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase);
   void expect(int32_t layer, std::span<const int32_t> experts, Phase phase);
   void observe(int32_t layer, std::span<const float> scores);
-  void begin_sequence(int32_t layer) { residents_.slots().policy().begin_sequence(layer); }
+  void begin_sequence(int32_t layer) { slots_.policy().begin_sequence(layer); }
   void warm_up();
 
   // Gives up what is READY and unpinned of these experts, and returns how many.
@@ -87,7 +99,7 @@ class Core {
   // Of a core that reads nothing: a slot to put the expert's record into, to be followed by
   // filled(); -1: it is in use.
   int32_t fill(ExpertId id);
-  void filled(int32_t slot) { residents_.filled(slot); }
+  void filled(int32_t slot) { slots_.filled(slot); }
 
   // Which of a layer's choices go elsewhere or are replaced, see deferral.h.
   void split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
@@ -104,7 +116,7 @@ class Core {
   void states(int32_t layer, std::span<SlotState> states) const;  // of each expert
   ExpertId id_of(int32_t layer, int32_t expert) const { return layer * options_.experts + expert; }
   const CoreOptions& options() const { return options_; }
-  const SlotTable& slots() const { return residents_.slots(); }
+  const SlotTable& slots() const { return slots_; }
   const Claims& claims() const { return claims_; }
   Sizing& sizing() { return sizing_; }
   const Sizing& sizing() const { return sizing_; }
@@ -121,9 +133,7 @@ class Core {
 
  private:
   // With a slot for every expert nothing is given up: what is used tells a policy nothing.
-  bool covers_all() const {
-    return residents_.slots().limit() == options_.layers * options_.experts;
-  }
+  bool covers_all() const { return slots_.limit() == options_.layers * options_.experts; }
   void begin_forward(ClaimState& claim);
   void learn(ClaimState& claim);
   void read_next_layer(const ClaimState& claim);
@@ -133,14 +143,14 @@ class Core {
   const CoreOptions options_;
   Effects effects_;
   Statistics statistics_;
-  Residents residents_;
+  SlotTable slots_;
   Kept kept_;
   ModelUse use_;
-  bool warming_;                    // see Kept::reserve_warm()
+  bool warming_;                    // see Kept::read_warm()
   std::vector<Phase> last_phase_;   // by layer, of the last claim that was a forward's
   std::vector<int64_t> last_rows_;  // by layer, of the last forward that has ended
   Expected expected_;
-  Phase expected_phase_ = Phase::kNone;  // of the forward that foretold
+  Phase expected_phase_ = Phase::kNone;  // of the forward that predicted
   Window window_;
   Claims claims_;
   Sizing sizing_;

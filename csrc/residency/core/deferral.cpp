@@ -9,50 +9,46 @@
 
 namespace torch_mesh {
 
-void read_deferred(const ClaimState& claim, bool queued, int32_t experts, Residents& residents,
+void read_deferred(const ClaimState& claim, bool queued, int32_t experts, SlotTable& slots,
                    Statistics& statistics) {
   const Phase phase = claim.part.phase;
-  SlotTable& slots = residents.slots();
   for (int32_t index : claim.part.deferral.experts) {
     const ExpertId id = claim.layer * experts + index;
     statistics.count(id, phase, kDeferred, slots.kept(id));
-    residents.give_up_last(id);
+    slots.soft_pin(id, SoftPin::kDeferred, true);
   }
   // Where reads wait for slots, those that somebody waits for come first.
   const bool placed = claim.waiting == 0 && !queued;
   for (int32_t index : claim.part.deferral.experts) {
     const ExpertId id = claim.layer * experts + index;
     if (const int32_t present = slots.find(id); present >= 0) {
-      if (slots[present].state == SlotState::kLoading) residents.hasten(present);
-      residents.use_prefetched(present);
+      if (slots[present].state == SlotState::kLoading) slots.raise_priority(present);
+      slots.use_prefetched(present);
     } else if (placed) {
-      const int32_t slot = residents.reserve(id, phase);
-      if (slot >= 0) residents.read(slot, Urgency::kDemand, phase);
+      slots.read(id, Urgency::kDemand, phase);
     }
   }
 }
 
 // The policy has learned of their use, and says which of them to read before the next one.
-void read_stood_in(const ClaimState& claim, bool queued, int32_t experts, Residents& residents,
-                   Statistics& statistics) {
+void read_after_fallback(const ClaimState& claim, bool queued, int32_t experts, SlotTable& slots,
+                         Statistics& statistics) {
   const Phase phase = claim.part.phase;
-  SlotTable& slots = residents.slots();
   LayerStats& layer = statistics.of(claim.layer, phase);
   for (int32_t index : claim.part.deferral.experts) {
     layer.kept_accesses += slots.kept(claim.layer * experts + index);
   }
   if (claim.waiting > 0 || queued) return;
   for (int32_t index : claim.part.deferral.experts) {
-    if (residents.prefetching() >= slots.unkept() / 2) return;
+    if (slots.prefetching() >= slots.unkept() / 2) return;
     const ExpertId id = claim.layer * experts + index;
     if (slots.find(id) >= 0) continue;
     if (!slots.has_empty()) {
-      const ExpertId victim = residents.victim();
+      const ExpertId victim = slots.victim();
       if (victim == kNoExpert) continue;
       if (!slots.kept(id) && !slots.policy().prefers(id, victim)) continue;
     }
-    const int32_t slot = residents.reserve(id, phase);
-    if (slot >= 0) residents.read(slot, Urgency::kPrefetch, phase);
+    slots.read(id, Urgency::kPrefetch, phase);
   }
 }
 

@@ -2,7 +2,7 @@
 //
 // Those that it uses one layer later: their reads are queued behind its own; nothing waits for them
 // until the late claim comes, so they are not pinned: a forward that waits for slots holds no pin.
-// They are given up last instead.
+// They are soft-pinned instead.
 //
 // Or those that another pool computes in another format: nothing comes for them.
 //
@@ -19,10 +19,10 @@
 namespace torch_mesh {
 
 // Reads of what a claim has left out. `queued`: others wait for slots, and come first.
-void read_deferred(const ClaimState& claim, bool queued, int32_t experts, Residents& residents,
+void read_deferred(const ClaimState& claim, bool queued, int32_t experts, SlotTable& slots,
                    Statistics& statistics);
-void read_stood_in(const ClaimState& claim, bool queued, int32_t experts, Residents& residents,
-                   Statistics& statistics);
+void read_after_fallback(const ClaimState& claim, bool queued, int32_t experts, SlotTable& slots,
+                         Statistics& statistics);
 
 // What tokens chose of a layer, in part now and in part elsewhere.
 struct SplitChoices {
@@ -37,7 +37,7 @@ struct SplitChoices {
 void split_cold(std::span<const SlotState> states, std::span<const float> weights, int32_t top_k,
                 int64_t most, SplitChoices& choices);
 
-// What is not READY here goes to a pool of stand-ins, but for what is being read here and lacking
+// What is not READY here goes to the fallback pool, but for what is being read here and lacking
 // there.
 void split_by_pool(std::span<const SlotState> here, std::span<const SlotState> there,
                    SplitChoices& choices);

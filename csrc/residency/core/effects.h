@@ -1,24 +1,18 @@
-// What a core wants done after an event. Whoever drives it carries the effects out, in whatever
-// threads it has, and clears them; what comes of them are further events.
+// What a core wants done after an event. Its driver carries the effects out, in whatever threads it
+// has, and clears them; what comes of them are further events.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "io/urgency.h"
 #include "residency/policies/policy.h"
 
 namespace torch_mesh {
 
 struct Effects {
-  struct Load {
-    int32_t slot;
-    ExpertId expert;
-    Urgency urgency;
-  };
-
-  std::vector<Load> loads;  // reads to begin, in this order; each ends in landed() or failed()
-  std::vector<int32_t> hastened;    // slots whose reads have become demand
+  // Slots whose reads begin, in this order; each ends in landed() or failed().
+  std::vector<int32_t> reads;
+  std::vector<int32_t> raised;      // slots whose reads have become demand
   std::vector<ExpertId> predicted;  // have no slot, and are likely to be read next
   std::vector<int64_t> vacant;      // segments whose memory may go; each ends in gone() or stays()
   bool landed = false;              // a read that claims have joined has ended
@@ -29,19 +23,19 @@ struct Effects {
 
   // Room for what one event may ask for, so that no event takes memory. `experts`: of a layer.
   Effects(int32_t slots, int32_t experts, int64_t segments) {
-    loads.reserve(static_cast<size_t>(slots));
-    hastened.reserve(static_cast<size_t>(slots));
+    reads.reserve(static_cast<size_t>(slots));
+    raised.reserve(static_cast<size_t>(slots));
     predicted.reserve(static_cast<size_t>(experts));
     vacant.reserve(static_cast<size_t>(segments));
   }
 
   bool any() const {
-    return !loads.empty() || !hastened.empty() || !predicted.empty() || !vacant.empty() || landed ||
+    return !reads.empty() || !raised.empty() || !predicted.empty() || !vacant.empty() || landed ||
            freed || idle || forward_ended || resized;
   }
   void clear() {
-    loads.clear();
-    hastened.clear();
+    reads.clear();
+    raised.clear();
     predicted.clear();
     vacant.clear();
     landed = freed = idle = forward_ended = resized = false;

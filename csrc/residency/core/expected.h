@@ -1,5 +1,5 @@
-// What the next layer is expected to use, from the moment that somebody foretells it until the
-// layer begins. No threads: whoever calls holds the pool's lock.
+// What the next layer is expected to use, from the prediction until the layer begins. No threads:
+// the caller holds the pool's lock.
 //
 // An expert gets a slot only when its read can begin: one that still waits when its layer begins
 // has cost nobody a slot, and is dropped if the layer does not use it. Where a guess stands in its
@@ -64,17 +64,16 @@ class Expected {
     }
   }
 
-  // The slot that `reserve(id)` gives to the likeliest one that has none and is worth a read; -1:
-  // there is no such expert, or no slot. None of those expected is given up for it.
-  template <typename Reserve>
-  int32_t reserve_next(SlotTable& slots, Reserve&& reserve) {
+  // Begins to read the likeliest one that has no slot and is worth it. Returns its slot; -1: there
+  // is no such expert, or no slot. None of those expected is evicted for it.
+  int32_t read_next(SlotTable& slots, Phase phase) {
     while (next_ < ids_.size() &&
            (slots.find(ids_[next_]) >= 0 || right_at(next_).value < least_right())) {
       ++next_;
     }
     if (next_ == ids_.size()) return -1;
     int32_t slot = -1;
-    while_kept(slots, ids_, [&] { slot = reserve(ids_[next_]); });
+    slots.while_pinned(ids_, [&] { slot = slots.read(ids_[next_], Urgency::kPrefetch, phase); });
     // Whatever comes of its read: one that fails at once is not asked for again. Without a slot the
     // others get none either.
     next_ = slot < 0 ? ids_.size() : next_ + 1;
@@ -115,7 +114,7 @@ class Expected {
   std::vector<Share> right_;  // [layer][place]; all are read until it is known better
   Share late_;                // layers that began before all that was asked for them was there
   std::vector<ExpertId> ids_;
-  std::vector<char> cold_;  // when they were foretold
+  std::vector<char> cold_;  // when they were predicted
   size_t next_ = 0;         // those before it have or had a slot
 };
 

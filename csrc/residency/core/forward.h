@@ -29,7 +29,7 @@ inline constexpr int64_t kMostStepRows = 128;
 enum class ClaimKind : uint8_t {
   kForward,  // a use: it counts, teaches the policy, and begins its layer
   // No forward: a mover, a prompt's way up, a gradient or a copy reads records. It is no access,
-  // teaches nothing, and leaves what is foretold of the layer alone.
+  // teaches nothing, and leaves what is predicted of the layer alone.
   kVisit,
 };
 
@@ -39,7 +39,7 @@ struct Deferral {
   std::span<const int32_t> experts = {};
   // They are computed from another pool instead, and no late claim comes: this pool learns of their
   // use, and reads what is worth a slot ahead of the next one.
-  bool stood_in = false;
+  bool fallback = false;
   // The claim is for what an earlier one of the forward deferred, which has counted it.
   bool late = false;
 };
@@ -53,11 +53,9 @@ struct ForwardPart {
   // the claim is one use of each of its experts, else each token is one of those it chose.
   std::span<const int64_t> ids = {};
   int32_t top_k = 0;
-  // The forward needs nearly all of its layer, and the next layer's will: see window.h.
-  bool window = false;
-  // Each of its experts is used once, and nothing of the forward wants them again: what it is done
-  // with may make room for what it waits for, see window.h.
-  bool in_turn = false;
+  // Each of its experts is used once: what it has computed may make room for what it waits for. The
+  // core decides whether it does, see window.h.
+  bool streams = false;
   // Its experts are the last ones of the claim's list, see deferral.h.
   Deferral deferral = {};
   ClaimKind kind = ClaimKind::kForward;

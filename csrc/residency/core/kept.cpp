@@ -40,7 +40,6 @@ Kept::Kept(const KeptOptions& options, int32_t layers, int32_t experts, SlotTabl
       early_layers_(options.early_experts > 0 ? std::min(options.early_layers, layers) : 0),
       most_early_(std::min(options.early_experts, experts)),
       slots_(slots),
-      reasons_(static_cast<size_t>(layers) * experts, 0),
       pins_(hottest(options.profile, static_cast<int32_t>(options.pins * slots.limit()),
                     options.elsewhere)),
       recent_(static_cast<size_t>(early_layers_) * experts, 0.f),
@@ -53,16 +52,15 @@ Kept::Kept(const KeptOptions& options, int32_t layers, int32_t experts, SlotTabl
     slots.policy().start_from(options.profile);
   }
   resize();
-  warm_ = hottest(options.profile, static_cast<int32_t>(reasons_.size()), options.elsewhere);
-  std::stable_partition(warm_.begin(), warm_.end(), [&](ExpertId id) { return reasons_[id] != 0; });
-  if (options.fill) append_others(options.elsewhere);
+  warm_ = hottest(options.profile, layers * experts, options.elsewhere);
+  std::stable_partition(warm_.begin(), warm_.end(), [&](ExpertId id) { return slots.kept(id); });
+  if (options.fill) append_others(layers, options.elsewhere);
 }
 
-void Kept::append_others(const std::vector<bool>& elsewhere) {
+void Kept::append_others(int32_t layers, const std::vector<bool>& elsewhere) {
   std::vector<bool> named = elsewhere;
-  named.resize(reasons_.size());
+  named.resize(static_cast<size_t>(layers) * experts_);
   for (const ExpertId id : warm_) named[id] = true;
-  const auto layers = static_cast<int32_t>(reasons_.size()) / experts_;
   for (int32_t expert = 0; expert < experts_; ++expert) {
     for (int32_t layer = 0; layer < layers; ++layer) {
       const ExpertId id = layer * experts_ + expert;
@@ -93,21 +91,16 @@ void Kept::resize() {
   for (int32_t layer = 0; layer < early_layers_; ++layer) keep_early(layer);
   const auto pins = static_cast<int32_t>(pins_.size());
   const int32_t wanted = std::min(pins, most - early_ * early_layers_);
-  for (; pinned_ > wanted; --pinned_) keep(pins_[pinned_ - 1], kPin, false);
-  for (; pinned_ < wanted; ++pinned_) keep(pins_[pinned_], kPin, true);
+  for (; pinned_ > wanted; --pinned_) slots_.soft_pin(pins_[pinned_ - 1], SoftPin::kProfile, false);
+  for (; pinned_ < wanted; ++pinned_) slots_.soft_pin(pins_[pinned_], SoftPin::kProfile, true);
 }
 
-int32_t Kept::reserve_warm() {
+int32_t Kept::read_warm() {
   while (next_warm_ < warm_.size() && slots_.has_empty()) {
     const ExpertId id = warm_[next_warm_++];
-    if (slots_.find(id) < 0) return slots_.reserve(id);
+    if (slots_.find(id) < 0) return slots_.read(id, Urgency::kPrefetch, Phase::kNone);
   }
   return -1;
-}
-
-void Kept::keep(ExpertId id, Reason reason, bool kept) {
-  reasons_[id] = kept ? reasons_[id] | reason : reasons_[id] & ~reason;
-  slots_.keep(id, reasons_[id] != 0);
 }
 
 // An expert that was never used is not kept.
@@ -119,7 +112,8 @@ void Kept::keep_early(int32_t layer) {
       [&](int32_t a, int32_t b) { return recent[a] != recent[b] ? recent[a] > recent[b] : a < b; });
   for (int32_t place = 0; place < experts_; ++place) {
     const int32_t expert = order_[place];
-    keep(layer * experts_ + expert, kEarly, place < early_ && recent[expert] > 0);
+    slots_.soft_pin(layer * experts_ + expert, SoftPin::kEarlyLayer,
+                    place < early_ && recent[expert] > 0);
   }
 }
 

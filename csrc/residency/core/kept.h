@@ -1,6 +1,6 @@
-// Experts that a pool keeps whatever its policy says: warm pins, which a profile names once for
-// all, and the hottest of the first layers, as they are used. Together they take at most half of
-// the slots; when the pool shrinks below twice their number some are let go, the least used first.
+// Experts that a pool soft-pins: those that a profile names once for all, and the hottest of the
+// first layers, as they are used. Together they take at most half of the slots; when the pool
+// shrinks below twice their number some lose theirs, the least used first.
 //
 // The live pool and its replay use the same object. No threads: whoever calls holds the lock.
 #pragma once
@@ -24,27 +24,23 @@ class Kept {
   // The limit of the slot table has changed.
   void resize();
 
-  // An empty slot, reserved for the next expert to read before it is used; -1: no slot is empty, or
-  // none is left to read. What is kept comes first, then the hottest of the profile, then, to fill
-  // the pool, the others: an equal number of each layer. Each is named once.
-  int32_t reserve_warm();
+  // Begins to read the next expert before it is used, into an empty slot. Returns the slot; -1: no
+  // slot is empty, or none is left to read. What is kept comes first, then the hottest of the
+  // profile, then, to fill the pool, the others: an equal number of each layer, each once.
+  int32_t read_warm();
 
  private:
-  enum Reason : uint8_t { kPin = 1, kEarly = 2 };
-
-  void keep(ExpertId id, Reason reason, bool kept);
   void keep_early(int32_t layer);
-  void append_others(const std::vector<bool>& elsewhere);
+  void append_others(int32_t layers, const std::vector<bool>& elsewhere);
 
   const int32_t experts_;
   const int32_t early_layers_, most_early_;
   SlotTable& slots_;
-  std::vector<uint8_t> reasons_;  // by expert id
-  std::vector<ExpertId> pins_;    // the most used first
-  int32_t pinned_ = 0;            // of them, kept now
-  int32_t early_ = 0;             // of each early layer, kept now
-  std::vector<float> recent_;     // [early_layers][experts]: uses, decayed
-  std::vector<int32_t> order_;    // [experts]
+  std::vector<ExpertId> pins_;  // the most used first
+  int32_t pinned_ = 0;          // of them, kept now
+  int32_t early_ = 0;           // of each early layer, kept now
+  std::vector<float> recent_;   // [early_layers][experts]: uses, decayed
+  std::vector<int32_t> order_;  // [experts]
   std::vector<ExpertId> warm_;
   size_t next_warm_ = 0;
 };

@@ -5,11 +5,11 @@
 
 namespace torch_mesh {
 
-Sizing::Sizing(int32_t slots_per_segment, Residents& residents, Kept& kept, Statistics& statistics,
+Sizing::Sizing(int32_t slots_per_segment, SlotTable& slots, Kept& kept, Statistics& statistics,
                Effects& effects)
     : slots_per_segment_(slots_per_segment),
-      target_(residents.slots().limit()),
-      residents_(residents),
+      target_(slots.limit()),
+      slots_(slots),
       kept_(kept),
       statistics_(statistics),
       effects_(effects) {
@@ -19,14 +19,12 @@ Sizing::Sizing(int32_t slots_per_segment, Residents& residents, Kept& kept, Stat
 }
 
 int32_t Sizing::first_of(int64_t segment) const {
-  return static_cast<int32_t>(
-      std::min<int64_t>(residents_.slots().size(), segment * slots_per_segment_));
+  return static_cast<int32_t>(std::min<int64_t>(slots_.size(), segment * slots_per_segment_));
 }
 
 bool Sizing::vacant(int64_t segment) const {
-  const SlotTable& slots = residents_.slots();
   for (int32_t slot = first_of(segment); slot < first_of(segment + 1); ++slot) {
-    if (!slots.retired(slot) || !slots.reusable(slot)) return false;
+    if (!slots_.retired(slot) || !slots_.reusable(slot)) return false;
   }
   return true;
 }
@@ -84,28 +82,27 @@ void Sizing::raise_limit() {
   const int32_t limit = missing == segments_.end()
                             ? target_
                             : std::min(target_, first_of(missing - segments_.begin()));
-  if (limit <= residents_.slots().limit()) return;
+  if (limit <= slots_.limit()) return;
   statistics_.counts().grows += !std::exchange(grown_, true);
   set_limit(limit);
   effects_.freed = true;
 }
 
 void Sizing::set_limit(int32_t limit) {
-  residents_.slots().set_limit(limit);
-  residents_.slots().policy().resize(limit);
+  slots_.set_limit(limit);
+  slots_.policy().resize(limit);
   kept_.resize();
 }
 
 void Sizing::resize(int32_t wanted) {
   target_ = wanted;
   grown_ = false;
-  const SlotTable& slots = residents_.slots();
-  if (const int32_t before = slots.limit(); wanted < before) {
+  if (const int32_t before = slots_.limit(); wanted < before) {
     ++statistics_.counts().shrinks;
     set_limit(wanted);
     for (int32_t slot = wanted; slot < before; ++slot) {
-      if (slots.reusable(slot) && slots[slot].state == SlotState::kReady) {
-        residents_.evict(slot, Phase::kNone);
+      if (slots_.reusable(slot) && slots_[slot].state == SlotState::kReady) {
+        slots_.evict(slot, Phase::kNone);
       }
     }
   }
@@ -115,14 +112,13 @@ void Sizing::resize(int32_t wanted) {
 }
 
 bool Sizing::settled() const {
-  return residents_.slots().limit() == target_ && std::ranges::none_of(segments_, [](State state) {
+  return slots_.limit() == target_ && std::ranges::none_of(segments_, [](State state) {
            return state == State::kLeaving || state == State::kComing;
          });
 }
 
 void Sizing::validate(bool closed) const {
-  check_invariant(residents_.slots().limit() <= target_,
-                  "more slots are in use than were asked for");
+  check_invariant(slots_.limit() <= target_, "more slots are in use than were asked for");
   for (int64_t segment = 0; segment < std::ssize(segments_); ++segment) {
     const bool present = segments_[segment] == State::kPresent;
     check_invariant(present || vacant(segment), "a slot is in use without memory");

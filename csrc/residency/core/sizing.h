@@ -7,14 +7,14 @@
 #include <vector>
 
 #include "residency/core/kept.h"
-#include "residency/core/residents.h"
+#include "residency/core/slots.h"
 
 namespace torch_mesh {
 
 class Sizing {
  public:
   // slots_per_segment 0: there are no segments, memory neither comes nor goes.
-  Sizing(int32_t slots_per_segment, Residents& residents, Kept& kept, Statistics& statistics,
+  Sizing(int32_t slots_per_segment, SlotTable& slots, Kept& kept, Statistics& statistics,
          Effects& effects);
 
   // From now on so many, as soon as there is memory for them.
@@ -57,7 +57,7 @@ class Sizing {
   int32_t target_;       // slots that the last resize() asked for
   bool grown_ = false;   // it has made the pool larger
   bool coming_ = false;  // some segment, until it is there
-  Residents& residents_;
+  SlotTable& slots_;
   Kept& kept_;
   Statistics& statistics_;
   Effects& effects_;

@@ -1,12 +1,22 @@
-// Slots and their states.
+// The slots, what is in them, and the reads into them: which expert gets a slot, which one is
+// evicted for it, and what became of what was read ahead.
+//
+// Two things keep an expert in its slot. A pin counts a claim that uses the slot or waits for its
+// read: a pinned slot is never a victim. A soft pin is a mark on the expert, with a reason, that
+// makes it a victim of the last resort: a deferred one when nothing else is evictable, one of a
+// profile or of an early layer for a claim that could do nothing else.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
+#include "io/urgency.h"
+#include "residency/core/effects.h"
+#include "residency/core/statistics.h"
 #include "residency/index_list.h"
 #include "residency/policies/policy.h"
 
@@ -19,88 +29,142 @@ struct Slot {
   ExpertId expert = kNoExpert;  // while LOADING or READY
   int32_t pins = 0;  // claims that use it, wait for its read, or have yet to see its error
   int32_t uses = 0;  // those of them, while it is LOADING, of which the policy shall learn
+  // The read under way into it, or that filled it.
+  Urgency urgency = Urgency::kDemand;  // kDemand once it has ended
+  Phase phase = Phase::kNone;          // that queued it
+  bool speculative = false;            // begun as a prefetch, and not anew since
+  bool unused = false;                 // a prefetch that no forward has come for; stays while READY
+  int64_t bytes = 0;                   // read into the slot by this read
   // Of a failed read, until the last of those forwards has seen it; in place, so that failing takes
   // no memory.
   std::optional<Error> error;
 };
 
+// Why an expert is soft-pinned.
+enum class SoftPin : uint8_t { kProfile = 1, kEarlyLayer = 2, kDeferred = 4 };
+
 class SlotTable {
  public:
-  SlotTable(int32_t experts, int32_t slots, std::unique_ptr<Policy> policy);
+  SlotTable(int32_t layers, int32_t experts, int32_t slots, std::unique_ptr<Policy> policy,
+            Statistics& statistics, Effects& effects);
 
   int32_t size() const { return static_cast<int32_t>(slots_.size()); }
   const Slot& operator[](int32_t slot) const { return slots_[slot]; }
   int32_t find(ExpertId id) const { return slot_of_[id]; }  // -1: neither LOADING nor READY
-  // Slots from here on are retired: never reserved, and emptied by the pool as soon as they may be.
+  bool ready(ExpertId id) const {
+    return slot_of_[id] >= 0 && slots_[slot_of_[id]].state == SlotState::kReady;
+  }
+  // Slots from here on are retired: never reserved, and emptied as soon as nothing uses them.
   int32_t limit() const { return limit_; }
   bool retired(int32_t slot) const { return slot >= limit_; }
-  // Leaves the READY slots beyond a lower limit to the caller.
-  void set_limit(int32_t slots);
+  void set_limit(int32_t slots);  // leaves the READY slots beyond a lower limit to the caller
   bool has_empty() const { return !empty_.empty(); }
-  int32_t loading() const { return loading_; }
-  int32_t pinned() const { return pinned_; }
-  Policy& policy() { return *policy_; }
-  const Policy& policy() const { return *policy_; }
-
-  int32_t reserve(ExpertId id);          // EMPTY → LOADING; there must be an empty slot
-  void land(int32_t slot);               // LOADING → READY
-  void fail(int32_t slot, Error error);  // LOADING → EMPTY
-  void evict(int32_t slot);              // READY and unpinned → EMPTY
-
-  void pin(int32_t slot);    // a forward uses the expert, or waits for it
-  void unpin(int32_t slot);  // the forward is done with the slot, or has seen its error
-  // A pin that is no touch: keeps a slot for a moment, or for who is no forward. Policies that
-  // count recency from the last unpin see it as one.
-  void hold(int32_t slot);
-
-  // From now on, or no longer: the policy does not give it up while it is resident.
-  void keep(ExpertId id, bool kept) { mark(id, kKept, kept); }
-  bool kept(ExpertId id) const { return (marks_[id] & kKept) != 0; }
-  // Slots for all others: at least half.
-  int32_t unkept() const { return limit_ - kept_experts_; }
-  // As keep(), for who may change its mind: such experts are not counted among those kept.
-  void spare(ExpertId id, bool spared) { mark(id, kSpared, spared); }
-
   bool reusable(int32_t slot) const {
     return slots_[slot].pins == 0 && slots_[slot].state != SlotState::kLoading;
   }
+  int32_t loading() const { return loading_; }
+  int32_t pinned() const { return pinned_; }
+  // Reads ahead that no forward waits for yet, those of a window included.
+  int32_t prefetching() const { return prefetching_; }
+  Policy& policy() { return *policy_; }
+  const Policy& policy() const { return *policy_; }
+
+  // Begins the read of an expert that has no slot, in an empty one or that of a victim. Returns the
+  // slot; -1: there is none. Every read begins here. `stuck`: for a claim that has nothing to use
+  // or to wait for.
+  int32_t read(ExpertId id, Urgency urgency, Phase phase, bool stuck = false);
+  // As read(), of those of `ids` that have no slot, in order, as long as `has_room()`. What is
+  // wanted and READY already makes no room for the others.
+  template <typename Ids, typename HasRoom>
+  void read_missing(const Ids& ids, Urgency urgency, Phase phase, const HasRoom& has_room) {
+    while_pinned(ids, [&] {
+      for (ExpertId id : ids) {
+        if (!has_room()) return;
+        if (find(id) < 0 && read(id, urgency, phase) < 0) return;
+      }
+    });
+  }
+  // Runs `act` while those of `ids` that are READY are pinned.
+  template <typename Ids, typename Act>
+  void while_pinned(const Ids& ids, const Act& act) {
+    for (ExpertId id : ids) {
+      if (ready(id)) hold(find(id));
+    }
+    act();
+    for (ExpertId id : ids) {
+      if (ready(id)) drop_pin(find(id));
+    }
+  }
+  ExpertId victim(bool stuck = false);  // of the next read; kNoExpert: none
+  void raise_priority(int32_t slot);    // its read has become a demand read
+  void landed(int32_t slot, int64_t bytes);
+  // A read that was begun as a guess and that a forward has joined is begun anew instead: a forward
+  // must not fail for a read that it had not asked for.
+  void failed(int32_t slot, int64_t bytes, Error error);
+  // Where nothing is read: an empty slot for a record, and that the record is there.
+  int32_t reserve(ExpertId id);
+  void filled(int32_t slot);
+  void evict(int32_t slot, Phase phase);  // READY and unpinned → EMPTY, counted
+
+  // Whether it was read ahead and no forward has come for it; from now on one has.
+  bool use_prefetched(int32_t slot);
+  void forget_unused();
+  // Whether a retired slot has become empty since the last call.
+  bool take_emptied() { return std::exchange(emptied_, false); }
+
+  void pin(int32_t slot);    // a forward uses the expert, or waits for it
+  void unpin(int32_t slot);  // the forward is done with the slot, or has seen its error
+  // A pin that is no use: for a moment, or of a visit. Policies that count recency from the last
+  // unpin see it as one.
+  void hold(int32_t slot);
+
+  void soft_pin(ExpertId id, SoftPin reason, bool on);
+  // Of the experts that a profile or an early layer names: half of the slots at most.
+  bool kept(ExpertId id) const { return (soft_pins_[id] & kKept) != 0; }
+  int32_t unkept() const { return limit_ - kept_experts_; }  // slots for all others
+  void forget_deferred(int32_t layer);  // SoftPin::kDeferred, of this layer's experts
 
   // Throws std::logic_error naming the first broken invariant.
   void validate() const;
 
  private:
-  enum Mark : uint8_t { kKept = 1, kSpared = 2 };
+  static constexpr auto kDeferred = static_cast<uint8_t>(SoftPin::kDeferred);
+  static constexpr auto kKept =
+      static_cast<uint8_t>(SoftPin::kProfile) | static_cast<uint8_t>(SoftPin::kEarlyLayer);
 
-  void mark(ExpertId id, Mark mark, bool on);
-  void put_back(int32_t slot);  // an EMPTY and unpinned one
+  LayerStats& stats_of(const Slot& slot) {
+    return statistics_.of_layer_of(slot.expert, slot.phase);
+  }
+  bool in_policy(const Slot& slot) const {  // as one that may be a victim
+    return slot.state == SlotState::kReady && soft_pins_[slot.expert] == 0;
+  }
+  void clear(int32_t slot);  // → EMPTY
+  ExpertId soft_victim(uint8_t reasons);
+  void drop_pin(int32_t slot);
+  void count_read(Slot& slot, int64_t bytes);
+  void count_wasted(Slot& slot);
+  void end_read(int32_t slot);
+  void make_reusable(int32_t slot);
   void validate_slot(int32_t slot) const;
+  void validate_counts() const;
 
+  const int32_t experts_;  // per layer
   std::vector<Slot> slots_;
-  std::vector<int32_t> slot_of_;  // by expert id
-  std::vector<uint8_t> marks_;    // likewise; any one is a pin to the policy
+  std::vector<int32_t> slot_of_;    // by expert id
+  std::vector<uint8_t> soft_pins_;  // likewise: reasons, any one is a pin to the policy
+  std::vector<ExpertId> deferred_;  // those with SoftPin::kDeferred
   int32_t kept_experts_ = 0;
   IndexLinks links_;
   int32_t limit_;
   IndexList empty_;  // EMPTY, unpinned and not retired
   int32_t loading_ = 0;
   int32_t pinned_ = 0;
+  int32_t prefetching_ = 0;
+  bool emptied_ = false;
   std::unique_ptr<Policy> policy_;
+  Statistics& statistics_;
+  Effects& effects_;
 };
-
-// Runs `act` while those of `ids` that are READY cannot be given up: what is wanted and here
-// already must not make room for what is not.
-template <typename Ids, typename Act>
-void while_kept(SlotTable& slots, const Ids& ids, const Act& act) {
-  const auto for_each_ready = [&](void (SlotTable::*change)(int32_t)) {
-    for (ExpertId id : ids) {
-      const int32_t slot = slots.find(id);
-      if (slot >= 0 && slots[slot].state == SlotState::kReady) (slots.*change)(slot);
-    }
-  };
-  for_each_ready(&SlotTable::hold);
-  act();
-  for_each_ready(&SlotTable::unpin);
-}
 
 // Throws std::logic_error(what) unless `holds`.
 void check_invariant(bool holds, const char* what);

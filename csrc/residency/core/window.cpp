@@ -16,15 +16,16 @@ constexpr int32_t kLeastNarrow = 8;
 
 // Where a forward leaves out many experts of its layer, so will the next layer's, and most of what
 // would be read ahead for it would be in vain.
-bool takes_window(PrefillWindow prefill, Phase phase, int32_t used, int32_t experts,
-                  bool covers_all) {
-  if (phase != Phase::kPrefill || covers_all || prefill == PrefillWindow::kNever) return false;
-  return prefill == PrefillWindow::kAlways || int64_t{used} * 8 >= int64_t{experts} * 7;
+bool Window::takes(const ClaimState& claim) const {
+  if (!claim.part.streams || claim.part.phase != Phase::kPrefill) return false;
+  if (slots_.limit() == layers_ * experts_) return false;
+  if (prefill_ != PrefillWindow::kAuto) return prefill_ == PrefillWindow::kAlways;
+  return std::ssize(claim.entries) * 8 >= int64_t{experts_} * 7;
 }
 
 // Where other chunks follow they find the whole layer there, if that is at most half of the pool.
 int32_t Window::slots_for(int32_t layer, bool last_chunk) const {
-  const int32_t all = residents_.slots().limit();
+  const int32_t all = slots_.limit();
   const auto hot = static_cast<int32_t>(int64_t{all} * (layer + 1) / layers_);
   const int32_t least = last_chunk ? std::min(std::max(kLeastWindow, all / 16), all / 8)
                                    : std::min(experts_, all / 2);
@@ -33,34 +34,27 @@ int32_t Window::slots_for(int32_t layer, bool last_chunk) const {
 
 // As few as keep the disk busy: what they hold is of no use to the next forward.
 int32_t Window::narrow() const {
-  return std::max(kLeastNarrow, std::min(kLeastWindow, residents_.slots().limit() / 8));
+  return std::max(kLeastNarrow, std::min(kLeastWindow, slots_.limit() / 8));
 }
 
 void Window::read_next_layer(const ClaimState& claim) {
   const int32_t layer = claim.layer + 1;
-  if (!claim.part.window || !claim.part.last || claim.waiting > 0 || layer == layers_) return;
-  SlotTable& slots = residents_.slots();
+  if (!claim.window || !claim.part.last || claim.waiting > 0 || layer == layers_) return;
   const auto ids = std::views::iota(layer * experts_, (layer + 1) * experts_);
   int32_t missing = 0, ahead = 0;
   for (ExpertId id : ids) {
-    const int32_t slot = slots.find(id);
+    const int32_t slot = slots_.find(id);
     missing += slot < 0;
-    ahead += slot >= 0 && residents_.unused(slot);
+    ahead += slot >= 0 && slots_[slot].unused;
   }
   const int32_t most = claim.step ? narrow() : slots_for(layer, true);
-  const auto has_room = [&] { return slots.has_empty() || claim.reading + ahead < most; };
+  const int32_t begun_before = slots_.loading();
+  const auto has_room = [&] {
+    const int32_t begun = slots_.loading() - begun_before;
+    return slots_.has_empty() || claim.reading + ahead + begun < most;
+  };
   if (missing == 0 || !has_room()) return;
-
-  while_kept(slots, ids, [&] {
-    for (ExpertId id : ids) {
-      if (!has_room()) break;
-      if (slots.find(id) >= 0) continue;
-      const int32_t slot = residents_.reserve(id, claim.part.phase);
-      if (slot < 0) break;
-      residents_.read(slot, Urgency::kWindow, claim.part.phase);
-      ++ahead;
-    }
-  });
+  slots_.read_missing(ids, Urgency::kWindow, claim.part.phase, has_room);
 }
 
 }  // namespace torch_mesh

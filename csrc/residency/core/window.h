@@ -20,20 +20,17 @@ namespace torch_mesh {
 // their layer, or all.
 enum class PrefillWindow : uint8_t { kNever, kAuto, kAlways };
 
-// `used`: distinct experts of the forward, of `experts`. `covers_all`: there is a slot for every
-// expert of the model.
-bool takes_window(PrefillWindow prefill, Phase phase, int32_t used, int32_t experts,
-                  bool covers_all);
-
 class Window {
  public:
-  Window(int32_t layers, int32_t experts, Residents& residents)
-      : layers_(layers), experts_(experts), residents_(residents) {}
+  Window(int32_t layers, int32_t experts, PrefillWindow prefill, SlotTable& slots)
+      : layers_(layers), experts_(experts), prefill_(prefill), slots_(slots) {}
 
+  // Whether a claim that begins is of a forward that takes the window, and whose next layer will.
+  bool takes(const ClaimState& claim) const;
   // How many slots a claim may take from others for reads whose experts it has not computed yet.
   int32_t slots_for(const ClaimState& claim) const {
-    if (claim.part.window && !claim.step) return slots_for(claim.layer, claim.part.last);
-    return claim.part.in_turn ? narrow() : residents_.slots().limit();
+    if (claim.window && !claim.step) return slots_for(claim.layer, claim.part.last);
+    return claim.part.streams && claim.part.last ? narrow() : slots_.limit();
   }
   // For a claim that has a slot for all that it needs: what it reads goes first on the disk.
   void read_next_layer(const ClaimState& claim);
@@ -43,7 +40,8 @@ class Window {
   int32_t narrow() const;
 
   const int32_t layers_, experts_;
-  Residents& residents_;
+  const PrefillWindow prefill_;
+  SlotTable& slots_;
 };
 
 }  // namespace torch_mesh
