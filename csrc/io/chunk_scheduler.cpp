@@ -123,7 +123,7 @@ int32_t ChunkScheduler::ready_chunk(Urgency urgency) const {
   return -1;
 }
 
-// Moves on to the next byte that somebody needs; false when there is none.
+// Moves on to the next byte that is needed; false when there is none.
 bool ChunkScheduler::skip_to_needed(Request& request) const {
   while (request.cut_piece < request.read.pieces &&
          request.cut_offset >= request.read.piece[request.cut_piece].needed) {
@@ -215,7 +215,7 @@ ChunkScheduler::Recovery ChunkScheduler::recovery_for(int error) {
     case EAGAIN:     // the kernel ran out of something for a moment
     case EBUSY:      // likewise
     case ENOMEM:     // likewise; memory may come back
-    case ECANCELED:  // the kernel dropped it, nobody here did
+    case ECANCELED:  // the kernel dropped it, not this process
       return Recovery::kRepeat;
     case EIO:        // the disk; the next attempt may be served by its own error correction
     case ENODATA:    // medium error, from the block layer
@@ -252,7 +252,7 @@ void ChunkScheduler::advance(int32_t index, int64_t bytes) {
   }
 }
 
-// The chunk is ready already and next() will find it, unless nobody wants it any more.
+// The chunk is ready already and next() will find it, unless it is not wanted any more.
 void ChunkScheduler::repeat(int32_t index) {
   ++stats_.retries;
   if (unwanted(chunks_[index])) fail(index, ECANCELED);

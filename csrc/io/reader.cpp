@@ -169,7 +169,7 @@ class IoLoop {
     for (;;) {
       const bool closing = take_messages();
       start_chunks();
-      // After the reads, which somebody may wait for: the call takes as long as it has pages.
+      // After the reads, which forwards may wait for: the call takes as long as it has pages.
       for (const Extent& extent : taken_.predicted) files_->will_need(extent);
       taken_.predicted.clear();
       report_finished();
@@ -208,14 +208,14 @@ class IoLoop {
     return closing;
   }
 
-  // False when something has arrived that nobody will wake this thread for.
+  // False when something has arrived without a wake-up to follow.
   bool may_sleep() {
     const std::lock_guard lock(mutex_);
     awake_ = !inbox_.empty();
     return !awake_;
   }
 
-  // Nothing that this thread throws has anybody to catch it.
+  // What this thread throws ends the process.
   void add(const ReadRequest& request) {
     try {
       scheduler_.add(request);

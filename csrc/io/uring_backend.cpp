@@ -45,7 +45,7 @@ constexpr size_t kLargestBuffer = size_t{1} << 30;
 constexpr size_t kMostBuffers = 1 << 14;
 // The user data of the poll that wakes the ring; chunks are 0 and up.
 constexpr uint64_t kWakeUp = ~uint64_t{0};
-// How long to stay away from a ring that answers with an error nobody expects.
+// How long to stay away from a ring that answers with an unexpected error.
 constexpr std::chrono::microseconds kCoolDown{1000};
 // A request that does nothing comes back within microseconds.
 constexpr std::chrono::seconds kLongestNop{5};

@@ -253,7 +253,7 @@ bool Loader::will_need(std::span<const ExpertId> predicted) {
   return !predicted.empty();
 }
 
-// Without the lock. The read is under way, so that nobody else changes it or uses its buffers.
+// Without the lock. The read is under way, so that no other thread changes it or uses its buffers.
 void Loader::on_read(const ReadResult& result) {
   if (!hand_to_finisher(result)) finish(result, refused_by_io_);
 }

@@ -147,7 +147,7 @@ class Loader {
   int32_t with_reader_ = 0;  // of those, not reported by the reader yet
   std::vector<Ended> refused_by_io_;
 
-  // By expert; of whoever finishes its read.
+  // By expert; of the thread that finishes its read.
   std::vector<uint64_t> checksums_;
   std::vector<uint8_t> checksum_known_;
   std::vector<uint8_t> verified_;

@@ -137,7 +137,7 @@ class Pool {
   void close();
 
   // `call` whenever a read has ended or a slot may have become free: with the pool's lock, so that
-  // it may not ask the pool anything. Must not throw. Empty: nobody is called any more.
+  // it may not ask the pool anything. Must not throw. Empty: no call.
   void on_progress(std::function<void()> call);
   // Of a shared pool: the memfd that its slots lie in, its size, and where in it a record is.
   // Throws Error(kInvalid) for one that is not.
@@ -177,7 +177,7 @@ class Pool {
 struct ReadyExpert {
   int32_t index;  // position in the claim's list of experts
   const std::byte* record;
-  int32_t node;  // of the pool's topology, where the record lies; -1: nobody knows
+  int32_t node;  // of the pool's topology, where the record lies; -1: unknown
 };
 
 // The experts that one forward of one layer needs, handed out as they become ready: first all that
@@ -202,7 +202,7 @@ class Claim {
   // what the claim holds could give it another slot. `team`: the threads that would compute what is
   // ready; through a long wait they sleep, see Runtime::wait_asleep.
   int32_t next(std::span<ReadyExpert> ready, int32_t team = 1);
-  // As next(), but 0 also where that would wait. With nobody to wait for them, reads and slots that
+  // As next(), but 0 also where that would wait. No thread waits then: reads and slots that
   // become ready later are told by Pool::on_progress().
   int32_t try_next(std::span<ReadyExpert> ready);
   // The forward is done with these; their slots may be reused, also by this claim.

@@ -175,7 +175,7 @@ class Predictions {
   std::vector<int32_t> order_;
 };
 
-// One disk, which reads one record at a time: what somebody waits for first, then what a window
+// One disk, which reads one record at a time: what a forward waits for first, then what a window
 // reads, then guesses.
 class Disk {
  public:

@@ -26,7 +26,7 @@ struct ClaimEntry {
   bool read;  // for this claim, or ahead of it
 };
 
-// A claim as the core knows it; lives with whoever made it, and does not move.
+// A claim as the core knows it; lives with its maker, and does not move.
 struct ClaimState {
   int32_t layer = 0;
   ForwardPart part = {};

@@ -17,7 +17,7 @@ void read_deferred(const ClaimState& claim, bool queued, int32_t experts, SlotTa
     statistics.count(id, phase, kDeferred, slots.kept(id));
     slots.soft_pin(id, SoftPin::kDeferred, true);
   }
-  // Where reads wait for slots, those that somebody waits for come first.
+  // Where reads wait for slots, those that a forward waits for come first.
   const bool placed = claim.waiting == 0 && !queued;
   for (int32_t index : claim.part.deferral.experts) {
     const ExpertId id = claim.layer * experts + index;

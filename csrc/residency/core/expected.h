@@ -2,7 +2,7 @@
 // the caller holds the pool's lock.
 //
 // An expert gets a slot only when its read can begin: one that still waits when its layer begins
-// has cost nobody a slot, and is dropped if the layer does not use it. Where a guess stands in its
+// has cost no slot, and is dropped if the layer does not use it. Where a guess stands in its
 // layer's ranking says how likely it is right: what stands where too few were is not read
 // (docs/decisions/0018).
 #pragma once

@@ -2,7 +2,7 @@
 // first layers, as they are used. Together they take at most half of the slots; when the pool
 // shrinks below twice their number some lose theirs, the least used first.
 //
-// The live pool and its replay use the same object. No threads: whoever calls holds the lock.
+// The live pool and its replay use the same object. No threads: the caller holds the lock.
 #pragma once
 
 #include <cstdint>

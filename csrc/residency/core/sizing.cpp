@@ -122,7 +122,7 @@ void Sizing::validate(bool closed) const {
   for (int64_t segment = 0; segment < std::ssize(segments_); ++segment) {
     const bool present = segments_[segment] == State::kPresent;
     check_invariant(present || vacant(segment), "a slot is in use without memory");
-    check_invariant(!present || closed || !vacant(segment), "a segment that nobody uses stays");
+    check_invariant(!present || closed || !vacant(segment), "a segment that is not in use stays");
   }
 }
 

@@ -1,6 +1,6 @@
 // How many slots may be used, and which segments of their memory there are: it comes and goes in
 // pieces of some slots each. A slot beyond the limit is retired: never reserved, and emptied as
-// soon as nobody uses it; a segment whose slots are all retired and EMPTY may go.
+// soon as it is not in use; a segment whose slots are all retired and EMPTY may go.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ class Sizing {
   // What becomes of a segment that Effects::vacant named.
   void gone(int64_t segment);
   void stays(int64_t segment);  // until the next resize()
-  // Lets go of segments that nobody uses.
+  // Gives up segments that are not in use.
   void let_go();
 
   // Slots of `segment` have memory, or will soon.

@@ -118,7 +118,7 @@ Descriptor lock_folder(const std::string& path) {
   return locked;
 }
 
-// Takes the place of a socket that nobody answers at.
+// Takes the place of a socket that no process answers at.
 void make_room(const std::string& path, const Address& address) {
   struct stat about {};
   if (lstat(path.c_str(), &about) != 0) {
@@ -180,7 +180,7 @@ struct Lender::Impl {
     make_room(path, address);
     listening.reset(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (listening.get() < 0) throw_system(path, "make a socket for");
-    // Nobody can connect before listen(): the mode is there by then.
+    // No process can connect before listen(): the mode is there by then.
     if (bind(listening.get(), as_sockaddr(address), address.size) != 0) throw_system(path, "bind");
     struct stat about {};
     if (chmod(path.c_str(), 0600) != 0 || listen(listening.get(), 64) != 0 ||

@@ -177,7 +177,7 @@ void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& run
 
 void Loan::map() {
   struct stat about {};
-  // A read of memory that somebody cuts off would end this process.
+  // A read of memory that its owner cuts off would end this process.
   const int seals = fcntl(shared_.get(), F_GET_SEALS);
   const bool sound = welcome_.places > 0 && welcome_.places <= welcome_.slots &&
                      welcome_.pool_bytes == welcome_.slots * welcome_.record_bytes && seals >= 0 &&

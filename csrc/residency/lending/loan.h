@@ -20,8 +20,8 @@ namespace torch_mesh {
 
 class Loan {
  public:
-  // Asks whoever lends at `path` for a part of its pool, which has to be of the store that `source`
-  // is, with records of so many bytes. Throws Error(kRead) where nobody answers, all places are
+  // Asks the owner at `path` for a part of its pool, which has to be of the store that `source`
+  // is, with records of so many bytes. Throws Error(kRead) without an answer, where all places are
   // taken or the owner is of another user; Error(kInvalid) for a raw source, another store or
   // another version of torch_mesh; Error(kTimeout) where the owner stands still, after twice the
   // time-out at most, Error(kInterrupted) on Ctrl-C then.
@@ -49,7 +49,7 @@ class Loan {
   lending::Descriptor shared_;
   lending::Welcome welcome_;
   std::byte* begin_ = nullptr;    // of the owner's pool
-  std::byte* tickets_ = nullptr;  // a page for each place, that nobody may touch: where reads "go"
+  std::byte* tickets_ = nullptr;  // a page for each place, not to be touched: where reads "go"
   // By place, of the I/O thread while a read is under way there; nullptr: nothing is lent.
   std::vector<std::byte*> lent_;
 };

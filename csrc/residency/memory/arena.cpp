@@ -62,7 +62,7 @@ void prefer_nodes(std::byte* data, size_t bytes, int mode, std::span<const int32
 }
 
 // A segment lies on one of the nodes that compute, or on the next when that is full. With threads
-// on one node alone, or nobody knows which, interleaving gives each core the mean of all nodes'
+// on one node alone, or it is unknown which, interleaving gives each core the mean of all nodes'
 // memory.
 void place(std::byte* data, size_t bytes, const Topology& topology, int32_t node) {
   if (topology.nodes() > 1) {
@@ -192,7 +192,7 @@ Arena::Arena(int64_t count, int64_t bytes, int64_t pieces_per_segment, int32_t n
 
 Arena::~Arena() { release(); }
 
-// Sealed: nobody can cut off what others have mapped, and nobody else can write to it.
+// Sealed: no process can cut off what others have mapped, and no other one can write to it.
 void Arena::share(int64_t bytes) {
   descriptor_ = memfd_create("torch_mesh_pool", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   const auto size = static_cast<size_t>(bytes);

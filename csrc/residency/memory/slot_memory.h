@@ -20,7 +20,7 @@ class SlotMemory {
   virtual std::byte* record(int32_t slot) const = 0;
   // Where a read of it goes.
   virtual std::byte* destination(int32_t slot) const { return record(slot); }
-  // Of the pool's topology, where a record lies; -1: nobody knows.
+  // Of the pool's topology, where a record lies; -1: unknown.
   virtual int32_t node(int32_t slot) const = 0;
   // What brings records into memory; `staging`: further memory that it reads into.
   virtual std::unique_ptr<Reader> open_reader(const ReaderOptions& options,

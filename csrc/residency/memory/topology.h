@@ -11,7 +11,7 @@ namespace torch_mesh {
 
 class Topology {
  public:
-  // One node: nobody asks where a thread runs.
+  // One node: where a thread runs makes no difference.
   Topology() = default;
 
   // As the kernel describes it in `folder` (/sys/devices/system/node): the nodes that have one of
