@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import logging
 import time
@@ -16,13 +17,16 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from torch_mesh.serving.anthropic_api import Anthropic
 from torch_mesh.serving.decisions import Decisions
 from torch_mesh.serving.errors import (
     AnsweredError,
+    KeyNeededError,
     MissingFieldError,
     ModelNotFoundError,
     answer_errors,
     describe,
+    describe_at,
 )
 from torch_mesh.serving.metrics import Metrics
 from torch_mesh.serving.openai_api import OpenAI, event
@@ -33,11 +37,18 @@ _LOG = logging.getLogger(__name__)
 _REQUEST_ID = b"x-request-id"
 
 
-def build_app(service: Service, metrics: Metrics, decisions: Decisions | None, allow_origins: bool) -> FastAPI:
-    """The application of one model. ``allow_origins``: pages of any site may ask, from a browser."""
+def build_app(
+    service: Service, metrics: Metrics, decisions: Decisions | None, allow_origins: bool, key: str | None
+) -> FastAPI:
+    """The application of one model.
+
+    Args:
+        allow_origins: pages of any site may ask, from a browser.
+        key: that requests have to have. None: none.
+    """
     app = FastAPI(title="torch-mesh serve", docs_url=None, redoc_url=None, openapi_url=None)
     answer_errors(app)
-    openai = OpenAI(service)
+    openai, anthropic = OpenAI(service), Anthropic(service)
     started = int(time.time())
 
     @app.post("/v1/chat/completions", response_model=None)
@@ -51,6 +62,14 @@ def build_app(service: Service, metrics: Metrics, decisions: Decisions | None, a
     @app.post("/v1/responses", response_model=None)
     async def responses(request: Request, body: dict[str, Any]) -> Response:
         return await _answer(request, openai.responses(body))
+
+    @app.post("/v1/messages", response_model=None)
+    async def messages(request: Request, body: dict[str, Any]) -> Response:
+        return await _answer(request, anthropic.messages(body))
+
+    @app.post("/v1/messages/count_tokens", response_model=None)
+    async def count_tokens(request: Request, body: dict[str, Any]) -> Response:
+        return await _answer(request, anthropic.count_tokens(body))
 
     if decisions is not None:
 
@@ -90,6 +109,9 @@ def build_app(service: Service, metrics: Metrics, decisions: Decisions | None, a
     def counters() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    # What is added last comes first.
+    if key is not None:
+        app.add_middleware(_Key, key=key)
     if allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(_RequestIds)
@@ -136,6 +158,24 @@ async def _with_its_error(parts: AsyncIterator[str]) -> AsyncIterator[str]:
         if not isinstance(error, AnsweredError):
             _LOG.error("A stream has failed", exc_info=error)
         yield f"data: {json.dumps(describe(error)[0])}\n\n"
+
+
+class _Key:
+    """Refuses requests without the key, but for the one that asks whether the server works."""
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health" or self._fits(dict(scope["headers"])):
+            return await self._app(scope, receive, send)
+        body, status = describe_at(scope["path"], KeyNeededError())
+        return await JSONResponse(body, status, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+
+    def _fits(self, headers: dict[bytes, bytes]) -> bool:
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [bearer.strip()] if scheme.lower() == b"bearer" else []
+        return any(hmac.compare_digest(each, self._key) for each in (*given, headers.get(b"x-api-key", b"")))
 
 
 class _RequestIds:

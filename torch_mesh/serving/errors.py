@@ -54,6 +54,16 @@ class ModelNotFoundError(RequestError):
     code = "model_not_found"
 
 
+class KeyNeededError(AnsweredError):
+    """A request without the server's key, or with another."""
+
+    status = 401
+    code = "invalid_api_key"
+
+    def __init__(self) -> None:
+        super().__init__("This server wants its key (--api-key): send Authorization: Bearer KEY, or x-api-key: KEY.")
+
+
 class StoppingError(AnsweredError):
     """The server is stopping, and this request did not finish in time."""
 
@@ -81,6 +91,24 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+# Anthropic's names of errors, by status.
+_ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "not_found_error"}
+
+
+def for_anthropic(body: dict[str, Any], status: int) -> dict[str, Any]:
+    """``body``, of an error, with what Anthropic's clients look for in it."""
+    return {"type": "error", "error": body["error"] | {"type": _ANTHROPIC.get(status, "api_error")}}
+
+
+def describe_at(path: str, error: Exception) -> tuple[dict[str, Any], int]:
+    """As ``describe``, for the clients of the address ``path``."""
+    return _at(path, *describe(error))
+
+
+def _at(path: str, body: dict[str, Any], status: int) -> tuple[dict[str, Any], int]:
+    return (for_anthropic(body, status) if path.startswith("/v1/messages") else body), status
+
+
 def describe(error: Exception) -> tuple[dict[str, Any], int]:
     """Body and status of the answer to a request that has ended with ``error``."""
     if isinstance(error, AnsweredError):
@@ -95,8 +123,8 @@ def answer_errors(app: Any) -> None:
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
 
-    async def known(_: Request, error: Exception) -> JSONResponse:
-        body, status = describe(error)
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        body, status = describe_at(request.url.path, error)
         return JSONResponse(body, status_code=status)
 
     # Behind its answer to any other Exception, Starlette raises it again: the log has it, and the connection is closed.
@@ -104,13 +132,15 @@ def answer_errors(app: Any) -> None:
         app.add_exception_handler(kind, known)
 
     @app.exception_handler(RequestValidationError)
-    async def not_an_object(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def not_an_object(request: Request, error: RequestValidationError) -> JSONResponse:
         found = error.errors()[0]
         reason = found.get("ctx", {}).get("error", found["msg"])
         message = f"The body has to be a JSON object, with Content-Type: application/json: {reason}."
-        return JSONResponse(envelope(message, 400), status_code=400)
+        body, status = _at(request.url.path, envelope(message, 400), 400)
+        return JSONResponse(body, status_code=status)
 
     @app.exception_handler(HTTPException)
     async def of_address(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(envelope(message, error.status_code), status_code=error.status_code, headers=error.headers)
+        body, status = _at(request.url.path, envelope(message, error.status_code), error.status_code)
+        return JSONResponse(body, status_code=status, headers=error.headers)

@@ -28,9 +28,9 @@ PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", DECISION
 
 _DEEPEST = 100  # nesting of lists and objects: copying, rendering and printing are recursive
 
-_TEXT = Kind("text", lambda value: isinstance(value, str))
-_OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-_LIST = Kind("a list", lambda value: isinstance(value, list))
+TEXT = Kind("text", lambda value: isinstance(value, str))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+LIST = Kind("a list", lambda value: isinstance(value, list))
 _TEXT_OR_OBJECT = Kind("text or an object", lambda value: isinstance(value, str | dict))
 _PENALTY = Kind("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)
 _TOP_LOGPROBS = Kind("a whole number from 0 to 20", lambda value: is_whole(value) and 0 <= value <= 20)
@@ -48,7 +48,7 @@ def _is_prompt(value: Any) -> bool:
     return several and (all(isinstance(each, str) for each in value) or all(map(_is_ids, value)))
 
 
-def _only(*allowed: Any) -> Kind:
+def only(*allowed: Any) -> Kind:
     """Of a field that is refused unless it asks for what is done anyway."""
     shown = " or ".join(json.dumps(each) for each in allowed)
     words = (
@@ -64,20 +64,20 @@ _COMMON = {
     "top_p": SHARE,
     "stream": BOOL,
     # Names for the client's own use, and hints, change no answer.
-    "user": _TEXT,
-    "safety_identifier": _TEXT,
-    "prompt_cache_key": _TEXT,
-    "service_tier": _only("auto", "default"),
+    "user": TEXT,
+    "safety_identifier": TEXT,
+    "prompt_cache_key": TEXT,
+    "service_tier": only("auto", "default"),
 }
 _SAMPLING = {
     "max_tokens": whole(1),
     "frequency_penalty": _PENALTY,
     "presence_penalty": _PENALTY,
-    "logit_bias": _OBJECT,
+    "logit_bias": OBJECT,
     "stop": TEXTS,
     "n": _COUNT,
     "seed": Kind("a whole number of 64 bits", is_whole),
-    "stream_options": _OBJECT,
+    "stream_options": OBJECT,
     # Not of OpenAI's API.
     "top_k": whole(0),
     "min_p": SHARE,
@@ -85,11 +85,11 @@ _SAMPLING = {
     "generation_config": Kind("an object of generate's options, as JSON text", lambda value: isinstance(value, str)),
 }
 _OF_MESSAGES = {
-    "chat_template_kwargs": _OBJECT,
+    "chat_template_kwargs": OBJECT,
     "parallel_tool_calls": BOOL,
-    "store": _only(False),
+    "store": only(False),
     "tool_choice": _TEXT_OR_OBJECT,
-    "tools": _LIST,
+    "tools": LIST,
     "top_logprobs": _TOP_LOGPROBS,
 }
 _FIELDS: dict[str, dict[str, Kind]] = {
@@ -98,7 +98,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         **_SAMPLING,
         "prompt": Kind("text or token ids, or a list of either", _is_prompt),
         "max_tokens": whole(0),
-        "suffix": _only(""),
+        "suffix": only(""),
         "echo": BOOL,
         "best_of": _COUNT,
         "logprobs": _TOP_LOGPROBS,
@@ -110,16 +110,16 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "messages": Kind("a list of messages, one at least", lambda value: isinstance(value, list) and value != []),
         "max_completion_tokens": whole(1),
         "logprobs": BOOL,
-        "reasoning_effort": _TEXT,
-        "response_format": _OBJECT,
-        "metadata": _only({}),
-        "audio": _only(),
-        "function_call": _only(),
-        "functions": _only(),
-        "modalities": _only(["text"]),
-        "prediction": _only(),
-        "verbosity": _only(),
-        "web_search_options": _only(),
+        "reasoning_effort": TEXT,
+        "response_format": OBJECT,
+        "metadata": only({}),
+        "audio": only(),
+        "function_call": only(),
+        "functions": only(),
+        "modalities": only(["text"]),
+        "prediction": only(),
+        "verbosity": only(),
+        "web_search_options": only(),
     },
     RESPONSES: {
         **_COMMON,
@@ -127,19 +127,19 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "input": Kind(
             "text, or a list of items, one at least", lambda value: isinstance(value, str | list) and value != []
         ),
-        "instructions": _TEXT,
+        "instructions": TEXT,
         "max_output_tokens": whole(1),
-        "metadata": _OBJECT,  # which is part of the answer
-        "include": _only([], ["message.output_text.logprobs"]),
-        "reasoning": _OBJECT,
-        "stream_options": _OBJECT,
-        "text": _OBJECT,
-        "background": _only(False),
-        "conversation": _only(),
-        "max_tool_calls": _only(),
-        "previous_response_id": _only(),
-        "prompt": _only(),
-        "truncation": _only("disabled"),
+        "metadata": OBJECT,  # which is part of the answer
+        "include": only([], ["message.output_text.logprobs"]),
+        "reasoning": OBJECT,
+        "stream_options": OBJECT,
+        "text": OBJECT,
+        "background": only(False),
+        "conversation": only(),
+        "max_tool_calls": only(),
+        "previous_response_id": only(),
+        "prompt": only(),
+        "truncation": only("disabled"),
         "seed": _SAMPLING["seed"],
         "generation_config": _SAMPLING["generation_config"],
     },
@@ -170,11 +170,7 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     if kind == DECISIONS:
         return dict(body)
     fields = _FIELDS[kind]
-    given = {name: value for name, value in body.items() if value is not None and name != "model"}
-    for name, value in given.items():
-        if name not in fields:
-            raise UnknownFieldError(f"There is no field {name!r} here: leave it out.", name)
-        _check(name, value, fields[name], name)
+    given = known_fields(body, fields)
     asked = PROMPTS[kind]
     if asked not in given:
         raise MissingFieldError(f"{asked} is missing: give {fields[asked].words}.", asked)
@@ -190,12 +186,12 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     for index, tool in enumerate(given.get("tools", ())):
         _check_tool(f"tools[{index}]", tool)
     options = given.get("stream_options", {})
-    allowed = {"include_usage": BOOL, "include_obfuscation": _only(False)}
+    allowed = {"include_usage": BOOL, "include_obfuscation": only(False)}
     for name, value in options.items():
         if name not in allowed or name == "include_usage" and kind == RESPONSES:
             raise RequestError(f"stream_options has {name!r}, which is not here: leave it out.", "stream_options")
         if value is not None:
-            _check(f"stream_options.{name}", value, allowed[name], "stream_options")
+            check(f"stream_options.{name}", value, allowed[name], "stream_options")
     if options and not given.get("stream"):
         raise RequestError("stream_options is for streams: give stream: true, or leave it out.", "stream_options")
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
@@ -211,23 +207,33 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
 def _check_completion(given: Mapping[str, Any], vocabulary: int) -> None:
     prompt = given["prompt"]
     if prompt == "" or isinstance(prompt, list) and "" in prompt:
-        raise _wrong("prompt", "prompt", "", "some text, or some token ids")
+        raise wrong("prompt", "prompt", "", "some text, or some token ids")
     ids = prompt if _is_ids(prompt) else [each for part in prompt for each in part] if _is_ids(prompt[0]) else []
     if too_large := [each for each in ids if each >= vocabulary]:
-        raise _wrong("prompt", "a token of prompt", too_large[0], f"token ids of the model, 0 to {vocabulary - 1}")
+        raise wrong("prompt", "a token of prompt", too_large[0], f"token ids of the model, 0 to {vocabulary - 1}")
     if given.get("max_tokens") == 0 and not given.get("echo"):
-        raise _wrong("max_tokens", "max_tokens", 0, "1 or more, or echo: true, to score a prompt")
+        raise wrong("max_tokens", "max_tokens", 0, "1 or more, or echo: true, to score a prompt")
     if given.get("echo") and given.get("stream"):
         raise RequestError("echo is for answers that are not streamed: leave out stream.", "echo")
     best, several = given.get("best_of"), given.get("n", 1)
     if best is not None and (best < several or best > several and given.get("stream")):
-        raise _wrong("best_of", "best_of", best, f"n or more ({several}), and n in a stream")
+        raise wrong("best_of", "best_of", best, f"n or more ({several}), and n in a stream")
+
+
+def known_fields(body: Mapping[str, Any], fields: Mapping[str, Kind]) -> dict[str, Any]:
+    """The fields that are given, without the model, each of its kind. Raises RequestError."""
+    given = {name: value for name, value in body.items() if value is not None and name != "model"}
+    for name, value in given.items():
+        if name not in fields:
+            raise UnknownFieldError(f"There is no field {name!r} here: leave it out.", name)
+        check(name, value, fields[name], name)
+    return given
 
 
 def check_model_name(model: Any, served: str) -> None:
     """Raises RequestError for an invalid name; None stands for the served model."""
     if model is not None and not isinstance(model, str):
-        raise _wrong("model", "model", model, f"{served!r}, or leave it out")
+        raise wrong("model", "model", model, f"{served!r}, or leave it out")
 
 
 def check_model(model: Any, served: str) -> None:
@@ -258,57 +264,57 @@ def check_values(body: Mapping[str, Any]) -> None:
 
 
 def _check_message(where: str, message: Any, field: str) -> None:
-    _check(where, message, _OBJECT, field)
-    _check(f"{where}.role", message.get("role"), _TEXT, field)
+    check(where, message, OBJECT, field)
+    check(f"{where}.role", message.get("role"), TEXT, field)
     _check_content(f"{where}.content", message.get("content"), field)
     calls = message.get("tool_calls")
     if calls is None:
         return
-    _check(f"{where}.tool_calls", calls, _LIST, field)
+    check(f"{where}.tool_calls", calls, LIST, field)
     for index, call in enumerate(calls):
         place = f"{where}.tool_calls[{index}]"
-        _check(place, call, _OBJECT, field)
+        check(place, call, OBJECT, field)
         function = call.get("function") or call
-        _check(f"{place}.function", function, _OBJECT, field)
+        check(f"{place}.function", function, OBJECT, field)
         _check_call(f"{place}.function", function, field)
 
 
 def _check_content(where: str, content: Any, field: str) -> None:
     if content is None or isinstance(content, str):
         return
-    _check(where, content, Kind("text, or a list of parts", lambda value: isinstance(value, list)), field)
+    check(where, content, Kind("text, or a list of parts", lambda value: isinstance(value, list)), field)
     for index, part in enumerate(content):
         place = f"{where}[{index}]"
-        _check(place, part, _OBJECT, field)
+        check(place, part, OBJECT, field)
         kind = part.get("type")
-        _check(f"{place}.type", kind, _TEXT, field)
+        check(f"{place}.type", kind, TEXT, field)
         if kind in ("text", "input_text", "output_text"):
-            _check(f"{place}.text", part.get("text"), _TEXT, field)
+            check(f"{place}.text", part.get("text"), TEXT, field)
         elif kind in ("image_url", "input_image", "video_url", "audio_url"):
             name = "image_url" if kind == "input_image" else kind
             given = part.get(name)
             # Only pictures may be given by a bare address.
             address = given.get("url") if isinstance(given, dict) else given if name == "image_url" else None
-            _check(f"{place}.{name}", address, Kind('an address, as in {"url": "https://..."}', _TEXT.fits), field)
+            check(f"{place}.{name}", address, Kind('an address, as in {"url": "https://..."}', TEXT.fits), field)
         elif kind == "refusal":
-            _check(f"{place}.refusal", part.get("refusal"), _TEXT, field)
+            check(f"{place}.refusal", part.get("refusal"), TEXT, field)
         elif kind != "input_audio":
-            raise _wrong(field, f"{place}.type", kind, "text, image_url, video_url, audio_url or input_audio")
+            raise wrong(field, f"{place}.type", kind, "text, image_url, video_url, audio_url or input_audio")
         else:
             given = part.get("input_audio")
             data = given.get("data") if isinstance(given, dict) else given
-            _check(
+            check(
                 f"{place}.input_audio",
                 data,
-                Kind('sound in base64, as in {"data": "...", "format": "wav"}', _TEXT.fits),
+                Kind('sound in base64, as in {"data": "...", "format": "wav"}', TEXT.fits),
                 field,
             )
 
 
 def _check_call(where: str, call: Mapping[str, Any], field: str) -> None:
     """Check a call of an earlier answer of the model."""
-    _check(f"{where}.name", call.get("name"), _TEXT, field)
-    _check(f"{where}.arguments", call.get("arguments"), Kind("an object, as JSON text", _is_json_object), field)
+    check(f"{where}.name", call.get("name"), TEXT, field)
+    check(f"{where}.arguments", call.get("arguments"), Kind("an object, as JSON text", _is_json_object), field)
 
 
 def _is_json_object(value: Any) -> bool:
@@ -325,7 +331,7 @@ def _check_input(content: Any) -> None:
     if isinstance(content, str):
         return
     for index, item in enumerate(content):
-        _check(f"input[{index}]", item, _OBJECT, "input")
+        check(f"input[{index}]", item, OBJECT, "input")
     kinds = ("reasoning", "function_call", "function_call_output")
     if "role" not in content[0] and content[0].get("type") not in kinds:  # the parts of one message
         _check_content("input", content, "input")
@@ -334,32 +340,32 @@ def _check_input(content: Any) -> None:
         where, kind = f"input[{index}]", item.get("type")
         if kind == "reasoning":
             parts = item.get("content") or []
-            _check(f"{where}.content", parts, _LIST, "input")
+            check(f"{where}.content", parts, LIST, "input")
             for part in parts:
-                _check(f"{where}.content", part, _OBJECT, "input")
-                _check(f"{where}.content.text", part.get("text"), _TEXT, "input")
+                check(f"{where}.content", part, OBJECT, "input")
+                check(f"{where}.content.text", part.get("text"), TEXT, "input")
         elif "role" in item:
             _check_message(where, item, "input")
         elif kind == "function_call":
-            _check(f"{where}.call_id", item.get("call_id"), _TEXT, "input")
+            check(f"{where}.call_id", item.get("call_id"), TEXT, "input")
             _check_call(where, item, "input")
         elif kind == "function_call_output":
-            _check(f"{where}.call_id", item.get("call_id"), _TEXT, "input")
+            check(f"{where}.call_id", item.get("call_id"), TEXT, "input")
             _check_content(f"{where}.output", item.get("output"), "input")
         else:
             known = "a message, reasoning, function_call or function_call_output"
-            raise _wrong("input", f"{where}.type", kind, known)
+            raise wrong("input", f"{where}.type", kind, known)
 
 
 def _check_tool(where: str, tool: Any) -> None:
-    _check(where, tool, _OBJECT, "tools")
-    _check(f"{where}.type", tool.get("type", "function"), _only("function"), "tools")
+    check(where, tool, OBJECT, "tools")
+    check(f"{where}.type", tool.get("type", "function"), only("function"), "tools")
     function = tool.get("function", tool)  # of the Responses API without a level
-    _check(f"{where}.function", function, _OBJECT, "tools")
-    _check(f"{where}.function.name", function.get("name"), _TEXT, "tools")
-    for name, kind in (("parameters", _OBJECT), ("description", _TEXT), ("strict", BOOL)):
+    check(f"{where}.function", function, OBJECT, "tools")
+    check(f"{where}.function.name", function.get("name"), TEXT, "tools")
+    for name, kind in (("parameters", OBJECT), ("description", TEXT), ("strict", BOOL)):
         if (value := function.get(name)) is not None:
-            _check(f"{where}.function.{name}", value, kind, "tools")
+            check(f"{where}.function.{name}", value, kind, "tools")
 
 
 def _check_template_kwargs(arguments: Mapping[str, Any]) -> None:
@@ -378,7 +384,7 @@ def _check_generation_config(text: str | None) -> None:
 
     try:
         options = json.loads(text)
-        _check("generation_config", options, _OBJECT, "generation_config")
+        check("generation_config", options, OBJECT, "generation_config")
         check_options(options)
         GenerationConfig(**options)
     except RequestError:
@@ -401,15 +407,17 @@ def _logit_bias(given: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
                 f"logit_bias has {token!r}: give token ids of the model, 0 to {vocabulary - 1}.", "logit_bias"
             )
         if not is_number(bias) or abs(bias) > 100:
-            raise _wrong("logit_bias", f"logit_bias[{token!r}]", bias, "a number from -100 to 100")
+            raise wrong("logit_bias", f"logit_bias[{token!r}]", bias, "a number from -100 to 100")
         biases[int(token)] = float(bias)
     return biases
 
 
-def _check(where: str, value: Any, kind: Kind, field: str) -> None:
+def check(where: str, value: Any, kind: Kind, field: str) -> None:
+    """Raises RequestError for what is not of its kind, at a place within ``field``."""
     if not kind.fits(value):
-        raise _wrong(field, where, value, kind.words)
+        raise wrong(field, where, value, kind.words)
 
 
-def _wrong(field: str, where: str, value: Any, allowed: str) -> RequestError:
+def wrong(field: str, where: str, value: Any, allowed: str) -> RequestError:
+    """The error for a value that is not ``allowed``."""
     return RequestError(f"{where} is {reprlib.repr(value)}: give {allowed}.", field)

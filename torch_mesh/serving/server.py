@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import json
 import logging
 import socket
@@ -84,6 +85,8 @@ OPTIONS = (
     Option("cb_use_cuda_graph", None, bool, "Continuous batching with CUDA graphs."),
     Option("host", "localhost", str, "Address to listen at."),
     Option("port", 8000, int, "Port to listen at; 0 for any that is free."),
+    Option("api_key", None, str, "Key that requests need, as Authorization: Bearer KEY or x-api-key: KEY."),
+    Option("allow_anyone", False, bool, "Let a host that others reach listen without a key."),
     Option("enable_cors", False, bool, "Let web pages of any site ask."),
     Option("log_level", "warning", str, "From which level on there is a log.", tuple(transformers_logging.log_levels)),
     Option("default_seed", None, int, "Seed of requests without one, drawn anew at each start unless given."),
@@ -118,6 +121,7 @@ class Server:
         _check_numbers(options)
         if options["dtype"] != "auto" and not isinstance(getattr(torch, options["dtype"], None), torch.dtype):
             raise ValueError(f"--dtype {options['dtype']} is none of torch: give auto, bfloat16, float16 or float32")
+        _check_key(options)
         _check_address(options["host"], options["port"])
         logging.getLogger("transformers").setLevel(transformers_logging.log_levels[options["log_level"]])
         if options["default_seed"] is None:
@@ -158,7 +162,7 @@ class Server:
             self.engine = Engine(self.kept, self.prompts.tokenizer)
         service = self._service = Service(self.model, model, self.prompts, self.engine, options["compile"], batches)
         decisions = Decisions(service, options["decision_config"]) if is_available() else None
-        app = build_app(service, Metrics(self._now), decisions, options["enable_cors"])
+        app = build_app(service, Metrics(self._now), decisions, options["enable_cors"], options["api_key"])
         self._server = uvicorn.Server(
             uvicorn.Config(app, host=options["host"], port=options["port"], log_level=options["log_level"])
         )
@@ -269,6 +273,24 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
     share = given["cb_max_memory_percent"]
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"--cb-max-memory-percent {share} must be above 0 and at most 1")
+
+
+def _check_key(given: Mapping[str, Any]) -> None:
+    key, host = given["api_key"], given["host"]
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ValueError("--api-key has to be printable ASCII without blanks, since it is sent in a header")
+    if key is None and not given["allow_anyone"] and not _is_loopback(host):
+        raise ValueError(
+            f"--host {host} lets other machines ask, and there is no key: give --api-key, or --allow-anyone to do without"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """Of every address that ``host`` stands for. One that stands for none is refused where it is listened at."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
+        return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+    return True
 
 
 def _check_address(host: str, port: int) -> None:

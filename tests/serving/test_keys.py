@@ -1,0 +1,99 @@
+"""Who may ask a server: requests with its key, and from this machine unless it is told otherwise."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_mesh import MeshConfig
+from torch_mesh.cli import main
+
+openai = pytest.importorskip("openai")
+
+KEY = "mesh-3f9a"
+PATHS = (
+    "/v1/models",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/metrics",
+    "/nothing",
+)
+
+
+@pytest.fixture(scope="module")
+def server(serving: Callable[..., Any], folder: Path) -> Any:
+    return serving(folder, MeshConfig(resident=1.0), api_key=KEY)
+
+
+def _get(server: Any, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(server.address + path, headers=headers), timeout=30
+        ) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_answered_without_the_key(path: str, server: Any) -> None:
+    for headers in (
+        {},
+        {"Authorization": "Bearer none"},
+        {"Authorization": KEY},
+        {"Authorization": f"Basic {KEY}"},
+        {"Authorization": "Bearer "},
+        {"x-api-key": KEY[:-1]},
+        {"x-api-key": ""},
+    ):
+        status, body = _get(server, path, headers)
+        error = json.loads(body)["error"]
+        assert status == 401 and error["code"] == "invalid_api_key" and "--api-key" in error["message"]
+
+
+def test_the_key_is_taken_in_either_header(server: Any) -> None:
+    for headers in ({"Authorization": f"Bearer {KEY}"}, {"authorization": f"bearer {KEY}"}, {"X-Api-Key": KEY}):
+        assert _get(server, "/v1/models", headers)[0] == 200
+    assert _get(server, "/health", {})[0] == 200
+
+
+def test_clients_know_what_is_wrong(server: Any) -> None:
+    ask = {"model": server.model, "prompt": "a", "max_tokens": 2}
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=120) as client:
+        assert client.completions.create(**ask).usage.completion_tokens == 2
+    with (
+        openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.completions.create(**ask)
+    anthropic = pytest.importorskip("anthropic")
+    with (
+        anthropic.Anthropic(base_url=server.address, api_key="none", max_retries=0, timeout=120) as client,
+        pytest.raises(anthropic.AuthenticationError) as error,
+    ):
+        client.messages.count_tokens(model=server.model, messages=[{"role": "user", "content": "a"}])
+    assert error.value.body["error"]["type"] == "authentication_error"
+
+
+def test_other_machines_may_not_ask_without_a_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("0.0.0.0", "::", ""):
+        assert main(["serve", str(folder), "--host", host]) == 2
+        assert "--allow-anyone" in capsys.readouterr().err
+    for key in ("", "a b", "schl\u00fcssel"):
+        assert main(["serve", str(folder), "--api-key", key]) == 2
+        assert "--api-key" in capsys.readouterr().err
+
+
+def test_a_host_for_others_listens_with_a_key_or_for_anyone(serving: Callable[..., Any], folder: Path) -> None:
+    for more in ({"api_key": KEY}, {"allow_anyone": True}):
+        server = serving(folder, MeshConfig(resident=1.0), host="0.0.0.0", **more)
+        assert server.address.startswith("http://0.0.0.0:")
+        server.stop()

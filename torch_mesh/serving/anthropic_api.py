@@ -1,0 +1,320 @@
+"""Anthropic's API: messages, as a body or as events of a stream, and how many tokens they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch_mesh.serving.answers import Answer, Part
+from torch_mesh.serving.errors import MissingFieldError, RequestError, describe, for_anthropic
+from torch_mesh.serving.generation import BOOL, SHARE, TEMPERATURE, Kind, whole
+from torch_mesh.serving.openai_api import event, new_id
+from torch_mesh.serving.requests import LIST, OBJECT, TEXT, check, check_model, check_values, known_fields, only, wrong
+from torch_mesh.serving.service import Service, Tools, json_schema
+from torch_mesh.serving.tool_calls import Call, Reasoning
+
+Body = dict[str, Any]
+
+_TEXT_OR_LIST = Kind("text, or a list of blocks", lambda value: isinstance(value, str | list))
+_FIELDS: dict[str, Kind] = {
+    "messages": Kind("a list of messages, one at least", lambda value: isinstance(value, list) and value != []),
+    "max_tokens": whole(1),
+    "system": _TEXT_OR_LIST,
+    "stop_sequences": Kind(
+        "a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
+    ),
+    "stream": BOOL,
+    "temperature": TEMPERATURE,
+    "top_p": SHARE,
+    "top_k": whole(0),
+    "tools": LIST,
+    "tool_choice": OBJECT,
+    "thinking": OBJECT,
+    "output_config": OBJECT,
+    "metadata": OBJECT,  # a name of the user, which changes no answer
+    "service_tier": only("auto", "standard_only"),
+    "cache_control": OBJECT,  # as in blocks: what was computed is kept anyway
+    "container": only(),
+    "context_management": only(),
+    "mcp_servers": only([]),
+}
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Anthropic:
+    """Answers requests of this API with what a Service computes. Each method returns a body, or the events of a stream.
+
+    They raise RequestError before anything is computed, and what computing raises; a stream ends with an event for it.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def messages(self, body: Mapping[str, Any]) -> Body | AsyncIterator[str]:
+        given = self._checked(body, ("messages", "max_tokens"))
+
+        def prepare() -> Answer:
+            inputs, tools = self._inputs(given)
+            output = given.get("output_config", {})
+            (answer,) = self._service.answers(
+                inputs,
+                given | {"stop": [text for text in given.get("stop_sequences", ()) if text]},
+                limit="max_tokens",
+                form=self._service.prompts.form,
+                tools=tools,
+                schema=json_schema(output["format"], "output_config") if output.get("format") else None,
+            )
+            return answer
+
+        answer = await asyncio.to_thread(prepare)
+        message = _Message(self._service.served, answer)
+        if given.get("stream"):
+            return message.events()
+        async with contextlib.aclosing(answer.parts()) as parts:
+            async for part in parts:
+                for _ in message.add(part):
+                    pass
+        for _ in message.close():
+            pass
+        return message.body()
+
+    async def count_tokens(self, body: Mapping[str, Any]) -> Body:
+        given = self._checked(body, ("messages",))
+        inputs, _ = await asyncio.to_thread(self._inputs, given)
+        return {"input_tokens": inputs["input_ids"].shape[-1]}
+
+    def _checked(self, body: Mapping[str, Any], needed: Sequence[str]) -> Body:
+        check_values(body)
+        check_model(body.get("model"), self._service.served)
+        given = known_fields(body, _FIELDS)
+        for name in needed:
+            if name not in given:
+                raise MissingFieldError(f"{name} is missing: give {_FIELDS[name].words}.", name)
+        return given
+
+    def _inputs(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tools | None]:
+        """Of the model, and the tools that it may call. Raises RequestError."""
+        tools = self._tools(given)
+        messages = list(_messages(given))
+        output = given.get("output_config", {})
+        if unknown := sorted(set(output) - {"format", "effort"}):
+            raise RequestError(f"output_config has {unknown[0]!r}, which is not here: leave it out.", "output_config")
+        arguments = self._service.template_arguments({}, output.get("effort"), "output_config")
+        if (thinking := given.get("thinking")) is not None:
+            kind = thinking.get("type")
+            if kind not in ("adaptive", "disabled"):
+                raise wrong("thinking", "thinking.type", kind, "adaptive or disabled: reasoning has no budget here")
+            if kind == "disabled":
+                if not self._service.prompts.knows("enable_thinking"):
+                    raise RequestError(
+                        "This model's chat template has no switch for thinking: leave it out.", "thinking"
+                    )
+                arguments["enable_thinking"] = False
+        goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        shown = None if tools is None else tools.shown
+        inputs = self._service.prompts.of_messages(messages, shown, arguments, "messages", goes_on)
+        if inputs["input_ids"].shape[-1] == 0:
+            raise RequestError("messages has no tokens: give some text.", "messages")
+        return inputs, tools
+
+    def _tools(self, given: Mapping[str, Any]) -> Tools | None:
+        """By the Service, in the form of OpenAI's API."""
+        functions = []
+        for index, tool in enumerate(given.get("tools", ())):
+            where = f"tools[{index}]"
+            check(where, tool, OBJECT, "tools")
+            check(f"{where}.type", tool.get("type", "custom"), only("custom"), "tools")
+            check(f"{where}.name", tool.get("name"), TEXT, "tools")
+            check(f"{where}.input_schema", tool.get("input_schema"), OBJECT, "tools")
+            function = {"name": tool["name"], "parameters": tool["input_schema"]}
+            function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+            functions.append({"type": "function", "function": function})
+        choice = given.get("tool_choice", {"type": "auto"})
+        kind = choice.get("type")
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        meanings: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
+        if not isinstance(kind, str) or kind not in meanings:
+            raise wrong("tool_choice", "tool_choice.type", kind, "auto, any, tool or none")
+        alone = choice.get("disable_parallel_tool_use", False)
+        check("tool_choice.disable_parallel_tool_use", alone, BOOL, "tool_choice")
+        return self._service.tools(
+            {"tools": functions, "tool_choice": meanings[kind], "parallel_tool_calls": not alone}
+        )
+
+
+def _messages(given: Mapping[str, Any]) -> Iterator[Body]:
+    """In the form of chat completions."""
+    if given.get("system"):
+        yield {"role": "system", "content": _texts("system", given["system"], "system")}
+    for index, message in enumerate(given["messages"]):
+        where = f"messages[{index}]"
+        check(where, message, OBJECT, "messages")
+        role = message.get("role")
+        if role not in ("user", "assistant"):
+            raise wrong("messages", f"{where}.role", role, "user or assistant")
+        content = message.get("content")
+        check(f"{where}.content", content, _TEXT_OR_LIST, "messages")
+        if isinstance(content, str):
+            yield {"role": role, "content": content}
+        else:
+            yield from _turns(where, role, content)
+
+
+def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
+    """One message, and before it a message of its own for each tool's result."""
+    parts: list[Body] = []
+    calls: list[Body] = []
+    reasoning = ""
+    results = 0
+    for index, block in enumerate(blocks):
+        place = f"{where}.content[{index}]"
+        check(place, block, OBJECT, "messages")
+        kind = block.get("type")
+        if kind == "text":
+            check(f"{place}.text", block.get("text"), TEXT, "messages")
+            parts.append({"type": "text", "text": block["text"]})
+        elif kind == "image" and role == "user":
+            parts.append({"type": "image_url", "image_url": {"url": _address(place, block.get("source"))}})
+        elif kind == "tool_result" and role == "user":
+            check(f"{place}.tool_use_id", block.get("tool_use_id"), TEXT, "messages")
+            text = _texts(f"{place}.content", block.get("content") or "", "messages")
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+            results += 1
+        elif kind == "tool_use" and role == "assistant":
+            check(f"{place}.name", block.get("name"), TEXT, "messages")
+            check(f"{place}.input", block.get("input"), OBJECT, "messages")
+            function = {"name": block["name"], "arguments": block["input"]}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking" and role == "assistant":
+            check(f"{place}.thinking", block.get("thinking"), TEXT, "messages")
+            reasoning += block["thinking"]
+        else:
+            allowed = "text, image or tool_result" if role == "user" else "text, thinking or tool_use"
+            raise wrong("messages", f"{place}.type", kind, allowed)
+    if not parts and results:
+        return
+    message: Body = {"role": role, "content": parts if role == "user" else "\n".join(part["text"] for part in parts)}
+    if calls:
+        message["tool_calls"] = calls
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    yield message
+
+
+def _texts(where: str, content: Any, field: str) -> str:
+    check(where, content, _TEXT_OR_LIST, field)
+    if isinstance(content, str):
+        return content
+    for index, block in enumerate(content):
+        place = f"{where}[{index}]"
+        check(place, block, OBJECT, field)
+        check(f"{place}.type", block.get("type"), only("text"), field)
+        check(f"{place}.text", block.get("text"), TEXT, field)
+    return "\n".join(block["text"] for block in content)
+
+
+def _address(where: str, source: Any) -> str:
+    check(f"{where}.source", source, OBJECT, "messages")
+    if source.get("type") == "base64":
+        check(f"{where}.source.data", source.get("data"), TEXT, "messages")
+        return f"data:{source.get('media_type')};base64,{source['data']}"
+    check(f"{where}.source.type", source.get("type"), only("base64", "url"), "messages")
+    check(f"{where}.source.url", source.get("url"), TEXT, "messages")
+    return str(source["url"])
+
+
+class _Message:
+    """An answer as blocks of content, which are opened, grow and are closed, each with events."""
+
+    def __init__(self, served: str, answer: Answer) -> None:
+        self._served, self._answer = served, answer
+        self._id = new_id("msg_")
+        self._blocks: list[Body] = []
+        self._open = False
+
+    def body(self, ended: bool = True) -> Body:
+        answer = self._answer
+        reason = None
+        if ended:
+            reason = "stop_sequence" if answer.stopped_by is not None else _STOPS[answer.finish]
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._served,
+            "content": list(self._blocks),
+            "stop_reason": reason,
+            "stop_sequence": answer.stopped_by if ended else None,
+            "usage": self._usage(),
+        }
+
+    async def events(self) -> AsyncIterator[str]:
+        yield _event("message_start", message=self.body(ended=False))
+        try:
+            async with contextlib.aclosing(self._answer.parts()) as parts:
+                async for part in parts:
+                    for each in self.add(part):
+                        yield each
+        except Exception as error:  # noqa: BLE001  the answer has begun: its status cannot say so any more
+            body, status = describe(error)
+            yield f"event: error\n{event(for_anthropic(body, status))}"
+            return
+        for each in self.close():
+            yield each
+        body = self.body()
+        delta = {name: body[name] for name in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=delta, usage=body["usage"])
+        yield _event("message_stop")
+
+    def add(self, part: Part) -> list[str]:
+        """The events of ``part``."""
+        events: list[str] = []
+        for piece in part.pieces:
+            if isinstance(piece, Call):
+                block = {"type": "tool_use", "id": new_id("toolu_"), "name": piece.name, "input": {}}
+                delta: Body = {"type": "input_json_delta", "partial_json": piece.arguments}
+                events += [*self._close(), *self._begin(block), self._delta(delta)]
+                self._blocks[-1] = block | {"input": json.loads(piece.arguments)}
+                events += self._close()
+                continue
+            kind = "thinking" if isinstance(piece, Reasoning) else "text"
+            if not self._open or self._blocks[-1]["type"] != kind:
+                signature = {"signature": ""} if kind == "thinking" else {}
+                events += [*self._close(), *self._begin({"type": kind, kind: "", **signature})]
+            self._blocks[-1][kind] += piece.text
+            events.append(self._delta({"type": f"{kind}_delta", kind: piece.text}))
+        return events
+
+    def close(self) -> list[str]:
+        """The events of what is still open."""
+        return self._close()
+
+    def _begin(self, block: Body) -> list[str]:
+        self._blocks.append(dict(block))
+        self._open = True
+        return [_event("content_block_start", index=len(self._blocks) - 1, content_block=block)]
+
+    def _close(self) -> list[str]:
+        if not self._open:
+            return []
+        self._open = False
+        return [_event("content_block_stop", index=len(self._blocks) - 1)]
+
+    def _delta(self, delta: Body) -> str:
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+    def _usage(self) -> Body:
+        job = self._answer.job
+        return {
+            "input_tokens": len(job.prompt) - job.reused,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": job.reused,
+            "output_tokens": self._answer.count,
+        }
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\n{event({'type': kind, **fields})}"
