@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ class Answer:
         ends = self.job.config.eos_token_id
         self._ends = frozenset(ends if isinstance(ends, list) else () if ends is None else (ends,))
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncGenerator[Part, None]:
         """To leave this iterator early ends the computation."""
         text = Detokenizer(self.tokenizer, self.form.marks if self.form else (), self._ends)
         stops = Stops(self.stops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_mesh.serving.answers import Answer, Part
@@ -53,7 +53,7 @@ class Anthropic:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def messages(self, body: Mapping[str, Any]) -> Body | AsyncIterator[str]:
+    async def messages(self, body: Mapping[str, Any]) -> Body | AsyncGenerator[str, None]:
         given = self._checked(body, ("messages", "max_tokens"))
 
         def prepare() -> Answer:
@@ -251,7 +251,7 @@ class _Message:
             "usage": self._usage(),
         }
 
-    async def events(self) -> AsyncIterator[str]:
+    async def events(self) -> AsyncGenerator[str, None]:
         yield _event("message_start", message=self.body(ended=False))
         try:
             async with contextlib.aclosing(self._answer.parts()) as parts:

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -118,7 +118,7 @@ def build_app(
     return app
 
 
-async def _answer(request: Request, made: Awaitable[dict[str, Any] | AsyncIterator[str]]) -> Response:
+async def _answer(request: Request, made: Awaitable[dict[str, Any] | AsyncGenerator[str, None]]) -> Response:
     """A body, or a stream. A client that goes away ends what it has asked for."""
     found = await _while_connected(request, made)
     if isinstance(found, dict):
@@ -148,10 +148,10 @@ class _GoneError(AnsweredError):
     status = 499  # which is for the log alone
 
 
-async def _with_its_error(parts: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _with_its_error(parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The parts of a stream, and last its error, if it ends with one."""
     try:
-        async with contextlib.aclosing(parts) as several:  # type: ignore[type-var]
+        async with contextlib.aclosing(parts) as several:
             async for part in several:
                 yield part
     except Exception as error:  # noqa: BLE001  the answer has begun: its status cannot say so any more

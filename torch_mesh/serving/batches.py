@@ -8,7 +8,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from torch_mesh.serving.admission import RESERVE_BYTES, check_blocks, check_positions
@@ -69,7 +69,7 @@ class Batches(Engine):
         self._start(job)
         check_blocks(self._capacity(), len(job.prompt), config.max_new_tokens)
 
-    async def tokens(self, job: Job) -> AsyncIterator[list[Token]]:
+    async def tokens(self, job: Job) -> AsyncGenerator[list[Token], None]:
         if self._stopping:
             raise StoppingError
         self._loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +102,7 @@ class Engine:
         """Raises RequestError for a job that memory, or the model, has no room for."""
         self.kept.check(job.prompt, job.config.max_new_tokens)
 
-    async def tokens(self, job: Job) -> AsyncIterator[list[Token]]:
+    async def tokens(self, job: Job) -> AsyncGenerator[list[Token], None]:
         """The tokens of ``job``, some at a time. To leave this iterator early ends the computation."""
         if self._stopping:
             raise StoppingError

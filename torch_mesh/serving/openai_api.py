@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch_mesh.serving.service import Service, json_schema
 from torch_mesh.serving.tool_calls import Call, Content, Reasoning
 
 Body = dict[str, Any]
-Events = AsyncIterator[str]
+Events = AsyncGenerator[str, None]
 _DONE = "data: [DONE]\n\n"
 
 
@@ -72,7 +72,7 @@ async def collect_all(answers: Sequence[Answer]) -> list[Collected]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Part | None]]:
+async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Part | None], None]:
     """Parts of several answers as they are made, each with its answer's index; None behind the last part of one."""
     queue: asyncio.Queue[tuple[int, Part | None] | BaseException] = asyncio.Queue()
 
@@ -120,7 +120,7 @@ class OpenAI:
         if given.get("stream"):
             usage = given.get("stream_options", {}).get("include_usage", False)
             return self._chat_events(head, answers, bool(given.get("logprobs")), usage)
-        choices = []
+        choices: list[Body] = []
         for index, (answer, said) in enumerate(zip(answers, await collect_all(answers), strict=True)):
             message: Body = {"role": "assistant", "content": said.text, "refusal": None}
             if said.reasoning:
@@ -238,7 +238,7 @@ class OpenAI:
             usage = given.get("stream_options", {}).get("include_usage", False)
             return self._completion_events(head, flat, top is not None, usage)
         said = [Collected() for _ in flat] if scores else await collect_all(flat)
-        choices = []
+        choices: list[Body] = []
         for index, each in enumerate(inputs):
             echoed, known = "", []
             if given.get("echo"):
