@@ -120,7 +120,8 @@ def test_gguf_models(count: int, seed: int, folder: Path) -> None:
     sizes = {"hidden_size": 32, "head_dim": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     sizes |= {"intermediate_size": 32, "vocab_size": 40, "num_local_experts": 2, "num_experts": 2}
     seeds = {}
-    for architecture in ("qwen3moe", "gpt-oss", "qwen35moe"):
+    architectures = [name for name in ("qwen3moe", "gpt-oss", "qwen35moe") if name in gguf_files.ARCHITECTURES]
+    for architecture in (*architectures, "deepseek2"):
         types = {"_exps.weight": "Q8_0", "attn_q.weight": "Q4_0"}
         made = gguf_files.write(folder / f"{architecture}.gguf", architecture, types, **sizes)
         seeds[made.path.read_bytes()] = read_gguf(made.path).header.data_start
@@ -146,6 +147,31 @@ def test_gguf_models(count: int, seed: int, folder: Path) -> None:
 
 def _with_length(text: bytes, data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
+
+
+@_runs(30, 100_000)
+def test_gguf_blocks(count: int, seed: int, folder: Path) -> None:
+    """Any bytes of blocks make a record, or are an error."""
+    sizes = {"hidden_size": 256, "head_dim": 16, "moe_intermediate_size": 256, "num_experts": 2, "vocab_size": 40}
+    types = {"blk.0.ffn_down_exps": "Q6_K", "blk.1.ffn_down_exps": "IQ4_XS", "_exps.weight": "Q4_K"}
+    made = gguf_files.write(folder / "blocks.gguf", "qwen3moe", types, **sizes)
+    whole = made.path.read_bytes()
+    header = read_gguf(made.path).header
+    experts = find_checkpoint_experts(made.path, meta_model(read_config(made.path)))
+    assert experts.kept is not None
+    stacks = [tensor for name, tensor in header.tensors.items() if "_exps" in name]
+
+    def run(rng: random.Random) -> None:
+        data = bytearray(whole)
+        for tensor in rng.sample(stacks, 2):
+            part = data[tensor.offset : tensor.offset + tensor.bytes]
+            data[tensor.offset : tensor.offset + tensor.bytes] = mutations.mutate([bytes(part)], rng, in_place=True)
+        made.path.write_bytes(data)
+        for layer in range(2):
+            experts.pack_kept(layer, rng.randrange(2), experts.kept.group_size)
+
+    with mutations.limits(60 + count // 20, _EXTRA_BYTES):
+        _fuzz(seed, count, run)
 
 
 @_runs(1500, 1_000_000)
