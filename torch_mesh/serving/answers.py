@@ -67,7 +67,7 @@ class Answer:
                     if not text.hides(token.id):
                         shown.append(token)
                     called = called or any(isinstance(piece, Call) for piece in pieces)
-                    if over := stops.found is not None or called and self.one_call:
+                    if over := stops.found is not None or (called and self.one_call):
                         break
                 else:
                     over = False

@@ -182,7 +182,8 @@ def _that_fit(configured: dict[str, Any]) -> Any:
 
 
 def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callable[[], None]) -> int:
-    """How many tokens ``batching`` has blocks for, which it makes in its own thread. ``end``: called where it has failed to."""
+    """How many tokens ``batching`` has blocks for, which it makes in its own thread. ``end``: called where it has
+    failed to."""
     status = batching.background_thread_status
     while (processor := batching.batch_processor) is None and batching.is_running():
         if is_stopping():

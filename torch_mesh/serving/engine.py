@@ -1,4 +1,5 @@
-"""Runs ``generate`` for the requests of a server, one after the other, in a thread of its own; and hands out tokens as they are made."""
+"""Runs ``generate`` for the requests of a server, one after the other, in a thread of its own; and hands out tokens as
+they are made."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from torch_mesh.system.memory import trim_heap
 
 # Arguments of generate that change nothing in what is computed for a token.
 _HARMLESS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer", "logits_processor"}
-# Bytes beside a tensor's own: Python's and torch's objects, and the pages that it shares with free memory. Measured: 1.0 to 2.4 KB.
+# Bytes beside a tensor's own: Python's and torch's objects, and the pages that it shares with free memory. Measured:
+# 1.0 to 2.4 KB.
 _TENSOR_BYTES = 4096
 
 

@@ -57,7 +57,8 @@ def source_of(model: str) -> Source:
         validate_repo_id(found["repo"])
     except HFValidationError:
         raise ValueError(
-            f"{model}: there is no such file or folder, and a model of the hub is named owner/model, owner/model@revision, "
+            f"{model}: there is no such file or folder, and a model of the hub is named owner/model, "
+            "owner/model@revision, "
             "owner/model/file.gguf or owner/model@revision/folder/file.gguf"
         ) from None
     parts = found.groupdict()
@@ -110,7 +111,8 @@ def _place(source: Source) -> dict[str, Any]:
 
 
 def _folder_of(source: Source) -> str:
-    """Of a GGUF file of the hub the folder that it was downloaded into: transformers would look for another revision's."""
+    """Of a GGUF file of the hub the folder that it was downloaded into: transformers would look for another
+    revision's."""
     if source.file is None or os.path.isdir(source.folder):
         return source.folder
     path = os.fspath(local_folder(f"{source.folder}/{source.file}", revision=source.revision))

@@ -25,7 +25,8 @@ class TokenLogprobs:
 
 
 class Recorder(LogitsProcessor):
-    """Keeps the distribution of each step until the token that came of it is known. Has to be the first of a request's processors.
+    """Keeps the distribution of each step until the token that came of it is known. Has to be the first of a request's
+    processors.
 
     Args:
         top: number of most probable tokens to return.
@@ -68,7 +69,8 @@ class Bias(LogitsProcessor):
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's: subtracts ``presence`` from the logit of each token that the answer has, and ``frequency`` for each time.
+    """OpenAI's: subtracts ``presence`` from the logit of each token that the answer has, and ``frequency`` for each
+    time.
 
     Args:
         prompt: number of tokens of the prompt, which does not count.

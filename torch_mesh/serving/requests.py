@@ -188,7 +188,7 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     options = given.get("stream_options", {})
     allowed = {"include_usage": BOOL, "include_obfuscation": only(False)}
     for name, value in options.items():
-        if name not in allowed or name == "include_usage" and kind == RESPONSES:
+        if name not in allowed or (name == "include_usage" and kind == RESPONSES):
             raise RequestError(f"stream_options has {name!r}, which is not here: leave it out.", "stream_options")
         if value is not None:
             check(f"stream_options.{name}", value, allowed[name], "stream_options")
@@ -206,7 +206,7 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
 
 def _check_completion(given: Mapping[str, Any], vocabulary: int) -> None:
     prompt = given["prompt"]
-    if prompt == "" or isinstance(prompt, list) and "" in prompt:
+    if prompt == "" or (isinstance(prompt, list) and "" in prompt):
         raise wrong("prompt", "prompt", "", "some text, or some token ids")
     ids = prompt if _is_ids(prompt) else [each for part in prompt for each in part] if _is_ids(prompt[0]) else []
     if too_large := [each for each in ids if each >= vocabulary]:
@@ -216,7 +216,7 @@ def _check_completion(given: Mapping[str, Any], vocabulary: int) -> None:
     if given.get("echo") and given.get("stream"):
         raise RequestError("echo is for answers that are not streamed: leave out stream.", "echo")
     best, several = given.get("best_of"), given.get("n", 1)
-    if best is not None and (best < several or best > several and given.get("stream")):
+    if best is not None and (best < several or (best > several and given.get("stream"))):
         raise wrong("best_of", "best_of", best, f"n or more ({several}), and n in a stream")
 
 
@@ -237,7 +237,8 @@ def check_model_name(model: Any, served: str) -> None:
 
 
 def check_model(model: Any, served: str) -> None:
-    """Raises RequestError for what is no name, ModelNotFoundError for another model; None stands for the one that is served."""
+    """Raises RequestError for what is no name, ModelNotFoundError for another model; None stands for the one that is
+    served."""
     check_model_name(model, served)
     if model not in (None, served):
         raise ModelNotFoundError(

@@ -243,7 +243,7 @@ def _template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     if text:
         with contextlib.suppress(ValueError):
             given = json.loads(text)
-        if not isinstance(given, dict) or not given and text.strip() != "{}":
+        if not isinstance(given, dict) or (not given and text.strip() != "{}"):
             raise ValueError(
                 f"--chat-template-kwargs is {text!r}, which is no JSON object; give one such as '{{\"name\": true}}'"
             )
@@ -281,7 +281,8 @@ def _check_key(given: Mapping[str, Any]) -> None:
         raise ValueError("--api-key has to be printable ASCII without blanks, since it is sent in a header")
     if key is None and not given["allow_anyone"] and not _is_loopback(host):
         raise ValueError(
-            f"--host {host} lets other machines ask, and there is no key: give --api-key, or --allow-anyone to do without"
+            f"--host {host} lets other machines ask, and there is no key: give --api-key, or --allow-anyone to do "
+            "without"
         )
 
 

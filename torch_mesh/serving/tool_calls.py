@@ -1,6 +1,7 @@
 """Tool calls and reasoning in a model's answer: how each family writes them, and how they are read.
 
-A family is recognised by its chat template, which shows the model how to write a call. A new form is one entry of ``FORMATS``.
+A family is recognised by its chat template, which shows the model how to write a call. A new form is one entry of
+``FORMATS``.
 """
 
 from __future__ import annotations
@@ -399,7 +400,8 @@ class Parser:
             self._begun = True
             yield Content(tools.begin + text + tools.end)
 
-    # gpt-oss writes each message into a channel: <|channel|>NAME<|message|>TEXT, and then <|end|>, <|call|> or <|return|>.
+    # gpt-oss writes each message into a channel: <|channel|>NAME<|message|>TEXT, and then <|end|>, <|call|> or
+    # <|return|>.
     def _channels(self) -> Iterator[Piece]:
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
         while True:
