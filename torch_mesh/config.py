@@ -29,6 +29,16 @@ MIN_CAPABILITY = (8, 0)
 _OTHER_VARIABLES = ("TORCH_MESH_ISA", "TORCH_MESH_BUILD_URING")
 _OF_TESTS = "TORCH_MESH_TEST_"
 
+# Fields of earlier releases, by flat name, and what to give instead.
+REMOVED = {
+    "predictor": 'name its file with prefetch="FILE"',
+    "pins": (
+        "profile= reads a profile's most used experts first; residency.early_experts keeps those of the first layers"
+    ),
+    "early_layers": 'residency={"early_experts": (layers, experts)} has both numbers',
+    "quotas": 'policy="heat" compares the experts of all layers, and has more hits than any policy with quotas',
+}
+
 FieldsT = TypeVar("FieldsT")
 
 
@@ -42,7 +52,12 @@ class Field:
     default: Any
     values: Values
     sentence: str
-    of_checkpoint: bool
+    # Whether a checkpoint's config.json may set it: False, True, or to which values alone.
+    of_checkpoint: bool | tuple[Any, ...]
+
+    def is_of_checkpoint(self, value: Any) -> bool:
+        """Whether a checkpoint's config.json may set it to ``value``."""
+        return value in self.of_checkpoint if isinstance(self.of_checkpoint, tuple) else self.of_checkpoint
 
     @property
     def name(self) -> str:
@@ -59,7 +74,7 @@ class Field:
         return f"TORCH_MESH_{self.flat.upper()}"
 
 
-def _field(default: Any, values: Values, sentence: str, *, of_checkpoint: bool = False) -> Any:
+def _field(default: Any, values: Values, sentence: str, *, of_checkpoint: bool | tuple[Any, ...] = False) -> Any:
     metadata = {"values": values, "sentence": sentence, "of_checkpoint": of_checkpoint}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -153,23 +168,11 @@ class LossyFields:
 class ResidencyFields:
     """What stays resident, and when the pool shrinks."""
 
-    pins: float = _field(
-        0.0,
-        share(0.5, "a share of the pool: it must be in [0, 0.5]"),
-        "Fraction of the pool for the profile's most used experts, which are then evicted as a last resort "
-        "while the pool has at least twice as many slots. Needs `profile`.",
-    )
-    early_layers: int = _field(
-        0,
-        count("layers"),
-        "Number of first MoE layers whose most recently used experts stay resident, `residency.early_experts` "
-        "of each. They take at most half of the pool.",
-        of_checkpoint=True,
-    )
-    early_experts: int = _field(
-        0,
-        count("experts"),
-        "Number of experts of each early layer that stay resident. 0 here or in `residency.early_layers` is off.",
+    early_experts: str | tuple[int, int] = _field(
+        "off",
+        validators.early_experts,
+        "How many experts stay resident in the first MoE layers, which no router predicts: `(1, 32)` keeps the 32 most "
+        "recently used experts of one layer. They take at most half of the pool.",
         of_checkpoint=True,
     )
     guard: str = _field(
@@ -187,6 +190,11 @@ class ResidencyFields:
         "first.",
     )
     timeout: float = _field(30.0, validators.seconds, "Seconds that a read or a wait for a slot may take.")
+
+    @property
+    def early(self) -> tuple[int, int]:
+        """``early_experts`` as the engine takes it: layers, and experts of each; zeros are off."""
+        return (0, 0) if isinstance(self.early_experts, str) else self.early_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,9 +314,11 @@ class MeshConfig(QuantizationConfigMixin):
     )
     prefetch: str = _field(
         "auto",
-        one_of("auto", "off"),
-        "Whether the next layer's router predicts, while one layer computes, which experts to read.",
-        of_checkpoint=True,
+        validators.prefetch,
+        'What predicts, while one layer computes, which experts to read for the next. `"auto"`: the next layer\'s '
+        "router. A file of [`torch-mesh routing fit`](predictor.md) for this model: its matrices, also for the first "
+        "layer.",
+        of_checkpoint=("auto", "off"),
     )
     prefill: str = _field(
         "auto",
@@ -325,12 +335,6 @@ class MeshConfig(QuantizationConfigMixin):
         "Whether `generate` verifies several drafted tokens in one forward ([speculation](speculation.md)). "
         '`"lookup"` drafts what followed the same ending earlier in the text, where measurements show that it '
         "pays; for greedy search and sampling of up to four texts at a time.",
-    )
-    predictor: str | None = _field(
-        None,
-        path("file"),
-        "File of [`torch-mesh routing fit`](predictor.md) for this model. Its matrices predict experts "
-        "instead of the next layer's router, also for the first layer. Needs `prefetch`.",
     )
     profile: str | None = _field(
         None,
@@ -357,6 +361,11 @@ class MeshConfig(QuantizationConfigMixin):
     stats: Group[StatsFields] = Group(StatsFields, "stats_")
 
     @property
+    def predictor(self) -> str | None:
+        """The file of a fitted predictor, if ``prefetch`` names one."""
+        return None if self.prefetch in ("auto", "off") else self.prefetch
+
+    @property
     def workspace_bytes(self) -> int:
         return parse_size(self.workspace, "workspace")
 
@@ -376,7 +385,8 @@ class MeshConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint's config.json says of it."""
-        kept = {field.flat: self._value(field) for field in FIELDS.values() if field.of_checkpoint}
+        values = {field: self._value(field) for field in FIELDS.values()}
+        kept = {field.flat: value for field, value in values.items() if field.is_of_checkpoint(value)}
         return {"quant_method": self.quant_method} | kept
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -404,18 +414,21 @@ class MeshConfig(QuantizationConfigMixin):
 
     @classmethod
     def of_checkpoint(cls, stored: Mapping[str, Any]) -> MeshConfig:
-        """The config that a checkpoint's config.json holds; the environment beats it. Warns of fields that are not its
-        business."""
-        if stored.get("quotas", "off") != "off":
-            warnings.warn(
-                "The checkpoint's config.json sets quotas, which is gone and ignored: a quota for each layer cost "
-                "hits with the policy heat, "
-                "which does better than any other does with quotas.",
-                stacklevel=2,
-            )
-        own = {name: value for name, value in stored.items() if name not in ("quant_method", "quotas")}
+        """The config of a checkpoint's config.json; the environment beats it. Warns of fields that a checkpoint may not
+        set."""
+        own = {name: value for name, value in stored.items() if name != "quant_method"}
+        layers = own.pop("early_layers", None)
+        if layers is not None:  # an earlier release wrote two numbers
+            experts = own.get("early_experts", 0)
+            own["early_experts"] = (layers, experts) if layers and experts else "off"
+        for name, replacement in REMOVED.items():
+            if own.pop(name, None) not in ("off", None, 0):
+                warnings.warn(
+                    f"The checkpoint's config.json sets {name}, which was removed and is ignored: {replacement}.",
+                    stacklevel=2,
+                )
         flat = _flat(own, stored=True)
-        refused = [FIELDS[name] for name in flat if not FIELDS[name].of_checkpoint]
+        refused = [FIELDS[name] for name, value in flat.items() if not FIELDS[name].is_of_checkpoint(value)]
         if refused:
             warnings.warn(
                 f"The checkpoint's config.json sets {', '.join(field.flat for field in refused)}, which is ignored: "
@@ -424,7 +437,7 @@ class MeshConfig(QuantizationConfigMixin):
                 stacklevel=2,
             )
         config = cls()
-        config._resolve({}, {name: value for name, value in flat.items() if FIELDS[name].of_checkpoint})
+        config._resolve({}, {name: value for name, value in flat.items() if FIELDS[name].is_of_checkpoint(value)})
         return config
 
     def get_loading_attributes(self) -> dict[str, Any]:
@@ -434,8 +447,6 @@ class MeshConfig(QuantizationConfigMixin):
     def _resolve(self, given: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
         self._given = _environment() | _checked(given)
         self._put(_checked(checkpoint or {}) | self._given)
-        if "pins" in given and self.residency.pins > 0 and self.profile is None:
-            raise ValueError(pins_without_profile(self.residency.pins))
 
     def _put(self, flat: Mapping[str, Any]) -> None:
         for name, value in flat.items():
@@ -465,14 +476,6 @@ def with_fields(config: MeshConfig | None, fields: Mapping[str, Any]) -> MeshCon
             "resident=0.5."
         )
     return (config or MeshConfig()).replace(**fields)
-
-
-def pins_without_profile(pins: float) -> str:
-    """What is wrong with it. The environment may name pins, and whoever uses the config the profile."""
-    return (
-        f"residency.pins={pins!r} needs to know which experts are hottest: give profile=, a file of "
-        "torch_mesh.save_profile."
-    )
 
 
 def _fields(cls: type, group: str | None = None, prefix: str = "") -> Iterator[Field]:
@@ -505,6 +508,8 @@ def _flat(given: Mapping[str, Any], group: str | None = None, *, stored: bool = 
 
 
 def _unknown(name: str, group: str | None, known: list[str]) -> Exception:
+    if name in REMOVED:
+        return ValueError(f"{group or 'MeshConfig'} has no field {name!r} any more: {REMOVED[name]}.")
     elsewhere = {} if group else {flat: field.argument for flat, field in FIELDS.items() if field.group}
     if name in elsewhere:
         return TypeError(f"MeshConfig takes {name} as {elsewhere[name]}.")
@@ -518,16 +523,19 @@ def _checked(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    _warn_of_unknown_variables()
+    _check_variables()
     given = ((field, os.environ.get(field.variable)) for field in FIELDS.values())
     return {field.flat: field.values.check(field.variable, value) for field, value in given if value}
 
 
-def _warn_of_unknown_variables() -> None:
+def _check_variables() -> None:
     known = {field.variable for field in FIELDS.values()} | set(_OTHER_VARIABLES)
     for name in sorted(os.environ):
         if not name.startswith("TORCH_MESH_") or name in known or name.startswith(_OF_TESTS):
             continue
+        removed = REMOVED.get(name.removeprefix("TORCH_MESH_").lower())
+        if removed is not None:
+            raise ValueError(f"{name} in the environment sets a field that was removed: {removed}.")
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         warnings.warn(

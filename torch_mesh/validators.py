@@ -144,6 +144,30 @@ def path(kind: str) -> Values:
     return Values(f"a {kind}, or none", check)
 
 
+@partial(Values, '`"auto"`, `"off"`, or a file')
+def prefetch(name: str, value: Any) -> str:
+    if value in ("auto", "off"):
+        return str(value)
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and re.search(r"[./\\]", value)):
+        return str(path("file").check(name, value))
+    raise ValueError(
+        f"{name}={value!r} is unknown; it is 'auto', 'off', or the path of a file of `torch-mesh routing fit`."
+    )
+
+
+@partial(Values, '`"off"`, or two numbers: of layers and of experts')
+def early_experts(name: str, value: Any) -> str | tuple[int, int]:
+    if isinstance(value, str) and value == "off":
+        return value
+    parts = value.split(",") if isinstance(value, str) else value
+    numbers = [_whole(part) for part in parts] if isinstance(parts, list | tuple) else []
+    if len(numbers) == 2 and numbers[0] and numbers[1]:
+        return numbers[0], numbers[1]
+    raise ValueError(
+        f"{name}={value!r} is unknown: give 'off' or two positive numbers, of layers and of experts in each: (1, 32)."
+    )
+
+
 @partial(Values, '`"auto"`, a size such as `"8GiB"`, bytes, or a fraction of all experts in (0, 1]')
 def resident(name: str, value: Any) -> str | float:
     if value == "auto":

@@ -22,8 +22,8 @@ def _parsed(*arguments: str) -> MeshConfig:
 
 def test_options_give_what_the_constructor_gives() -> None:
     assert _parsed() == MeshConfig()
-    options = ["--group-size", "32", "--gpu-streaming", "1,2,3", "--early-layers", "2", "--stats-file", "a.jsonl"]
-    gpu, residency, stats = {"streaming": (1, 2, 3)}, {"early_layers": 2}, {"file": "a.jsonl"}
+    options = ["--group-size", "32", "--gpu-streaming", "1,2,3", "--early-experts", "2,8", "--stats-file", "a.jsonl"]
+    gpu, residency, stats = {"streaming": (1, 2, 3)}, {"early_experts": (2, 8)}, {"file": "a.jsonl"}
     assert _parsed(*options) == MeshConfig(group_size=32, gpu=gpu, residency=residency, stats=stats)
 
 

@@ -235,7 +235,7 @@ def test_prompts_count_apart_add_up() -> None:
         ([*NODES, "--hidden-size", "0"], "1 or more; got 0"),
         (["--hidden-size", "0"], "with --nodes"),
         ([*NODES, "--placement", "apart"], "sequences before the counted ones"),
-        ([*NODES, "--pins", "0.5"], "for one process"),
+        ([*NODES, "--early-experts", "1,2"], "for one process"),
         ([*NODES, "--prefetch", "standin"], "lookahead or off"),
         ([*NODES, "--prefetch", "lookahead"], "no lookahead scores"),
         ([*NODES, "--other-bytes", "1MB", "--other-seconds", "1"], "two ways"),

@@ -142,7 +142,7 @@ def test_a_step_that_fails_leaves_nothing_behind(
         ({"lossy": {"deferred_experts": 9}}, "deferred_experts"),
         ({"lossy": {"fallback": "int8"}}, "fallback"),
         ({"gpu": {"weights": "int4"}}, "gpu.weights"),
-        ({"prefetch": "off", "predictor": "x"}, "predictor"),
+        ({"residency": {"pins": 0.5}}, "early_experts"),
         ({"resident": 4096}, "resident"),
     ],
 )

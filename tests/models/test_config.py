@@ -121,8 +121,7 @@ OF_CHECKPOINT = {
     "group_size": 32,
     "policy": "lru",
     "prefetch": "off",
-    "early_layers": 1,
-    "early_experts": 2,
+    "early_experts": (1, 2),
     "prefill": "off",
 }
 # Values that differ from the defaults, of all fields that are of this machine.
@@ -136,7 +135,6 @@ OF_THIS_MACHINE = {
     "store": "/somewhere",
     "io": "threads",
     "profile": "/etc/passwd",
-    "pins": 0.25,
     "fill": "off",
     "guard": "off",
     "deferred_experts": 1,
@@ -150,7 +148,6 @@ OF_THIS_MACHINE = {
     "gpu_streaming": "off",
     "gpu_placement": "dynamic",
     "timeout": 1e6,
-    "predictor": "/etc/passwd",
     "stats_file": "/etc/passwd",
     "stats_every": 1,
 }
@@ -174,13 +171,39 @@ def test_a_checkpoint_sets_what_it_knows_of_itself_and_nothing_of_this_machine()
         MeshConfig.of_checkpoint({"quant_method": "mesh", "polcy": "lru"})
 
 
-def test_a_checkpoint_with_the_quotas_of_earlier_builds_opens() -> None:
-    stored = {"quant_method": "mesh", "policy": "lru"}
+def test_a_checkpoint_with_the_fields_of_earlier_builds_opens() -> None:
+    stored = {"quant_method": "mesh", "policy": "lru", "early_layers": 0, "early_experts": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert MeshConfig.of_checkpoint(stored | {"quotas": "off"}) == MeshConfig(policy="lru")
-    with pytest.warns(UserWarning, match="config.json sets quotas, which is gone and ignored: .*cost"):
-        assert MeshConfig.of_checkpoint(stored | {"quotas": "on"}) == MeshConfig(policy="lru")
+        kept = MeshConfig.of_checkpoint(stored | {"early_layers": 1, "early_experts": 4})
+    assert kept == MeshConfig(policy="lru", residency={"early_experts": (1, 4)})
+    for name, value in {"quotas": "on", "pins": 0.5, "predictor": "/etc/passwd"}.items():
+        with pytest.warns(UserWarning, match=f"config.json sets {name}, which was removed and is ignored"):
+            assert MeshConfig.of_checkpoint(stored | {name: value}) == MeshConfig(policy="lru")
+
+
+@pytest.mark.parametrize(
+    ("fields", "replacement"),
+    [
+        ({"predictor": "p.safetensors"}, 'prefetch="FILE"'),
+        ({"residency": {"pins": 0.5}}, "profile="),
+        ({"residency": {"early_layers": 1}}, "early_experts"),
+        ({"quotas": "on"}, "policy="),
+    ],
+)
+def test_a_removed_field_names_its_replacement(
+    fields: dict[str, Any], replacement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for take in (MeshConfig, MeshConfig().replace):
+        with pytest.raises(ValueError, match=f"any more: .*{replacement}"):
+            take(**fields)
+    [(name, value)] = fields.items()
+    if isinstance(value, dict):
+        [(name, value)] = value.items()
+    monkeypatch.setenv(f"TORCH_MESH_{name.upper()}", str(value))
+    with pytest.raises(ValueError, match=f"TORCH_MESH_{name.upper()}.*removed: .*{replacement}"):
+        MeshConfig()
 
 
 @pytest.mark.parametrize("field", GROUPED, ids=lambda field: field.flat)
@@ -190,26 +213,26 @@ def test_a_field_of_a_group_has_one_place_among_arguments(field: Field) -> None:
         with pytest.raises(TypeError) as caught:
             take(**{field.flat: value[field.flat]})
         assert str(caught.value) == f"MeshConfig takes {field.flat} as {field.argument}."
-    config = MeshConfig(profile="p", **{field.group: {field.key: value[field.flat]}})
+    config = MeshConfig(**{field.group: {field.key: value[field.flat]}})
     assert getattr(getattr(config, field.group), field.key) == value[field.flat]
-    assert config == MeshConfig.from_dict({field.flat: value[field.flat], "profile": "p"}) != MeshConfig(profile="p")
+    assert config == MeshConfig.from_dict({field.flat: value[field.flat]}) != MeshConfig()
 
 
 def test_a_group_changes_what_it_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = MeshConfig(residency={"timeout": 5, "early_layers": 2}, gpu={"experts": 3})
+    first = MeshConfig(residency={"timeout": 5, "early_experts": (1, 4)}, gpu={"experts": 3})
     second = first.replace(residency={"timeout": 7}, resident=0.5)
-    assert (second.residency.timeout, second.residency.early_layers, second.gpu.experts) == (7.0, 2, 3)
+    assert (second.residency.timeout, second.residency.early_experts, second.gpu.experts) == (7.0, (1, 4), 3)
     assert (first.residency.timeout, first.resident) == (5.0, "auto")
     assert MeshConfig(gpu=first.gpu, residency=first.residency) == first
-    stored = MeshConfig.of_checkpoint({"quant_method": "mesh", "early_layers": 1, "early_experts": 4})
+    stored = MeshConfig.of_checkpoint({"quant_method": "mesh", "early_experts": [2, 8]})
     for name, value in first.get_loading_attributes().items():  # as from_pretrained does
         setattr(stored, name, value)
-    assert stored == first.replace(residency={"early_experts": 4})
+    assert stored == first
     with pytest.raises(AttributeError):
         first.gpu.experts = 4
-    monkeypatch.setenv("TORCH_MESH_EARLY_EXPERTS", "6")
-    assert MeshConfig.of_checkpoint({"quant_method": "mesh", "early_experts": 4}).residency.early_experts == 6
-    assert first.replace().residency.early_experts == 0
+    monkeypatch.setenv("TORCH_MESH_EARLY_EXPERTS", "1,6")
+    assert MeshConfig.of_checkpoint({"quant_method": "mesh", "early_experts": "off"}).residency.early_experts == (1, 6)
+    assert first.replace().residency.early_experts == (1, 4)
 
 
 def test_a_dict_that_a_user_passes_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

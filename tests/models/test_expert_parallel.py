@@ -207,7 +207,8 @@ def two_ranks(folder: Path, quick: bool) -> dict[str, Any]:
     cases |= {
         "whole rest": some | {"folder": store, "whole_rest": True, "config": {"dense": "int8", "resident": 0.4}},
         "packed": some | {"config": {"dense": "int8"}},
-        "profile": some | {"config": {"profile": str(folder / "profile"), "residency": {"pins": 0.3}, "resident": 0.5}},
+        "profile": some
+        | {"config": {"profile": str(folder / "profile"), "residency": {"early_experts": (1, 2)}, "resident": 0.5}},
         "auto": some | {"config": {"resident": "auto"}},
         **{
             extra: some | {"dtype": torch.float32, "whole_rest": True, "extra": extra, "config": {"resident": 0.5}}

@@ -552,7 +552,6 @@ def test_a_profile_says_which_experts_go_and_the_pool_warms_with_others(
         resident=0.5,
         gpu={"experts": wanted},
         profile=tmp_path / "profile.json",
-        residency={"pins": 0.5},
         policy="lru",
     )
     here = torch.stack([find(module._mesh_handle).here for module in patched_modules(model)])

@@ -61,7 +61,7 @@ def test_a_fitted_predictor_is_a_lookahead_for_a_model_that_has_none(tmp_path: P
     model = TINY_MODELS["ZayaExperts"].build()
     fitted = fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)])
     save_predictor(fitted, tmp_path / "fitted.safetensors")
-    torch_mesh.patch(model, resident=0.5, io="threads", predictor=tmp_path / "fitted.safetensors")
+    torch_mesh.patch(model, resident=0.5, io="threads", prefetch=tmp_path / "fitted.safetensors")
     assert not torch_mesh.stats(model).no_lookahead
     with torch.no_grad():
         for token in range(3, 12):
@@ -118,7 +118,7 @@ def test_a_bias_that_decides_is_foretold(name: str, predictor: bool, tmp_path: P
     fields: dict[str, Any] = {}
     if predictor:
         save_predictor(fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)]), tmp_path / "fitted.safetensors")
-        fields["predictor"] = tmp_path / "fitted.safetensors"
+        fields["prefetch"] = tmp_path / "fitted.safetensors"
     torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store", **fields)
     with torch.no_grad():
         for token in range(3, 15):

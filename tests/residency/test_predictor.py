@@ -134,14 +134,14 @@ def _generate(folder: Path, **fields: object) -> tuple[torch.Tensor, Any]:
 def test_a_model_reads_ahead_with_it_and_gives_the_same_tokens(mesh_tiny: Path, file: Path) -> None:
     plain, _ = _generate(mesh_tiny, prefetch="off")
     routers, by_routers = _generate(mesh_tiny)
-    fitted, by_fitted = _generate(mesh_tiny, predictor=file)
+    fitted, by_fitted = _generate(mesh_tiny, prefetch=file)
     assert torch.equal(plain, fitted) and torch.equal(plain, routers)
     assert by_routers.per_layer[0].prefetches == 0 < by_fitted.per_layer[0].prefetches
     assert all(layer.prefetches > 0 for layer in by_fitted.per_layer)
 
 
 def test_it_compiles_into_the_same_step(mesh_tiny: Path, file: Path) -> None:
-    config = MeshConfig(resident=0.25, predictor=file, io="threads")
+    config = MeshConfig(resident=0.25, prefetch=file, io="threads")
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
     prompt = {"input_ids": torch.arange(3, 15).unsqueeze(0), "attention_mask": torch.ones(1, 12, dtype=torch.long)}
     settings = {"cache_implementation": "static", "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
@@ -232,22 +232,27 @@ def test_another_model_is_refused(mesh_tiny: Path, model: PreTrainedModel, file:
     with torch.no_grad():
         find_router(other, find_experts(other)[2]).weight[0, 0] += 1  # type: ignore[union-attr, index]
     with pytest.raises(MeshError, match="was fitted to another model"):
-        torch_mesh.patch(other, predictor=file, resident=0.5)
+        torch_mesh.patch(other, prefetch=file, resident=0.5)
     assert not list(patched_modules(other)), "a model that was refused is as it was"
-    with pytest.raises(ValueError, match="prefetch='off': leave out one of the two"):
-        torch_mesh.patch(model, predictor=file, prefetch="off")
     with pytest.raises(StoreError, match="cannot be read"):
-        AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(predictor=tmp_path / "none"))
+        AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(prefetch=tmp_path / "none"))
     # Formats and dtypes of the same model are the same model.
     for weights in ("int8", "int4"):
-        config = MeshConfig(resident=0.5, weights=weights, predictor=file)
+        config = MeshConfig(resident=0.5, weights=weights, prefetch=file)
         AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config, dtype=torch.float32)
 
 
 def test_a_checkpoint_cannot_name_a_predictor(file: Path) -> None:
-    assert "predictor" not in MeshConfig(predictor=file).to_dict()
-    with pytest.warns(UserWarning, match="sets predictor, which is ignored"):
-        assert MeshConfig.of_checkpoint({"quant_method": "mesh", "predictor": str(file)}).predictor is None
+    assert "prefetch" not in MeshConfig(prefetch=file).to_dict()
+    with pytest.warns(UserWarning, match="sets prefetch, which is ignored"):
+        config = MeshConfig.of_checkpoint({"quant_method": "mesh", "prefetch": str(file)})
+    assert (config.prefetch, config.predictor) == ("auto", None)
+
+
+@pytest.mark.parametrize("value", ["on", "", 1, None, True])
+def test_prefetch_is_a_keyword_or_a_file(value: object) -> None:
+    with pytest.raises(ValueError, match="prefetch=.* it is 'auto', 'off', or the path of a file"):
+        MeshConfig(prefetch=value)
 
 
 def test_the_command_fits_and_says_what_it_adds(
@@ -258,8 +263,8 @@ def test_the_command_fits_and_says_what_it_adds(
     arguments = [str(mesh_tiny), "--out", str(out), "--resident", "0.5", "--length", "128", "--io", "threads"]
     assert main(["routing", "fit", *arguments, "--tokens", "2000", "--text", *files]) == 0
     printed = capsys.readouterr().out
-    assert "routers, 4" in printed and "fitted, 8" in printed and "Use it with MeshConfig(predictor=" in printed
-    _generate(mesh_tiny, predictor=out)
+    assert "routers, 4" in printed and "fitted, 8" in printed and "Use it with MeshConfig(prefetch=" in printed
+    _generate(mesh_tiny, prefetch=out)
 
 
 def test_the_command_says_what_it_lacks(mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_without_a_home_folder_an_error_says_what_to_set() -> None:
 
 
 def test_no_folder_is_called_after_a_home_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    for field in ("store", "profile", "predictor", "stats_file"):
+    for field in ("store", "profile", "prefetch", "stats_file"):
         with pytest.raises(ValueError, match=f"{FIELDS[field].name}='~nobody-of-this-name/x': there is no home folder"):
             torch_mesh.MeshConfig.from_dict({field: "~nobody-of-this-name/x"})
         assert attrgetter(FIELDS[field].name)(torch_mesh.MeshConfig.from_dict({field: "./~x"})) == "./~x"

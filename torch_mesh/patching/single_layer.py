@@ -200,7 +200,7 @@ def _check_single_layer(config: MeshConfig) -> None:
         "gpu.experts": config.gpu.experts not in (0, "auto"),
         "gpu.weights": config.gpu.weights != "auto",
         "gpu.placement": config.gpu.placement != "static",
-        "predictor": config.predictor is not None,
+        "a predictor in prefetch": config.predictor is not None,
         "dense": config.dense not in ("auto", "none"),
         "lossy.fallback": config.lossy.fallback != "none",
     }

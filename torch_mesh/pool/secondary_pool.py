@@ -47,12 +47,12 @@ class Records:
 def open_other(
     layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records, *, slots: int, least_slots: int
 ) -> ExpertPool:
-    """The second pool. Profiles, pins and favored layers apply to the main one only."""
+    """The second pool. Profiles and early experts apply to the main one only."""
     own = config.replace(
         profile=None,
         prefill="off",
         lossy={"routing_bias": 0.0},
-        residency={"pins": 0.0, "early_layers": 0, "early_experts": 0},
+        residency={"early_experts": "off"},
     )
     return ExpertPool(
         common_geometry(layers),

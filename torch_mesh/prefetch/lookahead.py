@@ -65,15 +65,10 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig
 def check_predictor(layers: Sequence[ExpertsLayer], config: MeshConfig, model: nn.Module | None = None) -> None:
     """Check ``config.predictor`` before expensive work. ``model``: one whose routers have their weights.
 
-    Raises StoreError for a predictor that does not fit these layers, MeshError for one of another ``model``, ValueError
-    without prefetch.
+    Raises StoreError for a predictor that does not fit these layers, MeshError for one of another ``model``.
     """
     if config.predictor is None:
         return
-    if config.prefetch == "off":
-        raise ValueError(
-            "predictor={config.predictor!r} needs prefetching, and prefetch='off': leave out one of the two."
-        )
     predictor = load_predictor(config.predictor, layers)
     if model is not None:
         predictor.check_model(model, layers, config.predictor)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..config import MeshConfig, pins_without_profile
+from ..config import MeshConfig
 from ..errors import MeshError
 from ..models.families import ExpertsLayer
 from ..system.atomic_files import new_file
@@ -142,11 +142,8 @@ def _counts(value: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
 
 def check_profile(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
     """Raise before a conversion what opening the pool would raise later: MeshError or OSError for a profile that does
-    not fit, ValueError for pins without a profile."""
-    if config.profile is None:
-        if config.residency.pins > 0:
-            raise ValueError(pins_without_profile(config.residency.pins))
-    else:
+    not fit."""
+    if config.profile is not None:
         profile = load_profile(config.profile)
         check_fits(profile, config.profile, None, layers[0].routed_experts, max(layer.top_k for layer in layers))
 

@@ -70,8 +70,7 @@ class Row:
     recall: float | None  # of the predictor, at the number of requested experts
     decision_ns: float  # CPU time per access in policy, predictor and slot table
     tokens_per_second: float | None
-    pins: float
-    kept_hit_rate: float | None  # of experts that pins or early_experts keep, over the whole trace
+    kept_hit_rate: float | None  # of experts that early_experts keeps, over the whole trace
     unkept_hit_rate: float | None  # of all others
 
     def to_dict(self) -> dict[str, object]:
@@ -90,9 +89,7 @@ def simulate(
     seed: int = 0,
     use_scores: bool = True,
     profile: Profile | None = None,
-    pins: float = 0.0,
-    early_layers: int = 0,
-    early_experts: int = 0,
+    early_experts: str | tuple[int, int] = "off",
     prefill: str = "auto",
     deferred_experts: int = 0,
     as_decode: bool = False,
@@ -104,7 +101,7 @@ def simulate(
     ``prompts`` limits ``hit_rate`` to some of the sequences, after those before them have warmed the pool. ``prefetch``
     experts (default top_k) are predicted ahead of each layer of a decode step. If the trace has ``forwards``, prompts
     are replayed as prompts, or with ``as_decode`` as a step for each token. ``prefill``, ``deferred_experts``,
-    ``profile``, ``pins``, ``early_layers`` and ``early_experts`` are as in MeshConfig. Tokens per second use the
+    ``profile`` and ``early_experts`` are as in MeshConfig. Tokens per second use the
     virtual clock: a layer takes its part of the other weights' time, then max(its experts at ``memory_speed``, the
     reads it waits for at ``disk_speed``).
 
@@ -118,6 +115,7 @@ def simulate(
         raise ValueError(f"predictor is '{predictor}'; allowed: {', '.join(predictor_names())}")
     asked = 0 if predictor == "off" else trace.top_k if prefetch is None else prefetch
     slots = max(trace.top_k, int(resident * trace.layers * trace.experts + 1e-9))
+    early_layers, kept_in_each = (0, 0) if isinstance(early_experts, str) else early_experts
     counts = _C.replay(
         trace.ids,
         experts=trace.experts,
@@ -137,9 +135,8 @@ def simulate(
         expert_seconds=hardware.expert_seconds() if hardware else 0.5,
         rest_seconds=hardware.rest_seconds(trace) if hardware else 0.0,
         profile=profile.arrays() if profile else None,
-        pins=pins,
         early_layers=early_layers,
-        early_experts=early_experts,
+        early_experts=kept_in_each,
     )
     first, stop = trace.prompt_range(prompts)
     begin, end = int(trace.offsets[first]), int(trace.offsets[stop])
@@ -164,7 +161,6 @@ def simulate(
         recall=counts["predicted_right"] / accesses if asked else None,
         decision_ns=1e9 * counts["decision_seconds"] / accesses,
         tokens_per_second=trace.tokens / counts["virtual_seconds"] if hardware else None,
-        pins=pins,
         kept_hit_rate=kept_hits / kept if kept else None,
         unkept_hit_rate=(int(counts["hits"].sum()) - kept_hits) / (accesses - kept) if accesses > kept else None,
     )

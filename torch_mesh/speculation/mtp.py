@@ -179,9 +179,11 @@ def _make(model: Any, patch_heads: PatchHeads) -> Any:
     # The same resident fraction as in the model; settings of the model itself do not apply, whatever the environment
     # says.
     share = 1.0 if pool.in_memory else min(pool.slots / (pool.layers * pool.geometry.num_experts), 1.0)
-    own: dict[str, Any] = {"store": None, "shared": None, "profile": None, "predictor": None, "stats": {"file": None}}
+    own: dict[str, Any] = {"store": None, "shared": None, "profile": None, "stats": {"file": None}}
     if has_experts(heads.layers):
-        config = MeshConfig().replace(
+        config = MeshConfig()
+        config = config.replace(
+            prefetch="auto" if config.predictor else config.prefetch,
             weights="int8",
             resident=share,
             threads=pool.threads or "auto",

@@ -39,7 +39,7 @@ class Counters:
     hits: int = 0  # resident
     cold_misses: int = 0  # read on demand
     inflight_misses: int = 0  # already being read
-    kept_accesses: int = 0  # accesses to experts that ``pins`` or ``early_experts`` keep
+    kept_accesses: int = 0  # accesses to experts that ``residency.early_experts`` keeps
     kept_hits: int = 0
     deferred: int = 0  # not resident, and used one MoE layer later
     rerouted: int = 0  # choices replaced by a resident expert; not in accesses
@@ -63,7 +63,7 @@ class Counters:
 
     @property
     def kept_hit_rate(self) -> float | None:
-        """Of the experts that ``pins`` or ``early_experts`` keep; None without accesses."""
+        """Of the experts that ``residency.early_experts`` keeps; None without accesses."""
         return self.kept_hits / self.kept_accesses if self.kept_accesses else None
 
     @property
@@ -172,7 +172,7 @@ class Stats(PhaseCounters):
 
     per_layer: list[LayerCounters] = field(default_factory=list)  # each MoE layer, in order
     slots: int = 0  # current limit of resident experts
-    kept: int = 0  # slots that ``pins`` and ``early_experts`` keep: at most half
+    kept: int = 0  # slots that ``residency.early_experts`` keeps: at most half
     most_slots: int = 0  # initial limit
     shrinks: int = 0  # times that the pool shrank because memory ran low
     grows: int = 0  # times that it grew again

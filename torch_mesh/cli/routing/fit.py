@@ -23,7 +23,7 @@ _WORTH_IT = 0.03  # gain in recall at k below which a predictor is not recommend
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs a model over text and fits matrices that predict its experts, for MeshConfig(predictor=...). "
+        "Runs a model over text and fits matrices that predict its experts, for MeshConfig(prefetch=...). "
         "Every fifth sequence is left out of the fit; the recall on those is printed beside that of the "
         "routers alone."
     )
@@ -94,9 +94,9 @@ def _verdict(rows: Sequence[Recall], path: str, learned_from: int, measured: int
     where = f"{path}: fitted to {learned_from} tokens, measured on {measured} others."
     both = [(row.fitted[0], row.lookahead[0]) for row in rows if row.lookahead is not None]
     if not both:
-        return f"{where} Lookahead predicts nothing here; use it with MeshConfig(predictor={path!r})."
+        return f"{where} Lookahead predicts nothing here; use it with MeshConfig(prefetch={path!r})."
     fitted, lookahead = (sum(column) / len(both) for column in zip(*both, strict=True))
     said = f"{where} Lookahead predicts {lookahead:.1%} of the experts, the predictor {fitted:.1%}"
     if fitted - lookahead < _WORTH_IT:
         return f"{said}: too little to gain by it. More --text of the kind that the model will read may help."
-    return f"{said}. Use it with MeshConfig(predictor={path!r})."
+    return f"{said}. Use it with MeshConfig(prefetch={path!r})."

@@ -17,7 +17,7 @@ from torch_mesh.routing.simulation import Hardware, Row, policy_names, simulate
 from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.routing.traces import Trace, load_trace
 from torch_mesh.statistics.counters import percent
-from torch_mesh.validators import parse_size
+from torch_mesh.validators import early_experts, parse_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,12 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file of torch_mesh.save_profile or torch-mesh routing profile, for a warm start",
     )
     parser.add_argument(
-        "--pins", default="0", help="pinned fractions of the pool, separated by commas; needs --profile"
+        "--early-experts",
+        default="off",
+        metavar="LAYERS,EXPERTS",
+        help="experts that stay resident in the first layers, as in MeshConfig: 1,32 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--early-layers", type=int, default=0, help="number of first layers whose experts stay resident"
-    )
-    parser.add_argument("--early-experts", type=int, default=0, help="experts of each of them that stay resident")
     parser.add_argument("--as-decode", action="store_true", help="replay each token of a prompt as a decode step")
     parser.add_argument(
         "--prefill",
@@ -140,9 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
             use_scores=not arguments.no_scores,
             hardware=hardware,
             profile=profile,
-            pins=pins,
-            early_layers=arguments.early_layers,
-            early_experts=arguments.early_experts,
+            early_experts=early_experts.check("--early-experts", arguments.early_experts),
             as_decode=arguments.as_decode,
             prefill=arguments.prefill,
             deferred_experts=arguments.deferred_experts,
@@ -150,7 +147,6 @@ def run(arguments: argparse.Namespace) -> int:
         for trace in _traces(arguments)
         for resident in _fractions(arguments.resident, "--resident")
         for policy in policies
-        for pins in _fractions(arguments.pins, "--pins")
     ]
     _write_json(arguments, rows)
     _print_table(rows)
@@ -163,7 +159,7 @@ def _write_json(arguments: argparse.Namespace, rows: Sequence[Row | NodesRow]) -
 
 
 # Options that expert parallelism does not support, with their defaults.
-_OF_ONE_PROCESS = {"profile": None, "pins": "0", "early_layers": 0, "early_experts": 0, "deferred_experts": 0}
+_OF_ONE_PROCESS = {"profile": None, "early_experts": "off", "deferred_experts": 0}
 
 
 def _simulate_nodes(
@@ -298,7 +294,7 @@ def _print_table(rows: list[Row]) -> None:
         table.add_column(name)
     for name in ["deferred"] if deferred else []:
         table.add_column(name)
-    for name in ["pins", "kept", "others"] if kept else []:
+    for name in ["kept", "others"] if kept else []:
         table.add_column(name)
     for name in ["MB/token", "tokens/s"] if timed else []:
         table.add_column(name)
@@ -312,7 +308,7 @@ def _print_table(rows: list[Row]) -> None:
         if deferred:
             cells += [f"{row.deferred_rate:.1%}"]
         if kept:
-            cells += [f"{row.pins:g}", percent(row.kept_hit_rate), percent(row.unkept_hit_rate)]
+            cells += [percent(row.kept_hit_rate), percent(row.unkept_hit_rate)]
         if row.bytes_per_token is not None and row.tokens_per_second is not None:
             cells += [f"{row.bytes_per_token / 1e6:.1f}", f"{row.tokens_per_second:.2f}"]
         table.add_row(*cells)
