@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 GROUP_SIZES = (32, 64, 128)  # allowed for MeshConfig.group_size
 
@@ -224,7 +225,7 @@ DENSE_FORMATS = tuple(name for name, each in FORMATS.items() if each.dense)
 CALIBRATED_FORMATS = tuple(name for name, each in FORMATS.items() if each.calibrated)
 
 
-def is_format(weights: object) -> bool:
+def is_format(weights: object) -> TypeGuard[str]:
     """Whether there are records of that name: a format, or a mixture of GGUF's types."""
     try:
         return isinstance(weights, str) and FORMATS[weights] is not None
