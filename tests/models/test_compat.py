@@ -74,6 +74,64 @@ def test_no_other_file_imports_a_private_name() -> None:
     assert not found
 
 
+# Private names of Python's own objects, of C++ and of torch's table of ops.
+NOT_UPSTREAM = {
+    "_C",
+    "_DetailedStats",
+    "_current_frames",
+    "_exit",
+    "_getframe",
+    "_option_string_actions",
+    "_replace",
+    "_run_exitfuncs",
+    "_to_copy",
+}
+
+
+def test_no_other_file_reaches_for_a_private_attribute() -> None:
+    """Of any object: a private attribute that torch_mesh does not define itself is upstream's. So is a string that names one of these."""
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+    lists = {Path(inspect.getfile(module)) for module in LISTS}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    defined = {name for path, node in nodes if path not in lists for name in _defined(node)} | NOT_UPSTREAM
+    reached = {
+        (path.relative_to(PACKAGE).as_posix(), node.attr)
+        for path, node in nodes
+        if path not in lists and isinstance(node, ast.Attribute) and _is_private(node.attr)
+    }
+    assert {each for each in reached if each[1] not in defined} == set()
+    private = {name for name in map(str, _strings_of_lists(trees, lists)) if _is_private(name)} - defined
+    named = {
+        (path.relative_to(PACKAGE).as_posix(), node.value)
+        for path, node in nodes
+        if path not in lists and isinstance(node, ast.Constant) and node.value in private
+    }
+    assert named == set()
+
+
+def _is_private(name: str) -> bool:
+    return name.isidentifier() and name[0] == "_" and not name.startswith(("__", "_mesh"))
+
+
+def _defined(node: ast.AST) -> list[str]:
+    """The names that a node defines: functions, classes, variables, and attributes of ``self``."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    own = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    return [node.attr] if own else []
+
+
+def _strings_of_lists(trees: dict[Path, ast.Module], lists: set[Path]) -> list[str]:
+    return [
+        node.value
+        for path in lists
+        for node in ast.walk(trees[path])
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
 def _dotted(node: ast.expr, modules: dict[str, str]) -> str:
     """``torch.cpu._name`` of the nodes that say so; empty for what begins with no module of upstream."""
     if isinstance(node, ast.Name):

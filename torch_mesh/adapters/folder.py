@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..hf.compat import has_swapped_features
+from ..hf.compat import has_swapped_features, key_mapping_of
 from ..models.families import ExpertsLayer
 from ..store.checkpoint import checkpoint_fingerprint
 from ..store.header import check_folder, read_header, read_json_file, store_error
@@ -147,7 +147,7 @@ def put_placeholders(model: nn.Module) -> set[int]:
             if parameter is not None:
                 placeholder = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
                 module._parameters[name] = made.setdefault(id(parameter), placeholder)
-    model._placeholders = list(made.values())  # type: ignore[assignment]  # an id is theirs as long as they live
+    model._mesh_placeholders = list(made.values())  # type: ignore[assignment]  # an id is theirs as long as they live
     return {id(placeholder) for placeholder in made.values()}
 
 
@@ -163,7 +163,7 @@ def _load(folder: Path, model: Any, config: LoraConfig) -> PeftModel:
                 _NAME,
                 torch_device="cpu",
                 low_cpu_mem_usage=True,
-                key_mapping=getattr(model, "_checkpoint_conversion_mapping", None),
+                key_mapping=key_mapping_of(model),
             )
     except KeyError as problem:
         raise store_error(folder / _WEIGHTS, f"lacks {problem}, which {_CONFIG} names") from problem

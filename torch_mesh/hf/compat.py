@@ -50,6 +50,8 @@ NAMES: tuple[Name, ...] = (
     *names_of("transformers.distributed.expert_parallel", "_is_hooked", versions="transformers>=5.22", in_source=True),
     *names_of("transformers.integrations.torchao", "_hf_quantized_needs_local_tp", in_source=True),
     *names_of("transformers.configuration_utils", "_attn_implementation", in_source=True),
+    *names_of("transformers.quantizers.base", "_is_quantized", in_source=True),
+    *names_of("transformers.modeling_utils.PreTrainedModel", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
     *names_of("transformers.integrations.peft", "_hf_peft_config_loaded", in_source=True),
     *names_of("transformers.integrations.gguf", "GGUF_CONFIG_ARCHS"),
     *names_of("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs"),
@@ -64,6 +66,7 @@ NAMES: tuple[Name, ...] = (
         versions=_PEFT,
         in_source=True,
     ),
+    *names_of("peft.peft_model", "_checkpoint_conversion_mapping", versions=_PEFT, in_source=True),
     *names_of("accelerate.hooks", "_old_forward", versions="accelerate>=1.10", in_source=True),
 )
 # Experts
@@ -126,6 +129,14 @@ def gguf_config_readers() -> dict[str, Any]:
     return GGUF_CONFIG_ARCHS
 
 
+def modules_in_fp32(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Parts of the names of modules that transformers keeps in fp32: in fp16 models alone, and in any model."""
+    fp16, strict = (
+        getattr(model, name, None) or () for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    )
+    return tuple(fp16), tuple(strict)
+
+
 def clear_quantized(config: Any) -> None:
     """Remove the quantization from a config."""
     vars(config).pop("quantization_config", None)
@@ -156,6 +167,11 @@ def resolve(path: str) -> Any:
 
 
 # PEFT
+def key_mapping_of(model: Any) -> dict[str, str] | None:
+    """The renaming of checkpoint names that PEFT applies to an adapter's."""
+    mapping: dict[str, str] | None = getattr(model, "_checkpoint_conversion_mapping", None)
+    return mapping
+
 
 # Methods of LoraModel
 CREATE_MODULE, CHECK_MERGE = "_create_new_module", "_check_merge_allowed"

@@ -22,7 +22,8 @@ NAMES: tuple[Name, ...] = (
         "transformers.generation.utils.GenerationMixin", "_prepare_cache_for_generation", "_prepare_static_cache"
     ),
     *names_of("transformers.generation.utils.GenerationMixin", "_get_candidate_generator"),
-    *names_of("transformers.generation.utils", "_pad_token_tensor", in_source=True),
+    *names_of("transformers.generation.utils", "_pad_token_tensor", "_previous_max_cache_length", in_source=True),
+    *names_of("transformers.modeling_utils", "_compiled_call", "_last_compile_config", in_source=True),
     *names_of("transformers.generation.configuration_utils", "_compile_all_devices", in_source=True),
     *names_of("transformers.modeling_utils.PreTrainedModel", "_can_compile_fullgraph", "_is_stateful"),
 )

@@ -14,9 +14,9 @@ from ..config import MeshConfig
 from ..formats import FORMATS
 from ..modules.experts import patched_modules
 from ..modules.packed_weight import PackedLinearWeight, PackedWeight
+from .torch_compat import DDP_IGNORED
 
 _REPLACED = "_mesh_replaced_configs"
-_NOT_SENT = "_ddp_params_and_buffers_to_ignore"  # read by DistributedDataParallel
 _IN_PEFT_MODEL = "base_model.model."  # a PeftModel delegates to the inner model, where names are longer
 
 
@@ -36,7 +36,7 @@ def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
             replaced.append((part.config, vars(part.config).get("quantization_config")))
             part.config.quantization_config = found
         part.get_memory_footprint = types.MethodType(_memory_footprint, part)
-        setattr(part, _NOT_SENT, _PackedNames(part))
+        setattr(part, DDP_IGNORED, _PackedNames(part))
 
 
 def clear_config_metadata(model: nn.Module) -> None:
@@ -49,8 +49,8 @@ def clear_config_metadata(model: nn.Module) -> None:
         vars(module).pop(_REPLACED, None)  # last: an interrupted call can be repeated
         if isinstance(module, PreTrainedModel):
             vars(module).pop("get_memory_footprint", None)
-            if isinstance(vars(module).get(_NOT_SENT), _PackedNames):
-                delattr(module, _NOT_SENT)
+            if isinstance(vars(module).get(DDP_IGNORED), _PackedNames):
+                delattr(module, DDP_IGNORED)
 
 
 def patched_models(model: nn.Module) -> list[Any]:

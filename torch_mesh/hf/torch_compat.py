@@ -16,7 +16,9 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "DDP_IGNORED",
     "FakeTensorMode",
+    "arguments_of",
     "in_forward_mode",
     "is_tracing",
     "make_wrapper",
@@ -37,10 +39,20 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch.autograd.forward_ad._current_level", ">=2.11"),
     ("torch.cpu._is_amx_tile_supported", ">=2.11"),
     ("torch.cpu._is_avx512_bf16_supported", ">=2.11"),
+    ("torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model", ">=2.11"),
+    ("torch.ops.aten.detach.default._schema.arguments", ">=2.11"),
     ("torch.utils._pytree.tree_leaves", ">=2.11"),
     ("torch.utils._pytree.tree_map", ">=2.11"),
     ("torch.utils._pytree.tree_map_only", ">=2.11"),
 )
+
+# The attribute of a module by which DistributedDataParallel leaves out parameters; the listed method sets it.
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+def arguments_of(op: Any) -> Any:
+    """The declared arguments of an op: each has ``name`` and ``is_write``."""
+    return op._schema.arguments
 
 
 def make_wrapper(cls: Any, shape: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from .. import _C
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..formats import FORMATS
-from ..hf.compat import keep_local
+from ..hf.compat import keep_local, modules_in_fp32
 from ..hf.torch_compat import in_forward_mode, multiplies_bf16
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
 from ..store.convert import checked_group_size
@@ -343,7 +343,6 @@ def _read_by_its_owner(model: nn.Module, path: str) -> bool:
 
 def kept_in_fp32(model: nn.Module, name: str, dtype: torch.dtype = torch.float16) -> bool:
     """Whether transformers keeps the parameter in fp32 for accuracy, in a model of ``dtype``; fp16 keeps most."""
-    strictly = "_keep_in_fp32_modules_strict"
-    attributes = {torch.float16: ("_keep_in_fp32_modules", strictly), torch.bfloat16: (strictly,)}.get(dtype, ())
-    parts = (part for attribute in attributes for part in getattr(model, attribute, None) or ())
+    in_fp16, strict = modules_in_fp32(model)
+    parts = {torch.float16: (*in_fp16, *strict), torch.bfloat16: strict}.get(dtype, ())
     return any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in parts)

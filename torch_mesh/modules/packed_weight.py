@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..hf.torch_compat import is_tracing, make_wrapper, pytree, without_torch_function
+from ..hf.torch_compat import (
+    DDP_IGNORED,
+    arguments_of,
+    is_tracing,
+    make_wrapper,
+    pytree,
+    without_torch_function,
+)
 from ..system.memory import shortage
 
 if TYPE_CHECKING:
@@ -116,7 +123,7 @@ class PackedWeight(torch.Tensor):
         if func is aten.copy_.default and isinstance(args[0], PackedWeight):
             args[0].accept(args[1])
             return args[0]
-        for argument, value in [*zip(func._schema.arguments, args, strict=False), *_named(func, kwargs)]:
+        for argument, value in [*zip(arguments_of(func), args, strict=False), *_named(func, kwargs)]:
             if argument.is_write:
                 for weight in pytree.tree_leaves(value):
                     if isinstance(weight, PackedWeight):
@@ -263,7 +270,7 @@ class PackedExpertsWeight(PackedWeight):
         raise MeshError(
             f"{self.path} is packed ({self.format}) and frozen, and cannot be computed with. For adapters, call "
             "get_peft_model after torch_mesh.patch, with PEFT's LoRA; for DistributedDataParallel, list all "
-            "torch_mesh.PackedWeight in model._ddp_params_and_buffers_to_ignore; for other code, call "
+            f"torch_mesh.PackedWeight in model.{DDP_IGNORED}; for other code, call "
             "torch_mesh.unpatch(model) first."
         )
 
@@ -308,7 +315,7 @@ def _is_cast(kwargs: dict[str, Any]) -> bool:
 
 
 def _named(func: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    return [(argument, kwargs[argument.name]) for argument in arguments_of(func) if argument.name in kwargs]
 
 
 def _contiguous(weight: PackedWeight, *_: Any, **__: Any) -> torch.Tensor:
