@@ -109,7 +109,7 @@ def test_layer_from_a_store(tmp_path: Path, family: str) -> None:
     [
         (
             {"activation": "relu"},
-            "activation='relu'.*'silu', 'gelu', 'gelu_tanh', 'relu2', 'swigluoai', .*with their numbers",
+            "activation='relu'.*'silu', 'gelu', 'gelu_tanh', 'relu2', 'swigluoai', .*with other numbers",
         ),
         ({"top_k": 7}, r"top_k=7 must be in \[1, 6\]"),
         ({"down": torch.zeros(EXPERTS, INTERMEDIATE, HIDDEN)}, r"down must be \[6, 72, 40\].*\[6, 40, 72\]"),

@@ -246,7 +246,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (_edit_config(rank_pattern={"(": 2}), "does not fit"),
         (_edit_config(arrow_config={"top_k": 2}), "does not fit"),
         (_edit_config(target_modules=["query"], target_parameters=None), "does not fit Qwen3MoeForCausalLM"),
-        (_edit_config(target_modules=["k_proj"]), "has no place.*q_proj"),
+        (_edit_config(target_modules=["k_proj"]), "does not have: .*q_proj"),
         (_edit_config(r=8), "does not fit.*size mismatch"),
         (_edit_config(trainable_token_indices=[1, 2]), "trainable_token"),
         (_edit_config(layer_replication=[[0, 2], [1, 3]]), "layer_replication"),
@@ -256,7 +256,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             _edit_tensors(
                 lambda tensors: tensors.update({FIRST.replace("layers.0", "layers.7"): tensors[FIRST].clone()})
             ),
-            r"has no place.*layers\.7\.self_attn",
+            r"does not have: .*layers\.7\.self_attn",
         ),
         (_edit_tensors(lambda tensors: tensors[FIRST].fill_(float("nan"))), "cannot be merged into .*q_proj"),
         (
@@ -303,7 +303,7 @@ def test_an_adapter_of_a_base_of_other_sizes_or_of_tied_weights_is_refused(
 def test_what_is_there_already_is_kept(tmp_path: Path, base_and_adapter: tuple[Path, Path]) -> None:
     base, adapter = base_and_adapter
     convert(base, tmp_path / "store", "int8")
-    with pytest.raises(StoreError, match="holds another store.*remove this one"):
+    with pytest.raises(StoreError, match="has another store.*remove this one"):
         merge(base, adapter, tmp_path / "store")
     for folder in (base, adapter):
         with pytest.raises(ValueError, match="choose another folder"):

@@ -271,7 +271,7 @@ def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatc
     with pytest.raises(MeshError, match="patched already"):  # and this one touches neither
         torch_mesh.patch(model, **fields)
     other = _build()
-    with pytest.raises(torch_mesh.StoreError, match="holds another store.*remove this one") as caught:
+    with pytest.raises(torch_mesh.StoreError, match="has another store.*remove this one") as caught:
         torch_mesh.patch(other, **fields)
     assert "--force" not in str(caught.value)  # which patch does not have
     assert (tmp_path / "store").is_dir() and (tmp_path / "store-int4").is_dir()

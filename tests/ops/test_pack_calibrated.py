@@ -162,7 +162,7 @@ def test_where_nothing_is_known_it_is_plain_packing(weights: str) -> None:
 def test_moments_that_have_no_factors_are_refused(row: int, column: int, value: float) -> None:
     given = 3.3e38 * torch.eye(5) if value > 1 else torch.eye(5)
     given[row, column] = given[column, row] = value
-    with pytest.raises(MeshError, match="not finite, or too large"):
+    with pytest.raises(MeshError, match="not finite, or overflow"):
         feedback_of(given)
 
 
