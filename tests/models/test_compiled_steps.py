@@ -45,6 +45,7 @@ def _both(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     Every token takes all experts, so that rounding tips no router.
     """
     model = TINY_MODELS[name].build()
+    model.config.num_experts_per_tok = model.config.num_local_experts
     for module in model.modules():
         if hasattr(module, "top_k"):
             module.top_k = model.config.num_local_experts

@@ -273,7 +273,7 @@ def test_the_command_says_what_it_lacks(mesh_tiny: Path, tmp_path: Path, capsys:
     strange.write_text('{"text": "a"}\n{"words": 3}\n')
     binary.write_bytes(b"\xff\xfe")
     for text, extra, code, said in (
-        (short, [], 2, "at least 5 are needed"),
+        (short, [], 2, "but 5 are needed"),
         (strange, [], 1, "strange.jsonl, line 2: not a JSON object with a text"),
         (binary, [], 1, "is not text in UTF-8"),
         (tmp_path / "none", [], 1, "no such file"),
