@@ -10,7 +10,7 @@ from rich.filesize import decimal as format_bytes
 
 from torch_mesh.cli.options import positive
 from torch_mesh.errors import StoreError
-from torch_mesh.formats import CALIBRATED_FORMATS, GROUP_SIZES, in_words
+from torch_mesh.formats import CALIBRATED_FORMATS, GROUP_SIZES, in_words, short_name
 from torch_mesh.store.folders import OtherStoreError
 from torch_mesh.store.writer import Written
 
@@ -53,4 +53,5 @@ def format_summary(written: Written, destination: str, what: str) -> str:
     shape = manifest.shape
     size = manifest.record_bytes * shape.layers * shape.experts
     verb = "already holds" if written.existed else "now holds"
-    return f"{destination}: {verb} {shape.layers} x {shape.experts} {what}, {format_bytes(size)} as {manifest.weights}"
+    held = f"{shape.layers} x {shape.experts} {what}, {format_bytes(size)} as {short_name(manifest.weights)}"
+    return f"{destination}: {verb} {held}"
