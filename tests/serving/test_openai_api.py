@@ -320,7 +320,7 @@ def test_one_model_by_its_name(client: Any, server: Any) -> None:
 
 
 def test_requests_that_batches_cannot_honour_are_refused(serving: Callable[..., Any], folder: Path) -> None:
-    server = serving(folder, MeshConfig(resident=1.0), continuous_batching=True)
+    server = serving(folder, MeshConfig(resident=1.0), continuous_batching=True, cb_num_blocks=8)
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
         ask = {"model": server.model, "messages": CHAT, "max_tokens": 4}
         for more in (

@@ -1,2 +1,1 @@
-"""A server of one model, opened by any MeshConfig: OpenAI's API over ``generate``, with the keys of the last
-conversations kept."""
+"""A server of one model, opened by any MeshConfig: OpenAI's and Anthropic's APIs over ``generate``."""

@@ -35,6 +35,7 @@ from torch_mesh.serving.service import Service
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = b"x-request-id"
+QUIET = 10.0  # seconds without a part of a stream until a comment keeps its connection
 
 
 def build_app(
@@ -51,31 +52,39 @@ def build_app(
     openai, anthropic = OpenAI(service), Anthropic(service)
     started = int(time.time())
 
+    async def answer(request: Request, made: Awaitable[dict[str, Any] | AsyncGenerator[str, None]]) -> Response:
+        """A body, or a stream. A client that goes away ends what it has asked for."""
+        found = await _while_connected(request, made)
+        if isinstance(found, dict):
+            return JSONResponse(found)
+        parts = _kept_alive(_with_its_error(found), service.engine.progress.describe)
+        return StreamingResponse(parts, media_type="text/event-stream")
+
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request, body: dict[str, Any]) -> Response:
-        return await _answer(request, openai.chat(body))
+        return await answer(request, openai.chat(body))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: dict[str, Any]) -> Response:
-        return await _answer(request, openai.completions(body))
+        return await answer(request, openai.completions(body))
 
     @app.post("/v1/responses", response_model=None)
     async def responses(request: Request, body: dict[str, Any]) -> Response:
-        return await _answer(request, openai.responses(body))
+        return await answer(request, openai.responses(body))
 
     @app.post("/v1/messages", response_model=None)
     async def messages(request: Request, body: dict[str, Any]) -> Response:
-        return await _answer(request, anthropic.messages(body))
+        return await answer(request, anthropic.messages(body))
 
     @app.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(request: Request, body: dict[str, Any]) -> Response:
-        return await _answer(request, anthropic.count_tokens(body))
+        return await answer(request, anthropic.count_tokens(body))
 
     if decisions is not None:
 
         @app.post("/v1/systemone", response_model=None)
         async def systemone(request: Request, body: dict[str, Any]) -> Response:
-            return await _answer(request, decisions.answer(body))
+            return await answer(request, decisions.answer(body))
 
     def about() -> dict[str, Any]:
         return {"id": service.served, "object": "model", "created": started, "owned_by": "torch_mesh"}
@@ -118,14 +127,6 @@ def build_app(
     return app
 
 
-async def _answer(request: Request, made: Awaitable[dict[str, Any] | AsyncGenerator[str, None]]) -> Response:
-    """A body, or a stream. A client that goes away ends what it has asked for."""
-    found = await _while_connected(request, made)
-    if isinstance(found, dict):
-        return JSONResponse(found)
-    return StreamingResponse(_with_its_error(found), media_type="text/event-stream")
-
-
 async def _while_connected(request: Request, made: Awaitable[Any]) -> Any:
     work, gone = asyncio.ensure_future(made), asyncio.ensure_future(_disconnected(request))
     try:
@@ -158,6 +159,26 @@ async def _with_its_error(parts: AsyncGenerator[str, None]) -> AsyncGenerator[st
         if not isinstance(error, AnsweredError):
             _LOG.error("A stream has failed", exc_info=error)
         yield f"data: {json.dumps(describe(error)[0])}\n\n"
+
+
+async def _kept_alive(parts: AsyncGenerator[str, None], comment: Callable[[], str]) -> AsyncGenerator[str, None]:
+    """The parts of a stream, and comments while there is none for long: proxies and clients give up on a silent one."""
+    following = None
+    async with contextlib.aclosing(parts):
+        try:
+            while True:
+                following = asyncio.ensure_future(anext(parts))
+                while not (await asyncio.wait({following}, timeout=QUIET))[0]:
+                    yield f": {comment()}\n\n"
+                try:
+                    part = following.result()
+                except StopAsyncIteration:
+                    return
+                yield part
+        finally:
+            if following is not None:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
 
 
 class _Key:

@@ -36,7 +36,7 @@ class Batches(Engine):
     """
 
     def __init__(self, kept: Any, tokenizer: Any, configured: dict[str, Any]) -> None:
-        super().__init__(kept, tokenizer)
+        super().__init__(kept, tokenizer, compiled=True)  # prompts are read with the steps of other requests
         self._configured = configured
         self._manager: Any = None
         self._starting = threading.Lock()
@@ -182,8 +182,7 @@ def _that_fit(configured: dict[str, Any]) -> Any:
 
 
 def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callable[[], None]) -> int:
-    """How many tokens ``batching`` has blocks for, which it makes in its own thread. ``end``: called where it has
-    failed to."""
+    """How many tokens ``batching`` has blocks for, which it makes in a thread. ``end``: called if that has failed."""
     status = batching.background_thread_status
     while (processor := batching.batch_processor) is None and batching.is_running():
         if is_stopping():

@@ -1,5 +1,4 @@
-"""Runs ``generate`` for the requests of a server, one after the other, in a thread of its own; and hands out tokens as
-they are made."""
+"""Runs ``generate`` for requests, one after the other, in a thread; and hands out tokens as they are made."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from transformers.generation import BaseStreamer
 from torch_mesh.serving.errors import AnsweredError, FailedRequestError, RequestError, StoppingError
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.serving.processors import Recorder, TokenLogprobs
+from torch_mesh.serving.progress import Progress
 
 _LOG = logging.getLogger(__name__)
 # What generate raises for options that cannot be, or not together.
@@ -92,8 +92,9 @@ class Worker:
 class Engine:
     """Of one model. ``kept`` takes part in each call of ``generate``."""
 
-    def __init__(self, kept: KeptKeys, tokenizer: Any) -> None:
+    def __init__(self, kept: KeptKeys, tokenizer: Any, compiled: bool = False) -> None:
         self.kept = kept
+        self.progress = Progress(kept.model, not compiled)
         self._tokenizer = tokenizer
         self.worker = Worker()
         self._streams: set[_Stream] = set()
@@ -142,7 +143,8 @@ class Engine:
             return
         reused = self.kept.counts.reused_tokens
         try:
-            with _seeded(job.seed, self.kept.model.device):
+            stream.read = self.progress.end
+            with _seeded(job.seed, self.kept.model.device), self.progress.reading(len(job.prompt)):
                 searches = (job.config.num_beams or 1) > 1  # by beams: there are no tokens before the end
                 made = self.kept.generate(
                     **job.inputs,
@@ -190,6 +192,7 @@ class _Stream(BaseStreamer):
         self._queue: asyncio.Queue[list[Token] | Exception | None] = asyncio.Queue()
         self._recorder = next((each for each in job.processors if isinstance(each, Recorder)), None)
         self._position = 0
+        self.read: Callable[[], None] | None = None  # called once the first token is there
 
     async def get(self) -> list[Token] | None:
         """None at the end. Raises what the job has raised."""
@@ -209,6 +212,9 @@ class _Stream(BaseStreamer):
         if not self._position:  # generate begins with the prompt
             self._position = len(ids)
             return
+        if self.read is not None:
+            self.read()
+            self.read = None
         made = []
         for token in ids:
             logprobs = None if self._recorder is None else self._recorder.take(self._position, token)

@@ -19,8 +19,7 @@ def json_rules(schema: Mapping[str, Any]) -> list[str]:
 
 
 def call_rules(tokenizer: Any, form: Form, tools: Mapping[str, Any], several: bool) -> list[str]:
-    """The rule ``calls``: one call of one of ``tools``, or ``several``. ``tools``: the parameters' JSON schema by
-    name."""
+    """The rule ``calls``: one call of ``tools``, or ``several``. ``tools``: the parameters' JSON schema by name."""
     written = form.tools
     assert written is not None
     rules = []

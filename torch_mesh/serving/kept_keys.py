@@ -23,10 +23,9 @@ from torch_mesh.serving.admission import Admission
 from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.system.memory import trim_heap
 
-# Arguments of generate that change nothing in what is computed for a token.
+# Arguments of generate that do not affect what is computed for a token.
 _HARMLESS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer", "logits_processor"}
-# Bytes beside a tensor's own: Python's and torch's objects, and the pages that it shares with free memory. Measured:
-# 1.0 to 2.4 KB.
+# Overhead of a tensor: Python and torch objects, and shared pages. Measured: 1.0 to 2.4 KB.
 _TENSOR_BYTES = 4096
 
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from torch_mesh.serving.kept_keys import Counts
+from torch_mesh.serving.progress import Progress
 from torch_mesh.statistics.counters import PHASES, Stats
 
 # Counters of a pool by phase, with their descriptions.
@@ -34,7 +35,8 @@ _OF_SERVER = {
 class Metrics:
     """A collector: each scrape asks anew. ``now`` gives the statistics of the model, and what its server counts."""
 
-    def __init__(self, now: Callable[[], tuple[Stats, Counts]]) -> None:
+    def __init__(self, now: Callable[[], tuple[Stats, Counts]], progress: Progress) -> None:
+        self._progress = progress
         self._now = now
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -51,6 +53,10 @@ class Metrics:
             yield CounterMetricFamily(
                 f"torch_mesh_{name}", f"{about} Not with continuous batching.", getattr(counts, name)
             )
+        reading = self._progress.tokens
+        yield GaugeMetricFamily("torch_mesh_reading_tokens", "Tokens of the prompt that is being read.", reading)
+        done = self._progress.fraction if reading else 0
+        yield GaugeMetricFamily("torch_mesh_reading_fraction", "How much of it has been read.", done)
         yield GaugeMetricFamily("torch_mesh_kept_keys_bytes", "Keys and values of conversations.", counts.kept_bytes)
         yield GaugeMetricFamily("torch_mesh_kept_tokens", "Tokens of which they are.", counts.kept_tokens)
 

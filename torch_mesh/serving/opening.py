@@ -58,8 +58,7 @@ def source_of(model: str) -> Source:
     except HFValidationError:
         raise ValueError(
             f"{model}: there is no such file or folder, and a model of the hub is named owner/model, "
-            "owner/model@revision, "
-            "owner/model/file.gguf or owner/model@revision/folder/file.gguf"
+            "owner/model@revision, owner/model/file.gguf or owner/model@revision/folder/file.gguf"
         ) from None
     parts = found.groupdict()
     revision = parts["revision"]
@@ -111,8 +110,7 @@ def _place(source: Source) -> dict[str, Any]:
 
 
 def _folder_of(source: Source) -> str:
-    """Of a GGUF file of the hub the folder that it was downloaded into: transformers would look for another
-    revision's."""
+    """Of a GGUF file of the hub the folder it was downloaded into: transformers would look for another revision."""
     if source.file is None or os.path.isdir(source.folder):
         return source.folder
     path = os.fspath(local_folder(f"{source.folder}/{source.file}", revision=source.revision))

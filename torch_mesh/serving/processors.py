@@ -25,8 +25,7 @@ class TokenLogprobs:
 
 
 class Recorder(LogitsProcessor):
-    """Keeps the distribution of each step until the token that came of it is known. Has to be the first of a request's
-    processors.
+    """Keeps the distribution of each step until its token is known. Has to be the first of a request's processors.
 
     Args:
         top: number of most probable tokens to return.
@@ -69,8 +68,7 @@ class Bias(LogitsProcessor):
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's: subtracts ``presence`` from the logit of each token that the answer has, and ``frequency`` for each
-    time.
+    """OpenAI's: subtracts ``presence`` from the logit of each token in the answer, and ``frequency`` for each time.
 
     Args:
         prompt: number of tokens of the prompt, which does not count.

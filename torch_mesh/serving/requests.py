@@ -237,8 +237,7 @@ def check_model_name(model: Any, served: str) -> None:
 
 
 def check_model(model: Any, served: str) -> None:
-    """Raises RequestError for what is no name, ModelNotFoundError for another model; None stands for the one that is
-    served."""
+    """Raises RequestError for what is no name, ModelNotFoundError for another model; None is the served one."""
     check_model_name(model, served)
     if model not in (None, served):
         raise ModelNotFoundError(

@@ -159,10 +159,12 @@ class Server:
             }
             self.engine: Engine = Batches(self.kept, self.prompts.tokenizer, blocks)
         else:
-            self.engine = Engine(self.kept, self.prompts.tokenizer)
+            self.engine = Engine(self.kept, self.prompts.tokenizer, options["compile"])
         service = self._service = Service(self.model, model, self.prompts, self.engine, options["compile"], batches)
         decisions = Decisions(service, options["decision_config"]) if is_available() else None
-        app = build_app(service, Metrics(self._now), decisions, options["enable_cors"], options["api_key"])
+        app = build_app(
+            service, Metrics(self._now, self.engine.progress), decisions, options["enable_cors"], options["api_key"]
+        )
         self._server = uvicorn.Server(
             uvicorn.Config(app, host=options["host"], port=options["port"], log_level=options["log_level"])
         )
@@ -281,8 +283,7 @@ def _check_key(given: Mapping[str, Any]) -> None:
         raise ValueError("--api-key has to be printable ASCII without blanks, since it is sent in a header")
     if key is None and not given["allow_anyone"] and not _is_loopback(host):
         raise ValueError(
-            f"--host {host} lets other machines ask, and there is no key: give --api-key, or --allow-anyone to do "
-            "without"
+            f"--host {host} lets other machines ask, and there is no key: give --api-key, or --allow-anyone for none"
         )
 
 

@@ -1,6 +1,6 @@
 """Tool calls and reasoning in a model's answer: how each family writes them, and how they are read.
 
-A family is recognised by its chat template, which shows the model how to write a call. A new form is one entry of
+A family is recognised by its chat template, which shows the model how to write a call. A new form is an entry of
 ``FORMATS``.
 """
 
@@ -400,8 +400,7 @@ class Parser:
             self._begun = True
             yield Content(tools.begin + text + tools.end)
 
-    # gpt-oss writes each message into a channel: <|channel|>NAME<|message|>TEXT, and then <|end|>, <|call|> or
-    # <|return|>.
+    # gpt-oss writes messages into channels: <|channel|>NAME<|message|>TEXT, and then <|end|>, <|call|> or <|return|>.
     def _channels(self) -> Iterator[Piece]:
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
         while True:

@@ -1,0 +1,65 @@
+"""How far a long prompt has been read: through how many of the model's layers with experts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch_mesh.modules.experts import patched_modules
+
+_LOG = logging.getLogger(__name__)
+_EVERY = 10.0  # seconds between two lines of the log
+
+
+class Progress:
+    """Of the prompt that a model reads, one at a time. Its attributes may be read from any thread.
+
+    Args:
+        model: patched.
+        counts: layers count themselves. Not in compiled graphs, which a hook would break.
+    """
+
+    def __init__(self, model: Any, counts: bool) -> None:
+        self._modules = list(patched_modules(model)) if counts else []
+        self._handles: list[Any] = []
+        self._done = 0
+        self._said = 0.0
+        self.tokens = 0  # of the prompt that is being read; 0: none is
+
+    @property
+    def fraction(self) -> float:
+        """From 0 to 1, of the prompt that is being read."""
+        return min(1.0, self._done / len(self._modules)) if self._modules else 0.0
+
+    @contextlib.contextmanager
+    def reading(self, tokens: int) -> Iterator[None]:
+        """Count from here to ``end``, or to the end of the block."""
+        self._done, self._said, self.tokens = 0, time.monotonic(), tokens
+        self._handles = [module.register_forward_hook(self._count) for module in self._modules]
+        try:
+            yield
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """The prompt has been read."""
+        self.tokens = 0
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def describe(self) -> str:
+        """For a person who waits."""
+        if not self.tokens:
+            return "waiting"
+        read = f", {self.fraction:.0%} done" if self._modules else ""
+        return f"reading a prompt of {self.tokens:,} tokens{read}"
+
+    def _count(self, *_: Any) -> None:
+        self._done += 1
+        if time.monotonic() - self._said > _EVERY:
+            self._said = time.monotonic()
+            _LOG.info("%s", self.describe())
