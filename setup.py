@@ -365,6 +365,7 @@ setup(
     version=version(),
     install_requires=requirements(),
     packages=[*find_packages(include=["torch_mesh*"], exclude=["torch_mesh.ops"]), "torch_mesh.ops"],
+    py_modules=["torch_mesh_autoload"],
     package_dir={"torch_mesh.ops": "ops"},
     package_data={"torch_mesh": ["py.typed", "_C.pyi", "statistics/page.html"]},
     ext_modules=[Extension(EXTENSIONS[0], sources=[])],

@@ -18,6 +18,9 @@ class AfterImport(MetaPathFinder):
     """Calls ``act`` once, when a module among ``awaited`` has been imported and this thread is importing no module of
     ``packages``.
 
+    With ``in_progress`` modules of ``packages`` whose import had begun before ``watch`` are waited for too, as when
+    transformers imports torch. They end unseen; then any next import is looked at.
+
     The imports of ``act`` may need modules of transformers or torch_mesh that are still partially initialized, hence
     the second condition. If ``act`` raises, the importer sees the error and the next import tries again. The finder
     stays in place afterwards, since removing it could make another thread skip one.
@@ -27,15 +30,23 @@ class AfterImport(MetaPathFinder):
         self._awaited, self._packages, self._act = awaited, packages, act
         self._under_way = threading.local()
         self._done = False
+        self._begun: list[ModuleType] = []
 
-    def watch(self) -> None:
+    def watch(self, in_progress: bool = False) -> None:
         """Start watching; modules that are already imported count."""
+        if in_progress:
+            modules = list(sys.modules.items())
+            self._begun = [
+                module for name, module in modules if name.partition(".")[0] in self._packages and _is_begun(module)
+            ]
         sys.meta_path.insert(0, self)
         self.act_if_due()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if self._begun:
+            self.act_if_due()
         if self._done or name.partition(".")[0] not in self._packages:
             return None
         # The finders behind this one, other instances of this class included, which may wrap the same module.
@@ -72,6 +83,7 @@ class AfterImport(MetaPathFinder):
         if (
             self._done
             or getattr(self._under_way, "depth", 0) > 0
+            or any(map(_is_begun, self._begun))
             or not any(name == ended or _is_imported(name) for name in self._awaited)
         ):
             return
@@ -86,4 +98,9 @@ class AfterImport(MetaPathFinder):
 def _is_imported(name: str) -> bool:
     """Completely: modules that another thread is importing are in sys.modules too."""
     module = sys.modules.get(name)
-    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return module is not None and not _is_begun(module)
+
+
+def _is_begun(module: ModuleType) -> bool:
+    """Whether its import has not ended."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
