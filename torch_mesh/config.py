@@ -98,7 +98,7 @@ class Group(Generic[FieldsT]):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFields:
-    """Experts on the GPU of their layer (experimental): docs/gpu.md."""
+    """Experts on the GPU of their layer. Experimental: the kernels have never run on a GPU. docs/gpu.md."""
 
     experts: str | int | tuple[tuple[bool, ...], ...] = _field(
         0,
@@ -132,7 +132,8 @@ class GpuFields:
 
 @dataclass(frozen=True, kw_only=True)
 class LossyFields:
-    """Modes of decode steps that trade exactness for fewer waits (experimental): docs/lossy.md."""
+    """Modes of decode steps that trade exactness for fewer waits. Experimental: what they cost large models is not
+    measured. docs/lossy.md."""
 
     deferred_experts: int = _field(
         0,

@@ -89,7 +89,7 @@ NOT_UPSTREAM = {
 
 
 def test_no_other_file_reaches_for_a_private_attribute() -> None:
-    """Of any object: a private attribute that torch_mesh does not define itself is upstream's. So is a string that names one of these."""
+    """A private attribute that torch_mesh does not define is upstream's. So is a string that names a listed one."""
     trees = {path: ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
     lists = {Path(inspect.getfile(module)) for module in LISTS}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]

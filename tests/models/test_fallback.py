@@ -93,6 +93,7 @@ def test_generation_is_counted_and_shown(open_model: OpenModel) -> None:
     assert (table["lossy"], table["decode"]["stand_ins"]) == ("fallback=int4", stats.stand_ins)
     shown = str(model)
     assert "lossy: fallback=int4, stand-ins: weights=int4 (group 64), resident=" in shown
+    assert shown.count("experimental: lossy (docs/lossy.md)") == shown.count("experimental") == 1
     _settle(model)
     torch_mesh.reset_stats(model)
     assert torch_mesh.stats(model).stand_ins == torch_mesh.stats(model).bytes_read == 0

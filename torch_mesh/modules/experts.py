@@ -100,6 +100,7 @@ class MeshExperts(PackedModule, InPool):
     _mesh_fused: bool
     _mesh_next: NextLayer | None  # for prefetching
     _mesh_lookahead_unsupported_reason: str  # empty: there is lookahead, or prefetch is off
+    _mesh_experimental: str = ""  # the experimental features of the model, on its first layer alone
     _mesh_deferred: int  # max per token; 0: exact
     _mesh_defers: bool  # false for the last layer
     _mesh_fallback: torch.Tensor | None  # the handle of the layer's fallback experts
@@ -211,6 +212,8 @@ class MeshExperts(PackedModule, InPool):
             there = find(self._mesh_handle)
             other = "" if there.record.format == self._mesh_pool.weights else f" in {there.record.format}"
             parts.append(f"{there.count} of its {self.num_experts} on {self._mesh_device}{other}")
+        if self._mesh_experimental:
+            parts.append(f"experimental: {self._mesh_experimental}")
         return ", ".join(filter(None, parts))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshExperts:

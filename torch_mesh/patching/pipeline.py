@@ -91,6 +91,9 @@ def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
         install(layer, pool, place)
         if pool.in_memory:
             undo.free(layer, device)
+    features = {"lossy (docs/lossy.md)": pool.lossy, "gpu (docs/gpu.md)": placement.count}
+    first: Any = layers[0].module
+    first._mesh_experimental = ", ".join(name for name, used in features.items() if used)
 
 
 def _patch_heads(heads: nn.Module, config: MeshConfig) -> None:
