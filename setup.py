@@ -60,7 +60,7 @@ def sources(*rooms: str) -> list[Path]:
     return sorted(path for room in rooms for path in (CSRC / room).rglob("*.cpp"))
 
 
-ENGINE_ROOMS = ("base", "store", "io", "residency", "kernels", "engine", "gpu")
+ENGINE_ROOMS = ("base", "store", "io", "tables", "residency", "kernels", "engine", "gpu")
 # What each group of sources includes most: precompiled once a group. Sources include it as well, and compile without.
 STANDARD_HEADERS = (
     *("algorithm", "array", "atomic", "chrono", "condition_variable", "deque", "functional", "map", "memory", "mutex"),

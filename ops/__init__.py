@@ -6,6 +6,6 @@ on a GPU).
 Importing this package registers the fake kernels.
 """
 
-from . import attention, dense, experts, experts_split, linear, low_rank, pack, residency
+from . import attention, dense, experts, experts_split, linear, low_rank, pack, residency, tables
 
-__all__ = ["attention", "dense", "experts", "experts_split", "linear", "low_rank", "pack", "residency"]
+__all__ = ["attention", "dense", "experts", "experts_split", "linear", "low_rank", "pack", "residency", "tables"]

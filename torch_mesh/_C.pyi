@@ -354,6 +354,60 @@ class Lender:
     def close(self) -> None:
         """Close the engine's pool and end all loans. Idempotent."""
 
+class Table(TypedDict):
+    """An embedding table in files. ``stretches`` has (file, offset of the first row, rows) of consecutive rows, in the
+    order of the table."""
+
+    name: str
+    row_bytes: int
+    stride: int  # bytes from one row to the next
+    has_checksums: bool  # each row is followed by its own, as ``pad_rows`` writes it
+    salt: bytes  # 16, of those: rows of another table do not pass
+    stretches: Sequence[tuple[int, int, int]]
+    cache_bytes: int  # at most, of rows in memory
+
+class _TablesDescription(TypedDict):
+    cache_rows: list[int]  # by table
+    memory_bytes: int  # of caches and buffers
+    io: str
+    notes: list[str]
+
+class Tables:
+    """Embedding tables that are read from files, see csrc/tables/tables.h.
+
+    Their handles are int64 [id, table, generation]. Raises ValueError for rows outside their files, ReadError for files
+    that cannot be opened, TypeError for an option that is missing, of another type, or unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        files: Sequence[tuple[str, int]],
+        tables: Sequence[Table],
+        verify: bool,
+        timeout: float,  # seconds that a gather may make no progress
+        io: str,
+        interpose: Interpose | None = None,
+    ) -> None: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    def stats(self) -> list[dict[str, int]]:
+        """Of each table: 'gathers', 'lookups' (ids), 'distinct' (of those, in each gather), 'hits' and 'reads' (of
+        those), 'bytes_read', 'prefetches' (rows), 'failed' (reads), 'wait_nanoseconds'."""
+
+    def reset_stats(self) -> None: ...
+    def describe(self) -> _TablesDescription: ...
+    def close(self, wait: bool = True) -> None:
+        """As of an engine."""
+
+def padded_row_bytes(row_bytes: int) -> int:
+    """What a store keeps of a row: its bytes, its checksum and zeros. No row crosses a sector that it would fit in."""
+
+def pad_rows(salt: bytes, first_row: int, row_bytes: int, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Consecutive rows of a checkpoint, as a store keeps them. Raises ValueError for what are no whole rows."""
+
 class Engine:
     """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers
     * experts).

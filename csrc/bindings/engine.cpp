@@ -86,14 +86,6 @@ EngineOptions engine_options_from(Keywords& given) {
   return options;
 }
 
-void read_by(const std::string& io, ReaderOptions& reader) {
-  if (io == "mmap") {
-    invalid("io='mmap' is no more; io='buffered' reads through the page cache into the pool");
-  }
-  reader.direct = io != "buffered";
-  reader.backend = reader.direct ? io : "auto";
-}
-
 PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   PoolOptions options;
   options.slots = given.take<int32_t>("slots");
@@ -108,8 +100,7 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   options.kept.fill = given.take<bool>("fill_empty", false);
   options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
   options.verify = verify_from(given.take<std::string>("verify"));
-  options.timeout =
-      milliseconds_from(given.take<double>("timeout"), "timeout", /*none_allowed=*/false);
+  options.timeout = timeout_from(given.take<double>("timeout"));
   read_by(given.take<std::string>("io"), options.reader);
   if (given.take<bool>("lendable", false)) options.sharing = Sharing::kShared;
   if (const auto* between = given.take<const PyInterpose*>("interpose", nullptr)) {
@@ -281,6 +272,18 @@ auto method(Result (*function)(Engine&, Arguments...)) {
 }
 
 }  // namespace
+
+std::chrono::milliseconds timeout_from(double seconds) {
+  return milliseconds_from(seconds, "timeout", /*none_allowed=*/false);
+}
+
+void read_by(const std::string& io, ReaderOptions& reader) {
+  if (io == "mmap") {
+    invalid("io='mmap' is no more; io='buffered' reads through the page cache into the pool");
+  }
+  reader.direct = io != "buffered";
+  reader.backend = reader.direct ? io : "auto";
+}
 
 PrefillWindow prefill_from(const std::string& name) {
   if (name == "auto") return PrefillWindow::kAuto;

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -55,6 +56,13 @@ class PyEngine {
   int64_t id_ = 0;
   int64_t generation_ = 0;
 };
+
+// Of an engine or tables, in seconds; Error(kInvalid) for one that is out of range.
+std::chrono::milliseconds timeout_from(double seconds);
+
+// Sets what reads files, by the name that MeshConfig has for it. Throws Error(kInvalid) for one
+// that is gone.
+void read_by(const std::string& io, ReaderOptions& reader);
 
 // By the name that MeshConfig has for it; else Error(kInvalid).
 PrefillWindow prefill_from(const std::string& name);

@@ -139,7 +139,14 @@ TORCH_LIBRARY(torch_mesh, m) {
       "unpack_linear(Tensor packed, int in_features, int out_features, str format, int group_size) "
       "-> Tensor");
 
-  // The same of weights as they are: x [..., in_features] and weight [out_features, in_features],
+  // Rows of an embedding table that is read from files: ids [...], int32 or int64, each within [0,
+  // rows) -> [..., dim] of `dtype`, the table's own. `handle` is [tables, table, generation]. A
+  // fake kernel cannot look dim and dtype up. No gradient.
+  m.def("gather_rows(Tensor ids, Tensor handle, int dim, ScalarType dtype) -> Tensor", unsafe);
+  // Begins to read them into the table's cache: a hint.
+  m.def("prefetch_rows(Tensor ids, Tensor(a!) handle) -> ()", unsafe);
+
+  // linear of weights as they are: x [..., in_features] and weight [out_features, in_features],
   // both bf16, rows of the weight contiguous. No gradient.
   m.def("plain_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", unsafe);
 

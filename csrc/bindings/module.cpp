@@ -15,6 +15,7 @@
 #include "bindings/replay.h"
 #include "bindings/runtime.h"
 #include "bindings/source.h"
+#include "bindings/tables.h"
 #include "engine/attention.h"
 #include "io/reader.h"
 #include "kernels/kernel_table.h"
@@ -130,6 +131,7 @@ void define(py::module_& m) {
   m.def("direct_io_alignment", direct_io_alignment, py::arg("path"));
   define_source(m);
   define_engine(m);
+  define_tables(m);
   define_replay(m);
   define_device(m);
 }

@@ -1,5 +1,4 @@
-// Engines by id. A handle is a tensor that holds ids, so that a graph that was compiled or captured
-// never holds a pointer.
+// Engines by the ids of handles.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/freeing.h"
+#include "bindings/handles.h"
 #include "engine/engine.h"
-#include "engine/freeing.h"
 
 namespace torch_mesh {
 
@@ -22,11 +22,6 @@ struct LiveEngine {
   const std::shared_ptr<Freeing> freeing = std::make_shared<Freeing>();
   int64_t id;
   int64_t generation;
-};
-
-// What a handle holds.
-struct HandleIds {
-  int64_t pool, layer, generation;
 };
 
 struct LayerHandle {

@@ -1,5 +1,5 @@
 // The end of an engine whose reads take long, or for ever.
-#include "engine/freeing.h"
+#include "base/freeing.h"
 
 #include <gtest/gtest.h>
 #include <pthread.h>

@@ -1,4 +1,4 @@
-#include "engine/freeing.h"
+#include "base/freeing.h"
 
 #include <pthread.h>
 
@@ -22,16 +22,15 @@ Freeing::~Freeing() {
   if (thread_.joinable()) thread_.detach();  // nobody waited for it, or it is this one
 }
 
-void Freeing::begin(std::unique_ptr<Engine> engine) noexcept {
-  Engine* last = engine.release();
+void Freeing::begin(void* last, void (*free)(void*)) noexcept {
   if (owner_.forked()) return;
   try {
     const std::lock_guard lock(mutex_);
     stage_ = Stage::kFreeing;
     changed_.notify_all();
-    thread_ = start_thread("the thread that frees", [self = shared_from_this(), last] {
+    thread_ = start_thread("the thread that frees", [self = shared_from_this(), last, free] {
       pthread_setname_np(pthread_self(), "mesh-free");
-      delete last;
+      free(last);
       self->end(Stage::kFreed);
     });
     return;

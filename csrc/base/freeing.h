@@ -1,0 +1,51 @@
+// The end of something that reads files and that several threads use: an engine, or tables.
+//
+// The disk may still write what it was asked for, however long that takes, so nothing is freed
+// before the last read is back. The last user cannot wait for that: it may be any thread, with any
+// lock, at the end of the process. A separate thread does. A caller that wants to know can be
+// interrupted, and waits for a limited time. Where reads never end neither does that thread, and
+// the memory is kept until the process ends.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "base/owner_process.h"
+#include "base/runtime.h"
+
+namespace torch_mesh {
+
+class Freeing : public std::enable_shared_from_this<Freeing> {
+ public:
+  ~Freeing();
+
+  // Once, by the last user. Waits for nothing: where the system has no thread left, `last` is never
+  // freed. In a child of the process that opened it, it is left alone.
+  template <typename T>
+  void begin(std::unique_ptr<T> last) noexcept {
+    begin(last.release(), [](void* object) { delete static_cast<T*>(object); });
+  }
+
+  // Until the last user has gone and all is freed. Throws Error(kTimeout) when users take longer
+  // than `timeout`, or reads after them, and Error(kInterrupted); either way what was begun goes
+  // on. Throws Error(kMemory) where nothing will be freed.
+  void wait(std::chrono::milliseconds timeout, const Runtime& runtime);
+
+ private:
+  enum class Stage : uint8_t { kUsed, kFreeing, kFreed, kKept };
+
+  void begin(void* last, void (*free)(void*)) noexcept;
+  void end(Stage stage);
+
+  const OwnerProcess owner_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Stage stage_ = Stage::kUsed;
+  std::thread thread_;
+};
+
+}  // namespace torch_mesh

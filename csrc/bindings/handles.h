@@ -1,0 +1,99 @@
+// What the ids of a handle stand for. A handle is a tensor of ids and holds no pointer, so a graph
+// that was compiled or captured holds none either, and a stale handle is an error.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "base/error.h"
+#include "base/owner_process.h"
+
+namespace torch_mesh {
+
+// What a handle holds: `pool` is an engine or tables, `layer` is a layer or a table of it.
+struct HandleIds {
+  int64_t pool, layer, generation;
+};
+
+// Checks dtype, device and size; `handle` is as ops take it.
+HandleIds ids_of(const at::Tensor& handle);
+
+// Unique among everything that handles name, so that a handle of one kind is never taken for one of
+// another. A forked child reads it without a lock.
+inline std::atomic<int64_t> next_handle_id{1};
+
+// By id. `Live` has an id and a generation.
+template <typename Live>
+class Handles {
+ public:
+  static std::shared_ptr<Live> add(std::shared_ptr<Live> live) {
+    Handles& all = of_process();
+    const std::lock_guard lock(all.mutex_);
+    live->id = next_handle_id++;
+    live->generation = 1;
+    all.live_.emplace(live->id, live);
+    return live;
+  }
+
+  // Later look-ups fail; callers that have found it keep it until they end.
+  static void remove(int64_t id) {
+    Handles& all = of_process();
+    std::shared_ptr<Live> last;  // freed after the lock is released
+    const std::lock_guard lock(all.mutex_);
+    const auto found = all.live_.find(id);
+    if (found == all.live_.end()) return;
+    last = std::move(found->second);
+    all.live_.erase(found);
+  }
+
+  // Throws Error(kClosed) for a stale handle, and Error(kForked) in a child of the process that
+  // opened `what`.
+  static std::shared_ptr<Live> find(const HandleIds& handle, const char* what) {
+    Handles& all = of_process();
+    if (handle.pool < all.first_id_ && handle.pool > 0) throw_forked(what);
+    std::shared_ptr<Live> live;
+    {
+      const std::lock_guard lock(all.mutex_);
+      const auto found = all.live_.find(handle.pool);
+      if (found != all.live_.end()) live = found->second;
+    }
+    if (live != nullptr && live->generation == handle.generation) return live;
+    throw Error(
+        ErrorKind::kClosed,
+        std::string(what) + " (" + std::to_string(handle.pool) + ", generation " +
+            std::to_string(handle.generation) +
+            ") is closed: the model was unpatched or deleted; patch it again, or open it anew");
+  }
+
+ private:
+  Handles() = default;
+
+  // A child begins one of its own: at the fork another thread may have held the parent's lock, or
+  // have been changing its map. Never destroyed: a forward may run on while the process ends.
+  static Handles& of_process() {
+    Handles* all = current_.load();
+    if (!all->owner_.forked()) return *all;
+    std::unique_ptr<Handles> own(new Handles);
+    if (current_.compare_exchange_strong(all, own.get())) return *own.release();
+    return *all;  // another thread of the child was first
+  }
+
+  static std::atomic<Handles*> current_;
+
+  const OwnerProcess owner_;
+  const int64_t first_id_ = next_handle_id.load();  // those below it are of the parent process
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<Live>> live_;
+};
+
+template <typename Live>
+std::atomic<Handles<Live>*> Handles<Live>::current_{new Handles<Live>};
+
+}  // namespace torch_mesh

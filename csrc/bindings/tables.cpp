@@ -1,0 +1,182 @@
+#include "bindings/tables.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <chrono>
+#include <exception>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/engine.h"
+#include "bindings/errors.h"
+#include "bindings/handles.h"
+#include "bindings/keywords.h"
+#include "bindings/runtime.h"
+#include "bindings/source.h"
+
+namespace torch_mesh {
+namespace {
+
+namespace py = pybind11;
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+
+Table table_from(const py::dict& given) {
+  const auto copy = py::reinterpret_steal<py::kwargs>(PyDict_Copy(given.ptr()));
+  Keywords keys("a table", copy);  // which takes them out
+  Table table;
+  table.name = keys.take<std::string>("name");
+  table.row_bytes = keys.take<int64_t>("row_bytes");
+  table.stride = keys.take<int64_t>("stride");
+  table.has_checksums = keys.take<bool>("has_checksums");
+  table.salt = store_id_from(keys.take<py::bytes>("salt"));
+  table.cache_bytes = keys.take<int64_t>("cache_bytes");
+  using Stretch = std::tuple<int32_t, int64_t, int64_t>;
+  for (const auto& [file, offset, rows] : keys.take<std::vector<Stretch>>("stretches")) {
+    table.stretches.push_back({file, offset, rows});
+  }
+  keys.none_left();
+  return table;
+}
+
+TablesOptions options_from(Keywords& given) {
+  TablesOptions options;
+  using Named = std::vector<std::pair<std::string, int64_t>>;
+  for (const auto& [path, bytes] : given.take<Named>("files")) {
+    options.files.push_back({path, bytes});
+  }
+  for (const py::dict& table : given.take<std::vector<py::dict>>("tables")) {
+    options.tables.push_back(table_from(table));
+  }
+  options.verify = given.take<bool>("verify");
+  options.timeout = timeout_from(given.take<double>("timeout"));
+  read_by(given.take<std::string>("io"), options.reader);
+  if (const auto* between = given.take<const PyInterpose*>("interpose", nullptr)) {
+    options.reader.interpose = between->interpose;
+  }
+  return options;
+}
+
+constexpr std::pair<const char*, int64_t TableStats::*> kCounts[] = {
+    {"gathers", &TableStats::gathers},
+    {"lookups", &TableStats::lookups},
+    {"distinct", &TableStats::distinct},
+    {"hits", &TableStats::hits},
+    {"reads", &TableStats::reads},
+    {"bytes_read", &TableStats::bytes_read},
+    {"prefetches", &TableStats::prefetches},
+    {"failed", &TableStats::failed},
+    {"wait_nanoseconds", &TableStats::wait_nanoseconds}};
+
+std::vector<std::map<std::string_view, int64_t>> stats(const PyTables& self) {
+  const auto counted = self.look([](Tables& tables) {
+    std::vector<TableStats> of_each;
+    for (int32_t table = 0; table < tables.tables(); ++table)
+      of_each.push_back(tables.stats(table));
+    return of_each;
+  });
+  std::vector<std::map<std::string_view, int64_t>> shown;
+  for (const TableStats& table : counted) {
+    auto& counts = shown.emplace_back();
+    for (const auto& [name, member] : kCounts) counts[name] = table.*member;
+  }
+  return shown;
+}
+
+py::dict description(const PyTables& self) {
+  struct Seen {
+    std::vector<int64_t> cache_rows;
+    int64_t memory_bytes;
+    std::string io;
+    std::vector<std::string> notes;
+  };
+  const Seen seen = self.look([](Tables& tables) {
+    Seen seen{{}, tables.memory_bytes(), tables.reader().backend(), tables.reader().notes()};
+    for (int32_t table = 0; table < tables.tables(); ++table) {
+      seen.cache_rows.push_back(tables.cache_rows(table));
+    }
+    return seen;
+  });
+  py::dict result;
+  result["cache_rows"] = seen.cache_rows;
+  result["memory_bytes"] = seen.memory_bytes;
+  result["io"] = seen.io;
+  result["notes"] = seen.notes;
+  return result;
+}
+
+Bytes padded_rows(const py::bytes& salt, int64_t first_row, int64_t row_bytes, const Bytes& rows) {
+  const std::array<uint8_t, 16> id = store_id_from(salt);
+  if (row_bytes < 1 || rows.size() % row_bytes != 0) {
+    invalid(std::to_string(rows.size()) + " bytes are not whole rows of " +
+            std::to_string(row_bytes));
+  }
+  Bytes padded(rows.size() / row_bytes * padded_row_bytes(row_bytes));
+  const std::span from(reinterpret_cast<const std::byte*>(rows.data()),
+                       static_cast<size_t>(rows.size()));
+  const std::span to(reinterpret_cast<std::byte*>(padded.mutable_data()),
+                     static_cast<size_t>(padded.size()));
+  const py::gil_scoped_release released;
+  pad_rows(id, first_row, row_bytes, from, to);
+  return padded;
+}
+
+}  // namespace
+
+PyTables::PyTables(const py::kwargs& given) {
+  Keywords keys("Tables", given);
+  TablesOptions options = options_from(keys);
+  keys.none_left();
+  const py::gil_scoped_release released;
+  auto live = std::make_shared<LiveTables>();
+  live->tables = std::make_unique<Tables>(std::move(options), torch_runtime());
+  live_ = Handles<LiveTables>::add(std::move(live));
+  id_ = live_->id;
+  generation_ = live_->generation;
+}
+
+PyTables::~PyTables() {
+  try {
+    close(/*wait=*/true);
+  } catch (const std::exception&) {  // as of an engine
+    if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
+  }
+}
+
+void PyTables::close(bool wait) {
+  // Under the GIL, so that one of several callers gets it.
+  std::shared_ptr<LiveTables> live = std::move(live_);
+  if (live == nullptr) return;
+  const py::gil_scoped_release released;
+  Handles<LiveTables>::remove(id_);
+  live->tables->close();
+  const std::chrono::milliseconds timeout = live->tables->timeout();
+  const std::shared_ptr<Freeing> freeing = live->freeing;
+  live.reset();
+  // As of an engine: a signal handler runs within the gather that it interrupts.
+  if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
+  freeing->wait(timeout, torch_runtime());
+}
+
+void define_tables(py::module_& module) {
+  module.def("padded_row_bytes", padded_row_bytes, py::arg("row_bytes"));
+  module.def("pad_rows", padded_rows, py::arg("salt"), py::arg("first_row"), py::arg("row_bytes"),
+             py::arg("rows"));
+  py::class_<PyTables>(module, "Tables")
+      .def(py::init<const py::kwargs&>())
+      .def_property_readonly("id", &PyTables::id)
+      .def_property_readonly("generation", &PyTables::generation)
+      .def("stats", stats)
+      .def("reset_stats",
+           [](const PyTables& self) { self.look([](Tables& tables) { tables.reset_stats(); }); })
+      .def("describe", description)
+      .def("close", &PyTables::close, py::arg("wait") = true);
+}
+
+}  // namespace torch_mesh

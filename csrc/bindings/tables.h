@@ -1,0 +1,55 @@
+// torch_mesh._C.Tables: embedding tables whose rows are read from files.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+#include "base/error.h"
+#include "base/freeing.h"
+#include "tables/tables.h"
+
+namespace torch_mesh {
+
+struct LiveTables {
+  ~LiveTables() { freeing->begin(std::move(tables)); }
+
+  std::unique_ptr<Tables> tables;
+  const std::shared_ptr<Freeing> freeing = std::make_shared<Freeing>();
+  int64_t id;
+  int64_t generation;
+};
+
+class PyTables {
+ public:
+  explicit PyTables(const pybind11::kwargs& options);
+  ~PyTables();
+  PyTables(const PyTables&) = delete;
+  PyTables& operator=(const PyTables&) = delete;
+
+  int64_t id() const { return id_; }
+  int64_t generation() const { return generation_; }
+
+  // What `see` returns of the tables, without the GIL. They are let go of before anything of
+  // Python's is made of that (see PyEngine::look). Throws Error(kClosed) after close().
+  template <typename See>
+  std::invoke_result_t<See, Tables&> look(const See& see) const {
+    const std::shared_ptr<LiveTables> live = live_;
+    if (live == nullptr) throw Error(ErrorKind::kClosed, "these tables are closed");
+    const pybind11::gil_scoped_release released;
+    return see(*live->tables);
+  }
+
+  void close(bool wait);
+
+ private:
+  std::shared_ptr<LiveTables> live_;
+  int64_t id_ = 0;
+  int64_t generation_ = 0;
+};
+
+void define_tables(pybind11::module_& module);
+
+}  // namespace torch_mesh
