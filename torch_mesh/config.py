@@ -293,6 +293,15 @@ class MeshConfig(QuantizationConfigMixin):
         'codes of a quantised checkpoint or is `"auto"` for one.',
         of_checkpoint=True,
     )
+    tables: str | int | tuple[str, ...] = _field(
+        "auto",
+        validators.tables,
+        'Which embedding tables stay in their files, [row by row](tables.md). `"auto"`: those of 2^27 values (256 MiB '
+        "in bf16) or more that are neither the input embedding nor tied to the head, with a sixty-fourth of their rows "
+        "in memory, at least 16 MiB and at most 1 GiB. A size: the same tables, and so much memory for rows. Names: "
+        "the embeddings that end in them. "
+        '`"off"`: none. For `from_pretrained` of safetensors files.',
+    )
     store: str | None = _field(
         None,
         path("folder"),
@@ -369,6 +378,13 @@ class MeshConfig(QuantizationConfigMixin):
     @property
     def workspace_bytes(self) -> int:
         return parse_size(self.workspace, "workspace")
+
+    @property
+    def table_cache_bytes(self) -> int | None:
+        """For rows of embedding tables; None: by their size."""
+        if isinstance(self.tables, tuple) or self.tables in ("auto", "off"):
+            return None
+        return parse_size(self.tables, "tables")
 
     @property
     def thread_count(self) -> int:

@@ -195,6 +195,22 @@ def size(name: str, value: Any) -> str | int:
     return value
 
 
+@partial(Values, '`"auto"`, `"off"`, a size such as `"1GiB"`, or names')
+def tables(name: str, value: Any) -> str | int | tuple[str, ...]:
+    if isinstance(value, str) and value in ("auto", "off"):
+        return value
+    if isinstance(value, int) or (isinstance(value, str) and value.strip()[:1].isdigit()):
+        parse_size(value, name)
+        return value
+    names = value.split(",") if isinstance(value, str) else value
+    if isinstance(names, list | tuple) and names and all(isinstance(each, str) and each.strip() for each in names):
+        return tuple(each.strip() for each in names)
+    raise ValueError(
+        f"{name}={value!r} is unknown: give 'auto', 'off', a size for the rows that are kept in memory, or the names "
+        "of embeddings, such as 'embed_tokens_per_layer'."
+    )
+
+
 @partial(Values, f'`"auto"`, or 1 to {MOST_THREADS}')
 def threads(name: str, value: Any) -> str | int:
     if value == "auto":

@@ -132,6 +132,7 @@ OF_THIS_MACHINE = {
     "attention": "mesh",
     "max_error": 0.5,
     "speculation": "lookup",
+    "tables": ("ngram_embedding",),
     "store": "/somewhere",
     "io": "threads",
     "profile": "/etc/passwd",

@@ -249,6 +249,9 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
     table.add_row("the rest", _bytes(sizes.dense_bytes))
     if sizes.left_alone:
         table.add_row("of that, experts that no pool takes", escape(sizes.left_alone))
+    if sizes.tables:
+        in_memory = f"{format_bytes(sizes.table_memory_bytes)} in memory for rows"
+        table.add_row("tables in files", f"{format_bytes(sizes.table_bytes)}, {in_memory}: {escape(sizes.tables)}")
     table.add_row(
         "memory",
         f"{format_bytes(planned.memory_bytes)}, of which Python and torch take {format_bytes(planned.process_bytes)}",

@@ -33,6 +33,7 @@ from ..errors import MeshError, StoreError
 from ..models.families import ExpertsLayer, find_experts, layers_left_alone
 from ..modules.dense import packed_linears
 from ..modules.experts import MeshExperts, patched_modules, unpacked_parameters
+from ..modules.tables import check_room, table_modules
 from ..pool.expert_pool import ExpertPool
 from ..store.convert import plan_of_model
 from ..store.dense_weights import mesh_config, plain_config
@@ -191,6 +192,11 @@ def _unpacking(
                 "values.",
                 stacklevel=4,
             )
+    for path, table in table_modules(model):
+        name, weight = f"{path}.weight", table.weight
+        parts.append(_part({name: weight}, state, functools.partial(_unpacked_table, name, weight)))
+        if parts[-1].weights:
+            check_room(weight)
     return Unpacking(model, state, parts, original_format, elsewhere)
 
 
@@ -214,6 +220,10 @@ def _unpacked_experts(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
 
 def _unpacked_linear(name: str, linear: Any) -> dict[str, torch.Tensor]:
     return {name: linear.unpacked_weight()}
+
+
+def _unpacked_table(name: str, weight: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.unpacked()}
 
 
 def _write_plainly(original: Any, call: inspect.BoundArguments, unpacking: Unpacking, folder: Path) -> None:

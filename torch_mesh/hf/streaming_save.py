@@ -21,6 +21,7 @@ from transformers import conversion_mapping, core_model_loading, modeling_utils
 
 from ..errors import MeshError
 from ..models.families import ExpertsLayer
+from ..models.tables import TableLayer
 from ..modules.packed_weight import NoStorage
 from ..store.header import DTYPE_BITS, encode_header
 from ..system.atomic_files import new_file
@@ -189,10 +190,10 @@ def _block(name: str) -> str:
 being_saved: ContextVar[Unpacking | None] = ContextVar("torch_mesh_being_saved", default=None)
 
 
-def keep_expert_conversions(model: Any, layers: Iterable[ExpertsLayer]) -> None:
-    """Add the conversions of a loaded model's experts, which loading did not use because the experts came from a store.
+def keep_conversions(model: Any, layers: Iterable[ExpertsLayer | TableLayer]) -> None:
+    """Add the conversions of a loaded model's experts and tables, which loading did not read and so did not convert.
 
-    transformers reverts the conversions that were used, and would save the experts in the model's own layout.
+    transformers reverts the conversions that were used, and would save those in the model's own layout.
     """
     names = {f"{layer.path}.{name}" for layer in layers for name in layer.parameter_names}
     known = [_patterns(conversion) for conversion in conversions_of(model)]

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..hf.compat import OLD_FORWARD, set_initialized
 from ..models.families import ExpertsLayer, InPool, apply_gate, check_model
+from ..models.tables import TableLayer
 from ..ops.device import find
 from ..pool.expert_pool import ExpertPool, refuse_to_pickle
 from ..prefetch.lookahead import NextLayer
@@ -314,16 +315,17 @@ def reattach_parameters(module: Any, taken: dict[str, nn.Parameter]) -> None:
 
 
 class DetachedParameters:
-    """The parameters of an experts module, detached while the rest of its model is loaded so that they are never
-    materialized."""
+    """The parameters of an experts module or a table, detached while the rest of the model is loaded so that they are
+    never materialized."""
 
-    def __init__(self, layer: ExpertsLayer) -> None:
+    def __init__(self, layer: ExpertsLayer | TableLayer) -> None:
         self.layer = layer
         module: Any = layer.module
         self._parameters = detach_parameters(module, layer.parameter_names)
         stand_in = torch.empty(0)  # some families initialize them from the surrounding module
-        for each in (stand_in, module):
-            set_initialized(each)
+        set_initialized(stand_in)
+        if not module._buffers:  # which transformers would leave as they are
+            set_initialized(module)
         vars(module).update(dict.fromkeys(layer.parameter_names, stand_in))
 
     def end(self) -> None:

@@ -17,6 +17,7 @@ from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_exp
 from ..modules.dense import packed_linears
 from ..modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
 from ..modules.packed_weight import device_of
+from ..modules.tables import check_room, table_modules
 from .expert_source import LoadedModelSource
 from .modes import MODES
 from .pipeline import assemble, check
@@ -74,6 +75,8 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     _check_not_adapted(model)
     if not lossy:
         _check_exact(model)
+    for _, table in table_modules(model):
+        check_room(table.weight)
     device = device_of(model)
     vars(model)[_UNPATCHING] = (
         True  # so that an interrupted call leaves a model that counts as patched, until the very last step

@@ -14,11 +14,25 @@ from .. import _C
 from ..config import MeshConfig
 from ..hf.expert_parallel import Share
 from ..models.families import ExpertsLayer
+from ..models.tables import TableLayer
+from ..pool.row_tables import tables_memory
 from ..pool.secondary_pool import Records, format_of, other_config
 from ..store.convert import checked_group_size, convert_model
 from ..store.disk_cache import unnamed_folder
 from ..store.progress import progress_bar
+from ..store.tables import StoredTable
 from .rollback import PatchUndo, Undo
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSource:
+    """Embeddings of a model whose rows stay in files, and where these are. Both in the same order."""
+
+    layers: Sequence[TableLayer]
+    stored: Sequence[StoredTable]
+
+    def memory(self, config: MeshConfig) -> int:
+        return tables_memory([table.nbytes for table in self.stored], config)
 
 
 class ExpertSource:
@@ -39,6 +53,7 @@ class ExpertSource:
     only_format: str | None = None  # of all records at hand, if the originals are not
     freed: int = 0  # bytes that the model gives back when the pool is there
     staging: int = 0  # bytes that reading takes beside a pool
+    tables: TableSource | None = None  # embeddings whose rows stay in files
 
     def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
         """The experts in ``weights``, to be opened within: whoever has its files open keeps them."""

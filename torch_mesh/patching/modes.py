@@ -26,7 +26,10 @@ from ..lossy.decoding import check_lossy, install_lossy, uninstall_lossy
 from ..lossy.fallback import check_fallback
 from ..models.families import ExpertsLayer
 from ..modules.dense import install_products, pack_dense, restore_dense
+from ..modules.early_rows import install_early_rows, uninstall_early_rows
+from ..modules.tables import install_table, restore_tables
 from ..pool.expert_pool import ExpertPool
+from ..pool.row_tables import RowTables
 from ..pool.shared_pool import check_shared
 from ..prefetch.lookahead import check_predictor, connect
 from ..routing.profiles import check_profile
@@ -65,7 +68,28 @@ class Mode:
     before_pool: bool = False  # which takes what memory is left
 
 
+def _install_tables(patching: Patching) -> None:
+    source = patching.source.tables
+    if source is None:
+        return
+    tables = patching.source.undo.closing(RowTables(source.stored, patching.config))
+    for index, layer in enumerate(source.layers):
+        install_table(layer, tables, index)
+    install_early_rows(patching.model)
+
+
+def _uninstall_tables(model: nn.Module, device: torch.device) -> None:
+    uninstall_early_rows(model)
+    restore_tables(model, device)
+
+
 MODES = (
+    Mode(
+        "tables",
+        install=lambda p: _install_tables(p),
+        uninstall=lambda model, device: _uninstall_tables(model, device),
+        before_pool=True,
+    ),
     Mode(
         "dense",
         install=lambda p: pack_dense(p.model, p.layers, p.config),

@@ -110,6 +110,7 @@ def _choose_slots(
     """How many experts are resident, and how many stand-ins for others."""
     packed: Any = {"weights": source.weights, "group_size": source.group_size}
     dense_freed, dense_taken = dense_bytes(model, layers, config)
+    tables = 0 if source.tables is None else source.tables.memory(config)
     kept = source.undo.keeps_originals  # until the pool is there
     slots = pool_slots(
         layers,
@@ -118,7 +119,7 @@ def _choose_slots(
         **packed,
         freed=source.freed + (dense_freed if kept else 0),
         regained=0 if kept else dense_freed,
-        staging=source.staging + gpu_pool_bytes(layers, placement, source.weights, config) + dense_taken,
+        staging=source.staging + gpu_pool_bytes(layers, placement, source.weights, config) + dense_taken + tables,
     )
     if not source.stays_in_memory(slots):
         slots = placement.cpu_slots(slots, source.layers * layers[0].num_experts, least_slots(layers))

@@ -25,8 +25,9 @@ from ..hf.compat import clear_quantized, gguf_config_readers, ignore_unexpected,
 from ..hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from ..hf.parallelism_checks import check_launch, expert_ranks
 from ..hf.saving import PatchedModelQuantizer
-from ..hf.streaming_save import keep_expert_conversions
+from ..hf.streaming_save import keep_conversions
 from ..models.families import ExpertsLayer, Geometry, common_geometry, find_experts
+from ..models.tables import TableLayer, embeddings
 from ..modules.experts import DetachedParameters, PackedModule, patched_modules
 from ..pool.secondary_pool import Records, format_of, other_config
 from ..store.checkpoint import (
@@ -55,11 +56,12 @@ from ..store.header import store_error, weight_files
 from ..store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from ..store.progress import progress_bar
 from ..store.sources import method_of, own_quantisation, source_of
+from ..store.tables import packed_tables, tables_in_files
 from ..store.verify import check_other_files
 from ..store.writer import Written
-from .expert_source import RecordSource
+from .expert_source import RecordSource, TableSource
 from .pipeline import assemble, check
-from .unpooled import load_left_alone
+from .unpooled import load_left_alone, load_tables
 
 _LOG = logging.getLogger(__name__)
 
@@ -126,23 +128,31 @@ class MeshQuantizer(PatchedModelQuantizer):
         source.prepare()
         of_rest = source.folder if checkpoint_files == named else Path(checkpoint_files[0]).parent
         left_alone = find_left_alone(of_rest, model, key_mapping)
-        absent = [DetachedParameters(layer) for layer in (*layers, *(layer for layer, _ in left_alone))]
+        found = tables_in_files(of_rest, model, source.config.tables, key_mapping)
+        if found:
+            source.tables = TableSource(*zip(*found, strict=True))
+        tables = [layer for layer, _ in found]
+        paths = {layer.path for layer in tables}
+        whole = [each for each in packed_tables(of_rest, embeddings(model)) if each[0].path not in paths]
+        unloaded: list[ExpertsLayer | TableLayer] = [*layers, *tables, *(layer for layer, _ in left_alone)]
+        unloaded += [layer for layer, _ in whole]
+        absent = [DetachedParameters(layer) for layer in unloaded]
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
-        paths = (re.escape(each.layer.path) for each in absent)
-        ignore_unexpected(model, {rf"(^|\.){path}\." for path in paths})
-        self._loading = layers, source, left_alone, absent
+        ignore_unexpected(model, {rf"(^|\.){re.escape(each.layer.path)}\." for each in absent})
+        self._loading = layers, source, left_alone, whole, absent
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
-        layers, source, left_alone, absent = self._loading
+        layers, source, left_alone, whole, absent = self._loading
         del self._loading
         for each in absent:
             each.end()
         load_left_alone(model, left_alone)
+        load_tables(whole, source.config)
         _forget_quantization(model)
         if source.share is not None:
             finish_forwards(model, layers)
-        if source.stored:
-            keep_expert_conversions(model, layers)
+        tables = [] if source.tables is None else [*source.tables.layers]
+        keep_conversions(model, [*(layers if source.stored else ()), *tables, *(layer for layer, _ in whole)])
         assemble(model, layers, source.config, source, self)
         if source.share is not None:
             for module in model.modules():

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,9 +23,12 @@ from ..hf.saving import PatchedModelQuantizer, attach_quantizer
 from ..models.families import ExpertsLayer
 from ..modules.experts import restored_parameters
 from ..pool.expert_pool import ExpertPool
+from ..pool.row_tables import RowTables
 from ..store.folders import partial_path
 from ..store.writer import remove_made_from
 from ..system.memory import shortage
+
+_Closed = TypeVar("_Closed", ExpertPool, RowTables)
 
 
 class Undo:
@@ -34,10 +37,10 @@ class Undo:
     keeps_originals = False  # whether parameters that are replaced stay in memory until the end
 
     def __init__(self) -> None:
-        self._pools: list[ExpertPool] = []
+        self._pools: list[ExpertPool | RowTables] = []
 
-    def closing(self, pool: ExpertPool) -> ExpertPool:
-        """Notes a pool that is to be closed."""
+    def closing(self, pool: _Closed) -> _Closed:
+        """Notes a pool, or tables, to be closed."""
         self._pools.append(pool)
         return pool
 

@@ -92,7 +92,7 @@ def fitting_slots(
 
 
 def _reserved_bytes(sizes: Sizes, config: MeshConfig, gpu_pool: int) -> int:
-    return config.workspace_bytes + sizes.staging_bytes + gpu_pool
+    return config.workspace_bytes + sizes.staging_bytes + sizes.table_memory_bytes + gpu_pool
 
 
 def margin_bytes(sizes: Sizes, config: MeshConfig, available: int | None, gpu_pool: int) -> int | None:

@@ -13,7 +13,9 @@ from .. import _C
 from ..config import MeshConfig
 from ..formats import FORMATS, layer_formats, short_name
 from ..models.families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
+from ..models.tables import TableLayer
 from ..modules.dense import dense_saving, kept_in_fp32, packs
+from ..pool.row_tables import tables_memory
 from ..store.checkpoint import (
     TORCH_DTYPES,
     CheckpointExperts,
@@ -26,6 +28,7 @@ from ..store.checkpoint import (
 from ..store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
 from ..store.gguf import is_gguf
 from ..store.manifest import Shape, is_store, open_store
+from ..store.tables import StoredTable, tables_in_files
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class Sizes:
     dense_bytes_per_token: int | None  # those that a token reads: without the embedding and experts that are left alone
     left_alone_bytes: int | None  # of the rest: experts of other shapes, which no pool takes
     left_alone: str  # which those are
+    tables: str  # embedding tables that stay in files
+    table_bytes: int  # of those, in the files
+    table_memory_bytes: int  # of their rows in memory, and buffers
     staging_bytes: int  # buffers of raw records
     files: tuple[Path, ...]  # that experts are read from
     conversion: str  # what becomes of a checkpoint that another tool has quantised; else empty
@@ -88,6 +94,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
             "original checkpoint."
         )
     dense: tuple[int | None, int | None, int | None] = (None, None, None)
+    tables: list[tuple[TableLayer, StoredTable]] = []
     others: list[ExpertsLayer] | None = None
     shape = manifest.shape
     if (folder / "config.json").is_file():
@@ -95,7 +102,8 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
         dtype = getattr(described.get_text_config(), "dtype", None)
         model = meta_model(described)
         layers = find_experts(model)
-        dense = _dense_bytes(model, layers, config, dtype or torch.bfloat16)
+        tables = tables_in_files(folder, model, config.tables)
+        dense = _dense_bytes(model, layers, tables, config, dtype or torch.bfloat16)
         others = layers_left_alone(model)
         # What this build fuses; the one that wrote the store may have fused less.
         shape = dataclasses.replace(shape, activation=common_activation(layers))
@@ -105,6 +113,8 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
         manifest.group_size,
         dense,
         others,
+        tables,
+        config,
         staging_bytes=0,
         files=tuple(folder / file.name for file in manifest.record_files),
     )
@@ -121,12 +131,15 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     staging = (
         0 if experts.own_records is None or not unconverted else _C.Source(**experts.source_arguments()).staging_bytes
     )
+    tables = tables_in_files(folder, model, config.tables)
     return _sizes(
         shape_of(layers),
         weights,
         group_size,
-        _dense_bytes(model, layers, config, _dense_dtype(model, experts)),
+        _dense_bytes(model, layers, tables, config, _dense_dtype(model, experts)),
         layers_left_alone(model),
+        tables,
+        config,
         staging_bytes=staging if raw else 0,
         files=experts.expert_files,
         conversion=_conversion(experts, config, weights, group_size),
@@ -167,6 +180,8 @@ def _sizes(
     group_size: int,
     dense: tuple[int | None, int | None, int | None],
     others: list[ExpertsLayer] | None,
+    tables: list[tuple[TableLayer, StoredTable]],
+    config: MeshConfig,
     staging_bytes: int,
     files: tuple[Path, ...],
     conversion: str = "",
@@ -187,6 +202,9 @@ def _sizes(
         dense_bytes_per_token=dense[2],
         left_alone_bytes=None if others is None else sum(layer.nbytes for layer in others),
         left_alone=describe_left_alone(others or ()),
+        tables=", ".join(layer.path for layer, _ in tables),
+        table_bytes=sum(stored.nbytes for _, stored in tables),
+        table_memory_bytes=tables_memory([stored.nbytes for _, stored in tables], config),
         staging_bytes=staging_bytes,
         files=files,
         conversion=conversion,
@@ -198,7 +216,11 @@ def _sizes(
 
 
 def _dense_bytes(
-    model: Any, layers: list[ExpertsLayer], config: MeshConfig, dtype: torch.dtype
+    model: Any,
+    layers: list[ExpertsLayer],
+    tables: list[tuple[TableLayer, StoredTable]],
+    config: MeshConfig,
+    dtype: torch.dtype,
 ) -> tuple[int, int, int]:
     """What is not experts of a model on the meta device: packed, as it is loaded, and what a token reads of it."""
     model.to(dtype)
@@ -206,13 +228,16 @@ def _dense_bytes(
         if kept_in_fp32(model, name, dtype):
             parameter.data = parameter.data.float()
     experts = {id(parameter) for layer in layers for parameter in layer.parameters.values()}
-    loading = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in experts)
+    in_files = {id(layer.weight) for layer, _ in tables}
+    kept = [parameter for parameter in model.parameters() if id(parameter) not in experts | in_files]
+    loading = sum(parameter.nbytes for parameter in kept)
     packed = loading - dense_saving(model, layers, config, loaded=False)
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding and not packs(config)
+    not_read = 0 if tied or id(embedding) in in_files else embedding.nbytes
     left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
-    return packed, loading, packed - left_alone - (0 if tied else embedding.nbytes)
+    return packed, loading, packed - left_alone - not_read
 
 
 def fallback_record_bytes(sizes: Sizes, config: MeshConfig) -> int:

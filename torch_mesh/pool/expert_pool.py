@@ -183,7 +183,7 @@ class ExpertPool:
             _close(self.engine, self._threads, guard, os.getpid())
             raise
         self._finalizer = weakref.finalize(self, _close, self.engine, self._threads, guard, os.getpid())
-        _notice_exit()
+        notice_exit()
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("A pool of experts: %s.", self.describe())
 
@@ -282,7 +282,7 @@ _at_exit = threading.Event()
 
 
 @functools.cache
-def _notice_exit() -> None:
+def notice_exit() -> None:
     """To be called when a finalizer has been made: functions that are registered later run earlier, and weakref's own
     closes the pools."""
     atexit.register(_at_exit.set)
@@ -293,10 +293,18 @@ def _close(engine: _C.Engine, own_threads: Sequence[BackgroundThread], guard: Me
         return
     threads = [*own_threads, None if guard is None else guard.remove(engine)]
     try:
-        engine.close(wait=not _at_exit.is_set())
-    except (ReadTimeoutError, MemoryError) as error:  # nobody could catch it here
-        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        close_engine(engine, owner)
     finally:
         for thread in threads:
             if thread is not None:
                 thread.end()
+
+
+def close_engine(engine: _C.Engine | _C.Tables, owner: int) -> None:
+    """Unless this process is a forked child of ``owner``."""
+    if os.getpid() != owner:
+        return
+    try:
+        engine.close(wait=not _at_exit.is_set())
+    except (ReadTimeoutError, MemoryError) as error:  # nobody could catch it here
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)

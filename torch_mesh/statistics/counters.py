@@ -167,6 +167,36 @@ class DeviceCounters:
 
 
 @dataclass(frozen=True)
+class TableCounters:
+    """Of an embedding whose table is in files. ``str()`` is a line."""
+
+    name: str  # of the parameter
+    gathers: int = 0  # forwards of the embedding
+    lookups: int = 0  # ids
+    distinct: int = 0  # of those, in each forward
+    hits: int = 0  # of the distinct: the row was in memory
+    reads: int = 0  # of the distinct: it was read
+    prefetches: int = 0  # rows whose read began before a forward asked
+    failed: int = 0  # reads that ended in an error
+    bytes_read: int = 0  # by both, in whole blocks
+    wait_seconds: float = 0.0  # a forward waited for rows
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits per distinct row; None when none was asked for."""
+        return self.hits / self.distinct if self.distinct else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "hit_rate": self.hit_rate}
+
+    def __str__(self) -> str:
+        return (
+            f"rows of {self.name}: {self.lookups} looked up, {self.distinct} of them distinct, hit rate "
+            f"{percent(self.hit_rate)}, {self.bytes_read / 2**20:.1f} MiB read, waited {self.wait_seconds * 1e3:.1f} ms"
+        )
+
+
+@dataclass(frozen=True)
 class Stats(PhaseCounters):
     """Counters of a whole model. ``str()`` is a table that shows ``-`` for undefined values."""
 
@@ -188,6 +218,8 @@ class Stats(PhaseCounters):
     prefetch_error: Exception | None = None
     # Of generate with ``speculation`` or torch_mesh.speculate; None: not used, or unknown, as in a ``stats.file``.
     speculation: SpeculationCounters | None = None
+    # Of embedding tables in files. Empty: there are none, or not known, as in a ``stats.file``.
+    tables: tuple[TableCounters, ...] = ()
 
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
         """Everything in types of JSON; without ``experts``, all but the counts of each expert, which are most of it.
@@ -206,6 +238,7 @@ class Stats(PhaseCounters):
             else {reason: list(layers) for reason, layers in self.no_lookahead.items()},
             "prefetch_error": _error_dict(self.prefetch_error),
             "speculation": None if self.speculation is None else self.speculation.to_dict(),
+            "tables": [table.to_dict() for table in self.tables],
             "per_layer": [layer.to_dict(experts) for layer in self.per_layer],
         }
 
@@ -238,6 +271,7 @@ class Stats(PhaseCounters):
             lines.append(f"{self.stand_ins} of {self.accesses} accesses were to fallback experts")
         if self.speculation is not None:
             lines.append(str(self.speculation))
+        lines += map(str, self.tables)
         if self.prefetch_error is not None:
             lines.append(f"last failed prefetch: {self.prefetch_error}")
         return "\n".join(lines)

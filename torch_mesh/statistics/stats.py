@@ -11,10 +11,11 @@ from torch import nn
 from .. import _C
 from ..errors import MeshError
 from ..modules.experts import patched_modules
+from ..modules.tables import tables_of
 from ..ops.device import SharedDevice
 from ..pool.expert_pool import ExpertPool
 from ..routing.profiles import Profile, write_profile
-from .counters import DeviceCounters, Stats, engine_stats
+from .counters import DeviceCounters, Stats, TableCounters, engine_stats
 from .speculated import tallies_in
 
 
@@ -36,7 +37,10 @@ def stats(model: nn.Module) -> Stats:
     )
     speculated = [tally.counters() for tally in tallies_in(model)]
     return dataclasses.replace(
-        counted, no_lookahead=_lookahead_unsupported_reasons(model), speculation=speculated[0] if speculated else None
+        counted,
+        no_lookahead=_lookahead_unsupported_reasons(model),
+        speculation=speculated[0] if speculated else None,
+        tables=_table_counters(model),
     )
 
 
@@ -49,6 +53,8 @@ def reset_stats(model: nn.Module) -> None:
         device.reset_stats()
     for tally in tallies_in(model):
         tally.reset()
+    for tables in tables_of(model):
+        tables.engine.reset_stats()
 
 
 def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -101,6 +107,16 @@ def _lookahead_unsupported_reasons(model: nn.Module) -> dict[str, tuple[int, ...
         if reason := module.mesh_lookahead_unsupported_reason:
             layers[reason] = (*layers.get(reason, ()), module._mesh_layer)
     return layers
+
+
+def _table_counters(model: nn.Module) -> tuple[TableCounters, ...]:
+    counted = []
+    for tables in tables_of(model):
+        for table, counts in zip(tables.tables, tables.engine.stats(), strict=True):
+            counts = dict(counts)
+            seconds = counts.pop("wait_nanoseconds") / 1e9
+            counted.append(TableCounters(table.name, **counts, wait_seconds=seconds))
+    return tuple(counted)
 
 
 def _device_counters(shared: list[SharedDevice]) -> DeviceCounters | None:

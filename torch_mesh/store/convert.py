@@ -40,6 +40,8 @@ from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error, weight_files
 from torch_mesh.store.manifest import MAX_FILE_BYTES, Store
 from torch_mesh.store.store_plan import Progress, StorePlan
+from torch_mesh.store.table_files import table_files
+from torch_mesh.store.tables import tables_in_files
 from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import Written, write_folder, write_store
 
@@ -123,16 +125,18 @@ def convert(
         source_fingerprint=fingerprint,
         calibration=None if calibrator is None else calibrator.calibration,
     )
+    tables = [table for _, table in tables_in_files(source, model, "auto", key_mapping)]
     records = (
         (layer, expert, functools.partial(pack, layer, expert))
         for layer in range(experts.shape.layers)
         for expert in range(experts.shape.experts)
     )
+    rest = rest_of_checkpoint(experts, model, tables, table_files(tables, fingerprint, max_file_bytes))
     return write_store(
         destination,
         plan,
         records,
-        files_beside(rest_of_checkpoint(experts, model), model, plan, max_file_bytes),
+        files_beside(rest, model, plan, max_file_bytes),
         force=force,
         workers=workers,
         progress=progress,

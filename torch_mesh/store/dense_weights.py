@@ -33,6 +33,7 @@ from torch_mesh.store.manifest import MANIFEST_NAME, Store, config_text, quantiz
 from torch_mesh.store.sources import QUANTISATION_FILES
 from torch_mesh.store.sources.layout import Weight
 from torch_mesh.store.store_plan import Chunk, NewFile, StorePlan
+from torch_mesh.store.table_files import StoredTable, is_table_file
 
 _COPY_BYTES = 8 << 20
 DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -74,8 +75,13 @@ class Rest:
     others: list[NewFile]
 
 
-def rest_of_checkpoint(experts: CheckpointExperts, model: PreTrainedModel) -> Rest:
-    return Rest(_config_of(experts, model), tensors_of(experts, model), _others_of(experts))
+def rest_of_checkpoint(
+    experts: CheckpointExperts, model: PreTrainedModel, tables: Sequence[StoredTable] = (), rows: Sequence[NewFile] = ()
+) -> Rest:
+    """``rows`` are files for ``tables``, whose tensors are then left out."""
+    in_files = {name for table in tables for name in table.tensors}
+    tensors = [member for member in tensors_of(experts, model) if member.tensor.name not in in_files]
+    return Rest(_config_of(experts, model), tensors, [*_others_of(experts), *rows])
 
 
 def rest_of_store(store: Store) -> Rest:
@@ -88,7 +94,11 @@ def rest_of_store(store: Store) -> Rest:
         for path in weight_files(folder)
         for tensor in read_header(path).tensors.values()
     ]
-    others = [path for path in sorted(folder.iterdir()) if _is_copied(path) and path.name != MANIFEST_NAME]
+    others = [
+        path
+        for path in sorted(folder.iterdir())
+        if (_is_copied(path) and path.name != MANIFEST_NAME) or is_table_file(path.name)
+    ]
     return Rest((folder / "config.json").read_text(encoding="utf-8"), tensors, [_copied(path) for path in others])
 
 

@@ -12,6 +12,7 @@ from torch_mesh.store.checkpoint import checkpoint_files, find_checkpoint_expert
 from torch_mesh.store.convert import source_name
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.manifest import is_store, open_store
+from torch_mesh.store.tables import tables_in_files
 
 
 def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def _describe_store(folder: Path) -> dict[str, Any]:
         "expert_bytes": manifest.record_bytes,
         "all_experts_bytes": manifest.record_bytes * shape.layers * shape.experts,
         "other_bytes": sum(file.bytes for file in manifest.other_files),
+        "tables": _tables(folder, meta_model(read_config(folder))) if (folder / "config.json").is_file() else {},
         "files": [file.name for file in manifest.record_files],
         "reads_per_expert": 1,
         "modules": list(manifest.modules),
@@ -45,7 +47,8 @@ def _describe_store(folder: Path) -> dict[str, Any]:
 def _describe_checkpoint(folder: Path) -> dict[str, Any]:
     checkpoint_files(folder)  # reports missing weights before a missing config
     config = read_config(folder)
-    experts = find_checkpoint_experts(folder, meta_model(config))
+    model = meta_model(config)
+    experts = find_checkpoint_experts(folder, model)
     shape = experts.shape
     root = folder.parent if is_gguf(folder) else folder
     return {
@@ -60,7 +63,13 @@ def _describe_checkpoint(folder: Path) -> dict[str, Any]:
         "expert_bytes": experts.expert_bytes,
         "all_experts_bytes": experts.all_experts_bytes,
         "other_bytes": sum(tensor.bytes for _, tensors in experts.other_tensors for tensor in tensors),
+        "tables": _tables(folder, model),
         "files": [os.path.relpath(header.path, root) for header in experts.headers],
         "reads_per_expert": experts.reads_per_expert,
         "modules": list(experts.modules),
     }
+
+
+def _tables(folder: Path, model: Any) -> dict[str, int]:
+    """Bytes of the embedding tables that stay in the files, by their modules."""
+    return {layer.path: stored.nbytes for layer, stored in tables_in_files(folder, model, "auto")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,21 @@ def model_names(model: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]
     it."""
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     return {name: (target, pattern is None) for name, target, pattern in _renamed(model, names, transforms)}
+
+
+def parameter_tensors(
+    model: Any, names: Iterable[str], wanted: Collection[str], key_mapping: Mapping[str, str] | None = None
+) -> dict[str, list[tuple[str, Any]]]:
+    """By the parameters ``wanted``: the checkpoint's tensors that become them, in transformers' order, and the
+    converter that takes each (None: it is only renamed)."""
+    transforms = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping or {}))
+    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
+    found: dict[str, list[tuple[str, Any]]] = defaultdict(list)
+    for name, target, pattern in _renamed(model, names, transforms):
+        if target in wanted:
+            converter = None if pattern is None else next(c for c in converters if pattern in c.source_patterns)
+            found[target].append((name, converter))
+    return found
 
 
 def _renamed(model: Any, names: Iterable[str], transforms: Sequence[Any]) -> Iterator[tuple[str, str, str | None]]:

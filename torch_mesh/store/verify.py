@@ -24,6 +24,7 @@ from torch_mesh.store.manifest import (
     quantization_table,
 )
 from torch_mesh.store.store_plan import Progress
+from torch_mesh.store.table_files import is_table_file
 from torch_mesh.system.background import TaskThreads, usable_processors
 
 _CONFIG_NAME = "config.json"
@@ -64,7 +65,7 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
 
 
 def check_other_files(store: Store, verify: str) -> None:
-    """Check a model's files without records, which are checked when they are read.
+    """Check a model's files without records or rows of tables, which are checked when they are read.
 
     Raises ``StoreError`` for changed tensors, index or config.json, whose ``quantization_config`` users may change.
     Warns of a changed tokenizer and the like. Checks nothing if ``verify`` is 'never'.
@@ -74,7 +75,10 @@ def check_other_files(store: Store, verify: str) -> None:
     files = {file.name: file for file in store.manifest.other_files}
     essential = {name for name in files if name == _CONFIG_NAME or name.endswith(_TENSORS)}
     others = {name for name in files if name.endswith(_IS_READ) and (store.folder / name).is_file()} - essential
-    problems = _problems(store, [files[name] for name in sorted(essential | others)])
+    rows = {name for name in files if is_table_file(name)}
+    problems = _problems(store, [files[name] for name in sorted((essential | others) - rows)])
+    sizes = {name: _size_problem(store.folder / name, files[name]) for name in sorted(rows)}
+    problems |= {name: problem for name, problem in sizes.items() if problem is not None}
     if _CONFIG_NAME in problems and _only_quantisation_changed(store, files[_CONFIG_NAME]):
         del problems[_CONFIG_NAME]
     for name, problem in problems.items():

@@ -1,0 +1,393 @@
+"""Embedding tables that stay in files: the same bits, without their memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, inputs_for, output_of
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError, StoreError, UnsupportedModelError
+from torch_mesh.models import tables as finding
+from torch_mesh.modules.packed_weight import PackedWeight
+from torch_mesh.modules.tables import MeshEmbedding, table_modules, tables_of
+from torch_mesh.patching import modes
+from torch_mesh.planning.plan import plan
+from torch_mesh.planning.sizes import find_sizes
+from torch_mesh.speculation.suitability import standalone_unsupported_reason
+from torch_mesh.store.convert import convert
+from torch_mesh.store.inspect import describe
+from torch_mesh.store.table_files import is_table_file
+from torch_mesh.store.verify import verify
+from torch_mesh.system import memory
+
+# The class of experts, the tables, and how many of them the tiny model has.
+FAMILIES = {
+    "Qwen4ExpTextExperts": ("ngram_embedding", 2),
+    "Gemma4TextExperts": ("embed_tokens_per_layer", 1),
+}
+QWEN = "Qwen4ExpTextExperts"
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    TINY_MODELS[request.param]  # skips what the installed transformers lacks
+    name: str = request.param
+    return name
+
+
+class Made(TorchDispatchMode):
+    """Shapes of large matrices with as many columns as the table of QWEN, made meanwhile."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__()
+        self.at_least = at_least
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, list | tuple) else [made]:
+            ordinary = isinstance(tensor, torch.Tensor) and not isinstance(tensor, PackedWeight) and not tensor.is_meta
+            if ordinary and tensor.shape[1:] == (24,) and tensor.numel() >= self.at_least:
+                self.shapes.append(tensor.shape)
+        return made
+
+
+def save(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    model = TINY_MODELS[family].build().to(dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+def reopen(model: PreTrainedModel, folder: Path, **fields: Any) -> PreTrainedModel:
+    return type(model).from_pretrained(folder, quantization_config=MeshConfig(**fields))
+
+
+def embeddings(model: nn.Module) -> list[MeshEmbedding]:
+    return [module for _, module in table_modules(model)]
+
+
+@pytest.mark.parametrize("route", ["raw", "converted", "converted to int4"])
+def test_logits_are_those_of_a_table_in_memory(family: str, route: str, tmp_path: Path) -> None:
+    name, count = FAMILIES[family]
+    model = save(family, tmp_path / "raw")
+    folder = tmp_path / "raw"
+    if route != "raw":
+        folder = tmp_path / "converted"
+        convert(tmp_path / "raw", folder, "int4" if route.endswith("int4") else "bf16")
+    inputs = inputs_for(model)
+    expected = output_of(reopen(model, folder, tables="off"), inputs)
+    for fields in ({}, {"resident": 0.3}):
+        opened = reopen(model, folder, tables=name, **fields)
+        assert len(embeddings(opened)) == count
+        assert not any(isinstance(module, MeshEmbedding) for module in [opened.get_input_embeddings()])
+        assert torch.equal(output_of(opened, inputs), expected)
+        assert torch.equal(output_of(opened, inputs), expected)  # from the cache
+    assert "rows from files" in repr(opened)
+
+
+def test_each_look_up_is_that_of_the_original(family: str, tmp_path: Path) -> None:
+    name, _ = FAMILIES[family]
+    model = save(family, tmp_path)
+    opened = reopen(model, tmp_path, tables=name)
+    for path, embedding in table_modules(opened):
+        original = model.get_submodule(path)
+        ids = torch.randint(original.num_embeddings, (2, 7))
+        assert torch.equal(embedding(ids), original(ids))
+        with pytest.raises(IndexError):
+            embedding(ids + original.num_embeddings)
+
+
+def test_look_ups_compile_without_graph_breaks(family: str, tmp_path: Path) -> None:
+    name, _ = FAMILIES[family]
+    model = save(family, tmp_path)
+    embedding = embeddings(reopen(model, tmp_path, tables=name))[0]
+    compiled: Any = torch.compile(embedding, fullgraph=True, backend="aot_eager")
+    ids = torch.randint(embedding.num_embeddings, (2, 7))
+    with torch.no_grad():
+        assert torch.equal(compiled(ids), embedding(ids))
+    torch._dynamo.reset()  # which keeps the model
+
+
+def test_another_dtype_than_the_files(tmp_path: Path) -> None:
+    model = save(QWEN, tmp_path, torch.float32)
+    inputs = inputs_for(model)
+    opened = {
+        tables: type(model).from_pretrained(
+            tmp_path, dtype=torch.bfloat16, quantization_config=MeshConfig(tables=tables)
+        )
+        for tables in ("off", "ngram_embedding")
+    }
+    assert torch.equal(output_of(opened["ngram_embedding"], inputs), output_of(opened["off"], inputs))
+    opened["ngram_embedding"].float()
+    assert {embedding(torch.tensor([1])).dtype for embedding in embeddings(opened["ngram_embedding"])} == {
+        torch.float32
+    }
+
+
+def test_generate(family: str, tmp_path: Path) -> None:
+    name, _ = FAMILIES[family]
+    model = save(family, tmp_path)
+    ids = torch.randint(3, 100, (2, 9))
+    expected = reopen(model, tmp_path, tables="off").generate(ids, max_new_tokens=8, do_sample=False)
+    opened = reopen(model, tmp_path, tables=name)
+    assert torch.equal(opened.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_a_decode_step_requests_its_rows_when_it_begins(tmp_path: Path) -> None:
+    model = save(QWEN, tmp_path)
+    opened = reopen(model, tmp_path, tables="ngram_embedding")
+    opened.generate(torch.randint(3, 100, (1, 20)), max_new_tokens=1)
+    torch_mesh.reset_stats(opened)
+    opened.generate(torch.randint(3, 100, (1, 20)), max_new_tokens=8, do_sample=False, eos_token_id=-1)
+    for table in torch_mesh.stats(opened).tables:
+        assert table.gathers == 8 and table.prefetches > 0
+        # The prompt's rows are read when they are looked up; all others were requested before.
+        assert table.prefetches + table.reads <= table.distinct
+        assert table.reads <= 20 * 4
+    clone = copy.deepcopy(opened)
+    torch_mesh.unpatch(clone)
+    assert not any(vars(module).get("_mesh_early_rows") for module in clone.modules())
+    assert not any(module._forward_pre_hooks for module in clone.modules())
+
+
+def test_speculation_of_ngram_layers_is_refused(tmp_path: Path) -> None:
+    model = save(QWEN, tmp_path)
+    opened = reopen(model, tmp_path, tables="ngram_embedding")
+    assert "rewound" in standalone_unsupported_reason(opened)
+    with pytest.raises(UnsupportedModelError, match="cannot be rewound"):
+        reopen(model, tmp_path, tables="ngram_embedding", speculation="lookup")
+
+
+def test_auto_takes_large_tables_that_are_only_looked_up(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, count = FAMILIES[family]
+    model = save(family, tmp_path)
+    assert not embeddings(reopen(model, tmp_path))  # all are small
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    for tables in ("auto", "1MiB"):
+        found = dict(table_modules(reopen(model, tmp_path, tables=tables)))
+        assert len([path for path in found if path.endswith(name)]) == count == len(found)
+    assert not embeddings(reopen(model, tmp_path, tables="off"))
+
+
+def test_a_table_is_never_materialised(tmp_path: Path) -> None:
+    """Its shards are joined by nothing, and no tensor of the table's size is made."""
+    model = save(QWEN, tmp_path)
+    largest = max(parameter.numel() for name, parameter in model.named_parameters() if "ngram" in name)
+    with Made(at_least=largest // 4) as made:
+        opened = reopen(model, tmp_path, tables="ngram_embedding")
+    assert not made.shapes
+    with Made(at_least=largest // 4) as made:
+        reopen(model, tmp_path, tables="off")
+    assert made.shapes
+    for embedding in embeddings(opened):
+        weight: Any = embedding.weight
+        assert isinstance(weight, PackedWeight)
+        assert weight.device.type == "cpu" and weight.shape == (embedding.num_embeddings, embedding.embedding_dim)
+        with pytest.raises(MeshError, match="tables='off'"):
+            weight + 1
+
+
+def test_names_that_cannot_be_had(tmp_path: Path) -> None:
+    model = save(QWEN, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"no embedding of that name.*ngram_embedding"):
+        reopen(model, tmp_path, tables="engram")
+    model.config.tie_word_embeddings = True
+    tied = type(model)._from_config(model.config, dtype=torch.bfloat16)
+    tied.save_pretrained(tmp_path / "tied")
+    with pytest.raises(UnsupportedModelError, match=r"embed_tokens, which has to stay in memory: its weight is tied"):
+        reopen(model, tmp_path / "tied", tables="embed_tokens")
+
+
+def test_the_input_embedding_by_name(tmp_path: Path) -> None:
+    model = TINY_MODELS[QWEN].build()
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path)
+    inputs = inputs_for(model)
+    expected = output_of(reopen(model, tmp_path, tables="off"), inputs)
+    opened = reopen(model, tmp_path, tables=["embed_tokens", "ngram_embedding"])
+    assert len(embeddings(opened)) == 3
+    assert torch.equal(output_of(opened, inputs), expected)
+
+
+def test_a_conversion_pads_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To files of their own, of which the rest of the checkpoint holds nothing."""
+    name, count = FAMILIES[family]
+    model = save(family, tmp_path / "raw")
+    inputs = inputs_for(model)
+    expected = output_of(reopen(model, tmp_path / "raw", tables="off"), inputs)
+    with monkeypatch.context() as small:
+        small.setattr(finding, "MIN_VALUES", 1)
+        store = convert(tmp_path / "raw", tmp_path / "store", "bf16", max_file_bytes=1 << 16).store
+    files = [file.name for file in store.manifest.other_files if is_table_file(file.name)]
+    assert len(files) >= count
+    assert not list(verify(store))
+    described = describe(tmp_path / "store")
+    assert described["tables"] == {}  # of this size they would be loaded
+    for tables, opened_tables in ((name, count), ("off", 0)):
+        opened = reopen(model, tmp_path / "store", tables=tables)
+        assert len(embeddings(opened)) == opened_tables
+        assert torch.equal(output_of(opened, inputs), expected)
+    state = torch_mesh.unpatch(opened).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+
+
+def test_damaged_rows_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(QWEN, tmp_path / "raw")
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    store = convert(tmp_path / "raw", tmp_path / "store", "bf16").store
+    path = tmp_path / "store" / next(file.name for file in store.manifest.other_files if is_table_file(file.name))
+    with path.open("r+b") as file:
+        file.seek(4096 + 3 * 64 + 5)
+        file.write(b"damage")
+    opened = reopen(model, tmp_path / "store")
+    with pytest.raises(torch_mesh.ChecksumError, match=r"row 3 of .*ngram_embedding\.weight"):
+        embeddings(opened)[0](torch.tensor([3]))
+    embeddings(opened)[0](torch.tensor([2, 4]))
+    assert [damage.file for damage in verify(store)] == [str(path)]
+    os.truncate(path, path.stat().st_size - 4096)
+    with pytest.raises(StoreError, match="has .* bytes, not"):
+        reopen(model, tmp_path / "store")
+    path.unlink()
+    with pytest.raises(StoreError, match="missing"):
+        reopen(model, tmp_path / "store")
+
+
+def test_plan_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(QWEN, tmp_path)
+    weights = [weight for name, weight in model.named_parameters() if "ngram_embedding" in name]
+    table_bytes = sum(weight.nbytes for weight in weights)
+    whole = find_sizes(tmp_path, MeshConfig(tables="off"))
+    sizes = find_sizes(tmp_path, MeshConfig(tables="ngram_embedding"))
+    assert (whole.tables, whole.table_bytes, whole.table_memory_bytes) == ("", 0, 0)
+    assert sizes.table_bytes == table_bytes == whole.dense_bytes - sizes.dense_bytes
+    assert whole.dense_bytes_per_token - sizes.dense_bytes_per_token == table_bytes
+    planned = plan(tmp_path, MeshConfig(tables="ngram_embedding", resident=0.5), memory=8 << 30)
+    assert planned.to_dict()["sizes"]["table_memory_bytes"] == sizes.table_memory_bytes > 8 << 20
+    opened = reopen(model, tmp_path, tables="ngram_embedding")
+    [tables] = tables_of(opened)
+    assert tables.engine.describe()["memory_bytes"] <= sizes.table_memory_bytes
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    held = describe(tmp_path)["tables"]
+    assert sum(held.values()) == table_bytes and all(path.endswith("ngram_embedding") for path in held)
+
+
+def test_statistics(tmp_path: Path) -> None:
+    model = save(QWEN, tmp_path)
+    opened = reopen(model, tmp_path, tables="ngram_embedding")
+    embeddings(opened)[1](torch.tensor([[5, 6], [5, 7]]))
+    embeddings(opened)[1](torch.tensor([5]))
+    first, second = torch_mesh.stats(opened).tables
+    assert first.lookups == 0 and first.hit_rate is None
+    assert (second.gathers, second.lookups, second.distinct, second.reads, second.hits) == (2, 5, 4, 3, 1)
+    assert second.hit_rate == 0.25 and second.name in str(torch_mesh.stats(opened))
+    assert torch_mesh.stats(opened).to_dict()["tables"][1]["lookups"] == 5
+    torch_mesh.reset_stats(opened)
+    assert torch_mesh.stats(opened).tables[1].lookups == 0
+
+
+def test_missing_rows(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = save(QWEN, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    shards = [name for name in tensors if "ngram_embedding.shard_" in name]
+    assert len(shards) == 8
+    del tensors[shards[0]]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(StoreError, match=r"rows, beginning with .*incomplete"):
+        reopen(model, tmp_path, tables="ngram_embedding")
+
+
+def test_a_file_that_is_cut_off_while_the_model_runs(tmp_path: Path) -> None:
+    model = save(QWEN, tmp_path)
+    opened = reopen(model, tmp_path, tables="ngram_embedding")
+    os.truncate(tmp_path / "model.safetensors", 4096)
+    with pytest.raises(torch_mesh.ReadError, match=r"ngram_embedding\.weight"):
+        embeddings(opened)[0](torch.arange(1000))
+
+
+def test_unpatch_brings_the_table_back(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, count = FAMILIES[family]
+    model = save(family, tmp_path)
+    opened = reopen(model, tmp_path, tables=name)
+    with monkeypatch.context() as short:
+        short.setattr(memory, "available_bytes", lambda: 1000)
+        with pytest.raises(MemoryError, match="as an ordinary tensor"):
+            torch_mesh.unpatch(opened)
+    assert len(embeddings(opened)) == count
+    torch_mesh.unpatch(opened)
+    state, original = opened.state_dict(), model.state_dict()
+    assert list(state) == list(original)
+    assert all(torch.equal(state[key], value) for key, value in original.items())
+    assert {type(module) for module in opened.modules()} == {type(module) for module in model.modules()}
+
+
+def test_save_pretrained(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _ = FAMILIES[family]
+    model = save(family, tmp_path / "raw")
+    opened = reopen(model, tmp_path / "raw", tables=name)
+    with monkeypatch.context() as short:
+        short.setattr(memory, "available_bytes", lambda: 1000)
+        with pytest.raises(MemoryError, match="copy the folder that it was opened from"):
+            opened.save_pretrained(tmp_path / "short")
+    opened.save_pretrained(tmp_path / "saved")
+    saved, original = (type(model).from_pretrained(tmp_path / folder).state_dict() for folder in ("saved", "raw"))
+    assert all(torch.equal(saved[key], value) for key, value in original.items())
+
+
+def test_copies_share_the_tables(tmp_path: Path) -> None:
+    model = save(QWEN, tmp_path)
+    opened = reopen(model, tmp_path, tables="ngram_embedding")
+    inputs = inputs_for(model)
+    expected = output_of(opened, inputs)
+    clone = copy.deepcopy(opened)
+    assert embeddings(clone)[0]._mesh_tables is embeddings(opened)[0]._mesh_tables
+    del opened
+    assert torch.equal(output_of(clone, inputs), expected)
+    clone.load_state_dict(clone.state_dict())
+    with pytest.raises(MeshError, match="cannot be pickled"):
+        pickle.dumps(embeddings(clone)[0]._mesh_tables)
+
+
+def test_a_step_that_fails_closes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a test leaves open fail it."""
+    model = save(QWEN, tmp_path)
+    opened: list[Any] = []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        opened.extend(embeddings(args[0]))
+        raise OSError("injected")
+
+    monkeypatch.setattr(modes, "install_attention", fail)
+    with pytest.raises(OSError, match="injected"):
+        reopen(model, tmp_path, tables="ngram_embedding")
+    assert len(opened) == 2
+    with pytest.raises(torch_mesh.PoolClosedError):
+        opened[0](torch.tensor([1]))
+
+
+def test_the_tables_are_closed_with_the_model(tmp_path: Path) -> None:
+    model = save(QWEN, tmp_path)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    opened = reopen(model, tmp_path, tables="ngram_embedding")
+    assert len(os.listdir("/proc/self/fd")) > descriptors
+    handle = embeddings(opened)[0]._mesh_handle
+    del opened
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    with pytest.raises(torch_mesh.PoolClosedError):
+        torch.ops.torch_mesh.gather_rows(torch.tensor([1]), handle, 24, torch.bfloat16)

@@ -1,0 +1,166 @@
+"""What takes the place of an embedding whose table stays in files: the same module, without its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import MeshError
+from ..models.tables import TableLayer
+from ..pool.row_tables import RowTables
+from ..system.memory import shortage
+from .experts import PackedModule, change_class, drop_attributes
+from .packed_weight import PackedWeight, as_parameter
+
+_ROWS_AT_ONCE = 1 << 16
+
+
+class MeshEmbedding(PackedModule, nn.Embedding):
+    """An ``nn.Embedding`` that reads its rows from files. Mixed in behind the class that it replaces, whose own forward
+    may do more than look rows up. Frozen."""
+
+    _mesh_tables: RowTables
+    _mesh_table: int  # of those
+    _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
+    _mesh_stored_dtype: torch.dtype
+    _mesh_dtype: torch.dtype  # the weight's, which a compiled forward should not ask for
+    _mesh_class: type[nn.Module]  # before
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """ids [...] -> [..., embedding_dim], on their device."""
+        rows = torch.ops.torch_mesh.gather_rows(
+            input.cpu(), self._mesh_handle, self.embedding_dim, self._mesh_stored_dtype
+        )
+        return rows.to(input.device, self._mesh_dtype)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        weight: Any = self._parameters["weight"]
+        self._mesh_dtype = weight.dtype
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self._mesh_tables.describe(self._mesh_table)}"
+
+
+class PackedTableWeight(PackedWeight):
+    """The weight of a ``MeshEmbedding``. Arithmetic on it raises: it would read the whole table."""
+
+    handle: torch.Tensor
+    tables: RowTables
+    table: int
+
+    def __init__(
+        self, handle: torch.Tensor, shape: torch.Size, dtype: torch.dtype, tables: RowTables, table: int
+    ) -> None:
+        self.handle = self._identity = handle
+        self.tables, self.table = tables, table
+        self.path, self.format, self.exact = tables.tables[table].name, "rows in files", True
+
+    def unpacked(self) -> torch.Tensor:
+        """Reads the whole table. Raises MemoryError where it does not fit into memory."""
+        check_room(self)
+        values = torch.empty(self.shape, dtype=self.dtype)
+        for first in range(0, len(values), _ROWS_AT_ONCE):
+            part = values[first : first + _ROWS_AT_ONCE]
+            part.copy_(self.tables.read(self.table, first, first + len(part)))
+        return values
+
+    def accept(self, source: torch.Tensor) -> None:
+        """Lets a checkpoint of the model itself be loaded: the table is frozen, so it has to be what it is already."""
+        if not self._same_storage(source) and not self._equals(source):
+            raise self._refuse("Other values were to be put into")
+
+    def _equals(self, source: torch.Tensor) -> bool:
+        if source.shape != self.shape:
+            return False
+        for first in range(0, len(source), _ROWS_AT_ONCE):
+            part = source[first : first + _ROWS_AT_ONCE].detach().to("cpu", self.dtype)
+            if not torch.equal(self.tables.read(self.table, first, first + len(part)).to(self.dtype), part):
+                return False
+        return True
+
+    def alias(self, dtype: torch.dtype | None = None) -> PackedTableWeight:
+        return PackedTableWeight(self.handle, self.shape, dtype or self.dtype, self.tables, self.table)
+
+    def _deep_copy(self, memo: dict[int, Any]) -> PackedWeight:
+        return self.alias()
+
+    def _for_arithmetic(self) -> torch.Tensor:
+        raise MeshError(
+            f"{self.path} is read from files row by row, and something was to compute with all of it: code that reads "
+            "the embedding's weight. Open the model with tables='off' to have it in memory."
+        )
+
+    # torch.compile keeps the context for as long as the compiled code: so it names the tables and does not hold them.
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["handle"], (self.shape, self.dtype, self.tables.engine_id, self.table)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> PackedTableWeight:
+        shape, dtype, engine_id, table = context
+        return PackedTableWeight(inner["handle"], shape, dtype, RowTables.by_id[engine_id], table)
+
+
+def check_room(weight: torch.Tensor) -> None:
+    """Raises MemoryError where a table does not fit into memory."""
+    if (free := shortage(weight.nbytes)) is not None:
+        path = weight.path if isinstance(weight, PackedTableWeight) else "the table"
+        raise MemoryError(
+            f"{path} takes {weight.nbytes:,} bytes as an ordinary tensor, and the machine and its memory cgroups have "
+            f"{free:,} left: its rows are in the checkpoint's files. To save the model, copy the "
+            "folder that it was opened from."
+        )
+
+
+def install_table(table: TableLayer, tables: RowTables, index: int) -> None:
+    """Makes ``table.module`` read its rows from table ``index`` of ``tables``."""
+    module: Any = table.module
+    weight = table.weight
+    handle = tables.handle(index)
+    module._mesh_tables, module._mesh_table, module._mesh_handle = tables, index, handle
+    module._mesh_stored_dtype, module._mesh_dtype = tables.tables[index].dtype, weight.dtype
+    module._mesh_parameters = {"weight": weight.requires_grad}
+    module._mesh_class = type(module)
+    module._parameters["weight"] = as_parameter(packed_table(table, tables, index))
+    change_class(module, _mesh_class(type(module)))
+
+
+def packed_table(table: TableLayer, tables: RowTables, index: int) -> PackedTableWeight:
+    weight = table.weight
+    return PackedTableWeight(tables.handle(index), weight.shape, weight.dtype, tables, index)
+
+
+def table_modules(model: nn.Module) -> Iterator[tuple[str, MeshEmbedding]]:
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, MeshEmbedding))
+
+
+def tables_of(model: nn.Module) -> list[RowTables]:
+    """Those that a model's embeddings read, each once."""
+    return list({id(module._mesh_tables): module._mesh_tables for _, module in table_modules(model)}.values())
+
+
+def restore_tables(model: nn.Module, device: torch.device) -> None:
+    """The reverse of ``install_table``, of all: whole tables in memory. Raises MemoryError where they do not fit."""
+    for _, embedding in list(table_modules(model)):
+        module: Any = embedding
+        if isinstance(module.weight, PackedTableWeight):  # not if this was interrupted here before
+            module._parameters["weight"] = nn.Parameter(
+                module.weight.unpacked().to(device), requires_grad=module._mesh_parameters["weight"]
+            )
+        change_class(module, module._mesh_class)
+        drop_attributes(module)
+
+
+def _mesh_class(cls: type[nn.Module]) -> Any:
+    """``MeshGemma4TextScaledWordEmbedding`` for ``Gemma4TextScaledWordEmbedding``: a subclass of it."""
+    if cls not in _mesh_classes:
+        bases: tuple[type[nn.Module], ...] = (MeshEmbedding,) if cls is nn.Embedding else (cls, MeshEmbedding)
+        _mesh_classes[cls] = type(f"Mesh{cls.__name__}", bases, {"__module__": __name__})
+    return _mesh_classes[cls]
+
+
+_mesh_classes: dict[type[nn.Module], type[nn.Module]] = {}

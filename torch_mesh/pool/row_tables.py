@@ -1,0 +1,99 @@
+"""Embedding tables whose rows are read from files, and who owns their reader."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import ClassVar, NoReturn
+
+import torch
+
+from .. import _C
+from ..config import MeshConfig
+from ..errors import MeshError
+from ..store.tables import StoredTable
+from .expert_pool import close_engine, notice_exit
+
+# What "auto" keeps of the rows: n-grams repeat as words do, so that few rows serve most look-ups.
+_CACHED_FRACTION = 64
+_MIN_CACHE, _MAX_CACHE = 16 << 20, 1 << 30
+# The buffers that rows are read into (csrc/tables/tables.cpp).
+STAGING_BYTES = 8 << 20
+
+
+def cache_bytes(tables: Sequence[int], config: MeshConfig) -> list[int]:
+    """What the row cache of each table may take, of tables of so many bytes."""
+    every = sum(tables)
+    whole = config.table_cache_bytes
+    if whole is None:
+        whole = min(max(every // _CACHED_FRACTION, _MIN_CACHE), _MAX_CACHE)
+    return [whole * table // every for table in tables]
+
+
+def tables_memory(tables: Sequence[int], config: MeshConfig) -> int:
+    """What tables of so many bytes take in memory."""
+    return sum(cache_bytes(tables, config)) + STAGING_BYTES if tables else 0
+
+
+class RowTables:
+    """The tables of a model. Its modules hold references, and copies of a model share them. Closed when the last
+    reference is gone."""
+
+    by_id: ClassVar[weakref.WeakValueDictionary[int, RowTables]] = weakref.WeakValueDictionary()  # those that are open
+
+    def __init__(self, tables: Sequence[StoredTable], config: MeshConfig) -> None:
+        self.tables = tuple(tables)
+        paths = list(dict.fromkeys(stretch.path for table in tables for stretch in table.stretches))
+        numbers = {path: number for number, path in enumerate(paths)}
+        caches = cache_bytes([table.nbytes for table in tables], config)
+        self.engine = _C.Tables(
+            files=[(str(path), path.stat().st_size) for path in paths],
+            tables=[
+                {
+                    "name": table.name,
+                    "row_bytes": table.row_bytes,
+                    "stride": table.stride,
+                    "has_checksums": table.salt is not None,
+                    "salt": table.salt or bytes(16),
+                    "stretches": [(numbers[each.path], each.offset, each.rows) for each in table.stretches],
+                    "cache_bytes": cache,
+                }
+                for table, cache in zip(tables, caches, strict=True)
+            ],
+            verify=config.verify != "never",
+            timeout=config.residency.timeout,
+            io=config.io,
+        )
+        self.engine_id = self.engine.id
+        self.by_id[self.engine_id] = self
+        self._finalizer = weakref.finalize(self, close_engine, self.engine, os.getpid())
+        notice_exit()
+
+    def close(self) -> None:
+        """Before its last reference is gone: for tables that no module uses."""
+        self._finalizer()
+
+    def handle(self, table: int) -> torch.Tensor:
+        """int64 [tables, table, generation], by which the ops name a table."""
+        return torch.tensor([self.engine.id, table, self.engine.generation], dtype=torch.int64)
+
+    def read(self, table: int, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) as they are in the files."""
+        about = self.tables[table]
+        return torch.ops.torch_mesh.gather_rows(torch.arange(first, last), self.handle(table), about.dim, about.dtype)
+
+    def describe(self, table: int) -> str:
+        """Part of a line for print(model)."""
+        about = self.engine.describe()
+        cached = about["cache_rows"][table]
+        return f"rows from files, {cached} of {self.tables[table].rows} cached"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RowTables:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise MeshError(
+            "A model whose embedding tables are in files cannot be pickled: let the other process open the checkpoint "
+            "itself."
+        )

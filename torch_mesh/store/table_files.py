@@ -1,0 +1,165 @@
+"""Embedding tables in a store: files of rows, each with its checksum and padded, so that one read fetches one row."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torch_mesh.store.header import encode_header, read_header, store_error
+from torch_mesh.store.manifest import read_manifest
+from torch_mesh.store.store_plan import Chunk, NewFile
+
+ROW_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DTYPE_NAMES = {dtype: name for name, dtype in ROW_DTYPES.items()}
+_NAME = re.compile(r"mesh-tables-\d{5}-of-\d{5}\.safetensors")
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class RowStretch:
+    """Consecutive rows in a file, from byte ``offset`` on."""
+
+    path: Path
+    offset: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """An embedding table in files. Bytes."""
+
+    name: str  # of the parameter
+    dim: int
+    dtype: torch.dtype  # of the values in the files
+    stride: int  # from one row to the next
+    salt: bytes | None  # of the checksum that follows each row; None: there are none
+    stretches: tuple[RowStretch, ...]  # in the order of the rows
+    tensors: tuple[str, ...]  # of the checkpoint, that hold it; empty in a store's own files
+
+    @property
+    def rows(self) -> int:
+        return sum(stretch.rows for stretch in self.stretches)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dim * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+def is_table_file(name: str) -> bool:
+    """Whether a store's file of this name holds rows of a table."""
+    return _NAME.fullmatch(name) is not None
+
+
+def table_files(tables: Sequence[StoredTable], fingerprint: str, max_file_bytes: int) -> list[NewFile]:
+    """The files of a store for tables of a checkpoint, which ``fingerprint`` identifies."""
+    from torch_mesh import _C
+
+    parts = []
+    for table in tables:
+        rows = max(1, max_file_bytes // _C.padded_row_bytes(table.row_bytes))
+        parts += [(table, first, min(rows, table.rows - first)) for first in range(0, table.rows, rows)]
+    return [
+        _table_file(f"mesh-tables-{number + 1:05d}-of-{len(parts):05d}.safetensors", *part, fingerprint)
+        for number, part in enumerate(parts)
+    ]
+
+
+def _table_file(name: str, table: StoredTable, first: int, rows: int, fingerprint: str) -> NewFile:
+    from torch_mesh import _C
+
+    stride = _C.padded_row_bytes(table.row_bytes)
+    salt = hashlib.blake2b(f"{fingerprint}\0{table.name}".encode(), digest_size=16).digest()
+    about = {"first_row": first, "dim": table.dim, "dtype": _DTYPE_NAMES[table.dtype], "salt": salt.hex()}
+    size = rows * stride
+    header = encode_header(
+        [(table.name, "U8", (rows, stride), size)], {"format": "torch_mesh", "table": json.dumps(about)}
+    )
+
+    def chunks() -> Iterator[Chunk]:
+        yield header
+        each = max(1, _CHUNK_BYTES // table.row_bytes)
+        for begin in range(first, first + rows, each):
+            count = min(each, first + rows - begin)
+            yield _C.pad_rows(salt, begin, table.row_bytes, read_rows(table, begin, count)).data
+
+    return NewFile(name, len(header) + size, chunks)
+
+
+def read_rows(table: StoredTable, first: int, count: int) -> npt.NDArray[np.uint8]:
+    """Rows [first, first + count) of a checkpoint's table, one after the other.
+
+    Raises ``StoreError`` for a file that was cut.
+    """
+    rows = np.empty((count, table.row_bytes), dtype=np.uint8)
+    filled = 0
+    for stretch in table.stretches:
+        skipped = min(first, stretch.rows)
+        taken = min(count - filled, stretch.rows - skipped)
+        first -= skipped
+        if taken:
+            into = rows[filled : filled + taken].reshape(-1).data
+            _read_into(stretch.path, stretch.offset + skipped * table.row_bytes, into)
+            filled += taken
+    return rows.reshape(-1)
+
+
+def _read_into(path: Path, offset: int, into: memoryview) -> None:
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while into:
+            read = stream.readinto(into)
+            if not read:
+                raise store_error(path, f"ends {len(into)} bytes early: it was cut since it was opened", stream.tell())
+            # Once is enough: leave the page cache to others.
+            os.posix_fadvise(stream.fileno(), stream.tell() - read, read, os.POSIX_FADV_DONTNEED)
+            into = into[read:]
+
+
+def tables_of_store(folder: Path) -> list[StoredTable]:
+    """Those that a store has in files of their own. Raises ``StoreError`` for files that do not agree."""
+    names = sorted(file.name for file in read_manifest(folder).other_files if is_table_file(file.name))
+    parts: dict[str, list[tuple[int, StoredTable]]] = {}
+    for name in names:
+        first, part = _read_part(folder / name)
+        parts.setdefault(part.name, []).append((first, part))
+    return [_joined(folder, sorted(each, key=lambda placed: placed[0])) for each in parts.values()]
+
+
+def _read_part(path: Path) -> tuple[int, StoredTable]:
+    header = read_header(path)
+    try:
+        (tensor,) = header.tensors.values()
+        about: dict[str, Any] = json.loads(header.metadata["table"])
+        rows, stride = tensor.shape
+        dtype, salt = ROW_DTYPES[about["dtype"]], bytes.fromhex(about["salt"])
+        first, dim = int(about["first_row"]), int(about["dim"])
+    except (KeyError, ValueError, TypeError) as problem:
+        raise store_error(path, f"is no file of a table's rows ({problem}): convert the model again") from None
+    stretches = (RowStretch(path, tensor.offset, rows),)
+    return first, StoredTable(tensor.name, dim, dtype, stride, salt, stretches, ())
+
+
+def _joined(folder: Path, parts: Sequence[tuple[int, StoredTable]]) -> StoredTable:
+    """The table of these parts, each with the number of its first row, in order."""
+    whole, expected = parts[0][1], 0
+    stretches: list[RowStretch] = []
+    for first, part in parts:
+        if first != expected or replace(part, stretches=()) != replace(whole, stretches=()):
+            raise store_error(folder, f"rows of {part.name} from {expected} on are missing, or of another conversion")
+        expected += part.rows
+        stretches += part.stretches
+    return replace(whole, stretches=tuple(stretches))
