@@ -238,7 +238,7 @@ def test_prompts_count_apart_add_up() -> None:
         ([*NODES, "--early-experts", "1,2"], "for one process"),
         ([*NODES, "--prefetch", "standin"], "lookahead or off"),
         ([*NODES, "--prefetch", "lookahead"], "no lookahead scores"),
-        ([*NODES, "--other-bytes", "1MB", "--other-seconds", "1"], "two ways"),
+        ([*NODES, "--other-bytes", "1MB", "--other-seconds", "1"], "leave one out"),
         ([*NODES, "--other-seconds", "-1"], "0 or more"),
     ],
 )
