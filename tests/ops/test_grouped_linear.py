@@ -131,10 +131,11 @@ def test_no_rows(open_pool: OpenPool) -> None:
 def test_a_tiny_workspace_and_pool_give_equal_results(open_pool: OpenPool, weights: str) -> None:
     spec = Spec(weights=weights)
     offsets = _offsets(*ROWS[1])
-    x = torch.randn(46, 72)
-    expected = ops.grouped_linear(x, offsets, open_pool(spec, in_memory=True).handle(), 0, 80)
+    x = torch.randn(46, spec.hidden)
+    features = spec.gate_up_features
+    expected = ops.grouped_linear(x, offsets, open_pool(spec, in_memory=True).handle(), 0, features)
     for workspace in (1, 3000):
-        out = ops.grouped_linear(x, offsets, open_pool(spec, slots=1, workspace=workspace).handle(), 0, 80)
+        out = ops.grouped_linear(x, offsets, open_pool(spec, slots=1, workspace=workspace).handle(), 0, features)
         if weights in ("bf16", "fp8"):  # whose sums are floats
             assert relative_error(out, expected) < 1e-5
         else:

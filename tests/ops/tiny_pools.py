@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 import torch.nn.functional as F
 from codes import pack_random_codes
+from gguf import GGMLQuantizationType
+from gguf_files import SCALES
 from torch import Tensor
 
 from torch_mesh import _C, _testing
@@ -71,7 +75,8 @@ def as_bytes(group_size: int) -> Operands:
 
 def cpu_operands(spec: Spec) -> Operands:
     """What the CPU's products with such weights make of activations."""
-    group_size = {"mxfp4": 32, "nvfp4": 16}.get(spec.weights, spec.group_size)
+    group_sizes = FORMATS[spec.weights].group_sizes
+    group_size = group_sizes[0] if len(group_sizes) == 1 else spec.group_size
     return as_bf16 if spec.weights in ("bf16", "fp8") else as_bytes(group_size)
 
 
@@ -79,6 +84,11 @@ WEIGHTS = sorted(FORMATS)
 
 # Values of torch.ops.torch_mesh.residency.
 EMPTY, LOADING, READY = 0, 1, 2
+
+
+def gguf_type(weights: str) -> GGMLQuantizationType | None:
+    """Of a format that holds blocks of a GGUF file; None for others."""
+    return GGMLQuantizationType.__members__.get(weights.upper()) if weights not in ("bf16", "mxfp4", "nvfp4") else None
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,13 @@ class Spec:
     bias: bool = False
     activation: str | None = "silu"
     activations: tuple[str, ...] = ()  # of each layer, where they differ
+
+    def __post_init__(self) -> None:
+        """GGUF's types have whole blocks alone."""
+        if kind := gguf_type(self.weights):
+            block, _ = gguf.GGML_QUANT_SIZES[kind]
+            for name in ("hidden", "intermediate"):
+                object.__setattr__(self, name, -(-getattr(self, name) // block) * block)
 
     @property
     def gate_up_features(self) -> int:
@@ -301,6 +318,8 @@ def _random_record(spec: Spec, generator: torch.Generator) -> Tensor:
 
     gate_bias = bias(spec.intermediate) if spec.gated else None
     biases = (gate_bias, bias(spec.intermediate), bias(spec.hidden))
+    if kind := gguf_type(spec.weights):
+        return _random_blocks(spec, kind, generator)
     if spec.weights in PASSTHROUGH_FORMATS:
         named = zip(("gate_bias", "up_bias", "down_bias"), biases, strict=True)
         return pack_random_codes(
@@ -317,3 +336,26 @@ def _random_record(spec: Spec, generator: torch.Generator) -> Tensor:
     up = matrix(spec.intermediate, spec.hidden)
     down = matrix(spec.hidden, spec.intermediate)
     return ops.pack(gate, up, down, *biases, spec.weights, spec.group_size)
+
+
+def _random_blocks(spec: Spec, kind: GGMLQuantizationType, generator: torch.Generator) -> Tensor:
+    """A record of random codes, with weights of the same size as in others."""
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    pieces, views = [], {}
+    for name, rows, columns in (
+        ("gate", spec.intermediate, spec.hidden),
+        ("up", spec.intermediate, spec.hidden),
+        ("down", spec.hidden, spec.intermediate),
+    ):
+        blocks = torch.randint(256, (rows * columns // values, size), dtype=torch.uint8, generator=generator).numpy()
+        for at in SCALES.get(kind.name, (0,)):
+            blocks[:, at : at + 2] = np.array([1], np.float16).view(np.uint8)
+        scale = np.float16(1.5 * columns**-0.5 / gguf.dequantize(blocks.reshape(rows, -1), kind).std())
+        for at in SCALES.get(kind.name, (0,)):
+            blocks[:, at : at + 2] = np.array([scale]).view(np.uint8)
+        if name == "gate" and not spec.gated:
+            continue
+        views[name] = {"piece": len(pieces), "offset": 0, "order": "blocks", "row_bytes": columns // values * size}
+        pieces.append(blocks.reshape(-1))
+    layout = (spec.weights, spec.group_size, spec.hidden, spec.intermediate, spec.gated, False)
+    return torch.frombuffer(_C.pack_raw(pieces, "bf16", views, *layout), dtype=torch.uint8)

@@ -159,7 +159,7 @@ def test_missing_expert_is_a_store_error(tmp_path: Path) -> None:
 def test_missing_layer_is_a_store_error(tmp_path: Path) -> None:
     save_tiny(tmp_path, "gpt_oss")
     rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj"))
-    with pytest.raises(StoreError, match=r"holds model\.layers\.1\.mlp\.experts\.down_proj"):
+    with pytest.raises(StoreError, match=r"has model\.layers\.1\.mlp\.experts\.down_proj"):
         find(tmp_path)
 
 
@@ -309,6 +309,6 @@ def test_experts_as_linear_layers_are_refused_by_name(tmp_path: Path) -> None:
             tensors[f"{name}s.{expert}.weight"] = matrix.t().contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        UnsupportedModelError, match=r"down_projs\.0\.weight is an expert as a linear layer .* Take openai/gpt-oss-20b"
+        UnsupportedModelError, match=r"down_projs\.0\.weight is an expert as a linear layer .* Use openai/gpt-oss-20b"
     ):
         find(tmp_path)

@@ -381,5 +381,5 @@ def test_memory_is_bounded_by_a_few_experts(tmp_path: Path, family: str) -> None
 @pytest.mark.parametrize("made", [torch.zeros(3, 4), torch.zeros(4, 3, dtype=torch.bfloat16)])
 def test_a_tensor_that_is_not_as_announced_is_not_written(made: torch.Tensor) -> None:
     promised = written("norm.weight", torch.float32, (4, 3), lambda: made)
-    with pytest.raises(MeshError, match=r"norm.weight is .*promises \(4, 3\), torch.float32"):
+    with pytest.raises(MeshError, match=r"norm.weight is .* header has \(4, 3\), torch.float32"):
         promised.read()

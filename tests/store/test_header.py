@@ -129,7 +129,7 @@ def test_json_of_too_many_elements_is_refused_before_parsing(tmp_path: Path, mon
 def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header, "MAX_TENSORS", 3)
     table = {str(number): tensor(shape=[0], offsets=[0, 0]) for number in range(4)}
-    with pytest.raises(StoreError, match="more than the 3 tensors"):
+    with pytest.raises(StoreError, match="more than the allowed 3 tensors"):
         read_header(write(tmp_path / "x.safetensors", table))
     with pytest.raises(StoreError, match="at most 3 strings"):
         read_header(write(tmp_path / "x.safetensors", {"__metadata__": {str(number): "" for number in range(4)}}))
