@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,7 @@ def _vocabulary(tokenizer: Any, ends: tuple[int, ...]) -> Any:
 
     make = _VOCABULARIES.get(tokenizer)
     if make is None:
-        reference = weakref.ref(tokenizer)
+        reference: Callable[[], Any] = weakref.ref(tokenizer)
         make = _VOCABULARIES[tokenizer] = functools.lru_cache(
             lambda ends: llguidance.hf.from_tokenizer(reference(), eos_token=list(ends))
         )
