@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import inspect
+import os
 import shutil
 import subprocess
 import sys
@@ -141,7 +142,10 @@ except ImportError as error:
     print(error)
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200, cwd=tmp_path)
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # its module goes with that finder
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=1200, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     said = f"{tmp_path / 'torch_mesh'} is torch_mesh's source folder, and has no extension"

@@ -191,7 +191,8 @@ def test_errors_that_are_explained_are_errors_that_exist() -> None:
     page = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
     assert len(quoted) > 10
-    files = [*(REPOSITORY / "torch_mesh").rglob("*.py"), *(REPOSITORY / "csrc").rglob("*.cpp"), REPOSITORY / "setup.py"]
+    engine = [path for path in (REPOSITORY / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    files = [*(REPOSITORY / "torch_mesh").rglob("*.py"), *engine, REPOSITORY / "setup.py"]
     # Literals of several lines become one, as the compiler makes them.
     sources = [re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files]
     for message in quoted:

@@ -324,7 +324,7 @@ class DetachedParameters:
         self._parameters = detach_parameters(module, layer.parameter_names)
         stand_in = torch.empty(0)  # some families initialize them from the surrounding module
         set_initialized(stand_in)
-        if not module._buffers:  # which transformers would leave as they are
+        if not any(True for _ in module.buffers(recurse=False)):  # which transformers would leave as they are
             set_initialized(module)
         vars(module).update(dict.fromkeys(layer.parameter_names, stand_in))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,8 @@ class Progress:
     """
 
     def __init__(self, model: Any, counts: bool) -> None:
-        self._modules = list(patched_modules(model)) if counts else []
+        # Weakly: metrics, which FastAPI keeps for ever, have this object.
+        self._modules = weakref.WeakSet(patched_modules(model) if counts else ())
         self._handles: list[Any] = []
         self._done = 0
         self._said = 0.0
