@@ -691,7 +691,7 @@ def test_the_config_takes_every_form(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for given in (mask, np.array(mask), torch.tensor(mask)):
         config = MeshConfig(gpu={"experts": given})
         assert config.gpu.experts == ((True, False), (False, False))
-        assert repr(config) == "MeshConfig(gpu={'experts': <mask [2, 2]>})"
+        assert "gpu={'experts': <mask [2, 2]>}" in repr(config)
         assert config.replace(resident=0.5).gpu.experts == config.gpu.experts
     assert "gpu_experts" not in MeshConfig(gpu={"experts": 3}).to_dict(), "a placement belongs to a machine"
     monkeypatch.setenv("TORCH_MESH_GPU_EXPERTS", "12")
