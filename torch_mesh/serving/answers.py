@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch_mesh.serving.engine import Job, Token
 from torch_mesh.serving.text import Detokenizer, Stops
@@ -96,6 +97,25 @@ class Answer:
     def _limit(self) -> int:
         limit: int = self.job.config.max_new_tokens
         return limit
+
+
+class Growing(Protocol):
+    """An API's form of an answer, which grows by parts. What ``add`` and ``close`` give are events for a stream."""
+
+    def add(self, part: Part) -> list[str]: ...
+
+    def close(self) -> list[str]: ...
+
+    def body(self) -> dict[str, Any]: ...
+
+
+async def whole_body(answer: Answer, form: Growing) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    async with contextlib.aclosing(answer.parts()) as parts:
+        async for part in parts:
+            form.add(part)
+    form.close()
+    return form.body()
 
 
 def _until_call(pieces: Sequence[Piece]) -> list[Piece]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch_mesh.serving.answers import Answer, Part
+from torch_mesh.serving.answers import Answer, Part, whole_body
 from torch_mesh.serving.errors import MissingFieldError, RequestError, describe, for_anthropic
 from torch_mesh.serving.generation import BOOL, SHARE, TEMPERATURE, Kind, whole
 from torch_mesh.serving.openai_api import event, new_id
@@ -73,13 +73,7 @@ class Anthropic:
         message = _Message(self._service.served, answer)
         if given.get("stream"):
             return message.events()
-        async with contextlib.aclosing(answer.parts()) as parts:
-            async for part in parts:
-                for _ in message.add(part):
-                    pass
-        for _ in message.close():
-            pass
-        return message.body()
+        return await whole_body(answer, message)
 
     async def count_tokens(self, body: Mapping[str, Any]) -> Body:
         given = self._checked(body, ("messages",))

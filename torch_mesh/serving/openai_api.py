@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_mesh.serving.answers import Answer, Part
+from torch_mesh.serving.answers import Answer, Part, whole_body
 from torch_mesh.serving.errors import RequestError, describe
 from torch_mesh.serving.processors import TokenLogprobs
 from torch_mesh.serving.prompts import response_messages
@@ -333,13 +333,7 @@ class OpenAI:
         made = _Response(self, given, answer, includes)
         if given.get("stream"):
             return made.events()
-        async with contextlib.aclosing(answer.parts()) as parts:
-            async for part in parts:
-                for _ in made.add(part):
-                    pass
-        for _ in made.close():
-            pass
-        return made.body()
+        return await whole_body(answer, made)
 
 
 class _Response:
