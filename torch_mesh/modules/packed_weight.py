@@ -206,7 +206,22 @@ class _Place:
         return self  # deep copies of a model share its pool
 
 
-class PackedExpertsWeight(PackedWeight):
+class FrozenWeight(PackedWeight):
+    """A weight whose values are elsewhere and never change: copies share them."""
+
+    def accept(self, source: torch.Tensor) -> None:
+        """Accept a checkpoint of the model itself: its values have to equal those that are there."""
+        if not self._same_storage(source) and not self._equals(source):
+            raise self._refuse("Other values were to be put into")
+
+    def _equals(self, source: torch.Tensor) -> bool:
+        raise NotImplementedError
+
+    def _deep_copy(self, memo: dict[int, Any]) -> PackedWeight:
+        return self.alias()
+
+
+class PackedExpertsWeight(FrozenWeight):
     """A parameter of a ``MeshExperts``, with all experts of the layer. Arithmetic on it raises: it would read the whole
     layer."""
 
@@ -233,11 +248,6 @@ class PackedExpertsWeight(PackedWeight):
             self._unpack(expert, values)
         return values
 
-    def accept(self, source: torch.Tensor) -> None:
-        """Accept a checkpoint of the model itself: frozen experts have to equal the packed values."""
-        if not self._same_storage(source) and not self._equals(source):
-            raise self._refuse("Other values were to be put into")
-
     def _equals(self, source: torch.Tensor) -> bool:
         if source.shape != self.shape:
             return False
@@ -255,9 +265,6 @@ class PackedExpertsWeight(PackedWeight):
 
     def alias(self, dtype: torch.dtype | None = None) -> PackedExpertsWeight:
         return PackedExpertsWeight(self.handle, self.shape, dtype or self.dtype, self.place)
-
-    def _deep_copy(self, memo: dict[int, Any]) -> PackedWeight:
-        return self.alias()
 
     def _unpack(self, expert: int, values: torch.Tensor) -> None:
         """Write one expert into its part of ``values``; the layer's other parameters are discarded."""

@@ -13,7 +13,7 @@ from ..models.tables import TableLayer
 from ..pool.row_tables import RowTables
 from ..system.memory import shortage
 from .experts import PackedModule, change_class, drop_attributes
-from .packed_weight import PackedWeight, as_parameter
+from .packed_weight import FrozenWeight, as_parameter
 
 _ROWS_AT_ONCE = 1 << 16
 
@@ -46,7 +46,7 @@ class MeshEmbedding(PackedModule, nn.Embedding):
         return f"{super().extra_repr()}, {self._mesh_tables.describe(self._mesh_table)}"
 
 
-class PackedTableWeight(PackedWeight):
+class PackedTableWeight(FrozenWeight):
     """The weight of a ``MeshEmbedding``. Arithmetic on it raises: it would read the whole table."""
 
     handle: torch.Tensor
@@ -69,11 +69,6 @@ class PackedTableWeight(PackedWeight):
             part.copy_(self.tables.read(self.table, first, first + len(part)))
         return values
 
-    def accept(self, source: torch.Tensor) -> None:
-        """Lets a checkpoint of the model itself be loaded: the table is frozen, so it has to be what it is already."""
-        if not self._same_storage(source) and not self._equals(source):
-            raise self._refuse("Other values were to be put into")
-
     def _equals(self, source: torch.Tensor) -> bool:
         if source.shape != self.shape:
             return False
@@ -85,9 +80,6 @@ class PackedTableWeight(PackedWeight):
 
     def alias(self, dtype: torch.dtype | None = None) -> PackedTableWeight:
         return PackedTableWeight(self.handle, self.shape, dtype or self.dtype, self.tables, self.table)
-
-    def _deep_copy(self, memo: dict[int, Any]) -> PackedWeight:
-        return self.alias()
 
     def _for_arithmetic(self) -> torch.Tensor:
         raise MeshError(
