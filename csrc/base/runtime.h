@@ -8,7 +8,7 @@ namespace torch_mesh {
 
 // That compute one call. A team that the system has no threads for ends the process: OpenMP knows
 // no error.
-inline constexpr int32_t kMostThreads = 1024;
+inline constexpr int32_t kMaxThreads = 1024;
 
 // body(context, begin, end) is called on disjoint ranges that cover [0, count), from any thread.
 using ParallelBody = void (*)(void* context, int64_t begin, int64_t end);

@@ -23,7 +23,7 @@ constexpr uint32_t kTaken = 1u << 31;                           // by a caller
 constexpr uint32_t kSleeps = 1u << 30;                          // the caller, until all have left
 constexpr uint32_t kSeat = 1u << 15, kSeats = kSleeps - kSeat;  // that are free
 constexpr uint32_t kInside = kSeat - 1;                         // threads that run parts
-static_assert(kMostThreads <= static_cast<int32_t>(kInside));
+static_assert(kMaxThreads <= static_cast<int32_t>(kInside));
 
 // From one region to the next of a decode step, most of the time. Waking a thread takes tens of
 // microseconds in a virtual machine.
@@ -82,7 +82,7 @@ int64_t times_descheduled() {
 
 int32_t ThreadLimit::at(Time now) {
   const int32_t limit = limit_.load(std::memory_order_relaxed);
-  if (limit >= kMostThreads || since_epoch(now) < raise_at_) return limit;
+  if (limit >= kMaxThreads || since_epoch(now) < raise_at_) return limit;
   raise_at_ = since_epoch(now + kRaise);
   limit_ = limit + 1;
   return limit + 1;
@@ -154,7 +154,7 @@ Team::Region* Team::open(int64_t count, int32_t threads, ParallelBody body, void
 }
 
 void Team::parallel_for(int64_t count, int32_t threads, ParallelBody body, void* context) {
-  threads = static_cast<int32_t>(std::min<int64_t>({threads, count, kMostThreads}));
+  threads = static_cast<int32_t>(std::min<int64_t>({threads, count, kMaxThreads}));
   const Clock::time_point begun = Clock::now();
   threads = std::min(threads, limit_.at(begun));
   if (threads > 1 && !inside_region) {
@@ -236,7 +236,7 @@ void Team::make_threads(int32_t wanted) {
 Team::~Team() {
   stopping_ = true;
   offers_.fetch_add(1, std::memory_order_seq_cst);
-  wake_sleepers(offers_, kMostThreads);
+  wake_sleepers(offers_, kMaxThreads);
   for (std::thread& member : members_) member.join();
 }
 

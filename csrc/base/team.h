@@ -37,7 +37,7 @@ class ThreadLimit {
 
  private:
   const std::chrono::nanoseconds late_;
-  std::atomic<int32_t> limit_{kMostThreads};
+  std::atomic<int32_t> limit_{kMaxThreads};
   std::atomic<int64_t> raise_at_{0};  // ns of the clock
 };
 

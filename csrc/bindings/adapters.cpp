@@ -29,8 +29,8 @@ void check_pair(const OptionalTensor& a, const OptionalTensor& b, at::IntArrayRe
   check_factor(*b, b_sizes, experts, b_name);
   TORCH_CHECK_VALUE(a->size(1) == b->size(1), a_name, " has rank ", a->size(1), " and ", b_name,
                     " has rank ", b->size(1));
-  TORCH_CHECK_VALUE(a->size(1) >= 1 && a->size(1) <= kMostRank, a_name, " has rank ", a->size(1),
-                    "; allowed: 1 to ", kMostRank);
+  TORCH_CHECK_VALUE(a->size(1) >= 1 && a->size(1) <= kMaxRank, a_name, " has rank ", a->size(1),
+                    "; allowed: 1 to ", kMaxRank);
 }
 
 bool lies_as_engine_reads(const at::Tensor& factor) {
@@ -39,39 +39,39 @@ bool lies_as_engine_reads(const at::Tensor& factor) {
 
 }  // namespace
 
-void check_adapters(const AdapterTensors& tensors, Engine& engine) {
+void check_adapters(const AdapterArguments& adapters, Engine& engine) {
   const RecordLayout& layout = engine.layout();
   const int64_t experts = engine.pool().experts();
-  check_pair(tensors.gate_up_a, tensors.gate_up_b, {layout.hidden},
+  check_pair(adapters.gate_up_a, adapters.gate_up_b, {layout.hidden},
              {layout.halves(), layout.intermediate}, experts, "gate_up_a", "gate_up_b");
-  check_pair(tensors.down_a, tensors.down_b, {layout.intermediate}, {layout.hidden}, experts,
+  check_pair(adapters.down_a, adapters.down_b, {layout.intermediate}, {layout.hidden}, experts,
              "down_a", "down_b");
 }
 
-EngineAdapters::EngineAdapters(const AdapterTensors& tensors, const at::Tensor& ids,
+EngineAdapters::EngineAdapters(const AdapterArguments& adapters, const at::Tensor& ids,
                                Engine& engine) {
   bool all_lie = true;
   for (const OptionalTensor* factor :
-       {&tensors.gate_up_a, &tensors.gate_up_b, &tensors.down_a, &tensors.down_b}) {
+       {&adapters.gate_up_a, &adapters.gate_up_b, &adapters.down_a, &adapters.down_b}) {
     all_lie = all_lie && (!*factor || lies_as_engine_reads(**factor));
   }
   if (!all_lie) {
-    places_.assign(engine.pool().experts(), -1);
+    indices_.assign(engine.pool().experts(), -1);
     std::vector<int64_t> used;
     const at::Tensor flat = contiguous_as(ids, at::kLong);
     for (const int64_t id : const_values_of<int64_t>(flat)) {
       // What is no expert is for the engine to judge.
-      if (id < 0 || id >= static_cast<int64_t>(places_.size()) || places_[id] >= 0) continue;
-      places_[id] = static_cast<int32_t>(used.size());
+      if (id < 0 || id >= static_cast<int64_t>(indices_.size()) || indices_[id] >= 0) continue;
+      indices_[id] = static_cast<int32_t>(used.size());
       used.push_back(id);
     }
     used_ = at::tensor(used, at::kLong);
   }
-  if (tensors.gate_up_a) {
-    adapters_.gate_up = stack(*tensors.gate_up_a, *tensors.gate_up_b, tensors.gate_up_scaling);
+  if (adapters.gate_up_a) {
+    adapters_.gate_up = stack(*adapters.gate_up_a, *adapters.gate_up_b, adapters.gate_up_scaling);
   }
-  if (tensors.down_a) {
-    adapters_.down = stack(*tensors.down_a, *tensors.down_b, tensors.down_scaling);
+  if (adapters.down_a) {
+    adapters_.down = stack(*adapters.down_a, *adapters.down_b, adapters.down_scaling);
   }
 }
 
@@ -79,7 +79,7 @@ AdapterStack EngineAdapters::stack(const at::Tensor& a, const at::Tensor& b, dou
   AdapterStack stack;
   const auto laid_out = [&](const at::Tensor& factor) {
     if (!used_.defined()) return factor;
-    stack.places = places_.data();
+    stack.places = indices_.data();
     return at::index_select(factor, 0, used_).to(at::kFloat).contiguous();
   };
   const at::Tensor& a_kept = kept_.emplace_back(laid_out(a));

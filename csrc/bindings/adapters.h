@@ -11,25 +11,14 @@
 
 namespace torch_mesh {
 
-// The arguments of experts_adapted and its backward, of any strides. `a` and `b` of a projection
-// are both there or neither is.
-struct AdapterTensors {
-  OptionalTensor gate_up_a;  // [experts, rank, hidden]
-  OptionalTensor gate_up_b;  // [experts, rank, halves, intermediate]
-  double gate_up_scaling;
-  OptionalTensor down_a;  // [experts, rank, intermediate]
-  OptionalTensor down_b;  // [experts, rank, hidden]
-  double down_scaling;
-};
-
 // ValueError for other shapes or dtypes than those.
-void check_adapters(const AdapterTensors& tensors, Engine& engine);
+void check_adapters(const AdapterArguments& adapters, Engine& engine);
 
 // As the engine takes them: fp32 that is contiguous in its last dimension lies where it is, of
 // anything else the experts among `ids` are copied.
 class EngineAdapters {
  public:
-  EngineAdapters(const AdapterTensors& tensors, const at::Tensor& ids, Engine& engine);
+  EngineAdapters(const AdapterArguments& adapters, const at::Tensor& ids, Engine& engine);
   EngineAdapters(const EngineAdapters&) = delete;
   EngineAdapters& operator=(const EngineAdapters&) = delete;
 
@@ -38,8 +27,8 @@ class EngineAdapters {
  private:
   AdapterStack stack(const at::Tensor& a, const at::Tensor& b, double scaling);
 
-  at::Tensor used_;              // int64, the distinct experts among the ids
-  std::vector<int32_t> places_;  // [experts] in used_
+  at::Tensor used_;               // int64, the distinct experts among the ids
+  std::vector<int32_t> indices_;  // [experts] in used_
   std::vector<at::Tensor> kept_;
   Adapters adapters_;
 };

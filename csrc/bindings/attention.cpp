@@ -21,7 +21,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 void check_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
   const auto usable = [](int64_t dim) {
-    return dim >= kHeadDimStep && dim <= kMostHeadDim && dim % kHeadDimStep == 0;
+    return dim >= kHeadDimStep && dim <= kMaxHeadDim && dim % kHeadDimStep == 0;
   };
   TORCH_CHECK_VALUE(
       query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && key.size(0) == query.size(0) &&
@@ -31,7 +31,7 @@ void check_heads(const at::Tensor& query, const at::Tensor& key, const at::Tenso
       "query must be [batch, heads, tokens, key_dim], key [batch, key_value_heads, keys, key_dim] "
       "and value [batch, key_value_heads, keys, value_dim], with key_value_heads a divisor of "
       "heads and dimensions that are multiples of ",
-      kHeadDimStep, " up to ", kMostHeadDim, "; got ", query.sizes(), ", ", key.sizes(), " and ",
+      kHeadDimStep, " up to ", kMaxHeadDim, "; got ", query.sizes(), ", ", key.sizes(), " and ",
       value.sizes());
 }
 

@@ -51,27 +51,22 @@ using ExpertsOp = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Ten
                              const at::Tensor&, bool, const OptionalTensor&, const OptionalTensor&,
                              int64_t, const OptionalTensor&, c10::string_view);
 
-at::Tensor experts_below(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
-                         const at::Tensor& handle, bool sentinels,
-                         const OptionalTensor& next_router, const OptionalTensor& next_handle,
-                         int64_t next_top_k, const OptionalTensor& next_bias,
-                         c10::string_view next_scoring) {
+at::Tensor experts_below(const ExpertsArguments& arguments, const NextLayer& next) {
   static const auto op = find_op<ExpertsOp>("torch_mesh::experts");
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op.call(x, ids, weights, handle, sentinels, next_router, next_handle, next_top_k,
-                 next_bias, next_scoring);
+  const auto& [x, ids, weights, handle, sentinels] = arguments;
+  return op.call(x, ids, weights, handle, sentinels, next.router, next.handle, next.top_k,
+                 next.bias, next.scoring);
 }
 
+// Autograd sees the tensors that forward takes one by one, each of which has a gradient.
 struct Experts : torch::autograd::Function<Experts> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& ids,
-                            const at::Tensor& weights, const at::Tensor& handle, bool sentinels,
-                            const OptionalTensor& next_router, const OptionalTensor& next_handle,
-                            int64_t next_top_k, const OptionalTensor& next_bias,
-                            std::string next_scoring) {
-    context->save_for_backward({x, ids, weights, handle});
-    context->saved_data["sentinels"] = sentinels;
-    return experts_below(x, ids, weights, handle, sentinels, next_router, next_handle, next_top_k,
-                         next_bias, next_scoring);
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& weights, const ExpertsArguments& arguments,
+                            const NextLayer& next) {
+    context->save_for_backward({x, arguments.topk_ids, weights, arguments.handle});
+    context->saved_data["sentinels"] = arguments.sentinels;
+    return experts_below(arguments, next);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
@@ -81,7 +76,7 @@ struct Experts : torch::autograd::Function<Experts> {
     const variable_list saved = context->get_saved_variables();
     auto [x_grad, weights_grad] = op.call(grads[0], saved[0], saved[1], saved[2], saved[3],
                                           context->saved_data["sentinels"].toBool());
-    return {x_grad, {}, weights_grad, {}, {}, {}, {}, {}, {}, {}};
+    return {x_grad, weights_grad, {}, {}};
   }
 };
 
@@ -89,11 +84,10 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& ids, const at::Tensor&
                    const at::Tensor& handle, bool sentinels, const OptionalTensor& next_router,
                    const OptionalTensor& next_handle, int64_t next_top_k,
                    const OptionalTensor& next_bias, c10::string_view next_scoring) {
-  return wants_gradient(x, weights)
-             ? Experts::apply(x, ids, weights, handle, sentinels, next_router, next_handle,
-                              next_top_k, next_bias, std::string(next_scoring))
-             : experts_below(x, ids, weights, handle, sentinels, next_router, next_handle,
-                             next_top_k, next_bias, next_scoring);
+  const ExpertsArguments arguments{x, ids, weights, handle, sentinels};
+  const NextLayer next{next_router, next_handle, next_top_k, next_bias, next_scoring};
+  return wants_gradient(x, weights) ? Experts::apply(x, weights, arguments, next)
+                                    : experts_below(arguments, next);
 }
 
 using AdaptedOp = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -108,19 +102,14 @@ using AdaptedBackwardOp =
         const at::Tensor&, const OptionalTensor&, const OptionalTensor&, double,
         const OptionalTensor&, const OptionalTensor&, double, bool);
 
-at::Tensor experts_adapted_below(const at::Tensor& x, const at::Tensor& ids,
-                                 const at::Tensor& weights, const at::Tensor& handle,
-                                 const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b,
-                                 double gate_up_scaling, const OptionalTensor& down_a,
-                                 const OptionalTensor& down_b, double down_scaling, bool sentinels,
-                                 const OptionalTensor& next_router,
-                                 const OptionalTensor& next_handle, int64_t next_top_k,
-                                 const OptionalTensor& next_bias, c10::string_view next_scoring) {
+at::Tensor experts_adapted_below(const ExpertsArguments& arguments,
+                                 const AdapterArguments& adapters, const NextLayer& next) {
   static const auto op = find_op<AdaptedOp>("torch_mesh::experts_adapted");
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op.call(x, ids, weights, handle, gate_up_a, gate_up_b, gate_up_scaling, down_a, down_b,
-                 down_scaling, sentinels, next_router, next_handle, next_top_k, next_bias,
-                 next_scoring);
+  const auto& [x, ids, weights, handle, sentinels] = arguments;
+  return op.call(x, ids, weights, handle, adapters.gate_up_a, adapters.gate_up_b,
+                 adapters.gate_up_scaling, adapters.down_a, adapters.down_b, adapters.down_scaling,
+                 sentinels, next.router, next.handle, next.top_k, next.bias, next.scoring);
 }
 
 OptionalTensor if_defined(const at::Tensor& tensor) {
@@ -128,23 +117,18 @@ OptionalTensor if_defined(const at::Tensor& tensor) {
 }
 
 struct ExpertsAdapted : torch::autograd::Function<ExpertsAdapted> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& ids,
-                            const at::Tensor& weights, const at::Tensor& handle,
-                            const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b,
-                            double gate_up_scaling, const OptionalTensor& down_a,
-                            const OptionalTensor& down_b, double down_scaling, bool sentinels,
-                            const OptionalTensor& next_router, const OptionalTensor& next_handle,
-                            int64_t next_top_k, const OptionalTensor& next_bias,
-                            std::string next_scoring) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& weights, const OptionalTensor& gate_up_a,
+                            const OptionalTensor& gate_up_b, const OptionalTensor& down_a,
+                            const OptionalTensor& down_b, const ExpertsArguments& arguments,
+                            const AdapterArguments& adapters, const NextLayer& next) {
     const auto saved = [](const OptionalTensor& tensor) { return tensor.value_or(at::Tensor()); };
-    context->save_for_backward({x, ids, weights, handle, saved(gate_up_a), saved(gate_up_b),
-                                saved(down_a), saved(down_b)});
-    context->saved_data["gate_up_scaling"] = gate_up_scaling;
-    context->saved_data["down_scaling"] = down_scaling;
-    context->saved_data["sentinels"] = sentinels;
-    return experts_adapted_below(x, ids, weights, handle, gate_up_a, gate_up_b, gate_up_scaling,
-                                 down_a, down_b, down_scaling, sentinels, next_router, next_handle,
-                                 next_top_k, next_bias, next_scoring);
+    context->save_for_backward({x, arguments.topk_ids, weights, arguments.handle, saved(gate_up_a),
+                                saved(gate_up_b), saved(down_a), saved(down_b)});
+    context->saved_data["gate_up_scaling"] = adapters.gate_up_scaling;
+    context->saved_data["down_scaling"] = adapters.down_scaling;
+    context->saved_data["sentinels"] = arguments.sentinels;
+    return experts_adapted_below(arguments, adapters, next);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
@@ -160,18 +144,11 @@ struct ExpertsAdapted : torch::autograd::Function<ExpertsAdapted> {
       return saved[factor].defined() ? gradient.to(saved[factor].device()) : at::Tensor();
     };
     return {x,
-            {},
             weights,
-            {},
             of(gate_up_a_grad, 4),
             of(gate_up_b_grad, 5),
-            {},
             of(down_a_grad, 6),
             of(down_b_grad, 7),
-            {},
-            {},
-            {},
-            {},
             {},
             {},
             {}};
@@ -185,17 +162,17 @@ at::Tensor experts_adapted(const at::Tensor& x, const at::Tensor& ids, const at:
                            double down_scaling, bool sentinels, const OptionalTensor& next_router,
                            const OptionalTensor& next_handle, int64_t next_top_k,
                            const OptionalTensor& next_bias, c10::string_view next_scoring) {
+  const ExpertsArguments arguments{x, ids, weights, handle, sentinels};
+  const AdapterArguments adapters{gate_up_a, gate_up_b, gate_up_scaling,
+                                  down_a,    down_b,    down_scaling};
+  const NextLayer next{next_router, next_handle, next_top_k, next_bias, next_scoring};
   bool wanted = wants_gradient(x, weights);
   for (const OptionalTensor* factor : {&gate_up_a, &gate_up_b, &down_a, &down_b}) {
     wanted = wanted || (*factor && wants_gradient(**factor));
   }
-  return wanted
-             ? ExpertsAdapted::apply(x, ids, weights, handle, gate_up_a, gate_up_b, gate_up_scaling,
-                                     down_a, down_b, down_scaling, sentinels, next_router,
-                                     next_handle, next_top_k, next_bias, std::string(next_scoring))
-             : experts_adapted_below(x, ids, weights, handle, gate_up_a, gate_up_b, gate_up_scaling,
-                                     down_a, down_b, down_scaling, sentinels, next_router,
-                                     next_handle, next_top_k, next_bias, next_scoring);
+  return wanted ? ExpertsAdapted::apply(x, weights, gate_up_a, gate_up_b, down_a, down_b, arguments,
+                                        adapters, next)
+                : experts_adapted_below(arguments, adapters, next);
 }
 
 at::Tensor grouped_linear_below(const at::Tensor& x, const at::Tensor& offsets,

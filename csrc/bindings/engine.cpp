@@ -35,7 +35,7 @@ using ByteArray = py::array_t<uint8_t, py::array::c_style>;
 // -- options --------------------------------------------------------------------------------------
 
 // Of torch's, as many as an engine may have.
-int32_t torch_threads() { return std::min(at::get_num_threads(), kMostThreads); }
+int32_t torch_threads() { return std::min(at::get_num_threads(), kMaxThreads); }
 
 // Within what clocks can add to the present.
 double seconds_from(double seconds, const char* name, bool none_allowed) {

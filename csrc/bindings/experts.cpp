@@ -60,16 +60,13 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
   return out;
 }
 
-std::optional<Lookahead> lookahead_for(const at::Tensor& x, const OptionalTensor& next_router,
-                                       const OptionalTensor& next_handle, int64_t next_top_k,
-                                       const OptionalTensor& next_bias,
-                                       c10::string_view next_scoring) {
-  TORCH_CHECK_VALUE(next_router.has_value() == next_handle.has_value(),
+std::optional<Lookahead> lookahead_for(const at::Tensor& x, const NextLayer& next) {
+  TORCH_CHECK_VALUE(next.router.has_value() == next.handle.has_value(),
                     "next_router and next_handle belong together; got one of them");
   std::optional<Lookahead> lookahead;
-  if (next_router && !in_backward_pass()) {
-    lookahead.emplace(x, RouterTensors{*next_router, next_bias, parse_scoring(next_scoring)},
-                      *next_handle, next_top_k);
+  if (next.router && !in_backward_pass()) {
+    lookahead.emplace(x, RouterTensors{*next.router, next.bias, parse_scoring(next.scoring)},
+                      *next.handle, next.top_k);
   }
   return lookahead;
 }
@@ -85,7 +82,7 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
                    const OptionalTensor& next_handle, int64_t next_top_k,
                    const OptionalTensor& next_bias, c10::string_view next_scoring) {
   const auto lookahead =
-      lookahead_for(x, next_router, next_handle, next_top_k, next_bias, next_scoring);
+      lookahead_for(x, {next_router, next_handle, next_top_k, next_bias, next_scoring});
   return run_experts(resolve(handle), x, topk_ids, topk_weights, sentinels,
                      {.reads_queued = prefetch_of(lookahead)});
 }
@@ -100,11 +97,12 @@ at::Tensor experts_adapted(const at::Tensor& x, const at::Tensor& topk_ids,
                            c10::string_view next_scoring) {
   const LayerHandle layer = resolve(handle);
   check_experts_inputs(x, topk_ids, topk_weights, layer.engine());
-  const AdapterTensors tensors{gate_up_a, gate_up_b, gate_up_scaling, down_a, down_b, down_scaling};
-  check_adapters(tensors, layer.engine());
-  const EngineAdapters adapters(tensors, topk_ids, layer.engine());
+  const AdapterArguments arguments{gate_up_a, gate_up_b, gate_up_scaling,
+                                   down_a,    down_b,    down_scaling};
+  check_adapters(arguments, layer.engine());
+  const EngineAdapters adapters(arguments, topk_ids, layer.engine());
   const auto lookahead =
-      lookahead_for(x, next_router, next_handle, next_top_k, next_bias, next_scoring);
+      lookahead_for(x, {next_router, next_handle, next_top_k, next_bias, next_scoring});
   return run_experts(layer, x, topk_ids, topk_weights, sentinels,
                      {.reads_queued = prefetch_of(lookahead), .adapters = adapters.of_engine()});
 }
@@ -168,7 +166,7 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   const Split split = defers ? split_cold(layer, ids, weights, deferred)
                              : Split{.now = ids, .later = {}, .deferred = {}};
   const auto lookahead =
-      lookahead_for(x, next_router, next_handle, next_top_k, next_bias, next_scoring);
+      lookahead_for(x, {next_router, next_handle, next_top_k, next_bias, next_scoring});
   at::Tensor out = run_experts(
       layer, x, split.now, weights, /*sentinels=*/true,
       {.reads_queued = prefetch_of(lookahead), .deferral = {.experts = split.deferred}});
@@ -229,7 +227,8 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
   const at::Tensor weights = contiguous_as(topk_weights, at::kFloat);
   check_expert_ids(ids.const_data_ptr<int64_t>(), static_cast<int32_t>(ids.size(0)),
                    static_cast<int32_t>(ids.size(1)), layer.engine().pool().experts(), sentinels);
-  auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k, next_bias, next_scoring);
+  auto lookahead =
+      lookahead_for(x, {next_router, next_handle, next_top_k, next_bias, next_scoring});
   if (lookahead) lookahead->read_stand_ins(low);
   StandIns split{.exact = ids, .low = {}, .experts = {}, .doubles = {}};
   if (phase_of(x.size(0)) == Phase::kDecode) split = split_by_pool(layer, low, ids);

@@ -291,9 +291,9 @@ void add_rows(const at::Tensor& rows, const at::Tensor& tokens, float* sums, int
   });
 }
 
-Gradients backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& topk_ids,
-                   const at::Tensor& topk_weights, const at::Tensor& handle,
-                   const AdapterTensors& adapters, bool sentinels) {
+Gradients backward(const at::Tensor& grad, const ExpertsArguments& arguments,
+                   const AdapterArguments& adapters) {
+  const auto& [x, topk_ids, topk_weights, handle, sentinels] = arguments;
   // Under autocast the products would be in its dtype. Other threads never have it.
   const c10::impl::ExcludeDispatchKeyGuard exact(c10::autocast_dispatch_keyset);
   const LayerHandle layer = resolve(handle);
@@ -386,7 +386,9 @@ std::tuple<at::Tensor, at::Tensor> experts_backward(const at::Tensor& grad, cons
                                                     const at::Tensor& topk_ids,
                                                     const at::Tensor& topk_weights,
                                                     const at::Tensor& handle, bool sentinels) {
-  const Gradients gradients = backward(grad, x, topk_ids, topk_weights, handle, {}, sentinels);
+  const OptionalTensor none;
+  const Gradients gradients = backward(grad, {x, topk_ids, topk_weights, handle, sentinels},
+                                       {none, none, 1, none, none, 1});
   return {gradients.x, gradients.weights};
 }
 
@@ -396,10 +398,9 @@ experts_adapted_backward(const at::Tensor& grad, const at::Tensor& x, const at::
                          const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b,
                          double gate_up_scaling, const OptionalTensor& down_a,
                          const OptionalTensor& down_b, double down_scaling, bool sentinels) {
-  const AdapterTensors adapters{gate_up_a, gate_up_b, gate_up_scaling,
-                                down_a,    down_b,    down_scaling};
   const Gradients gradients =
-      backward(grad, x, topk_ids, topk_weights, handle, adapters, sentinels);
+      backward(grad, {x, topk_ids, topk_weights, handle, sentinels},
+               {gate_up_a, gate_up_b, gate_up_scaling, down_a, down_b, down_scaling});
   return {gradients.x,         gradients.weights, gradients.gate_up_a,
           gradients.gate_up_b, gradients.down_a,  gradients.down_b};
 }

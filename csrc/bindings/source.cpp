@@ -80,8 +80,8 @@ RawCodes codes_from(const py::dict& table, int32_t pieces) {
   view.scales.columns = scales["columns"].cast<int32_t>();
   view.scales.row_bytes = scales["row_bytes"].cast<int64_t>();
   view.scales.column_bytes = scales["column_bytes"].cast<int64_t>();
-  constexpr int32_t kMostRows = 1 << 20;
-  if (view.run < 2 || view.first_row < 0 || view.first_row > kMostRows || view.scales.rows < 1 ||
+  constexpr int32_t kMaxRows = 1 << 20;
+  if (view.run < 2 || view.first_row < 0 || view.first_row > kMaxRows || view.scales.rows < 1 ||
       view.scales.columns < 1) {
     invalid("codes in runs of " + std::to_string(view.run) + " from row " +
             std::to_string(view.first_row) + " with scales for " +

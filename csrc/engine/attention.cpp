@@ -53,7 +53,7 @@ class Plan {
     alignas(64) float mask[kAttentionRows * kAttentionKeys];
     int32_t count = std::min(kAttentionKeys, call_.keys - first_key);
     if (call_.mask.data != nullptr) {
-      count = unfold_masks(table, batch, first_row, masks(rows), first_key, count, mask);
+      count = expand_masks(table, batch, first_row, masks(rows), first_key, count, mask);
     }
     if (count == 0) {
       std::fill_n(largest_ + place, rows, kMinusInfinity);
@@ -61,7 +61,7 @@ class Plan {
       return;
     }
 
-    alignas(64) float queries[kAttentionRows * kMostHeadDim];
+    alignas(64) float queries[kAttentionRows * kMaxHeadDim];
     for (int32_t i = 0; i < rows; ++i) {
       const int32_t token = (first_row + i) / group_, member = (first_row + i) % group_;
       float* query = queries + i * call_.key_dim;
@@ -86,7 +86,7 @@ class Plan {
 
   // Adds the chunks of one group of heads, in order.
   void combine(int64_t group) const {
-    alignas(64) float sums[kMostHeadDim];
+    alignas(64) float sums[kMaxHeadDim];
     const int64_t batch = group / call_.key_value_heads;
     const int64_t first_head = group % call_.key_value_heads * group_;
     for (int32_t row = 0; row < rows_; ++row) {
@@ -127,7 +127,7 @@ class Plan {
 
   // mask[row][kAttentionKeys], what is added to the scores of each; returns how many keys are left
   // once those at the end that no row sees are dropped, as a cache of a fixed size has them.
-  int32_t unfold_masks(const KernelTable& table, int64_t batch, int32_t first_row, int32_t rows,
+  int32_t expand_masks(const KernelTable& table, int64_t batch, int32_t first_row, int32_t rows,
                        int32_t first_key, int32_t count, float* mask) const {
     const AttentionMask& from = call_.mask;
     int32_t seen = 0;

@@ -36,7 +36,7 @@ struct AttentionCall {
   int32_t heads = 0;
   int32_t key_value_heads = 0;  // a divisor of heads
   int32_t keys = 0;
-  int32_t key_dim = 0;  // multiples of kHeadDimStep, kMostHeadDim at most
+  int32_t key_dim = 0;  // multiples of kHeadDimStep, kMaxHeadDim at most
   int32_t value_dim = 0;
   HeadRows query, key, value;
   AttentionMask mask;

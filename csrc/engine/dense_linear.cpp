@@ -15,8 +15,8 @@ namespace {
 // Bounds the workspace: a longer prompt reads the weights once per chunk.
 constexpr int64_t kChunkRows = 4096;
 // Up to so many rows, weights as they stand cost less than packing them first.
-constexpr int32_t kMostPlainRows = 32;
-static_assert(kMostPlainRows >= kMostDecodeRows, "or a row's bits depend on what comes with it");
+constexpr int32_t kMaxPlainRows = 32;
+static_assert(kMaxPlainRows >= kMaxDecodeRows, "or a row's bits depend on what comes with it");
 
 using Bias = float[kBlockColumns];
 
@@ -185,7 +185,7 @@ void unpacked_linear(const PackedMatrix& matrix, const void* weights, int64_t st
                      WorkspacePool& workspaces) {
   WorkspacePool::Lease lease(workspaces);
   const PlainWeights plain{static_cast<const std::byte*>(weights), stride_bytes};
-  if (call.rows <= kMostPlainRows) {
+  if (call.rows <= kMaxPlainRows) {
     few_plain_rows(matrix, plain, call, runtime, threads, *lease);
     return;
   }

@@ -21,7 +21,7 @@ struct LinearRows {
 };
 
 // out = x · W^T + bias on at most `threads` threads; `packed` has matrix.bytes(). A row has
-// the same bits in calls of 1 to kMostDecodeRows. Throws Error(kMemory). Safe from several threads
+// the same bits in calls of 1 to kMaxDecodeRows. Throws Error(kMemory). Safe from several threads
 // at once.
 void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const LinearRows& call,
                   const Runtime& runtime, int32_t threads, WorkspacePool& workspaces);

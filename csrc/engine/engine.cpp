@@ -41,9 +41,9 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
 namespace {
 
 void check_limits(const EngineOptions& options) {
-  if (options.threads < 1 || options.threads > kMostThreads) {
+  if (options.threads < 1 || options.threads > kMaxThreads) {
     throw Error(ErrorKind::kInvalid, "threads is " + std::to_string(options.threads) +
-                                         "; allowed: 1 to " + std::to_string(kMostThreads));
+                                         "; allowed: 1 to " + std::to_string(kMaxThreads));
   }
   if (options.workspace < 1) {
     throw Error(ErrorKind::kInvalid,
@@ -228,7 +228,7 @@ void Engine::compute(const ExpertsCall& call, Phase phase, std::span<const Ready
     int32_t expert;
     bool down;
   };
-  std::array<Step, TaskQueue::kMostStages> steps;
+  std::array<Step, TaskQueue::kMaxStages> steps;
   const ExpertFfn& products = ffn(call.layer, phase);
   placement.add_lanes(queue, [&](int32_t begin, int32_t end) {
     const int32_t gate_up = queue.stages();

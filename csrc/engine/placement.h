@@ -16,13 +16,13 @@ namespace torch_mesh {
 // model runs in one go, few enough that a prefill gives slots back while it computes.
 constexpr int32_t kReadyBatch = 16;
 
-static_assert(3 * kReadyBatch + 2 <= TaskQueue::kMostStages);
+static_assert(3 * kReadyBatch + 2 <= TaskQueue::kMaxStages);
 
 // The experts of a batch, those of each NUMA node in a row.
 class Placement {
  public:
   Placement(const Topology& topology, std::span<const ReadyExpert> ready)
-      : topology_(topology), nodes_(std::min(topology.nodes(), TaskQueue::kMostNodes)) {
+      : topology_(topology), nodes_(std::min(topology.nodes(), TaskQueue::kMaxNodes)) {
     for (int32_t node = 0; node < nodes_; ++node) {
       for (size_t i = 0; i < ready.size(); ++i) {
         const int32_t own = ready[i].node < 0 ? static_cast<int32_t>(i) : ready[i].node;
@@ -52,7 +52,7 @@ class Placement {
   int32_t nodes_;
   int32_t count_ = 0;
   std::array<int32_t, kReadyBatch> order_;
-  std::array<int32_t, TaskQueue::kMostNodes> end_;
+  std::array<int32_t, TaskQueue::kMaxNodes> end_;
 };
 
 }  // namespace torch_mesh

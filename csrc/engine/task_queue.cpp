@@ -14,7 +14,7 @@ namespace {
 constexpr int32_t kSpins = 256;
 
 // Tasks that a thread takes at once: it may lose its core while it has them.
-constexpr int64_t kMostRun = 16;
+constexpr int64_t kMaxRun = 16;
 
 // Waking a thread takes some microseconds; this is the work of five (int4) to 30 (bf16).
 constexpr int64_t kThreadWork = int64_t{1} << 17;
@@ -48,7 +48,7 @@ void TaskQueue::next_lane() {
 }
 
 int32_t TaskQueue::add(int64_t tasks, Stages needs) {
-  if (stages_ == kMostStages) throw std::length_error("a task queue has too many stages");
+  if (stages_ == kMaxStages) throw std::length_error("a task queue has too many stages");
   const int64_t before = this->tasks();
   end_[stages_] = before + tasks;
   needs_[stages_] = needs;
@@ -68,7 +68,7 @@ bool TaskQueue::take_run(Lane& lane, Cursor& at) const {
     if (at.next >= lane.end) return false;
     while (at.next >= end_[at.stage]) ++at.stage;
     const int64_t left = std::min(lane.end, end_of_free(at.stage)) - at.next;
-    at.end = at.next + std::clamp<int64_t>(left / (2 * threads_), 1, kMostRun);
+    at.end = at.next + std::clamp<int64_t>(left / (2 * threads_), 1, kMaxRun);
   } while (!lane.next.compare_exchange_weak(at.next, at.end, std::memory_order_relaxed));
   return true;
 }

@@ -37,8 +37,8 @@ class TaskQueue {
  public:
   TaskQueue() { begin_lane(); }
 
-  static constexpr int32_t kMostStages = 56;
-  static constexpr int32_t kMostNodes = 16;
+  static constexpr int32_t kMaxStages = 56;
+  static constexpr int32_t kMaxNodes = 16;
 
   // Those numbered from `begin` to before `end`.
   struct Stages {
@@ -51,7 +51,7 @@ class TaskQueue {
   int64_t tasks() const { return stages_ == 0 ? 0 : end_[stages_ - 1]; }
 
   // What is added from here on stands in a lane of its own. Never, or once for each of at most
-  // kMostNodes nodes and once for what comes last.
+  // kMaxNodes nodes and once for what comes last.
   void next_lane();
 
   // body(stage, task within the stage) for every task; returns when all have ended. Once.
@@ -122,11 +122,11 @@ class TaskQueue {
 
   int32_t stages_ = 0;
   int32_t threads_ = 1;
-  std::array<int64_t, kMostStages> end_;  // of a stage's tasks in the list of all
-  std::array<Stages, kMostStages> needs_;
-  std::array<std::atomic<int32_t>, kMostStages> left_;  // tasks that have not ended
+  std::array<int64_t, kMaxStages> end_;  // of a stage's tasks in the list of all
+  std::array<Stages, kMaxStages> needs_;
+  std::array<std::atomic<int32_t>, kMaxStages> left_;  // tasks that have not ended
   int32_t lanes_ = 0;
-  std::array<Lane, kMostNodes + 2> lanes_at_;
+  std::array<Lane, kMaxNodes + 2> lanes_at_;
 };
 
 }  // namespace torch_mesh

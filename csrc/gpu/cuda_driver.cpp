@@ -21,8 +21,8 @@ constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;  // with the default stream, which torch computes on
 constexpr unsigned kHostAllocPortable = 1;
 constexpr unsigned kDisableTiming = 2;
-constexpr int kThreadLocal = 1;       // what other threads capture forbids this one nothing
-constexpr int kLeastVersion = 11000;  // which releases a primary context as done here
+constexpr int kThreadLocal = 1;     // what other threads capture forbids this one nothing
+constexpr int kMinVersion = 11000;  // which releases a primary context as done here
 
 using Handle = void*;
 
@@ -91,9 +91,9 @@ CudaTable load(const char* library) {
 #undef TORCH_MESH_LOAD
   check(table, table.init(0), "cuInit");
   check(table, table.driver_version(&table.version), "cuDriverGetVersion");
-  if (table.version < kLeastVersion) {
+  if (table.version < kMinVersion) {
     fail("the CUDA driver is of version " + std::to_string(table.version) +
-         "; needed: " + std::to_string(kLeastVersion) + " or later");
+         "; needed: " + std::to_string(kMinVersion) + " or later");
   }
   return table;
 }

@@ -367,9 +367,9 @@ class EngineReader final : public Reader {
       refuse("has " + std::to_string(request.pieces) + " pieces; 1 to " +
              std::to_string(kMaxPieces) + " are allowed");
     }
-    if (static_cast<uint32_t>(request.tag) >= kMostTags) {
+    if (static_cast<uint32_t>(request.tag) >= kMaxTags) {
       refuse("has tag " + std::to_string(request.tag) + "; its low 32 bits must be below " +
-             std::to_string(kMostTags));
+             std::to_string(kMaxTags));
     }
     for (int32_t piece = 0; piece < request.pieces; ++piece) check(request.piece[piece]);
   }

@@ -34,7 +34,7 @@ struct Piece {
 
 // The low 32 bits of a tag are below this, and differ among the requests that have not been
 // reported.
-inline constexpr uint32_t kMostTags = 1 << 28;
+inline constexpr uint32_t kMaxTags = 1 << 28;
 
 struct ReadRequest {
   uint64_t tag;

@@ -42,7 +42,7 @@ namespace {
 
 // The kernel takes no more in one iovec, and no more iovecs than this.
 constexpr size_t kLargestBuffer = size_t{1} << 30;
-constexpr size_t kMostBuffers = 1 << 14;
+constexpr size_t kMaxBuffers = 1 << 14;
 // The user data of the poll that wakes the ring; chunks are 0 and up.
 constexpr uint64_t kWakeUp = ~uint64_t{0};
 // How long to stay away from a ring that answers with an unexpected error.
@@ -246,7 +246,7 @@ class UringBackend final : public Backend {
     if (buffers_.empty()) return;
     size_t bytes = 0;
     for (const iovec& buffer : buffers_) bytes += buffer.iov_len;
-    const int error = buffers_.size() > kMostBuffers
+    const int error = buffers_.size() > kMaxBuffers
                           ? E2BIG
                           : -io_uring_register_buffers(&ring_, buffers_.data(),
                                                        static_cast<unsigned>(buffers_.size()));

@@ -9,45 +9,44 @@
 namespace torch_mesh {
 namespace {
 
-template <typename Levels, typename Scales>
-constexpr auto kNibbleCodes =
-    tile_integers<VnniLevelDot<Levels>, Scales, UnfoldedGroup<VnniNibbleDot<Levels>, Scales>>;
-template <typename Scales>
-constexpr auto kByteCodes = tile_integers<VnniInt8Dot, Scales, IntegerGroup<VnniInt8Dot, Scales>>;
-template <typename Code>
-constexpr auto kTrellisCodes =
-    tile_integers<VnniLevelDot<TrellisLevels>, Bf16Scales, TrellisGroup<Code>>;
+struct AmxTiles {
+  static constexpr auto begin = begin_tiles;
+  static constexpr auto end = end_tiles;
+  static constexpr Product bf16 = tile_bf16;
+  static constexpr Product fp8 = tile_fp8;
+  template <typename Scales>
+  static constexpr Product bytes =
+      tile_integers<VnniInt8Dot, Scales, IntegerGroup<VnniInt8Dot, Scales>>;
+  template <typename Codes, typename Scales>
+  static constexpr Product nibbles =
+      tile_integers<VnniLevelDot<Codes>, Scales, ExpandedGroup<VnniNibbleDot<Codes>, Scales>>;
+  template <typename Code>
+  static constexpr Product trellis =
+      tile_integers<VnniLevelDot<TrellisLevels>, Bf16Scales, TrellisGroup<Code>>;
+  template <Format kFormat>
+  static constexpr Product gguf =
+      tile_integers<GgufDot<VnniInt8Dot, VnniLevelDot, kFormat>, HalfScales, GgufGroup<kFormat>>;
+};
 
-template <Format kFormat>
-constexpr auto kGgufCodes =
-    tile_integers<GgufDot<VnniInt8Dot, VnniLevelDot, kFormat>, HalfScales, GgufGroup<kFormat>>;
-
-// With those of trellises and of GGUF's types.
-constexpr KernelTable with_tiles(KernelTable table) {
-  auto& products = table.tiles.products;
-  products[static_cast<size_t>(Format::kTcq2)] = kTrellisCodes<Tcq2>;
-  products[static_cast<size_t>(Format::kTcq3)] = kTrellisCodes<Tcq3>;
-  for_gguf(products, [](auto type) { return kGgufCodes<static_cast<Format>(type.value)>; });
-  return table;
-}
+struct Amx {
+  using Bf16 = Prefetching<NativeBf16Dot>;
+  using Int8 = Prefetching<VnniInt8Dot>;
+  using Fp8 = Prefetching<ExpandedFp8Dot>;
+  template <typename Codes>
+  using Nibbles = PrefetchingVnniNibbles<Codes>;
+  template <typename Codes>
+  using Levels = VnniLevelDot<Codes>;
+  using Tiles = AmxTiles;
+  static constexpr ManyRows kRows{.gemm_floats = 4,
+                                  .gemm_int8 = 12,
+                                  .gemm_nibbles = 6,
+                                  .gemm_trellis = 4,
+                                  .panels = 8,
+                                  .bf16_panels = false};
+};
 
 }  // namespace
 
-constinit const KernelTable kAmxTable =
-    with_tiles(make_table<Prefetching<NativeBf16Dot>, Prefetching<VnniInt8Dot>,
-                          PrefetchingVnniNibbles, VnniLevelDot, Prefetching<ExpandedFp8Dot>>(
-        "amx",
-        {.gemm_floats = 4,
-         .gemm_int8 = 12,
-         .gemm_nibbles = 6,
-         .gemm_trellis = 4,
-         .panels = 8,
-         .bf16_panels = false},
-        {begin_tiles,
-         end_tiles,
-         {tile_bf16, kByteCodes<Bf16Scales>, kNibbleCodes<EvenNibbles, Bf16Scales>,
-          kNibbleCodes<Lut4Nibbles, Bf16Scales>, kByteCodes<HalfScales>,
-          kNibbleCodes<EvenNibbles, HalfScales>, kNibbleCodes<Fp4Nibbles, E8m0Scales>,
-          kNibbleCodes<Fp4Nibbles, E4m3Scales>, tile_fp8}}));
+constinit const KernelTable kAmxTable = make_table<Amx>("amx");
 
 }  // namespace torch_mesh

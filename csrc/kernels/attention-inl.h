@@ -11,11 +11,11 @@ namespace {
 
 constexpr int32_t kPartials = 16;
 constexpr int32_t kPartialVectors = kPartials / kLanes;
-constexpr int32_t kKeysAtOnce = 16;  // unfolded to fp32 in L1, for all rows
+constexpr int32_t kKeysAtOnce = 16;  // expanded to fp32 in L1, for all rows
 constexpr float kMinusInfinity = -__builtin_inff();
 
 using Partials = Floats[kPartialVectors];
-using Unfolded = float[kKeysAtOnce * kMostHeadDim];
+using Expanded = float[kKeysAtOnce * kMaxHeadDim];
 
 inline float sum_of(const Partials& partials) {
   alignas(64) float lanes[kPartials];
@@ -28,7 +28,7 @@ inline float sum_of(const Partials& partials) {
 
 // The rows that come next are asked for meanwhile: one row is too short for the processor to
 // foresee the next.
-inline void unfold_rows(const ConstRows& rows, int32_t first, int32_t count, int32_t dim,
+inline void expand_rows(const ConstRows& rows, int32_t first, int32_t count, int32_t dim,
                         float* to) {
   constexpr int64_t kLine = 64;
   const int64_t stride = rows.row_stride * scalar_bytes(rows.type);
@@ -114,13 +114,13 @@ inline void score_by_lane(const AttentionPart& part, const float* transposed, co
 }
 
 inline void score_keys(const AttentionPart& part, float* scores) {
-  alignas(64) Unfolded keys;
-  alignas(64) float transposed[kAttentionRows * kMostHeadDim];
+  alignas(64) Expanded keys;
+  alignas(64) float transposed[kAttentionRows * kMaxHeadDim];
   if (part.by_lane) transpose_queries(part, transposed);
   for (int32_t first = 0; first < part.count; first += kKeysAtOnce) {
     const int32_t left = part.count - first;
     const int32_t count = left < kKeysAtOnce ? left : kKeysAtOnce;
-    unfold_rows(part.keys, first, count, part.key_dim, keys);
+    expand_rows(part.keys, first, count, part.key_dim, keys);
     if (part.by_lane) {
       __builtin_memset(keys + count * part.key_dim, 0,
                        sizeof(float) * static_cast<size_t>((kKeysAtOnce - count) * part.key_dim));
@@ -196,12 +196,12 @@ inline void add_weighted_rows(const float* weights, const float* values, int32_t
 
 inline void add_values(const AttentionPart& part, const float* weights) {
   constexpr int kRowsAtOnce = 2;
-  alignas(64) Unfolded values;
+  alignas(64) Expanded values;
   const int32_t dim = part.value_dim;
   for (int32_t first = 0; first < part.count; first += kKeysAtOnce) {
     const int32_t left = part.count - first;
     const int32_t count = left < kKeysAtOnce ? left : kKeysAtOnce;
-    unfold_rows(part.values, first, count, dim, values);
+    expand_rows(part.values, first, count, dim, values);
     const float* from = weights + first;
     int32_t row = 0;
     for (; row + kRowsAtOnce <= part.rows; row += kRowsAtOnce) {

@@ -5,10 +5,23 @@
 #include "kernels/table-inl.h"
 
 namespace torch_mesh {
-constinit const KernelTable kAvx512Table =
-    make_table<Prefetching<ExpandedBf16Dot>, Prefetching<PairInt8Dot>, PrefetchingPairNibbles,
-               PairLevelDot, Prefetching<ExpandedFp8Dot>>(
-        "avx512",
-        {.gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .gemm_trellis = 4, .panels = 8});
+namespace {
+
+struct Avx512 {
+  using Bf16 = Prefetching<ExpandedBf16Dot>;
+  using Int8 = Prefetching<PairInt8Dot>;
+  using Fp8 = Prefetching<ExpandedFp8Dot>;
+  template <typename Codes>
+  using Nibbles = PrefetchingPairNibbles<Codes>;
+  template <typename Codes>
+  using Levels = PairLevelDot<Codes>;
+  using Tiles = NoTiles;
+  static constexpr ManyRows kRows{
+      .gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .gemm_trellis = 4, .panels = 8};
+};
+
+}  // namespace
+
+constinit const KernelTable kAvx512Table = make_table<Avx512>("avx512");
 
 }  // namespace torch_mesh

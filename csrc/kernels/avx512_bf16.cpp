@@ -8,37 +8,48 @@
 namespace torch_mesh {
 namespace {
 
-constexpr ManyRows kManyRows{.gemm_floats = 8,
-                             .gemm_int8 = 8,
-                             .gemm_nibbles = 8,
-                             .gemm_trellis = 8,
-                             .panels = 8,
-                             .bf16_panels = false};
+struct Vnni {
+  template <typename Codes>
+  using Levels = VnniLevelDot<Codes>;
+};
 
 // On Zen 4 neither gemm nor panels are ever the faster way (docs/decisions/0027). From gemm_fp8
 // rows on fp8 is multiplied as bf16.
-constexpr ManyRows kManyRowsOfAmd{.gemm_floats = kNoRows,
+struct Amd : Vnni {
+  struct Tiles : NoTiles {
+    static constexpr Product fp8 = many_rows_of_fp8<NativeBf16Dot>;
+  };
+  using Bf16 = PrefetchingGroups<NativeBf16Dot>;
+  using Int8 = PrefetchingGroups<VnniInt8Dot>;
+  using Fp8 = Fp8Dot<E4m3AsFloats>;
+  template <typename Codes>
+  using Nibbles = GroupPrefetchingVnniNibbles<Codes>;
+  static constexpr ManyRows kRows{.gemm_floats = kNoRows,
                                   .gemm_int8 = kNoRows,
                                   .gemm_nibbles = kNoRows,
                                   .gemm_trellis = kNoRows,
                                   .panels = 0,
                                   .gemm_fp8 = 6};
+};
 
-constexpr KernelTable::Tiles kFp8AsBf16 = [] {
-  KernelTable::Tiles tiles;
-  tiles.products[static_cast<int>(Format::kFp8)] = many_rows_of_fp8<NativeBf16Dot>;
-  return tiles;
-}();
+struct Intel : Vnni {
+  using Tiles = NoTiles;
+  using Bf16 = Prefetching<NativeBf16Dot>;
+  using Int8 = Prefetching<VnniInt8Dot>;
+  using Fp8 = Prefetching<ExpandedFp8Dot>;
+  template <typename Codes>
+  using Nibbles = PrefetchingVnniNibbles<Codes>;
+  static constexpr ManyRows kRows{.gemm_floats = 8,
+                                  .gemm_int8 = 8,
+                                  .gemm_nibbles = 8,
+                                  .gemm_trellis = 8,
+                                  .panels = 8,
+                                  .bf16_panels = false};
+};
 
 }  // namespace
 
-constinit const KernelTable kAvx512Bf16Table =
-    make_table<PrefetchingGroups<NativeBf16Dot>, PrefetchingGroups<VnniInt8Dot>,
-               GroupPrefetchingVnniNibbles, VnniLevelDot, Fp8Dot<E4m3AsFloats>>(
-        "avx512_bf16", kManyRowsOfAmd, kFp8AsBf16);
-
-constinit const KernelTable kIntelBf16Table =
-    make_table<Prefetching<NativeBf16Dot>, Prefetching<VnniInt8Dot>, PrefetchingVnniNibbles,
-               VnniLevelDot, Prefetching<ExpandedFp8Dot>>("avx512_bf16", kManyRows);
+constinit const KernelTable kAvx512Bf16Table = make_table<Amd>("avx512_bf16");
+constinit const KernelTable kIntelBf16Table = make_table<Intel>("avx512_bf16");
 
 }  // namespace torch_mesh

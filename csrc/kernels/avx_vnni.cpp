@@ -6,10 +6,23 @@
 #include "kernels/vnni_dots-inl.h"
 
 namespace torch_mesh {
-constinit const KernelTable kAvxVnniTable =
-    make_table<Prefetching<ExpandedBf16Dot>, Prefetching<VnniInt8Dot>, PrefetchingVnniNibbles,
-               VnniLevelDot, Prefetching<ExpandedFp8Dot>>(
-        "avx_vnni",
-        {.gemm_floats = 4, .gemm_int8 = 8, .gemm_nibbles = 8, .gemm_trellis = 8, .panels = 8});
+namespace {
+
+struct AvxVnni {
+  using Bf16 = Prefetching<ExpandedBf16Dot>;
+  using Int8 = Prefetching<VnniInt8Dot>;
+  using Fp8 = Prefetching<ExpandedFp8Dot>;
+  template <typename Codes>
+  using Nibbles = PrefetchingVnniNibbles<Codes>;
+  template <typename Codes>
+  using Levels = VnniLevelDot<Codes>;
+  using Tiles = NoTiles;
+  static constexpr ManyRows kRows{
+      .gemm_floats = 4, .gemm_int8 = 8, .gemm_nibbles = 8, .gemm_trellis = 8, .panels = 8};
+};
+
+}  // namespace
+
+constinit const KernelTable kAvxVnniTable = make_table<AvxVnni>("avx_vnni");
 
 }  // namespace torch_mesh

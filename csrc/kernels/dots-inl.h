@@ -24,7 +24,7 @@ struct PrefetchingGroups : Dot {
   static constexpr bool kPrefetchesGroups = true;
 };
 
-// A Dot of nibbles that takes their two words of bytes as they have been unfolded.
+// A Dot of nibbles that takes their two words of bytes as they have been expanded.
 template <typename Dot>
 struct OfBytes : Dot {
   static constexpr int32_t kWordsAtOnce = 2;
@@ -49,7 +49,7 @@ struct OfSignedBytes {
   static constexpr bool kSigned = true;
   static constexpr int kChains = 2;
 
-  static Weights of(Words low, Words high) { return {Int8::unfold(low), Int8::unfold(high)}; }
+  static Weights of(Words low, Words high) { return {Int8::expand(low), Int8::expand(high)}; }
   static Weights weights(const std::byte* words) {
     return of(load_words(words), load_words(words + kBlockColumns * 4));
   }
@@ -88,7 +88,7 @@ struct Fp4Nibbles {
   static Words zeros(const std::byte*) { return broadcast_word(kFp4Zero); }
 };
 
-// Of a trellis, which trellis-inl.h has unfolded.
+// Of a trellis, which trellis-inl.h has expanded.
 struct TrellisLevels {
   static Words zeros(const std::byte*) { return broadcast_word(kTrellisZero); }
 };
@@ -125,7 +125,7 @@ struct E4m3Scales {
   static Floats load(const std::byte* from) { return load_half_of_e4m3(from); }
 };
 
-// bf16 is the upper half of fp32: two values unfold by a shift and a mask.
+// bf16 is the upper half of fp32: two values expand by a shift and a mask.
 struct ExpandedBf16Dot {
   using Sum = Floats;
   struct Weights {
@@ -134,21 +134,21 @@ struct ExpandedBf16Dot {
   using Row = Weights;
   static constexpr int kRowWords = 1;
 
-  static Weights unfold(Words words) {
+  static Weights expand(Words words) {
     return {as_floats(shift_left<16>(words)), as_floats(words & broadcast_word(0xffff0000))};
   }
-  static Weights weights(const std::byte* words) { return unfold(load_words(words)); }
-  static Row row(const std::byte* word) { return unfold(broadcast_word(word_at(word))); }
+  static Weights weights(const std::byte* words) { return expand(load_words(words)); }
+  static Row row(const std::byte* word) { return expand(broadcast_word(word_at(word))); }
   static Sum add(Sum sum, const Row& row, const Weights& weights) {
     return multiply_add(row.high, weights.high, multiply_add(row.low, weights.low, sum));
   }
 };
 
 // Its weights are in units of E4m3::kUnit and its sums in those of kUnit. E4m3 is one of the simd
-// header's ways of unfolding them.
+// header's ways of expanding them.
 template <typename E4m3>
 struct Fp8Dot : ExpandedBf16Dot {
-  using Unfolding = E4m3;
+  using Expanding = E4m3;
   static constexpr float kUnit = E4m3::kUnit / E4m3::kLift;
   static constexpr int32_t kColumnBytes = 2;
   static constexpr int kVectorsAtOnce = 2;

@@ -59,7 +59,7 @@ inline void store_part(Words part, Words zeros, Floats scale, float* to) {
 }
 
 template <typename Codes, typename Scales>
-inline void unfold_integers(const SquareOfBlock& from, float* square) {
+inline void dequantize_integers(const SquareOfBlock& from, float* square) {
   constexpr int32_t kPerWord = 4 * Codes::kParts;
   const int32_t size = from.group_size;
   const int32_t deep = size < kSquare ? size : kSquare;
@@ -86,13 +86,13 @@ inline void unfold_integers(const SquareOfBlock& from, float* square) {
 }
 
 template <typename Code>
-inline void unfold_trellis_square(const SquareOfBlock& from, float* square) {
+inline void dequantize_trellis(const SquareOfBlock& from, float* square) {
   alignas(64) std::byte levels[kSquare * kBlockColumns];
   const TrellisBlock<Code> block(from.block, from.group_size, from.depth_padded);
   const int32_t deep = from.group_size < kSquare ? from.group_size : kSquare;
   for (int32_t first = 0; first < kSquare; first += deep) {
     const int32_t k = from.depth + first;
-    unfold_trellis(block, k, deep, levels);
+    expand_trellis(block, k, deep, levels);
     const std::byte* scales = block.scales(k / from.group_size);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const Floats scale = Bf16Scales::load(scales + c * Bf16Scales::kBytes);
@@ -105,15 +105,15 @@ inline void unfold_trellis_square(const SquareOfBlock& from, float* square) {
   }
 }
 
-inline void unfold_bf16(const SquareOfBlock& from, float* square) {
-  unfold<ExpandedBf16Dot>(from.block + int64_t{from.depth} * kBlockColumns * 2, 1, kSquare, square);
+inline void dequantize_bf16(const SquareOfBlock& from, float* square) {
+  expand<ExpandedBf16Dot>(from.block + int64_t{from.depth} * kBlockColumns * 2, 1, kSquare, square);
 }
 
-inline void unfold_fp8(const SquareOfBlock& from, float* square) {
+inline void dequantize_fp8(const SquareOfBlock& from, float* square) {
   const std::byte* pairs =
       from.block + block_header_bytes(Format::kFp8, from.group_size, from.depth_padded);
   const uint32_t before = E4m3::count_subnormals();
-  unfold<ExpandedFp8Dot>(pairs + int64_t{from.depth} * kBlockColumns, E4m3::kUnit, kSquare, square);
+  expand<ExpandedFp8Dot>(pairs + int64_t{from.depth} * kBlockColumns, E4m3::kUnit, kSquare, square);
   E4m3::restore_subnormals(before);
   const int32_t deep = fp8_step_depth(from.group_size);
   for (int32_t first = 0; first < kSquare; first += deep) {

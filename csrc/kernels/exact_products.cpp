@@ -32,14 +32,14 @@ int32_t columns_of(int32_t first, int32_t all) { return std::min(kSquare, all - 
 void ExactProducts::outputs(int32_t task, const FloatRows& rows, float* out,
                             int64_t out_stride) const {
   const int32_t column = task / halves_ * kSquare;
-  const auto unfold = table_.unfold[static_cast<int>(matrix_.format)];
+  const auto dequantize = table_.of(matrix_.format).dequantize;
   const std::byte* block = blocks_ + task * matrix_.block_bytes;
   alignas(64) float square[kSquare * kSquare];
   out += int64_t{task % halves_} * matrix_.columns + column;
   for_row_parts(rows, out, out_stride, columns_of(column, matrix_.columns),
                 [&](int32_t first, int32_t count, float* sums) {
                   for (int32_t k = 0; k < matrix_.depth; k += kSquare) {
-                    unfold({block, matrix_.group_size, matrix_.depth_padded, k}, square);
+                    dequantize({block, matrix_.group_size, matrix_.depth_padded, k}, square);
                     const float* from = rows.data + first * rows.stride + k;
                     table_.multiply_square(
                         square, {from, rows.stride, columns_of(k, matrix_.depth), count}, sums);
@@ -51,7 +51,7 @@ void ExactProducts::inputs(int32_t task, const FloatRows& rows, float* out,
                            int64_t out_stride) const {
   const int32_t k = task * kSquare;
   if (k >= matrix_.depth) return;  // padding
-  const auto unfold = table_.unfold[static_cast<int>(matrix_.format)];
+  const auto dequantize = table_.of(matrix_.format).dequantize;
   alignas(64) float square[kSquare * kSquare];
   alignas(64) float transposed[kSquare * kSquare];
   for_row_parts(
@@ -59,8 +59,9 @@ void ExactProducts::inputs(int32_t task, const FloatRows& rows, float* out,
       [&](int32_t first, int32_t count, float* sums) {
         for (int32_t b = 0; b < matrix_.blocks; ++b) {
           const int32_t column = b / halves_ * kSquare;
-          unfold({blocks_ + b * matrix_.block_bytes, matrix_.group_size, matrix_.depth_padded, k},
-                 square);
+          dequantize(
+              {blocks_ + b * matrix_.block_bytes, matrix_.group_size, matrix_.depth_padded, k},
+              square);
           table_.transpose(square, kSquare, kSquare, transposed);
           const float* from =
               rows.data + first * rows.stride + int64_t{b % halves_} * matrix_.columns + column;

@@ -1,5 +1,5 @@
 // Products with packed weights in fp32, of rows that nothing rounds: what gradients are made of.
-// The weights are unfolded a square at a time, which stays in the cache, so that no matrix of
+// The weights are expanded a square at a time, which stays in the cache, so that no matrix of
 // floats is ever made of them.
 //
 // A task makes 64 columns of the result. Its bits depend on the weights and each row alone, never

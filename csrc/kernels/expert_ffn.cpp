@@ -196,7 +196,7 @@ void ExpertFfn::down(int32_t task, const ExpertRows& expert) const {
   const TaskProducts products(table_, runtime_, matrix, expert.rows);
   const LowRank& adapter = expert.down_adapter;
   alignas(64) Tile sums;
-  alignas(64) float adapted[kMostRank];
+  alignas(64) float adapted[kMaxRank];
 
   for (int32_t row = 0; row < expert.rows; row += kTileRows) {
     const OperandRows rows{expert.scratch + row * shape.row_bytes, nullptr,

@@ -1,5 +1,5 @@
 // Rows times one block by the runtime's gemm, which reads the packed words as they are, and many
-// rows of fp8 unfolded to words of bf16, for that gemm or for bf16's own products. Integer formats
+// rows of fp8 expanded to words of bf16, for that gemm or for bf16's own products. Integer formats
 // give the same bits as products-inl.h.
 #pragma once
 
@@ -72,16 +72,16 @@ inline void gemm_bf16(const BlockProducts& products, const Gemm& gemm) {
 }
 
 // Two vectors of words of bf16, which holds every number of E4M3.
-template <typename Unfolding>
+template <typename Expanding>
 inline void e4m3_to_bf16(const std::byte* pairs, Words (&words)[2]) {
-  if constexpr (requires { Unfolding::to_bf16(pairs); }) {
-    for (int v = 0; v < 2; ++v) words[v] = Unfolding::to_bf16(pairs + v * kLanes * 2);
+  if constexpr (requires { Expanding::to_bf16(pairs); }) {
+    for (int v = 0; v < 2; ++v) words[v] = Expanding::to_bf16(pairs + v * kLanes * 2);
   } else {
-    const Floats unit = broadcast(Unfolding::kUnit);
+    const Floats unit = broadcast(Expanding::kUnit);
     ExpandedBf16Dot::Weights both[2];
-    Fp8Dot<Unfolding>::weights(pairs, both);
-    Unfolding::put_in_order(both[0].low, both[1].low);
-    Unfolding::put_in_order(both[0].high, both[1].high);
+    Fp8Dot<Expanding>::weights(pairs, both);
+    Expanding::put_in_order(both[0].low, both[1].low);
+    Expanding::put_in_order(both[0].high, both[1].high);
     for (int v = 0; v < 2; ++v) {
       words[v] = shift_right<16>(as_words(both[v].low * unit)) | as_words(both[v].high * unit);
     }
@@ -91,7 +91,7 @@ inline void e4m3_to_bf16(const std::byte* pairs, Words (&words)[2]) {
 // To words of bf16. `step` scales them too, if there is one: by powers of two, which is exact, but
 // for what would be subnormal or infinite.
 template <bool kScaled>
-inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8Step* step,
+inline void expand_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8Step* step,
                                std::byte* to) {
   const uint32_t before = E4m3::count_subnormals();
   for (int32_t c = 0; c < kBlockColumns; c += 2 * kLanes) {
@@ -103,7 +103,7 @@ inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8S
       e4m3_to_bf16<E4m3>(pairs + i * 2, both);
       for (int v = 0; v < 2; ++v) {
         if constexpr (kScaled) {
-          const auto values = ExpandedBf16Dot::unfold(both[v]);
+          const auto values = ExpandedBf16Dot::expand(both[v]);
           const Words high = as_words(values.high * scales[v]);
           both[v] = shift_right<16>(as_words(values.low * scales[v])) |
                     (high & broadcast_word(0xffff0000));
@@ -116,42 +116,42 @@ inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8S
 }
 
 // A step of a block as words of bf16, scaled already where scales are powers of two.
-struct UnfoldedFp8 {
-  static constexpr int32_t kMostDepth = 128;
+struct ExpandedFp8 {
+  static constexpr int32_t kMaxDepth = 128;
 
   int32_t depth;
   bool is_scaled;
-  alignas(64) std::byte words[kMostDepth * kBlockColumns * 2];
+  alignas(64) std::byte words[kMaxDepth * kBlockColumns * 2];
 
-  UnfoldedFp8(const BlockProducts& products, int32_t k) {
+  ExpandedFp8(const BlockProducts& products, int32_t k) {
     const OperandShape& shape = products.shape;
     const int32_t left = shape.depth_padded - k;
-    depth = left < kMostDepth ? left : kMostDepth;
+    depth = left < kMaxDepth ? left : kMaxDepth;
     is_scaled = shape.group_size == 32;
     const std::byte* from = fp8_pairs(products) + int64_t{k} * kBlockColumns;
-    if (!is_scaled) unfold_fp8_to_bf16<false>(from, depth / 2, nullptr, words);
+    if (!is_scaled) expand_fp8_to_bf16<false>(from, depth / 2, nullptr, words);
     for (int32_t i = 0; is_scaled && i < depth; i += 32) {
       const Fp8Step own(products.block, shape.group_size, k + i, 1);
-      unfold_fp8_to_bf16<true>(from + i * kBlockColumns, 16, &own, words + i * kBlockColumns * 2);
+      expand_fp8_to_bf16<true>(from + i * kBlockColumns, 16, &own, words + i * kBlockColumns * 2);
     }
   }
 };
 
 template <typename Gemm>
 inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
-  constexpr int32_t kMostDepth = UnfoldedFp8::kMostDepth;
-  alignas(64) std::byte gathered[kTileRows * kMostDepth * 2];
+  constexpr int32_t kMaxDepth = ExpandedFp8::kMaxDepth;
+  alignas(64) std::byte gathered[kTileRows * kMaxDepth * 2];
   alignas(64) float part[kTileRows * kBlockColumns];
   const OperandShape& shape = products.shape;
   const int32_t rows = products.rows.count;
-  for (int32_t k = 0; k < shape.depth_padded; k += kMostDepth) {
-    const UnfoldedFp8 unfolded(products, k);
-    const int32_t depth = unfolded.depth;
+  for (int32_t k = 0; k < shape.depth_padded; k += kMaxDepth) {
+    const ExpandedFp8 expanded(products, k);
+    const int32_t depth = expanded.depth;
     gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
-    gemm.bf16(rows, depth, gathered, unfolded.words, part);
+    gemm.bf16(rows, depth, gathered, expanded.words, part);
     const Fp8Step step(products.block, shape.group_size, k, 1);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-      const Floats scale = unfolded.is_scaled ? broadcast(1) : step.scales_of(c);
+      const Floats scale = expanded.is_scaled ? broadcast(1) : step.scales_of(c);
       for (int32_t r = 0; r < rows; ++r) {
         float* sums = products.sums + r * kBlockColumns + c;
         store(sums, multiply_add(load(part + r * kBlockColumns + c), scale, load(sums)));
@@ -165,17 +165,17 @@ inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
 template <typename Dot>
 inline void fp8_as_bf16(const BlockProducts& products) {
   const OperandShape& shape = products.shape;
-  for (int32_t k = 0; k < shape.depth_padded; k += UnfoldedFp8::kMostDepth) {
-    const UnfoldedFp8 unfolded(products, k);
-    const int32_t words = unfolded.depth / 2;
-    const int64_t next = int64_t{k} + unfolded.depth;
+  for (int32_t k = 0; k < shape.depth_padded; k += ExpandedFp8::kMaxDepth) {
+    const ExpandedFp8 expanded(products, k);
+    const int32_t words = expanded.depth / 2;
+    const int64_t next = int64_t{k} + expanded.depth;
     const LinesAhead ahead{fp8_pairs(products) + next * kBlockColumns,
-                           int64_t{unfolded.depth} * kBlockColumns};
-    if (unfolded.is_scaled) {
-      float_step<Dot>(products, k, words, unfolded.words, Unscaled{}, ahead);
+                           int64_t{expanded.depth} * kBlockColumns};
+    if (expanded.is_scaled) {
+      float_step<Dot>(products, k, words, expanded.words, Unscaled{}, ahead);
     } else {
       const Fp8Step step(products.block, shape.group_size, k, 1);
-      float_step<Dot>(products, k, words, unfolded.words, step, ahead);
+      float_step<Dot>(products, k, words, expanded.words, step, ahead);
     }
   }
 }

@@ -140,7 +140,7 @@ struct GgufPlace {
   }
 
   // Words of four codes of the group, [group / 4][kBlockColumns].
-  void unfold(std::byte* to) const {
+  void expand(std::byte* to) const {
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const std::byte* from =
           words + c / kGgufColumns * (kType.bits * kGgufLine) + c % kGgufColumns * 4;
@@ -160,7 +160,7 @@ struct GgufPlace {
   }
 };
 
-// As IntegerGroup; its words, scales and mins are unfolded for all rows at once.
+// As IntegerGroup; its words, scales and mins are expanded for all rows at once.
 template <Format kFormat>
 struct GgufGroup {
   static constexpr GgufType kType = gguf_type(kFormat);
@@ -177,7 +177,7 @@ struct GgufGroup {
     for (int64_t line = 0; line < total_bytes(); line += kLineBytes) {
       __builtin_prefetch(scales + kGgufAhead + line);
     }
-    place.unfold(codes);
+    place.expand(codes);
     words = codes;
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       store(scale_ + c, place.scale(c));
@@ -311,12 +311,12 @@ inline void gguf_row(const BlockProducts& products) {
 
 // kSquare inputs: weights as GgufType has them.
 template <Format kFormat>
-inline void unfold_gguf(const SquareOfBlock& from, float* square) {
+inline void dequantize_gguf(const SquareOfBlock& from, float* square) {
   constexpr GgufType kType = gguf_type(kFormat);
   alignas(64) std::byte codes[kGgufPart * kBlockColumns];
   for (int32_t first = 0; first < kSquare; first += kType.group) {
     const GgufPlace<kFormat> place(from.block, (from.depth + first) / kType.group);
-    place.unfold(codes);
+    place.expand(codes);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const Floats scale = place.scale(c);
       for (int32_t j = 0; j < kType.group / 4; ++j) {

@@ -18,7 +18,7 @@ namespace torch_mesh {
 // weights, so that the block is streamed from memory once for all of them.
 inline constexpr int32_t kTileRows = 48;
 inline constexpr int32_t kMaxGroup = 128;
-inline constexpr int32_t kNoRows = INT32_MAX;  // as a number from which on something is done: never
+inline constexpr int32_t kNoRows = INT32_MAX;  // threshold for "never"
 
 // Activations in the operand form of the products, one row after the other:
 //   floats:   depth_padded values of bf16
@@ -66,7 +66,7 @@ struct SquareRows {
 inline constexpr int32_t kAttentionKeys = 256;
 inline constexpr int32_t kAttentionRows = 16;
 inline constexpr int32_t kHeadDimStep = 16;
-inline constexpr int32_t kMostHeadDim = 256;
+inline constexpr int32_t kMaxHeadDim = 256;
 
 // Query rows that share their keys, over a run of those.
 struct AttentionPart {
@@ -75,7 +75,7 @@ struct AttentionPart {
   ConstRows keys;        // [count][key_dim]
   ConstRows values;      // [count][value_dim]
   int32_t count;         // 1 to kAttentionKeys
-  int32_t key_dim;       // a multiple of kHeadDimStep, kMostHeadDim at most, as is value_dim
+  int32_t key_dim;       // a multiple of kHeadDimStep, kMaxHeadDim at most, as is value_dim
   int32_t value_dim;
   const float* mask;    // added to the scores, a row for each; nullptr: none
   int32_t mask_stride;  // kAttentionKeys; 0: the same for all rows
@@ -88,7 +88,7 @@ struct AttentionPart {
   float* out;  // [rows][value_dim]
 };
 
-// Rows times weights in bf16 that nobody has packed.
+// Rows times weights in bf16 that are not packed.
 struct PlainProducts {
   const std::byte* weights;  // [columns][depth]
   int64_t stride_bytes;      // from one output's to the next
@@ -116,11 +116,11 @@ struct QuantisedGroup {
 struct GroupQuantiser {
   // Chooses the scales, for all targets of the group as they stand before its first input's codes.
   // nullptr: the format has no quantiser of this kind.
-  void (*begin)(const float* targets, QuantisedGroup& group);
+  void (*begin)(const float* targets, QuantisedGroup& group) = nullptr;
   // Chooses the codes of input k of the group, for its targets, and says what they stand for.
-  void (*quantise)(const float* targets, int32_t k, QuantisedGroup& group, float* values);
+  void (*quantise)(const float* targets, int32_t k, QuantisedGroup& group, float* values) = nullptr;
   // Writes scales and words.
-  void (*finish)(const QuantisedGroup& group, std::byte* to);
+  void (*finish)(const QuantisedGroup& group, std::byte* to) = nullptr;
 };
 
 // What a squared distance of one level costs while codes of a trellis are chosen.
@@ -141,31 +141,62 @@ struct TrellisStream {
   // are chosen.
   uint16_t* ring;
   uint16_t* now;
-  std::byte* scratch;  // PackTrellis::scratch_bytes
+  std::byte* scratch;  // TrellisPacking::scratch_bytes
+};
+
+// Packs blocks of a trellis, whose codes depend on all of their stream. With scratch_bytes
+// (depth_padded) of scratch, aligned to 64.
+struct TrellisPacking {
+  int64_t (*scratch_bytes)(int32_t depth_padded) = nullptr;
+  // panel[depth_padded][kBlockColumns], of which `depth` rows count -> a block.
+  void (*pack)(const float* panel, int32_t depth, const PackedMatrix& matrix, std::byte* scratch,
+               std::byte* block) = nullptr;
+  // The same part by part, for targets that are changed by what has been chosen. A ring begins
+  // where its two ends meet best for the targets as they stand.
+  void (*begin)(const TrellisStream& stream) = nullptr;
+  // Looks for the best path through steps [first, first + count) and keeps the codes of the first
+  // `kept`. Steps have to be kept in order, the last ones with the stream's end in sight.
+  void (*choose)(const TrellisStream& stream, int32_t first, int32_t count, int32_t kept) = nullptr;
+  // codes[depth_padded][kBlockColumns] -> the block's words; its scales stay.
+  void (*store)(const uint8_t* codes, const PackedMatrix& matrix, std::byte* block) = nullptr;
+};
+
+// A format's kernels, which its FormatTrait names (table-inl.h).
+struct FormatKernels {
+  // From this many rows of one expert on `tiles` are used, or else the runtime's gemm, if there is
+  // one of them. benchmarks/row_thresholds.py measures these and panel_rows.
+  int32_t gemm_rows;
+  void (*products)(const BlockProducts& products);
+  // The table's own products of many rows, in the place of the runtime's gemm: AMX's tiles, or fp8
+  // as bf16. nullptr: it has none.
+  void (*tiles)(const BlockProducts& products);
+  // Products from panel_rows at once on, which give the same bits. nullptr: none.
+  void (*panels)(const BlockProducts& products) = nullptr;
+
+  // square[k][column], fp32.
+  void (*dequantize)(const SquareOfBlock& from, float* square);
+
+  // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
+  // even). nullptr: it is made of codes, or of a trellis.
+  void (*pack_group)(const float* panel, int32_t depth, std::byte* group) = nullptr;
+  TrellisPacking pack_trellis = {};
+  GroupQuantiser quantiser = {};
 };
 
 struct KernelTable {
   const char* name;
 
-  // From this many rows of one expert on, the tiles below are used, or else the runtime's gemm, if
-  // there is one of them. By Format.
-  // benchmarks/row_thresholds.py measures these and panel_rows.
-  int32_t gemm_rows[kFormats];
-  // The table's own products of many rows, in the place of the runtime's gemm: AMX's tiles, or fp8
-  // as bf16; nullptr: it has none. They run between begin() and end(), if these are not nullptr, on
-  // one thread.
+  FormatKernels formats[kFormats];  // by Format
+  const FormatKernels& of(Format format) const { return formats[static_cast<int>(format)]; }
+
+  // FormatKernels::tiles run between these, where they are not nullptr, on one thread.
   struct Tiles {
-    void (*begin)(const OperandShape& shape) = nullptr;
-    void (*end)() = nullptr;
-    void (*products[kFormats])(const BlockProducts& products) = {};  // by Format
+    void (*begin)(const OperandShape& shape);
+    void (*end)();
   };
   Tiles tiles;
-  // From this many rows at once on, formats of float products go by panels, which give the same
-  // bits; nullptr: none. By Format.
+  // From this many rows at once on, formats of float products go by panels.
   int32_t panel_rows;
-  void (*panels[kFormats])(const BlockProducts& products);
-
-  void (*products[kFormats])(const BlockProducts& products);  // by Format
 
   void (*plain)(const PlainProducts& products);
 
@@ -185,8 +216,6 @@ struct KernelTable {
 
   void (*attend)(const AttentionPart& part);
 
-  // square[k][column], fp32. By Format.
-  void (*unfold[kFormats])(const SquareOfBlock& from, float* square);
   // sums[row][kSquare] += row · square. A row's bits depend on itself and the square alone.
   void (*multiply_square)(const float* square, const SquareRows& rows, float* sums);
 
@@ -197,28 +226,6 @@ struct KernelTable {
   void (*low_rank_out)(const float* factors, int32_t rank, const float* b, int64_t stride,
                        int32_t columns, float* sums);
 
-  // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
-  // even). By Format; nullptr: it is made of codes, or of a trellis.
-  void (*pack_group[kFormats])(const float* panel, int32_t depth, std::byte* group);
-
-  // panel[depth_padded][kBlockColumns], of which `depth` rows count -> a block of a trellis, with
-  // scratch_bytes(depth_padded) of scratch, aligned to 64. By format, from Format::kTcq2 on.
-  struct PackTrellis {
-    int64_t (*scratch_bytes)(int32_t depth_padded);
-    void (*pack)(const float* panel, int32_t depth, const PackedMatrix& matrix, std::byte* scratch,
-                 std::byte* block);
-    // The same part by part, for targets that are changed by what has been chosen. A ring begins
-    // where its two ends meet best for the targets as they stand.
-    void (*begin)(const TrellisStream& stream);
-    // Looks for the best path through steps [first, first + count) and keeps the codes of the
-    // first `kept`. Steps have to be kept in turn, the last ones with the stream's end in sight.
-    void (*choose)(const TrellisStream& stream, int32_t first, int32_t count, int32_t kept);
-    // codes[depth_padded][kBlockColumns] -> the block's words; its scales stay.
-    void (*store)(const uint8_t* codes, const PackedMatrix& matrix, std::byte* block);
-  };
-  PackTrellis pack_trellis[kFormats - static_cast<int>(Format::kTcq2)];
-
-  GroupQuantiser quantisers[kFormats];  // by Format
   // targets[row] += sum of feedback[row * stride + i] * errors[i] over `count` errors; rows of
   // kBlockColumns.
   void (*feed_forward)(const float* errors, int32_t count, const float* feedback, int64_t stride,

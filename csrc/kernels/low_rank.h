@@ -7,7 +7,7 @@
 namespace torch_mesh {
 
 // A task keeps that many floats of each row on its stack.
-inline constexpr int32_t kMostRank = 1024;
+inline constexpr int32_t kMaxRank = 1024;
 
 struct LowRank {
   int32_t rank = 0;  // 0: there is none

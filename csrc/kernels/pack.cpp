@@ -25,7 +25,7 @@ void pack_groups(const KernelTable& table, const PackedMatrix& matrix, const Mat
   for (int32_t k = 0; k < matrix.depth_padded; k += depth) {
     const int32_t columns = at_most(matrix.depth - k, depth);
     load_panel(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth, panel);
-    table.pack_group[static_cast<int>(matrix.format)](panel, depth, block);
+    table.of(matrix.format).pack_group(panel, depth, block);
     block += step;
   }
 }
@@ -35,8 +35,7 @@ class TrellisPacker {
  public:
   TrellisPacker(const KernelTable& table, const PackedMatrix& matrix)
       : table_(table),
-        pack_(
-            table.pack_trellis[static_cast<int>(matrix.format) - static_cast<int>(Format::kTcq2)]),
+        pack_(table.of(matrix.format).pack_trellis),
         panel_(static_cast<size_t>(matrix.depth_padded) * kBlockColumns),
         scratch_(static_cast<size_t>(pack_.scratch_bytes(matrix.depth_padded)) + 64) {}
 
@@ -56,7 +55,7 @@ class TrellisPacker {
 
  private:
   const KernelTable& table_;
-  KernelTable::PackTrellis pack_;
+  const TrellisPacking& pack_;
   std::vector<float> panel_;
   std::vector<std::byte> scratch_;
 };

@@ -20,7 +20,7 @@ class Block {
   Block(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
         const InputMoments& moments, int32_t first_row)
       : table_(table),
-        quantiser_(table.quantisers[static_cast<int>(matrix.format)]),
+        quantiser_(table.of(matrix.format).quantiser),
         matrix_(matrix),
         view_(view),
         moments_(moments),
@@ -111,8 +111,8 @@ constexpr int32_t kTrellisStep = 16;
 constexpr int32_t kTrellisSight = 16;
 // What an input counts for in its stream, by the median, lies within these, lest distances lose
 // what costs can tell apart.
-constexpr float kLeastWeight = 0.125f;
-constexpr float kMostWeight = 4.0f;
+constexpr float kMinWeight = 0.125f;
+constexpr float kMaxWeight = 4.0f;
 
 // One block of a trellis, stream by stream: Viterbi's algorithm has a stream's targets as they
 // stand in sight, and a stream's errors change all of those behind it. Scales are those of plain
@@ -122,8 +122,7 @@ class TrellisBlockPacker {
   TrellisBlockPacker(const KernelTable& table, const PackedMatrix& matrix,
                      const InputMoments& moments)
       : table_(table),
-        trellis_(
-            table.pack_trellis[static_cast<int>(matrix.format) - static_cast<int>(Format::kTcq2)]),
+        trellis_(table.of(matrix.format).pack_trellis),
         matrix_(matrix),
         moments_(moments),
         steps_(matrix.depth_padded / kTrellisStreams),
@@ -246,13 +245,13 @@ class TrellisBlockPacker {
     std::nth_element(sorted.begin(), sorted.begin() + inputs / 2, sorted.end());
     const float median = sorted[static_cast<size_t>(inputs / 2)];
     for (int32_t j = 0; j < inputs; ++j) {
-      const float weight = std::clamp(importance[j] / median, kLeastWeight, kMostWeight);
+      const float weight = std::clamp(importance[j] / median, kMinWeight, kMaxWeight);
       units_[static_cast<size_t>(j)] = kTrellisDistance * weight;
     }
   }
 
   const KernelTable& table_;
-  const KernelTable::PackTrellis trellis_;
+  const TrellisPacking trellis_;
   const PackedMatrix& matrix_;
   const InputMoments& moments_;
   const int32_t steps_;          // of each stream
@@ -272,7 +271,7 @@ class TrellisBlockPacker {
 
 CalibrationOrder calibration_order(Format format) {
   if (is_trellis(format)) return {kTrellisStreams, kTrellisStep};
-  return {1, kernel_table().quantisers[static_cast<int>(format)].begin != nullptr ? 1 : 0};
+  return {1, kernel_table().of(format).quantiser.begin != nullptr ? 1 : 0};
 }
 
 void pack_calibrated_block(const KernelTable& table, const PackedMatrix& matrix,

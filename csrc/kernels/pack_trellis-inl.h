@@ -19,15 +19,15 @@ constexpr int32_t predecessor(Tcq3, int32_t state) { return state >> 7 << 1 | (s
 
 // Costs have 16 bits, of which the lowest name the predecessor i that a state has been reached
 // from: one minimum then chooses both. What is further away than
-// kMostDistance units is equally far, so that no path costs kMostCost more than another for long.
+// kMaxDistance units is equally far, so that no path costs kMaxCost more than another for long.
 template <typename Code>
 struct Costs {
   static constexpr int32_t kBits = Code::kCodes == 4 ? 2 : 3;
   static constexpr int32_t kSlot = Code::kCodes == 4 ? 2 : 4;  // bits of a predecessor that is kept
   static constexpr int32_t kSlots = 16 / kSlot;
   static constexpr int32_t kWords = Code::kStates / kSlots;  // of predecessors, in a step
-  static constexpr uint32_t kMostDistance = 2047;
-  static constexpr uint32_t kMostCost = (0xffffu >> kBits) - kMostDistance;
+  static constexpr uint32_t kMaxDistance = 2047;
+  static constexpr uint32_t kMaxCost = (0xffffu >> kBits) - kMaxDistance;
 };
 // Gaussian weights of this root mean square are what the levels were made for.
 constexpr float kRootMeanSquare = 11.0f;
@@ -117,7 +117,7 @@ struct Viterbi {
   void begin(const uint16_t* states) {
     now = 0;
     for (int32_t s = 0; s < Code::kStates; ++s) {
-      put(present(), s, first_cost(s, Cost::kMostCost));
+      put(present(), s, first_cost(s, Cost::kMaxCost));
     }
     for (int32_t lane = 0; lane < 2 * kLanes; ++lane) {
       const uint16_t none = static_cast<uint16_t>(predecessor(Code{}, states[lane]));
@@ -213,7 +213,7 @@ struct Viterbi {
   }
 
   void measure(const Floats (&positions)[2], const float (&units)[2]) {
-    const Floats most = broadcast(static_cast<float>(Cost::kMostDistance));
+    const Floats most = broadcast(static_cast<float>(Cost::kMaxDistance));
     for (int32_t level = 0; level < kLevels; ++level) {
       Words both[2];
       for (int i = 0; i < 2; ++i) {
@@ -239,7 +239,7 @@ struct Viterbi {
       }
       kept = shift_left<Cost::kSlot>(kept) | (least & number);
       const int32_t target = trellis.targets[family][code];
-      const Words most = both_halves(Cost::kMostCost << Cost::kBits | number_of(target));
+      const Words most = both_halves(Cost::kMaxCost << Cost::kBits | number_of(target));
       // As the cost's own lowest bits, the number is subtracted with those that it replaces.
       const Words cost = subtract_words(least, least & number);
       put(costs[1 - now], target, minimum_uint16(cost | both_halves(number_of(target)), most));
@@ -338,7 +338,7 @@ class TrellisColumns {
     }
     for (int32_t k = 0; k < padded_; k += group_) {
       alignas(64) std::byte levels[kMaxGroup * kBlockColumns];
-      unfold_columns(block, k, column, levels);
+      expand_columns(block, k, column, levels);
       const Columns columns(panel + k * kBlockColumns, group_);
       Floats xq = broadcast(0.0f), qq = broadcast(0.0f);
       for (int32_t i = 0; i < counted(k); ++i) {
@@ -400,7 +400,7 @@ class TrellisColumns {
     }
   }
   // [group / 4][kLanes]
-  void unfold_columns(const TrellisBlock<Code>& block, int32_t k, int32_t column,
+  void expand_columns(const TrellisBlock<Code>& block, int32_t k, int32_t column,
                       std::byte* levels) const {
     const int32_t first = k / Code::kUnitDepth;
     TrellisReader<Code> read(TrellisPlace<Code>(block, first), block.to_column(column));

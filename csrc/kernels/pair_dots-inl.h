@@ -24,8 +24,8 @@ struct PairInt8Dot {
   };
   static constexpr int kRowWords = 1;
 
-  static Weights unfold(Words bytes) { return {magnitudes_of_bytes(bytes), signs_of_bytes(bytes)}; }
-  static Weights weights(const std::byte* words) { return unfold(load_words(words)); }
+  static Weights expand(Words bytes) { return {magnitudes_of_bytes(bytes), signs_of_bytes(bytes)}; }
+  static Weights weights(const std::byte* words) { return expand(load_words(words)); }
   static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
   static Words add(Words sum, const Row& row, const Weights& weights) {
     return add_pairs(

@@ -1,5 +1,5 @@
 // Many rows of bf16 without AVX512-BF16, and of fp8 on all tables but AMD's: a step of a block is
-// unfolded to fp32 once, into a panel that stays in L1, and multiplied with all rows. Adds in the
+// expanded to fp32 once, into a panel that stays in L1, and multiplied with all rows. Adds in the
 // order of products-inl.h and so gives the same bits.
 #pragma once
 
@@ -20,17 +20,17 @@ struct Panel {
 
 // To weights[depth][kBlockColumns].
 template <typename Dot>
-inline void unfold(const std::byte* words, float weight_unit, int32_t depth, float* weights_of) {
+inline void expand(const std::byte* words, float weight_unit, int32_t depth, float* weights_of) {
   const Floats unit = broadcast(weight_unit);
-  constexpr int kAtOnce = vectors_unfolded<Dot>();
+  constexpr int kAtOnce = vectors_expanded<Dot>();
   for (int32_t k = 0; k < depth; k += 2) {
     float* to = weights_of + k * kBlockColumns;
     for (int32_t c = 0; c < kBlockColumns; c += kAtOnce * kLanes) {
       typename Dot::Weights weights[kAtOnce];
-      unfold_weights<Dot>(words + (k / 2 * kBlockColumns + c) * column_bytes<Dot>(), weights);
+      expand_weights<Dot>(words + (k / 2 * kBlockColumns + c) * column_bytes<Dot>(), weights);
       if constexpr (kAtOnce == 2) {
-        Dot::Unfolding::put_in_order(weights[0].low, weights[1].low);
-        Dot::Unfolding::put_in_order(weights[0].high, weights[1].high);
+        Dot::Expanding::put_in_order(weights[0].low, weights[1].low);
+        Dot::Expanding::put_in_order(weights[0].high, weights[1].high);
       }
       for (int v = 0; v < kAtOnce; ++v) {
         store(to + c + v * kLanes, weights[v].low * unit);
@@ -89,7 +89,7 @@ template <typename Dot, typename Step>
 inline void panel_step(const BlockProducts& products, int32_t depth, const std::byte* words,
                        float unit, const Step& step, Panel& panel) {
   panel.next = words + int64_t{panel.depth / 2} * kBlockColumns * column_bytes<Dot>();
-  unfold<Dot>(words, unit, panel.depth, panel.weights[0]);
+  expand<Dot>(words, unit, panel.depth, panel.weights[0]);
   for (int32_t r = 0; r < products.rows.count; ++r) {
     const std::byte* row = operand_row(products, r) + int64_t{depth} * 2;
     for (int32_t k = 0; k < panel.depth; k += kLanes) {

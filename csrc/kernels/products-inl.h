@@ -3,13 +3,13 @@
 // format:
 //
 //   Sum      its accumulator, one per column: Floats for bf16, Words for the integers
-//   Weights  one word of kLanes columns, unfolded into operands
+//   Weights  one word of kLanes columns, expanded into operands
 //   Row      the activations that meet this word, broadcast to all columns
 //   kRowWords  how many 32-bit words of activations that is
 //   kColumnBytes  of a column's word, where it has not 32 bits
 //   add(sum, row, weights)
-//   kVectorsAtOnce  vectors of columns that weights(words, Weights (&)[]) unfolds together, where
-//                   that is cheaper than one; Unfolding::put_in_order takes them apart
+//   kVectorsAtOnce  vectors of columns that weights(words, Weights (&)[]) expands together, where
+//                   that is cheaper than one; Expanding::put_in_order takes them apart
 //   zeros(scales)   which operand stands for a weight of zero, per column (integers)
 //   start(zeros, row_sum)   what a sum begins with: the opposite of what these will add
 //   kWordsAtOnce  that weights() takes of a column; the next one is behind all columns' first
@@ -57,7 +57,7 @@ constexpr int32_t words_at_once() {
 }
 
 template <typename Dot>
-constexpr int vectors_unfolded() {
+constexpr int vectors_expanded() {
   if constexpr (requires { Dot::kVectorsAtOnce; }) {
     return Dot::kVectorsAtOnce;
   } else {
@@ -66,9 +66,9 @@ constexpr int vectors_unfolded() {
 }
 
 template <typename Dot>
-inline void unfold_weights(const std::byte* words,
-                           typename Dot::Weights (&weights)[vectors_unfolded<Dot>()]) {
-  if constexpr (vectors_unfolded<Dot>() == 1) {
+inline void expand_weights(const std::byte* words,
+                           typename Dot::Weights (&weights)[vectors_expanded<Dot>()]) {
+  if constexpr (vectors_expanded<Dot>() == 1) {
     weights[0] = Dot::weights(words);
   } else {
     Dot::weights(words, weights);
@@ -126,7 +126,7 @@ struct NothingAhead {
 template <typename Dot, int kRows, int kVectors, typename Share>
 inline void add_words_of_block(const std::byte* words, int32_t count, const std::byte* const* rows,
                                Share& ahead, typename Dot::Sum (&sums)[kRows][kVectors]) {
-  constexpr int kAtOnce = vectors_unfolded<Dot>();
+  constexpr int kAtOnce = vectors_expanded<Dot>();
   static_assert(kVectors % kAtOnce == 0);
   for (int32_t j = 0; j < count; ++j) {
     typename Dot::Row row[kRows];
@@ -140,7 +140,7 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
       const std::byte* at = words + column * column_bytes<Dot>();
       if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<Dot>(at);
       typename Dot::Weights weights[kAtOnce];
-      unfold_weights<Dot>(at, weights);
+      expand_weights<Dot>(at, weights);
 #pragma GCC unroll 2
       for (int i = 0; i < kAtOnce; ++i) {
 #pragma GCC unroll 8
@@ -225,13 +225,13 @@ struct IntegerGroup {
   int64_t total_bytes() const { return int64_t{kBlockColumns} * (Scales::kBytes + count * 4); }
 };
 
-// The same with its words unfolded to bytes, once for all rows, as runtime's gemm takes them:
+// The same with its words expanded to bytes, once for all rows, as runtime's gemm takes them:
 // [2 * count][kBlockColumns]. A Dot of what they stand for multiplies these.
 template <typename Dot, typename Scales>
-struct UnfoldedGroup : IntegerGroup<Dot, Scales> {
+struct ExpandedGroup : IntegerGroup<Dot, Scales> {
   alignas(64) std::byte bytes[kMaxGroup * kBlockColumns];
 
-  UnfoldedGroup(const BlockProducts& products, int32_t group)
+  ExpandedGroup(const BlockProducts& products, int32_t group)
       : IntegerGroup<Dot, Scales>(products, group) {
     for (int32_t j = 0; j < this->count; ++j) {
       std::byte* to = bytes + j * kBlockColumns * 8;
@@ -245,8 +245,8 @@ struct UnfoldedGroup : IntegerGroup<Dot, Scales> {
     }
     this->words = bytes;
   }
-  UnfoldedGroup(const UnfoldedGroup&) = delete;
-  UnfoldedGroup& operator=(const UnfoldedGroup&) = delete;
+  ExpandedGroup(const ExpandedGroup&) = delete;
+  ExpandedGroup& operator=(const ExpandedGroup&) = delete;
 };
 
 inline void add_scaled(float* sums, Words exact, float row_scale, Floats scale) {
@@ -288,11 +288,11 @@ inline void integer_tile(const Group& group, const GroupRows& rows, int32_t firs
 }
 
 // Runs tile(rows at once, first row) over all rows, as many at once as the registers hold.
-template <int kMost, typename Tile>
+template <int kMax, typename Tile>
 inline void for_each_tile(int32_t rows, const Tile& tile, int32_t first = 0) {
-  for (; first + kMost <= rows; first += kMost) tile(Constant<kMost>{}, first);
-  if constexpr (kMost > 1) {
-    if (first < rows) for_each_tile<kMost - 1>(rows, tile, first);
+  for (; first + kMax <= rows; first += kMax) tile(Constant<kMax>{}, first);
+  if constexpr (kMax > 1) {
+    if (first < rows) for_each_tile<kMax - 1>(rows, tile, first);
   }
 }
 
@@ -373,10 +373,10 @@ inline void float_tile(const std::byte* words, int32_t count, const Step& step,
       }
     }
     add_words_of_block<Dot>(words + c * column_bytes<Dot>(), count, rows, ahead, tile);
-    if constexpr (vectors_unfolded<Dot>() == 2) {
+    if constexpr (vectors_expanded<Dot>() == 2) {
       for (int r = 0; r < kRows; ++r) {
         for (int v = 0; v < kVectors; v += 2) {
-          Dot::Unfolding::put_in_order(tile[r][v], tile[r][v + 1]);
+          Dot::Expanding::put_in_order(tile[r][v], tile[r][v + 1]);
         }
       }
     }
@@ -418,13 +418,13 @@ template <typename Dot>
 inline void fp8_products(const BlockProducts& products) {
   const std::byte* pairs = fp8_pairs(products);
   const int32_t deep = fp8_step_depth(products.shape.group_size);
-  const uint32_t before = Dot::Unfolding::count_subnormals();
+  const uint32_t before = Dot::Expanding::count_subnormals();
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += deep) {
     float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
                     Fp8Step(products.block, products.shape.group_size, depth, Dot::kUnit),
                     NothingAhead{});
   }
-  Dot::Unfolding::restore_subnormals(before);
+  Dot::Expanding::restore_subnormals(before);
 }
 
 }  // namespace

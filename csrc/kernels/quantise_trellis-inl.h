@@ -1,5 +1,5 @@
 // One stream of a block into codes of a trellis, for targets that change as others are chosen: see
-// PackTrellis. Lanes are columns.
+// TrellisPacking. Lanes are columns.
 #pragma once
 
 #include "kernels/pack_trellis-inl.h"
@@ -32,7 +32,7 @@ class TrellisRing {
     }
   }
 
-  // See PackTrellis::choose.
+  // See TrellisPacking::choose.
   void choose(int32_t first, int32_t count, int32_t kept) {
     viterbi_.begin(stream_.now + column_);
     advance(first, count);
@@ -117,7 +117,7 @@ inline void store_trellis_codes(const uint8_t* codes, const PackedMatrix& matrix
 }
 
 template <typename Code>
-constexpr KernelTable::PackTrellis trellis_packing() {
+constexpr TrellisPacking trellis_packing() {
   return {trellis_scratch<Code>, pack_trellis_block<Code>, begin_trellis_stream<Code>,
           choose_trellis_codes<Code>, store_trellis_codes<Code>};
 }

@@ -13,7 +13,7 @@ struct ScalarInt8Dot {
   using Row = Words;
   static constexpr int kRowWords = 1;
 
-  static Words unfold(Words bytes) { return bytes; }
+  static Words expand(Words bytes) { return bytes; }
   static Words weights(const std::byte* words) { return load_words(words); }
   static Words row(const std::byte* word) { return word_at(word); }
   static Words add(Words sum, Words row, Words weights) {
@@ -57,11 +57,21 @@ struct ScalarLevelDot : OfBytes<ScalarNibbleDot<Levels>> {
   static constexpr int kChains = 1;
 };
 
+struct Scalar {
+  using Bf16 = ExpandedBf16Dot;
+  using Int8 = ScalarInt8Dot;
+  using Fp8 = ExpandedFp8Dot;
+  template <typename Codes>
+  using Nibbles = ScalarNibbleDot<Codes>;
+  template <typename Codes>
+  using Levels = ScalarLevelDot<Codes>;
+  using Tiles = NoTiles;
+  static constexpr ManyRows kRows{
+      .gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .gemm_trellis = 4, .panels = 0};
+};
+
 }  // namespace
 
-constinit const KernelTable kScalarTable =
-    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarNibbleDot, ScalarLevelDot, ExpandedFp8Dot>(
-        "scalar",
-        {.gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .gemm_trellis = 4, .panels = 0});
+constinit const KernelTable kScalarTable = make_table<Scalar>("scalar");
 
 }  // namespace torch_mesh

@@ -29,10 +29,10 @@ constexpr int32_t kLanes = 16;
 constexpr bool kLooksUp32 = true;  // floats in one operation
 
 // Four vectors are a block's 64 columns. Of 32 registers four rows take 16 for sums and up to eight
-// for their unfolded activations; the rest holds weights. Eight rows would not fit.
+// for their expanded activations; the rest holds weights. Eight rows would not fit.
 constexpr TileShape kTile = {.rows = 4, .vectors = 4, .single_row_vectors = 4};
-// From this many rows on unfolding nibbles once for all of them is faster than for each tile.
-constexpr int32_t kUnfoldedRows = 24;
+// From this many rows on expanding nibbles once for all of them is faster than for each tile.
+constexpr int32_t kExpandedRows = 24;
 // Of a panel: 24 sums, 4 vectors of weights, one activation.
 constexpr TileShape kPanelTile = {.rows = 6, .vectors = 4, .single_row_vectors = 4};
 

@@ -17,7 +17,7 @@ constexpr int32_t kLanes = 1;
 constexpr bool kLooksUp32 = false;
 
 constexpr TileShape kTile = {.rows = 1, .vectors = 8, .single_row_vectors = 8};
-constexpr int32_t kUnfoldedRows = 4;
+constexpr int32_t kExpandedRows = 4;
 constexpr TileShape kPanelTile = kTile;
 
 template <typename To, typename From>

@@ -1,5 +1,6 @@
 // Puts a target's kernels together. A target's translation unit includes its simd header, defines
-// its Dots and register constants, includes this file and says make_table<...>(name, ...).
+// its Dots and register constants, includes this file and says make_table<Target>(name). A new
+// format is a FormatTrait.
 #pragma once
 
 #include <type_traits>
@@ -81,16 +82,16 @@ inline void block_products_int8(const BlockProducts& products) {
   own_integer_products<Dot, Scales>(products);
 }
 
-// Levels is a Dot of the bytes that Dot unfolds nibbles to.
+// Levels is a Dot of the bytes that Dot expands nibbles to.
 template <typename Dot, typename Levels, typename Scales>
 inline void block_products_nibbles(const BlockProducts& products) {
   clear_sums(products);
-  using Unfolded = UnfoldedGroup<Dot, Scales>;
+  using Expanded = ExpandedGroup<Dot, Scales>;
   if (products.gemm != nullptr)
-    return gemm_integer<Levels, Scales, Unfolded>(products, RuntimeGemm(products));
-  if (products.rows.count >= kUnfoldedRows) {
+    return gemm_integer<Levels, Scales, Expanded>(products, RuntimeGemm(products));
+  if (products.rows.count >= kExpandedRows) {
     using Ahead = std::conditional_t<prefetches_groups<Dot>(), LinesAhead, NothingAhead>;
-    return integer_products<Levels, Scales, Unfolded, Ahead>(products);
+    return integer_products<Levels, Scales, Expanded, Ahead>(products);
   }
   own_integer_products<Dot, Scales>(products);
 }
@@ -120,17 +121,6 @@ inline void block_products_gguf(const BlockProducts& products) {
   integer_products<Dot, HalfScales, Group>(products);
 }
 
-// Puts what make(Constant of the format) gives for each of GGUF's types into a table by Format.
-template <typename Functions, typename Make>
-constexpr void for_gguf(Functions& functions, const Make& make) {
-  [&]<size_t... kTypes>(std::index_sequence<kTypes...>) {
-    ((functions[static_cast<size_t>(kFirstGguf) + kTypes] =
-          make(Constant<static_cast<int>(kFirstGguf) + static_cast<int>(kTypes)>{})),
-     ...);
-  }
-  (std::make_index_sequence<kGgufTypes>{});
-}
-
 // From how many rows on; `panels` of 0: none.
 struct ManyRows {
   int32_t gemm_floats, gemm_int8, gemm_nibbles, gemm_trellis;
@@ -139,67 +129,175 @@ struct ManyRows {
   int32_t gemm_fp8 = gemm_floats;
 };
 
-// Nibbles and Levels are Dots of what they stand for.
-template <typename Bf16, typename Int8, template <typename> typename Nibbles,
-          template <typename> typename Levels, typename Fp8>
-constexpr KernelTable make_table(const char* name, const ManyRows& rows,
-                                 const KernelTable::Tiles& tiles = {}) {
-  using Int4 = Nibbles<EvenNibbles>;
-  using Fp4 = Nibbles<Fp4Nibbles>;
-  using Trellis = Levels<TrellisLevels>;
-  const int32_t nibbles = rows.gemm_nibbles;
-  KernelTable table{
-      name,
-      {rows.gemm_floats, rows.gemm_int8, nibbles, nibbles, rows.gemm_int8, nibbles, nibbles,
-       nibbles, rows.gemm_fp8},
-      tiles,
-      rows.panels,
-      {rows.panels > 0 && rows.bf16_panels ? block_panels<bf16_panels> : nullptr, nullptr, nullptr,
-       nullptr, nullptr, nullptr, nullptr, nullptr,
-       rows.panels > 0 ? block_panels<fp8_panels> : nullptr},
-      {block_products_bf16<Bf16>, block_products_int8<Int8, Bf16Scales>,
-       block_products_nibbles<Int4, Levels<EvenNibbles>, Bf16Scales>,
-       block_products_nibbles<Nibbles<Lut4Nibbles>, Levels<Lut4Nibbles>, Bf16Scales>,
-       block_products_int8<Int8, HalfScales>,
-       block_products_nibbles<Int4, Levels<EvenNibbles>, HalfScales>,
-       block_products_nibbles<Fp4, Levels<Fp4Nibbles>, E8m0Scales>,
-       block_products_nibbles<Fp4, Levels<Fp4Nibbles>, E4m3Scales>, block_products_fp8<Fp8>},
-      plain_products,
-      to_floats,
-      transpose,
-      store_operands,
-      activate,
-      finish,
-      attend,
-      {unfold_bf16, unfold_integers<SignedBytes, Bf16Scales>,
-       unfold_integers<BytesOfNibbles<EvenNibbles>, Bf16Scales>,
-       unfold_integers<BytesOfNibbles<Lut4Nibbles>, Bf16Scales>,
-       unfold_integers<SignedBytes, HalfScales>,
-       unfold_integers<BytesOfNibbles<EvenNibbles>, HalfScales>,
-       unfold_integers<BytesOfNibbles<Fp4Nibbles>, E8m0Scales>,
-       unfold_integers<BytesOfNibbles<Fp4Nibbles>, E4m3Scales>, unfold_fp8},
-      multiply_square,
-      low_rank_in,
-      low_rank_out,
-      {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group},
-      {trellis_packing<Tcq2>(), trellis_packing<Tcq3>()},
-      {GroupQuantiser{}, quantiser_of<Int8Codes>(), quantiser_of<Int4Codes>(),
-       quantiser_of<Lut4Codes>()},
-      feed_forward};
-  const auto of_trellis = [](auto& by_format, auto two, auto three) {
-    by_format[static_cast<size_t>(Format::kTcq2)] = two;
-    by_format[static_cast<size_t>(Format::kTcq3)] = three;
-  };
-  of_trellis(table.gemm_rows, rows.gemm_trellis, rows.gemm_trellis);
-  of_trellis(table.products, block_products_trellis<Trellis, Tcq2>,
-             block_products_trellis<Trellis, Tcq3>);
-  of_trellis(table.unfold, unfold_trellis_square<Tcq2>, unfold_trellis_square<Tcq3>);
-  for_gguf(table.gemm_rows, [&](auto) { return rows.gemm_trellis; });
-  for_gguf(table.products, [](auto type) {
-    constexpr auto kFormat = static_cast<Format>(type.value);
-    return block_products_gguf<GgufDot<Int8, Levels, kFormat>, kFormat>;
-  });
-  for_gguf(table.unfold, [](auto type) { return unfold_gguf<static_cast<Format>(type.value)>; });
+using Product = void (*)(const BlockProducts&);
+
+// Of a target without products of many rows of its own.
+struct NoTiles {
+  static constexpr void (*begin)(const OperandShape&) = nullptr;
+  static constexpr void (*end)() = nullptr;
+  static constexpr Product bf16 = nullptr;
+  static constexpr Product fp8 = nullptr;
+  template <typename Scales>
+  static constexpr Product bytes = nullptr;
+  template <typename Codes, typename Scales>
+  static constexpr Product nibbles = nullptr;
+  template <typename Code>
+  static constexpr Product trellis = nullptr;
+  template <Format kFormat>
+  static constexpr Product gguf = nullptr;
+};
+
+// kernels<Target>() are a format's. A format without a trait, or whose trait leaves out what every
+// format needs, does not compile. A Target has
+//   Bf16, Int8, Fp8   its Dots
+//   Nibbles<Codes>    its Dot of nibbles, by what these stand for
+//   Levels<Codes>     its Dot of the bytes that they are expanded to
+//   Tiles             as NoTiles
+//   kRows             ManyRows
+template <Format kFormat>
+struct FormatTrait;
+
+template <>
+struct FormatTrait<Format::kBf16> {
+  template <typename Target>
+  static constexpr FormatKernels kernels() {
+    constexpr ManyRows kRows = Target::kRows;
+    return {.gemm_rows = kRows.gemm_floats,
+            .products = block_products_bf16<typename Target::Bf16>,
+            .tiles = Target::Tiles::bf16,
+            .panels = kRows.panels > 0 && kRows.bf16_panels ? block_panels<bf16_panels> : nullptr,
+            .dequantize = dequantize_bf16,
+            .pack_group = pack_bf16_group};
+  }
+};
+
+template <>
+struct FormatTrait<Format::kFp8> {
+  template <typename Target>
+  static constexpr FormatKernels kernels() {
+    return {.gemm_rows = Target::kRows.gemm_fp8,
+            .products = block_products_fp8<typename Target::Fp8>,
+            .tiles = Target::Tiles::fp8,
+            .panels = Target::kRows.panels > 0 ? block_panels<fp8_panels> : nullptr,
+            .dequantize = dequantize_fp8};
+  }
+};
+
+template <typename Scales>
+struct Int8Trait {
+  template <typename Target>
+  static constexpr FormatKernels kernels() {
+    return {.gemm_rows = Target::kRows.gemm_int8,
+            .products = block_products_int8<typename Target::Int8, Scales>,
+            .tiles = Target::Tiles::template bytes<Scales>,
+            .dequantize = dequantize_integers<SignedBytes, Scales>};
+  }
+};
+
+template <typename Codes, typename Scales>
+struct NibbleTrait {
+  template <typename Target>
+  static constexpr FormatKernels kernels() {
+    using Levels = typename Target::template Levels<Codes>;
+    return {.gemm_rows = Target::kRows.gemm_nibbles,
+            .products =
+                block_products_nibbles<typename Target::template Nibbles<Codes>, Levels, Scales>,
+            .tiles = Target::Tiles::template nibbles<Codes, Scales>,
+            .dequantize = dequantize_integers<BytesOfNibbles<Codes>, Scales>};
+  }
+};
+
+// A format to which weights are rounded, in groups: Kernels, and how to pack them.
+template <typename Kernels, typename Codes, void (*kPackGroup)(const float*, int32_t, std::byte*)>
+struct RoundedTrait {
+  template <typename Target>
+  static constexpr FormatKernels kernels() {
+    FormatKernels kernels = Kernels::template kernels<Target>();
+    kernels.pack_group = kPackGroup;
+    kernels.quantiser = quantiser_of<Codes>();
+    return kernels;
+  }
+};
+
+template <typename Code>
+struct TrellisTrait {
+  template <typename Target>
+  static constexpr FormatKernels kernels() {
+    using Levels = typename Target::template Levels<TrellisLevels>;
+    return {.gemm_rows = Target::kRows.gemm_trellis,
+            .products = block_products_trellis<Levels, Code>,
+            .tiles = Target::Tiles::template trellis<Code>,
+            .dequantize = dequantize_trellis<Code>,
+            .pack_trellis = trellis_packing<Code>()};
+  }
+};
+
+template <>
+struct FormatTrait<Format::kInt8>
+    : RoundedTrait<Int8Trait<Bf16Scales>, Int8Codes, pack_int8_group> {};
+template <>
+struct FormatTrait<Format::kInt4>
+    : RoundedTrait<NibbleTrait<EvenNibbles, Bf16Scales>, Int4Codes, pack_int4_group> {};
+template <>
+struct FormatTrait<Format::kLut4>
+    : RoundedTrait<NibbleTrait<Lut4Nibbles, Bf16Scales>, Lut4Codes, pack_lut4_group> {};
+template <>
+struct FormatTrait<Format::kInt8Fp16> : Int8Trait<HalfScales> {};
+template <>
+struct FormatTrait<Format::kInt4Fp16> : NibbleTrait<EvenNibbles, HalfScales> {};
+template <>
+struct FormatTrait<Format::kMxfp4> : NibbleTrait<Fp4Nibbles, E8m0Scales> {};
+template <>
+struct FormatTrait<Format::kNvfp4> : NibbleTrait<Fp4Nibbles, E4m3Scales> {};
+template <>
+struct FormatTrait<Format::kTcq2> : TrellisTrait<Tcq2> {};
+template <>
+struct FormatTrait<Format::kTcq3> : TrellisTrait<Tcq3> {};
+
+template <Format kFormat>
+requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
+  template <typename Target>
+  static constexpr FormatKernels kernels() {
+    using Dot = GgufDot<typename Target::Int8, Target::template Levels, kFormat>;
+    return {.gemm_rows = Target::kRows.gemm_trellis,
+            .products = block_products_gguf<Dot, kFormat>,
+            .tiles = Target::Tiles::template gguf<kFormat>,
+            .dequantize = dequantize_gguf<kFormat>};
+  }
+};
+
+template <typename Target, Format kFormat>
+constexpr FormatKernels kernels_of() {
+  constexpr FormatKernels kKernels = FormatTrait<kFormat>::template kernels<Target>();
+  static_assert(kKernels.gemm_rows > 0 && kKernels.products != nullptr &&
+                kKernels.dequantize != nullptr);
+  static_assert(is_trellis(kFormat) == (kKernels.pack_trellis.pack != nullptr));
+  static_assert((is_made_of_codes(kFormat) || is_trellis(kFormat)) ==
+                (kKernels.pack_group == nullptr));
+  return kKernels;
+}
+
+template <typename Target>
+constexpr KernelTable make_table(const char* name) {
+  KernelTable table{.name = name,
+                    .formats = {},
+                    .tiles = {Target::Tiles::begin, Target::Tiles::end},
+                    .panel_rows = Target::kRows.panels,
+                    .plain = plain_products,
+                    .to_floats = to_floats,
+                    .transpose = transpose,
+                    .store_operands = store_operands,
+                    .activate = activate,
+                    .finish = finish,
+                    .attend = attend,
+                    .multiply_square = multiply_square,
+                    .low_rank_in = low_rank_in,
+                    .low_rank_out = low_rank_out,
+                    .feed_forward = feed_forward};
+  [&]<size_t... kIndices>(std::index_sequence<kIndices...>) {
+    ((table.formats[kIndices] = kernels_of<Target, static_cast<Format>(kIndices)>()), ...);
+  }
+  (std::make_index_sequence<kFormats>{});
   return table;
 }
 

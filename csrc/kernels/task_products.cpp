@@ -48,21 +48,20 @@ void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const vo
 
 TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
                            const PackedMatrix& matrix, int32_t rows)
-    : product_(table.products[static_cast<int>(matrix.format)]),
-      panels_(table.panels[static_cast<int>(matrix.format)]),
-      runtime_(runtime) {
-  const auto format = static_cast<int>(matrix.format);
+    : runtime_(runtime) {
+  const FormatKernels& kernels = table.of(matrix.format);
+  product_ = kernels.products;
+  panels_ = kernels.panels;
   const bool alone = runtime.few_rows && has_float_products(matrix.format);
-  const bool many = !alone && rows >= table.gemm_rows[format];
-  if (many && table.tiles.products[format] != nullptr) {
+  const bool many = !alone && rows >= kernels.gemm_rows;
+  if (many && kernels.tiles != nullptr) {
     tiles_ = &table.tiles;
-    product_ = tiles_->products[format];
+    product_ = kernels.tiles;
     if (tiles_->begin != nullptr) tiles_->begin(operand_shape(matrix));
   } else {
     use_gemm_ = many && has_gemm(runtime, matrix.format);
   }
-  panel_rows_ =
-      panels_ != nullptr && !use_gemm_ && tiles_ == nullptr ? table.panel_rows : INT32_MAX;
+  panel_rows_ = panels_ != nullptr && !use_gemm_ && tiles_ == nullptr ? table.panel_rows : kNoRows;
 }
 
 TaskProducts::~TaskProducts() {

@@ -89,7 +89,7 @@ inline void zero_tiles() {
 // The processor's own prefetchers see little of what tiles load.
 constexpr int32_t kTileAhead = 4096;
 
-// kDirect: the weights are the record's own, and not what they have been unfolded to.
+// kDirect: the weights are the record's own, and not what they have been expanded to.
 template <bool kDirect>
 struct TileGemm {
   static constexpr bool kSignedRows = true;

@@ -160,7 +160,7 @@ struct TrellisReader<Tcq3> {
 // Inputs [depth, depth + count) of a block, within one group and multiples of 32:
 // [count / 4][kBlockColumns] words of four levels.
 template <typename Code>
-inline void unfold_trellis(const TrellisBlock<Code>& block, int32_t depth, int32_t count,
+inline void expand_trellis(const TrellisBlock<Code>& block, int32_t depth, int32_t count,
                            std::byte* levels) {
   constexpr int32_t kWords = Code::kUnitDepth / 4;
   const TrellisPlace<Code> place(block, depth / Code::kUnitDepth);
@@ -182,7 +182,7 @@ inline void unfold_trellis(const TrellisBlock<Code>& block, int32_t depth, int32
   }
 }
 
-// As IntegerGroup; its words are unfolded for all rows at once.
+// As IntegerGroup; its words are expanded for all rows at once.
 template <typename Code>
 struct TrellisGroup {
   static constexpr bool kHasMins = false;
@@ -200,7 +200,7 @@ struct TrellisGroup {
     for (int32_t line = 0; line < kBlockColumns * 2; line += kTrellisLine) {
       __builtin_prefetch(scales + kTrellisAhead + line);
     }
-    unfold_trellis(block, group * size, size, levels);
+    expand_trellis(block, group * size, size, levels);
     words = levels;
     count = size / 8;
   }

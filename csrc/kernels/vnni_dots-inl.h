@@ -16,8 +16,8 @@ struct VnniInt8Dot {
   using Row = Weights;
   static constexpr int kRowWords = 1;
 
-  static Weights unfold(Words bytes) { return {bytes ^ broadcast_word(0x80808080)}; }
-  static Weights weights(const std::byte* words) { return unfold(load_words(words)); }
+  static Weights expand(Words bytes) { return {bytes ^ broadcast_word(0x80808080)}; }
+  static Weights weights(const std::byte* words) { return expand(load_words(words)); }
   static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
   static Words add(Words sum, const Row& row, const Weights& weights) {
     return add_byte_products(sum, weights.bytes, row.bytes);

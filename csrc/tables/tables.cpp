@@ -20,7 +20,7 @@ constexpr int64_t kChecksumBytes = sizeof(uint64_t);
 constexpr int64_t kSector = 512;
 // Buffers to read into: enough reads to keep a disk busy, in little memory.
 constexpr int64_t kStagingBytes = 8 << 20;
-constexpr int64_t kMostReads = 64, kLeastReads = 2;
+constexpr int64_t kMaxReads = 64, kMinReads = 2;
 // A row is one latency of the disk, so many are under way at a time.
 constexpr int32_t kDepth = 128, kThreads = 16;
 // Groups that are looked up before others get the lock.
@@ -137,7 +137,7 @@ struct Tables::Gather {
       }
     }
     begins.push_back(static_cast<int64_t>(wanted.size()));
-    landed.reserve(kMostReads);
+    landed.reserve(kMaxReads);
   }
 
   int32_t groups() const { return static_cast<int32_t>(begins.size()) - 1; }
@@ -231,7 +231,7 @@ Tables::Tables(TablesOptions options, const Runtime& runtime)
   prefetching_.resize(options_.tables.size());
   const int64_t bytes_of_read = buffer_bytes_ * kRowsPerRead;
   reads_.resize(
-      static_cast<size_t>(std::clamp(kStagingBytes / bytes_of_read, kLeastReads, kMostReads)));
+      static_cast<size_t>(std::clamp(kStagingBytes / bytes_of_read, kMinReads, kMaxReads)));
   for (int32_t read = 0; read < std::ssize(reads_); ++read) free_reads_.push_back(read);
   const auto staging = static_cast<size_t>(bytes_of_read * std::ssize(reads_));
   staging_.reset(static_cast<std::byte*>(std::aligned_alloc(kRecordAlignment, staging)));

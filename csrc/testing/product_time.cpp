@@ -16,11 +16,12 @@ std::map<std::string, int32_t> product_ways(const Runtime& runtime, const std::s
   const Format format = format_from_name(name);
   const KernelTable& table = kernel_table(isa);
   std::map<std::string, int32_t> ways{{"few", 0}};
-  if (table.panels[static_cast<int>(format)] != nullptr) ways["panels"] = table.panel_rows;
-  if (table.tiles.products[static_cast<int>(format)] != nullptr) {
-    ways["tiles"] = table.gemm_rows[static_cast<int>(format)];
+  const FormatKernels& kernels = table.of(format);
+  if (kernels.panels != nullptr) ways["panels"] = table.panel_rows;
+  if (kernels.tiles != nullptr) {
+    ways["tiles"] = kernels.gemm_rows;
   } else if (has_gemm(runtime, format)) {
-    ways["gemm"] = table.gemm_rows[static_cast<int>(format)];
+    ways["gemm"] = kernels.gemm_rows;
   }
   return ways;
 }
@@ -39,7 +40,8 @@ double product_seconds(const Runtime& runtime, const std::string& isa, const std
                                          way + "\" on this machine");
   }
   KernelTable table = kernel_table(isa);
-  table.gemm_rows[static_cast<int>(matrix.format)] = way == "gemm" || way == "tiles" ? 0 : kNoRows;
+  table.formats[static_cast<int>(matrix.format)].gemm_rows =
+      way == "gemm" || way == "tiles" ? 0 : kNoRows;
   table.panel_rows = way == "panels" ? 0 : kNoRows;
 
   // Written, so that each page is one of its own. Zeros take as long as other weights.

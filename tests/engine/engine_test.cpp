@@ -573,7 +573,7 @@ TEST(Engine, HowManyThreadsDoNotShowInTheOutput) {
 
 TEST(Engine, WhereExpertsLieDoesNotShowInTheOutput) {
   static std::atomic<int32_t> calls;
-  for (const int32_t nodes : {2, 3, TaskQueue::kMostNodes + 3}) {
+  for (const int32_t nodes : {2, 3, TaskQueue::kMaxNodes + 3}) {
     const testing::NodeFolder folder = testing::NodeFolder::with_one_cpu_each(nodes);
     std::vector<int32_t> all(nodes);
     std::iota(all.begin(), all.end(), 0);

@@ -52,8 +52,8 @@ constexpr int32_t kRowCounts[] = {0, 1, 2, 3, 4, 5, 7, 8, 17, 33};
 bool rounds_alike(const KernelTable& table, Format format, int32_t rows) {
   const std::string_view name = table.name;
   if (format == Format::kBf16 && (name == "avx512_bf16" || name == "amx")) return false;
-  const auto index = static_cast<int>(format);
-  const bool tiles = table.tiles.products[index] != nullptr && rows >= table.gemm_rows[index];
+  const FormatKernels& kernels = table.of(format);
+  const bool tiles = kernels.tiles != nullptr && rows >= kernels.gemm_rows;
   return !has_float_products(format) || !tiles;
 }
 
@@ -239,12 +239,12 @@ TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
     const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
     const Rows rows(shape.layout(), 40, random);
     for (const KernelTable* table : all_tables()) {
-      const auto index = static_cast<int>(format);
-      const bool tiles = has_float_products(format) && table->tiles.products[index] != nullptr;
+      const FormatKernels& kernels = table->of(format);
+      const bool tiles = has_float_products(format) && kernels.tiles != nullptr;
       for (const Runtime& runtime : {Runtime{}, for_few_rows({})}) {
         const auto together = run_ffn(*table, shape, record, rows, runtime);
         const bool alone = runtime.few_rows || !tiles;
-        for (int32_t count = alone ? 1 : table->gemm_rows[index]; count <= 17; ++count) {
+        for (int32_t count = alone ? 1 : kernels.gemm_rows; count <= 17; ++count) {
           Rows few = rows;
           few.tokens.resize(static_cast<size_t>(count));
           const auto products = run_ffn(*table, shape, record, few, runtime);
@@ -524,10 +524,10 @@ TEST(Gemm, GivesWhatThePlainProductsGive) {
     const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
     for (const KernelTable* table : all_tables()) {
       SCOPED_TRACE(table->name);
-      const int32_t threshold = table->gemm_rows[static_cast<int>(shape.format)];
-      const bool tiles = table->tiles.products[static_cast<int>(shape.format)] != nullptr;
+      const int32_t threshold = table->of(shape.format).gemm_rows;
+      const bool tiles = table->of(shape.format).tiles != nullptr;
       KernelTable without_tiles = *table;
-      without_tiles.tiles = {};
+      for (FormatKernels& kernels : without_tiles.formats) kernels.tiles = nullptr;
       std::vector<int32_t> counts{20, 45, 100};
       if (threshold != kNoRows) counts.insert(counts.end(), {threshold - 1, threshold});
       for (int32_t count : counts) {

@@ -93,15 +93,15 @@ TEST(Source, CountsWhoseProductOverflows) {
 }
 
 TEST(Source, ExtentsOutsideTheirFile) {
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   expect_refused("file 1", [](Source& s) { s.extents[4].file = 1; });
   expect_refused("file -1", [](Source& s) { s.extents[4].file = -1; });
   expect_refused("offset", [](Source& s) { s.extents[4].offset = -4096; });
   expect_refused("length", [](Source& s) { s.extents[4].bytes = 0; });
   expect_refused("length", [](Source& s) { s.extents[4].bytes = -4096; });
   expect_refused("beyond", [](Source& s) { s.extents[5].offset += 4096; });
-  expect_refused("beyond", [](Source& s) { s.extents[5].bytes = kMost - 4095; });
-  expect_refused("beyond", [](Source& s) { s.extents[5].offset = kMost - 4095; });
+  expect_refused("beyond", [](Source& s) { s.extents[5].bytes = kMax - 4095; });
+  expect_refused("beyond", [](Source& s) { s.extents[5].offset = kMax - 4095; });
   expect_refused("beyond", [](Source& s) { s.files[0].bytes -= 1; });
 }
 

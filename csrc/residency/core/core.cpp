@@ -62,7 +62,7 @@ void Core::begin_forward(ClaimState& claim) {
 // chunk, or the next step of many sequences.
 void Core::learn(ClaimState& claim) {
   const ForwardPart& part = claim.part;
-  claim.step = part.phase == Phase::kPrefill && part.rows > 0 && part.rows <= kMostStepRows &&
+  claim.step = part.phase == Phase::kPrefill && part.rows > 0 && part.rows <= kMaxStepRows &&
                part.rows == last_rows_[claim.layer];
   const Phase last = last_phase_[claim.layer];
   if (part.phase != Phase::kNone) {

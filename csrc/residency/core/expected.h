@@ -98,9 +98,9 @@ class Expected {
 
   // Of guesses at a place of the ranking, for it to be read. A read in vain costs little where all
   // that was asked for is there when its layer begins, and delays others where it is not.
-  static constexpr float kLeastRightIdle = 0.45f, kLeastRightBusy = 0.7f;
+  static constexpr float kMinRightIdle = 0.45f, kMinRightBusy = 0.7f;
   float least_right() const {
-    return kLeastRightIdle + (kLeastRightBusy - kLeastRightIdle) * late_.value;
+    return kMinRightIdle + (kMinRightBusy - kMinRightIdle) * late_.value;
   }
 
   void clear() {

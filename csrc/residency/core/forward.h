@@ -15,15 +15,15 @@ inline constexpr size_t kPhases = 3;
 // A forward of a layer with more rows than this is prefill. Generation of up to as many sequences
 // at a time counts as decode, and so does a prompt as short as that: both choose few of the
 // experts, and wait for each.
-inline constexpr int64_t kMostDecodeRows = 16;
+inline constexpr int64_t kMaxDecodeRows = 16;
 
 constexpr Phase phase_of(int64_t rows) {
-  return rows > kMostDecodeRows ? Phase::kPrefill : Phase::kDecode;
+  return rows > kMaxDecodeRows ? Phase::kPrefill : Phase::kDecode;
 }
 
 // Forwards of a layer that have as many rows as the one before, up to so many, are steps of so many
 // sequences rather than prompts: the next one will want as many experts, too.
-inline constexpr int64_t kMostStepRows = 128;
+inline constexpr int64_t kMaxStepRows = 128;
 
 // What a claim is to the pool.
 enum class ClaimKind : uint8_t {

@@ -8,9 +8,9 @@ namespace {
 
 // Enough that some are read while others are computed. What the window of the last layers holds is
 // lost to decode, so a small pool's is an eighth.
-constexpr int32_t kLeastWindow = 16;
+constexpr int32_t kMinWindow = 16;
 // A token's experts are read at once, whatever the pool.
-constexpr int32_t kLeastNarrow = 8;
+constexpr int32_t kMinNarrow = 8;
 
 }  // namespace
 
@@ -27,14 +27,14 @@ bool Window::takes(const ClaimState& claim) const {
 int32_t Window::slots_for(int32_t layer, bool last_chunk) const {
   const int32_t all = slots_.limit();
   const auto hot = static_cast<int32_t>(int64_t{all} * (layer + 1) / layers_);
-  const int32_t least = last_chunk ? std::min(std::max(kLeastWindow, all / 16), all / 8)
-                                   : std::min(experts_, all / 2);
+  const int32_t least =
+      last_chunk ? std::min(std::max(kMinWindow, all / 16), all / 8) : std::min(experts_, all / 2);
   return std::max({1, all - hot, least});
 }
 
 // As few as keep the disk busy: what they hold is of no use to the next forward.
 int32_t Window::narrow() const {
-  return std::max(kLeastNarrow, std::min(kLeastWindow, slots_.limit() / 8));
+  return std::max(kMinNarrow, std::min(kMinWindow, slots_.limit() / 8));
 }
 
 void Window::read_next_layer(const ClaimState& claim) {

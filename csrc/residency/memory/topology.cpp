@@ -14,7 +14,7 @@
 namespace torch_mesh {
 namespace {
 
-constexpr int32_t kMostCpus = 8192;  // as many as Linux is built for
+constexpr int32_t kMaxCpus = 8192;  // as many as Linux is built for
 
 std::string first_line(const std::string& path) {
   std::ifstream file(path);
@@ -28,10 +28,10 @@ bool contains(std::span<const int32_t> list, int32_t value) {
 }
 
 std::vector<int32_t> allowed_cpus() {
-  std::array<cpu_set_t, kMostCpus / CPU_SETSIZE> sets{};
+  std::array<cpu_set_t, kMaxCpus / CPU_SETSIZE> sets{};
   std::vector<int32_t> cpus;
   if (sched_getaffinity(0, sizeof(sets), sets.data()) != 0) return cpus;
-  for (int32_t cpu = 0; cpu < kMostCpus; ++cpu) {
+  for (int32_t cpu = 0; cpu < kMaxCpus; ++cpu) {
     if (CPU_ISSET_S(cpu, sizeof(sets), sets.data())) cpus.push_back(cpu);
   }
   return cpus;
@@ -64,7 +64,7 @@ std::vector<int32_t> parse_cpu_list(const std::string& text) {
       if (std::sscanf(++at, "%d%n", &last, &length) != 1) return {};
       at += length;
     }
-    if (first < 0 || last < first || last >= kMostCpus) return {};
+    if (first < 0 || last < first || last >= kMaxCpus) return {};
     for (int cpu = first; cpu <= last; ++cpu) cpus.push_back(cpu);
     if (*at == ',') ++at;
   }

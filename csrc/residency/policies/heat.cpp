@@ -27,7 +27,7 @@ constexpr std::array<float, kWindows> kWeights{.240f, -.317f, .414f, .096f, .305
 constexpr float kLifeWeight = .100f;
 // Of the share of its layer's experts that a forward uses.
 constexpr float kPriorWeight = .117f;
-constexpr float kLeastProbability = 1e-4f;
+constexpr float kMinProbability = 1e-4f;
 constexpr float kNegligible = 1e-9f;  // of a mean
 // How much of a use's weight is taken from the router's scores, where there are any.
 constexpr float kScoreShare = .5f;
@@ -36,17 +36,17 @@ constexpr float kLearningRate = .001f;
 // whole of it gains at a tenth of the experts and loses at half.
 constexpr float kFollowTrust = .5f;
 // A forward of many tokens uses a large part of its layer and says little of what follows what.
-constexpr int32_t kMostLearned = 32;
+constexpr int32_t kMaxLearned = 32;
 // Entries of the table of what follows what: 256 MB. Models have a few million; a layer of very
 // many experts goes without it.
 constexpr size_t kLargestTable = size_t{1} << 26;
 // Of a prompt: the longest window has all but forgotten what was before.
-constexpr size_t kMostPromptTokens = 512;
+constexpr size_t kMaxPromptTokens = 512;
 // Of those, the last ones teach the table of what follows what. A tick costs microseconds, and the
 // pool's lock is held for all of them: half a millisecond per layer.
-constexpr size_t kMostPromptTicks = 256;
+constexpr size_t kMaxPromptTicks = 256;
 // That a profile counts for, so that its weight fades within some thousand tokens.
-constexpr int64_t kMostPriorTicks = 1000;
+constexpr int64_t kMaxPriorTicks = 1000;
 
 // So many times sooner is a use expected of what deserves another's slot. With 1, two that are
 // alike take turns: twice the reads, and fewer hits (docs/decisions/0028).
@@ -70,7 +70,7 @@ class Heat final : public Policy {
         scores_(life_.size(), 0.f),
         predicted_(life_.size(), 0.f),
         probability_(life_.size(), 0.f),
-        last_(ticks_.size() * kMostLearned, 0),
+        last_(ticks_.size() * kMaxLearned, 0),
         follows_(table_entries(options), 0.f),
         use_(static_cast<size_t>(experts_), 0.f) {
     token_.reserve(static_cast<size_t>(experts_));
@@ -128,8 +128,8 @@ class Heat final : public Policy {
                    int32_t top_k) override {
     const size_t tokens = top_k > 0 ? ids.size() / static_cast<size_t>(top_k) : 0;
     if (tokens == 0) return tick(layer, experts);
-    ids = ids.last(std::min(tokens, kMostPromptTokens) * top_k);
-    const auto ticked = ids.last(std::min(ids.size(), kMostPromptTicks * top_k));
+    ids = ids.last(std::min(tokens, kMaxPromptTokens) * top_k);
+    const auto ticked = ids.last(std::min(ids.size(), kMaxPromptTicks * top_k));
     fold(layer, ids.first(ids.size() - ticked.size()), top_k);
     for (size_t at = 0; at < ticked.size(); at += top_k) {
       token_.clear();
@@ -144,7 +144,7 @@ class Heat final : public Policy {
   void start_from(const ModelUse& use) override {
     for (int32_t layer = 0; layer < layers_; ++layer) {
       if (use.tokens[layer] == 0) continue;
-      ticks_[layer] = std::min(use.tokens[layer], kMostPriorTicks);
+      ticks_[layer] = std::min(use.tokens[layer], kMaxPriorTicks);
       float* life = &life_[static_cast<size_t>(layer) * experts_];
       for (int32_t expert = 0; expert < experts_; ++expert) {
         life[expert] = use.rate(layer * experts_ + expert);
@@ -170,7 +170,7 @@ class Heat final : public Policy {
   float expected_wait(ExpertId id, int32_t layer) const {
     const int32_t ahead = layer - now_;
     const auto distance = static_cast<float>(ahead > 0 ? ahead : ahead + layers_);
-    const float p = std::max(probability_[id], kLeastProbability);
+    const float p = std::max(probability_[id], kMinProbability);
     return distance + (1.f / p - 1.f) * static_cast<float>(layers_);
   }
 
@@ -287,7 +287,7 @@ class Heat final : public Policy {
   void learn(int32_t layer) {
     const float* predicted = &predicted_[static_cast<size_t>(layer) * experts_];
     for (int32_t i = 0; i < last_count_[layer]; ++i) {
-      float* follows = row(layer, last_[layer * kMostLearned + i]);
+      float* follows = row(layer, last_[layer * kMaxLearned + i]);
       for (int32_t expert = 0; expert < experts_; ++expert) {
         follows[expert] += kLearningRate * (use_[expert] - predicted[expert]);
       }
@@ -310,9 +310,9 @@ class Heat final : public Policy {
         mean[expert] += fresh * (use_[expert] - mean[expert]);
       }
     }
-    const bool learnable = !follows_.empty() && experts.size() <= static_cast<size_t>(kMostLearned);
+    const bool learnable = !follows_.empty() && experts.size() <= static_cast<size_t>(kMaxLearned);
     last_count_[layer] = learnable ? static_cast<int32_t>(experts.size()) : 0;
-    if (learnable) std::copy(experts.begin(), experts.end(), &last_[layer * kMostLearned]);
+    if (learnable) std::copy(experts.begin(), experts.end(), &last_[layer * kMaxLearned]);
   }
 
   void predict(int32_t layer) {
@@ -332,7 +332,7 @@ class Heat final : public Policy {
     float* probability = &probability_[first];
     std::copy(predicted, predicted + experts_, probability);
     for (int32_t i = 0; i < last_count_[layer]; ++i) {
-      const float* follows = row(layer, last_[layer * kMostLearned + i]);
+      const float* follows = row(layer, last_[layer * kMaxLearned + i]);
       for (int32_t expert = 0; expert < experts_; ++expert) {
         predicted[expert] += follows[expert];
         probability[expert] += kFollowTrust * follows[expert];
@@ -361,7 +361,7 @@ class Heat final : public Policy {
   std::vector<float> scores_;
   std::vector<float> predicted_;    // of the next forward: what the table is learned from
   std::vector<float> probability_;  // what victims are chosen by
-  std::vector<int32_t> last_;       // [layers][kMostLearned]: what the last forward used
+  std::vector<int32_t> last_;       // [layers][kMaxLearned]: what the last forward used
   std::vector<float> follows_;      // [layers][experts][experts]
   std::vector<float> use_;          // [experts], of the forward that begins
   std::vector<int32_t> token_;      // what one token of a prompt chose

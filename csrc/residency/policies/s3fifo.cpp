@@ -9,7 +9,7 @@
 namespace torch_mesh {
 namespace {
 
-constexpr uint8_t kMostUses = 3;
+constexpr uint8_t kMaxUses = 3;
 
 class S3Fifo final : public Policy {
  public:
@@ -52,7 +52,7 @@ class S3Fifo final : public Policy {
 
   // The use that an expert was read for is none that came back.
   void touch(ExpertId id) override {
-    if (used_[id]) reuses_[id] = std::min<uint8_t>(kMostUses, reuses_[id] + 1);
+    if (used_[id]) reuses_[id] = std::min<uint8_t>(kMaxUses, reuses_[id] + 1);
     used_[id] = true;
   }
 
@@ -95,7 +95,7 @@ class S3Fifo final : public Policy {
 
   // Ends: each round takes one from the reuses of every expert that is not pinned.
   ExpertId from_main() {
-    for (int32_t left = main_.size() * (kMostUses + 1); left > 0; --left) {
+    for (int32_t left = main_.size() * (kMaxUses + 1); left > 0; --left) {
       const ExpertId id = main_.front();
       if (!pinned(id) && reuses_[id] == 0) return id;
       if (!pinned(id)) --reuses_[id];
