@@ -1,0 +1,180 @@
+"""Files of tensors that may go at any time: each has a checksum, and all of a folder together have a limit.
+
+A file that is missing, damaged or another one's reads as none. A killed process leaves at most a hidden file, which is
+removed later. Several processes may use a folder: files are renamed into place, and a name says what is in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torch_mesh import _C
+from torch_mesh.store.disk_cache import cache_folder, note_use
+from torch_mesh.system.atomic_files import new_file
+
+_LOG = logging.getLogger(__name__)
+_MAGIC = b"mesh-prefix-1\n\0\0"
+_START = len(_MAGIC) + 8  # of what the checksum covers
+_ALIGNMENT = 64
+_FREED = 0.1  # of the limit, beyond what is needed: listing all files takes time
+_ABANDONED = 600.0  # seconds after which a hidden file is a killed process's
+
+
+def prefix_folder() -> Path:
+    """Which has a folder for each model. Raises MeshError without a home folder."""
+    return cache_folder() / "prefixes"
+
+
+class PrefixBlocks:
+    """The files in ``folder``; ``limit``: bytes of all folders beside it, and of this one. Reads come from any thread,
+    writes from one."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self._total: int | None = None  # bytes, when they were listed last and what was written since
+        self._damaged: set[str] = set()  # and still there, since they could not be removed
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file, which may still be damaged."""
+        return name not in self._damaged and os.path.exists(self.folder / name)
+
+    def read(self, name: str) -> tuple[dict[str, Tensor], int] | None:
+        """Its tensors, and the bytes read; None where there is nothing to be used. Removes a damaged file."""
+        path = self.folder / name
+        try:
+            data = np.fromfile(path, dtype=np.uint8)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._refuse(name, str(error))
+            return None
+        tensors = self._parsed(name, data)
+        if tensors is None:
+            self._refuse(name, "its checksum differs")
+            return None
+        return tensors, data.nbytes
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Note the use of files. The first of them shall stay longest."""
+        now = time.time_ns()
+        note_use(self.folder)
+        for age, name in enumerate(names):
+            with contextlib.suppress(OSError):  # another process has removed it
+                os.utime(self.folder / name, ns=(now - age, now - age))
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> int:
+        """Write a file, and remove the least recently used ones for it. Returns its bytes; 0 if it exceeds the limit.
+        Raises OSError."""
+        data = self._packed(name, tensors)
+        if not self._make_room(data.nbytes):
+            return 0
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with new_file(self.folder / name) as file:
+            file.write(data)
+        self._damaged.discard(name)
+        assert self._total is not None
+        self._total += data.nbytes
+        return data.nbytes
+
+    def _refuse(self, name: str, why: str) -> None:
+        _LOG.warning("%s is not used: %s. It is removed, and computed again.", self.folder / name, why)
+        self._damaged.add(name)
+        with contextlib.suppress(OSError):
+            os.unlink(self.folder / name)
+
+    def _checksum(self, name: str, content: memoryview) -> bytes:
+        place = hashlib.blake2b(f"{self.folder.name}/{name}".encode(), digest_size=16).digest()
+        return _C.record_checksum(place, 0, 0, content).to_bytes(8, "little")
+
+    def _packed(self, name: str, tensors: Mapping[str, Tensor]) -> npt.NDArray[np.uint8]:
+        """Magic, checksum, the header's length, the header, and values at multiples of 64 bytes."""
+        arrays = {
+            label: tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for label, tensor in tensors.items()
+        }
+        starts: dict[str, int] = {}
+        end = 0
+        for label, array in arrays.items():
+            starts[label] = end
+            end = _aligned(end + array.numel())
+        header = {
+            label: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), starts[label]]
+            for label, tensor in tensors.items()
+        }
+        text = json.dumps(header).encode()
+        values = _aligned(_START + 4 + len(text))
+        data = np.zeros(values + end, dtype=np.uint8)
+        view = memoryview(data)  # type: ignore[arg-type]  # numpy's stubs hide the buffer before Python 3.12
+        view[: len(_MAGIC)] = _MAGIC
+        view[_START : _START + 4 + len(text)] = len(text).to_bytes(4, "little") + text
+        for label, array in arrays.items():
+            start = values + starts[label]
+            data[start : start + array.numel()] = array.numpy()
+        view[len(_MAGIC) : _START] = self._checksum(name, view[_START:])
+        return data
+
+    def _parsed(self, name: str, data: npt.NDArray[np.uint8]) -> dict[str, Tensor] | None:
+        view = memoryview(data)  # type: ignore[arg-type]
+        if len(view) < _START + 4 or view[: len(_MAGIC)] != _MAGIC:
+            return None
+        if view[len(_MAGIC) : _START] != self._checksum(name, view[_START:]):
+            return None
+        length = int.from_bytes(view[_START : _START + 4], "little")
+        values = _aligned(_START + 4 + length)
+        tensors = {}
+        for label, (kind, shape, start) in json.loads(bytes(view[_START + 4 : _START + 4 + length])).items():
+            dtype = getattr(torch, kind)
+            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            part = data[values + start : values + start + size]
+            tensors[label] = torch.from_numpy(part).view(dtype).view(shape)
+        return tensors
+
+    def _make_room(self, size: int) -> bool:
+        if size > self.limit:
+            return False
+        if self._total is not None and self._total + size <= self.limit:
+            return True
+        files = sorted(_files(self.folder.parent))
+        self._total = sum(nbytes for _, nbytes, _ in files)
+        if self._total + size > self.limit:
+            goal = max(0, self.limit - size - int(_FREED * self.limit))
+            for _, nbytes, path in files:
+                if self._total <= goal:
+                    break
+                with contextlib.suppress(FileNotFoundError):  # another process was first
+                    path.unlink()
+                self._total -= nbytes
+        return True
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Time of last use in nanoseconds, bytes and path of each file of all models. Removes what killed processes have
+    left."""
+    now = time.time()
+    for model in folder.iterdir() if folder.is_dir() else ():
+        if model.name.startswith(".") or not model.is_dir():  # one that is being removed
+            continue
+        for path in model.iterdir():
+            try:
+                status = path.stat()
+                if path.name.startswith(".") and now - status.st_mtime > _ABANDONED:
+                    path.unlink()
+                    continue
+            except FileNotFoundError:
+                continue
+            yield status.st_mtime_ns, status.st_size, path
