@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .patching.api import patch, unpatch
     from .patching.single_layer import Experts
     from .routing.traces import load_trace, record_trace
+    from .serving.cached_generate import cache_prefixes
     from .speculation.decoding import speculate
     from .statistics.stats import reset_stats, save_profile, stats
     from .statistics.watch import watch
@@ -68,6 +69,7 @@ __all__ = [
     "StoreError",
     "UnsupportedModelError",
     "__version__",
+    "cache_prefixes",
     "capture_batch_sizes",
     "compile",
     "describe_training",
@@ -93,6 +95,7 @@ _WHERE = {
     "MeshConfig": "config",
     "MeshTrainerCallback": "adapters.trainer",
     "PackedWeight": "modules.packed_weight",
+    "cache_prefixes": "serving.cached_generate",
     "capture_batch_sizes": "gpu.device_work",
     "compile": "hf.compile",
     "describe_training": "adapters.report",

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
 from torch_mesh.store.folders import lock_path
@@ -185,3 +187,26 @@ def test_a_model_that_is_open_goes_on(stores: Path, mesh_tiny: Path, capsys: pyt
     assert main(["cache", "rm", *(each["name"] for each in _listed(capsys))]) == 0
     assert not any(stores.iterdir())
     assert model.generate(max_new_tokens=8, do_sample=False).tolist() == expected.tolist()
+
+
+def test_a_prefix_cache_is_listed_and_goes_like_a_store(
+    stores: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(resident=0.2))
+    tokens = torch.randint(3, 4000, (1, 100))
+    options: dict[str, Any] = {"max_new_tokens": 2, "attention_mask": torch.ones_like(tokens), "do_sample": False}
+    with torch_mesh.cache_prefixes(model, "1GiB") as prefixes:
+        expected = model.generate(tokens, **options)
+        prefixes.flush()
+        (listed,) = _listed(capsys)
+        assert "prefix cache" in listed["about"] and listed["name"].startswith("mesh-tiny-") and listed["bytes"] > 1e4
+        assert main(["cache", "prune"]) == 0
+        assert _listed(capsys) == [listed]
+        folder = stores.parent / "prefixes" / listed["name"]
+        _age(folder, 40)
+        assert main(["cache", "prune"]) == 0
+        assert _listed(capsys) == [] and not folder.exists()
+        assert torch.equal(model.generate(tokens, **options), expected)  # while a program has it open
+        prefixes.flush()
+        assert main(["cache", "rm", listed["name"]]) == 0
+    assert _listed(capsys) == []

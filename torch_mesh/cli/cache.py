@@ -22,9 +22,10 @@ _OTHER_COLUMNS = 48  # minimum width of a table's other columns
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Lists and removes cached stores. A model that is opened in another format than its checkpoint's is "
-        "converted once, into $XDG_CACHE_HOME/torch_mesh or ~/.cache/torch_mesh: one store per model, format "
-        "and group size. A removed store is made again when it is needed."
+        "Lists and removes cached stores and prefix caches. A model that is opened in another format than its "
+        "checkpoint's is converted once, into $XDG_CACHE_HOME/torch_mesh or ~/.cache/torch_mesh: one store per model, "
+        "format and group size. A removed store is made again when it is needed. A prefix cache has keys and values "
+        "of prompts (serve --prefix-cache) for one model as it was opened; a server may go on while it is removed."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     listing = _add(commands, "ls", "list the stores, the one that was used last first")

@@ -46,10 +46,20 @@ def _append(kept: Tensor, new: Tensor) -> Tensor:
     after = before + new.shape[-2]
     room = getattr(kept, _ROOM, None)
     if room is None or room.filled != before or after > room.memory.shape[-2] or _is_sealed(room.memory):
-        room = _Room(new.new_empty((*new.shape[:-2], after + max(_MIN_ROOM, after // 8), new.shape[-1])))
+        room = _Room(new.new_empty((*new.shape[:-2], _with_room(after), new.shape[-1])))
         if before:
             room.append(kept)
     return room.append(new)
+
+
+def room_for(part: Tensor, tokens: int) -> Tensor:
+    """An empty tensor for ``tokens`` rows like those of ``part`` [batch, heads, any, dim], with room behind it."""
+    room = _Room(part.new_empty((*part.shape[:-2], _with_room(tokens), part.shape[-1])))
+    return room.first(tokens)
+
+
+def _with_room(tokens: int) -> int:
+    return tokens + max(_MIN_ROOM, tokens // 8)
 
 
 def _is_sealed(tensor: Tensor) -> bool:

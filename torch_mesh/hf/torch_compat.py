@@ -25,6 +25,7 @@ __all__ = [
     "multiplies_bf16",
     "pytree",
     "raise_recompile_limit",
+    "version_of",
     "without_torch_function",
 ]
 
@@ -32,6 +33,7 @@ __all__ = [
 NAMES: tuple[tuple[str, str], ...] = (
     ("torch.Tensor._make_wrapper_subclass", ">=2.11"),
     ("torch._C.DisableTorchFunctionSubclass", ">=2.11"),
+    ("torch.Tensor._version", ">=2.11"),
     ("torch._dynamo.config.patch", ">=2.11"),
     ("torch._dynamo.config.recompile_limit", ">=2.11"),
     ("torch._guards.TracingContext.try_get", ">=2.11"),
@@ -63,6 +65,11 @@ def make_wrapper(cls: Any, shape: Any, **options: Any) -> Any:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Within, no ``__torch_function__`` of a subclass is called."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def version_of(tensor: Any) -> int:
+    """How often a tensor was written to in place; 0 for one of inference mode, which is not counted."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def is_tracing() -> bool:

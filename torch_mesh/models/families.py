@@ -124,6 +124,21 @@ ROUTERS: dict[str, RouterAdapter] = {
     "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
 }
 
+# Types of models whose linear attention continues from its state with several tokens at once. Jamba's begins anew.
+CONTINUED_STATES = frozenset(
+    {
+        "bailing_hybrid",
+        "granitemoehybrid",
+        "kimi_linear",
+        "lara_mini",
+        "lfm2_moe",
+        "nemotron_h",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+        "qwen4_exp_text",
+    }
+)
+
 # Added to the scores for selection only: an attribute of the router, of a module in it or of the block around it.
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 

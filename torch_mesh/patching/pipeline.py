@@ -162,5 +162,6 @@ def _open_pool(
             on_gpu=placement.on_gpu(records.layers, records.places),
             store=records.store,
             share=source.share,
+            identity=records.identity,
         )
         return source.undo.closing(pool)

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import secrets
 import threading
 import warnings
 import weakref
@@ -95,7 +96,8 @@ class ExpertPool:
     the same layers in another format, whose records stand in for cold ones. ``on_gpu`` bool [layers, experts]: those
     that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming
     waits for ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone
-    by now. ``share``: of the model's experts, where this pool is one rank's.
+    by now. ``share``: of the model's experts, where this pool is one rank's. ``identity``: the same wherever the
+    experts are the same; without one it is drawn.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class ExpertPool:
         on_gpu: torch.Tensor | None = None,
         store: Store | None = None,
         share: Share | None = None,
+        identity: str | None = None,
     ) -> None:
         if config.shared is not None and source is None:
             raise ValueError(
@@ -140,6 +143,7 @@ class ExpertPool:
         self.moves_from: ExpertPool | None = None  # what moves to GPUs, if not this pool: one in another format
         self.in_memory = source is None
         self.store = store
+        self.identity = secrets.token_hex(16) if identity is None else identity
         self.share = share
         self.threads = config.thread_count
         self.timeout = config.residency.timeout

@@ -36,6 +36,15 @@ class Records:
     source_arguments: dict[str, Any]
     store: Store | None  # the store with the records, if any
 
+    @property
+    def identity(self) -> str:
+        """The same for the same records in any process. Of a checkpoint's own files by their names, sizes and times."""
+        if self.store is not None:
+            return self.store.manifest.values_fingerprint
+        files = [(Path(path), size) for path, size in self.source_arguments["files"]]
+        described = [f"{path.name} {size} {path.stat().st_mtime_ns}" for path, size in files]
+        return " ".join([self.weights, str(self.group_size), *described])
+
     @classmethod
     def of_store(cls, store: Store, places: Sequence[int]) -> Records:
         """Records of a store that has the model's layers at ``places``."""
@@ -67,4 +76,5 @@ def open_other(
         places=records.places,
         least_slots=least_slots,
         store=records.store,
+        identity=records.identity,
     )

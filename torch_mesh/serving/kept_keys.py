@@ -1,26 +1,27 @@
 """Keep the KV caches of recent conversations, so that a turn only computes its new tokens.
 
-``transformers serve`` starts each request from scratch, although a chat sends its whole history with each turn.
-``generate`` accepts a cache that covers the beginning of its prompt.
+A chat sends its whole history with each turn, and ``generate`` accepts a cache that covers the beginning of its prompt.
+Recent ones are in memory. What is not there may be on disk.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from torch_mesh.hf import cache_state
 from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.hf.kv_cache import record_past
 from torch_mesh.serving.admission import Admission
 from torch_mesh.serving.errors import RequestTooLongError
+from torch_mesh.serving.prefix_cache import PrefixCache, PrefixCounts
 from torch_mesh.system.memory import trim_heap
 
 # Arguments of generate that do not affect what is computed for a token.
@@ -40,9 +41,7 @@ class Conversation:
     @property
     def nbytes(self) -> int:
         """Bytes that dropping it frees, including spare room of its keys and Python objects."""
-        cached: list[Any] = self.cache.layers
-        layers = [layer for layer in cached if layer.is_initialized]
-        held = (tensor for layer in layers for tensor in (layer.keys, layer.values))
+        held = (tensor for layer in self.cache.layers for tensor in cache_state.tensors_of(layer))
         return self.tokens.nbytes + sum(tensor.untyped_storage().nbytes() + _TENSOR_BYTES for tensor in held)
 
     def common(self, tokens: Tensor) -> int:
@@ -66,11 +65,13 @@ class Counts:
     generated_tokens: int = 0
     kept_bytes: int = 0
     kept_tokens: int = 0
+    prefixes: PrefixCounts = field(default_factory=PrefixCounts)
 
 
 @dataclass
 class KeptKeys:
     """Replaces ``generate`` of a served model, one call at a time. ``limit``: bytes of memory to keep between calls.
+    ``prefixes``: on disk.
 
     With an ``admission``, a call without enough memory raises RequestTooLongError after all conversations were dropped
     for it.
@@ -79,36 +80,56 @@ class KeptKeys:
     model: Any
     limit: int
     admission: Admission | None = None
+    prefixes: PrefixCache | None = None
     conversations: list[Conversation] = field(default_factory=list)  # in order of use, the most recent last
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
-        self._generate: Callable[..., Tensor] = self.model.generate
+        self._generate: Callable[..., Any] = self.model.generate
         self._lock = threading.Lock()
         self._computing: _Seen | None = None
         self._config = self.model.config.get_text_config(decoder=True)
+        self._is_supported = not cache_state.unsupported_reason(self.model)
+        if self.prefixes is not None:
+            self.counts.prefixes = self.prefixes.counts
 
     def generate(self, **arguments: Any) -> Tensor:
         """As the model's own: token ids [1, n]. For unsupported calls it only counts tokens."""
+        tokens: Tensor = self.run(arguments, arguments["generation_config"])
+        return tokens
+
+    def run(self, arguments: dict[str, Any], config: GenerationConfig, options: Collection[str] = ()) -> Any:
+        """The result of the model's generate. ``options``: those ``arguments`` that ``config`` has as well."""
         seen = _Seen(arguments["input_ids"])
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), seen])
         prompt = arguments["input_ids"]
         with self._lock:
-            conversation = self._taken(prompt[0]) if self._can_keep(arguments) else None
-            reused = 0 if conversation is None else len(conversation.tokens)
+            if self.prefixes is not None:
+                self.prefixes.look()
+            conversation = self._taken(prompt[0]) if self._can_keep(arguments, config, options) else None
+            checkpoints = None
             self.counts.prompt_tokens += prompt.numel()
-            self.counts.reused_tokens += reused
             self._computing = seen
+            complete = False
             try:
-                self._make_room(arguments, conversation)
+                self._make_room(prompt[0], config.max_new_tokens, conversation)
                 if conversation is not None:
+                    conversation = self._with_prefix(conversation, prompt[0])
+                    self.counts.reused_tokens += len(conversation.tokens)
+                    if self.prefixes is not None:
+                        checkpoints = self.prefixes.checkpoints(prompt[0], len(conversation.tokens), conversation.cache)
                     arguments[CACHE_NAME] = conversation.cache
-                return self._generate(**arguments)
+                result = self._generate(**arguments)
+                complete = True
+                return result
             finally:  # a client that disconnects ends it with an exception, and may come back
                 self._computing = None
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
-                if conversation is not None:
-                    self._keep(conversation, seen.tokens[0])
+                states = {} if checkpoints is None else checkpoints.finish()
+                if conversation is not None and _settle(conversation, seen.tokens[0], complete):
+                    self._keep(conversation)
+                    if self.prefixes is not None:
+                        self.prefixes.save(conversation.tokens, conversation.cache, states)
                 self._count()
                 # Conversations are freed in any order, and malloc keeps the holes between the others.
                 trim_heap()
@@ -128,29 +149,32 @@ class KeptKeys:
             tokens = computing.tokens[0]
             known = max(known, Conversation(tokens, DynamicCache()).common(prompt) if self.limit else 0)
             held += self.admission.needs.cache(len(tokens))
+        if self.prefixes is not None:
+            known = max(known, self.prefixes.find(prompt).length)
         self.admission.check(len(prompt), new, known=known, held=held)
 
-    def _make_room(self, arguments: dict[str, Any], conversation: Conversation | None) -> None:
-        new = arguments["generation_config"].max_new_tokens
+    def _make_room(self, prompt: Tensor, new: int | None, conversation: Conversation | None) -> None:
         if self.admission is None or new is None:
             return
         known = 0 if conversation is None else len(conversation.tokens)
+        if conversation is not None and self.prefixes is not None:
+            known = max(known, self.prefixes.find(prompt).length)
         held = 0 if conversation is None or conversation.shared else conversation.nbytes
         while True:
             try:
-                return self.admission.check(arguments["input_ids"].numel(), new, known=known, held=held)
+                return self.admission.check(len(prompt), new, known=known, held=held)
             except RequestTooLongError:
                 if not self.conversations:
                     raise
             del self.conversations[0]
             trim_heap()  # or the memory would not count as free
 
-    def _can_keep(self, arguments: dict[str, Any]) -> bool:
+    def _can_keep(self, arguments: dict[str, Any], config: GenerationConfig, options: Collection[str]) -> bool:
         prompt, mask = arguments["input_ids"], arguments.get("attention_mask")
-        config: GenerationConfig = arguments["generation_config"]
-        others = set(arguments) - _HARMLESS - {"stopping_criteria"}
+        others = set(arguments) - _HARMLESS - {"stopping_criteria"} - set(options)
         return (
-            self.limit > 0
+            self._is_supported
+            and (self.limit > 0 or self.prefixes is not None)
             and not any(arguments[name] is not None for name in others)  # pictures are part of the prompt too
             and prompt.shape[0] == 1
             and (mask is None or bool(mask.all()))
@@ -158,29 +182,32 @@ class KeptKeys:
             and config.use_cache is not False
             and config.num_beams in (None, 1)
             and config.num_return_sequences in (None, 1)
-            and self._new_cache() is not None
         )
 
-    def _new_cache(self) -> DynamicCache | None:
-        """None for a model with other state than keys and values, which cannot be rewound."""
+    def _new_cache(self) -> DynamicCache:
         cache = DynamicCache(config=self._config)
-        if not cache.layers or not all(
-            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
-        ):
-            return None
-        for layer in cache.layers:
-            if type(layer) is DynamicSlidingWindowLayer:
-                record_past(layer)
+        for layer in filter(cache_state.is_window, cache.layers):
+            record_past(layer)
         return cache
+
+    def _with_prefix(self, conversation: Conversation, tokens: Tensor) -> Conversation:
+        """``conversation``, or another one if the disk has more of a prompt's ``tokens`` [n]."""
+        if self.prefixes is None:
+            return conversation
+        cache, known = self._new_cache(), len(conversation.tokens)
+        length = self.prefixes.restore(tokens, cache, more_than=known)
+        if not length:
+            return conversation
+        if known and not conversation.shared:
+            self.conversations.append(conversation)
+        return Conversation(tokens[:length], cache)
 
     def _taken(self, tokens: Tensor) -> Conversation:
         """The kept conversation with the longest common prefix, rewound; or a new one."""
         best = max(self.conversations, key=lambda each: each.common(tokens), default=None)
         length = 0 if best is None else best.common(tokens)
         if best is None or length == 0:
-            cache = self._new_cache()
-            assert cache is not None
-            return Conversation(tokens[:0], cache)
+            return Conversation(tokens[:0], self._new_cache())
         if 2 * length < len(best.tokens):
             # Another conversation that shares the prefix, and until something is added its memory.
             cache = copy.copy(best.cache)
@@ -191,13 +218,7 @@ class KeptKeys:
         best.crop(length)
         return best
 
-    def _keep(self, conversation: Conversation, tokens: Tensor) -> None:
-        layers: list[Any] = conversation.cache.layers
-        lengths = {layer.get_seq_length() for layer in layers}
-        if len(lengths) != 1 or 0 in lengths or min(lengths) > len(tokens):
-            return  # it ended within a forward, or before the first
-        conversation.shared &= min(lengths) == len(conversation.tokens)
-        conversation.tokens = tokens[: min(lengths)].clone()
+    def _keep(self, conversation: Conversation) -> None:
         if conversation.nbytes > self.limit:
             return  # others would be dropped for it, and then it as well
         self.conversations.append(conversation)
@@ -220,9 +241,27 @@ class _Seen(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+def _settle(conversation: Conversation, tokens: Tensor, complete: bool) -> bool:
+    """Note which ``tokens`` [n] a conversation's cache has. False if that is unknown.
+
+    ``complete``: no forward failed. It may have updated the states of some layers.
+    """
+    length = cache_state.length(conversation.cache)
+    if not length or length > len(tokens):
+        return False  # it ended within a forward, or before the first
+    if not complete and any(map(cache_state.has_state, conversation.cache.layers)):
+        return False
+    conversation.shared &= length == len(conversation.tokens)
+    conversation.tokens = tokens[:length].clone()
+    return True
+
+
 def _can_crop(layer: Any, surplus: int) -> bool:
-    """A sliding window layer must still have the window before the token that it rewinds to."""
-    if not isinstance(layer, DynamicSlidingWindowLayer) or not layer.is_initialized:
+    """A sliding window layer must still have the window before the token that it rewinds to. A state of all tokens
+    cannot be rewound."""
+    if cache_state.has_state(layer):
+        return surplus == 0
+    if not cache_state.is_window(layer) or not layer.is_initialized:
         return True
     length: int = layer.get_seq_length()
     if length < layer.sliding_window:

@@ -25,6 +25,12 @@ _BY_PHASE = {
     "evicted": "Experts that were given up.",
     "failed": "Reads that ended in an error.",
 }
+_OF_PREFIXES = {
+    "hits": "Prompts of which a beginning was read from the prefix cache.",
+    "tokens": "Tokens of these beginnings.",
+    "read_bytes": "Bytes of keys and values that were read from it.",
+    "written_bytes": "Bytes of keys and values that were written to it.",
+}
 _OF_SERVER = {
     "prompt_tokens": "Tokens of the prompts.",
     "reused_tokens": "Of those, tokens whose keys had been kept.",
@@ -53,6 +59,8 @@ class Metrics:
             yield CounterMetricFamily(
                 f"torch_mesh_{name}", f"{about} Not with continuous batching.", getattr(counts, name)
             )
+        for name, about in _OF_PREFIXES.items():
+            yield CounterMetricFamily(f"torch_mesh_prefix_{name}", about, getattr(counts.prefixes, name))
         reading = self._progress.tokens
         yield GaugeMetricFamily("torch_mesh_reading_tokens", "Tokens of the prompt that is being read.", reading)
         done = self._progress.fraction if reading else 0

@@ -60,6 +60,12 @@ class Prompts:
         return "\n".join(found.values()) if isinstance(found, dict) else found
 
     @property
+    def special_ids(self) -> set[int]:
+        """Ids of tokens that are no text, such as those that begin and end messages."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+
+    @property
     def form(self) -> Form:
         return form_of(self.template, self._model_type)
 

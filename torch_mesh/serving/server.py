@@ -24,9 +24,11 @@ from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.serving.opening import open_processor, open_served, source_of
+from torch_mesh.serving.prefix_cache import PrefixCache
 from torch_mesh.serving.prompts import NO_TEMPLATE, Prompts
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
+from torch_mesh.validators import parse_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,6 +60,13 @@ OPTIONS = (
         False,
         bool,
         "Compute concurrent requests together, by transformers' continuous batching.",
+    ),
+    Option(
+        "prefix_cache",
+        "off",
+        str,
+        "Disk for keys and values of conversations, also of earlier processes, in the folder of torch-mesh cache: a "
+        "size such as 8GiB, or off.",
     ),
     Option("attn_implementation", None, str, "Attention of transformers (such as sdpa or eager)."),
     Option("compile", False, bool, "Compile decode steps, with a static cache."),
@@ -114,29 +123,22 @@ class Server:
         _check_packages()
         source = source_of(model)
         self.model = source.name
-        options = {option.name: option.default for option in OPTIONS} | dict(given)
         # Before the model is opened, which may take long.
-        arguments = _template_arguments(options)
-        _check_decision_config(options["decision_config"])
-        _check_numbers(options)
-        if options["dtype"] != "auto" and not isinstance(getattr(torch, options["dtype"], None), torch.dtype):
-            raise ValueError(f"--dtype {options['dtype']} is none of torch: give auto, bfloat16, float16 or float32")
+        options = settle_options(given)
         _check_key(options)
         _check_address(options["host"], options["port"])
-        logging.getLogger("transformers").setLevel(transformers_logging.log_levels[options["log_level"]])
-        if options["default_seed"] is None:
-            torch.seed()
-        else:
-            torch.manual_seed(options["default_seed"])
-
         processor = open_processor(source, options["trust_remote_code"])
         if must_chat and not getattr(processor, "chat_template", None):
             raise ValueError(f"{self.model} {NO_TEMPLATE}")
-        self._serve(open_served(source, config, options), processor, kept_bytes, arguments, options)
+        opened = open_served(source, config, options)
+        self.prompts = Prompts(self.model, processor, opened.config.model_type, opened.device, options["arguments"])
+        limit = options["prefix_bytes"]
+        prefixes = PrefixCache(opened, limit, self.prompts.special_ids) if limit else None
+        needs = find_needs(opened, keeps_windows=kept_bytes > 0 or prefixes is not None)
+        self.kept = KeptKeys(opened, kept_bytes, Admission(opened, needs), prefixes)
+        self._serve(opened, options)
 
-    def _serve(
-        self, model: Any, processor: Any, kept_bytes: int, arguments: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> None:
+    def _serve(self, model: Any, options: Mapping[str, Any]) -> None:
         import uvicorn
 
         from torch_mesh.serving.app import build_app
@@ -146,18 +148,11 @@ class Server:
         from torch_mesh.serving.metrics import Metrics
         from torch_mesh.serving.service import Service
 
-        self.kept = KeptKeys(model, kept_bytes, Admission(model, find_needs(model, kept_bytes > 0)))
-        self.prompts = Prompts(self.model, processor, model.config.model_type, model.device, arguments)
         batches = options["continuous_batching"]
         if batches:
             if not hasattr(model, "init_continuous_batching"):
                 raise ValueError(f"{self.model} has no continuous batching in transformers: leave the option out")
-            blocks = {
-                name.removeprefix(_BATCHES): value
-                for name, value in options.items()
-                if name.startswith(_BATCHES) and value is not None
-            }
-            self.engine: Engine = Batches(self.kept, self.prompts.tokenizer, blocks)
+            self.engine: Engine = Batches(self.kept, self.prompts.tokenizer, options["blocks"])
         else:
             self.engine = Engine(self.kept, self.prompts.tokenizer, options["compile"])
         service = self._service = Service(self.model, model, self.prompts, self.engine, options["compile"], batches)
@@ -215,6 +210,8 @@ class Server:
         self.engine.stop()
         # A process that ends before the thread of generate does is aborted.
         self.engine.worker.stop(max(0, end - time.monotonic()))
+        if self.kept.prefixes is not None:
+            self.kept.prefixes.close()
         # The application has cycles, and FastAPI keeps its functions.
         self._service.close()
         del self._server, self.engine, self.prompts, self.kept
@@ -225,6 +222,31 @@ class Server:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+
+
+def settle_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """All OPTIONS, and what follows from them: ``arguments`` of the chat template, ``prefix_bytes`` and ``blocks``, of
+    continuous batching. Sets the level of the log, and the seed.
+
+    Raises ValueError for an option that cannot be, ImportError where a package is missing.
+    """
+    options = {option.name: option.default for option in OPTIONS} | dict(given)
+    _check_decision_config(options["decision_config"])
+    _check_numbers(options)
+    if options["dtype"] != "auto" and not isinstance(getattr(torch, options["dtype"], None), torch.dtype):
+        raise ValueError(f"--dtype {options['dtype']} is none of torch: give auto, bfloat16, float16 or float32")
+    blocks = {
+        name.removeprefix(_BATCHES): value
+        for name, value in options.items()
+        if name.startswith(_BATCHES) and value is not None
+    }
+    derived = {"arguments": _template_arguments(options), "prefix_bytes": _prefix_bytes(options), "blocks": blocks}
+    logging.getLogger("transformers").setLevel(transformers_logging.log_levels[options["log_level"]])
+    if options["default_seed"] is None:
+        torch.seed()
+    else:
+        torch.manual_seed(options["default_seed"])
+    return options | derived
 
 
 def _check_packages() -> None:
@@ -275,6 +297,20 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
     share = given["cb_max_memory_percent"]
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"--cb-max-memory-percent {share} must be above 0 and at most 1")
+
+
+def _prefix_bytes(given: Mapping[str, Any]) -> int:
+    """0: no prefix cache."""
+    size = given["prefix_cache"]
+    if size == "off":
+        return 0
+    for name in ("compile", "continuous_batching"):
+        if given[name]:
+            raise ValueError(f"--prefix-cache {size} is not possible with --{name.replace('_', '-')}: leave one out")
+    try:
+        return parse_size(int(size) if size.isdigit() else size, "--prefix-cache")
+    except ValueError as error:
+        raise ValueError(f"{error} Or give off.") from None
 
 
 def _check_key(given: Mapping[str, Any]) -> None:

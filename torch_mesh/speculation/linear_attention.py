@@ -1,24 +1,28 @@
-"""Linear attention during drafting: token by token, with the state after each.
+"""Linear attention in steps: its state after each drafted token, or after some tokens of a prompt.
 
 The state of such a layer combines all tokens so far and cannot be cut. Several tokens at once would be computed in
 chunks (of 64 tokens, padded), with another order of sums and so another state for good. Therefore drafted tokens pass
 through the mixer one by one, as in plain decoding, while experts, attention and everything else process them together.
+A prompt passes through the mixer in a few parts, to keep the states between them.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from ..hf.cache_state import layer_states
 from ..hf.generation_compat import CACHE_NAMES
 from ..modules.experts import change_class
 
-_DRAFTING = "_mesh_drafting"  # attribute of a cache during drafting
+_STEPS = "_mesh_steps"  # attribute of a cache whose mixers process their tokens in steps
 _State = list[dict[int, Tensor | None]]
 
 
@@ -60,8 +64,7 @@ def _cache_name(module: nn.Module) -> str:
 
 
 class SteppedMixer(nn.Module):
-    """Mixed into the class of a mixer: processes tokens one by one in a cache during drafting, and is unchanged
-    otherwise.
+    """Mixed into the class of a mixer: processes tokens as the cache's steps say, and is unchanged without any.
 
     A mixin instead of torch's hooks, which may not change while another thread's forward runs. Copies and pickles have
     the original class.
@@ -71,8 +74,8 @@ class SteppedMixer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward
-        drafting: LinearAttention | None = getattr(kwargs.get(self._mesh_cache_name), _DRAFTING, None)
-        return forward(*args, **kwargs) if drafting is None else drafting.step(self, forward, args, kwargs)
+        steps: LinearAttention | Checkpoints | None = getattr(kwargs.get(self._mesh_cache_name), _STEPS, None)
+        return forward(*args, **kwargs) if steps is None else steps.step(self, forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -120,7 +123,7 @@ class LinearAttention:
             (mixer,) = _mixers(model, index)
             _step_mixer(mixer)
         if linear:
-            setattr(cache, _DRAFTING, self)
+            setattr(cache, _STEPS, self)
 
     def step(self, mixer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Call ``forward`` on hidden states [texts, tokens, hidden], token by token."""
@@ -134,7 +137,7 @@ class LinearAttention:
         found: list[Tensor] = []
         for token in range(tokens):
             states.append(_copied(layer))
-            one, by_name = _one(args, kwargs, token)
+            one, by_name = _part(args, kwargs, token, token + 1)
             found.append(forward(*one, **by_name))
         return torch.cat(found, dim=1)
 
@@ -151,17 +154,65 @@ class LinearAttention:
         self._states.clear()
 
     def finish(self) -> None:
-        vars(self._cache).pop(_DRAFTING, None)
+        vars(self._cache).pop(_STEPS, None)
         self._states.clear()
 
 
-def _one(args: tuple[Any, ...], kwargs: dict[str, Any], token: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for one token. transformers drops padding masks for single tokens; drafted tokens have no
-    padding."""
+class Checkpoints:
+    """The states of linear attention after some of a prompt's tokens, while it is computed into ``cache``.
+
+    Args:
+        start: tokens in the cache.
+        positions: numbers of tokens, ascending and above ``start``, after which states are kept.
+    """
+
+    def __init__(self, model: nn.Module, cache: Any, start: int, positions: Sequence[int]) -> None:
+        self._cache, self._positions = cache, positions
+        self._done = {index: start for index, layer in enumerate(cache.layers) if is_linear(layer)}
+        self._states: dict[int, dict[str, Tensor]] = {position: {} for position in positions}
+        mixers = {index: _mixers(model, index) for index in self._done}
+        if not positions or any(len(found) != 1 for found in mixers.values()):
+            return  # which of a layer's modules has the state is ambiguous
+        for (mixer,) in mixers.values():
+            _step_mixer(mixer)
+        setattr(cache, _STEPS, self)
+
+    def step(self, mixer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Call ``forward`` on hidden states [1, tokens, hidden], in parts that end at the positions."""
+        index = mixer.layer_idx
+        before = self._done[index]
+        tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
+        self._done[index] = before + tokens
+        within = [position - before for position in self._positions if before < position <= before + tokens]
+        if not within:
+            whole: Tensor = forward(*args, **kwargs)
+            return whole
+        found: list[Tensor] = []
+        for start, end in itertools.pairwise(dict.fromkeys([0, *within, tokens])):
+            part, by_name = _part(args, kwargs, start, end)
+            found.append(forward(*part, **by_name))
+            if end in within:
+                self._states[before + end] |= layer_states(self._cache, index)
+        return torch.cat(found, dim=1)
+
+    def finish(self) -> dict[int, dict[str, Tensor]]:
+        """The states by position, where all layers have come to it."""
+        vars(self._cache).pop(_STEPS, None)
+        return {
+            position: states
+            for position, states in self._states.items()
+            if {int(name.partition(".")[0]) for name in states} == self._done.keys()
+        }
+
+
+def _part(
+    args: tuple[Any, ...], kwargs: dict[str, Any], start: int, end: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for some tokens. transformers drops padding masks for single tokens; these have no padding."""
     kwargs = kwargs | {"attention_mask": None}
     if args:
-        return (args[0][:, token : token + 1], *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": kwargs["hidden_states"][:, token : token + 1]}
+        return (args[0][:, start:end], *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": kwargs["hidden_states"][:, start:end]}
 
 
 def _states(layer: Any) -> list[dict[int, Tensor | None]]:

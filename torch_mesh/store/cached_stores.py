@@ -1,4 +1,4 @@
-"""The stores in torch_mesh's cache folder: list and remove them."""
+"""What is in torch_mesh's cache folder, stores and keys of prompts: list and remove it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch_mesh.errors import MeshError, StoreError
 from torch_mesh.store.disk_cache import cache_folder
 from torch_mesh.store.folders import lock_path
 from torch_mesh.store.manifest import is_of_another_release, is_store, read_manifest
+from torch_mesh.store.prefix_blocks import prefix_folder
 from torch_mesh.system.atomic_files import locked
 
 _REST = "-rest-"  # dense weights of a quantized checkpoint: patching/quantizer.py
@@ -40,9 +41,9 @@ class CachedStore:
 
 
 def cached_stores() -> list[CachedStore]:
-    """All cached stores, most recently used first. Raises MeshError if there is no cache folder."""
-    folder = cache_folder() / "stores"
-    there = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    """All cached stores and prefix caches, most recently used first. Raises MeshError if there is no cache folder."""
+    folders = [folder for folder in (cache_folder() / "stores", prefix_folder()) if folder.is_dir()]
+    there = [path for folder in folders for path in folder.iterdir() if path.is_dir()]
     found = [described for path in there if (described := _describe(path)) is not None]
     return sorted(found, key=lambda each: -each.used)
 
@@ -96,6 +97,8 @@ def _about(folder: Path) -> tuple[str, str]:
         else:
             what = "replaced" if ".replaced-" in folder.name else "a conversion that has not ended"
         return what, what
+    if folder.parent == prefix_folder():
+        return "keys of prompts (prefix cache)", ""
     if _REST in folder.name:
         return "dense weights of a quantised checkpoint", ""
     if not is_store(folder):

@@ -1,0 +1,77 @@
+"""Every family: what its cache holds is taken out, kept on disk and put back, and the model goes on with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from torch import Tensor
+from transformers import DynamicCache
+
+from torch_mesh.hf import cache_state
+from torch_mesh.hf.generation_compat import CACHE_NAME
+from torch_mesh.hf.kv_cache import record_past
+from torch_mesh.serving import prefix_cache
+from torch_mesh.serving.prefix_cache import PrefixCache, unsupported_reason
+
+BLOCK = 16  # tokens: tiny models have 128 positions
+# Other than a float32 tensor's order of sums: a token of a tiny model may be routed otherwise.
+TOLERANCE = 1e-3
+
+
+def _empty(model: Any) -> DynamicCache:
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    for layer in filter(cache_state.is_window, cache.layers):
+        record_past(layer)
+    return cache
+
+
+def _forward(model: Any, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
+    """``tokens`` [n] and those before them in ``cache``, as generate computes them."""
+    given: dict[str, Any] = {}
+    if cache is not None:
+        known = cache_state.length(cache) or 0
+        given = {CACHE_NAME: cache, "attention_mask": torch.ones(1, known + len(tokens), dtype=torch.long)}
+    output = model(input_ids=tokens[None], use_cache=cache is not None, **given)
+    return output.logits[0] if "logits" in output else output.last_hidden_state[0]
+
+
+# Parts of models that are not called as here, a model that sees later tokens too, and one whose tiny config has a
+# window that it does not use.
+_OTHERWISE = {
+    "Qwen3OmniMoeTalkerTextExperts",
+    "OpenAIPrivacyFilterExperts",
+    "Qwen3OmniMoeThinkerTextExperts",
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(TINY_MODELS.keys() - _OTHERWISE))
+def test_a_family_goes_on_from_disk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "BLOCK", BLOCK)
+    model = TINY_MODELS[name].build().float()
+    if reason := unsupported_reason(model):
+        pytest.skip(reason)
+    tokens = torch.randint(3, 100, (90,))
+    tokens[69] = 101
+    prefixes = PrefixCache(model, 1 << 30)
+    cache = _empty(model)
+    with torch.no_grad():
+        expected = _forward(model, tokens)
+        checkpoints = prefixes.checkpoints(tokens[:70], 0, cache)
+        found = _forward(model, tokens[:70], cache)
+        states = {} if checkpoints is None else checkpoints.finish()
+        scale = TOLERANCE * expected.abs().max()
+        assert (found - expected[:70]).abs().max() <= scale
+        prefixes.save(tokens[:70], cache, states)
+        prefixes.flush()
+        other = torch.cat([tokens[:69], tokens[80:]])  # parts from it within the last block
+        for prompt, length in ((tokens, 70), (other, 64 if states or checkpoints is None else 0)):
+            restored = _empty(model)
+            assert prefixes.restore(prompt, restored) == length
+            if length:
+                rest = _forward(model, prompt[length:], restored)
+                assert (rest - _forward(model, prompt)[length:]).abs().max() <= scale
+    prefixes.close()
