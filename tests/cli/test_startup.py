@@ -209,6 +209,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.thorough
 def test_transformers_has_the_format_however_it_is_imported() -> None:
     _run(_REGISTERS, "transformers.integrations.gguf", "torch_mesh.hf.saving")
 

@@ -36,7 +36,7 @@ def smaller(original: PreTrainedModel) -> PreTrainedModel:
     return torch_mesh.patch(copy.deepcopy(original), weights="tcq2", attention="mesh")
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_tokens_are_those_of_plain_decoding(
     original: PreTrainedModel, smaller: PreTrainedModel, tokenizer: Any, sampled: bool, compiled: bool

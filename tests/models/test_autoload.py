@@ -84,6 +84,7 @@ def test_torch_alone_imports_nothing_of_it(environment: dict[str, str]) -> None:
     assert _run(program, environment).splitlines() == ["[] True False", "True"]
 
 
+@pytest.mark.thorough
 def test_a_package_that_does_not_import_is_no_error(environment: dict[str, str], tmp_path: Path) -> None:
     broken = tmp_path / "torch_mesh"
     broken.mkdir()
@@ -96,6 +97,7 @@ def test_a_package_that_does_not_import_is_no_error(environment: dict[str, str],
     assert said == "goes on\n"
 
 
+@pytest.mark.thorough
 def test_a_quantiser_that_does_not_import_is_no_error(environment: dict[str, str]) -> None:
     program = (
         "import sys, torch\n"
@@ -110,10 +112,10 @@ def test_a_quantiser_that_does_not_import_is_no_error(environment: dict[str, str
 @pytest.mark.parametrize(
     "first",
     [
-        "import transformers.quantizers.auto",
-        "import transformers.modeling_utils",
+        pytest.param("import transformers.quantizers.auto", marks=pytest.mark.thorough),
+        pytest.param("import transformers.modeling_utils", marks=pytest.mark.thorough),
         "from transformers import Qwen3MoeForCausalLM",  # after which nothing of transformers has to be imported
-        "import torch, transformers.quantizers.auto",
+        pytest.param("import torch, transformers.quantizers.auto", marks=pytest.mark.thorough),
     ],
 )
 def test_transformers_may_come_before_torch(first: str, converted: Path, environment: dict[str, str]) -> None:

@@ -70,9 +70,9 @@ def _assert_follow(model: Any, original: Any, prompts: list[list[int]], tokens: 
     "fields",
     [
         {"resident": 0.25},
-        {"resident": 0.05},  # hardly more than one token needs
+        pytest.param({"resident": 0.05}, marks=pytest.mark.thorough),  # hardly more than one token needs
         {"resident": 0.25, "dense": "bf16"},
-        {"resident": 0.25, "policy": "lru", "prefetch": "off"},
+        pytest.param({"resident": 0.25, "policy": "lru", "prefetch": "off"}, marks=pytest.mark.thorough),
         {"resident": 1.0},
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),

@@ -284,7 +284,9 @@ def test_hub_id_offline(converted: bool, tmp_path: Path, ids: torch.Tensor) -> N
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
 
 
-@pytest.mark.parametrize("missing", ["mesh_manifest.json", "mesh-00001-of-00001.safetensors"])
+@pytest.mark.parametrize(
+    "missing", ["mesh_manifest.json", pytest.param("mesh-00001-of-00001.safetensors", marks=pytest.mark.thorough)]
+)
 def test_what_the_hub_has_of_a_converted_folder_is_fetched_if_it_is_not_there(
     missing: str, tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

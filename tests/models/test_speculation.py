@@ -760,6 +760,7 @@ def test_keys_that_a_server_keeps_are_kept() -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.thorough), OSS])
+@pytest.mark.thorough
 def test_compiled_steps_stay_compiled(name: str) -> None:
     """Each number of drafted tokens is a graph."""
     model = torch_mesh.compile(torch_mesh.patch(_spread(name), resident=0.5), backend="eager", fullgraph=True)

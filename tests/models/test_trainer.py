@@ -93,9 +93,10 @@ def test_plain_transformers_opens_what_was_trained(tmp_path: Path) -> None:
     [
         ("patched", QWEN, {}),
         ("raw", QWEN, {}),
-        ("converted", QWEN, {}),
-        ("raw", GPT_OSS, {}),  # its checkpoints name the experts as its modules do
-        ("converted", GPT_OSS, {}),
+        pytest.param("converted", QWEN, {}, marks=pytest.mark.thorough),
+        # Its checkpoints name the experts as its modules do.
+        pytest.param("raw", GPT_OSS, {}, marks=pytest.mark.thorough),
+        pytest.param("converted", GPT_OSS, {}, marks=pytest.mark.thorough),
     ],
 )
 def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(

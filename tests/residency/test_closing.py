@@ -150,6 +150,11 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize(
+    "reader",
+    ["uring", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("threads", "buffered"))],
+    indirect=True,
+)
 def test_reads_that_never_end_hold_up_neither_close_nor_del_nor_exit(reader: str, tmp_path: Path) -> None:
     assert run(STUCK, str(tmp_path / "store"), reader).split("\n") == ["interrupted", "at the end", ""]
 
@@ -161,6 +166,7 @@ def test_a_ring_that_may_be_made_and_not_entered_is_not_used(tmp_path: Path) -> 
         pytest.skip("this process may not install a seccomp filter")
 
 
+@pytest.mark.thorough
 def test_a_ring_for_whose_entries_there_is_no_memory_is_not_used(tmp_path: Path) -> None:
     if why := _C.features()["uring"]:
         pytest.skip(why)

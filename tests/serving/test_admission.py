@@ -193,7 +193,7 @@ def test_conversations_go_before_a_request_is_refused(
     ask(prompts[0])
 
 
-@pytest.mark.parametrize("batching", [False, True])
+@pytest.mark.parametrize("batching", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_server_refuses_it_as_openai_does(
     batching: bool, serving: Callable[..., Any], folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -465,7 +465,7 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
     assert "pip install torch_mesh[serve]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("reaches_the_network", [True, False])
+@pytest.mark.parametrize("reaches_the_network", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_a_conversation_in_the_terminal(
     reaches_the_network: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -338,6 +338,7 @@ def test_rows_that_a_loss_of_power_took_are_collected_again(
     assert not list(store.folder.glob("calibration*"))
 
 
+@pytest.mark.thorough
 def test_ctrl_c_while_the_text_runs(tmp_path: Path, mesh_tiny: Path, prose: str) -> None:
     arguments = [str(mesh_tiny), str(tmp_path / "store"), "--weights", "int4", "--calibrate", prose]
     process = subprocess.Popen(
