@@ -1,8 +1,7 @@
 """Claim: one row through a layer's experts takes hardly longer than reading their bytes: 0.9 of a plain read's speed in
 bf16 and int8 and 0.85 in int4 on one thread, 0.8 on all. Records that hold a checkpoint's codes keep up with those of
-their like: mxfp4 and nvfp4 with
-0.95 of the bytes per second of lut4, fp8 with 0.85 of those of bf16. tcq2 and tcq3 reach 0.8 of the weights per second
-of int4.
+their like: mxfp4 and nvfp4 with 0.95 of the bytes per second of lut4, fp8 with 0.85 of those of bf16. bf12 reaches 1.1
+of the weights per second of bf16, tcq2 and tcq3 0.8 of those of int4.
 
 Everything is resident. The op takes the experts in turn, top-8 of 128, so nothing is in a cache when its turn comes.
 The plain read adds up the same records in the same pages with the same threads, as fast as they can; op and read take
@@ -20,7 +19,7 @@ from typing import Any
 import harness
 import torch
 from harness import Report, Row
-from op_layer import CODES, EXPERTS, HIDDEN, TOP_K, TRELLIS, WEIGHTS_PER_EXPERT, ResidentLayer, random_expert
+from op_layer import BY_WEIGHTS, CODES, EXPERTS, HIDDEN, TOP_K, WEIGHTS_PER_EXPERT, ResidentLayer, random_expert
 
 from torch_mesh._C import features
 
@@ -122,7 +121,7 @@ def measure(options: Any) -> Report:
         for weights, group_size, like, its_group, at_least in CODES:
             own, its = (weights, group_size), (like, its_group)
             report.add(beside(own, its, at_least, threads, expert, options.pairs, report.details))
-        for weights, group_size, like, its_group, at_least, _ in TRELLIS:
+        for weights, group_size, like, its_group, at_least, _ in BY_WEIGHTS:
             own, its = (weights, group_size), (like, its_group)
             report.add(beside(own, its, at_least, threads, expert, options.pairs, report.details, in_weights=True))
     report.notes += [

@@ -35,8 +35,12 @@ CODES = (
     ("fp8", 32, "bf16", 0, 0.85),
     ("int4_fp16", 64, "int4", 64, 0.95),
 )
-# The same of formats whose speed is counted in weights: decoding them takes arithmetic.
-TRELLIS = (("tcq3", 128, "int4", 64, 0.8, 0.9), ("tcq2", 128, "int4", 64, 0.8, 0.9))  # of one row, of many
+# The same of formats whose speed is counted in weights: decoding them takes arithmetic. Of one row, of many.
+BY_WEIGHTS = (
+    ("bf12", 0, "bf16", 0, 1.1, 0.95),
+    ("tcq3", 128, "int4", 64, 0.8, 0.9),
+    ("tcq2", 128, "int4", 64, 0.8, 0.9),
+)
 
 
 def random_expert(generator: torch.Generator, shape: Shape = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,12 +17,12 @@ import harness
 import torch
 from decode_op import GROUP_SIZE, LAG, experts_in_turn
 from harness import Report
-from op_layer import HIDDEN, TOP_K, TRELLIS, ResidentLayer, random_expert
+from op_layer import BY_WEIGHTS, HIDDEN, TOP_K, ResidentLayer, random_expert
 
 from torch_mesh._C import features
 
 FORMATS = {"bf16": GROUP_SIZE, "int8": GROUP_SIZE, "int4": GROUP_SIZE, "lut4": GROUP_SIZE} | {
-    weights: group for weights, group, *_ in TRELLIS
+    weights: group for weights, group, *_ in BY_WEIGHTS
 }
 MOST = {4: 1.5, 8: 1.5, 16: 2.2, 22: 2.2}  # times one row's time
 

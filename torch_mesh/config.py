@@ -19,7 +19,7 @@ from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import validators
-from .formats import DENSE_FORMATS, FORMATS, GROUP_SIZES, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
+from .formats import DENSE_FORMATS, FORMATS, GPU_FORMATS, GROUP_SIZES, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
 from .validators import Values, count, one_of, parse_size, path, reader, share, shown
 
 # Of a CUDA device that takes experts: tl.dot needs it for bf16.
@@ -109,7 +109,7 @@ class GpuFields:
     )
     weights: str = _field(
         "auto",
-        one_of("auto", *ROUNDED_FORMATS),
+        one_of("auto", *GPU_FORMATS),
         'Format of the experts on the GPU. `"auto"`: as in memory. Their records come from a store in '
         "`store`'s folder with the format behind its name, or from a bf16 checkpoint itself. For a converted "
         "checkpoint only formats of fewer bits are available.",
@@ -151,7 +151,7 @@ class LossyFields:
     )
     fallback: str = _field(
         "none",
-        one_of("none", *(name for name in ROUNDED_FORMATS if name != "bf16")),
+        one_of("none", *(name for name in ROUNDED_FORMATS if not FORMATS[name].holds_bf16)),
         "Format, with fewer bits, of the records that decode steps use for cold experts. They take three "
         'quarters of `resident`. `"none"` is exact. Not for models with '
         "[unfused](models.md#what-is-peculiar-about-some) experts, nor with `lossy.deferred_experts` or "
@@ -250,7 +250,8 @@ class MeshConfig(QuantizationConfigMixin):
         validators.weights("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS),
         'Format of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the '
         "nearest](checkpoints.md); with "
-        "`max_error`, the fastest. lut4 has int4's size, a seventh less error and somewhat more arithmetic. "
+        "`max_error`, the fastest. bf12 has bf16's values in three quarters of its bytes. lut4 has int4's size, a "
+        "seventh less error and somewhat more arithmetic. "
         "[tcq3 and tcq2](formats.md) have three and two bits per weight, tcq2+tcq3 two for gate and up and three for "
         "down; their conversion takes up to half an hour. "
         f"{in_words(PASSTHROUGH_FORMATS)} hold the codes of a [quantised checkpoint](checkpoints.md) unchanged; "

@@ -32,7 +32,8 @@ class WeightFormat:
 
     ``dense`` is whether linear layers outside the experts can have the format, ``calibrated`` whether
     ``pack_calibrated`` packs it, ``codes`` whether a record of it can be made of a checkpoint's own codes, and ``gpu``
-    whether the Triton kernels compute with it. ``trellis`` formats have codes that depend on their neighbours.
+    whether the Triton kernels compute with it. ``trellis`` formats have codes that depend on their neighbours. ``gguf``
+    formats are GGUF's types of these names.
 
     ``matrices`` names the formats of gate_up and down in a record that has two.
     """
@@ -47,6 +48,7 @@ class WeightFormat:
     calibrated: bool = False
     codes: bool = False
     trellis: bool = False
+    gguf: bool = False
     gpu: bool = True
     matrices: tuple[str, str] | None = None
 
@@ -54,6 +56,11 @@ class WeightFormat:
     def rounded(self) -> bool:
         """Whether weights can be rounded to it."""
         return bool(self.errors)
+
+    @property
+    def holds_bf16(self) -> bool:
+        """Whether it holds every bf16 weight unchanged."""
+        return self.rounded and not any(self.errors.values())
 
     @property
     def chosen_groups(self) -> bool:
@@ -68,6 +75,7 @@ def _gguf(bits: int, scale_bits: int, group_size: int, description: str) -> Weig
         scale_bits=scale_bits,
         group_sizes=(group_size,),
         codes=True,
+        gguf=True,
         gpu=False,
         description=f"GGUF's {description}",
     )
@@ -82,6 +90,15 @@ _LISTED: Mapping[str, WeightFormat] = {
         errors={0: 0.0},  # of bf16 weights; BF16_ERROR for others
         dense=True,
         description="as in most checkpoints",
+    ),
+    "bf12": WeightFormat(
+        version=1,
+        bits=12.125,
+        group_sizes=(0,),
+        errors={0: 0.0},
+        dense=True,
+        gpu=False,
+        description="bf16 without what its exponents repeat ([how](decisions/0073-bf12.md))",
     ),
     "int8": WeightFormat(
         version=2,  # version 1 had weight sums
@@ -163,7 +180,7 @@ _LISTED: Mapping[str, WeightFormat] = {
     "q4_1": _gguf(4, 32, 32, "Q4_1"),
 }
 # That hold a type of GGUF: a record may have one for gate and up and another for down, and layers may differ.
-GGUF_FORMATS = (*(name for name, each in _LISTED.items() if not each.gpu), "int8_fp16", "int4_fp16", "mxfp4")
+GGUF_FORMATS = (*(name for name, each in _LISTED.items() if each.gguf), "int8_fp16", "int4_fp16", "mxfp4")
 
 
 def layer_formats(weights: str) -> list[str]:
@@ -221,6 +238,7 @@ class _Formats(dict[str, WeightFormat]):
 FORMATS: Mapping[str, WeightFormat] = _Formats(_LISTED)
 ROUNDED_FORMATS = tuple(name for name, each in FORMATS.items() if each.rounded)
 PASSTHROUGH_FORMATS = tuple(name for name, each in FORMATS.items() if not each.rounded)
+GPU_FORMATS = tuple(name for name, each in FORMATS.items() if each.rounded and each.gpu)
 DENSE_FORMATS = tuple(name for name, each in FORMATS.items() if each.dense)
 CALIBRATED_FORMATS = tuple(name for name, each in FORMATS.items() if each.calibrated)
 

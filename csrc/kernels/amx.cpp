@@ -13,6 +13,7 @@ struct AmxTiles {
   static constexpr auto begin = begin_tiles;
   static constexpr auto end = end_tiles;
   static constexpr Product bf16 = tile_bf16;
+  static constexpr Product bf12 = tile_bf12;
   static constexpr Product fp8 = tile_fp8;
   template <typename Scales>
   static constexpr Product bytes =

@@ -15,7 +15,8 @@ struct NativeBf16Dot {
   using Row = Weights;
   static constexpr int kRowWords = 1;
 
-  static Weights weights(const std::byte* words) { return {load_words(words)}; }
+  static Weights expand(Words words) { return {words}; }
+  static Weights weights(const std::byte* words) { return expand(load_words(words)); }
   static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
   static Sum add(Sum sum, const Row& row, const Weights& weights) {
     return _mm512_dpbf16_ps(sum, (__m512bh)row.pairs, (__m512bh)weights.pairs);

@@ -16,6 +16,16 @@ struct Prefetching : Dot {
   static constexpr int32_t kPrefetchBytes = 2048;
 };
 
+// For weights that are in the first-level cache.
+template <typename Dot>
+struct WithoutPrefetching {
+  using Type = Dot;
+};
+template <typename Dot>
+struct WithoutPrefetching<Prefetching<Dot>> {
+  using Type = Dot;
+};
+
 // A Dot that asks for the next group, or step, of weights where several tiles of rows go over one.
 // The prefetchers of AMD's cores keep up with one row by themselves, and stand still while a tile
 // reads what is in the cache.

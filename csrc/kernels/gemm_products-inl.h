@@ -50,9 +50,10 @@ struct RuntimeGemm {
   }
 };
 
-// sums is kTileRows rows long, whatever there are of them.
-template <typename Gemm>
-inline void gemm_bf16(const BlockProducts& products, const Gemm& gemm) {
+// Of words of bf16: words(k, depth) are those of k-values [k, k + depth). sums is kTileRows rows
+// long, whatever there are of them.
+template <typename Gemm, typename WordsOf>
+inline void gemm_words(const BlockProducts& products, const Gemm& gemm, const WordsOf& words) {
   alignas(64) std::byte gathered[kTileRows * Gemm::kBf16Depth * 2];
   alignas(64) float part[kTileRows * kBlockColumns];
   const int32_t rows = products.rows.count;
@@ -60,15 +61,20 @@ inline void gemm_bf16(const BlockProducts& products, const Gemm& gemm) {
     const int32_t left = products.shape.depth_padded - k;
     const int32_t depth = left < Gemm::kBf16Depth ? left : Gemm::kBf16Depth;
     gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
-    const std::byte* block = products.block + int64_t{k} * kBlockColumns * 2;
     const bool alone = k == 0 && !Gemm::kWholeTiles;
-    gemm.bf16(rows, depth, gathered, block, alone ? products.sums : part);
+    gemm.bf16(rows, depth, gathered, words(k, depth), alone ? products.sums : part);
     if (alone) continue;
     for (int32_t i = 0; i < rows * kBlockColumns; i += kLanes) {
       const Floats more = load(part + i);
       store(products.sums + i, k == 0 ? more : load(products.sums + i) + more);
     }
   }
+}
+
+template <typename Gemm>
+inline void gemm_bf16(const BlockProducts& products, const Gemm& gemm) {
+  gemm_words(products, gemm,
+             [&](int32_t k, int32_t) { return products.block + int64_t{k} * kBlockColumns * 2; });
 }
 
 // Two vectors of words of bf16, which holds every number of E4M3.

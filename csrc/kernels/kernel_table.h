@@ -177,7 +177,8 @@ struct FormatKernels {
   void (*dequantize)(const SquareOfBlock& from, float* square);
 
   // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
-  // even). nullptr: it is made of codes, or of a trellis.
+  // even; words of bf16 for bf12, which pack_bf12.h packs). nullptr: it is made of codes, or of a
+  // trellis.
   void (*pack_group)(const float* panel, int32_t depth, std::byte* group) = nullptr;
   TrellisPacking pack_trellis = {};
   GroupQuantiser quantiser = {};

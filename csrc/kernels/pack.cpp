@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "kernels/kernel_table.h"
+#include "kernels/pack_bf12.h"
 #include "kernels/pack_calibrated.h"
 #include "kernels/pack_codes.h"
 #include "kernels/weight_panel.h"
@@ -16,18 +17,36 @@ namespace {
 
 int32_t at_most(int32_t value, int32_t limit) { return value < limit ? value : limit; }
 
-void pack_groups(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
-                 int32_t first_row, std::byte* block) {
-  const int32_t depth = matrix.format == Format::kBf16 ? kBlockColumns : matrix.group_size;
-  const int64_t step = matrix.block_bytes / (matrix.depth_padded / depth);
+// take(panel) for each `depth` of a block's inputs.
+template <typename Take>
+void for_each_panel(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
+                    int32_t first_row, int32_t depth, const Take& take) {
   const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
   alignas(64) float panel[kMaxGroup * kBlockColumns];
   for (int32_t k = 0; k < matrix.depth_padded; k += depth) {
     const int32_t columns = at_most(matrix.depth - k, depth);
     load_panel(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth, panel);
-    table.of(matrix.format).pack_group(panel, depth, block);
-    block += step;
+    take(panel);
   }
+}
+
+void pack_groups(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
+                 int32_t first_row, std::byte* block) {
+  const auto pack_group = table.of(matrix.format).pack_group;
+  if (matrix.format == Format::kBf12) {
+    Bf12Packer packer(block, matrix.depth_padded / kBf12Depth);
+    alignas(64) std::byte words[kBf12WordsBytes];
+    return for_each_panel(table, matrix, view, first_row, kBf12Depth, [&](const float* panel) {
+      pack_group(panel, kBf12Depth, words);
+      packer.add(words);
+    });
+  }
+  const int32_t depth = matrix.format == Format::kBf16 ? kBlockColumns : matrix.group_size;
+  const int64_t step = matrix.block_bytes / (matrix.depth_padded / depth);
+  for_each_panel(table, matrix, view, first_row, depth, [&](const float* panel) {
+    pack_group(panel, depth, block);
+    block += step;
+  });
 }
 
 // Codes of a trellis depend on all of their stream: the whole block is loaded first.
@@ -98,7 +117,7 @@ void check_rounds(Format format) {
   throw Error(ErrorKind::kInvalid,
               std::string("nothing is rounded to ") + format_name(format) +
                   ", which holds the codes of a checkpoint as they are; allowed for other weights: "
-                  "bf16, int8, int4, lut4, tcq2, tcq3");
+                  "bf16, bf12, int8, int4, lut4, tcq2, tcq3");
 }
 
 void check_calibrates(Format format) {

@@ -12,7 +12,7 @@ constexpr int kPanelUnroll = 4;
 static_assert(kStepDepth == kSquare);  // rows of both go to add_panel_rows
 
 struct Panel {
-  const std::byte* next;  // the words of the next panel
+  const std::byte* next;  // what the next panel is made from
   int32_t depth;
   alignas(64) float weights[kStepDepth][kBlockColumns];  // 16 KiB
   alignas(64) float rows[kTileRows][kStepDepth];
@@ -88,7 +88,6 @@ inline void panel_tile(const Panel& panel, const Step& step, int32_t first, floa
 template <typename Dot, typename Step>
 inline void panel_step(const BlockProducts& products, int32_t depth, const std::byte* words,
                        float unit, const Step& step, Panel& panel) {
-  panel.next = words + int64_t{panel.depth / 2} * kBlockColumns * column_bytes<Dot>();
   expand<Dot>(words, unit, panel.depth, panel.weights[0]);
   for (int32_t r = 0; r < products.rows.count; ++r) {
     const std::byte* row = operand_row(products, r) + int64_t{depth} * 2;
@@ -106,6 +105,7 @@ inline void bf16_panels(const BlockProducts& products) {
   panel.depth = kStepDepth;
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
     const std::byte* words = products.block + int64_t{depth} * kBlockColumns * 2;
+    panel.next = words + int64_t{panel.depth} * kBlockColumns * 2;
     panel_step<ExpandedBf16Dot>(products, depth, words, 1, Unscaled{}, panel);
   }
 }
@@ -116,7 +116,9 @@ inline void fp8_panels(const BlockProducts& products) {
   Panel panel;
   panel.depth = fp8_step_depth(products.shape.group_size);
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
-    panel_step<ExpandedFp8Dot>(products, depth, pairs + int64_t{depth} * kBlockColumns, E4m3::kUnit,
+    const std::byte* own = pairs + int64_t{depth} * kBlockColumns;
+    panel.next = own + int64_t{panel.depth} * kBlockColumns;
+    panel_step<ExpandedFp8Dot>(products, depth, own, E4m3::kUnit,
                                Fp8Step(products.block, products.shape.group_size, depth, 1), panel);
   }
   E4m3::restore_subnormals(before);

@@ -29,13 +29,14 @@ inline Words to_integers(Floats x) {
 // Ordered like the magnitudes themselves, with NaN above infinity.
 inline Words magnitude_bits(Floats x) { return as_words(x) & broadcast_word(0x7fffffff); }
 
-// Nearest bf16, ties to even, in the low half. Rounding would carry a NaN's payload away: its quiet
-// bit is set instead.
+// Nearest bf16, ties to even, in the low half. Rounding would carry away the payload of a NaN that
+// is none of bf16: its quiet bit is set instead.
 inline Words bf16_bits(Floats x) {
   const Words bits = as_words(x);
   const Words odd = shift_right<16>(bits) & broadcast_word(1);
   const Words rounded = add_words(bits, add_words(odd, broadcast_word(0x7fff)));
-  const Words quiet = bits | broadcast_word(0x400000);
+  const Words beyond = add_words(bits & broadcast_word(0xffff), broadcast_word(0xffff));
+  const Words quiet = bits | shift_left<22>(shift_right<16>(beyond));
   return shift_right<16>(as_words(select(is_number(x), as_floats(rounded), as_floats(quiet))));
 }
 

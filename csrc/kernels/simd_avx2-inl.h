@@ -155,6 +155,17 @@ inline Words look_up_bytes(const uint8_t (&table)[16], Words bytes) {
   const auto* from = reinterpret_cast<const __m128i*>(table);
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(from)), bytes);
 }
+// A table of 16 bytes that is known when it runs.
+inline Words load_table(const void* from) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
+inline Words look_up_bytes(Words table, Words bytes) { return _mm256_shuffle_epi8(table, bytes); }
+// Bytes of both in turn: of the lower eight of each 16, and of the upper ones.
+inline void interleave_bytes(Words& first, Words& second) {
+  const Words lower = _mm256_unpacklo_epi8(first, second);
+  second = _mm256_unpackhi_epi8(first, second);
+  first = lower;
+}
 // Words below 2^15 times the sum of a row's group, which 16 bits hold.
 inline Words times_row_sum(Words words, int32_t row_sum) {
   return _mm256_madd_epi16(words, _mm256_set1_epi32(row_sum));
@@ -176,6 +187,7 @@ inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {
 }  // namespace
 }  // namespace torch_mesh
 
+#include "kernels/bf12_words-inl.h"
 #include "kernels/e4m3_as_floats-inl.h"
 
 namespace torch_mesh {

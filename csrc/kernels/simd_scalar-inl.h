@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/tile_shape.h"
+#include "store/bf12.h"
 
 namespace torch_mesh {
 namespace {
@@ -139,6 +140,31 @@ struct E4m3 {
 };
 
 inline void transpose_lanes(float (&)[1]) {}
+
+// Rows of bf12 as words of bf16.
+class Bf12Words {
+ public:
+  explicit Bf12Words(const std::byte* table) : table_(table) {}
+
+  // take(column, word) for each column of the row, but for exceptions.
+  template <typename Take>
+  void read(const std::byte* row, const Take& take) const {
+    for (int32_t column = 0; column < 64; ++column) {
+      const int32_t place = bf12_place(column);
+      const std::byte* names = row + kBf12NamesOffset + place % 64;
+      uint32_t word = 0;
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t both = static_cast<uint8_t>(names[k]);
+        const auto upper = static_cast<uint32_t>(table_[place < 64 ? both & 15 : both >> 4]);
+        word |= (static_cast<uint32_t>(row[place + k]) | upper << 8) << 16 * k;
+      }
+      take(column, word);
+    }
+  }
+
+ private:
+  const std::byte* table_;
+};
 
 }  // namespace
 }  // namespace torch_mesh

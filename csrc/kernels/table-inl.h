@@ -8,6 +8,7 @@
 
 #include "kernels/activations-inl.h"
 #include "kernels/attention-inl.h"
+#include "kernels/bf12_products-inl.h"
 #include "kernels/exact_products-inl.h"
 #include "kernels/gemm_products-inl.h"
 #include "kernels/gguf_products-inl.h"
@@ -41,6 +42,14 @@ inline void block_products_bf16(const BlockProducts& products) {
     }
   }
   bf16_products<Dot>(products);
+}
+
+template <typename Dot>
+inline void block_products_bf12(const BlockProducts& products) {
+  if (products.gemm != nullptr) return gemm_bf12(products, RuntimeGemm(products));
+  if (products.rows.count == 1) return bf12_row<Dot>(products);
+  clear_sums(products);
+  bf12_products<Dot>(products);
 }
 
 template <typename Dot>
@@ -136,6 +145,7 @@ struct NoTiles {
   static constexpr void (*begin)(const OperandShape&) = nullptr;
   static constexpr void (*end)() = nullptr;
   static constexpr Product bf16 = nullptr;
+  static constexpr Product bf12 = nullptr;
   static constexpr Product fp8 = nullptr;
   template <typename Scales>
   static constexpr Product bytes = nullptr;
@@ -168,6 +178,19 @@ struct FormatTrait<Format::kBf16> {
             .panels = kRows.panels > 0 && kRows.bf16_panels ? block_panels<bf16_panels> : nullptr,
             .dequantize = dequantize_bf16,
             .pack_group = pack_bf16_group};
+  }
+};
+
+template <>
+struct FormatTrait<Format::kBf12> {
+  template <typename Target>
+  static constexpr FormatKernels kernels() {
+    FormatKernels kernels = FormatTrait<Format::kBf16>::kernels<Target>();
+    kernels.products = block_products_bf12<typename Target::Bf16>;
+    kernels.tiles = Target::Tiles::bf12;
+    if (kernels.panels != nullptr) kernels.panels = block_panels<bf12_panels>;
+    kernels.dequantize = dequantize_bf12;
+    return kernels;
   }
 };
 

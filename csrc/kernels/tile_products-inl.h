@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "kernels/bf12_products-inl.h"
 #include "kernels/gemm_products-inl.h"
 
 namespace torch_mesh {
@@ -198,6 +199,10 @@ inline void tile_integers(const BlockProducts& products) {
 
 inline void tile_bf16(const BlockProducts& products) {
   gemm_bf16(products, TileGemm<true>(products));
+}
+
+inline void tile_bf12(const BlockProducts& products) {
+  gemm_bf12(products, TileGemm<false>(products));
 }
 
 inline void tile_fp8(const BlockProducts& products) {

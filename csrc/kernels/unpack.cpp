@@ -3,6 +3,7 @@
 
 #include "kernels/pack.h"
 #include "kernels/small_floats.h"
+#include "store/bf12.h"
 #include "store/gguf_types.h"
 #include "store/trellis.h"
 
@@ -136,10 +137,30 @@ float gguf_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int
   return type.has_mins() ? value - min : value;
 }
 
+// As store/bf12.h defines it.
+float bf12_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
+  const Bf12Block<const std::byte> parts{block, matrix.depth_padded / kBf12Depth};
+  const int32_t tile = k / kBf12Depth;
+  const int32_t row = k % kBf12Depth / 2;
+  const std::byte* bytes = parts.tile(tile) + row * kBf12RowBytes;
+  const int32_t place = bf12_place(column);
+  const auto both = static_cast<uint8_t>(bytes[kBf12NamesOffset + place % 64 + k % 2]);
+  const int32_t name = place < 64 ? both & 15 : both >> 4;
+  std::byte value[2] = {bytes[place + k % 2], parts.table(tile)[name]};
+  const int32_t upper = (row * kBlockColumns + column) * 4 + k % 2 * 2 + 1;
+  for (uint32_t i = parts.first_of(tile); i < parts.last_of(tile); ++i) {
+    const uint32_t exception = read_as<uint32_t>(parts.exception(i));
+    if (parts.place_of(exception) == static_cast<uint32_t>(upper))
+      value[1] = static_cast<std::byte>(exception);
+  }
+  return bf16_at(value);
+}
+
 float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
   if (matrix.format == Format::kBf16) {
     return bf16_at(block + (int64_t{k / 2} * kBlockColumns + column) * 4 + k % 2 * 2);
   }
+  if (matrix.format == Format::kBf12) return bf12_at(matrix, block, k, column);
   if (matrix.format == Format::kFp8) return fp8_at(matrix, block, k, column);
   if (is_trellis(matrix.format)) return trellis_at(matrix, block, k, column);
   if (is_gguf(matrix.format)) return gguf_at(matrix, block, k, column);

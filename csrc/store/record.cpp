@@ -19,14 +19,16 @@ void check_size(const char* name, int32_t value) {
 
 // By Format.
 constexpr const char* kNames[kFormats] = {
-    "bf16",  "int8", "int4", "lut4",   "int8_fp16", "int4_fp16", "mxfp4",
-    "nvfp4", "fp8",  "q4_1", "q5_0",   "q5_1",      "q2_k",      "q3_k",
-    "q4_k",  "q5_k", "q6_k", "iq4_nl", "iq4_xs",    "tcq2",      "tcq3"};
+    "bf16",  "bf12", "int8",   "int4",   "lut4", "int8_fp16", "int4_fp16", "mxfp4",
+    "nvfp4", "fp8",  "q4_1",   "q5_0",   "q5_1", "q2_k",      "q3_k",      "q4_k",
+    "q5_k",  "q6_k", "iq4_nl", "iq4_xs", "tcq2", "tcq3"};
 
 constexpr int64_t weight_bits(Format format) {
   switch (format) {
     case Format::kBf16:
       return 16;
+    case Format::kBf12:
+      return 12;
     case Format::kInt8:
     case Format::kInt8Fp16:
     case Format::kFp8:
@@ -43,6 +45,7 @@ constexpr int64_t weight_bits(Format format) {
 int32_t checked_group(Format format, int32_t group_size) {
   switch (format) {
     case Format::kBf16:
+    case Format::kBf12:
       return 0;
     case Format::kMxfp4:
       return 32;

@@ -9,6 +9,7 @@
 //   64 bf16 scales | its words,
 // and a bf16 block is words alone. A word is 32 bits and holds the next k-values of one column:
 //   bf16: 2 values                        [K/2][64] words
+//   bf12: the same in three quarters of the bytes, store/bf12.h
 //   int8: 4 signed bytes                  [group/4][64] words
 //   int4: k0..3 in the low nibbles of its bytes, k4..7 in the high ones, each value + 8
 //                                         [group/8][64] words
@@ -46,10 +47,13 @@
 #include <string_view>
 #include <vector>
 
+#include "store/bf12.h"
+
 namespace torch_mesh {
 
 enum class Format : uint8_t {
   kBf16,
+  kBf12,
   kInt8,
   kInt4,
   kLut4,
@@ -72,7 +76,7 @@ enum class Format : uint8_t {
   kTcq3,
 };
 
-inline constexpr int kFormats = 21;
+inline constexpr int kFormats = 22;
 inline constexpr Format kFirstGguf = Format::kQ4_1;
 inline constexpr int kGgufTypes = 10;
 
@@ -84,9 +88,11 @@ constexpr int64_t scale_bytes(ScaleType type) {
                                                                 : 2;
 }
 
+// Hold every number of bf16, with the same products.
+constexpr bool is_bf16(Format format) { return format == Format::kBf16 || format == Format::kBf12; }
 // Multiplied as floats, by activations in bf16; the others by activations in int8.
 constexpr bool has_float_products(Format format) {
-  return format == Format::kBf16 || format == Format::kFp8;
+  return is_bf16(format) || format == Format::kFp8;
 }
 // Nothing is rounded to these: they are made of codes and scales that are there already.
 constexpr bool is_made_of_codes(Format format) {
@@ -123,6 +129,7 @@ inline constexpr uint32_t kFp4Zero = 12;
 // What stands before a block's first group.
 constexpr int64_t block_header_bytes(Format format, int32_t group_size, int32_t depth_padded) {
   if (format == Format::kNvfp4) return 64;
+  if (format == Format::kBf12) return depth_padded / kBf12Depth * int64_t{kBf12HeaderBytes};
   if (format != Format::kFp8) return 0;
   if (group_size == 0) return kBlockColumns * 4;
   const int64_t groups = (depth_padded + group_size - 1) / group_size;
@@ -131,13 +138,14 @@ constexpr int64_t block_header_bytes(Format format, int32_t group_size, int32_t 
 
 struct PackedMatrix {
   Format format;
-  int32_t group_size;    // k-values that share a scale; 0: bf16, and fp8 with a scale per column
+  int32_t group_size;    // k-values that share a scale; 0: bf16, bf12, fp8 with a scale per column
   int32_t columns;       // output features, without padding; of one half in a gated gate_up
   int32_t depth;         // input features, without padding
   int32_t blocks;        // 64-column blocks, gate and up counted both
   int32_t depth_padded;  // a multiple of 64, and of the group of an integer format
   int64_t header_bytes;  // of a block, before its first group
-  // Scales and words of one group; all words of the block for bf16 and fp8; a stretch of GGUF's.
+  // Scales and words of one group; all words of the block for bf16, bf12 and fp8; a stretch of
+  // GGUF's.
   int64_t group_bytes;
   int64_t block_bytes;
 
@@ -153,8 +161,8 @@ struct PackedMatrix {
 
   // `halves` matrices of `columns` x `depth` side by side, block by block. Throws Error(kInvalid)
   // for a size or group that the format does not know: group_size is one of 32, 64, 128 for
-  // integers, of 0, 32, 128 for fp8, and ignored for bf16 (0), mxfp4 (32), nvfp4 (16) and GGUF's
-  // types (16 or 32), whose depth is a multiple of their blocks; sizes are in [1, 2^20].
+  // integers, of 0, 32, 128 for fp8, and ignored for bf16 and bf12 (0), mxfp4 (32), nvfp4 (16) and
+  // GGUF's types (16 or 32), whose depth is a multiple of their blocks; sizes are in [1, 2^20].
   static PackedMatrix make(Format format, int32_t group_size, int32_t columns, int32_t depth,
                            int32_t halves = 1);
 };

@@ -110,9 +110,9 @@ def test_each_status_says_what_to_change(mesh_tiny: Path, store: Path, tmp_path:
     below = status_of(mesh_tiny, 0.1)
     assert below.status == "below recommended"
     assert f"19 of 192 experts fit, 48 are recommended: give {48 * RECORD:,} bytes" in below.advice
-    assert "int8 or int4" in below.advice and "int4" not in status_of(store, 0.1).advice
+    assert "bf12 or int8" in below.advice and "int4" not in status_of(store, 0.1).advice
     for resident, memory, advice in (
-        ("auto", 1 << 20, "give more memory, or take weights in int8 or int4"),
+        ("auto", 1 << 20, "give more memory, or take weights in bf12 or int8"),
         (3 * RECORD, None, f"give at least {4 * RECORD:,} bytes"),
         (0.5, 1 << 20, "give less, or 'auto'"),
     ):
@@ -559,7 +559,7 @@ def test_the_fastest_format_within_the_error_is_chosen(mesh_tiny: Path) -> None:
     assert chosen(mesh_tiny, little, max_error=0.3) == ["tcq2+tcq3"]
     assert chosen(mesh_tiny, little, {"tcq3": 1e10, "tcq2": 1e10}, max_error=0.3) == ["tcq2"]
     assert chosen(mesh_tiny, little, max_error=0.01) == ["int8"]
-    assert chosen(mesh_tiny, little, max_error=0) == ["bf16"]
+    assert chosen(mesh_tiny, little, max_error=0) == ["bf12"]
     assert chosen(mesh_tiny, little, {"tcq3": 1e10, "tcq2": 1e10}) == []
     # Arithmetic slower than the disk decides as well.
     assert chosen(mesh_tiny, little, EQUALLY_FAST | {"tcq2": 1e6, "tcq2+tcq3": 1e6}, max_error=0.3) == ["tcq3"]

@@ -96,12 +96,13 @@ inline constexpr Activation kActivations[] = {
     Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu2, kSwigluOai,
     kClamped,          kSoftcapped};
 
-inline constexpr Format kRoundedFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4,
-                                             Format::kLut4, Format::kTcq2, Format::kTcq3};
-inline constexpr Format kAllFormats[] = {Format::kBf16,  Format::kInt8,     Format::kInt4,
-                                         Format::kLut4,  Format::kInt8Fp16, Format::kInt4Fp16,
-                                         Format::kMxfp4, Format::kNvfp4,    Format::kFp8,
-                                         Format::kTcq2,  Format::kTcq3};
+inline constexpr Format kRoundedFormats[] = {Format::kBf16, Format::kBf12, Format::kInt8,
+                                             Format::kInt4, Format::kLut4, Format::kTcq2,
+                                             Format::kTcq3};
+inline constexpr Format kAllFormats[] = {Format::kBf16,     Format::kBf12,  Format::kInt8,
+                                         Format::kInt4,     Format::kLut4,  Format::kInt8Fp16,
+                                         Format::kInt4Fp16, Format::kMxfp4, Format::kNvfp4,
+                                         Format::kFp8,      Format::kTcq2,  Format::kTcq3};
 
 inline constexpr Format kGgufFormats[] = {
     Format::kQ4_1, Format::kQ5_0, Format::kQ5_1, Format::kQ2K,   Format::kQ3K,

@@ -51,7 +51,7 @@ constexpr int32_t kRowCounts[] = {0, 1, 2, 3, 4, 5, 7, 8, 17, 33};
 // else agrees to the bit.
 bool rounds_alike(const KernelTable& table, Format format, int32_t rows) {
   const std::string_view name = table.name;
-  if (format == Format::kBf16 && (name == "avx512_bf16" || name == "amx")) return false;
+  if (is_bf16(format) && (name == "avx512_bf16" || name == "amx")) return false;
   const FormatKernels& kernels = table.of(format);
   const bool tiles = kernels.tiles != nullptr && rows >= kernels.gemm_rows;
   return !has_float_products(format) || !tiles;
@@ -518,6 +518,7 @@ TEST(Gemm, GivesWhatThePlainProductsGive) {
       {.format = Format::kTcq2, .hidden = 200, .intermediate = 300, .down = Format::kTcq3});
   cases.push_back({Format::kFp8, 0, 200, 300});
   cases.push_back({Format::kBf16, 64, 2100, 65});  // deeper than one gemm
+  cases.push_back({Format::kBf12, 64, 2100, 65});
   for (Format format : kGgufFormats) cases.push_back({format, 32, 256, 256});
   for (const Shape& shape : cases) {
     SCOPED_TRACE(name_of(shape));
@@ -555,9 +556,10 @@ TEST(Accuracy, OfOneExpertIsAsPromised) {
     Format format;
     int32_t group;
     double limit;
-  } promises[] = {{Format::kBf16, 64, 0.005}, {Format::kInt8, 64, 0.018},
-                  {Format::kInt4, 64, 0.165}, {Format::kInt4, 32, 0.145},
-                  {Format::kLut4, 64, 0.14},  {Format::kLut4, 32, 0.125}};
+  } promises[] = {{Format::kBf16, 64, 0.005}, {Format::kBf12, 64, 0.005},
+                  {Format::kInt8, 64, 0.018}, {Format::kInt4, 64, 0.165},
+                  {Format::kInt4, 32, 0.145}, {Format::kLut4, 64, 0.14},
+                  {Format::kLut4, 32, 0.125}};
   for (const auto& promise : promises) {
     const Shape shape{promise.format, promise.group, 2048, 768};
     Weights weights(shape.layout(), random);

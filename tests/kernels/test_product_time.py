@@ -10,7 +10,7 @@ ISAS = _C.features()["isas"].split()
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "lut4", "fp8"])
+@pytest.mark.parametrize("weights", ["bf16", "bf12", "int8", "int4", "lut4", "fp8"])
 def test_each_way_of_a_product_can_be_timed(isa: str, weights: str) -> None:
     ways = _testing.product_ways(isa, weights)
     assert ways["few"] == 0 and set(ways) <= {"few", "panels", "gemm", "tiles"}

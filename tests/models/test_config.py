@@ -42,7 +42,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"resident": "8 gigs"}, "resident='8 gigs'.*GiB.*'auto'"),
         ({"resident": True}, "resident=True is not"),
         ({"resident": None}, "resident=None is not"),
-        ({"weights": "fp6"}, "weights='fp6'.*'auto', 'bf16', 'int8', 'int4'"),
+        ({"weights": "fp6"}, "weights='fp6'.*'auto', 'bf16', 'bf12', 'int8', 'int4'"),
         ({"group_size": 48}, "group_size=48.*32, 64, 128"),
         ({"store": ""}, "store='' is not a folder"),
         ({"store": 7}, "store=7 is not a folder"),

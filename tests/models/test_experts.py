@@ -55,7 +55,16 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return ((value.double() - expected).norm() / expected.norm()).item()
 
 
-_BOUNDS = {"bf16": 0.01, "int8": 0.03, "int4": 0.25, "lut4": 0.25, "tcq3": 0.45, "tcq2+tcq3": 0.8, "tcq2": 0.8}
+_BOUNDS = {
+    "bf16": 0.01,
+    "bf12": 0.01,
+    "int8": 0.03,
+    "int4": 0.25,
+    "lut4": 0.25,
+    "tcq3": 0.45,
+    "tcq2+tcq3": 0.8,
+    "tcq2": 0.8,
+}
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglu(gate=0.5,up=1)", "softcap(gate=1,up=2)")
 
 

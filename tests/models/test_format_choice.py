@@ -34,7 +34,7 @@ def load(folder: Path, **fields: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("10%", "lut4"), (0.15, "tcq3"), ("30%", "tcq2+tcq3"), (0, "bf16")])
+@pytest.mark.parametrize(("limit", "expected"), [("10%", "lut4"), (0.15, "tcq3"), ("30%", "tcq2+tcq3"), (0, "bf12")])
 def test_what_plan_names_is_taken(mesh_tiny: Path, limit: Any, expected: str) -> None:
     config = MeshConfig(resident=MEMORY, max_error=limit)
     model = load(mesh_tiny, resident=MEMORY, max_error=limit)
@@ -44,7 +44,7 @@ def test_what_plan_names_is_taken(mesh_tiny: Path, limit: Any, expected: str) ->
     assert (pool.weights, pool.group_size, pool.slots) == (expected, choice.group_size or 0, choice.slots)
     assert choice.weights == expected
     shown = str(model)
-    assert "chosen as fastest of 7 formats" in shown and f"weights off by {choice.weight_error:.1%}" in shown
+    assert "chosen as fastest of 8 formats" in shown and f"weights off by {choice.weight_error:.1%}" in shown
     # What others see of it is the format, and not the question.
     assert model.config.quantization_config.weights == expected
     assert model.config.quantization_config.max_error is None

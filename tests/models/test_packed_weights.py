@@ -44,7 +44,7 @@ def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits.float()
 
 
-@pytest.mark.parametrize("dense", ["bf16", "int8", "int4", "lut4"])
+@pytest.mark.parametrize("dense", ["bf16", "bf12", "int8", "int4", "lut4"])
 def test_arithmetic_with_a_packed_linear_weight_gets_its_values(dense: str) -> None:
     model = _build()
     x = torch.randn(5, 72).bfloat16()
@@ -52,7 +52,7 @@ def test_arithmetic_with_a_packed_linear_weight_gets_its_values(dense: str) -> N
     torch_mesh.patch(model, dense=dense)
     weight = model.lm_head.weight
     values = model.lm_head.unpacked_weight()
-    assert type(values) is torch.Tensor and torch.equal(values, expected) == (dense == "bf16")
+    assert type(values) is torch.Tensor and torch.equal(values, expected) == (dense in ("bf16", "bf12"))
     assert torch.equal(linear(x, weight), linear(x, values)) and torch.equal(x @ weight.T, x @ values.T)
     assert torch.equal(weight[3:7], values[3:7]) and torch.equal(weight.data[:, 0], values[:, 0])
     assert torch.equal(weight.clone(), values) and weight.tolist() == values.tolist()

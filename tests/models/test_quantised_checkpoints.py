@@ -215,7 +215,7 @@ def test_a_format_of_codes_of_another_checkpoint_is_refused(tmp_path: Path) -> N
     ):
         _load(tmp_path / "raw", MeshConfig(weights="mxfp4", resident=0.5))
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="weights='fp8' .* nothing is rounded to it: give one of 'bf16', 'int8'"):
+    with pytest.raises(ValueError, match="weights='fp8' .* nothing is rounded to it: give one of 'bf16', 'bf12'"):
         _load(tmp_path / "plain", MeshConfig(weights="fp8", resident=0.5))
     with pytest.raises(ValueError, match="nothing is rounded to it"):
         torch_mesh.patch(tiny_model("qwen3_moe"), weights="nvfp4")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 SPECS = [
     Spec(weights="bf16"),
+    Spec(weights="bf12"),
     Spec(weights="int8"),
     Spec(weights="lut4"),
     Spec(weights="bf16", activation="softcap(gate=1.5,up=2)"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 SPECS = [
     Spec(weights=weights, activation=activation)
-    for weights in ("bf16", "int8", "int4", "lut4", "tcq2", "tcq3", "tcq2+tcq3")
+    for weights in ("bf16", "bf12", "int8", "int4", "lut4", "tcq2", "tcq3", "tcq2+tcq3")
     for activation in (ACTIVATIONS if weights == "bf16" else ("silu", "swigluoai"))
 ]
 SPECS += [

@@ -13,6 +13,7 @@ import torch
 from pairs import each_once_quick
 from tiny_pools import (
     ACTIVATIONS,
+    FLOAT_PRODUCTS,
     WEIGHTS,
     OpenPool,
     Spec,
@@ -38,6 +39,8 @@ ODD = [
     Spec(weights="int4", hidden=264, intermediate=72, group_size=128, experts=2),
     Spec(weights="lut4", hidden=71, intermediate=130, group_size=32),
     Spec(weights="bf16", bias=True),
+    Spec(weights="bf12", hidden=129, intermediate=63, bias=True),
+    Spec(weights="bf12", hidden=1, intermediate=130, gated=False),
     Spec(weights="int8", bias=True, gated=False),
     Spec(weights="int4", gated=False),
     Spec(weights="bf16", hidden=65, intermediate=63, bias=True, activation="swigluoai"),
@@ -212,7 +215,7 @@ def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
             [ops.experts(x[i : i + 1], ids[i : i + 1], gates[i : i + 1], pool.handle()) for i in range(33)]
         )
         # Sums of floats differ in their order, and a hidden value may then be rounded the other way.
-        if weights in ("bf16", "fp8"):
+        if weights in FLOAT_PRODUCTS:
             assert relative_error(together, alone) < 1e-3
         else:
             assert torch.equal(together, alone), weights
@@ -290,7 +293,7 @@ def test_a_tiny_workspace_gives_equal_results(open_pool: OpenPool, weights: str)
     for workspace in (1, 10_000, 60_000):
         pool = open_pool(spec, slots=4, workspace=workspace)
         out = ops.experts(x, ids, gates, pool.handle())
-        if weights in ("bf16", "fp8"):  # whose sums are floats, here of another order
+        if weights in FLOAT_PRODUCTS:  # whose sums are floats, here of another order
             assert_agrees(out, whole.weights, x, ids, gates)
         else:
             assert torch.equal(out, expected), workspace

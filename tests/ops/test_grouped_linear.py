@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_pools import WEIGHTS, OpenPool, Operands, Spec, TinyPool, assert_rounded, cpu_operands, ops, relative_error
+from tiny_pools import (
+    FLOAT_PRODUCTS,
+    WEIGHTS,
+    OpenPool,
+    Operands,
+    Spec,
+    TinyPool,
+    assert_rounded,
+    cpu_operands,
+    ops,
+    relative_error,
+)
 from torch import Tensor
 
 from torch_mesh import _C
 
 SPECS = [
-    Spec(weights=weights, bias=bias) for weights in ("bf16", "int8", "int4", "lut4", "tcq2") for bias in (False, True)
+    Spec(weights=weights, bias=bias)
+    for weights in ("bf16", "bf12", "int8", "int4", "lut4", "tcq2")
+    for bias in (False, True)
 ]
 SPECS.append(Spec(weights="int8", gated=False, activation=None))
 SPECS += [
@@ -136,7 +149,7 @@ def test_a_tiny_workspace_and_pool_give_equal_results(open_pool: OpenPool, weigh
     expected = ops.grouped_linear(x, offsets, open_pool(spec, in_memory=True).handle(), 0, features)
     for workspace in (1, 3000):
         out = ops.grouped_linear(x, offsets, open_pool(spec, slots=1, workspace=workspace).handle(), 0, features)
-        if weights in ("bf16", "fp8"):  # whose sums are floats
+        if weights in FLOAT_PRODUCTS:  # whose sums are floats
             assert relative_error(out, expected) < 1e-5
         else:
             assert torch.equal(out, expected)

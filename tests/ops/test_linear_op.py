@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from torch_mesh import _C
 
-FORMATS = [("bf16", 0), ("int8", 64), ("int4", 32), ("int4", 128), ("lut4", 32)]
-PACKING_ERROR = {"bf16": 0.002, "int8": 0.008, "int4": 0.11, "lut4": 0.08}
+FORMATS = [("bf16", 0), ("bf12", 0), ("int8", 64), ("int4", 32), ("int4", 128), ("lut4", 32)]
+PACKING_ERROR = {"bf16": 0.002, "bf12": 0.002, "int8": 0.008, "int4": 0.11, "lut4": 0.08}
 SIZES = [(64, 64), (72, 130), (200, 1), (1, 33), (513, 70)]
 ROWS = [(1,), (2,), (5,), (33,), (2, 3), (2, 1, 4)]
 
@@ -34,7 +34,7 @@ def test_agrees_with_float64(features: int, out_features: int, kind: str, group:
         out = ops.linear(x, packed, bias, *about)
         assert out.shape == (*shape, out_features)
         exact = x.double().flatten(0, -2)
-        rounded = as_bf16(exact) if kind == "bf16" else as_bytes(group)(exact)
+        rounded = as_bf16(exact) if kind in ("bf16", "bf12") else as_bytes(group)(exact)
         error = out.flatten(0, -2) - F.linear(rounded, weight, bias.double())
         # Sums in float32, and operands half way between two bytes, which may become either. The norms are those that
         # the products of independent rows have: a single one may happen to be next to nothing.

@@ -243,7 +243,7 @@ def test_inputs_that_dwarf_the_others_and_go_together_have_factors() -> None:
         assert (factors.importance > 0).all()
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxfp4", "fp8"])
+@pytest.mark.parametrize("weights", ["bf16", "bf12", "mxfp4", "fp8"])
 def test_formats_that_calibration_is_not_for(weights: str) -> None:
     factors = feedback_of(torch.eye(64)), feedback_of(torch.eye(64))
     with pytest.raises(ValueError, match="int8, int4, lut4"):

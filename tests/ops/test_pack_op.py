@@ -11,6 +11,7 @@ from torch_mesh import _C
 
 ERROR = {
     "bf16": 0.003,
+    "bf12": 0.003,
     "int8": 0.01,
     "int4": 0.17,
     "lut4": 0.17,

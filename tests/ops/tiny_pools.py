@@ -77,10 +77,11 @@ def cpu_operands(spec: Spec) -> Operands:
     """What the CPU's products with such weights make of activations."""
     group_sizes = FORMATS[spec.weights].group_sizes
     group_size = group_sizes[0] if len(group_sizes) == 1 else spec.group_size
-    return as_bf16 if spec.weights in ("bf16", "fp8") else as_bytes(group_size)
+    return as_bf16 if spec.weights in FLOAT_PRODUCTS else as_bytes(group_size)
 
 
 WEIGHTS = sorted(FORMATS)
+FLOAT_PRODUCTS = ("bf16", "bf12", "fp8")  # others multiply bytes and add up integers
 
 # Values of torch.ops.torch_mesh.residency.
 EMPTY, LOADING, READY = 0, 1, 2

@@ -48,7 +48,7 @@ def check_gpu_weights(config: MeshConfig, stored: str | None = None) -> None:
         raise ValueError(f"{given} sets the format of experts on a GPU, but gpu.experts is 0: set gpu.experts.")
     if stored is None or config.gpu.weights == stored:
         return
-    fewer = formats_of_fewer_bits(stored)
+    fewer = [name for name in formats_of_fewer_bits(stored) if FORMATS[name].gpu]
     if config.gpu.weights not in fewer:
         raise ValueError(
             f"{given} has no fewer bits than the {stored} of this converted checkpoint and gains no precision: give "

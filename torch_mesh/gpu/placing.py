@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..config import MeshConfig
+from ..formats import FORMATS
 from ..models.families import ExpertsLayer
 from ..ops.device import DeviceLayer, DeviceRecord, SharedDevice, place
 from ..pool.expert_pool import ExpertPool, record_bytes
@@ -97,7 +98,7 @@ def _move(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Placement
 def _device_record(pool: ExpertPool) -> DeviceRecord:
     shape = pool.geometry
     assert pool.activations is not None and len(set(pool.activations)) == 1
-    group_size = 0 if pool.weights == "bf16" else pool.group_size
+    group_size = 0 if FORMATS[pool.weights].holds_bf16 else pool.group_size
     sizes = shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias
     return DeviceRecord(pool.weights, group_size, *sizes, pool.activations[0])
 

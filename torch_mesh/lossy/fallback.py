@@ -8,7 +8,7 @@ from torch import nn
 
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
-from ..formats import formats_of_fewer_bits
+from ..formats import FORMATS, formats_of_fewer_bits
 from ..models.families import ExpertsLayer
 from ..pool.expert_pool import least_slots, record_bytes
 from ..store.convert import checked_group_size
@@ -29,7 +29,7 @@ def check_fallback_config(config: MeshConfig, weights: str) -> None:
     if config.lossy.fallback == "none":
         return
     given = f"lossy.fallback={config.lossy.fallback!r}"
-    fewer = formats_of_fewer_bits(weights)
+    fewer = [name for name in formats_of_fewer_bits(weights) if not FORMATS[name].holds_bf16]
     if config.lossy.fallback not in fewer:
         advice = f"give one of {', '.join(map(repr, fewer))}" if fewer else "leave lossy.fallback at 'none'"
         raise ValueError(f"{given} has no fewer bits than the experts' {weights}: {advice}.")

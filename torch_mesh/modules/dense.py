@@ -81,7 +81,7 @@ class MeshLinear(PackedModule, nn.Linear):
         return weight
 
     def extra_repr(self) -> str:
-        group = "" if self._mesh_format == "bf16" else f" (group {self._mesh_group_size})"
+        group = "" if FORMATS[self._mesh_format].holds_bf16 else f" (group {self._mesh_group_size})"
         return f"{super().extra_repr()}, weights={self._mesh_format}{group}"
 
 
@@ -231,7 +231,7 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
     group_size = checked_group_size(config.dense, config.group_size)
     found = find_dense(model, layers)
     dtypes = {linear.weight.dtype for _, linear in found} - {torch.bfloat16}
-    if config.dense == "bf16" and dtypes:
+    if FORMATS[config.dense].holds_bf16 and dtypes:
         warnings.warn(f"Linear layers in {', '.join(map(str, dtypes))} are rounded to bf16.", stacklevel=2)
     for path, linear in found:
         module: Any = linear
@@ -240,7 +240,7 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
             keep_local(module)
         module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
         module._mesh_shape, module._mesh_format, module._mesh_group_size = tuple(weight.shape), config.dense, group_size
-        exact = config.dense == "bf16" and weight.dtype == torch.bfloat16
+        exact = FORMATS[config.dense].holds_bf16 and weight.dtype == torch.bfloat16
         module._mesh_parameters = {"weight": weight.requires_grad}
         packed: Any = module._mesh_packed, weight.shape, weight.dtype, f"{path}.weight", config.dense, group_size, exact
         module._parameters["weight"] = as_parameter(PackedLinearWeight(*packed))

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import MeshConfig, with_fields
 from ..errors import MeshError, UnsupportedModelError
-from ..formats import is_passthrough, short_name
+from ..formats import FORMATS, is_passthrough, short_name
 from ..hf.parallelism_checks import check_undivided
 from ..hf.saving import PatchedModelQuantizer
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
@@ -55,7 +55,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     _check_patchable(model, layers)
     source = LoadedModelSource(model, layers, config)
     check(model, layers, config, source)
-    if source.weights == "bf16" and layers[0].dtype != torch.bfloat16:
+    if FORMATS[source.weights].holds_bf16 and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
     assemble(model, layers, config, source, PatchedModelQuantizer(config, pre_quantized=False))
     return model

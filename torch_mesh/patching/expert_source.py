@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import _C
 from ..config import MeshConfig
+from ..formats import FORMATS
 from ..hf.expert_parallel import Share
 from ..models.families import ExpertsLayer
 from ..models.tables import TableLayer
@@ -110,7 +111,7 @@ class LoadedModelSource(ExpertSource):
         self.freed = sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
         self.weights = format_of(config)
         self.group_size = checked_group_size(self.weights, config.group_size)
-        self.exact = self.weights == "bf16" and layers[0].dtype == torch.bfloat16
+        self.exact = FORMATS[self.weights].holds_bf16 and layers[0].dtype == torch.bfloat16
         self.layers = self.counted = len(layers)
         self.places = range(len(layers))
         self.undo: PatchUndo = PatchUndo(model, config)

@@ -234,7 +234,7 @@ class _OfCheckpoint(_CheckpointSource):
         self._raw = experts.reads_as(weights, group_size) and config.store is None
         # Of a converted one it is not recorded.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
-        super().__init__(layers, config, weights, group_size, exact=weights == "bf16" and from_bf16)
+        super().__init__(layers, config, weights, group_size, exact=FORMATS[weights].holds_bf16 and from_bf16)
 
     def prepare(self) -> None:
         self.set_records(
@@ -257,7 +257,7 @@ class _OfCheckpoint(_CheckpointSource):
             )
 
     def _as_they_are(self, weights: str, group_size: int) -> Records:
-        if weights == "bf16" and self._experts.dtype != "bf16" and self._layers[0].dtype != torch.bfloat16:
+        if FORMATS[weights].holds_bf16 and self._experts.dtype != "bf16" and self._layers[0].dtype != torch.bfloat16:
             warnings.warn(
                 f"The experts of {self._experts.folder} are {self._experts.dtype} and are rounded to bf16.",
                 stacklevel=2,
@@ -318,7 +318,7 @@ class _OfStore(_CheckpointSource):
         _fetch(model, folder, [MANIFEST_NAME])
         manifest = read_manifest(folder)
         _check_manifest(manifest, folder, layers, config)
-        exact = manifest.weights == "bf16" and layers[0].dtype == torch.bfloat16
+        exact = FORMATS[manifest.weights].holds_bf16 and layers[0].dtype == torch.bfloat16
         super().__init__(
             layers, config, manifest.weights, manifest.group_size, exact=exact, only_format=manifest.weights
         )

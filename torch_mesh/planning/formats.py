@@ -47,7 +47,7 @@ class FormatChoice:
     hit_rate: HitRate
     bytes_per_token: float  # read, without what prefetches read in vain
     tokens_per_second: float
-    weight_error: float  # relative, of Gaussian weights; none for bf16
+    weight_error: float  # relative, of Gaussian weights; none for bf16 and bf12
     chosen: bool  # fastest of those within ``max_error``; of those within 5 % of its speed the one with the least error
 
 
@@ -55,7 +55,7 @@ def dense_choices(
     folder: Path, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None
 ) -> Iterator[DenseChoice]:
     """``dense`` in fewer bits, read at the same speed; the same experts stay resident."""
-    if config.dense not in ("auto", "none", "bf16"):
+    if config.dense not in ("auto", "none") and not FORMATS[config.dense].holds_bf16:
         return
     for dense in ("int8", "int4"):
         try:
@@ -152,14 +152,14 @@ def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, f
     formats = {} if own is None else {own[0]: (own[1], sizes.own_error)}
     for weights in ROUNDED_FORMATS:
         group = compared_group(weights, sizes.shape, config)
-        rounded = weights == "bf16" and not sizes.exact_in_bf16
+        rounded = FORMATS[weights].holds_bf16 and not sizes.exact_in_bf16
         formats.setdefault(weights, (group, BF16_ERROR if rounded else FORMATS[weights].errors[group]))
     return formats
 
 
 def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
-    """The group size that a format is compared in: the config's, 0 for bf16. For trellises, where smaller groups buy
-    little, 128, or 64 if that pads the shape less and so takes fewer bytes."""
+    """The group size that a format is compared in: the config's, 0 for bf16 and bf12. For trellises, where smaller
+    groups buy little, 128, or 64 if that pads the shape less and so takes fewer bytes."""
     if FORMATS[weights].trellis:
         return min((128, 64), key=lambda group: shape.record_bytes(weights, group))
     return checked_group_size(weights, config.group_size)

@@ -16,7 +16,7 @@ import torch
 
 from .. import _C
 from ..config import MeshConfig
-from ..formats import layer_formats
+from ..formats import FORMATS, layer_formats
 from ..store.manifest import Shape
 from ..system.background import TaskThreads
 from ..system.timing import LARGE_BYTES, SECONDS, seconds_per_call
@@ -202,7 +202,7 @@ def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
         product = torch.ops.torch_mesh.plain_linear if form == "auto" else torch.nn.functional.linear
         plain = itertools.cycle(weights.unbind())
         return weights[0].nbytes / seconds_per_call(lambda: product(x, next(plain), None))
-    group = 0 if form == "bf16" else group_size
+    group = group_size if FORMATS[form].chosen_groups else 0
     matrices = torch.zeros(count, _C.linear_bytes(form, group, hidden, rows), dtype=torch.uint8)
     packed = itertools.cycle(matrices.unbind())
     return matrices[0].nbytes / seconds_per_call(

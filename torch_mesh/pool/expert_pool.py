@@ -19,7 +19,7 @@ import torch
 from .. import _C
 from ..config import MeshConfig
 from ..errors import MeshError, ReadTimeoutError
-from ..formats import short_name
+from ..formats import FORMATS, short_name
 from ..models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from ..ops.device import DeviceLayer, SharedDevice
 from ..routing.profiles import pool_profile
@@ -239,7 +239,7 @@ class ExpertPool:
     def describe(self) -> str:
         """One line for print(model)."""
         about = self.engine.describe()
-        group = "" if self.weights == "bf16" else f" (group {self.group_size})"
+        group = "" if FORMATS[self.weights].holds_bf16 else f" (group {self.group_size})"
         every = self.layers * self.geometry.num_experts
         place = ", of a shared pool" if about["io"] == "shared" else ", io=buffered" if about["buffered"] else ""
         lossy = f", lossy: {self.lossy}" if self.lossy else ""

@@ -16,6 +16,7 @@ from torch_mesh import _C
 from torch_mesh.errors import StoreError
 from torch_mesh.formats import (
     CALIBRATED_FORMATS,
+    FORMATS,
     GROUP_SIZES,
     PASSTHROUGH_FORMATS,
     ROUNDED_FORMATS,
@@ -72,8 +73,9 @@ def convert(
 ) -> Written:
     """Convert the checkpoint in the folder or GGUF file ``source`` to a store, expert by expert.
 
-    ``weights`` is 'bf16', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto' (the nearest to the source), or
-    the format that holds its codes unchanged; ``group_size`` (32, 64 or 128) applies to all but bf16. ``name`` is the
+    ``weights`` is 'bf16', 'bf12', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto' (the nearest to the
+    source), or the format that holds its codes unchanged; ``group_size`` (32, 64 or 128) applies to all but bf16 and
+    bf12. ``name`` is the
     source's name in the manifest, by default its folder; ``key_mapping`` is as in ``from_pretrained``. Memory is
     bounded by a few experts. After an interruption the same call continues.
 
@@ -103,7 +105,7 @@ def convert(
         warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=2)
     asked = weights
     weights, group_size = weights_of_checkpoint(experts, weights, group_size)
-    if asked == "bf16" and not experts.fits_bf16:
+    if asked != "auto" and FORMATS[asked].holds_bf16 and not experts.fits_bf16:
         warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
     calibrator = None
     if calibrate is not None:
@@ -154,7 +156,7 @@ def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int)
             "holds a checkpoint's codes as they are, and there is nothing to calibrate"
             if is_passthrough(weights)
             else "rounds little, and there is nothing to calibrate"
-            if weights == "bf16"
+            if FORMATS[weights].holds_bf16
             else "cannot be calibrated yet"
         )
         allowed = ", ".join(map(repr, CALIBRATED_FORMATS))
@@ -289,8 +291,8 @@ def source_name(source: Path) -> str:
 
 
 def checked_group_size(weights: str, group_size: int) -> int:
-    """The group size that a store of ``weights`` records: 0 for bf16. Raises ValueError for unknown values and formats
-    that nothing is rounded to."""
+    """The group size that a store of ``weights`` records: 0 for bf16 and bf12. Raises ValueError for unknown values and
+    formats that nothing is rounded to."""
     if is_passthrough(weights):
         raise ValueError(
             f"weights={weights!r} only holds the codes of a checkpoint that has them, and nothing is rounded to it: "
@@ -300,7 +302,7 @@ def checked_group_size(weights: str, group_size: int) -> int:
         raise ValueError(unknown_weights(weights, ROUNDED_FORMATS))
     if group_size not in GROUP_SIZES:
         raise ValueError(f"group_size={group_size!r} is unknown; it is one of {', '.join(map(str, GROUP_SIZES))}.")
-    return 0 if weights == "bf16" else group_size
+    return group_size if FORMATS[weights].chosen_groups else 0
 
 
 def unknown_weights(weights: str, known: Iterable[str]) -> str:

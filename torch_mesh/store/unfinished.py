@@ -194,7 +194,10 @@ class UnfinishedStore:
                 unsynced = 0
 
     def _write_record(self, layer: int, expert: int, make: RecordMaker) -> tuple[int, int, int]:
-        record = make().numpy()
+        try:
+            record = make().numpy()
+        except ValueError as error:
+            raise ValueError(f"{self._plan.modules[layer]}, expert {expert}: {error}") from error
         if record.dtype != np.uint8 or record.shape != (self._record_bytes,):
             raise ValueError(
                 f"the record of layer {layer}, expert {expert} is {record.dtype} {record.shape}, not uint8 "

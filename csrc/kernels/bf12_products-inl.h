@@ -1,0 +1,120 @@
+// Products with bf12 (store/bf12.h). A tile becomes words of bf16, in registers for one row and in
+// the first-level cache for several, which bf16's own products take: sums have the bits of bf16's.
+#pragma once
+
+#include "kernels/gemm_products-inl.h"
+#include "kernels/panel_products-inl.h"
+#include "store/bf12.h"
+
+namespace torch_mesh {
+namespace {
+
+using Bf12 = Bf12Block<const std::byte>;
+
+inline Bf12 bf12_block(const std::byte* block, int32_t depth_padded) {
+  return {block, depth_padded / kBf12Depth};
+}
+
+// To words of bf16.
+inline void expand_bf12_tile(const Bf12& block, int32_t tile, std::byte* words) {
+  const Bf12Words rows(block.table(tile));
+  const std::byte* row = block.tile(tile);
+  for (int32_t j = 0; j < kBf12Rows; ++j, row += kBf12RowBytes) {
+    std::byte* to = words + j * kBlockColumns * 4;
+    rows.read(row, [&](int v, Words own) { store_words(to + v * kLanes * 4, own); });
+  }
+  const uint32_t last = block.last_of(tile);
+  for (uint32_t i = block.first_of(tile); i < last; ++i) {
+    const uint32_t exception = Bf12::word(block.exception(i));
+    words[Bf12::place_of(exception)] = static_cast<std::byte>(exception);
+  }
+}
+
+// One row, with weights that go through no memory.
+template <typename Dot>
+inline void add_bf12_tile(const Bf12& block, int32_t tile, const std::byte* values,
+                          Floats (&sums)[kBlockColumns / kLanes]) {
+  const Bf12Words rows(block.table(tile));
+  const std::byte* row = block.tile(tile);
+  for (int32_t j = 0; j < kBf12Rows; ++j, row += kBf12RowBytes) {
+    const typename Dot::Row pair = Dot::row(values + j * 4);
+    for (int32_t line = 0; line < kBf12RowBytes; line += kLineBytes) {
+      prefetch_ahead<Dot>(row + line);
+    }
+    rows.read(row, [&](int v, Words own) { sums[v] = Dot::add(sums[v], pair, Dot::expand(own)); });
+  }
+}
+
+template <typename Dot>
+inline void bf12_row(const BlockProducts& products) {
+  constexpr int32_t kVectors = kBlockColumns / kLanes;
+  const Bf12 block = bf12_block(products.block, products.shape.depth_padded);
+  const std::byte* row = operand_row(products, 0);
+  alignas(64) std::byte words[kBf12WordsBytes];
+  Floats sums[kVectors];
+  for (int v = 0; v < kVectors; ++v) sums[v] = broadcast(0.0f);
+  for (int32_t tile = 0; tile < block.tiles; ++tile, row += kBf12Depth * 2) {
+    if (block.first_of(tile) == block.last_of(tile)) {
+      add_bf12_tile<Dot>(block, tile, row, sums);
+      continue;
+    }
+    for (int32_t line = 0; line < kBf12TileBytes; line += kLineBytes) {
+      prefetch_ahead<Dot>(block.tile(tile) + line);
+    }
+    expand_bf12_tile(block, tile, words);
+    for (int32_t j = 0; j < kBf12Rows; ++j) {
+      const typename Dot::Row pair = Dot::row(row + j * 4);
+      for (int v = 0; v < kVectors; ++v) {
+        sums[v] = Dot::add(sums[v], pair, Dot::weights(words + (j * kVectors + v) * kLanes * 4));
+      }
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) store(products.sums + v * kLanes, sums[v]);
+}
+
+// Several rows. Their products read the first-level cache, and ask for the next tile meanwhile.
+template <typename Dot>
+inline void bf12_products(const BlockProducts& products) {
+  const Bf12 block = bf12_block(products.block, products.shape.depth_padded);
+  alignas(64) std::byte words[kBf12WordsBytes];
+  for (int32_t tile = 0; tile < block.tiles; ++tile) {
+    expand_bf12_tile(block, tile, words);
+    float_step<typename WithoutPrefetching<Dot>::Type>(
+        products, tile * kBf12Depth, kBf12Rows, words, Unscaled{},
+        LinesAhead{block.tile(tile + 1), kBf12TileBytes});
+  }
+}
+
+inline void bf12_panels(const BlockProducts& products) {
+  const Bf12 block = bf12_block(products.block, products.shape.depth_padded);
+  alignas(64) std::byte words[kBf12WordsBytes];
+  Panel panel;
+  panel.depth = kBf12Depth;
+  for (int32_t tile = 0; tile < block.tiles; ++tile) {
+    expand_bf12_tile(block, tile, words);
+    panel.next = block.tile(tile + 1);
+    panel_step<ExpandedBf16Dot>(products, tile * kBf12Depth, words, 1, Unscaled{}, panel);
+  }
+}
+
+template <typename Gemm>
+inline void gemm_bf12(const BlockProducts& products, const Gemm& gemm) {
+  const Bf12 block = bf12_block(products.block, products.shape.depth_padded);
+  alignas(64) std::byte words[Gemm::kBf16Depth * kBlockColumns * 2];
+  gemm_words(products, gemm, [&](int32_t k, int32_t depth) {
+    for (int32_t i = 0; i < depth; i += kBf12Depth) {
+      expand_bf12_tile(block, (k + i) / kBf12Depth, words + i * kBlockColumns * 2);
+    }
+    return words;
+  });
+}
+
+inline void dequantize_bf12(const SquareOfBlock& from, float* square) {
+  static_assert(kSquare == kBf12Depth);
+  alignas(64) std::byte words[kBf12WordsBytes];
+  expand_bf12_tile(bf12_block(from.block, from.depth_padded), from.depth / kBf12Depth, words);
+  expand<ExpandedBf16Dot>(words, 1, kSquare, square);
+}
+
+}  // namespace
+}  // namespace torch_mesh

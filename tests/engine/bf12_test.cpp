@@ -1,0 +1,189 @@
+// bf12 against bf16: the same weights, and the same bits of everything that is made of them.
+#include "store/bf12.h"
+
+#include <cstring>
+#include <vector>
+
+#include "base/error.h"
+#include "kernels/exact_products.h"
+#include "kernels_fixture.h"
+
+namespace torch_mesh::testing {
+namespace {
+
+using Patterns = std::vector<uint16_t>;  // [columns][depth]
+
+constexpr int32_t kTile = 64;
+
+Bytes pack(const PackedMatrix& matrix, const Patterns& weights) {
+  Bytes blocks(matrix.bytes());
+  const MatrixView view{weights.data(), ScalarType::kBf16, matrix.depth, 1};
+  pack_blocks(matrix, view, 0, matrix.blocks, blocks.data());
+  return blocks;
+}
+
+Patterns unpack(const PackedMatrix& matrix, const Bytes& blocks) {
+  std::vector<float> floats(static_cast<size_t>(matrix.columns) * matrix.depth);
+  unpack_blocks(matrix, blocks.data(), floats.data());
+  Patterns patterns(floats.size());
+  for (size_t i = 0; i < floats.size(); ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, &floats[i], sizeof(bits));
+    EXPECT_EQ(bits & 0xffff, 0u);
+    patterns[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  return patterns;
+}
+
+void expect_the_same(const PackedMatrix& matrix, const Patterns& weights) {
+  const Bytes blocks = pack(matrix, weights);
+  EXPECT_TRUE(unpack(matrix, blocks) == weights);
+  alignas(64) float square[kTile * kTile];
+  for (const KernelTable* table : all_tables()) {
+    SCOPED_TRACE(table->name);
+    for (int32_t b = 0; b < matrix.blocks; ++b) {
+      for (int32_t k = 0; k < matrix.depth_padded; k += kTile) {
+        table->of(matrix.format)
+            .dequantize({blocks.data() + b * matrix.block_bytes, 0, matrix.depth_padded, k},
+                        square);
+        int32_t different = 0;
+        for (int32_t i = 0; i < kTile * kTile; ++i) {
+          const int32_t column = b * kTile + i % kTile, depth = k + i / kTile;
+          const bool padding = column >= matrix.columns || depth >= matrix.depth;
+          const uint32_t expected =
+              padding ? 0 : uint32_t{weights[int64_t{column} * matrix.depth + depth]} << 16;
+          uint32_t bits;
+          std::memcpy(&bits, &square[i], sizeof(bits));
+          different += bits != expected;
+        }
+        EXPECT_EQ(different, 0);
+      }
+    }
+  }
+}
+
+// Any patterns of so few upper bytes for each tile that a table has them all.
+Patterns patterns_of(const PackedMatrix& matrix, Random& random) {
+  Patterns weights(static_cast<size_t>(matrix.columns) * matrix.depth);
+  const int32_t across = (matrix.depth + kTile - 1) / kTile;
+  std::vector<uint8_t> uppers(static_cast<size_t>(matrix.blocks) * across * kBf12Names);
+  for (uint8_t& upper : uppers) upper = static_cast<uint8_t>(random.below(256));
+  for (size_t i = 0; i < uppers.size(); i += kBf12Names) uppers[i] = 0;  // padding has it too
+  for (int32_t column = 0; column < matrix.columns; ++column) {
+    for (int32_t k = 0; k < matrix.depth; ++k) {
+      const int32_t tile = column / kTile * across + k / kTile;
+      const uint8_t upper =
+          uppers[static_cast<size_t>(tile * kBf12Names + random.below(kBf12Names))];
+      weights[static_cast<size_t>(column) * matrix.depth + k] =
+          static_cast<uint16_t>(upper << 8 | random.below(256));
+    }
+  }
+  return weights;
+}
+
+// Every pattern: infinities, NaNs with what they carry, subnormals and both zeros among them.
+TEST(Bf12, HoldsEveryPattern) {
+  for (const Format format : {Format::kBf12, Format::kBf16}) {
+    const PackedMatrix matrix = PackedMatrix::make(format, 0, 4 * kTile, 4 * kTile);
+    Patterns weights(1 << 16);
+    int32_t next = 0;
+    for (int32_t tile = 0; tile < 16; ++tile) {
+      for (int32_t i = 0; i < kTile * kTile; ++i, ++next) {
+        const int32_t column = tile / 4 * kTile + i % kTile, k = tile % 4 * kTile + i / kTile;
+        weights[static_cast<size_t>(column * matrix.depth + k)] = static_cast<uint16_t>(next);
+      }
+    }
+    expect_the_same(matrix, weights);
+  }
+}
+
+TEST(Bf12, HoldsAnyPatternsOfFewUpperBytes) {
+  Random random;
+  for (const auto& [columns, depth] : {std::pair{1, 1}, {64, 64}, {100, 130}, {192, 200}}) {
+    const PackedMatrix matrix = PackedMatrix::make(Format::kBf12, 0, columns, depth);
+    expect_the_same(matrix, patterns_of(matrix, random));
+  }
+}
+
+// As many exceptions as a block has room for, all of them in one tile or wherever; and one more.
+TEST(Bf12, HoldsExceptionsUpToItsRoom) {
+  Random random;
+  const int32_t tiles = 3, room = tiles * kBf12Exceptions;
+  const PackedMatrix matrix = PackedMatrix::make(Format::kBf12, 0, kTile, tiles * kTile);
+  for (const bool together : {false, true}) {
+    Patterns weights(static_cast<size_t>(kTile) * matrix.depth);
+    for (uint16_t& weight : weights) {
+      weight = static_cast<uint16_t>((0x30 + random.below(kBf12Names)) << 8 | random.below(256));
+    }
+    const int32_t depth = together ? kTile : matrix.depth;
+    std::vector<int32_t> places = random.permutation(kTile * depth);
+    const auto at = [&](int32_t i) -> uint16_t& {
+      const int32_t place = places[static_cast<size_t>(i)];
+      return weights[static_cast<size_t>(place / depth * matrix.depth + place % depth)];
+    };
+    for (int32_t i = 0; i < room; ++i) {
+      at(i) = static_cast<uint16_t>((0x80 + random.below(100)) << 8 | random.below(256));
+    }
+    expect_the_same(matrix, weights);
+    at(room) = 0xc0c0;
+    try {
+      pack(matrix, weights);
+      FAIL() << "packed what there is no room for";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+      EXPECT_NE(std::string(error.what()).find("Use bf16"), std::string::npos);
+    }
+  }
+}
+
+TEST(Bf12, HasAboutTwelveBitsForEachWeight) {
+  const PackedMatrix matrix = PackedMatrix::make(Format::kBf12, 0, 2048, 768);
+  EXPECT_EQ(matrix.bytes() * 8, int64_t{2048} * 768 * 97 / 8);
+}
+
+// The same record packed by any table, and from any type that holds the weights.
+TEST(Bf12, PacksTheSameBitsEverywhere) {
+  Random random;
+  const Shape shape{Format::kBf12, 0, 130, 70, true, true};
+  const Weights weights(shape.layout(), random);
+  const Bytes record = weights.pack(kScalarTable);
+  for (const KernelTable* table : all_tables()) EXPECT_TRUE(weights.pack(*table) == record);
+}
+
+// Weights with and without exceptions, in records that say the same in both formats.
+TEST(Bf12, ProductsHaveTheBitsOfBf16) {
+  Random random;
+  for (const int32_t exceptions : {0, 1, 9}) {
+    for (const auto& [hidden, intermediate] : {std::pair{200, 100}, {65, 321}, {2112, 64}}) {
+      Shape shape{Format::kBf12, 0, hidden, intermediate, hidden != 65, true};
+      Shape plain = shape;
+      plain.format = Format::kBf16;
+      Weights weights(shape.layout(), random), same(plain.layout(), random);
+      for (auto* matrix : {&weights.gate, &weights.up, &weights.down}) {
+        const auto size = static_cast<int32_t>(matrix->size());
+        for (int32_t i = 0; i < size / 4096 * exceptions; ++i) {
+          (*matrix)[static_cast<size_t>(random.below(size))] *=
+              random.below(2) == 0 ? 0x1p-30f : 64;
+        }
+      }
+      same.gate = weights.gate, same.up = weights.up, same.down = weights.down;
+      same.gate_bias = weights.gate_bias, same.up_bias = weights.up_bias;
+      same.down_bias = weights.down_bias;
+      const Bytes record = weights.pack(kScalarTable), reference = same.pack(kScalarTable);
+      for (const int32_t count : {1, 2, 3, 5, 8, 17, 70}) {
+        SCOPED_TRACE(name_of(shape) + " rows " + std::to_string(count));
+        const Rows rows(shape.layout(), count, random);
+        for (const KernelTable* table : all_tables()) {
+          SCOPED_TRACE(table->name);
+          EXPECT_TRUE(same_bits(run_ffn(*table, shape, record, rows),
+                                run_ffn(*table, plain, reference, rows)));
+          EXPECT_TRUE(same_bits(run_ffn(*table, shape, record, rows, for_few_rows({})),
+                                run_ffn(*table, plain, reference, rows, for_few_rows({}))));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torch_mesh::testing

@@ -1,0 +1,126 @@
+"""Models whose weights are in bf12: the bits of bf16 in everything, at any residency."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from saved import saved_tensors
+from tiny_models import TINY_MODELS, inputs_for, output_of
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.modules.dense import packed_linears
+from torch_mesh.modules.experts import patched_modules
+from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import is_store, open_store
+
+QWEN = "Qwen3MoeExperts"
+
+
+def _spread_exponents(model: PreTrainedModel) -> None:
+    """Some weights of every matrix become exceptions."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(torch.where(torch.rand(parameter.shape) < 3e-4, 2.0**-20, 1.0))
+
+
+def _build(name: str = QWEN) -> PreTrainedModel:
+    model = TINY_MODELS[name].build().bfloat16()
+    _spread_exponents(model)
+    return model
+
+
+def _open(folder: Path, **fields: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(**fields))
+
+
+@pytest.mark.parametrize("resident", [0.3, 1.0])
+@pytest.mark.parametrize("name", [QWEN, "GptOssExperts"])
+def test_a_patched_model_has_the_bits_of_bf16(name: str, resident: float) -> None:
+    model = _build(name)
+    inputs = inputs_for(model)
+    before = {path: value.clone() for path, value in model.state_dict().items()}
+    results = []
+    for weights in ("bf16", "bf12"):
+        torch_mesh.patch(model, weights=weights, dense=weights, resident=resident)
+        assert f"weights={weights}" in repr(model)
+        results.append(output_of(model, inputs))
+        torch_mesh.unpatch(model)  # exact: needs no lossy=True
+        assert all(torch.equal(value, before[path]) for path, value in model.state_dict().items())
+    assert torch.equal(*results)
+
+
+def test_losses_and_gradients_of_adapters_have_the_bits_of_bf16() -> None:
+    results = []
+    for weights in ("bf16", "bf12"):
+        torch.manual_seed(3)
+        model = torch_mesh.patch(_build(), weights=weights, dense=weights, resident=0.4)
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
+        ids = torch.arange(24).view(2, 12)
+        loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients = [parameter.grad for parameter in adapted.parameters() if parameter.requires_grad]
+        assert gradients and all(gradient is not None for gradient in gradients)
+        results.append([loss.detach(), *gradients])
+    assert all(torch.equal(of_bf16, of_bf12) for of_bf16, of_bf12 in zip(*results, strict=True))
+
+
+def test_checkpoints_convert_open_and_are_saved_as_they_were(tmp_path: Path) -> None:
+    model = _build()
+    model.save_pretrained(tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "bf16", "bf16")
+    convert(tmp_path / "raw", tmp_path / "bf12", "bf12")
+    inputs = inputs_for(model)
+    store = open_store(tmp_path / "bf12")
+    assert (store.manifest.weights, store.manifest.group_size) == ("bf12", 0)
+    expected = output_of(_open(tmp_path / "bf16", resident=0.4), inputs)
+    opened = _open(tmp_path / "bf12", resident=0.4)
+    assert torch.equal(output_of(opened, inputs), expected)
+    assert torch_mesh.stats(opened).cold_misses > 0
+    assert all(module._mesh_pool.exact for module in patched_modules(opened))
+    opened.save_pretrained(tmp_path / "saved")
+    assert not is_store(tmp_path / "saved")  # nothing was rounded: an ordinary checkpoint
+    original, saved = saved_tensors(tmp_path / "raw"), saved_tensors(tmp_path / "saved")
+    assert original.keys() == saved.keys()
+    assert all(torch.equal(original[name], saved[name]) for name in original)
+
+
+def test_a_raw_checkpoint_is_converted_once(tmp_path: Path) -> None:
+    model = _build()
+    model.save_pretrained(tmp_path / "raw")
+    inputs = inputs_for(model)
+    expected = output_of(_open(tmp_path / "raw", weights="bf16"), inputs)
+    opened = _open(tmp_path / "raw", weights="bf12", store=str(tmp_path / "store"), resident=0.4)
+    assert torch.equal(output_of(opened, inputs), expected)
+    assert open_store(tmp_path / "store").manifest.weights == "bf12"
+
+
+def test_weights_without_room_are_refused_when_a_model_opens(tmp_path: Path) -> None:
+    model = _build()
+    experts = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        experts.down_proj[2].copy_(
+            torch.randint(-(1 << 15), 1 << 15, experts.down_proj[2].shape).short().view(torch.bfloat16)
+        )
+    model.save_pretrained(tmp_path / "raw")
+    with pytest.raises(ValueError, match="Use bf16"):
+        convert(tmp_path / "raw", tmp_path / "store", "bf12")
+    with pytest.raises(ValueError, match="Use bf16"):
+        torch_mesh.patch(model, weights="bf12")
+
+
+def test_packed_layers_take_three_quarters() -> None:
+    model = _build()
+    torch_mesh.patch(model, dense="bf12")
+    for _, linear in packed_linears(model):
+        assert linear.exact
+        blocks = -(-linear.out_features // 64) * -(-linear.in_features // 64)
+        assert linear._mesh_packed.numel() == blocks * 64 * 97
