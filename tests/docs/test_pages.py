@@ -38,9 +38,10 @@ QUICK = {"README", "quickstart"}  # the others take seconds to minutes: make tes
 SERVES = {
     "serve",
     "chat",
+    "run",
     "share",
     "--live",
-}  # do not end by themselves: they are parsed, and run by tests of their own
+}  # do not end by themselves, or answer a file that is not there: they are parsed, and run by tests of their own
 FENCE = re.compile(r"^(`{3,})(\w*)([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
 

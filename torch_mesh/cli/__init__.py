@@ -26,6 +26,7 @@ COMMANDS = {
     "cache": "list, remove and prune the cached conversions",
     "serve": "serve a model by OpenAI's API",
     "chat": "talk with a model in the terminal, through transformers chat",
+    "run": "answer a file of requests, many at once",
     "share": "keep a store's experts in memory for several processes",
     "bench": "measure what a model reaches here, beside the machine's limits and the plan",
     "routing": "warm starts, predictors and simulations from recorded routing",

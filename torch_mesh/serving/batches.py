@@ -55,6 +55,12 @@ class Batches(Engine):
         return self._manager
 
     def check(self, job: Job) -> None:
+        self.check_options(job)
+        self._start(job)
+        check_blocks(self._capacity(), len(job.prompt), job.config.max_new_tokens)
+
+    def check_options(self, job: Job) -> None:
+        """Raises RequestError for what continuous batching, or the model, has not."""
         config = job.config
         if (config.num_beams or 1) > 1:
             raise RequestError("--continuous-batching has no beams: give num_beams 1.", "generation_config")
@@ -66,8 +72,6 @@ class Batches(Engine):
             raise RequestError("--continuous-batching takes text alone.", "messages")
         if self.kept.admission is not None:
             check_positions(self.kept.admission.needs.positions, len(job.prompt), config.max_new_tokens)
-        self._start(job)
-        check_blocks(self._capacity(), len(job.prompt), config.max_new_tokens)
 
     async def tokens(self, job: Job) -> AsyncGenerator[list[Token], None]:
         if self._stopping:

@@ -109,6 +109,12 @@ class OpenAI:
     def __init__(self, service: Service) -> None:
         self._service = service
 
+    def check(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Raises what answering would raise before it computes. ``kind``: CHAT, COMPLETIONS or RESPONSES."""
+        service = self._service
+        prepare = {CHAT: self._chat_answers, COMPLETIONS: self._completion_answers, RESPONSES: self._response_answer}
+        prepare[kind](checked_request(kind, body, service.served, service.vocabulary))
+
     # Chat completions
 
     async def chat(self, body: Mapping[str, Any]) -> Body | Events:
@@ -208,32 +214,11 @@ class OpenAI:
     async def completions(self, body: Mapping[str, Any]) -> Body | Events:
         service = self._service
         given = checked_request(COMPLETIONS, body, service.served, service.vocabulary)
-        prompts = given["prompt"]
-        if isinstance(prompts, str) or isinstance(prompts[0], int):
-            prompts = [prompts]
-        inputs = [
-            service.prompts.of_text(each) if isinstance(each, str) else service.prompts.of_tokens(each)
-            for each in prompts
-        ]
         count, top = given.get("n", 1), given.get("logprobs")
         best = given.get("best_of", count)
         head = {"id": new_id("cmpl-"), "created": int(time.time()), "model": service.served}
-        scores = given.get("max_tokens") == 0  # the prompts alone
-        # best_of goes by probability.
-        recorded = top if best == count or top is not None else 0
-        answers = await asyncio.to_thread(
-            lambda: [
-                service.answers(
-                    _not_empty(each, "prompt"),
-                    {**given, "max_tokens": 1} if scores else given,
-                    limit="max_tokens",
-                    count=best,
-                    top=recorded,
-                )
-                for each in inputs
-            ]
-        )
-        flat = [answer for several in answers for answer in several]
+        inputs, flat = await asyncio.to_thread(self._completion_answers, given)
+        scores = given.get("max_tokens") == 0
         if given.get("stream"):
             usage = given.get("stream_options", {}).get("include_usage", False)
             return self._completion_events(head, flat, top is not None, usage)
@@ -258,6 +243,25 @@ class OpenAI:
                 )
         usage = _usage([] if scores else flat, sum(each["input_ids"].shape[-1] for each in inputs))
         return {**head, "object": "text_completion", "choices": choices, "usage": usage}
+
+    def _completion_answers(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Answer]]:
+        """The inputs of each prompt, and the answers to all of them. For prompts that are only scored, answers that
+        nothing asks for."""
+        service, prompts = self._service, given["prompt"]
+        if isinstance(prompts, str) or isinstance(prompts[0], int):
+            prompts = [prompts]
+        inputs = [
+            service.prompts.of_text(each) if isinstance(each, str) else service.prompts.of_tokens(each)
+            for each in prompts
+        ]
+        count, top = given.get("n", 1), given.get("logprobs")
+        best = given.get("best_of", count)
+        given = {**given, "max_tokens": 1} if given.get("max_tokens") == 0 else given
+        top = top if best == count or top is not None else 0  # best_of goes by probability
+        answers: list[Answer] = []
+        for each in inputs:
+            answers += service.answers(_not_empty(each, "prompt"), given, limit="max_tokens", count=best, top=top)
+        return inputs, answers
 
     def _completion_logprobs(
         self, prompt: Sequence[int], found: Sequence[TokenLogprobs | None], start: int = 0
@@ -304,8 +308,15 @@ class OpenAI:
     # Responses
 
     async def responses(self, body: Mapping[str, Any]) -> Body | Events:
+        given = checked_request(RESPONSES, body, self._service.served, self._service.vocabulary)
+        answer = await asyncio.to_thread(self._response_answer, given)
+        made = _Response(self, given, answer, bool(given.get("include")))
+        if given.get("stream"):
+            return made.events()
+        return await whole_body(answer, made)
+
+    def _response_answer(self, given: Mapping[str, Any]) -> Answer:
         service = self._service
-        given = checked_request(RESPONSES, body, service.served, service.vocabulary)
         reasoning, text = given.get("reasoning", {}), given.get("text", {})
         _check_names(reasoning, "reasoning", {"effort": str, "summary": ("auto",)})
         _check_names(text, "text", {"format": dict, "verbosity": ()})
@@ -313,27 +324,20 @@ class OpenAI:
         if "top_logprobs" in given and not includes:
             raise RequestError('top_logprobs needs include: ["message.output_text.logprobs"].', "top_logprobs")
 
-        def prepare() -> Answer:
-            tools = service.tools(given)
-            arguments = service.template_arguments(given, reasoning.get("effort"), "reasoning")
-            messages = response_messages(given["input"], given.get("instructions"))
-            inputs = service.prompts.of_messages(messages, None if tools is None else tools.shown, arguments, "input")
-            (answer,) = service.answers(
-                _not_empty(inputs, "input"),
-                given,
-                limit="max_output_tokens",
-                top=given.get("top_logprobs", 0) if includes else None,
-                form=service.prompts.form,
-                tools=tools,
-                schema=json_schema(text["format"], "text") if text.get("format") else None,
-            )
-            return answer
-
-        answer = await asyncio.to_thread(prepare)
-        made = _Response(self, given, answer, includes)
-        if given.get("stream"):
-            return made.events()
-        return await whole_body(answer, made)
+        tools = service.tools(given)
+        arguments = service.template_arguments(given, reasoning.get("effort"), "reasoning")
+        messages = response_messages(given["input"], given.get("instructions"))
+        inputs = service.prompts.of_messages(messages, None if tools is None else tools.shown, arguments, "input")
+        (answer,) = service.answers(
+            _not_empty(inputs, "input"),
+            given,
+            limit="max_output_tokens",
+            top=given.get("top_logprobs", 0) if includes else None,
+            form=service.prompts.form,
+            tools=tools,
+            schema=json_schema(text["format"], "text") if text.get("format") else None,
+        )
+        return answer
 
 
 class _Response:

@@ -10,9 +10,9 @@ from torch_mesh.store.store_plan import Progress
 
 
 @contextlib.contextmanager
-def progress_bar(description: str, show: bool = True) -> Iterator[Progress]:
-    """A callback for ``write_store`` and ``verify``. Draws nothing without a terminal or notebook, or without
-    ``show``."""
+def progress_bar(description: str, show: bool = True, unit: str = "B") -> Iterator[Progress]:
+    """A callback for ``write_store``, ``verify`` and ``offline.answer``. Draws nothing without a terminal or notebook,
+    or without ``show``."""
     from tqdm.auto import tqdm  # late: slow to import, and few commands need it
 
     # None: only on a terminal, which a notebook is not; without widgets it shows a terminal's bar.
@@ -22,7 +22,9 @@ def progress_bar(description: str, show: bool = True) -> Iterator[Progress]:
     def progress(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:  # only now: if everything exists already, there is no bar
-            bar = tqdm(desc=description, total=total, unit="B", unit_scale=True, disable=disable if show else True)
+            bar = tqdm(
+                desc=description, total=total, unit=unit, unit_scale=unit == "B", disable=disable if show else True
+            )
         bar.update(done - bar.n)
 
     try:

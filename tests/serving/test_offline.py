@@ -1,0 +1,208 @@
+"""``torch-mesh run``: every request is answered once, whatever ends a run, and nothing is computed for a wrong file."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torch_mesh import MeshConfig
+from torch_mesh.cli import main
+from torch_mesh.serving.offline import read_requests, without_answer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def _line(name: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def _write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    lines = path.read_text().splitlines(keepends=True)
+    assert all(line.endswith("\n") for line in lines)
+    answers = [json.loads(line) for line in lines]
+    assert len({each["custom_id"] for each in answers}) == len(answers)
+    return {each["custom_id"]: each for each in answers}
+
+
+def _run(folder: Path, requests: Path, answers: Path, *options: str) -> int:
+    return main(["run", str(folder), str(requests), str(answers), "--resident", "0.3", *options])
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+
+
+def test_requests_in_both_forms_are_answered(folder: Path, paths: tuple[Path, Path]) -> None:
+    requests, answers = paths
+    texts = ["In the beginning", "def main():", "And the LORD spake unto Moses,", "import os"]
+    lines: list[Any] = [{"prompt": text, "max_tokens": 5 + number} for number, text in enumerate(texts)]
+    lines += ["", _line("chat", CHAT, messages=[{"role": "user", "content": "Hello"}], max_tokens=3)]
+    lines += [{"messages": [{"role": "user", "content": "Hello"}], "custom_id": "bare", "max_tokens": 3}]
+    lines += [_line("several", prompt=texts[:2], n=2, max_tokens=2)]
+    _write(requests, lines)
+    assert _run(folder, requests, answers, "--at-once", "4") == 0
+    found = _read(answers)
+    assert set(found) == {"line-1", "line-2", "line-3", "line-4", "chat", "bare", "several"}
+    assert all(each["response"]["status_code"] == 200 and each["error"] is None for each in found.values())
+    said = [found[name]["response"]["body"]["choices"][0]["message"]["content"] for name in ("chat", "bare")]
+    assert said[0] == said[1]
+    assert len(found["several"]["response"]["body"]["choices"]) == 4
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(resident=1.0))
+    agreeing = 0
+    for number, text in enumerate(texts):
+        inputs = tokenizer(text, return_tensors="pt")
+        tokens = model.generate(**inputs, max_new_tokens=5 + number, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        body = found[f"line-{number + 1}"]["response"]["body"]
+        assert body["usage"]["completion_tokens"] == len(tokens)
+        agreeing += body["choices"][0]["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert agreeing >= 3  # rows that are computed together round otherwise, which may tip a near tie
+
+
+def test_finished_lines_are_not_computed_again(
+    folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, answers = paths
+    lines = [_line(f"{number}", prompt=f"Verse {number}", max_tokens=3) for number in range(5)]
+    _write(requests, lines[:3])
+    assert _run(folder, requests, answers) == 0
+    before = answers.read_bytes()
+    assert _run(folder / "is-not-opened", requests, answers) == 0
+    assert answers.read_bytes() == before
+    _write(requests, lines)
+    assert _run(folder, requests, answers) == 0
+    assert answers.read_bytes().startswith(before) and set(_read(answers)) == set("01234")
+    assert "5 of 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("left", ["half a line", "a failed line", "both"])
+def test_what_was_cut_off_or_failed_is_computed_again(folder: Path, paths: tuple[Path, Path], left: str) -> None:
+    requests, answers = paths
+    _write(requests, [_line(f"{number}", prompt=f"Verse {number}", max_tokens=3) for number in range(3)])
+    assert _run(folder, requests, answers) == 0
+    first, second, third = answers.read_bytes().splitlines(keepends=True)
+    failed = json.loads(second)
+    failed["response"] |= {"status_code": 500, "body": {"error": {}}}
+    lines = [first]
+    if left != "half a line":
+        lines.append(json.dumps(failed).encode() + b"\n")
+    if left != "a failed line":
+        lines.append(third[: len(third) // 2])
+    answers.write_bytes(b"".join(lines))
+    assert _run(folder, requests, answers) == 0
+    assert answers.read_bytes().startswith(first)
+    assert all(each["response"]["status_code"] == 200 for each in _read(answers).values())
+
+
+def test_a_killed_run_goes_on(folder: Path, paths: tuple[Path, Path]) -> None:
+    requests, answers = paths
+    _write(requests, [_line(f"{number}", prompt=f"Verse {number}", max_tokens=40) for number in range(12)])
+    command = [sys.executable, "-m", "torch_mesh", "run", str(folder), str(requests), str(answers)]
+    running = subprocess.Popen([*command, "--at-once", "2", "--resident", "0.3"], stdout=subprocess.DEVNULL)
+    while running.poll() is None and not (answers.exists() and answers.stat().st_size):
+        time.sleep(0.02)
+    running.kill()
+    assert running.wait() in (-signal.SIGKILL, 0)
+    before = answers.read_bytes()
+    assert before.endswith(b"\n")
+    assert _run(folder, requests, answers) == 0
+    assert answers.read_bytes().startswith(before) and len(_read(answers)) == 12
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "no JSON"),
+    "a list": ([1], "no JSON object"),
+    "nothing asked": ({"max_tokens": 3}, "none of messages, prompt"),
+    "a twin": (_line("fine", prompt="Hello"), "line 1 too"),
+    "another method": (_line("a", prompt="Hello") | {"method": "GET"}, "give POST"),
+    "another url": (_line("a", "/v1/embeddings", input="Hello"), "/v1/embeddings"),
+    "a field too many": (_line("a", prompt="Hello") | {"priority": 1}, "custom_id, method, url and body"),
+    "no id": ({"prompt": "Hello", "custom_id": 7}, "custom_id is 7"),
+    "a stream": ({"prompt": "Hello", "stream": True}, "stream"),
+    "an unknown field": ({"prompt": "Hello", "tokens": 3}, "tokens"),
+    "a wrong value": ({"prompt": "Hello", "temperature": "x"}, "temperature"),
+    "another model": ({"prompt": "Hello", "model": "gpt-5"}, "gpt-5"),
+    "too long": ({"prompt": "Hello", "max_tokens": 10**6}, "max_position_embeddings"),
+    "no batches": ({"prompt": "Hello", "logprobs": 1}, "logprobs"),
+}
+
+
+def test_a_wrong_line_ends_it_before_anything_is_computed(
+    folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, answers = paths
+    opened = list(WRONG).index("a stream")  # from there on the model has to be known
+    names = list(WRONG)
+    for some in (names[:opened], names[opened:]):
+        for start in range(0, len(some), 5):
+            part = some[start : start + 5]
+            _write(requests, [_line("fine", prompt="Hello"), *(WRONG[name][0] for name in part)])
+            assert _run(folder, requests, answers) == 2
+            said = capsys.readouterr().err
+            assert not answers.exists()
+            for number, name in enumerate(part, 2):
+                assert f"line {number}: " in said and WRONG[name][1] in said, (name, said)
+
+
+def test_answers_to_other_requests_are_not_touched(folder: Path, paths: tuple[Path, Path]) -> None:
+    requests, answers = paths
+    _write(requests, [_line("a", prompt="Hello", max_tokens=2)])
+    assert _run(folder, requests, answers) == 0
+    before = answers.read_bytes()
+    for changed in ([_line("a", prompt="Hello", max_tokens=3)], [_line("b", prompt="Hello", max_tokens=2)]):
+        with pytest.raises(ValueError, match="name another file"):
+            without_answer(read_requests(_write(requests, changed)), answers)
+    answers.write_text("notes\n")
+    with pytest.raises(ValueError, match="name another file"):
+        without_answer(read_requests(requests), answers)
+    assert answers.read_text() == "notes\n" and before
+
+
+def test_files_that_are_empty_or_absent(folder: Path, paths: tuple[Path, Path]) -> None:
+    requests, answers = paths
+    assert _run(folder, requests, answers) == 1  # there is no such file
+    requests.write_text("\n \n")
+    assert _run(folder, requests, answers) == 2
+
+
+def test_requests_that_are_computed_together_share_reads(
+    folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch_mesh
+    from torch_mesh.serving import offline
+
+    requests, answers = paths
+    _write(requests, [_line(f"{number}", prompt=f"Verse {number} of", max_tokens=12) for number in range(8)])
+    read = []
+    kept = offline.opened.__wrapped__
+
+    def measured(*arguments: Any) -> Any:
+        made = kept(*arguments)
+        service = next(made)
+        torch_mesh.reset_stats(service.model)
+        yield service
+        read.append(torch_mesh.stats(service.model).bytes_read)
+        made.close()
+
+    import contextlib
+
+    monkeypatch.setattr(offline, "opened", contextlib.contextmanager(measured))
+    for at_once in (1, 8):
+        answers.unlink(missing_ok=True)
+        assert _run(folder, requests, answers, "--at-once", str(at_once)) == 0
+    assert read[1] < 0.6 * read[0]

@@ -1,0 +1,69 @@
+"""``torch-mesh run``: answers to a file of requests, many computed at once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from torch_mesh.cli.options import add_config_arguments, given_config, positive
+from torch_mesh.cli.serve import add_server_arguments, given_options
+
+_OF_SERVERS = frozenset(
+    {
+        "allow_anyone",
+        "api_key",
+        "compile",
+        "continuous_batching",
+        "decision_config",
+        "enable_cors",
+        "host",
+        "port",
+        "prefix_cache",
+    }
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Answers the requests of a file: many at once, so that an expert that was read serves every prompt that needs "
+        "it. A line is one of OpenAI's batch files (custom_id, method, url, body), or a body alone: an object with "
+        "messages, prompt or input, and perhaps a custom_id. All lines are checked before any is computed. Each answer "
+        "is added to the second file as it comes. Repeat an interrupted command to continue; the status is 1 if some "
+        "requests have failed, which a repetition computes again."
+    )
+    parser.add_argument(
+        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
+    )
+    parser.add_argument("requests", type=Path, metavar="REQUESTS", help="file of requests, one JSON object a line")
+    parser.add_argument("answers", type=Path, metavar="ANSWERS", help="file of answers, in OpenAI's batch format")
+    parser.add_argument(
+        "--at-once",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="requests that are computed together, if memory has room for their keys and values (default: 32)",
+    )
+    add_server_arguments(parser, without=_OF_SERVERS)
+    add_config_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer what has no answer yet; return the exit code."""
+    import asyncio
+
+    from torch_mesh.serving import offline
+    from torch_mesh.store.progress import progress_bar
+
+    config = given_config(arguments)
+    requests = offline.read_requests(arguments.requests)
+    left = offline.without_answer(requests, arguments.answers)
+    arguments.interrupted = "interrupted: repeat the command to continue"
+    failed = 0
+    if left:
+        with offline.opened(arguments.model, config, given_options(arguments), arguments.at_once) as service:
+            offline.check(service, left, arguments.requests)
+            with progress_bar("Answering", unit="request") as progress:
+                failed = asyncio.run(offline.answer(service, left, arguments.answers, arguments.at_once, progress))
+    print(f"{len(requests) - failed} of {len(requests)} requests are answered in {arguments.answers}")
+    return 1 if failed else 0

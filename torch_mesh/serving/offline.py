@@ -1,0 +1,284 @@
+"""Requests from a file, answered into another one: many at once, and never twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import MeshError
+from torch_mesh.serving.admission import Admission, find_needs
+from torch_mesh.serving.batches import Batches
+from torch_mesh.serving.engine import Engine, Job
+from torch_mesh.serving.errors import AnsweredError, describe
+from torch_mesh.serving.kept_keys import KeptKeys
+from torch_mesh.serving.openai_api import OpenAI, new_id
+from torch_mesh.serving.opening import open_processor, open_served, source_of
+from torch_mesh.serving.prompts import Prompts
+from torch_mesh.serving.requests import CHAT, COMPLETIONS, PROMPTS, RESPONSES
+from torch_mesh.serving.server import settle_options
+from torch_mesh.serving.service import Service
+from torch_mesh.system.atomic_files import new_file
+
+_LOG = logging.getLogger(__name__)
+_KINDS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
+_FIELDS = {"custom_id", "method", "url", "body"}  # of a line of OpenAI's batch files
+_SHOWN = 5  # mistakes that an error names
+_PAGE = 256  # tokens in a block of transformers' continuous batching
+_MOST_ROWS = 4096  # of a forward: transformers has a mask of each with every key
+# Fields by which sequences are drawn: those of a batch have them in common.
+_DRAWN = ("temperature", "top_p", "top_k", "generation_config")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A line of the file."""
+
+    line: int
+    id: str
+    kind: str
+    body: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Of what is asked, by which an answer is known to be this request's."""
+        text = json.dumps([self.kind, self.body], sort_keys=True)
+        return f"req_{hashlib.blake2b(text.encode('utf-8', 'backslashreplace'), digest_size=12).hexdigest()}"
+
+
+def read_requests(path: Path) -> list[Request]:
+    """All lines of a file in OpenAI's batch format, or with the bodies alone. Raises ValueError that names the first
+    wrong lines, OSError for a file that cannot be read."""
+    found: list[Request] = []
+    wrong: list[str] = []
+    lines: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                request = _request(number, line)
+                if (other := lines.setdefault(request.id, number)) != number:
+                    raise ValueError(f"custom_id {request.id!r} is that of line {other} too")
+                found.append(request)
+            except ValueError as error:
+                wrong.append(f"line {number}: {error}")
+    _raise_if(wrong, path)
+    if not found:
+        raise ValueError(f"{path} has no requests: give one JSON object a line")
+    return found
+
+
+def _request(number: int, line: bytes) -> Request:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON ({error})") from None
+    _check_object(given, "the line")
+    if "body" in given or "url" in given:
+        return _of_batch(number, given)
+    kind = next((kind for kind in _KINDS.values() if PROMPTS[kind] in given), None)
+    if kind is None:
+        raise ValueError("none of messages, prompt, input, or of custom_id, method, url and body")
+    body = {name: value for name, value in given.items() if name != "custom_id"}
+    return Request(number, _id(given.get("custom_id", f"line-{number}")), kind, body)
+
+
+def _of_batch(number: int, given: Mapping[str, Any]) -> Request:
+    if given.keys() != _FIELDS:
+        raise ValueError(f"a line has custom_id, method, url and body, and this one {', '.join(sorted(given))}")
+    if given["method"] != "POST":
+        raise ValueError(f"method is {given['method']!r}: give POST")
+    kind = _KINDS.get(given["url"]) if isinstance(given["url"], str) else None
+    if kind is None:
+        raise ValueError(f"url is {given['url']!r}: give one of {', '.join(_KINDS)}")
+    _check_object(given["body"], "body")
+    return Request(number, _id(given["custom_id"]), kind, given["body"])
+
+
+def _check_object(given: object, name: str) -> None:
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} is no JSON object")  # noqa: TRY004  as every other mistake in a file
+
+
+def _id(given: object) -> str:
+    if not isinstance(given, str) or not given:
+        raise ValueError(f"custom_id is {given!r}: give some text")
+    return given
+
+
+def _raise_if(wrong: Sequence[str], path: Path) -> None:
+    if wrong:
+        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(f"{path} is not right, and nothing was computed: {'; '.join(wrong[:_SHOWN])}{more}")
+
+
+def without_answer(requests: Sequence[Request], out: Path) -> list[Request]:
+    """Those ``requests`` that ``out`` has no answer to. From ``out``, failed ones and a line that was cut off go.
+
+    Raises ValueError for a file with anything else, or with an answer to another request of that custom_id.
+    """
+    try:
+        text = out.read_bytes()
+    except FileNotFoundError:
+        return list(requests)
+    asked = {request.id: request for request in requests}
+    kept = []
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break  # a run was killed while it wrote this
+        try:
+            answer = json.loads(line)
+            name, response = answer["custom_id"], answer["response"]
+            status, digest = response["status_code"], response["request_id"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{out} line {number} is no answer of an earlier run: name another file") from None
+        request = asked.get(name)
+        if request is None or digest != request.digest:
+            raise ValueError(
+                f"{out} line {number} answers another request than {name!r} of this file: name another file"
+            )
+        if status == 200:
+            kept.append(line)
+            del asked[name]
+    if sum(map(len, kept)) != len(text):
+        with new_file(out) as file:
+            file.writelines(kept)
+    return [request for request in requests if request.id in asked]
+
+
+class _Sized(Batches):
+    """With blocks, and forwards, for the requests that are computed at once: transformers would take what memory is
+    left, and clear masks of that size for every step."""
+
+    def __init__(self, kept: KeptKeys, tokenizer: Any, configured: dict[str, Any], at_once: int) -> None:
+        super().__init__(kept, tokenizer, configured)
+        self._at_once = at_once
+        self._needs: list[tuple[int, int]] = []  # tokens of each sequence, and of its prompt
+
+    def check(self, job: Job) -> None:
+        """The size of the blocks is not known before the last one."""
+        self.check_options(job)
+        prompt = len(job.prompt)
+        self._needs.append((prompt + job.config.max_new_tokens, prompt))
+
+    def settle(self) -> None:
+        """After all sequences were checked. Raises RequestTooLongError where the longest does not fit in memory."""
+        self._needs.sort(reverse=True)
+        admission = self.kept.admission
+        assert admission is not None
+        longest, prompt = self._needs[0]
+        admission.check(prompt, longest - prompt, known=0, held=0)
+        free, some = admission.free_bytes(), self._needs[: self._at_once]
+        # Beside the keys there are copies of them in each layer, and masks of every row with every key.
+        while len(some) > 1 and 2 * sum(admission.needs.cache(tokens) for tokens, _ in some) > free:
+            some.pop()
+        pages = sum(-(-tokens // _PAGE) for tokens, _ in some)
+        rows = min(_MOST_ROWS, sum(prompt for _, prompt in some) + len(some))
+        self._configured = {"num_blocks": pages, "max_batch_tokens": rows, **self._configured}
+
+
+@contextlib.contextmanager
+def opened(model: str, config: MeshConfig, given: Mapping[str, Any], at_once: int) -> Iterator[Service]:
+    """A model, to be asked until the block ends. ``given``: of serving.server.OPTIONS, by name.
+
+    Raises ValueError for an option that cannot be, and what opening a model raises.
+    """
+    source = source_of(model)
+    options = settle_options(given)
+    processor = open_processor(source, options["trust_remote_code"])
+    found = open_served(source, config, options)
+    prompts = Prompts(source.name, processor, found.config.model_type, found.device, options["arguments"])
+    kept = KeptKeys(found, 0, Admission(found, find_needs(found, keeps_windows=False)))
+    layers = {type(layer) for layer in DynamicCache(config=found.config.get_text_config(decoder=True)).layers}
+    # Of other layers transformers' continuous batching knows nothing.
+    batches = hasattr(found, "init_continuous_batching") and layers <= {DynamicLayer, DynamicSlidingWindowLayer}
+    if batches:
+        engine: Engine = _Sized(kept, prompts.tokenizer, options["blocks"], at_once)
+    else:
+        _LOG.warning("transformers computes %s one sequence at a time: it has no continuous batching.", source.name)
+        engine = Engine(kept, prompts.tokenizer)
+    try:
+        yield Service(source.name, found, prompts, engine, batches=batches)
+    finally:
+        engine.stop()
+        engine.worker.stop(timeout=60.0)
+
+
+def check(service: Service, requests: Sequence[Request], path: Path) -> None:
+    """Raises ValueError that names the first lines that would be refused."""
+    api, wrong = OpenAI(service), []
+    for request in requests:
+        try:
+            if request.body.get("stream"):
+                raise ValueError("stream is true: leave it out")
+            api.check(request.kind, request.body)
+        except (AnsweredError, ValueError) as error:
+            wrong.append(f"line {request.line}: {error}")
+    _raise_if(wrong, path)
+    if isinstance(service.engine, _Sized):
+        service.engine.settle()
+
+
+async def answer(
+    service: Service, requests: Sequence[Request], out: Path, at_once: int, progress: Callable[[int, int], None]
+) -> int:
+    """Add a line to ``out`` for each request as soon as it is answered, ``at_once`` computed together. Returns how many
+    have failed.
+
+    Raises MeshError where the model computes no more, OSError for a full disk. What was written stays.
+    """
+    api = OpenAI(service)
+    # Sequences that are drawn differently wait for each other.
+    order = iter(sorted(requests, key=lambda each: json.dumps([each.body.get(name) for name in _DRAWN], default=str)))
+    done, failed = 0, 0
+    with out.open("ab", buffering=0) as file:
+
+        async def work() -> None:
+            nonlocal done, failed
+            for request in order:
+                status, body = await _answered(service, api, request)
+                _write(file, request, status, body)
+                done, failed = done + 1, failed + (status != 200)
+                progress(done, len(requests))
+
+        tasks = [asyncio.ensure_future(work()) for _ in range(min(at_once, len(requests)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return failed
+
+
+async def _answered(service: Service, api: OpenAI, request: Request) -> tuple[int, Any]:
+    answers = {CHAT: api.chat, COMPLETIONS: api.completions, RESPONSES: api.responses}
+    try:
+        return 200, await answers[request.kind](request.body)
+    except Exception as error:
+        if not service.engine.is_healthy():
+            raise MeshError(f"The model computes no more ({error}): run this again to go on.") from error
+        if not isinstance(error, AnsweredError):
+            _LOG.error("Line %d has failed", request.line, exc_info=error)
+        body, status = describe(error)
+        return status, body
+
+
+def _write(file: Any, request: Request, status: int, body: Any) -> None:
+    response = {"status_code": status, "request_id": request.digest, "body": body}
+    line = {"id": new_id("batch_req_"), "custom_id": request.id, "response": response, "error": None}
+    left = memoryview(json.dumps(line).encode() + b"\n")
+    while left:
+        left = left[os.write(file.fileno(), left) :]
