@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig
-from torch_mesh.lossy.fallback import check_fallback_config, split_slots
+from torch_mesh.lossy.fallback import check_fallback_format, split_slots
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.plan import plan
 from torch_mesh.pool.expert_pool import ExpertPool
@@ -311,14 +311,14 @@ def test_wrong_values(open_model: OpenModel, store: Path) -> None:
         ValueError,
         match=r"has no fewer bits than the experts' fp8: give one of 'int4', 'lut4', 'tcq3', 'tcq2\+tcq3', 'tcq2'\.",
     ):
-        check_fallback_config(MeshConfig(lossy={"fallback": "int8"}), "fp8")
+        check_fallback_format("fp8", fallback="int8", deferred_experts=0)
     with pytest.raises(
         ValueError,
         match=r"has no fewer bits than the experts' mxfp4: give one of 'tcq3', 'tcq2\+tcq3', 'tcq2'\.",
     ):
-        check_fallback_config(MeshConfig(lossy={"fallback": "int4"}), "mxfp4")
+        check_fallback_format("mxfp4", fallback="int4", deferred_experts=0)
     with pytest.raises(ValueError, match="has no fewer bits than the experts' tcq2: leave lossy.fallback at 'none'"):
-        check_fallback_config(MeshConfig(lossy={"fallback": "int4"}), "tcq2")
+        check_fallback_format("tcq2", fallback="int4", deferred_experts=0)
     build = TINY_MODELS["Qwen3MoeExperts"].build
     with pytest.raises(
         ValueError,
@@ -346,7 +346,7 @@ def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None
 def test_how_memory_is_split() -> None:
     def split(slots: int) -> tuple[int, int]:
         sizes = {"experts": 100, "top_k": 4, "record_bytes": 40960, "fallback_bytes": 20480}
-        return split_slots(MeshConfig(lossy={"fallback": "int4"}), slots, **sizes)
+        return split_slots(slots, fallback="int4", resident=slots / 100, **sizes)
 
     assert split(40) == (10, 60)
     assert split(41) == (10, 61)
@@ -356,4 +356,5 @@ def test_how_memory_is_split() -> None:
     assert split(6) == (4, 4)
     with pytest.raises(ValueError, match="the 4 experts of a token.* holds 5 experts: give at least 8"):
         split(5)
-    assert split_slots(MeshConfig(), 40, experts=100, top_k=4, record_bytes=4096, fallback_bytes=0) == (40, 0)
+    none = split_slots(40, fallback="none", resident=0.4, experts=100, top_k=4, record_bytes=4096, fallback_bytes=0)
+    assert none == (40, 0)

@@ -245,7 +245,7 @@ def test_an_automatic_pool_fits_beside_the_originals(monkeypatch: pytest.MonkeyP
     model, config = _build(), MeshConfig(dense=dense)
     layers = find_experts(model)
     record = record_bytes(layers, "bf16", 0)
-    _, packed = dense_bytes(model, layers, config)
+    _, packed = dense_bytes(model, layers, dense=dense, group_size=config.group_size)
     left = config.workspace_bytes + packed + 10 * record * 4 // 3  # of which auto's margin is a quarter
     monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: left)
     torch_mesh.patch(model, config, resident="auto")

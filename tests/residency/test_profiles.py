@@ -293,7 +293,7 @@ def test_wrong_fields_say_what_is_allowed(fields: dict[str, Any], words: str) ->
 def test_old_tokens_fade(tmp_path: Path) -> None:
     tokens = np.array([5_000_000, 3], dtype=np.int64)
     write_profile(Profile(tokens, np.array([[5_000_000, 10], [3, 1]]), 1), tmp_path / "p.json")
-    faded = pool_profile(MeshConfig(profile=tmp_path / "p.json"), 2, 2, 1)
+    faded = pool_profile(str(tmp_path / "p.json"), 2, 2, 1)
     assert faded is not None and (faded[0] == [1_000_000, 3]).all() and (faded[1] == [[1_000_000, 2], [3, 1]]).all()
 
 

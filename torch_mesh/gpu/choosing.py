@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ..config import MIN_CAPABILITY, MeshConfig
+from ..config import MIN_CAPABILITY, GpuFields
 from ..errors import MeshError, UnsupportedModelError
 from ..formats import FORMATS, formats_of_fewer_bits, short_name
 from ..models.families import ExpertsLayer
@@ -21,7 +21,7 @@ from ..pool.expert_pool import record_bytes
 from ..routing.profiles import check_fits, load_profile
 from ..store.convert import checked_group_size
 from .placement import Placement, from_counts, given_experts
-from .planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, plan_gpu
+from .planning import SEVERAL_ACTIVATIONS, UNFUSED, plan_gpu
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class _RecordSizes:
     formats: tuple[str, ...]  # those of both
 
 
-def format_on_gpu(config: MeshConfig, weights: str) -> str:
+def format_on_gpu(gpu: GpuFields, weights: str) -> str:
     """The format on the GPU of experts that are in ``weights`` in memory."""
-    return weights if config.gpu.weights == "auto" else config.gpu.weights
+    return weights if gpu.weights == "auto" else gpu.weights
 
 
-def check_gpu_weights(config: MeshConfig, stored: str | None = None) -> None:
+def check_gpu_weights(gpu: GpuFields, stored: str | None = None) -> None:
     """Raises ValueError for ``gpu.weights`` without experts on a GPU, or that the stored format ``stored`` cannot
     give."""
-    if config.gpu.weights == "auto":
+    if gpu.weights == "auto":
         return
-    given = f"gpu.weights={config.gpu.weights!r}"
-    if config.gpu.experts == 0:
+    given = f"gpu.weights={gpu.weights!r}"
+    if gpu.experts == 0:
         raise ValueError(f"{given} sets the format of experts on a GPU, but gpu.experts is 0: set gpu.experts.")
-    if stored is None or config.gpu.weights == stored:
+    if stored is None or gpu.weights == stored:
         return
     fewer = [name for name in formats_of_fewer_bits(stored) if FORMATS[name].gpu]
-    if config.gpu.weights not in fewer:
+    if gpu.weights not in fewer:
         raise ValueError(
             f"{given} has no fewer bits than the {stored} of this converted checkpoint and gains no precision: give "
             f"{', '.join(map(repr, (*fewer, 'auto')))}, or the original checkpoint with weights={stored!r} and store= "
@@ -60,16 +60,20 @@ def check_gpu_weights(config: MeshConfig, stored: str | None = None) -> None:
 def choose_experts(
     model: nn.Module,
     layers: Sequence[ExpertsLayer],
-    config: MeshConfig,
+    gpu: GpuFields,
+    *,
+    profile: str | None,
+    other_group_size: int,
     weights: str,
     group_size: int,
     stored_layers: int | None = None,
     places: Sequence[int] | None = None,
 ) -> Placement:
-    """Resolve ``config.gpu.experts`` for this model on its current devices.
+    """Resolve ``gpu.experts`` for this model on its current devices.
 
     ``weights`` and ``group_size`` are of the records in memory, which have ``stored_layers`` layers, with the model's
-    at ``places`` if they are more. ``config.profile`` has the same layers.
+    at ``places`` if they are more; ``other_group_size`` is of records in another format. ``profile``, a file of the
+    same layers, says which experts are used most.
 
     Raises MeshError if experts cannot be placed (no GPU, no Triton), UnsupportedModelError for a family whose experts
     run unfused, ValueError for a mask or number that does not fit the model, MemoryError for more than the device
@@ -77,21 +81,21 @@ def choose_experts(
     """
     devices = tuple(layer_device(model, layer) for layer in layers)
     experts = layers[0].num_experts
-    wanted = config.gpu.experts
-    there = format_on_gpu(config, weights)
+    wanted = gpu.experts
+    there = format_on_gpu(gpu, weights)
     up = record_bytes(layers, weights, group_size)
     other = there != weights
     size = _RecordSizes(
-        there=record_bytes(layers, there, checked_group_size(there, config.group_size)) if other else up,
+        there=record_bytes(layers, there, checked_group_size(there, other_group_size)) if other else up,
         up=up,
         formats=(there, weights),
     )
-    uses = _uses(config, stored_layers or len(layers), layers, places)
+    uses = None if gpu.experts == 0 else _uses(profile, stored_layers or len(layers), layers, places)
     if wanted == "auto":
-        here = from_counts(_automatic_counts(layers, devices, size, config), experts, uses)
+        here = from_counts(_automatic_counts(layers, devices, size, gpu), experts, uses)
     else:
-        here = given_experts(config, len(layers), experts, uses)
-    placement = Placement(here, devices, there, config.gpu.streaming, config.gpu.placement == "dynamic")
+        here = given_experts(wanted, len(layers), experts, uses)
+    placement = Placement(here, devices, there, gpu.streaming, gpu.placement == "dynamic")
     if placement.dynamic and placement.count == 0 and wanted != "auto":
         raise ValueError(
             "gpu.placement='dynamic' moves experts among slots on a GPU, but gpu.experts is 0: set gpu.experts."
@@ -102,20 +106,20 @@ def choose_experts(
 
 
 def _uses(
-    config: MeshConfig, stored_layers: int, layers: Sequence[ExpertsLayer], places: Sequence[int] | None
+    path: str | None, stored_layers: int, layers: Sequence[ExpertsLayer], places: Sequence[int] | None
 ) -> npt.NDArray[np.int64] | None:
-    """Uses of each layer's experts by the config's profile, [layers, experts]. Raises MeshError for a profile of
+    """Uses of each layer's experts by the profile in ``path``, [layers, experts]. Raises MeshError for a profile of
     another model."""
-    if config.profile is None or config.gpu.experts == 0:
+    if path is None:
         return None
-    profile = load_profile(config.profile)
+    profile = load_profile(path)
     top_k = max(layer.top_k for layer in layers)
-    check_fits(profile, config.profile, stored_layers, layers[0].num_experts, top_k)
+    check_fits(profile, path, stored_layers, layers[0].num_experts, top_k)
     return profile.uses[list(range(len(layers)) if places is None else places)]
 
 
 def _automatic_counts(
-    layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], size: _RecordSizes, config: MeshConfig
+    layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], size: _RecordSizes, gpu: GpuFields
 ) -> list[int]:
     counts = [0] * len(layers)
     usable = [device for device in dict.fromkeys(devices) if _holds_experts(device)]
@@ -134,8 +138,8 @@ def _automatic_counts(
             max(layer.top_k for layer in layers),
             size.there,
             size.up,
-            config.gpu.streaming != "off",
-            config.gpu.placement == "dynamic",
+            gpu.streaming != "off",
+            gpu.placement == "dynamic",
         )
         if plan.status == "too small":
             warnings.warn(f"gpu.experts='auto' places none on {device}: {plan.advice}", stacklevel=5)
@@ -171,7 +175,7 @@ def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, size: 
 def _obstacle(layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], size: _RecordSizes) -> str:
     """Why no GPU can compute these experts; empty if one can."""
     if layers[0].fused_activation is None:
-        return BY_PROJECTION
+        return UNFUSED
     if len({layer.fused_activation for layer in layers}) > 1:
         return SEVERAL_ACTIVATIONS
     for weights in size.formats:

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..config import MeshConfig
 from ..routing.traces import Trace
 from ..statistics.counters import Stats
 
@@ -66,26 +65,17 @@ class Placement:
     def _partly(self, device: torch.device) -> bool:
         return any(not here.all() for here, where in zip(self.here, self.devices, strict=True) if where == device)
 
-    def adjusted(self, config: MeshConfig) -> MeshConfig:
-        """``config`` for the pool of the other experts, without windows: they would read whole layers.
-
-        Raises ValueError for ``prefill="window"`` and for lossy modes, to which an expert on a GPU would look cold.
-        """
-        if self.count == 0:
-            return config
-        check_beside_gpu(config)
-        return config.replace(prefill="off")
-
     def cpu_slots(self, slots: int, every: int, least: int) -> int:
         """``slots``, limited to the experts that are not on a GPU."""
         return min(slots, max(least, every - self.count))
 
 
-def check_beside_gpu(config: MeshConfig) -> None:
-    """Raises ValueError for settings that exclude experts on a GPU."""
-    if config.lossy.modes:
-        raise ValueError(f"lossy {config.lossy.modes} and gpu.experts exclude each other: choose one.")
-    if config.prefill == "window":
+def check_beside_gpu(*, lossy_modes: str, prefill: str) -> None:
+    """Raises ValueError for settings that exclude experts on a GPU: lossy modes, to which these would look cold, and
+    windows, which read whole layers."""
+    if lossy_modes:
+        raise ValueError(f"lossy {lossy_modes} and gpu.experts exclude each other: choose one.")
+    if prefill == "window":
         raise ValueError("prefill='window' reads whole layers and excludes gpu.experts: leave prefill at 'auto'.")
 
 
@@ -110,10 +100,13 @@ def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
 
 
 def given_experts(
-    config: MeshConfig, layers: int, experts: int, uses: npt.NDArray[np.int64] | None
+    wanted: str | int | tuple[tuple[bool, ...], ...],
+    layers: int,
+    experts: int,
+    uses: npt.NDArray[np.int64] | None,
 ) -> tuple[torch.Tensor, ...]:
-    """The experts that a number or mask ``gpu.experts`` names. Raises ValueError if it does not fit the model."""
-    wanted = config.gpu.experts
+    """The experts that ``gpu.experts=wanted``, a number or mask, names. Raises ValueError if it does not fit the
+    model."""
     if isinstance(wanted, tuple):
         return _from_mask(wanted, layers, experts)
     if int(wanted) > experts:

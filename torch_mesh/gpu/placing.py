@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from ..config import MeshConfig
 from ..formats import FORMATS
 from ..models.families import ExpertsLayer
 from ..ops.device import DeviceLayer, DeviceRecord, SharedDevice, place
 from ..pool.expert_pool import ExpertPool, record_bytes
-from ..pool.secondary_pool import Records, open_other
 from ..store.convert import checked_group_size
 from ..store.progress import progress_bar
 from .measuring import streaming_costs
@@ -24,19 +22,13 @@ GPU_POOL_SLOTS = 8
 _PATIENCE = 32
 
 
-def open_gpu_pool(layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records) -> ExpertPool:
-    """A pool that reads experts for GPUs in another format than in memory."""
-    only_read = config.replace(residency={"guard": "off"})
-    slots = min(GPU_POOL_SLOTS, records.layers * layers[0].num_experts)
-    return open_other(layers, only_read, records, slots=slots, least_slots=1)
-
-
-def gpu_pool_bytes(layers: Sequence[ExpertsLayer], placement: Placement, weights: str, config: MeshConfig) -> int:
-    """Bytes of that pool's slots; 0 if the formats agree."""
+def gpu_pool_bytes(layers: Sequence[ExpertsLayer], placement: Placement, weights: str, group_size: int) -> int:
+    """Bytes of the slots of a pool that reads experts for GPUs in groups of ``group_size``; 0 if they have the format
+    of those in memory."""
     if not placement.needs_pool(weights):
         return 0
     there = placement.weights
-    return GPU_POOL_SLOTS * record_bytes(layers, there, checked_group_size(there, config.group_size))
+    return GPU_POOL_SLOTS * record_bytes(layers, there, checked_group_size(there, group_size))
 
 
 def move_experts(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..config import MeshConfig
+from ..config import GpuFields
 from ..errors import UnsupportedModelError
 from .placement import MOVED_TOGETHER, Placement, batch_beside, given_experts
 
@@ -16,7 +16,7 @@ _RESERVE_BYTES = 2 << 30
 _RESERVE_SHARE = 8  # the fraction 1 / 8 of the GPU
 # The page size in which torch's allocator takes large blocks.
 _ALLOCATION = 2 << 20
-BY_PROJECTION = "the experts of this family have a gate, activation or norm of their own and run unfused, on the CPU."
+UNFUSED = "the experts of this family have a gate, activation or norm of their own and run unfused, on the CPU."
 
 SEVERAL_ACTIVATIONS = (
     "the experts of this model differ in their activation from layer to layer, and all on a card have one."
@@ -75,11 +75,11 @@ def plan_gpu(
     return GpuPlan(*_verdict(slots, layers, experts, top_k, record_bytes), counts, spare, buffers, taken, reserve)
 
 
-def plan_config(
-    config: MeshConfig, free: int, total: int, layers: int, experts: int, top_k: int, record_bytes: int, up_bytes: int
+def plan_fields(
+    gpu: GpuFields, free: int, total: int, layers: int, experts: int, top_k: int, record_bytes: int, up_bytes: int
 ) -> GpuPlan:
-    """``plan_gpu`` for a config, whose ``gpu.experts`` may also be a number or a mask: then exactly those, or none if
-    they do not fit.
+    """``plan_gpu`` for the fields of a config, whose ``experts`` may also be a number or a mask: then exactly those, or
+    none if they do not fit.
 
     ``record_bytes``: of ``gpu.weights``, ``up_bytes``: of ``weights``. A negative ``free`` is what the rest of the
     model lacks. Raises ValueError for a number or a mask that does not fit the model.
@@ -87,12 +87,12 @@ def plan_config(
     if free < 0:
         advice = f"The rest of the model alone needs {-free:,} bytes more than the card has: leave it in memory."
         return _no_plan(layers, advice, loads=False)
-    streaming, dynamic = config.gpu.streaming != "off", config.gpu.placement == "dynamic"
-    if config.gpu.experts == "auto":
+    streaming, dynamic = gpu.streaming != "off", gpu.placement == "dynamic"
+    if gpu.experts == "auto":
         return plan_gpu(free, total, layers, experts, top_k, record_bytes, up_bytes, streaming, dynamic)
     card = (torch.device("cuda"),) * layers
-    here = given_experts(config, layers, experts, None)
-    placement = Placement(here, card, config.gpu.weights, config.gpu.streaming, dynamic)
+    here = given_experts(gpu.experts, layers, experts, None)
+    placement = Placement(here, card, gpu.weights, gpu.streaming, dynamic)
     if placement.count == 0:
         return _no_plan(layers, "gpu.experts names none.", loads=not dynamic)
     spare, buffers = placement.spare_on(card[0]), 2 * placement.batch_on(card[0])
@@ -104,9 +104,9 @@ def plan_config(
     return GpuPlan(*verdict, tuple(int(layer.sum()) for layer in here), spare, buffers, taken, 0)
 
 
-def plan_on_cpu(config: MeshConfig, layers: int, why: str) -> GpuPlan:
-    """A plan for experts on the CPU only. Raises UnsupportedModelError if the config requires some on a GPU."""
-    if config.gpu.experts != "auto":
+def plan_on_cpu(gpu: GpuFields, layers: int, why: str) -> GpuPlan:
+    """A plan for experts on the CPU only. Raises UnsupportedModelError if ``gpu.experts`` requires some on a GPU."""
+    if gpu.experts != "auto":
         raise UnsupportedModelError(f"gpu.experts cannot be had here: {why}")
     return _no_plan(layers, f"gpu.experts='auto' places none: {why}", loads=True)
 

@@ -17,7 +17,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import _C
-from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..modules.dense import computes_dense
 from .compat import attention_of
@@ -107,24 +106,24 @@ def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:
     )
 
 
-def install_attention(model: nn.Module, config: MeshConfig) -> None:
-    """Let decode steps of ``model`` use torch_mesh's attention, if ``config`` asks for it. See ``check_attention``.
+def install_attention(model: nn.Module, *, attention: str, speculation: str) -> None:
+    """Let decode steps of ``model`` use torch_mesh's attention where ``attention`` says so. See ``check_attention``.
 
     ``"auto"`` leaves a user's replacement of "sdpa" alone. ``unpatch`` removes the attribute.
     """
     # With torch, a token's bits would depend on the number of drafts, and so on timing.
-    wanted = (computes_dense(model) or config.speculation != "off") and _is_torchs_own()
-    if config.attention == "mesh" or (config.attention == "auto" and wanted):
+    wanted = (computes_dense(model) or speculation != "off") and _is_torchs_own()
+    if attention == "mesh" or (attention == "auto" and wanted):
         _register()
         for module in model.modules():
             vars(module)[_TAKEN] = True
 
 
-def check_attention(model: nn.Module, config: MeshConfig) -> None:
-    """Raises UnsupportedModelError if ``config`` asks for torch_mesh's attention and ``model`` does not use "sdpa"."""
+def check_attention(model: nn.Module, attention: str) -> None:
+    """Raises UnsupportedModelError for ``attention="mesh"`` where ``model`` does not use "sdpa"."""
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     used = sorted({attention_of(each.config) for each in models})
-    if config.attention == "mesh" and "sdpa" not in used:
+    if attention == "mesh" and "sdpa" not in used:
         raise UnsupportedModelError(
             f"attention='mesh' replaces attn_implementation='sdpa', but {type(model).__name__} uses "
             f"{', '.join(used) or 'none'}. Load it with attn_implementation='sdpa', or set attention to 'auto'."

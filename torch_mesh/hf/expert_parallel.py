@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import MeshConfig
 from ..errors import LostRankError, MeshError, UnsupportedModelError
 from ..models.families import ExpertsLayer, layers_left_alone
 from ..system.memory import available_bytes
@@ -115,7 +114,15 @@ def lost_ranks(where: str) -> Iterator[None]:
         raise
 
 
-def check_divisible(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, ranks: int) -> None:
+def check_divisible(
+    model: nn.Module,
+    layers: Sequence[ExpertsLayer],
+    ranks: int,
+    *,
+    gpu_experts: object,
+    lossy_modes: str,
+    speculation: str,
+) -> None:
     """Raises UnsupportedModelError for settings that expert parallelism over ``ranks`` excludes."""
     experts = layers[0].num_experts
     named: list[str] = []
@@ -127,11 +134,11 @@ def check_divisible(model: nn.Module, layers: Sequence[ExpertsLayer], config: Me
         named.append(f"{type(layers[0].module).__name__} knows no expert parallelism in transformers")
     if _OWN_EXPERTS in dispatches(model):
         named.append(f"ep_implementation={_OWN_EXPERTS!r} computes experts by a kernel of its own")
-    if config.gpu.experts != 0:
+    if gpu_experts != 0:
         named.append("gpu.experts places experts of a whole model")
-    if config.lossy.modes:
-        named.append(f"lossy ({config.lossy.modes}) would decide on each rank by what that rank has in memory")
-    if config.speculation != "off":
+    if lossy_modes:
+        named.append(f"lossy ({lossy_modes}) would decide on each rank by what that rank has in memory")
+    if speculation != "off":
         named.append(
             "speculation drafts by each rank's own clock, and ranks must agree on how many tokens a forward has"
         )

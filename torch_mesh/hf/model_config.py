@@ -28,13 +28,13 @@ def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
     pool = next(patched_modules(model))._mesh_pool
     # Without the store, which belongs to this model's weights: another model opened with the config would use it.
     group_size = pool.group_size if FORMATS[pool.weights].chosen_groups else config.group_size
-    found = config.replace(weights=pool.weights, group_size=group_size, store=None)
+    config = config.replace(weights=pool.weights, group_size=group_size, store=None)
     replaced: list[tuple[Any, Any]] = []
     vars(model)[_REPLACED] = replaced
     for part in patched_models(model):
-        if vars(part.config).get("quantization_config") is not found:
+        if vars(part.config).get("quantization_config") is not config:
             replaced.append((part.config, vars(part.config).get("quantization_config")))
-            part.config.quantization_config = found
+            part.config.quantization_config = config
         part.get_memory_footprint = types.MethodType(_memory_footprint, part)
         setattr(part, DDP_IGNORED, _PackedNames(part))
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..config import MeshConfig
+from ..config import LossyFields
 from ..errors import UnsupportedModelError
 from ..models.families import ExpertsLayer, router_module
 from ..modules.experts import change_class, restore_class
@@ -152,51 +152,51 @@ class LeaningRouter(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """Raises ValueError or UnsupportedModelError if ``model`` cannot run with the lossy modes of ``config``."""
+def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], lossy: LossyFields) -> None:
+    """Raises ValueError or UnsupportedModelError if ``model`` cannot run with these modes."""
     top_k = max(layer.top_k for layer in layers)
-    if config.lossy.deferred_experts > top_k:
+    if lossy.deferred_experts > top_k:
         raise ValueError(
-            f"lossy.deferred_experts={config.lossy.deferred_experts}, but a token of this model uses {top_k} experts: "
+            f"lossy.deferred_experts={lossy.deferred_experts}, but a token of this model uses {top_k} experts: "
             f"give 0 to {top_k}."
         )
-    if config.lossy.deferred_experts and len(layers) == 1:
+    if lossy.deferred_experts and len(layers) == 1:
         raise ValueError(
-            f"lossy.deferred_experts={config.lossy.deferred_experts} needs a later layer to defer to, and this model "
+            f"lossy.deferred_experts={lossy.deferred_experts} needs a later layer to defer to, and this model "
             "has one layer of experts: set lossy.deferred_experts to 0."
         )
-    if config.lossy.deferred_experts and layers[0].fused_activation is None:
+    if lossy.deferred_experts and layers[0].fused_activation is None:
         raise UnsupportedModelError(
-            f"lossy.deferred_experts={config.lossy.deferred_experts} is unsupported for {type(model).__name__}: its "
+            f"lossy.deferred_experts={lossy.deferred_experts} is unsupported for {type(model).__name__}: its "
             "experts run unfused, since the fused kernel lacks their activation. Set lossy.deferred_experts to 0."
         )
-    if config.lossy.deferred_experts and len({layer.kind for layer in layers}) > 1:
+    if lossy.deferred_experts and len({layer.kind for layer in layers}) > 1:
         raise UnsupportedModelError(
-            f"lossy.deferred_experts={config.lossy.deferred_experts} is unsupported for {type(model).__name__}: a "
+            f"lossy.deferred_experts={lossy.deferred_experts} is unsupported for {type(model).__name__}: a "
             f"token may skip layers of experts ({' and '.join(sorted({layer.kind for layer in layers}))}), and "
             "deferred products could be lost. Set lossy.deferred_experts to 0."
         )
-    if config.lossy.routing_bias and top_k == 1:
+    if lossy.routing_bias and top_k == 1:
         raise ValueError(
-            f"lossy.routing_bias={config.lossy.routing_bias} has no effect: a token of this model uses one expert, "
+            f"lossy.routing_bias={lossy.routing_bias} has no effect: a token of this model uses one expert, "
             "and the first choice is never replaced. Set lossy.routing_bias to 0."
         )
-    if config.lossy.routing_bias:
+    if lossy.routing_bias:
         for layer in layers:
-            _selecting_router(model, layer, config.lossy.routing_bias)
+            _selecting_router(model, layer, lossy.routing_bias)
 
 
-def install_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """Enable the lossy modes of ``config`` in a patched model."""
+def install_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], lossy: LossyFields) -> None:
+    """Enable lossy modes in a patched model."""
     modules: list[Any] = [layer.module for layer in layers]
     for module, following in zip(modules, [*modules[1:], None], strict=True):
-        module._mesh_deferred = config.lossy.deferred_experts
+        module._mesh_deferred = lossy.deferred_experts
         # The op finds the next layer by its number in the pool.
         module._mesh_defers = following is not None and following._mesh_layer == module._mesh_layer + 1
-    if config.lossy.routing_bias:
+    if lossy.routing_bias:
         for layer, module in zip(layers, modules, strict=True):
-            router: Any = _selecting_router(model, layer, config.lossy.routing_bias)
-            router._mesh_selection = (layer.num_experts, layer.top_k, module._mesh_handle, config.lossy.routing_bias)
+            router: Any = _selecting_router(model, layer, lossy.routing_bias)
+            router._mesh_selection = (layer.num_experts, layer.top_k, module._mesh_handle, lossy.routing_bias)
             change_class(router, _leaning_class(type(router)))
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 
 from .. import _C
-from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..formats import FORMATS
 from ..hf.compat import keep_local, modules_in_fp32
@@ -163,17 +162,17 @@ def torch_emulates_bf16() -> bool:
     return not multiplies_bf16()
 
 
-def packs(config: MeshConfig) -> bool:
+def packs(dense: str) -> bool:
     """Whether linear layers outside the experts are packed."""
-    return config.dense not in ("auto", "none")
+    return dense not in ("auto", "none")
 
 
-def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense: str, speculation: str) -> None:
     """``dense="auto"``: keep the weights, and multiply with torch_mesh where that is faster."""
-    if config.dense == "auto":
+    if dense == "auto":
         most = None
         if not torch_emulates_bf16():  # verification has to give the bits of plain decoding
-            most = _FEW_ROWS if config.speculation == "off" else _C.MOST_DECODE_ROWS
+            most = _FEW_ROWS if speculation == "off" else _C.MOST_DECODE_ROWS
         taken = [linear for _, linear in _linears(model, layers) if _on_cpu_in_bf16(linear.weight)]
         for linear in taken:
             change_class(linear, PlainLinear)
@@ -224,25 +223,25 @@ def _linears(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.L
     ]
 
 
-def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense: str, group_size: int) -> None:
     """Pack what ``find_dense`` finds, one by one; each layer's weight is freed at once."""
-    if not packs(config):
+    if not packs(dense):
         return
-    group_size = checked_group_size(config.dense, config.group_size)
+    group_size = checked_group_size(dense, group_size)
     found = find_dense(model, layers)
     dtypes = {linear.weight.dtype for _, linear in found} - {torch.bfloat16}
-    if FORMATS[config.dense].holds_bf16 and dtypes:
+    if FORMATS[dense].holds_bf16 and dtypes:
         warnings.warn(f"Linear layers in {', '.join(map(str, dtypes))} are rounded to bf16.", stacklevel=2)
     for path, linear in found:
         module: Any = linear
         weight = own_part(module.weight)
         if weight is not module.weight:
             keep_local(module)
-        module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
-        module._mesh_shape, module._mesh_format, module._mesh_group_size = tuple(weight.shape), config.dense, group_size
-        exact = FORMATS[config.dense].holds_bf16 and weight.dtype == torch.bfloat16
+        module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), dense, group_size)
+        module._mesh_shape, module._mesh_format, module._mesh_group_size = tuple(weight.shape), dense, group_size
+        exact = FORMATS[dense].holds_bf16 and weight.dtype == torch.bfloat16
         module._mesh_parameters = {"weight": weight.requires_grad}
-        packed: Any = module._mesh_packed, weight.shape, weight.dtype, f"{path}.weight", config.dense, group_size, exact
+        packed: Any = module._mesh_packed, weight.shape, weight.dtype, f"{path}.weight", dense, group_size, exact
         module._parameters["weight"] = as_parameter(PackedLinearWeight(*packed))
         change_class(module, MeshLinear)
     _take_out_of_files(model)
@@ -282,24 +281,28 @@ def own_part(weight: torch.Tensor) -> torch.Tensor:
     return part.to_local() if hasattr(part, "device_mesh") else weight
 
 
-def dense_saving(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig, loaded: bool = True) -> int:
+def dense_saving(
+    model: Any, layers: Sequence[ExpertsLayer], *, dense: str, group_size: int, loaded: bool = True
+) -> int:
     """Bytes that ``pack_dense`` saves; negative if it adds more than it frees. A model that is not ``loaded`` is on the
     meta device."""
-    freed, packed = dense_bytes(model, layers, config, loaded)
+    freed, packed = dense_bytes(model, layers, dense=dense, group_size=group_size, loaded=loaded)
     return freed - packed
 
 
-def dense_bytes(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig, loaded: bool = True) -> tuple[int, int]:
+def dense_bytes(
+    model: Any, layers: Sequence[ExpertsLayer], *, dense: str, group_size: int, loaded: bool = True
+) -> tuple[int, int]:
     """Bytes that ``pack_dense`` frees, and that it takes. A model that is not ``loaded`` is on the meta device."""
-    if not packs(config):
+    if not packs(dense):
         return 0, 0
-    group_size = checked_group_size(config.dense, config.group_size)
+    group_size = checked_group_size(dense, group_size)
     embedding = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else None
     linears = [linear for _, linear in find_dense(model, layers, loaded)]
     # A head that is tied to the embedding frees nothing.
     freed = sum(own_part(linear.weight).nbytes for linear in linears if linear.weight is not embedding)
     sizes = (tuple(own_part(linear.weight).shape)[::-1] for linear in linears)
-    return freed, sum(_C.linear_bytes(config.dense, group_size, *size) for size in sizes)
+    return freed, sum(_C.linear_bytes(dense, group_size, *size) for size in sizes)
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:

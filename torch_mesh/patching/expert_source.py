@@ -16,8 +16,8 @@ from ..formats import FORMATS
 from ..hf.expert_parallel import Share
 from ..models.families import ExpertsLayer
 from ..models.tables import TableLayer
-from ..pool.row_tables import tables_memory
-from ..pool.secondary_pool import Records, format_of, other_config
+from ..pool.row_tables import RowTables, tables_memory
+from ..pool.secondary_pool import Records, other_config, packed_format
 from ..store.convert import checked_group_size, convert_model
 from ..store.disk_cache import unnamed_folder
 from ..store.progress import progress_bar
@@ -32,8 +32,19 @@ class TableSource:
     layers: Sequence[TableLayer]
     stored: Sequence[StoredTable]
 
-    def memory(self, config: MeshConfig) -> int:
-        return tables_memory([table.nbytes for table in self.stored], config)
+    def memory(self, cache_bytes: int | None) -> int:
+        return tables_memory([table.nbytes for table in self.stored], cache_bytes)
+
+
+def open_tables(stored: Sequence[StoredTable], config: MeshConfig) -> RowTables:
+    """The reader of the rows of tables in files."""
+    return RowTables(
+        stored,
+        cache_bytes=config.table_cache_bytes,
+        verify=config.verify,
+        timeout=config.residency.timeout,
+        io=config.io,
+    )
 
 
 class ExpertSource:
@@ -105,11 +116,11 @@ class LoadedModelSource(ExpertSource):
 
     def __init__(self, model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
         self._model = model
-        self._config = config
+        self.config = config
         self._all = sum(layer.num_experts for layer in layers)
         parameters = (parameter for layer in layers for parameter in layer.parameters.values())
         self.freed = sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
-        self.weights = format_of(config)
+        self.weights = packed_format(config.weights)
         self.group_size = checked_group_size(self.weights, config.group_size)
         self.exact = FORMATS[self.weights].holds_bf16 and layers[0].dtype == torch.bfloat16
         self.layers = self.counted = len(layers)
@@ -117,11 +128,11 @@ class LoadedModelSource(ExpertSource):
         self.undo: PatchUndo = PatchUndo(model, config)
 
     def stays_in_memory(self, slots: int) -> bool:
-        return slots == self._all and self._config.store is None
+        return slots == self._all and self.config.store is None
 
     @contextlib.contextmanager
     def records(self, weights: str) -> Iterator[Records]:
-        config = self._config if weights == self.weights else other_config(self._config, weights)
+        config = self.config if weights == self.weights else other_config(self.config, weights)
         with _store_folder(config) as folder:
             fingerprint = self.undo.new_store(folder)
             with progress_bar(f"Packing experts to {weights}") as progress:

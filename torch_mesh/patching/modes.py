@@ -29,14 +29,13 @@ from ..modules.dense import install_products, pack_dense, restore_dense
 from ..modules.early_rows import install_early_rows, uninstall_early_rows
 from ..modules.tables import install_table, restore_tables
 from ..pool.expert_pool import ExpertPool
-from ..pool.row_tables import RowTables
 from ..pool.shared_pool import check_shared
 from ..prefetch.lookahead import check_predictor, connect
 from ..routing.profiles import check_profile
 from ..speculation.models import check_speculation, install_speculation, uninstall_speculation
 from ..speculation.mtp import PatchHeads, install_mtp, uninstall_mtp
 from ..statistics.speculated import drop_tally
-from .expert_source import ExpertSource
+from .expert_source import ExpertSource, open_tables
 from .unpooled import warn_left_alone
 
 
@@ -72,7 +71,7 @@ def _install_tables(patching: Patching) -> None:
     source = patching.source.tables
     if source is None:
         return
-    tables = patching.source.undo.closing(RowTables(source.stored, patching.config))
+    tables = patching.source.undo.closing(open_tables(source.stored, patching.config))
     for index, layer in enumerate(source.layers):
         install_table(layer, tables, index)
     install_early_rows(patching.model)
@@ -81,6 +80,13 @@ def _install_tables(patching: Patching) -> None:
 def _uninstall_tables(model: nn.Module, device: torch.device) -> None:
     uninstall_early_rows(model)
     restore_tables(model, device)
+
+
+def _install_lookahead(patching: Patching) -> None:
+    config, pool = patching.config, patching.pool
+    assert pool is not None
+    if not pool.in_memory and config.prefetch != "off":
+        connect(patching.model, patching.layers, config.predictor)
 
 
 MODES = (
@@ -92,31 +98,43 @@ MODES = (
     ),
     Mode(
         "dense",
-        install=lambda p: pack_dense(p.model, p.layers, p.config),
+        install=lambda p: pack_dense(p.model, p.layers, dense=p.config.dense, group_size=p.config.group_size),
         uninstall=lambda model, device: restore_dense(model, device),
         before_pool=True,
     ),
     Mode("shared", check=lambda p: check_shared(p.config, p.layers)),
-    Mode("profile", check=lambda p: check_profile(p.config, p.layers)),
+    Mode("profile", check=lambda p: check_profile(p.config.profile, p.layers)),
     Mode(
         "lookahead",
-        check=lambda p: check_predictor(p.layers, p.config),
-        install=lambda p: None if p.pool.in_memory else connect(p.model, p.layers, p.config),
+        check=lambda p: check_predictor(p.layers, p.config.predictor),
+        install=lambda p: _install_lookahead(p),
     ),
-    Mode("fallback", check=lambda p: check_fallback(p.model, p.layers, p.config, p.source.weights)),
+    Mode(
+        "fallback",
+        check=lambda p: check_fallback(
+            p.model,
+            p.layers,
+            p.source.weights,
+            fallback=p.config.lossy.fallback,
+            deferred_experts=p.config.lossy.deferred_experts,
+        ),
+    ),
     Mode(
         "lossy",
-        check=lambda p: check_lossy(p.model, p.layers, p.config),
-        install=lambda p: install_lossy(p.model, p.layers, p.config),
+        check=lambda p: check_lossy(p.model, p.layers, p.config.lossy),
+        install=lambda p: install_lossy(p.model, p.layers, p.config.lossy),
         uninstall=lambda model, device: uninstall_lossy(model),
     ),
     # Restored with "dense".
-    Mode("products", install=lambda p: install_products(p.model, p.layers, p.config)),
+    Mode(
+        "products",
+        install=lambda p: install_products(p.model, p.layers, dense=p.config.dense, speculation=p.config.speculation),
+    ),
     # An attribute, which goes with all that patching gave.
     Mode(
         "attention",
-        check=lambda p: check_attention(p.model, p.config),
-        install=lambda p: install_attention(p.model, p.config),
+        check=lambda p: check_attention(p.model, p.config.attention),
+        install=lambda p: install_attention(p.model, attention=p.config.attention, speculation=p.config.speculation),
     ),
     Mode(
         "caches",
@@ -127,8 +145,8 @@ MODES = (
     Mode("compile", uninstall=lambda model, device: uninstall_compile(model)),
     Mode(
         "speculation",
-        check=lambda p: check_speculation(p.model, p.config),
-        install=lambda p: install_speculation(p.model, p.config),
+        check=lambda p: check_speculation(p.model, p.config.speculation),
+        install=lambda p: install_speculation(p.model, p.config.speculation),
         uninstall=lambda model, device: uninstall_speculation(model),
     ),
     # What a draft has counted.
@@ -141,7 +159,7 @@ MODES = (
     # Restored with the layers.
     Mode(
         "gpu",
-        check=lambda p: check_gpu_weights(p.config, p.source.only_format),
+        check=lambda p: check_gpu_weights(p.config.gpu, p.source.only_format),
         install=lambda p: move_experts(p.layers, p.pool, p.placement, p.gpu_pool),
     ),
     Mode("unpooled", install=lambda p: warn_left_alone(p.model, p.layers)),

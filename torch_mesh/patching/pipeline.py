@@ -15,19 +15,20 @@ from .. import _C
 from ..adapters.registration import watch as watch_peft
 from ..config import MeshConfig
 from ..gpu.choosing import choose_experts
-from ..gpu.placement import Placement
-from ..gpu.placing import gpu_pool_bytes, open_gpu_pool
+from ..gpu.placement import Placement, check_beside_gpu
+from ..gpu.placing import GPU_POOL_SLOTS, gpu_pool_bytes
 from ..hf.parallelism_checks import check_forwards
 from ..hf.saving import PatchedModelQuantizer
-from ..lossy.fallback import split_pool
+from ..lossy.fallback import split_slots
 from ..models.families import ExpertsLayer, common_geometry, find_experts, pool_activations
 from ..modules.dense import dense_bytes
 from ..modules.experts import install
 from ..modules.packed_weight import device_of
-from ..pool.expert_pool import ExpertPool, least_slots, pool_slots
-from ..pool.secondary_pool import open_other
+from ..pool.expert_pool import ExpertPool, least_slots, pool_slots, record_bytes
+from ..pool.secondary_pool import Records, open_other
 from ..prefetch.lookahead import check_predictor
 from ..statistics.log import start_log
+from ..store.convert import checked_group_size
 from .expert_source import ExpertSource, LoadedModelSource
 from .modes import MODES, Patching
 from .rollback import undone_on_error
@@ -55,8 +56,18 @@ def assemble(
     Whatever refuses does so before the first step; an error or Ctrl-C in a later one is for ``source.undo``.
     """
     check_forwards(layers)
-    check_predictor(layers, config, model)
-    placement = choose_experts(model, layers, config, source.weights, source.group_size, source.layers, source.places)
+    check_predictor(layers, config.predictor, model)
+    placement = choose_experts(
+        model,
+        layers,
+        config.gpu,
+        profile=config.profile,
+        other_group_size=config.group_size,
+        weights=source.weights,
+        group_size=source.group_size,
+        stored_layers=source.layers,
+        places=source.places,
+    )
     if placement.needs_pool(source.weights):
         source.check_other(placement.weights)
     slots, fallback_slots = _choose_slots(model, layers, config, source, placement)
@@ -79,10 +90,11 @@ def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
     undo = source.undo
     if placement.needs_pool(source.weights):
         with source.records(placement.weights) as others:
-            patching.gpu_pool = undo.closing(open_gpu_pool(layers, config, others))
-    pool = patching.pool = _open_pool(layers, placement.adjusted(config), source, placement, slots, fallback_slots)
+            patching.gpu_pool = undo.closing(_open_gpu_pool(layers, config, others))
+    pool = patching.pool = _open_pool(layers, config, source, placement, slots, fallback_slots)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    start_log(pool, config, name, source.places)
+    if config.stats.file is not None:
+        start_log(pool, name, source.places, file=config.stats.file, every=config.stats.every)
     for layer, place in zip(layers, source.places, strict=True):
         device = device_of(layer.module)
         if pool.in_memory:
@@ -96,8 +108,24 @@ def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
     first._mesh_experimental = ", ".join(name for name, used in features.items() if used)
 
 
-def _patch_heads(heads: nn.Module, config: MeshConfig) -> None:
-    """MTP layers of a patched model, which transformers opens when it first drafts with them."""
+def _patch_heads(heads: nn.Module, *, resident: float, threads: str | int) -> None:
+    """MTP layers of a patched model, which transformers opens when it first drafts with them.
+
+    Settings of the model itself do not apply to them, whatever the environment says.
+    """
+    config = MeshConfig()
+    config = config.replace(
+        weights="int8",
+        resident=resident,
+        threads=threads,
+        prefetch="auto" if config.predictor else config.prefetch,
+        attention="model",
+        speculation="off",
+        store=None,
+        shared=None,
+        profile=None,
+        stats={"file": None},
+    )
     layers = find_experts(heads)
     source = LoadedModelSource(heads, layers, config)
     check(heads, layers, config, source)
@@ -107,10 +135,11 @@ def _patch_heads(heads: nn.Module, config: MeshConfig) -> None:
 def _choose_slots(
     model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, source: ExpertSource, placement: Placement
 ) -> tuple[int, int]:
-    """How many experts are resident, and how many stand-ins for others."""
+    """How many experts are resident, and how many fallback experts."""
     packed: Any = {"weights": source.weights, "group_size": source.group_size}
-    dense_freed, dense_taken = dense_bytes(model, layers, config)
-    tables = 0 if source.tables is None else source.tables.memory(config)
+    dense_freed, dense_taken = dense_bytes(model, layers, dense=config.dense, group_size=config.group_size)
+    tables = 0 if source.tables is None else source.tables.memory(config.table_cache_bytes)
+    gpu_pool = gpu_pool_bytes(layers, placement, source.weights, config.group_size)
     kept = source.undo.keeps_originals  # until the pool is there
     slots = pool_slots(
         layers,
@@ -119,11 +148,28 @@ def _choose_slots(
         **packed,
         freed=source.freed + (dense_freed if kept else 0),
         regained=0 if kept else dense_freed,
-        staging=source.staging + gpu_pool_bytes(layers, placement, source.weights, config) + dense_taken + tables,
+        staging=source.staging + gpu_pool + dense_taken + tables,
     )
     if not source.stays_in_memory(slots):
         slots = placement.cpu_slots(slots, source.layers * layers[0].num_experts, least_slots(layers))
-    return split_pool(layers, config, slots, stored_layers=source.layers, **packed)
+    fallback = config.lossy.fallback
+    if fallback == "none":
+        return slots, 0
+    return split_slots(
+        slots,
+        fallback=fallback,
+        resident=config.resident,
+        experts=source.layers * layers[0].num_experts,
+        top_k=least_slots(layers),
+        record_bytes=record_bytes(layers, **packed),
+        fallback_bytes=record_bytes(layers, fallback, checked_group_size(fallback, config.group_size)),
+    )
+
+
+def _open_gpu_pool(layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records) -> ExpertPool:
+    """A pool that reads experts for GPUs in another format than in memory."""
+    slots = min(GPU_POOL_SLOTS, records.layers * layers[0].num_experts)
+    return open_other(layers, config.replace(residency={"guard": "off"}), records, slots=slots, least_slots=1)
 
 
 def _open_pool(
@@ -142,6 +188,9 @@ def _open_pool(
         "least_slots": least_slots(layers),
     }
     geometry = common_geometry(layers)
+    if placement.count > 0:
+        check_beside_gpu(lossy_modes=config.lossy.modes, prefill=config.prefill)
+        config = config.replace(prefill="off")
     if source.stays_in_memory(slots):
         return source.undo.closing(ExpertPool(geometry, source.layers, slots, config, **fixed))
     fallback = None

@@ -29,7 +29,7 @@ from ..hf.streaming_save import keep_conversions
 from ..models.families import ExpertsLayer, Geometry, common_geometry, find_experts
 from ..models.tables import TableLayer, embeddings
 from ..modules.experts import DetachedParameters, PackedModule, patched_modules
-from ..pool.secondary_pool import Records, format_of, other_config
+from ..pool.secondary_pool import Records, other_config, packed_format
 from ..store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
@@ -59,7 +59,7 @@ from ..store.sources import method_of, own_quantisation, source_of
 from ..store.tables import packed_tables, tables_in_files
 from ..store.verify import check_other_files
 from ..store.writer import Written
-from .expert_source import RecordSource, TableSource
+from .expert_source import RecordSource, TableSource, open_tables
 from .pipeline import assemble, check
 from .unpooled import load_left_alone, load_tables
 
@@ -118,7 +118,15 @@ class MeshQuantizer(PatchedModelQuantizer):
         if ranks > 1 and source.choice:
             raise ValueError(f"weights={self.quantization_config.weights!r} does not go with ranks: name a format.")
         if ranks > 1:
-            check_divisible(model, layers, source.config, ranks)
+            config = source.config
+            check_divisible(
+                model,
+                layers,
+                ranks,
+                gpu_experts=config.gpu.experts,
+                lossy_modes=config.lossy.modes,
+                speculation=config.speculation,
+            )
             source.share = share_of(ranks, layers)
             layers = divide(model, layers, source.share)
             prepare_forwards(model, layers)
@@ -147,7 +155,9 @@ class MeshQuantizer(PatchedModelQuantizer):
         for each in absent:
             each.end()
         load_left_alone(model, left_alone)
-        load_tables(whole, source.config)
+        if whole:
+            with contextlib.closing(open_tables([stored for _, stored in whole], source.config)) as reader:
+                load_tables([layer for layer, _ in whole], reader)
         _forget_quantization(model)
         if source.share is not None:
             finish_forwards(model, layers)
@@ -197,7 +207,7 @@ class _CheckpointSource(RecordSource):
 
     def _made(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
         """Those of a store that ``make`` writes as ``config`` says, unless the cache has it."""
-        weights = format_of(config)
+        weights = packed_format(config.weights)
         folder = config.store or _cached(
             f"{name}-{short_name(weights)}", f"{fingerprint} {weights} {config.group_size}", weights
         )
@@ -367,7 +377,7 @@ def _find_source(
     config, choice = _with_format(folder, config, key_mapping)
     if find_quantisation(folder) is not None:
         return _chosen(_OfQuantised(model, folder, layers, config, checkpoint_files, key_mapping), choice)
-    experts, weights = find_checkpoint_experts(folder, model, key_mapping), format_of(config)
+    experts, weights = find_checkpoint_experts(folder, model, key_mapping), packed_format(config.weights)
     group_size = checked_group_size(weights, config.group_size)
     return _chosen(_OfCheckpoint(experts, model, layers, config, weights, group_size), choice)
 
@@ -380,9 +390,10 @@ def _with_format(folder: Path, config: MeshConfig, key_mapping: Mapping[str, str
         raise ValueError(f"max_error={config.max_error} does not go with key_mapping=: name a format.")
     from ..planning.choosing import choose_format  # which brings all of the plan
 
-    chosen, why = choose_format(folder, config)
-    _LOG.info("max_error=%s has taken %s: %s", config.max_error, chosen.weights, why)
-    return chosen, why
+    max_error = config.max_error
+    config, why = choose_format(folder, config)
+    _LOG.info("max_error=%s has taken %s: %s", max_error, config.weights, why)
+    return config, why
 
 
 def _chosen(source: _CheckpointSource, choice: str) -> _CheckpointSource:

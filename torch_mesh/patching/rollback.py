@@ -71,7 +71,7 @@ class PatchUndo(Undo):
         super().__init__()
         self._stores: list[tuple[Path, str]] = []
         self._model = model
-        self._config = config
+        self.config = config
         self._before = [(module, type(module), dict(vars(module))) for module in model.modules()]
         self._parameters: dict[Any, dict[str, Any]] = {
             module: dict(module._parameters) for module, _, _ in self._before
@@ -140,7 +140,7 @@ class PatchUndo(Undo):
             any_module._mesh_pool.lossy = ""
         self._pools.clear()
         self._stores.clear()
-        config = self._config.replace(
+        config = self.config.replace(
             dense="none", attention="model", speculation="off", lossy={"deferred_experts": 0, "routing_bias": 0.0}
         )
         attach_quantizer(self._model, PatchedModelQuantizer(config, pre_quantized=False))

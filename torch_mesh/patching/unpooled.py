@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import MeshConfig
 from ..gpu.choosing import layer_device
 from ..models.families import ExpertsLayer, describe_left_alone, layers_left_alone
 from ..models.tables import TableLayer
@@ -17,7 +16,6 @@ from ..modules.experts import MeshExperts
 from ..modules.tables import packed_table
 from ..pool.row_tables import RowTables
 from ..store.checkpoint import CheckpointExperts
-from ..store.table_files import StoredTable
 
 
 def load_left_alone(model: nn.Module, found: Sequence[tuple[ExpertsLayer, CheckpointExperts]]) -> None:
@@ -43,19 +41,12 @@ def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device)
         layer.module._parameters[name] = nn.Parameter(values[name].to(device), requires_grad=parameter.requires_grad)
 
 
-def load_tables(tables: Sequence[tuple[TableLayer, StoredTable]], config: MeshConfig) -> None:
+def load_tables(layers: Sequence[TableLayer], reader: RowTables) -> None:
     """Read whole tables into memory that a store has as files of rows, which transformers cannot load."""
-    if not tables:
-        return
-    reader = RowTables([stored for _, stored in tables], config)
-    try:
-        for index, (layer, _) in enumerate(tables):
-            module: Any = layer.module
-            packed = packed_table(layer, reader, index)
-            values = packed.unpacked()
-            module._parameters["weight"] = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
-    finally:
-        reader.close()
+    for index, layer in enumerate(layers):
+        module: Any = layer.module
+        values = packed_table(layer, reader, index).unpacked()
+        module._parameters["weight"] = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
 
 
 def warn_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:

@@ -10,7 +10,7 @@ from ..formats import FORMATS, formats_of_fewer_bits
 from ..gpu.choosing import format_on_gpu
 from ..gpu.placement import check_beside_gpu
 from ..gpu.placing import GPU_POOL_SLOTS
-from ..gpu.planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, GpuPlan, plan_config, plan_on_cpu
+from ..gpu.planning import SEVERAL_ACTIVATIONS, UNFUSED, GpuPlan, plan_fields, plan_on_cpu
 from ..lossy.fallback import split_slots
 from ..modules.dense import packs
 from ..system.memory import auto_budget, auto_margin, resident_slots
@@ -18,12 +18,12 @@ from .sizes import Sizes, bytes_in, fallback_record_bytes
 
 
 def _gpu_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
-    return bytes_in(sizes, config, format_on_gpu(config, sizes.weights))
+    return bytes_in(sizes, config, format_on_gpu(config.gpu, sizes.weights))
 
 
 def gpu_pool_bytes(sizes: Sizes, config: MeshConfig) -> int:
     """Of the pool through which records in another format go to a card."""
-    other = format_on_gpu(config, sizes.weights) != sizes.weights
+    other = format_on_gpu(config.gpu, sizes.weights) != sizes.weights
     return GPU_POOL_SLOTS * _gpu_record_bytes(sizes, config) if other else 0
 
 
@@ -36,19 +36,20 @@ def on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: in
             f"{folder} has no config.json, so what the rest of the model takes on the card is not known: give a "
             "converted checkpoint."
         )
-    if packs(config):
+    if packs(config.dense):
         raise ValueError(
             f"dense={config.dense!r} is CPU only, and on a card the rest of the model stays as it is: leave it out."
         )
     if shape.activation is None:
-        return plan_on_cpu(config, shape.layers, BY_PROJECTION)
+        return plan_on_cpu(config.gpu, shape.layers, UNFUSED)
     if isinstance(shape.activation, tuple):
-        return plan_on_cpu(config, shape.layers, SEVERAL_ACTIVATIONS)
+        return plan_on_cpu(config.gpu, shape.layers, SEVERAL_ACTIVATIONS)
     there = _gpu_record_bytes(sizes, config)
     left = free - sizes.dense_bytes_loading
-    planned = plan_config(config, left, total, shape.layers, shape.experts, shape.top_k, there, sizes.expert_bytes)
+    layout = shape.layers, shape.experts, shape.top_k
+    planned = plan_fields(config.gpu, left, total, *layout, there, sizes.expert_bytes)
     if planned.placed > 0:
-        check_beside_gpu(config)
+        check_beside_gpu(lossy_modes=config.lossy.modes, prefill=config.prefill)
     return planned
 
 
@@ -84,9 +85,16 @@ def fitting_slots(
             available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
         )
         slots = min(slots, max(top_k, shape.layers * shape.experts - on_gpu))
-        experts = {"experts": shape.layers * shape.experts, "top_k": top_k}
-        record_bytes = {"record_bytes": sizes.expert_bytes, "fallback_bytes": fallback_record_bytes(sizes, config)}
-        return *split_slots(config, slots, **experts, **record_bytes), ""
+        split = split_slots(
+            slots,
+            fallback=config.lossy.fallback,
+            resident=config.resident,
+            experts=shape.layers * shape.experts,
+            top_k=top_k,
+            record_bytes=sizes.expert_bytes,
+            fallback_bytes=fallback_record_bytes(sizes, config),
+        )
+        return *split, ""
     except (ValueError, MemoryError) as error:
         return None, 0, str(error)
 

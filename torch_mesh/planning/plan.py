@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..config import MeshConfig
 from ..gpu.choosing import check_gpu_weights
 from ..gpu.planning import GpuPlan
-from ..lossy.fallback import check_fallback_config
+from ..lossy.fallback import check_fallback_format
 from ..store.manifest import is_store
 from ..system.memory import anonymous_bytes, available_bytes
 from .fitting import fitting_slots, gpu_pool_bytes, margin_bytes, on_card, or_fewer_bits, peak_bytes, tokens_per_chunk
@@ -105,11 +105,11 @@ def plan(
     shape = sizes.shape
     process = process_bytes()
     whole = memory if memory is not None else process + available_bytes()
-    check_gpu_weights(config, sizes.weights if is_store(folder) else None)
+    check_gpu_weights(config.gpu, sizes.weights if is_store(folder) else None)
     gpu = None if card is None else on_card(folder, sizes, config, *card)
     sizes_in_memory = sizes if gpu is None else dataclasses.replace(sizes, dense_bytes=0, dense_bytes_loading=0)
     available = None if sizes.dense_bytes is None else whole - process - (sizes_in_memory.dense_bytes or 0)
-    check_fallback_config(config, sizes.weights)
+    check_fallback_format(sizes.weights, fallback=config.lossy.fallback, deferred_experts=config.lossy.deferred_experts)
     on_gpu = 0 if gpu is None else gpu.placed
     gpu_pool = gpu_pool_bytes(sizes, config) if on_gpu else 0
     slots, fallback_slots, problem = fitting_slots(sizes, config, available, on_gpu, gpu_pool)

@@ -204,7 +204,7 @@ def _sizes(
         left_alone=describe_left_alone(others or ()),
         tables=", ".join(layer.path for layer, _ in tables),
         table_bytes=sum(stored.nbytes for _, stored in tables),
-        table_memory_bytes=tables_memory([stored.nbytes for _, stored in tables], config),
+        table_memory_bytes=tables_memory([stored.nbytes for _, stored in tables], config.table_cache_bytes),
         staging_bytes=staging_bytes,
         files=files,
         conversion=conversion,
@@ -231,10 +231,10 @@ def _dense_bytes(
     in_files = {id(layer.weight) for layer, _ in tables}
     kept = [parameter for parameter in model.parameters() if id(parameter) not in experts | in_files]
     loading = sum(parameter.nbytes for parameter in kept)
-    packed = loading - dense_saving(model, layers, config, loaded=False)
+    packed = loading - dense_saving(model, layers, dense=config.dense, group_size=config.group_size, loaded=False)
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding and not packs(config)
+    tied = head is not None and head.weight is embedding and not packs(config.dense)
     not_read = 0 if tied or id(embedding) in in_files else embedding.nbytes
     left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
     return packed, loading, packed - left_alone - not_read

@@ -169,7 +169,7 @@ class ExpertPool:
             prefill=config.prefill,
             source=source,
             least_slots=min(least_slots, slots),
-            profile=pool_profile(config, layers, geometry.num_experts, self.top_k, places, share),
+            profile=pool_profile(config.profile, layers, geometry.num_experts, self.top_k, places, share),
             early_layers=config.residency.early[0],
             early_experts=config.residency.early[1],
             elsewhere=[] if on_gpu is None else on_gpu.flatten().tolist(),
@@ -178,7 +178,7 @@ class ExpertPool:
         )
         self.slots = self.engine.describe_size()["slots"]
         self._threads: list[BackgroundThread] = []
-        guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
+        guard = MemoryGuard.of_this_process() if _wants_guard(config, source is not None) else None
         self.guarded = guard is not None
         try:
             if guard is not None:
@@ -269,17 +269,17 @@ def least_slots(layers: Sequence[ExpertsLayer]) -> int:
     return max(min(layer.top_k, layer.num_experts) for layer in layers)
 
 
-def _wants_guard(config: MeshConfig, source: _C.Source | None) -> bool:
+def _wants_guard(config: MeshConfig, can_shrink: bool) -> bool:
     wanted = config.residency.guard == "on" or (
         config.residency.guard == "auto" and config.resident == "auto" and config.shared is None
     )
-    if wanted and source is None and config.residency.guard == "on":
+    if wanted and not can_shrink and config.residency.guard == "on":
         warnings.warn(
             "residency.guard='on' does nothing here: all experts are in memory and nowhere else. Name a store=, so "
             "that some can go.",
             stacklevel=4,
         )
-    return wanted and source is not None
+    return wanted and can_shrink
 
 
 _at_exit = threading.Event()

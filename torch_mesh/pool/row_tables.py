@@ -10,7 +10,6 @@ from typing import ClassVar, NoReturn
 import torch
 
 from .. import _C
-from ..config import MeshConfig
 from ..errors import MeshError
 from ..store.tables import StoredTable
 from .expert_pool import close_engine, notice_exit
@@ -22,18 +21,18 @@ _MIN_CACHE, _MAX_CACHE = 16 << 20, 1 << 30
 STAGING_BYTES = 8 << 20
 
 
-def cache_bytes(tables: Sequence[int], config: MeshConfig) -> list[int]:
-    """What the row cache of each table may take, of tables of so many bytes."""
+def divided_cache(tables: Sequence[int], cache_bytes: int | None) -> list[int]:
+    """What the row cache of each table may take, of tables of so many bytes. ``cache_bytes``: of all; None: by their
+    size."""
     every = sum(tables)
-    whole = config.table_cache_bytes
-    if whole is None:
-        whole = min(max(every // _CACHED_FRACTION, _MIN_CACHE), _MAX_CACHE)
-    return [whole * table // every for table in tables]
+    if cache_bytes is None:
+        cache_bytes = min(max(every // _CACHED_FRACTION, _MIN_CACHE), _MAX_CACHE)
+    return [cache_bytes * table // every for table in tables]
 
 
-def tables_memory(tables: Sequence[int], config: MeshConfig) -> int:
+def tables_memory(tables: Sequence[int], cache_bytes: int | None) -> int:
     """What tables of so many bytes take in memory."""
-    return sum(cache_bytes(tables, config)) + STAGING_BYTES if tables else 0
+    return sum(divided_cache(tables, cache_bytes)) + STAGING_BYTES if tables else 0
 
 
 class RowTables:
@@ -42,11 +41,13 @@ class RowTables:
 
     by_id: ClassVar[weakref.WeakValueDictionary[int, RowTables]] = weakref.WeakValueDictionary()  # those that are open
 
-    def __init__(self, tables: Sequence[StoredTable], config: MeshConfig) -> None:
+    def __init__(
+        self, tables: Sequence[StoredTable], *, cache_bytes: int | None, verify: str, timeout: float, io: str
+    ) -> None:
         self.tables = tuple(tables)
         paths = list(dict.fromkeys(stretch.path for table in tables for stretch in table.stretches))
         numbers = {path: number for number, path in enumerate(paths)}
-        caches = cache_bytes([table.nbytes for table in tables], config)
+        caches = divided_cache([table.nbytes for table in tables], cache_bytes)
         self.engine = _C.Tables(
             files=[(str(path), path.stat().st_size) for path in paths],
             tables=[
@@ -61,9 +62,9 @@ class RowTables:
                 }
                 for table, cache in zip(tables, caches, strict=True)
             ],
-            verify=config.verify != "never",
-            timeout=config.residency.timeout,
-            io=config.io,
+            verify=verify != "never",
+            timeout=timeout,
+            io=io,
         )
         self.engine_id = self.engine.id
         self.by_id[self.engine_id] = self

@@ -14,9 +14,9 @@ from ..store.manifest import Store
 from .expert_pool import ExpertPool
 
 
-def format_of(config: MeshConfig) -> str:
-    """The format that unpacked experts are packed to."""
-    return "bf16" if config.weights == "auto" else config.weights
+def packed_format(weights: str) -> str:
+    """The format that unpacked experts are packed to with ``weights=``."""
+    return "bf16" if weights == "auto" else weights
 
 
 def other_config(config: MeshConfig, weights: str) -> MeshConfig:
@@ -57,7 +57,7 @@ def open_other(
     layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records, *, slots: int, least_slots: int
 ) -> ExpertPool:
     """The second pool. Profiles and early experts apply to the main one only."""
-    own = config.replace(
+    config = config.replace(
         profile=None,
         prefill="off",
         lossy={"routing_bias": 0.0},
@@ -67,7 +67,7 @@ def open_other(
         common_geometry(layers),
         records.layers,
         slots,
-        own,
+        config,
         activations=pool_activations(layers, records.places, records.layers),
         weights=records.weights,
         group_size=records.group_size,

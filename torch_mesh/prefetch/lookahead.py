@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import MeshConfig
 from ..models.families import ExpertsLayer, find_router, router_unsupported_reason
 from .predictor import fitted_routers, load_predictor
 
@@ -44,13 +43,11 @@ class NextLayer:
         return router.weight, self.handle, self.top_k, router.bias, router.scoring
 
 
-def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+def connect(model: nn.Module, layers: Sequence[ExpertsLayer], predictor: str | None) -> None:
     """Tell each patched layer, in order, its next layer, or why lookahead is unsupported. See ``check_predictor``."""
-    if config.prefetch == "off":
-        return
     routers: list[Any] = [None, *(find_router(model, layer) for layer in layers[1:])]
-    if config.predictor is not None:
-        routers = [*fitted_routers(model, layers, load_predictor(config.predictor, layers).weights)]
+    if predictor is not None:
+        routers = [*fitted_routers(model, layers, load_predictor(predictor, layers).weights)]
     for index, router in enumerate(routers):  # the first layer runs after the last one, for the next token
         module: Any = layers[index - 1].module
         following: Any = layers[index].module
@@ -62,13 +59,13 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig
             )
 
 
-def check_predictor(layers: Sequence[ExpertsLayer], config: MeshConfig, model: nn.Module | None = None) -> None:
-    """Check ``config.predictor`` before expensive work. ``model``: one whose routers have their weights.
+def check_predictor(layers: Sequence[ExpertsLayer], path: str | None, model: nn.Module | None = None) -> None:
+    """Check the predictor in ``path`` before expensive work. ``model``: one whose routers have their weights.
 
     Raises StoreError for a predictor that does not fit these layers, MeshError for one of another ``model``.
     """
-    if config.predictor is None:
+    if path is None:
         return
-    predictor = load_predictor(config.predictor, layers)
+    predictor = load_predictor(path, layers)
     if model is not None:
-        predictor.check_model(model, layers, config.predictor)
+        predictor.check_model(model, layers, path)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..config import MeshConfig
 from ..errors import MeshError
 from ..models.families import ExpertsLayer
 from ..system.atomic_files import new_file
@@ -140,32 +139,32 @@ def _counts(value: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
     return np.array(rows, dtype=np.int64).reshape(shape)
 
 
-def check_profile(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
+def check_profile(path: str | None, layers: Sequence[ExpertsLayer]) -> None:
     """Raise before a conversion what opening the pool would raise later: MeshError or OSError for a profile that does
     not fit."""
-    if config.profile is not None:
-        profile = load_profile(config.profile)
-        check_fits(profile, config.profile, None, layers[0].routed_experts, max(layer.top_k for layer in layers))
+    if path is not None:
+        top_k = max(layer.top_k for layer in layers)
+        check_fits(load_profile(path), path, None, layers[0].routed_experts, top_k)
 
 
 def pool_profile(
-    config: MeshConfig,
+    path: str | None,
     layers: int,
     experts: int,
     top_k: int,
     places: Sequence[int] | None = None,
     share: Share | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-    """The initial counts of a pool's engine: the config's profile, with old tokens faded; None without one.
+    """The initial counts of a pool's engine: the profile in ``path``, with old tokens faded; None without one.
 
     ``places``: the layers that run, if not all of the store's. ``share``: the experts of this rank.
     """
-    if config.profile is None:
+    if path is None:
         return None
-    profile = load_profile(config.profile)
+    profile = load_profile(path)
     if share is not None:  # there may be fewer than top_k to keep
         experts, top_k = share.routed, profile.top_k
-    check_fits(profile, config.profile, layers, experts, top_k)
+    check_fits(profile, path, layers, experts, top_k)
     shrink = np.maximum(1, -(-profile.tokens // _MAX_TOKENS))  # an integer factor, so that uses stay below tokens
     tokens, uses = profile.tokens // shrink, profile.uses // shrink[:, None]
     if places is not None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..modules.experts import change_class
 from .decoding import Speculation, speculate, unsupported_reason
@@ -44,20 +43,20 @@ class SpeculatingModel(nn.Module):
         return ", ".join(filter(None, [super().extra_repr(), "speculation=lookup"]))
 
 
-def check_speculation(model: nn.Module, config: MeshConfig) -> None:
-    """Raises UnsupportedModelError if ``config`` asks for speculation and ``model`` does not support it."""
-    if config.speculation == "off":
+def check_speculation(model: nn.Module, speculation: str) -> None:
+    """Raises UnsupportedModelError if ``speculation`` is on and ``model`` does not support it."""
+    if speculation == "off":
         return
     name = type(model).__name__
     if reason := standalone_unsupported_reason(model):
         raise UnsupportedModelError(
-            f"speculation={config.speculation!r} is unsupported for {name}: {reason}. Set speculation to 'off'."
+            f"speculation={speculation!r} is unsupported for {name}: {reason}. Set speculation to 'off'."
         )
 
 
-def install_speculation(model: nn.Module, config: MeshConfig) -> None:
-    """Let ``model.generate`` speculate, if ``config`` asks for it. See ``check_speculation``."""
-    if config.speculation != "off":
+def install_speculation(model: nn.Module, speculation: str) -> None:
+    """Let ``model.generate`` speculate, unless ``speculation`` is off. See ``check_speculation``."""
+    if speculation != "off":
         change_class(model, _speculating_class(type(model)))
         vars(model)["_mesh_speculation"] = speculate()
 

@@ -11,15 +11,13 @@ import functools
 import threading
 import time
 import types
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin
 from transformers.utils import ContextManagers
 
-from ..config import MeshConfig
 from ..errors import MeshError, UnsupportedModelError
 from ..hf.generation_compat import GET_CANDIDATE_GENERATOR, MtpCache, MtpCandidateGenerator, MtpModel
 from ..hf.parallelism_checks import divided_sizes
@@ -32,7 +30,11 @@ _KEPT = "_mesh_mtp"
 _lock = threading.Lock()
 clock = time.perf_counter
 
-PatchHeads = Callable[[nn.Module, MeshConfig], None]
+
+class PatchHeads(Protocol):
+    """Puts the experts of ``heads`` into a pool in 8 bits, with ``resident`` of them in memory."""
+
+    def __call__(self, heads: nn.Module, *, resident: float, threads: str | int) -> None: ...
 
 
 class KeptHeads(MtpCandidateGenerator):
@@ -176,22 +178,9 @@ def _make(model: Any, patch_heads: PatchHeads) -> Any:
     heads = MtpModel.from_pretrained(model, device_map={"": _device(model)})
     heads.layers.to(_dtype(model))
     pool = next(patched_modules(model))._mesh_pool
-    # The same resident fraction as in the model; settings of the model itself do not apply, whatever the environment
-    # says.
-    share = 1.0 if pool.in_memory else min(pool.slots / (pool.layers * pool.geometry.num_experts), 1.0)
-    own: dict[str, Any] = {"store": None, "shared": None, "profile": None, "stats": {"file": None}}
-    if has_experts(heads.layers):
-        config = MeshConfig()
-        config = config.replace(
-            prefetch="auto" if config.predictor else config.prefetch,
-            weights="int8",
-            resident=share,
-            threads=pool.threads or "auto",
-            attention="model",
-            speculation="off",
-            **own,
-        )
-        patch_heads(heads.layers, config)
+    if has_experts(heads.layers):  # the same resident fraction as in the model
+        share = 1.0 if pool.in_memory else min(pool.slots / (pool.layers * pool.geometry.num_experts), 1.0)
+        patch_heads(heads.layers, resident=share, threads=pool.threads or "auto")
     return heads
 
 

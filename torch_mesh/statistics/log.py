@@ -20,7 +20,6 @@ from .machine import describe_machine
 from .snapshot import look
 
 if TYPE_CHECKING:
-    from ..config import MeshConfig
     from ..hf.expert_parallel import Share
     from ..pool.expert_pool import ExpertPool
 
@@ -104,13 +103,12 @@ class StatsLog:
                 )
 
 
-def start_log(pool: ExpertPool, config: MeshConfig, model: str, places: Sequence[int]) -> None:
-    """Log the statistics of ``pool`` by ``config.stats``, until it is closed. ``places``: the pool's layers that run.
+def start_log(pool: ExpertPool, model: str, places: Sequence[int], *, file: str, every: int) -> None:
+    """Log the statistics of ``pool`` to ``file`` every so many forwards, until it is closed. ``places``: the pool's
+    layers that run.
 
     Raises MemoryError if no thread can be started.
     """
-    if config.stats.file is None:
-        return
     group = f", groups of {pool.group_size}" if FORMATS[pool.weights].chosen_groups else ""
     about = {
         "model": model,
@@ -119,6 +117,6 @@ def start_log(pool: ExpertPool, config: MeshConfig, model: str, places: Sequence
         "machine": describe_machine(),
     }
     low = None if pool.fallback is None else pool.fallback.engine
-    file = config.stats.file if pool.share is None else pool.share.own_file(config.stats.file)
-    log = StatsLog(pool.engine, low, places[-1], config.stats.every, file, pool.lossy, pool.share, about)
+    own_file = file if pool.share is None else pool.share.own_file(file)
+    log = StatsLog(pool.engine, low, places[-1], every, own_file, pool.lossy, pool.share, about)
     pool.end_with(log.thread)
