@@ -19,6 +19,9 @@ Give the fields of a group as a mapping, and read them as attributes. Arguments 
 overrides the checkpoint's config, which overrides the default. A checkpoint's config.json may set the fields marked
 "may set it"; any other field there warns and is ignored, since it depends on the machine. In config.json and in the
 options of `torch-mesh` a group's field has the name of its variable: `early_experts`, `--gpu-experts 8`.
+
+Fields "for measuring" (`policy`, `prefill`, `threads`, `attention`) are for comparisons, tests and benchmarks. Leave
+them at their defaults otherwise.
 """
 _TAIL = """
 <!-- `python tools/config_page.py` writes this page from `torch_mesh/config.py`; a test compares them. -->

@@ -226,7 +226,7 @@ class MeshConfig(QuantizationConfigMixin):
     Fields of a group are given as a mapping, ``gpu={"experts": 8}``, and read as ``config.gpu.experts``. A field that
     is not given comes from the environment (``TORCH_MESH_RESIDENT``, ``TORCH_MESH_GPU_EXPERTS`` ...), then from what a
     checkpoint's own config says, then from its default. docs/config.md says which ones a checkpoint may set: all others
-    are of this machine and the user's to choose.
+    are of this machine and the user's to choose. Fields "for measuring" are for comparisons, tests and benchmarks.
     """
 
     quant_method: Any = dataclasses.field(default="mesh", init=False)
@@ -278,11 +278,11 @@ class MeshConfig(QuantizationConfigMixin):
     attention: str = _field(
         "auto",
         one_of("auto", "model", "mesh"),
-        'What computes the attention of decode steps on the CPU. `"mesh"`: torch_mesh\'s kernel (fp32 sums; '
-        'for models that use torch\'s `scaled_dot_product_attention`). `"model"`: the model. `"auto"`: '
-        "torch_mesh where it also computes the linear layers outside the experts (`dense`) or `speculation` "
-        'is on, unless your own function is registered as `sdpa`. With `dense="none"` every bit outside the '
-        "experts is the model's own.",
+        'For measuring: what computes the attention of decode steps on the CPU. `"mesh"`: torch_mesh\'s kernel (fp32 '
+        'sums; for models that use torch\'s `scaled_dot_product_attention`). `"model"`: the model. `"auto"`: '
+        "torch_mesh where it also computes the linear layers outside the experts (`dense`) or `speculation` is on, "
+        'unless your own function is registered as `sdpa`. With `dense="none"` every bit outside the experts is the '
+        "model's own.",
     )
     group_size: int = _field(
         64,
@@ -320,7 +320,7 @@ class MeshConfig(QuantizationConfigMixin):
     policy: str = _field(
         "auto",
         one_of("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat"),
-        'Which expert is evicted for another. `"auto"` is heat.',
+        'For measuring: which expert is evicted for another. `"auto"` is heat.',
         of_checkpoint=True,
     )
     prefetch: str = _field(
@@ -334,9 +334,9 @@ class MeshConfig(QuantizationConfigMixin):
     prefill: str = _field(
         "auto",
         one_of("auto", "window", "off"),
-        'How prompts of more than 16 tokens read experts. `"auto"`: a layer that needs nearly all of its '
-        'experts streams them through a window of the pool, and reads the next layer\'s ahead. `"window"`: '
-        'each layer does. `"off"`: experts are read when their layer runs. Models with '
+        'For measuring: how prompts of more than 16 tokens read experts. `"auto"`: a layer that needs nearly all of '
+        'its experts streams them through a window of the pool, and reads the next layer\'s ahead. `"window"`: each '
+        'layer does. `"off"`: experts are read when their layer runs. Models with '
         "[unfused](models.md#what-is-peculiar-about-some) experts have no window.",
         of_checkpoint=True,
     )
@@ -360,7 +360,9 @@ class MeshConfig(QuantizationConfigMixin):
         "store's config and other tensors are checked when it is opened.",
     )
     threads: str | int = _field(
-        "auto", validators.threads, 'Threads that compute. `"auto"`: as many as torch\'s intra-op threads.'
+        "auto",
+        validators.threads,
+        'For measuring: how many threads compute. `"auto"`: as many as torch\'s intra-op threads.',
     )
     workspace: str | int = _field(
         "256MiB", validators.size, "Memory for products and activations. Longer prompts are computed in chunks."
