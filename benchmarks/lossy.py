@@ -1,10 +1,9 @@
 """Claim: with a quarter of examples/mesh-tiny's experts resident, deferred_experts=1 costs at most 1 % of perplexity
-and halves what decode steps wait for; routing_bias=0.1 costs at most 1 %, halves it too, and reads a fifth less;
-fallback="int4" costs at most 1 %, halves it too, and reads half.
+and halves the waits of decode steps; routing_bias=0.1 costs at most 1 %, halves them too, and reads a fifth less;
+fallback="int4" costs at most 1 %, halves them too, and reads half.
 
-Each lossy mode's cost stands beside its gain: perplexity and what decode steps wait for and read, over those of the
-exact model in the same run. Held-out prose and code, each document's tokens but the first 16 fed one at a time, as
-decoding would.
+Each row shows perplexity, waits and reads of decode steps relative to the exact model in the same run. The tokens of
+held-out prose and code are fed one at a time, as in decoding, after the first 16 of each document.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def measure(options: Any) -> Report:
         f"prefetch={options.prefetch!r}, one token at a time"
     )
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder  # of the stand-ins
+        os.environ["XDG_CACHE_HOME"] = folder  # of the fallbacks
         stores = {name: convert(options.model, Path(folder) / name, name).store for name in ("int8", "int4")}
         outcomes = {}
 
@@ -141,7 +140,7 @@ def markdown(outcomes: dict[str, Outcome]) -> str:
     lines = [
         "",
         (
-            "| | perplexity | hits | cold | in flight | deferred | rerouted | stand-ins | read per token | waiting | "
+            "| | perplexity | hits | cold | in flight | deferred | rerouted | fallbacks | read per token | waiting | "
             "tokens/s |"
         ),
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -149,7 +148,7 @@ def markdown(outcomes: dict[str, Outcome]) -> str:
     for name, outcome in outcomes.items():
         counts, tokens = outcome.decode, outcome.tokens
         missed = (counts.cold_misses, counts.inflight_misses, counts.deferred)
-        shares = (counts.hits, *missed, counts.rerouted, counts.stand_ins)
+        shares = (counts.hits, *missed, counts.rerouted, counts.fallback_accesses)
         cells = (
             f"× {outcome.perplexity / exact.perplexity:.4f}",
             *(f"{count / tokens:.2f}" for count in shares),

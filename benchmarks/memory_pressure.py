@@ -1,7 +1,7 @@
-"""Claim: when the memory limit of a generating process halves, the pool gives way in time, and comes back afterwards.
+"""Claim: when the memory limit of a generating process halves, the pool shrinks in time, and grows back afterwards.
 
 A process with ``resident="auto"`` decodes in a memory group of its own. Version 1 of the controller: the soft limit,
-which the guard watches, halves, and a hard limit of that size is asked for until the kernel grants it. Version 2:
+which the guard watches, halves, and a hard limit of that size is requested until the kernel grants it. Version 2:
 ``memory.high`` halves and ``memory.max`` follows five seconds later. After a while both rise again. The tokens are
 compared with those of a process without a limit whose experts are all resident. Needs root.
 """
@@ -44,7 +44,7 @@ def worker(model_path: str, resident: str, tokens: int) -> None:
             out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
             cache, inputs, count = out.past_key_values, out.logits[:, -1:].argmax(-1), count + 1
             stats = torch_mesh.stats(model)
-            print(json.dumps({"token": inputs.item(), "slots": stats.slots, "most": stats.most_slots}), flush=True)
+            print(json.dumps({"token": inputs.item(), "slots": stats.slots, "most": stats.max_slots}), flush=True)
 
 
 def start(model: Path, resident: str, tokens: int, group: isolation.MemoryGroup | None = None) -> subprocess.Popen[str]:

@@ -530,11 +530,11 @@ def _flat(given: Mapping[str, Any], group: str | None = None, *, stored: bool = 
 def _unknown(name: str, group: str | None, known: list[str]) -> Exception:
     if name in REMOVED:
         return ValueError(f"{group or 'MeshConfig'} has no field {name!r} any more: {REMOVED[name]}.")
-    elsewhere = {} if group else {flat: field.argument for flat, field in FIELDS.items() if field.group}
-    if name in elsewhere:
-        return TypeError(f"MeshConfig takes {name} as {elsewhere[name]}.")
-    close = difflib.get_close_matches(name, [*known, *elsewhere], n=1)
-    hint = f" Did you mean {elsewhere.get(close[0], repr(close[0]))}?" if close else ""
+    in_groups = {} if group else {flat: field.argument for flat, field in FIELDS.items() if field.group}
+    if name in in_groups:
+        return TypeError(f"MeshConfig takes {name} as {in_groups[name]}.")
+    close = difflib.get_close_matches(name, [*known, *in_groups], n=1)
+    hint = f" Did you mean {in_groups.get(close[0], repr(close[0]))}?" if close else ""
     return ValueError(f"{group or 'MeshConfig'} has no field {name!r}.{hint} Its fields are {', '.join(known)}.")
 
 

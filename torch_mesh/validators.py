@@ -12,7 +12,7 @@ from typing import Any
 from torch_mesh.formats import is_passthrough
 
 # Equal to those of the extension, without which `torch-mesh doctor` has to run.
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 LONGEST_TIMEOUT = 1e9  # seconds
 
 _UNITS = {"": 1, "b": 1} | {
@@ -211,16 +211,16 @@ def tables(name: str, value: Any) -> str | int | tuple[str, ...]:
     )
 
 
-@partial(Values, f'`"auto"`, or 1 to {MOST_THREADS}')
+@partial(Values, f'`"auto"`, or 1 to {MAX_THREADS}')
 def threads(name: str, value: Any) -> str | int:
     if value == "auto":
         return value
     number = str(value).strip()
     if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", number):
         raise ValueError(f"{name}={value!r} is not a number of threads: give a positive number or 'auto'.")
-    if len(number) > 9 or int(number) > MOST_THREADS:
+    if len(number) > 9 or int(number) > MAX_THREADS:
         raise ValueError(
-            f"{name}={value!r} is more than an engine supports: give 1 to {MOST_THREADS}, or 'auto' for as many as "
+            f"{name}={value!r} is more than an engine supports: give 1 to {MAX_THREADS}, or 'auto' for as many as "
             "torch uses."
         )
     return int(number)

@@ -68,6 +68,18 @@ def test_a_reset_is_noticed_though_all_counts_are_larger_behind_it(tmp_path: Pat
     assert [(part.begin, part.end, part.stats.hits) for part in run.stretches] == [(100, 102, 6), (104, 108, 3)]
 
 
+def test_names_of_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    counts = {"accesses": 9, "stand_ins": 4, "prefetches_wasted": 3, "wasted_bytes": 4096}
+    layer = counts | {"prefill": counts, "decode": counts}
+    file = write(
+        tmp_path / "s.jsonl", layer | {"time": 100, "forward": 10, "per_layer": [layer], "slots": 5, "most_slots": 7}
+    )
+    [run] = read_report(file).runs
+    for found in (run.total, run.total.decode, run.total.per_layer[0]):
+        assert (found.fallback_accesses, found.prefetches_unused, found.unused_prefetch_bytes) == (4, 3, 4096)
+    assert (run.total.slots, run.total.max_slots) == (5, 7)
+
+
 def test_in_a_file_of_an_earlier_version_a_reset_is_noticed_where_any_count_falls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,12 +56,12 @@ def test_golden_misses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_prefetch_halves_the_waits_of_a_good_predictor(tmp_path: Path) -> None:
     plain, *_ = rows(tmp_path, "--resident", "0.25", "--policy", "auto")
-    ahead, *_ = rows(tmp_path, "--resident", "0.25", "--policy", "auto", "--prefetch", "standin", "--recall", "0.9")
+    ahead, *_ = rows(tmp_path, "--resident", "0.25", "--policy", "auto", "--prefetch", "simulated", "--recall", "0.9")
     assert ahead["wait_rate"] < 0.5 * plain["wait_rate"]
     assert ahead["reads_per_token"] < 1.5 * plain["reads_per_token"]
     assert 0 < ahead["stall_share"] < 0.5 * plain["stall_share"]
     assert ahead["recall"] == pytest.approx(0.9, abs=0.01)
-    assert ahead["prefetch_used"] + ahead["prefetch_wasted"] == ahead["prefetched"] > 0
+    assert ahead["prefetch_used"] + ahead["prefetch_unused"] == ahead["prefetched"] > 0
     assert plain["prefetched"] == 0 and plain["recall"] is None
 
 
@@ -236,7 +236,7 @@ def test_prompts_count_apart_add_up() -> None:
         (["--hidden-size", "0"], "with --nodes"),
         ([*NODES, "--placement", "apart"], "sequences before the counted ones"),
         ([*NODES, "--early-experts", "1,2"], "for one process"),
-        ([*NODES, "--prefetch", "standin"], "lookahead or off"),
+        ([*NODES, "--prefetch", "simulated"], "lookahead or off"),
         ([*NODES, "--prefetch", "lookahead"], "no lookahead scores"),
         ([*NODES, "--other-bytes", "1MB", "--other-seconds", "1"], "leave one out"),
         ([*NODES, "--other-seconds", "-1"], "0 or more"),

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import torch_mesh
-from torch_mesh.speculation.assistant import Assistant, _why_not
+from torch_mesh.speculation.assistant import Assistant, _unsupported_reason
 from torch_mesh.speculation.controller import Controller
 from torch_mesh.speculation.decoding import Speculation
 
@@ -92,7 +92,7 @@ def _are_greedy(model: PreTrainedModel, text: list[int], drafted: list[int]) -> 
 def test_what_was_drafted_in_vain_leaves_no_trace(name: str, patched: bool) -> None:
     """Beyond the window, too, of 16 tokens."""
     model = TINY_MODELS[name].build().float()
-    assert not _why_not(model)
+    assert not _unsupported_reason(model)
     if patched:
         torch_mesh.patch(model, attention="model")
     text = torch.randint(3, 100, (60,)).tolist()

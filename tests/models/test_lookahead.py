@@ -45,8 +45,10 @@ def test_a_model_without_lookahead_says_where_and_why(name: str, tmp_path: Path)
 
     torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store")
     stats = torch_mesh.stats(model)
-    assert stats.no_lookahead == expected
-    assert stats.to_dict()["no_lookahead"] == {reason: list(numbers) for reason, numbers in expected.items()}
+    assert stats.lookahead_unsupported_reasons == expected
+    assert stats.to_dict()["lookahead_unsupported_reasons"] == {
+        reason: list(numbers) for reason, numbers in expected.items()
+    }
     for reason in expected:
         assert f"no lookahead: {reason}" in repr(model)
         assert f"no lookahead from layer{'s' if len(layers) > 2 and name != 'DeepseekV4Experts' else ''}" in str(stats)
@@ -54,7 +56,7 @@ def test_a_model_without_lookahead_says_where_and_why(name: str, tmp_path: Path)
     torch_mesh.unpatch(model)
 
     torch_mesh.patch(model, resident=0.5, io="threads", prefetch="off", store=tmp_path / "another")
-    assert not torch_mesh.stats(model).no_lookahead and "no lookahead" not in repr(model)
+    assert not torch_mesh.stats(model).lookahead_unsupported_reasons and "no lookahead" not in repr(model)
 
 
 def test_a_fitted_predictor_is_a_lookahead_for_a_model_that_has_none(tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ def test_a_fitted_predictor_is_a_lookahead_for_a_model_that_has_none(tmp_path: P
     fitted = fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)])
     save_predictor(fitted, tmp_path / "fitted.safetensors")
     torch_mesh.patch(model, resident=0.5, io="threads", prefetch=tmp_path / "fitted.safetensors")
-    assert not torch_mesh.stats(model).no_lookahead
+    assert not torch_mesh.stats(model).lookahead_unsupported_reasons
     with torch.no_grad():
         for token in range(3, 12):
             model(input_ids=torch.tensor([[token]]), use_cache=False)
@@ -87,7 +89,7 @@ def test_routers_that_hide_their_matrix_are_asked(name: str, tmp_path: Path) -> 
 
         router.module.register_forward_hook(count)
     torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store")
-    assert not torch_mesh.stats(model).no_lookahead and "no lookahead" not in repr(model)
+    assert not torch_mesh.stats(model).lookahead_unsupported_reasons and "no lookahead" not in repr(model)
     with torch.no_grad():
         for token in range(3, 15):
             model(input_ids=torch.tensor([[token]]), use_cache=False)
@@ -103,7 +105,7 @@ _BIASED = ("GptOssExperts", "DeepseekV3Experts", "Ernie4_5_MoeExperts")
 
 @pytest.mark.parametrize("predictor", [False, True])
 @pytest.mark.parametrize("name", _BIASED)
-def test_a_bias_that_decides_is_foretold(name: str, predictor: bool, tmp_path: Path) -> None:
+def test_a_bias_that_decides_is_predicted(name: str, predictor: bool, tmp_path: Path) -> None:
     """Experts of one half of each layer are chosen for their bias, whatever the hidden states say: only they are read
     ahead."""
     model = TINY_MODELS[name].build()

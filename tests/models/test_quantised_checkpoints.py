@@ -276,7 +276,7 @@ def test_a_quantisation_that_makes_no_sense(tmp_path: Path, wrong: dict[str, Any
         _load(tmp_path / "raw", MeshConfig(weights="int8", resident=0.5))
 
 
-def test_stand_ins_come_from_the_same_checkpoint(tmp_path: Path) -> None:
+def test_fallbacks_come_from_the_same_checkpoint(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["ct_int4"]())
     config = MeshConfig(weights="int8", resident=0.5, lossy={"fallback": "int4"})
     model = _load(tmp_path / "raw", config)
@@ -284,7 +284,7 @@ def test_stand_ins_come_from_the_same_checkpoint(tmp_path: Path) -> None:
     write_quantised(tmp_path / "int8", KINDS["ct_int8"]())
     model = _load(tmp_path / "int8", MeshConfig(resident=0.5, lossy={"fallback": "lut4"}))
     pool = next(patched_modules(model))._mesh_pool
-    # "auto" takes groups of its own, by which the stand-ins are counted, too.
+    # "auto" takes groups of its own, by which the fallbacks are counted, too.
     assert pool.group_size == pool.fallback.group_size == model.config.quantization_config.group_size == 64
     write_quantised(tmp_path / "fp8", KINDS["mxfp8"]())
     model = _load(tmp_path / "fp8", MeshConfig(resident=0.5, lossy={"fallback": "int4"}))

@@ -149,7 +149,7 @@ def test_modes_of_fused_experts(fields: dict[str, Any]) -> None:
     model = torch_mesh.patch(_build(), weights="int8", resident=0.5, io="threads", **fields)
     model.generate(torch.randint(3, 100, (1, 4)), max_new_tokens=16, do_sample=False, eos_token_id=None)
     stats = torch_mesh.stats(model)
-    used = {"deferred_experts": stats.deferred, "fallback": stats.stand_ins, "routing_bias": stats.rerouted}
+    used = {"deferred_experts": stats.deferred, "fallback": stats.fallback_accesses, "routing_bias": stats.rerouted}
     assert used.get(next(iter(fields.get("lossy", fields))), stats.prefetches_used) > 0
 
 

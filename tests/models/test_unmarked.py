@@ -95,7 +95,7 @@ def test_patched_it_computes_what_it_did_and_unpatched_is_what_it_was(name: str)
         torch_mesh.patch(model, resident=resident, io="threads")
         assert len(list(patched_modules(model))) == len(layers)
         blocks.assert_same(model)
-        assert not torch_mesh.stats(model).no_lookahead
+        assert not torch_mesh.stats(model).lookahead_unsupported_reasons
         torch_mesh.unpatch(model)
         assert [type(module) for module in model.modules()] == classes
         assert not any(key.startswith("_mesh_") for module in model.modules() for key in vars(module))

@@ -174,7 +174,7 @@ def test_deferred_experts_survive_compilation(open_pool: OpenPool) -> None:
     assert not torch.equal(results[1][0], ops.experts(x, ids, weights, open_pool(SPEC).handle(0)))
 
 
-def test_stand_ins_survive_compilation(open_pool: OpenPool) -> None:
+def test_fallbacks_survive_compilation(open_pool: OpenPool) -> None:
     """The second call finds what was promoted after the first: both stay, and in their order."""
     low = open_pool(spec_with(SPEC, weights="int4"))
 

@@ -38,10 +38,10 @@ def _call(pool: TinyPool, low: TinyPool, x: Tensor, ids: Tensor, weights: Tensor
     return ops.experts_fallback(x, ids, weights, pool.handle(), low.handle(), *more)
 
 
-def _mixed(pool: TinyPool, low: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, stand_ins: Tensor) -> Tensor:
-    """By definition, with a mask [tokens, k] of the choices that stand-ins compute."""
-    exact = ops.experts(x, ids.masked_fill(stand_ins, SPEC.experts), weights, pool.handle(), True)
-    return ops.experts(x, ids.masked_fill(~stand_ins, SPEC.experts), weights, low.handle(), True) + exact
+def _mixed(pool: TinyPool, low: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, fallbacks: Tensor) -> Tensor:
+    """By definition, with a mask [tokens, k] of the choices that fallbacks compute."""
+    exact = ops.experts(x, ids.masked_fill(fallbacks, SPEC.experts), weights, pool.handle(), True)
+    return ops.experts(x, ids.masked_fill(~fallbacks, SPEC.experts), weights, low.handle(), True) + exact
 
 
 def test_what_is_resident_is_exact(pool: TinyPool, low: TinyPool) -> None:
@@ -52,7 +52,7 @@ def test_what_is_resident_is_exact(pool: TinyPool, low: TinyPool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_cold_is_computed_by_stand_ins(pool: TinyPool, low: TinyPool, dtype: torch.dtype) -> None:
+def test_what_is_cold_is_computed_by_fallbacks(pool: TinyPool, low: TinyPool, dtype: torch.dtype) -> None:
     x, ids, weights = _inputs()
     x = x.bfloat16().to(dtype)
     resident = torch.tensor([0, 3, 5, 8, 9, 17])
@@ -75,7 +75,7 @@ def test_what_is_cold_is_computed_by_stand_ins(pool: TinyPool, low: TinyPool, dt
     assert torch.equal(out, _mixed(pool, low, x.float(), ids, weights, cold).to(dtype))
 
 
-def test_a_stand_in_has_its_expert_read_for_the_next_time(pool: TinyPool, low: TinyPool) -> None:
+def test_a_fallback_has_its_expert_read_for_the_next_time(pool: TinyPool, low: TinyPool) -> None:
     x, ids, weights = _inputs()
     _call(pool, low, x, ids, weights)
     pool.engine.drain()
@@ -88,7 +88,7 @@ def test_a_stand_in_has_its_expert_read_for_the_next_time(pool: TinyPool, low: T
 
 
 def test_no_expert_is_kept_twice(open_pool: OpenPool, pool: TinyPool) -> None:
-    """What a call has seen in both pools goes from that of the stand-ins."""
+    """What a call has seen in both pools goes from that of the fallbacks."""
     low = open_pool(LOW, slots=2 * SPEC.experts - 1)
     x, ids, weights = _inputs(1)
     ops.promote(pool.handle(), torch.tensor([ids[0, 0], ids[0, 1]]))
@@ -98,7 +98,7 @@ def test_no_expert_is_kept_twice(open_pool: OpenPool, pool: TinyPool) -> None:
     assert torch.equal(out, _mixed(pool, low, x, ids, weights, torch.arange(TOP_K).unsqueeze(0) >= 2))
 
 
-def test_a_pool_that_holds_every_stand_in_gives_none_up(pool: TinyPool, low: TinyPool) -> None:
+def test_a_pool_that_holds_every_fallback_gives_none_up(pool: TinyPool, low: TinyPool) -> None:
     x, ids, weights = _inputs(1)
     ops.promote(pool.handle(), torch.tensor([ids[0, 0], ids[0, 1]]))
     ops.promote(low.handle(), EVERY)
@@ -106,7 +106,7 @@ def test_a_pool_that_holds_every_stand_in_gives_none_up(pool: TinyPool, low: Tin
     assert low.ready() == set(EVERY.tolist())
 
 
-def test_what_is_being_read_is_waited_for_only_where_no_stand_in_is_there(open_pool: OpenPool) -> None:
+def test_what_is_being_read_is_waited_for_only_where_no_fallback_is_there(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, faults={"seed": 1, "delay": 1.0, "max_delay": 0.3})
     low = open_pool(LOW)
     x, weights = torch.randn(1, SPEC.hidden), torch.rand(1, 2)
@@ -140,7 +140,7 @@ def test_heat_gives_a_slot_to_what_is_used_often(open_pool: OpenPool) -> None:
     pool.engine.validate()
 
 
-def test_guesses_are_read_as_stand_ins(open_pool: OpenPool, low: TinyPool) -> None:
+def test_guesses_are_read_as_fallbacks(open_pool: OpenPool, low: TinyPool) -> None:
     pool = open_pool(SPEC, slots=40)
     x, ids, weights = _inputs(1)
     router = torch.randn(SPEC.experts, SPEC.hidden)
@@ -167,7 +167,7 @@ def test_no_tokens_and_sentinels(pool: TinyPool, low: TinyPool) -> None:
     assert not _call(pool, low, x, torch.full_like(ids, SPEC.experts), weights, True).any()
 
 
-def test_a_failed_read_of_a_stand_in_is_an_error_and_passes(open_pool: OpenPool, pool: TinyPool) -> None:
+def test_a_failed_read_of_a_fallback_is_an_error_and_passes(open_pool: OpenPool, pool: TinyPool) -> None:
     low = open_pool(LOW, faults={"eio_always": 1.0, "seed": 5})
     x, ids, weights = _inputs()
     with pytest.raises(torch_mesh.ReadError) as caught:
@@ -193,7 +193,7 @@ def test_a_failed_read_ahead_reaches_no_forward(open_pool: OpenPool, low: TinyPo
 def test_two_forwards_at_once_on_small_pools(open_pool: OpenPool) -> None:
     """Each choice is computed by the one pool or the other, and nobody waits for ever."""
     pool, low = open_pool(SPEC, slots=4, timeout=20.0), open_pool(LOW, slots=4, timeout=20.0)
-    exact, stand_ins = open_pool(SPEC, in_memory=True), open_pool(LOW, in_memory=True)
+    exact, fallbacks = open_pool(SPEC, in_memory=True), open_pool(LOW, in_memory=True)
     done: list[int] = []
 
     def run(seed: int) -> None:
@@ -205,7 +205,7 @@ def test_two_forwards_at_once_on_small_pools(open_pool: OpenPool) -> None:
             out = ops.experts_fallback(x, ids, weights, pool.handle(layer), low.handle(layer))
             ways = [
                 ops.experts(x, ids.masked_fill(mask, SPEC.experts), weights, exact.handle(layer), True)
-                + ops.experts(x, ids.masked_fill(~mask, SPEC.experts), weights, stand_ins.handle(layer), True)
+                + ops.experts(x, ids.masked_fill(~mask, SPEC.experts), weights, fallbacks.handle(layer), True)
                 for mask in (torch.tensor([chosen]) for chosen in itertools.product((False, True), repeat=2))
             ]
             assert any(torch.equal(out, way) for way in ways)

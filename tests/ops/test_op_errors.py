@@ -399,4 +399,4 @@ def test_an_engine_takes_as_many_threads_as_it_says(open_pool: OpenPool, expecte
 
 
 def test_the_configuration_has_the_limits_of_the_engine() -> None:
-    assert (validators.MOST_THREADS, validators.LONGEST_TIMEOUT) == (_C.MOST_THREADS, _C.LONGEST_TIMEOUT)
+    assert (validators.MAX_THREADS, validators.LONGEST_TIMEOUT) == (_C.MOST_THREADS, _C.LONGEST_TIMEOUT)

@@ -40,7 +40,7 @@ def test_a_failed_prefetch_is_shown_and_disturbs_no_forward(open_pool: OpenPool)
     error = stats.prefetch_error
     assert isinstance(error, torch_mesh.ReadError)
     assert (error.layer, error.expert, error.errno) == (0, 1, 5)
-    assert (stats.prefetches_failed, stats.prefetches_wasted) == (1, 1)
+    assert (stats.prefetches_failed, stats.prefetches_unused) == (1, 1)
     shown = json.loads(json.dumps(stats.to_dict()))["prefetch_error"]
     assert shown["type"] == "ReadError" and shown["file"] == error.file and shown["offset"] == error.offset
     assert f"last failed prefetch: {error}" in str(stats)

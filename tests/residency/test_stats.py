@@ -19,9 +19,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig
+from torch_mesh import _C, MeshConfig
 from torch_mesh.statistics import snapshot
-from torch_mesh.statistics.counters import MOST_DECODE_ROWS, Stats, counted_since, percent, summed, was_reset
+from torch_mesh.statistics.counters import Stats, counted_since, percent, summed, was_reset
 from torch_mesh.statistics.report import read_report
 from torch_mesh.store.convert import convert
 
@@ -49,8 +49,8 @@ def _run(model: PreTrainedModel, rows: int, times: int = 1) -> torch.Tensor:
 
 def test_phases_are_told_by_rows(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model()
-    _run(model, MOST_DECODE_ROWS, 3)
-    _run(model, MOST_DECODE_ROWS + 1)
+    _run(model, _C.MOST_DECODE_ROWS, 3)
+    _run(model, _C.MOST_DECODE_ROWS + 1)
     stats = torch_mesh.stats(model)
     assert (stats.forwards, stats.decode.forwards, stats.prefill.forwards) == (4, 3, 1)
     for counters in (stats, *stats.per_layer):
@@ -70,14 +70,14 @@ def test_experts_add_up_to_their_layer(open_model: Callable[..., PreTrainedModel
         assert max(layer.experts.accesses) <= layer.forwards
 
 
-def test_prefetches_are_used_wasted_or_wait(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_prefetches_are_used_unused_or_wait(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model()
     _run(model, 1, 30)
     stats = torch_mesh.stats(model)
     assert stats.prefetches > 0
-    assert stats.prefetches - stats.prefetches_used - stats.prefetches_wasted in range(49)  # the slots
+    assert stats.prefetches - stats.prefetches_used - stats.prefetches_unused in range(49)  # the slots
     assert stats.prefetch_accuracy is not None and 0 < stats.prefetch_accuracy <= 1
-    assert stats.wasted_bytes % 4096 == 0
+    assert stats.unused_prefetch_bytes % 4096 == 0
     assert stats.prefetch_error is None
 
 

@@ -164,12 +164,11 @@ def _check(experts: MeshExperts, parameter: str | None, config: LoraConfig) -> N
             f"init_lora_weights={config.init_lora_weights!r} needs the values of {layer.path}.{parameter}, which is "
             f"packed and frozen; allowed for experts: {', '.join(map(repr, _INITIALISATIONS))}."
         )
-    why = _why_not(experts)
-    if why:
-        raise MeshError(f"{layer.path}.{parameter} cannot be adapted: {why}")
+    if reason := _unsupported_reason(experts):
+        raise MeshError(f"{layer.path}.{parameter} cannot be adapted: {reason}")
 
 
-def _why_not(experts: MeshExperts) -> str:
+def _unsupported_reason(experts: MeshExperts) -> str:
     if experts._mesh_device is not None:
         return (
             f"some of its experts are on {experts._mesh_device}, whose kernels know no adapters. Leave gpu.experts out."

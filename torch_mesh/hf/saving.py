@@ -162,7 +162,7 @@ def _unpacking(
 ) -> Unpacking:
     state = dict(model.state_dict() if given is None else given)
     parts = []
-    elsewhere: dict[str, torch.Tensor] = {}
+    separate: dict[str, torch.Tensor] = {}
     with_others = bool(layers_left_alone(model))  # a family's own layout may join experts of both kinds
     for layer in _patched_layers(model):
         shapes = {f"{layer.path}.{name}": layer.parameters[name] for name in layer.parameter_names}
@@ -171,7 +171,7 @@ def _unpacking(
             continue
         for name, like in shapes.items():
             if with_others:
-                elsewhere[name] = torch.empty(like.shape, dtype=like.dtype, device="meta")
+                separate[name] = torch.empty(like.shape, dtype=like.dtype, device="meta")
             if name in state and _has_values(state.pop(name)):
                 raise MeshError(
                     f"state_dict has values of {name}, but rounded experts are saved as they are: leave them out, or "
@@ -197,7 +197,7 @@ def _unpacking(
         parts.append(_part({name: weight}, state, functools.partial(_unpacked_table, name, weight)))
         if parts[-1].weights:
             check_room(weight)
-    return Unpacking(model, state, parts, original_format, elsewhere)
+    return Unpacking(model, state, parts, original_format, separate)
 
 
 def _part(shapes: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], unpack: Any) -> PackedPart:

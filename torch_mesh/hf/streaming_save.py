@@ -63,7 +63,7 @@ class Unpacking:
     """A state dict in which the weights of ``parts`` are still packed.
 
     ``original_format``: the files have the names and layout of the original checkpoints, by transformers' conversions.
-    ``elsewhere``: tensors like weights that are saved separately, known only to those conversions, some of which join
+    ``separate``: tensors like weights that are saved separately, known only to those conversions, some of which join
     and number the weights of several modules.
     """
 
@@ -73,24 +73,24 @@ class Unpacking:
         state: Mapping[str, torch.Tensor],
         parts: Iterable[PackedPart],
         original_format: bool,
-        elsewhere: Mapping[str, torch.Tensor],
+        separate: Mapping[str, torch.Tensor],
     ) -> None:
         self._model = model
         self._original_format = original_format
         self._parts = list(parts)
-        unwritten = {
+        lazy = {
             name: LazyTensor.of(like, self, frozenset([_block(name)]))
             for part in self._parts
             for name, like in part.weights.items()
         }
         if original_format:
-            unwritten |= {name: LazyTensor.of(like, self, _ELSEWHERE) for name, like in elsewhere.items()}
-        self.state: dict[str, torch.Tensor] = {**state, **unwritten}
+            lazy |= {name: LazyTensor.of(like, self, _SEPARATE) for name, like in separate.items()}
+        self.state: dict[str, torch.Tensor] = {**state, **lazy}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that is written; tied weights count once."""
-        tensors = _without_elsewhere(self.state).values()
+        tensors = _without_separate(self.state).values()
         return sum({tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
 
     def values(self, blocks: frozenset[str]) -> Mapping[str, torch.Tensor]:
@@ -141,10 +141,10 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         inputs = pytree.tree_leaves((args, kwargs or {}))
-        unwritten = [leaf for leaf in inputs if isinstance(leaf, LazyTensor)]
-        blocks = frozenset(block for leaf in unwritten for block in leaf.blocks)
+        lazy = [leaf for leaf in inputs if isinstance(leaf, LazyTensor)]
+        blocks = frozenset(block for leaf in lazy for block in leaf.blocks)
         tensors = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
-        if len({_is_elsewhere(tensor) for tensor in tensors}) > 1:
+        if len({_is_separate(tensor) for tensor in tensors}) > 1:
             raise MeshError(
                 "This model's original layout joins rounded experts and other weights in one tensor, so that they "
                 "cannot be saved apart: pass save_original_format=False, or call torch_mesh.unpatch(model, "
@@ -152,7 +152,7 @@ class LazyTensor(torch.Tensor):
             )
         args, kwargs = pytree.tree_map(_on_meta, (args, kwargs or {}))
         return pytree.tree_map_only(
-            torch.Tensor, lambda like: LazyTensor.of(like, unwritten[0].unpacking, blocks), func(*args, **kwargs)
+            torch.Tensor, lambda like: LazyTensor.of(like, lazy[0].unpacking, blocks), func(*args, **kwargs)
         )
 
 
@@ -160,15 +160,15 @@ class LazyTensor(torch.Tensor):
 _addresses: Iterator[int] = itertools.count(-1, -1)
 
 
-_ELSEWHERE: frozenset[str] = frozenset()
+_SEPARATE: frozenset[str] = frozenset()
 
 
-def _is_elsewhere(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, LazyTensor) and tensor.blocks == _ELSEWHERE
+def _is_separate(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, LazyTensor) and tensor.blocks == _SEPARATE
 
 
-def _without_elsewhere(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in state.items() if not _is_elsewhere(tensor)}
+def _without_separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if not _is_separate(tensor)}
 
 
 def _on_meta(value: Any) -> Any:
@@ -244,7 +244,7 @@ def _around_save(theirs: Any) -> Any:
 def _around_revert(theirs: Any) -> Any:
     def revert_weight_conversion(model: Any, state_dict: Any) -> Any:
         reverted = theirs(model, state_dict)
-        return reverted if being_saved.get() is None else _without_elsewhere(reverted)
+        return reverted if being_saved.get() is None else _without_separate(reverted)
 
     return revert_weight_conversion
 

@@ -1,7 +1,7 @@
 """Modes of decode steps that trade exactness for fewer waits, each off by default.
 
 They apply without gradients only (``torch.no_grad``, as in ``generate``); grad mode is exact. Prompts, forwards of more
-than ``MOST_DECODE_ROWS`` rows, are exact too.
+than 16 rows, are exact too.
 
 - ``deferred_experts``: a token's cold experts of least weight are added one MoE layer later. After KTransformers'
   expert deferral (SOSP 2025), which defers by rank alone.

@@ -322,11 +322,11 @@ class DetachedParameters:
         self.layer = layer
         module: Any = layer.module
         self._parameters = detach_parameters(module, layer.parameter_names)
-        stand_in = torch.empty(0)  # some families initialize them from the surrounding module
-        set_initialized(stand_in)
+        placeholder = torch.empty(0)  # some families initialize them from the surrounding module
+        set_initialized(placeholder)
         if not any(True for _ in module.buffers(recurse=False)):  # which transformers would leave as they are
             set_initialized(module)
-        vars(module).update(dict.fromkeys(layer.parameter_names, stand_in))
+        vars(module).update(dict.fromkeys(layer.parameter_names, placeholder))
 
     def end(self) -> None:
         """Reattach them, on the meta device."""

@@ -112,7 +112,7 @@ def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
     sums = [_Sums(*pair) for pair in zip(layers, _regressed(model, layers), strict=True)]
     for seen in _routing(model, layers, sequences):
         for index, layer_sums in enumerate(sums):
-            layer_sums.add(*_foretold(seen, index))
+            layer_sums.add(*_prediction_pairs(seen, index))
     return Predictor(identity_of(model, layers), tuple(layer_sums.solve() for layer_sums in sums))
 
 
@@ -136,7 +136,7 @@ def recall(model: nn.Module, predictor: Predictor, sequences: Iterable[torch.Ten
     ]
     for seen in _routing(model, layers, sequences):
         for index, hits in enumerate(counts):
-            hits.add(*_foretold(seen, index))
+            hits.add(*_prediction_pairs(seen, index))
     if not counts[0].asked:
         raise MeshError("The text for measuring recall has no two tokens in a row: give more text.")
     return [hits.recall(index) for index, hits in enumerate(counts)]
@@ -227,7 +227,7 @@ def _routing(model: Any, layers: Sequence[ExpertsLayer], sequences: Iterable[tor
             handle.remove()
 
 
-def _foretold(seen: _Seen, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _prediction_pairs(seen: _Seen, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each token: the hidden states that predict ``layer``, its own, and the experts that it used."""
     (hidden, ids), before = seen[layer], seen[layer - 1][0].float()
     return (before, hidden.float(), ids) if layer else (before[:-1], hidden[1:].float(), ids[1:])

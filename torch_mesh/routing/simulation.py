@@ -8,6 +8,7 @@ from .profiles import Profile
 from .traces import Trace
 
 BOUND = "belady"  # optimal, with knowledge of the future
+_SIMULATED = "simulated"  # a predictor of a given recall
 
 
 def policy_names() -> list[str]:
@@ -20,7 +21,7 @@ def policy_names() -> list[str]:
 def predictor_names() -> list[str]:
     from .. import _C
 
-    return ["off", *_C.predictor_names(), "lookahead", "standin"]
+    return ["off", *_C.predictor_names(), "lookahead", _SIMULATED]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Row:
     prefetch: str
     prefetched: int  # reads
     prefetch_used: int
-    prefetch_wasted: int
+    prefetch_unused: int
     recall: float | None  # of the predictor, at the number of requested experts
     decision_ns: float  # CPU time per access in policy, predictor and slot table
     tokens_per_second: float | None
@@ -127,7 +128,7 @@ def simulate(
         forwards=None if as_decode else trace.forwards,
         prefill=prefill,
         deferred=deferred_experts,
-        predictor=predictor,
+        predictor="standin" if predictor == _SIMULATED else predictor,  # the engine's name of it
         prefetch=asked,
         recall=recall,
         seed=seed,
@@ -157,7 +158,7 @@ def simulate(
         prefetch=predictor,
         prefetched=counts["prefetched"],
         prefetch_used=counts["prefetch_used"],
-        prefetch_wasted=counts["prefetched"] - counts["prefetch_used"],
+        prefetch_unused=counts["prefetched"] - counts["prefetch_used"],
         recall=counts["predicted_right"] / accesses if asked else None,
         decision_ns=1e9 * counts["decision_seconds"] / accesses,
         tokens_per_second=trace.tokens / counts["virtual_seconds"] if hardware else None,

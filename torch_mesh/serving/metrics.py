@@ -19,10 +19,10 @@ _BY_PHASE = {
     "cold_misses": "Of those, ones that had to be read.",
     "inflight_misses": "Of those, ones that were being read already.",
     "prefetches": "Reads that were queued before a forward asked.",
-    "prefetches_used": "Of those, ones that a forward came for.",
-    "prefetches_wasted": "Of those, ones that none came for.",
+    "prefetches_used": "Of those, ones that a forward used.",
+    "prefetches_unused": "Of those, ones that were evicted, or failed, before a forward asked.",
     "promoted": "Reads that made an expert resident.",
-    "evicted": "Experts that were given up.",
+    "evicted": "Experts that lost their slot to others.",
     "failed": "Reads that ended in an error.",
 }
 _OF_PREFIXES = {
@@ -54,7 +54,7 @@ class Metrics:
         yield _by_phase(stats, "bytes_read", "torch_mesh_read_bytes", "Bytes of experts that were read.")
         yield _by_phase(stats, "stall_seconds", "torch_mesh_wait_seconds", "Time that forwards waited for reads.")
         yield GaugeMetricFamily("torch_mesh_slots", "Experts that may be resident now.", stats.slots)
-        yield GaugeMetricFamily("torch_mesh_slots_limit", "Experts that may be resident at most.", stats.most_slots)
+        yield GaugeMetricFamily("torch_mesh_slots_limit", "Experts that may be resident at most.", stats.max_slots)
         for name, about in _OF_SERVER.items():
             yield CounterMetricFamily(
                 f"torch_mesh_{name}", f"{about} Not with continuous batching.", getattr(counts, name)

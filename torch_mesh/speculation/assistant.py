@@ -20,14 +20,14 @@ _STEP = 16  # tokens per forward of the large model: 15 drafted, and the next on
 
 def check_assistant(model: Any) -> None:
     """Raises ValueError for a model that cannot draft."""
-    if reason := _why_not(model):
+    if reason := _unsupported_reason(model):
         raise ValueError(
             f"assistant={type(model).__name__} cannot draft: {reason}. Give a smaller causal language model with the "
             "same tokenizer."
         )
 
 
-def _why_not(model: Any) -> str:
+def _unsupported_reason(model: Any) -> str:
     if not hasattr(model, "generate") or not hasattr(model, "config"):
         return "it is no model of transformers that generates"
     base = _without_adapters(model)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..hf.expert_parallel import Share
 
 PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
-# A forward of a layer with more rows is prefill, any other decode.
-MOST_DECODE_ROWS = _C.MOST_DECODE_ROWS
+# Counters that the engine has under other names.
+_OF_ENGINE = {"prefetches_wasted": "prefetches_unused", "wasted_bytes": "unused_prefetch_bytes"}
 
 _LayerCounts = Mapping[str, npt.NDArray[np.int64]]  # by counter: [layers]
 
@@ -43,11 +43,11 @@ class Counters:
     kept_hits: int = 0
     deferred: int = 0  # not resident, and used one MoE layer later
     rerouted: int = 0  # choices replaced by a resident expert; not in accesses
-    stand_ins: int = 0  # accesses to fallback experts, resident or not
+    fallback_accesses: int = 0  # accesses to fallback experts, resident or not
     prefetches: int = 0  # reads queued before any forward asked
     prefetches_used: int = 0  # prefetches that a forward used
-    prefetches_wasted: int = 0  # unused prefetches: evicted or failed before any forward asked
-    wasted_bytes: int = 0  # read by unused prefetches
+    prefetches_unused: int = 0  # evicted or failed before any forward asked
+    unused_prefetch_bytes: int = 0  # read by unused prefetches
     prefetches_failed: int = 0  # prefetch reads that ended in an error
     failed: int = 0  # reads that ended in an error
     bytes_read: int = 0
@@ -75,7 +75,7 @@ class Counters:
     @property
     def prefetch_accuracy(self) -> float | None:
         """The used fraction of completed prefetches; None without any."""
-        settled = self.prefetches_used + self.prefetches_wasted
+        settled = self.prefetches_used + self.prefetches_unused
         return self.prefetches_used / settled if settled else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,9 +85,8 @@ class Counters:
 
 _NAMES = tuple(entry.name for entry in dataclasses.fields(Counters))
 _RATES = ("hit_rate", "kept_hit_rate", "unkept_hit_rate", "prefetch_accuracy")
-_Size = Literal["slots", "kept", "most_slots", "shrinks", "grows"]
-SIZES: tuple[_Size, ...] = ("slots", "kept", "most_slots", "shrinks", "grows")
-_RESIZES: tuple[_Size, ...] = ("shrinks", "grows")  # the counts among SIZES
+SIZES = ("slots", "kept", "max_slots", "shrinks", "grows")
+_RESIZES = ("shrinks", "grows")  # the counts among SIZES
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class PhaseCounters(Counters):
     """Counters over all phases, and of each phase. Counts of neither phase, such as reads of a backward, are in the sum
     only."""
 
-    prefill: Counters = field(default_factory=Counters)  # forwards of more than MOST_DECODE_ROWS rows
+    prefill: Counters = field(default_factory=Counters)  # forwards of more than 16 rows
     decode: Counters = field(default_factory=Counters)
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,7 +202,7 @@ class Stats(PhaseCounters):
     per_layer: list[LayerCounters] = field(default_factory=list)  # each MoE layer, in order
     slots: int = 0  # current limit of resident experts
     kept: int = 0  # slots that ``residency.early_experts`` keeps: at most half
-    most_slots: int = 0  # initial limit
+    max_slots: int = 0  # initial limit
     shrinks: int = 0  # times that the pool shrank because memory ran low
     grows: int = 0  # times that it grew again
     resets: int = 0  # times that its pools' counters were reset
@@ -212,7 +211,7 @@ class Stats(PhaseCounters):
     lossy: str = ""  # the active lossy modes; empty: exact
     # Why lookahead is unsupported, and from which layers; empty: supported everywhere, or off. None: unknown, as in a
     # ``stats.file``, which has no modules.
-    no_lookahead: Mapping[str, tuple[int, ...]] | None = None
+    lookahead_unsupported_reasons: Mapping[str, tuple[int, ...]] | None = None
     # The error of the last failed prefetch, with ``layer``, ``expert``, ``file`` and ``offset``. It fails no forward,
     # and prefetching goes on. None: none has failed.
     prefetch_error: Exception | None = None
@@ -233,9 +232,9 @@ class Stats(PhaseCounters):
             "device": None if self.device is None else self.device.to_dict(),
             "share": None if self.share is None else self.share.to_dict(),
             "lossy": self.lossy,
-            "no_lookahead": None
-            if self.no_lookahead is None
-            else {reason: list(layers) for reason, layers in self.no_lookahead.items()},
+            "lookahead_unsupported_reasons": None
+            if self.lookahead_unsupported_reasons is None
+            else {reason: list(layers) for reason, layers in self.lookahead_unsupported_reasons.items()},
             "prefetch_error": _error_dict(self.prefetch_error),
             "speculation": None if self.speculation is None else self.speculation.to_dict(),
             "tables": [table.to_dict() for table in self.tables],
@@ -252,9 +251,9 @@ class Stats(PhaseCounters):
         rows = self.table()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        if self.slots < self.most_slots or self.shrinks:
+        if self.slots < self.max_slots or self.shrinks:
             lines.append(
-                f"{self.slots} of {self.most_slots} slots, shrunk {self.shrinks} times, grown {self.grows} times"
+                f"{self.slots} of {self.max_slots} slots, shrunk {self.shrinks} times, grown {self.grows} times"
             )
         if self.share is not None:
             lines.append(str(self.share))
@@ -265,10 +264,10 @@ class Stats(PhaseCounters):
             lines.append(str(self.device))
         if self.lossy:
             lines.append(f"lossy: {self.lossy}")
-        for reason, layers in (self.no_lookahead or {}).items():
+        for reason, layers in (self.lookahead_unsupported_reasons or {}).items():
             lines.append(f"no lookahead from {_ranges(layers)}: {reason}")
-        if self.stand_ins:
-            lines.append(f"{self.stand_ins} of {self.accesses} accesses were to fallback experts")
+        if self.fallback_accesses:
+            lines.append(f"{self.fallback_accesses} of {self.accesses} accesses were to fallback experts")
         if self.speculation is not None:
             lines.append(str(self.speculation))
         lines += map(str, self.tables)
@@ -281,18 +280,18 @@ def engine_stats(
     engines: Iterable[_C.Engine],
     experts: bool = True,
     lossy: str = "",
-    stand_ins: Iterable[_C.Engine | None] = (),
+    fallbacks: Iterable[_C.Engine | None] = (),
     device: DeviceCounters | None = None,
     share: Share | None = None,
 ) -> Stats:
     """The counters of these engines together; without ``experts``, all but those of each expert, which take longest.
 
-    ``lossy`` names the model's active lossy modes. ``stand_ins`` are the engines of ``lossy.fallback`` beside them,
+    ``lossy`` names the model's active lossy modes. ``fallbacks`` are the engines of ``lossy.fallback`` beside them,
     None for an engine without one; their counts are added, except for numbers of slots. ``device``: the GPUs' counters;
     ``share``: the experts on this rank.
     """
     snapshots, epochs = [], []
-    for engine, low in itertools.zip_longest(engines, stand_ins):
+    for engine, low in itertools.zip_longest(engines, fallbacks):
         own = [each for each in (engine, low) if each is not None]
         seen = [each.detailed_stats() for each in own]
         snapshots.append(seen[0] if len(seen) == 1 else _with_low(*seen))
@@ -366,7 +365,7 @@ def _with_low(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedS
     phases: tuple[Literal["none", "prefill", "decode"], ...] = ("none", *PHASES)
     for phase in phases:
         counts = {name: exact[phase][name] + low[phase][name] for name in exact[phase]}
-        added[phase] = counts | {"forwards": exact[phase]["forwards"], "stand_ins": low[phase]["accesses"]}
+        added[phase] = counts | {"forwards": exact[phase]["forwards"], "fallback_accesses": low[phase]["accesses"]}
     added["experts"] = {name: exact["experts"][name] + low["experts"][name] for name in exact["experts"]}
     added["prefetch_error"] = exact["prefetch_error"] or low["prefetch_error"]
     added["resets"] = exact["resets"] + low["resets"]
@@ -378,7 +377,7 @@ def _combined(
 ) -> Stats:
     seen = zip(snapshots, epochs, strict=True)
     per_layer = [layer for snapshot, epoch in seen for layer in _layers(snapshot, epoch, with_experts)]
-    sizes: dict[str, Any] = {name: sum(snapshot[name] for snapshot in snapshots) for name in SIZES}
+    sizes: dict[str, Any] = {name: sum(_sizes(snapshot)[name] for snapshot in snapshots) for name in SIZES}
     errors = [snapshot["prefetch_error"] for snapshot in snapshots if snapshot["prefetch_error"] is not None]
     return Stats(
         **_whole(per_layer),
@@ -388,6 +387,11 @@ def _combined(
         lossy=lossy,
         prefetch_error=errors[-1] if errors else None,
     )
+
+
+def _sizes(snapshot: _C._DetailedStats) -> dict[str, int]:
+    counts: Mapping[str, Any] = snapshot
+    return {name: counts["most_slots" if name == "max_slots" else name] for name in SIZES}
 
 
 def _sum(layers: Sequence[Counters]) -> dict[str, Any]:
@@ -413,7 +417,8 @@ def _layers(snapshot: _C._DetailedStats, epoch: tuple[int, ...], with_experts: b
 def _by_layer(counts: _LayerCounts) -> list[dict[str, Any]]:
     """Arguments of Counters for each layer; the engine counts nanoseconds."""
     columns: dict[str, list[Any]] = {}
-    for name, values in counts.items():
+    for of_engine, values in counts.items():
+        name = _OF_ENGINE.get(of_engine, of_engine)
         if name.endswith("_nanoseconds"):
             columns[name.replace("_nanoseconds", "_seconds")] = (values / 1e9).tolist()
         else:
@@ -438,7 +443,7 @@ HEADINGS = {
     "deferred": "it was read while the model went on, and added one MoE layer later (a lossy mode)",
     "prefetched": "reads that were begun before any layer asked",
     "used": "of the prefetched experts that were asked for or evicted, those that were asked for",
-    "wasted": "bytes of prefetched experts that were evicted before any layer asked",
+    "unused": "bytes of prefetched experts that were evicted before any layer asked",
     "read": "bytes that were read from the disk",
     "stalled": "time in which a layer had nothing left to compute and waited for the disk",
     "deciding": "time spent choosing which expert to evict and which to read, under the pool's lock",
@@ -459,7 +464,7 @@ def _row(name: str, counters: Counters) -> tuple[str, ...]:
         str(counters.deferred),
         str(counters.prefetches),
         percent(counters.prefetch_accuracy),
-        f"{counters.wasted_bytes / 2**20:.1f} MiB",
+        f"{counters.unused_prefetch_bytes / 2**20:.1f} MiB",
         f"{counters.bytes_read / 2**20:.1f} MiB",
         f"{counters.stall_seconds * 1e3:.1f} ms",
         f"{counters.decision_seconds * 1e3:.1f} ms",

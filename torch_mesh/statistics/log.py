@@ -38,7 +38,7 @@ class StatsLog:
     def __init__(
         self,
         engine: _C.Engine,
-        stand_ins: _C.Engine | None,
+        fallback: _C.Engine | None,
         layer: int,
         every: int,
         path: str,
@@ -47,7 +47,7 @@ class StatsLog:
         about: Mapping[str, str] | None = None,
     ) -> None:
         self._engine = engine
-        self._fallback_engine = stand_ins
+        self._fallback_engine = fallback
         self._layer = layer
         self._every = every
         self._path = path
@@ -71,7 +71,7 @@ class StatsLog:
                         [self._engine],
                         experts=False,
                         lossy=self._lossy,
-                        stand_ins=[self._fallback_engine],
+                        fallbacks=[self._fallback_engine],
                         share=self._share,
                     )
                     counted = stats.to_dict(experts=False)
@@ -103,9 +103,9 @@ class StatsLog:
                 )
 
 
-def start_log(pool: ExpertPool, model: str, places: Sequence[int], *, file: str, every: int) -> None:
-    """Log the statistics of ``pool`` to ``file`` every so many forwards, until it is closed. ``places``: the pool's
-    layers that run.
+def start_log(pool: ExpertPool, model: str, layer_indices: Sequence[int], *, file: str, every: int) -> None:
+    """Log the statistics of ``pool`` to ``file`` every so many forwards, until it is closed.
+    ``layer_indices``: the pool's layers that run.
 
     Raises MemoryError if no thread can be started.
     """
@@ -118,5 +118,5 @@ def start_log(pool: ExpertPool, model: str, places: Sequence[int], *, file: str,
     }
     low = None if pool.fallback is None else pool.fallback.engine
     own_file = file if pool.share is None else pool.share.own_file(file)
-    log = StatsLog(pool.engine, low, places[-1], every, own_file, pool.lossy, pool.share, about)
+    log = StatsLog(pool.engine, low, layer_indices[-1], every, own_file, pool.lossy, pool.share, about)
     pool.end_with(log.thread)

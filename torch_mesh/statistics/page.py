@@ -111,7 +111,7 @@ def _run_data(name: str, run: Run) -> dict[str, Any]:
         "steps": rate(lambda stretch: stretch.stats.decode.forwards),
         "waiting": rate(lambda stretch: stretch.stats.stall_seconds),
         "read": rate(lambda stretch: stretch.stats.bytes_read),
-        "wasted": rate(lambda stretch: stretch.stats.wasted_bytes),
+        "unused": rate(lambda stretch: stretch.stats.unused_prefetch_bytes),
         "layer_hits": [[_rounded(layer.hit_rate) for layer in stretch.stats.per_layer] for stretch in stretches],
         "resident": [snapshot.resident for snapshot in snapshots] if remembered else None,
         "memory": {part: [snapshot.memory and snapshot.memory[part] for snapshot in snapshots] for part in MEMORY}

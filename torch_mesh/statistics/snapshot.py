@@ -44,7 +44,7 @@ class Snapshot:
 
 
 def look(
-    engine: _C.Engine, stand_ins: _C.Engine | None, layers: int, about: Mapping[str, str] | None = None
+    engine: _C.Engine, fallback: _C.Engine | None, layers: int, about: Mapping[str, str] | None = None
 ) -> Snapshot:
     """Take a snapshot. Raises PoolClosedError for a closed engine."""
     states = [
@@ -54,13 +54,13 @@ def look(
     return Snapshot(
         len(states[0]),
         tuple(np.packbits(state == _READY).tobytes().hex() for state in states),
-        _memory(engine, stand_ins),
+        _memory(engine, fallback),
         about or {},
     )
 
 
-def _memory(engine: _C.Engine, stand_ins: _C.Engine | None) -> dict[str, int] | None:
-    sizes = [each.describe_size() for each in (engine, stand_ins) if each is not None]
+def _memory(engine: _C.Engine, fallback: _C.Engine | None) -> dict[str, int] | None:
+    sizes = [each.describe_size() for each in (engine, fallback) if each is not None]
     try:
         process, left = anonymous_bytes(), available_bytes()
     except OSError:  # a sandbox without /proc, or a removed cgroup: the counts are still worth a line

@@ -31,14 +31,14 @@ def stats(model: nn.Module) -> Stats:
     counted = engine_stats(
         engines_of(model),
         lossy=lossy_of(model),
-        stand_ins=fallback_engines_of(model),
+        fallbacks=fallback_engines_of(model),
         device=_device_counters(shared),
         share=_pools(model)[0].share,
     )
     speculated = [tally.counters() for tally in tallies_in(model)]
     return dataclasses.replace(
         counted,
-        no_lookahead=_lookahead_unsupported_reasons(model),
+        lookahead_unsupported_reasons=_lookahead_unsupported_reasons(model),
         speculation=speculated[0] if speculated else None,
         tables=_table_counters(model),
     )

@@ -16,7 +16,7 @@ from ..errors import MeshError
 from .counters import PHASES, Counters, Stats, counted_since, engine_stats, percent
 from .stats import engines_of, fallback_engines_of, lossy_of
 
-RATES = ("forwards", "per s", "hit rate", "in flight", "deferred", "read", "waiting", "prefetches used", "wasted")
+RATES = ("forwards", "per s", "hit rate", "in flight", "deferred", "read", "waiting", "prefetches used", "unused")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -46,7 +46,7 @@ def watch(model: nn.Module, *, interval: float = 2.0, console: Console | None = 
 
 
 def _look(model: nn.Module) -> Stats:
-    return engine_stats(engines_of(model), experts=False, lossy=lossy_of(model), stand_ins=fallback_engines_of(model))
+    return engine_stats(engines_of(model), experts=False, lossy=lossy_of(model), fallbacks=fallback_engines_of(model))
 
 
 class _View:
@@ -101,7 +101,7 @@ def rate_cells(forwards: int, counted: Counters, seconds: float) -> list[str]:
         f"{counted.bytes_read / seconds / 1e6:.0f} MB/s",
         percent(counted.stall_seconds / seconds),
         percent(counted.prefetch_accuracy),
-        f"{counted.wasted_bytes / seconds / 1e6:.0f} MB/s",
+        f"{counted.unused_prefetch_bytes / seconds / 1e6:.0f} MB/s",
     ]
 
 

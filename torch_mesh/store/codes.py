@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch_mesh._C import RawCodes, RawPlace, RawView
 
 RAW_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-_MOST_PIECES = 16  # kMaxPieces of csrc/store/source.h
+_MAX_PIECES = 16  # kMaxPieces of csrc/store/source.h
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def kept_codes(
         return None
     views = [_views(pieces[layout], raw_views) for layout in every]
     parts = max(pieces[layout][-1].begin + len(pieces[layout][-1].roles) for layout in every)
-    if parts > _MOST_PIECES or any(view is None for view in views):
+    if parts > _MAX_PIECES or any(view is None for view in views):
         return None
     places = _places(weights, headers, extents, [pieces[layout] for layout in layouts], parts)
     kept, groups, error = held

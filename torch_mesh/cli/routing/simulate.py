@@ -44,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefetch",
         default="off",
-        help="predictor of the next layer: previous, coactivation, lookahead or standin (default: %(default)s)",
+        help="predictor of the next layer: previous, coactivation, lookahead or simulated (default: %(default)s)",
     )
     parser.add_argument(
         "--fetch", type=int, help="experts to predict for each layer (default: as many as a token uses)"
     )
     parser.add_argument(
-        "--recall", type=float, default=0.75, help="recall of the simulated predictor, standin (default: %(default)s)"
+        "--recall", type=float, default=0.75, help="recall of the simulated predictor (default: %(default)s)"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the simulated predictor and of --synthetic (default: %(default)s)"
@@ -290,7 +290,7 @@ def _print_table(rows: list[Row]) -> None:
     kept = any(row.kept_hit_rate is not None for row in rows)
     timed = any(row.tokens_per_second is not None for row in rows)
     table = Table("trace", "resident", "policy", "hits", "reads/token", "ns/access")
-    for name in ["waits", "stalled", "recall", "prefetched", "wasted"] if ahead else []:
+    for name in ["waits", "stalled", "recall", "prefetched", "unused"] if ahead else []:
         table.add_column(name)
     for name in ["deferred"] if deferred else []:
         table.add_column(name)
@@ -304,7 +304,7 @@ def _print_table(rows: list[Row]) -> None:
         if ahead:
             cells += [f"{row.wait_rate:.1%}", f"{row.stall_share:.1%}"]
             cells += ["-" if row.recall is None else f"{row.recall:.1%}"]
-            cells += [str(row.prefetched), str(row.prefetch_wasted)]
+            cells += [str(row.prefetched), str(row.prefetch_unused)]
         if deferred:
             cells += [f"{row.deferred_rate:.1%}"]
         if kept:

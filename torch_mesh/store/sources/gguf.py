@@ -57,7 +57,7 @@ class GgufBlocks(Layout):
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
         values, size = _block(self.title)
         row = shape[-1] // values * size
-        kept = _OF_CODES.get(self.title)
+        kept = _PASSTHROUGH.get(self.title)
         if kept is None:
             own = self.title.lower()
             held = own in GGUF_FORMATS
@@ -74,7 +74,7 @@ class GgufBlocks(Layout):
 
 
 # Blocks of a scale and its codes: what the codes are, their order, the scale.
-_OF_CODES = {
+_PASSTHROUGH = {
     "Q4_0": ("int4", "halves", "fp16"),
     "Q8_0": ("int8", "bytes", "fp16"),
     "MXFP4": ("mxfp4", "halves", "e8m0"),
