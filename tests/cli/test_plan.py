@@ -232,7 +232,7 @@ def _options(fields: Mapping[str, str]) -> list[str]:
     ("options", "message"),
     [
         (["--gpu-experts", "99"], "gpu.experts=99, but a layer has"),
-        (["--dense", "int8"], "dense='int8' is CPU only"),
+        (["--dense", "int8"], "dense='int8' is for the CPU"),
         (["--gpu-weights", "bf16"], "gpu.weights='bf16' has no fewer bits than the int4 of this converted"),
         (["--gpu-experts", "0", "--gpu-weights", "int8"], "set gpu.experts"),
         (
@@ -395,7 +395,7 @@ def test_ranks_have_a_part_of_the_experts_each(mesh_tiny: Path, capsys: pytest.C
     [
         (["--ranks", "5"], "the 32 experts of a layer cannot be divided evenly"),
         (["--ranks", "2", "--overlap", "0.4"], "overlap is of a whole model's routing"),
-        (["--ranks", "2", "--fallback", "int4"], "lossy modes and experts on a card do not go with them"),
+        (["--ranks", "2", "--fallback", "int4"], "excludes lossy modes and experts on a GPU"),
         (["--ranks", "2", "--train"], "leave --ranks out"),
     ],
 )

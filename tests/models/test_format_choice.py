@@ -44,7 +44,7 @@ def test_what_plan_names_is_taken(mesh_tiny: Path, limit: Any, expected: str) ->
     assert (pool.weights, pool.group_size, pool.slots) == (expected, choice.group_size or 0, choice.slots)
     assert choice.weights == expected
     shown = str(model)
-    assert "chosen as fastest of 8 formats" in shown and f"weights off by {choice.weight_error:.1%}" in shown
+    assert "chosen as fastest of 8 formats" in shown and f"error of weights {choice.weight_error:.1%}" in shown
     # What others see of it is the format, and not the question.
     assert model.config.quantization_config.weights == expected
     assert model.config.quantization_config.max_error is None
@@ -65,7 +65,7 @@ def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
     chosen = {}
     for limit in (0, 0.3):
         if not own and limit == 0:  # each format rounds what has zero points
-            with pytest.raises(ValueError, match="no format whose weights are off by at most 0.0% fits"):
+            with pytest.raises(ValueError, match="no format with an error of at most 0.0% fits"):
                 load(folder, resident=memory, max_error=limit)
             continue
         pool = next(patched_modules(load(folder, resident=memory, max_error=limit)))._mesh_pool
@@ -88,7 +88,7 @@ def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
         ({"resident": "8GiB", "store": "here"}, "leave store out"),
         ({"resident": "8GiB", "lossy": {"fallback": "int4"}}, "two formats"),
         ({"resident": "1B"}, "fit in no format"),
-        ({"resident": "100KB", "max_error": "1%"}, "no format whose weights are off by at most 1.0% fits; "),
+        ({"resident": "100KB", "max_error": "1%"}, "no format with an error of at most 1.0% fits"),
     ],
 )
 def test_what_it_cannot_choose_is_named(mesh_tiny: Path, fields: Any, reason: str) -> None:

@@ -1,1 +1,1 @@
-"""What a model will need and reach on a machine, before it is loaded: sizes, hits, time, fitting, formats."""
+"""Predict what a model needs and reaches on a machine before it is loaded: sizes, hits, time, fitting, formats."""

@@ -1,5 +1,4 @@
-"""What a model reaches on this machine, beside the machine's own limits and what ``plan`` foretold, measured in one
-run."""
+"""Measure what a model reaches on this machine, beside the machine's limits and the prediction of ``plan``."""
 
 from __future__ import annotations
 
@@ -25,16 +24,16 @@ from .machine import measure_speeds
 from .plan import Plan, plan
 from .sizes import find_sizes
 
-_TOKENS_OF_A_PACE = 16  # where forwards give several tokens at once
-_LOOK_SECONDS = 0.02  # between two looks at the memory that is taken
+_AVERAGED_TOKENS = 16  # if a forward gives several tokens
+_LOOK_SECONDS = 0.02  # between samples of the memory
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Tokens per second that this machine could not exceed, whatever the software, with the reads that there were."""
+    """Upper limits of tokens per second on this machine, for any software, given the reads that there were."""
 
-    disk: float | None  # None: nothing was read, or the disk's speed is not known
-    memory: float | None  # each weight that a token needs is read once; None: it is not known how many there are
+    disk: float | None  # None: nothing was read, or the disk's speed is unknown
+    memory: float | None  # each weight that a token needs is read once; None: their size is unknown
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class Measured:
     open_seconds: float
     prefill_seconds: float
     prefill_tokens_per_second: float
-    step_seconds: tuple[float, ...]  # of each decoded token after the first, which ends the prefill
+    step_seconds: tuple[float, ...]  # of each decoded token after the first, which belongs to the prefill
     tokens_per_second: float  # of the median step
     tokens_per_second_p10: float  # a tenth of the steps are slower
     tokens_per_second_p90: float  # a tenth of the steps are faster
     hit_rate: float | None  # decoding
-    stall_share: float  # of the time of decoding, spent waiting for the disk
+    stall_share: float  # fraction of decoding spent waiting for the disk
     prefill_stall_share: float
     bytes_per_token: float  # read while decoding
     peak_bytes: int  # memory of the process without mapped files and the page cache
@@ -62,12 +61,12 @@ class Measured:
 
     @property
     def ratio_to_plan(self) -> float | None:
-        """Tokens per second over those that were planned."""
+        """Tokens per second over the planned ones."""
         planned = self.plan.tokens_per_second
         return None if planned is None else self.tokens_per_second / planned
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """Everything, in types of JSON."""
         rest = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return rest | {
             "limits": dataclasses.asdict(self.limits),
@@ -78,7 +77,7 @@ class Measured:
 
 
 def default_text() -> str:
-    """Some 200,000 characters of English and Python that are wherever torch is: prompts of random tokens route like no
+    """About 200,000 characters of English and Python that come with torch. Random tokens would route unlike any
     text."""
     return inspect.getsource(torch.nn.functional)
 
@@ -92,10 +91,10 @@ def measure(
     *,
     memory: int | None = None,
 ) -> Measured:
-    """Measures the machine, opens the model, and lets it read ``prompt`` and generate ``tokens`` tokens, greedily.
+    """Measure the machine, open the model, and generate ``tokens`` tokens from ``prompt``, greedily.
 
-    ``memory``: bytes that the process may take in all, from which ``resident="auto"`` is planned; None: what it can
-    take. Raises MeshError where the model cannot run in it, and what loading raises.
+    ``memory``: bytes that the process may take, from which ``resident="auto"`` is planned; None: what it can take.
+    Raises MeshError if the model does not fit, and whatever loading raises.
     """
     sizes = find_sizes(folder, config)
     speeds = measure_speeds(sizes, config)
@@ -113,7 +112,7 @@ def measure(
     finally:
         peak.stop()
     steps = clock.steps()
-    paces = steps if counted.speculation is None else _means(steps, _TOKENS_OF_A_PACE)
+    paces = steps if counted.speculation is None else _means(steps, _AVERAGED_TOKENS)
     fast, slow = _tenths(paces)
     decode = counted.decode
     read = decode.bytes_read / len(steps)
@@ -144,7 +143,7 @@ def measure(
 
 
 def _means(steps: Sequence[float], count: int) -> list[float]:
-    """Of ``count`` steps each: a forward that verifies drafts gives several tokens at once."""
+    """The mean of each ``count`` steps, since a forward that verifies drafts gives several tokens."""
     runs = [steps[first : first + count] for first in range(0, len(steps), count)]
     return [statistics.fmean(run) for run in runs]
 
@@ -165,8 +164,7 @@ def _generate(model: Any, prompt: Sequence[int], tokens: int) -> tuple[_Clock, S
 
 
 class _Clock:
-    """A streamer of ``generate``: it is given the prompt before the first forward, and then each token when it is
-    chosen."""
+    """A streamer of ``generate``, which gets the prompt before the first forward, then each chosen token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -185,7 +183,7 @@ class _Clock:
 
 
 def _tenths(values: Sequence[float]) -> tuple[float, float]:
-    """The values that a tenth lies below, and above."""
+    """The first and the last decile."""
     if len(values) == 1:
         return values[0], values[0]
     cuts = statistics.quantiles(values, n=10, method="inclusive")
@@ -193,8 +191,7 @@ def _tenths(values: Sequence[float]) -> tuple[float, float]:
 
 
 class _PeakMemory(threading.Thread):
-    """The most anonymous memory that this process has had since it was started; what is mapped from files can always be
-    dropped."""
+    """The peak of this process's anonymous memory since the thread started. Mapped files can always be dropped."""
 
     def __init__(self) -> None:
         super().__init__(name="torch_mesh memory", daemon=True)

@@ -1,4 +1,4 @@
-"""How many experts fit into memory and on a card, and what memory that takes."""
+"""How many experts fit in memory and on a GPU, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def _gpu_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
 
 
 def gpu_pool_bytes(sizes: Sizes, config: MeshConfig) -> int:
-    """Of the pool through which records in another format go to a card."""
+    """Bytes of the pool that reads experts for a GPU in another format; 0 if formats agree."""
     other = format_on_gpu(config.gpu, sizes.weights) != sizes.weights
     return GPU_POOL_SLOTS * _gpu_record_bytes(sizes, config) if other else 0
 
 
 def on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: int) -> GpuPlan:
-    """What a card of ``total`` bytes takes beside the rest of the model, which lies there as it is loaded. Raises
-    ValueError where that is not known, or is packed."""
+    """Plan the experts on a GPU of ``total`` bytes, beside the unpacked rest of the model. Raises ValueError if the
+    size of the rest is unknown, or if ``dense`` packs it."""
     shape = sizes.shape
     if sizes.dense_bytes_loading is None:
         raise ValueError(
-            f"{folder} has no config.json, so what the rest of the model takes on the card is not known: give a "
+            f"{folder} has no config.json, so that the size of the rest of the model on the GPU is unknown: give a "
             "converted checkpoint."
         )
     if packs(config.dense):
         raise ValueError(
-            f"dense={config.dense!r} is CPU only, and on a card the rest of the model stays as it is: leave it out."
+            f"dense={config.dense!r} is for the CPU, and on a GPU the rest of the model is not packed: leave dense out."
         )
     if shape.activation is None:
         return plan_on_cpu(config.gpu, shape.layers, UNFUSED)
@@ -56,7 +56,7 @@ def on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: in
 def fitting_slots(
     sizes: Sizes, config: MeshConfig, available: int | None, on_gpu: int, gpu_pool: int
 ) -> tuple[int | None, int, str]:
-    """How many experts will be resident, or None and why that cannot be; between the two, how many stand-ins."""
+    """How many experts and fallback experts will be resident; None and 0, and why, if a token's experts do not fit."""
     shape = sizes.shape
     reserved = _reserved_bytes(sizes, config, gpu_pool)
     top_k = min(shape.top_k, shape.experts)
@@ -66,13 +66,12 @@ def fitting_slots(
             return None, 0, ""
         if (budget := auto_budget(available, reserved)) < least:
             taken = (
-                f"Beside Python and the rest of the model {max(0, available):,} bytes can be taken; workspace and "
-                "buffers "
-                f"take {reserved:,}, and {auto_margin(available - reserved):,} stay free"
+                f"Python and the rest of the model leave {max(0, available):,} bytes; workspace and buffers take "
+                f"{reserved:,}, and {auto_margin(available - reserved):,} stay free"
             )
-            left = f"{max(0, budget):,} bytes are left for experts, and one token of one layer needs {least:,}"
+            left = f"{max(0, budget):,} bytes are left for experts, but one token of one layer needs {least:,}"
             advice = f"give more memory{or_fewer_bits(sizes)}, or a smaller workspace."
-            return None, 0, f"{taken}, so that {left}: {advice}"
+            return None, 0, f"{taken}. So {left}: {advice}"
     try:
         slots = resident_slots(
             config.resident,
@@ -81,7 +80,7 @@ def fitting_slots(
             top_k=top_k,
             record_bytes=sizes.expert_bytes,
             reserved=reserved,
-            # Without a config.json it cannot be said what else there will be; what is asked for is taken at its word.
+            # Without a config.json the available memory is unknown: a given size counts as available.
             available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
         )
         slots = min(slots, max(top_k, shape.layers * shape.experts - on_gpu))
@@ -104,14 +103,14 @@ def _reserved_bytes(sizes: Sizes, config: MeshConfig, gpu_pool: int) -> int:
 
 
 def margin_bytes(sizes: Sizes, config: MeshConfig, available: int | None, gpu_pool: int) -> int | None:
-    """What ``resident="auto"`` leaves of ``available``; None for another ``resident``, and where that is not known."""
+    """Bytes of ``available`` that ``resident="auto"`` leaves free; None for another ``resident``, or if unknown."""
     if config.resident != "auto" or available is None:
         return None
     return auto_margin(available - _reserved_bytes(sizes, config, gpu_pool))
 
 
 def tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
-    """Of a prompt, that ``workspace`` has room for at once; None for experts that run by projection."""
+    """Tokens of a prompt that fit in ``workspace`` at a time; None for unfused experts."""
     shape = sizes.shape
     if shape.activation is None:
         return None
@@ -120,8 +119,8 @@ def tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
 
 
 def peak_bytes(sizes: Sizes, config: MeshConfig, process: int, slots: int | None, fallback_bytes: int) -> int | None:
-    """Of memory: while it is loaded, or with ``slots`` experts and ``fallback_bytes`` besides; None where one is not
-    known."""
+    """The larger of the memory while loading and that while running, with ``slots`` experts and ``fallback_bytes``;
+    None if unknown."""
     if slots is None or sizes.dense_bytes is None or sizes.dense_bytes_loading is None:
         return None
     running = (
@@ -131,7 +130,7 @@ def peak_bytes(sizes: Sizes, config: MeshConfig, process: int, slots: int | None
 
 
 def or_fewer_bits(sizes: Sizes) -> str:
-    """The end of an advice to give more memory; empty where no format has fewer bits."""
+    """The end of advice to give more memory; empty if no format has fewer bits."""
     fewer: dict[float, str] = {}  # one format for each number of bits
     for name in formats_of_fewer_bits(sizes.weights):
         if FORMATS[name].matrices is None:

@@ -1,4 +1,4 @@
-"""What other formats would make of a model in the same memory, and which of them is chosen."""
+"""Compare the formats of weights for the same memory, and choose one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .hit_rates import HitRate, known_or_expected
 from .sizes import Sizes, find_sizes
 from .token_time import Speeds, token_seconds
 
-# What a choice of formats may leave where nobody says: four bits in any groups, and not three.
+# The default of max_error: admits four bits in any groups, but not three.
 MAX_ERROR = 0.10
 
-# Of the fastest's speed: measuring a format's arithmetic varies by as much, and error is not worth so little.
+# Formats at this fraction of the fastest's speed count as equally fast: measurements vary by as much.
 _AS_FAST = 0.95
 
 
 @dataclass(frozen=True)
 class DenseChoice:
-    """What the rest of the model would be in a format of fewer bits."""
+    """The rest of the model in a format of fewer bits."""
 
     dense: str
     weight_error: float  # relative, of Gaussian weights
@@ -36,7 +36,7 @@ class DenseChoice:
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """What the experts would be in a format, in the same memory."""
+    """The experts in another format, in the same memory."""
 
     weights: str
     group_size: int | None
@@ -45,22 +45,22 @@ class FormatChoice:
     slots: int
     resident_share: float
     hit_rate: HitRate
-    bytes_per_token: float  # read, without what prefetches read in vain
+    bytes_per_token: float  # read, without unused prefetches
     tokens_per_second: float
-    weight_error: float  # relative, of Gaussian weights; none for bf16 and bf12
-    chosen: bool  # fastest of those within ``max_error``; of those within 5 % of its speed the one with the least error
+    weight_error: float  # relative, of Gaussian weights; 0 for bf16 and bf12
+    chosen: bool  # of the fastest within ``max_error`` and those within 5 % of its speed, that of the smallest error
 
 
 def dense_choices(
     folder: Path, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None
 ) -> Iterator[DenseChoice]:
-    """``dense`` in fewer bits, read at the same speed; the same experts stay resident."""
+    """``dense`` in fewer bits, read at the same speed, with the same experts resident."""
     if config.dense not in ("auto", "none") and not FORMATS[config.dense].holds_bf16:
         return
     for dense in ("int8", "int4"):
         try:
             sizes = find_sizes(folder, config.replace(dense=dense))
-        except UnsupportedModelError:  # the rest has no linear layer that is large enough to be packed
+        except UnsupportedModelError:  # no linear layer of the rest is large enough to be packed
             return
         if sizes.dense_bytes is None:
             return
@@ -80,7 +80,7 @@ def format_choices(
     format_speeds: Mapping[str, float],
     overlap: float | None,
 ) -> Iterator[FormatChoice]:
-    """Of the formats compared, those in which one token's experts fit in ``available`` bytes."""
+    """The compared formats in which the experts of one token fit in ``available`` bytes."""
     shape = sizes.shape
     if speeds is None or sizes.dense_bytes_per_token is None:
         return
@@ -131,23 +131,23 @@ def why_no_choice(
     card: bool = False,
     ranks: int = 1,
 ) -> str:
-    """Why formats are not compared there; empty where they are."""
+    """Why formats are not compared; empty if they are."""
     if is_store(folder):
         return f"the experts of {folder} are {sizes.weights} already: give the checkpoint that it was converted from"
     if isinstance(config.resident, float):
-        return "resident is a share of the experts, which is another amount of memory in each format: give it as a size"
+        return "resident is a fraction of the experts, whose bytes differ by format: give it as a size"
     if hit_rate is not None:
-        return "a known hit rate is of one format"
+        return "a known hit rate holds for one format"
     if card or ranks > 1:
-        return "experts on a card, or divided among ranks, are not compared"
+        return "experts on a GPU or divided among ranks are not compared"
     if config.lossy.fallback != "none":
         return "lossy.fallback has two formats"
     return ""
 
 
 def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, float]]:
-    """Group size and error of weights of the formats that are compared. Of a quantised checkpoint its own, which holds
-    its codes, comes first; all errors are of what codes and scales stand for."""
+    """Group size and error of weights of each compared format. The format that holds a quantised checkpoint's codes
+    comes first. Errors are relative to the checkpoint's values."""
     own = sizes.own_codes
     formats = {} if own is None else {own[0]: (own[1], sizes.own_error)}
     for weights in ROUNDED_FORMATS:
@@ -158,16 +158,15 @@ def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, f
 
 
 def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
-    """The group size that a format is compared in: the config's, 0 for bf16 and bf12. For trellises, where smaller
-    groups buy little, 128, or 64 if that pads the shape less and so takes fewer bytes."""
+    """The group size in which a format is compared: the config's, 0 for bf16 and bf12. For trellises, which gain
+    little from smaller groups, 128, or 64 if that pads the shape less."""
     if FORMATS[weights].trellis:
         return min((128, 64), key=lambda group: shape.record_bytes(weights, group))
     return checked_group_size(weights, config.group_size)
 
 
 def with_chosen(choices: tuple[FormatChoice, ...], max_error: float) -> tuple[FormatChoice, ...]:
-    """The same, with the one ``chosen`` whose weights are off by at most ``max_error``; none where that is of no
-    format."""
+    """Mark one choice with an error of at most ``max_error`` as ``chosen``, if there is any."""
     allowed = [choice for choice in choices if choice.weight_error <= max_error]
     fastest = max((choice.tokens_per_second for choice in allowed), default=0.0)
     as_fast = [choice for choice in allowed if choice.tokens_per_second >= _AS_FAST * fastest]

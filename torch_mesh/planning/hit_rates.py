@@ -1,4 +1,4 @@
-"""Hits to expect: what a model's own routing will do cannot be known beforehand."""
+"""Expected hit rates, from measurements of other models or a synthetic trace."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from .. import _C
 from ..routing.synthetic import synthetic_trace
 from ..store.manifest import Shape
 
-# Hits per access with a share of all experts resident, policy "auto", no prefetch: docs/decisions/0013. The expectation
-# is that of DeepSeek-V2-Lite on natural text, the less local of the two models; mesh-tiny is the more local one.
+# Hits per access by fraction of resident experts, with policy "auto" and no prefetch: docs/decisions/0013. Expected are
+# those of DeepSeek-V2-Lite on natural text; mesh-tiny, whose routing is more local, has the others.
 _SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 _EXPECTED_HITS = (0.0, 0.312, 0.535, 0.761, 1.0)
 _LOCAL_HITS = (0.0, 0.359, 0.684, 0.911, 1.0)
 
-# What simulated_hit_rate replays: prompts long enough for what a prompt repeats to show. Layers are alike, so a few
-# stand for all.
+# The trace of simulated_hit_rate: prompts long enough to repeat experts. Layers are alike, so that a few suffice.
 _SIMULATED_LAYERS = 6
 _SIMULATED_PROMPTS = 4
 _SIMULATED_TOKENS = 256
@@ -25,8 +24,7 @@ _SIMULATED_TOKENS = 256
 
 @dataclass(frozen=True)
 class HitRate:
-    """Hits per expert asked for. ``low`` and ``high`` are no bounds but what random and very local routing would
-    give."""
+    """Hits per access. ``low`` and ``high`` are not bounds, but those of random and of very local routing."""
 
     expected: float
     low: float
@@ -34,21 +32,21 @@ class HitRate:
 
 
 def expected_hit_rate(share: float) -> HitRate:
-    """What to expect with that share of all experts resident, with policy "auto" and before any prefetch.
+    """The expected hit rate if ``share`` of all experts is resident, with policy "auto" and no prefetch.
 
-    Interpolated between what was measured on DeepSeek-V2-Lite. Models differ: mesh-tiny's own text hits far more often
-    (``high``), experts drawn at random would hit as often as they are resident (``low``).
+    Interpolates measurements of DeepSeek-V2-Lite. Models differ: mesh-tiny hits far more often (``high``); the hit rate
+    of random routing is ``share`` (``low``).
     """
     expected, high = (float(np.interp(share, _SHARES, hits)) for hits in (_EXPECTED_HITS, _LOCAL_HITS))
     return HitRate(expected=expected, low=share, high=high)
 
 
 def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
-    """What to expect where ``overlap`` of a token's experts serve the next token, too: policy "auto" on a made-up
-    trace.
+    """The hit rate of policy "auto" on a synthetic trace in which ``overlap`` of a token's experts serve the next
+    token too.
 
-    The trace has topics and drift (see ``synthetic_trace``), its first prompt only fills the pool. About a second.
-    Raises ValueError for an overlap that is less than chance gives or more than 0.95.
+    The trace has topics and drift (see ``synthetic_trace``); its first prompt only fills the pool. Takes about a
+    second. Raises ValueError for an overlap below that of random routing or above 0.95.
     """
     layers = min(shape.layers, _SIMULATED_LAYERS)
     trace = synthetic_trace(
@@ -67,8 +65,8 @@ def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
 
 
 def known_or_expected(shape: Shape, share: float, given: float | None, overlap: float | None) -> HitRate:
-    """``given``, or what ``overlap`` is simulated to give, or what to expect. Raises ValueError for what is no rate or
-    no overlap."""
+    """``given``, or the simulated hit rate of ``overlap``, or the expected one. Raises ValueError for an invalid
+    rate or overlap."""
     if given is not None and not 0 <= given <= 1:
         raise ValueError(f"hit_rate={given} must be in [0, 1]")
     if share == 1 or (given is None and overlap is None):

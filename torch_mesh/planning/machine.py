@@ -1,4 +1,4 @@
-"""How fast this machine reads records and computes one token, measured in about two seconds."""
+"""Measure in about two seconds how fast this machine reads records and computes one token."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .token_time import Speeds
 _READERS = 8
 _HUGE_PAGE = 2 << 20
 
-# A decoder layer, eagerly, takes as long as so many calls of a small torch function besides its products: measured with
-# mesh-tiny, whose weights take no time.
+# Beside its products a decoder layer takes, without compilation, as long as so many calls of a small torch function:
+# measured with mesh-tiny, whose weights take no time.
 _SMALL_CALLS_PER_LAYER = 300
 
-# Outputs of a matrix that stands for the weights outside the experts, at most: narrow models have several such matrices
-# instead of one that no kernel takes.
+# The largest number of outputs of a matrix that represents the weights outside the experts. Narrow models get several
+# matrices, since kernels limit the size.
 _MAX_ROWS = 1 << 16
 
 
 def measure_speeds(
     sizes: Sizes, config: MeshConfig, *, disk: float | None = None, memory: float | None = None
 ) -> Speeds | None:
-    """Speeds for a model of these sizes. ``disk`` and ``memory`` (bytes per second) are taken as given, the rest is
+    """Speeds for a model of these sizes. ``disk`` and ``memory`` (bytes per second) are used if given; the rest is
     measured.
 
-    None where the disk is not given and too little stands on it to be measured.
+    None if ``disk`` is not given and the files are too small to measure it.
     """
     measured = [name for name, given in (("disk", disk), ("experts", memory), ("dense", memory)) if given is None]
     reads = disk if disk is not None else disk_speed(sizes.files, sizes.expert_bytes)
@@ -59,7 +59,7 @@ def measure_speeds(
 
 def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = None) -> dict[str, float]:
     """Bytes per second of packed experts of this shape, computed for one token, in each format that ``plan`` compares;
-    ``memory`` is taken as given."""
+    ``memory``, if given, instead of measuring."""
     speeds = {}
     for weights, (group, _) in compared_formats(sizes, config).items():
         of_format = dataclasses.replace(
@@ -73,18 +73,17 @@ def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = 
 
 
 def disk_speed(files: Sequence[Path], block: int) -> float | None:
-    """Bytes per second of direct reads of ``block`` bytes at random places of ``files``, several at a time.
+    """Bytes per second of direct reads of ``block`` bytes at random offsets of ``files``, several at a time.
 
-    Where the file system refuses direct I/O the page cache is in the way, and its speed is the answer. None for less
-    data than eight blocks.
+    If the file system refuses direct I/O the result includes the page cache. None for less data than eight blocks.
     """
     block = -(-block // 4096) * 4096
-    places = [(file, at) for file in files for at in range(0, file.stat().st_size - block + 1, block)]
-    if len(places) < _READERS:
+    blocks = [(file, at) for file in files for at in range(0, file.stat().st_size - block + 1, block)]
+    if len(blocks) < _READERS:
         return None
-    # Each place once: what a buffered read leaves in the page cache must not be read again.
-    order = np.random.default_rng().permutation(len(places))
-    parts = [[places[index] for index in order[first::_READERS]] for first in range(_READERS)]
+    # Each block once: a buffered read leaves it in the page cache.
+    order = np.random.default_rng().permutation(len(blocks))
+    parts = [[blocks[index] for index in order[first::_READERS]] for first in range(_READERS)]
     with _OpenFiles(files) as descriptors, TaskThreads(_READERS) as readers:
         buffers = huge_pages(_READERS * block).reshape(_READERS, block)
         deadline = time.monotonic() + SECONDS
@@ -94,13 +93,12 @@ def disk_speed(files: Sequence[Path], block: int) -> float | None:
 
 
 def huge_pages(count: int) -> np.ndarray:
-    """Bytes like the pool's: in huge pages where there are any, and there before they are read into.
+    """Memory like the pool's: in huge pages if there are any, and touched before reads.
 
-    Private, for shared memory, Python's default, has none unless the machine is told so; and on the boundary of a huge
-    page.
+    Private, since shared memory (Python's default) has no huge pages by default; aligned to a huge page.
     """
     pages = mmap.mmap(-1, count + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(pages, np.uint8)
     array = array[-array.ctypes.data % _HUGE_PAGE :][:count]
@@ -109,7 +107,7 @@ def huge_pages(count: int) -> np.ndarray:
 
 
 class _OpenFiles:
-    """Descriptors of files, for direct reads where the file system has them."""
+    """File descriptors, for direct reads if the file system supports them."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -127,9 +125,9 @@ class _OpenFiles:
             os.close(descriptor)
 
 
-def _read(descriptors: dict[Path, int], places: Sequence[tuple[Path, int]], buffer: np.ndarray, deadline: float) -> int:
+def _read(descriptors: dict[Path, int], blocks: Sequence[tuple[Path, int]], buffer: np.ndarray, deadline: float) -> int:
     done = 0
-    for file, offset in places:
+    for file, offset in blocks:
         if time.monotonic() > deadline:
             break
         done += os.preadv(descriptors[file], [buffer.data], offset)
@@ -137,8 +135,8 @@ def _read(descriptors: dict[Path, int], places: Sequence[tuple[Path, int]], buff
 
 
 def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
-    """An engine with all experts in memory, whose weights are zeros: for measurements that these do not change. Where
-    layers differ, all have the largest format."""
+    """An engine with all experts in memory and zeros as weights, for measurements. Layers of several formats all have
+    the largest."""
     weights = max(layer_formats(weights), key=lambda each: shape.record_bytes(each, group_size))
     engine = _C.Engine(
         layers=shape.layers,
@@ -149,7 +147,7 @@ def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
         intermediate=shape.intermediate,
         gated=shape.gated,
         bias=shape.bias,
-        activation=shape.activation_of(0) or "silu",  # which one does not show
+        activation=shape.activation_of(0) or "silu",  # makes no difference to the time
         slots=shape.layers * shape.experts,
         policy="lru",
         verify="never",
@@ -167,7 +165,7 @@ def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
 
 
 def _experts_speed(sizes: Sizes) -> float:
-    """Of one token's experts, through the op that a model calls, in a pool in memory."""
+    """Bytes per second of one token's experts in memory, through the op that a model calls."""
     shape = sizes.shape
     experts = min(shape.experts, max(shape.top_k, LARGE_BYTES // sizes.expert_bytes))
     layers = max(1, min(LARGE_BYTES // (experts * sizes.expert_bytes), 256))
@@ -192,7 +190,7 @@ def _experts_speed(sizes: Sizes) -> float:
 
 
 def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
-    """Of one row times one large matrix after another, as ``dense=`` computes it."""
+    """Bytes per second of one row times large matrices, as ``dense=`` computes it."""
     hidden = sizes.shape.hidden
     rows = max(64, min(_MAX_ROWS, LARGE_BYTES // (2 * hidden) // 64 * 64))
     count = max(1, LARGE_BYTES // (2 * hidden * rows))
@@ -211,7 +209,7 @@ def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
 
 
 def product_flops(shape: Shape) -> float:
-    """A second, in fp32, of an expert's product for some rows: what a backward mostly is."""
+    """Operations per second of an expert's product for some rows in fp32, as in a backward."""
     rows, weight = torch.randn(64, shape.hidden), torch.randn(shape.hidden, 2 * shape.intermediate)
     return 2 * rows.size(0) * weight.numel() / seconds_per_call(lambda: rows @ weight)
 

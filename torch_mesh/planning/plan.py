@@ -26,37 +26,37 @@ Status = Literal["ok", "below recommended", "too small", "nothing to do", "unkno
 
 @dataclass(frozen=True)
 class Plan:
-    """``plan``'s answer. Bytes, seconds and shares; None where it cannot be known."""
+    """The result of ``plan``: bytes, seconds and fractions; None if unknown."""
 
     folder: str
     status: Status
     advice: str
     sizes: Sizes
-    ranks: RankPlan | None  # None: the model is whole in its process
-    gpu: GpuPlan | None  # what lies on a card
-    memory_bytes: int  # what the process can have in all
+    ranks: RankPlan | None  # None: one process has the whole model
+    gpu: GpuPlan | None  # experts on a GPU
+    memory_bytes: int  # all that the process may take
     process_bytes: int  # of those: the interpreter with torch and transformers, without mapped files
-    margin_bytes: int | None  # of those: what ``resident="auto"`` leaves free; None where a size or share is named
+    margin_bytes: int | None  # of those: what ``resident="auto"`` leaves free; None for any other ``resident``
     slots: int | None
-    fallback_slots: int  # stand-ins besides
+    fallback_slots: int  # of lossy.fallback, beside ``slots``
     pool_bytes: int | None  # of both
-    resident_share: float | None  # of all experts, as they are
-    recommended_slots: int  # twice the experts that a token takes in each layer (arXiv 2505.16056)
+    resident_share: float | None  # fraction of all experts, without fallbacks
+    recommended_slots: int  # twice the experts that a token uses in each layer (arXiv 2505.16056)
     recommended_bytes: int
     workspace_bytes: int
-    tokens_per_chunk: int | None  # a longer prompt goes in chunks; None for experts that run by projection
-    chunk_bytes: int | None  # that each chunk reads at most
-    peak_bytes: int | None  # of memory, without KV cache and the page cache
+    tokens_per_chunk: int | None  # longer prompts are computed in chunks; None for unfused experts
+    chunk_bytes: int | None  # read by a chunk, at most
+    peak_bytes: int | None  # of memory, without KV cache and page cache
     hit_rate: HitRate | None
     speeds: Speeds | None
-    tokens_per_second: float | None  # decoding one sequence, eagerly
+    tokens_per_second: float | None  # decoding one sequence, without compilation
     tokens_per_second_range: tuple[float, float] | None  # with the low and the high hit rate
-    chunk_seconds: float | None  # that reading for one chunk of a prompt takes
-    dense_choices: tuple[DenseChoice, ...]  # beside ``dense`` as it is; on a card there are none
-    format_choices: tuple[FormatChoice, ...]  # where ``format_speeds`` are given and there is a choice
+    chunk_seconds: float | None  # of reading for one chunk of a prompt
+    dense_choices: tuple[DenseChoice, ...]  # alternatives to ``dense``; empty with a GPU or ranks
+    format_choices: tuple[FormatChoice, ...]  # empty without ``format_speeds``, or if there is no choice
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """Everything, in types of JSON."""
         table = dataclasses.asdict(self)
         table["sizes"]["files"] = [str(file) for file in self.sizes.files]
         return table
@@ -74,28 +74,26 @@ def plan(
     ranks: int = 1,
     format_speeds: Mapping[str, float] | None = None,
 ) -> Plan:
-    """What the model in ``folder`` needs with ``config`` and what it will reach.
+    """Predict what the model in ``folder`` needs and reaches with ``config``.
 
-    ``memory``: bytes that the whole process may take; None: what it has and what it can still take here. ``hit_rate``:
-    a known one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place
-    of the expected. ``overlap``: a known share of a token's experts that the next token uses too, for
-    ``simulated_hit_rate``. Without ``speeds`` nothing is said of time.
+    ``memory``: bytes that the whole process may take; None: what it has and can still take here. ``hit_rate``: a known
+    hit rate without prefetch, as from ``torch_mesh.stats`` with ``prefetch="off"`` or a replayed trace. ``overlap``:
+    the fraction of a token's experts that the next token uses too, for ``simulated_hit_rate``. Without ``speeds`` the
+    plan has no times.
 
-    ``card``: the free and all bytes of a GPU, which then takes the rest of the model and what ``gpu.experts`` says.
+    ``card``: the free and total bytes of a GPU, which takes the rest of the model and the experts of ``gpu.experts``.
 
-    ``ranks``: so many processes divide the experts, and each has the rest of the model whole; ``memory``, the speeds
-    and the answer are of one of them.
+    ``ranks``: the number of processes that divide the experts. Each has the rest of the model; ``memory``, speeds and
+    results are those of one.
 
-    ``format_speeds``: bytes per second of packed weights of experts in each format, computed for one token. With them
-    and ``speeds`` the plan compares these formats, and chooses the fastest whose error of weights is at most
-    ``config.max_error``, or else 10 %. There is nothing to choose, and the comparison is empty, for a store or a
-    checkpoint that is quantised, with a hit rate that is known (it is of one format), ranks, a card or stand-ins, and
-    where ``resident`` is a share of the experts and not an amount of memory.
+    ``format_speeds``: bytes per second of packed experts in each format, computed for one token. With them and
+    ``speeds`` the plan compares these formats, and chooses the fastest whose error of weights is at most
+    ``config.max_error``, or else 10 %. For settings without a choice see ``why_no_choice``.
 
-    With ``lossy.fallback`` or a card it says what takes memory, but nothing of hits and time.
+    With ``lossy.fallback`` or a GPU it predicts memory only, not hits and times.
 
-    Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing
-    has, for what does not go with ranks, and for a card where it is not known what the rest of the model takes.
+    Raises StoreError, UnsupportedModelError and ValueError as loading would; ValueError for an impossible overlap, for
+    settings that exclude ranks, and for a GPU if the size of the rest of the model is unknown.
     """
     sizes = find_sizes(folder, config)
     of_ranks = None
@@ -162,27 +160,26 @@ def plan(
 
 
 def process_bytes() -> int:
-    """What Python, torch and transformers take, as any process that runs a model has them."""
+    """Bytes of this process: Python, torch and transformers."""
     return anonymous_bytes()
 
 
 def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: int, problem: str) -> tuple[Status, str]:
-    """``held``: experts that are resident or lie on a card."""
+    """``held``: experts that are resident or on a GPU."""
     every = sizes.shape.layers * sizes.shape.experts
     if held is None and not problem:
         return "unknown", (
-            "The folder has records and no config.json, so what the rest of the model takes is not known: give "
-            "--resident, or a "
-            "converted checkpoint."
+            "The folder has records but no config.json, so that the size of the rest of the model is unknown: give "
+            "--resident, or a converted checkpoint."
         )
     if held is None:
         return "too small", problem
     if held >= every:
-        return "nothing to do", "All experts fit: nothing will be read after the first forwards."
+        return "nothing to do", "All experts fit: nothing is read after the first forwards."
     if held + fallback_slots >= recommended:
-        return "ok", "Enough experts are resident: more memory makes it faster, and nothing needs to change."
+        return "ok", "Enough experts are resident. More memory makes it faster."
     return "below recommended", (
         f"{held + fallback_slots} of {every} experts fit, {recommended} are recommended: give "
-        f"{recommended * sizes.expert_bytes:,} bytes for "
-        f"experts{or_fewer_bits(sizes)}. It works, and waits for the disk more often."
+        f"{recommended * sizes.expert_bytes:,} bytes for experts{or_fewer_bits(sizes)}. It works, but waits for the "
+        "disk more often."
     )

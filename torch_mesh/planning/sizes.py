@@ -1,4 +1,4 @@
-"""What a model takes, found in headers, config and manifest through the code that loading itself uses."""
+"""The sizes of a model, from headers, config and manifest, through the code that loading uses."""
 
 from __future__ import annotations
 
@@ -33,36 +33,33 @@ from ..store.tables import StoredTable, tables_in_files
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a checkpoint or store takes. Bytes."""
+    """Sizes of a checkpoint or store, in bytes."""
 
     shape: Shape
     weights: str
     group_size: int | None
     expert_bytes: int  # one record in the pool
     all_experts_bytes: int
-    dense_bytes: (
-        int | None
-    )  # all other weights in memory, after ``dense=`` has packed them; None: no config.json says what
-    dense_bytes_loading: int | None  # the same before
-    dense_bytes_per_token: int | None  # those that a token reads: without the embedding and experts that are left alone
-    left_alone_bytes: int | None  # of the rest: experts of other shapes, which no pool takes
-    left_alone: str  # which those are
+    dense_bytes: int | None  # all other weights in memory, packed by ``dense=``; None: unknown without a config.json
+    dense_bytes_loading: int | None  # the same before packing
+    dense_bytes_per_token: int | None  # of those that a token reads: without the embedding and ``left_alone``
+    left_alone_bytes: int | None  # experts of other shapes, which stay outside the pool
+    left_alone: str  # their description
     tables: str  # embedding tables that stay in files
-    table_bytes: int  # of those, in the files
-    table_memory_bytes: int  # of their rows in memory, and buffers
+    table_bytes: int  # their size in the files
+    table_memory_bytes: int  # their cached rows and buffers
     staging_bytes: int  # buffers of raw records
-    files: tuple[Path, ...]  # that experts are read from
-    conversion: str  # what becomes of a checkpoint that another tool has quantised; else empty
-    # Format and group size of the records that a checkpoint's own files are best read as, whatever ``weights`` is;
-    # None: none.
+    files: tuple[Path, ...]  # with the experts
+    conversion: str  # of a quantised checkpoint: what its experts are read as or converted to; else empty
+    # Format and group size of records that are read from the checkpoint's own files, whatever ``weights`` is.
     own_records: tuple[str, int] | None = None
-    own_error: float = 0.0  # that these leave of the checkpoint's values
-    raw_staging_bytes: int = 0  # those buffers where they are read so
+    own_error: float = 0.0  # their error, relative to the checkpoint's values
+    raw_staging_bytes: int = 0  # ``staging_bytes`` if they are read
     exact_in_bf16: bool = True  # False: fp16, fp32 and codes, which bf16 rounds
 
     @property
     def unused_bytes(self) -> int:
-        """What the records of layers in smaller formats leave of slots and files, which have room for the largest."""
+        """Padding of records in smaller formats: slots have the size of the largest."""
         own = layer_formats(self.weights)
         if len(own) == 1:
             return 0
@@ -71,12 +68,12 @@ class Sizes:
 
     @property
     def own_codes(self) -> tuple[str, int] | None:
-        """``own_records`` of a quantised checkpoint, which hold its codes."""
+        """``own_records`` of a quantised checkpoint: they hold its codes."""
         return self.own_records if self.conversion else None
 
 
 def find_sizes(folder: Path, config: MeshConfig) -> Sizes:
-    """What the model in ``folder`` takes with ``config``, from headers, config and manifest alone.
+    """The sizes of the model in ``folder`` with ``config``, from headers, config and manifest alone.
 
     Raises FileNotFoundError, StoreError, UnsupportedModelError and ValueError as loading would.
     """
@@ -90,8 +87,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
     if config.weights not in ("auto", manifest.weights):
         raise ValueError(
             f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at "
-            "'auto', or give the "
-            "original checkpoint."
+            "'auto', or give the original checkpoint."
         )
     dense: tuple[int | None, int | None, int | None] = (None, None, None)
     tables: list[tuple[TableLayer, StoredTable]] = []
@@ -105,7 +101,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
         tables = tables_in_files(folder, model, config.tables)
         dense = _dense_bytes(model, layers, tables, config, dtype or torch.bfloat16)
         others = layers_left_alone(model)
-        # What this build fuses; the one that wrote the store may have fused less.
+        # As this build fuses it: the build that wrote the store may have known fewer activations.
         shape = dataclasses.replace(shape, activation=common_activation(layers))
     return _sizes(
         shape,
@@ -121,7 +117,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
 
 
 def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
-    checkpoint_files(folder)  # says that there are no weights before the config is looked at
+    checkpoint_files(folder)  # raises for missing weights before the config is read
     model = meta_model(read_config(folder))
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)
@@ -160,8 +156,8 @@ def _conversion(experts: CheckpointExperts, config: MeshConfig, weights: str, gr
         as_they_are = "as they are, " if kept.exact else ""
         rounded = "" if kept.exact else f", {kept.why}"
         return (
-            f"{experts.format} experts are read {as_they_are}in {experts.reads_per_expert} reads each, and packed to "
-            f"{short_name(weights)} when they come{rounded}; torch-mesh convert makes that one read"
+            f"{experts.format} experts are read {as_they_are}in {experts.reads_per_expert} reads each and packed to "
+            f"{short_name(weights)}{rounded}; torch-mesh convert makes that one read"
         )
     if config.weights == "auto":
         return describe_nearest(experts)
@@ -222,7 +218,7 @@ def _dense_bytes(
     config: MeshConfig,
     dtype: torch.dtype,
 ) -> tuple[int, int, int]:
-    """What is not experts of a model on the meta device: packed, as it is loaded, and what a token reads of it."""
+    """Bytes of all but the pooled experts of a model on the meta device: packed, as loaded, and read by a token."""
     model.to(dtype)
     for name, parameter in model.named_parameters():
         if kept_in_fp32(model, name, dtype):
@@ -241,12 +237,12 @@ def _dense_bytes(
 
 
 def fallback_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
-    """Of a record of ``lossy.fallback``; 0 without."""
+    """Bytes of a fallback record; 0 without ``lossy.fallback``."""
     return 0 if config.lossy.fallback == "none" else bytes_in(sizes, config, config.lossy.fallback)
 
 
 def bytes_in(sizes: Sizes, config: MeshConfig, weights: str) -> int:
-    """Of a record in that format."""
+    """Bytes of a record in the format ``weights``."""
     if weights == sizes.weights:
         return sizes.expert_bytes
     groups = sizes.group_size if FORMATS[sizes.weights].chosen_groups else None

@@ -1,4 +1,4 @@
-"""How long a token takes, from sizes, hits and the machine's speeds."""
+"""The time of a token, from sizes, hit rate and the machine's speeds."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from dataclasses import dataclass
 
 from .sizes import Sizes
 
-# Of the time that reading takes, what is waited for with lookahead; and what is read, over no prefetch:
-# docs/decisions/0018.
+# With lookahead: the fraction of the reading time that a layer waits for, and reads relative to no prefetch
+# (docs/decisions/0018).
 _PREFETCH_WAITING = 0.6
 _PREFETCH_READS = 1.1
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes per second, and seconds. ``measured`` names those that were measured on this machine and not given."""
+    """Bytes per second, and seconds. ``measured`` names those that were measured on this machine."""
 
     disk: float  # reads of one record's size, several at a time
-    experts: float  # packed weights of experts, computed for one token
+    experts: float  # packed experts, computed for one token
     dense: float  # all other weights, likewise
-    layer_seconds: float  # what each layer takes besides, eagerly: attention, norms, router, Python
+    layer_seconds: float  # of each layer's attention, norms, router and Python, without compilation
     measured: tuple[str, ...]
 
 
 def token_seconds(
     sizes: Sizes, speeds: Speeds, hits: float, prefetch: bool, experts_of_token: float | None = None
 ) -> float:
-    """Seconds that one token of one sequence takes; with ranks it has ``experts_of_token`` on the busiest, and the
-    network takes more.
+    """Seconds of one token of one sequence. ``experts_of_token``: on the busiest rank; the network's time is not
+    included.
 
-    What is cold is waited for: a layer reads too little at a time, and has too little else to compute, for much of it
-    to overlap. With ``prefetch`` a part is there in time.
+    Without ``prefetch`` reads add to computing: a layer has too little of either for much overlap. With it a part of
+    them is hidden.
     """
     shape = sizes.shape
     assert sizes.dense_bytes_per_token is not None

@@ -1,8 +1,7 @@
-"""What training adapters takes beside the model, before anything is loaded: memory by part, reads and seconds of a
-step.
+"""Predict what training adapters takes, before anything is loaded: memory by part, reads and seconds of a step.
 
-Adapters are counted by PEFT on an outline of the model, so their bytes and what follows from those are exact.
-Activations are an estimate from the widths of the model's layers: docs/finetuning.md says how near it is.
+PEFT counts adapters on a meta model, so that their bytes are exact. Activations are estimated from the widths of the
+model's layers; docs/finetuning.md compares the estimate with measurements.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from .token_time import Speeds
 
 _ADAM_MOMENTS = 2
 _FP32 = 4
-# Elements that a decoder layer keeps for its backward, counted on Qwen3-MoE and gpt-oss with sdpa attention: of its
-# hidden size, and of what each linear layer in it gives. Norms keep fp32 copies.
+# Elements that a decoder layer saves for its backward, counted on Qwen3-MoE and gpt-oss with sdpa attention, in
+# multiples of its hidden size and of its linear layers' outputs. Norms save fp32 copies.
 _KEPT_HIDDEN = 8
 _KEPT_OUT = 2
-_KEPT_LOGITS = 12  # bytes of each logit at the peak: itself, in fp32 for the loss, what that keeps, and its gradient
+_KEPT_LOGITS = 12  # bytes of each logit at the peak: itself, in fp32 for the loss, saved by the loss, and its gradient
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Bytes, but where it says otherwise. ``plan`` is of the memory that training leaves."""
+    """Bytes, unless noted. ``plan`` is for the memory that training leaves."""
 
     plan: Plan
     rank: int
@@ -47,17 +46,17 @@ class TrainingPlan:
     adapter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int  # AdamW: two moments in fp32
-    activation_bytes: int  # as gradient_checkpointing says
+    activation_bytes: int  # with gradient_checkpointing as given
     activation_bytes_kept: int  # without it
     activation_bytes_checkpointed: int
-    backward_bytes: int  # of the rows of those experts whose backward runs at once
+    backward_bytes: int  # rows of the experts whose backward runs at one time
     peak_bytes: int | None
-    experts_per_step: float  # distinct ones that a forward uses, of all layers
+    experts_per_step: float  # distinct experts of a forward, over all layers
     reads_per_step: float | None  # of experts
     read_bytes_per_step: int | None
     reading_seconds: float | None
     computing_seconds: float | None
-    step_seconds: tuple[float, float] | None  # if reads are hidden behind computing, and if they are waited for
+    step_seconds: tuple[float, float] | None  # if computing hides reads, and if they add up
 
     def to_dict(self) -> dict[str, Any]:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "plan"}
@@ -77,13 +76,13 @@ def plan_training(
     speeds: Speeds | None = None,
     flops: float | None = None,
 ) -> TrainingPlan:
-    """``targets``: PEFT's target_modules and target_parameters together; by default both projections of the experts.
-    ``flops``: a second.
+    """Plan a training step. ``targets``: PEFT's target_modules and target_parameters together; by default both
+    projections of the experts. ``flops``: operations per second.
 
-    Raises ValueError for targets that the model does not have, and as ``plan`` does.
+    Raises ValueError for targets that the model does not have, and whatever ``plan`` raises.
     """
     if sizes.dense_bytes is None:
-        raise ValueError(f"{folder} has no config.json, so the model that would be trained is not known.")
+        raise ValueError(f"{folder} has no config.json, so that its model is unknown: give a folder with one.")
     shape = sizes.shape
     model = meta_model(read_config(folder))
     width = _Widths.of(model)
@@ -107,7 +106,7 @@ def plan_training(
     reading = None if read_bytes is None or speeds is None else read_bytes / speeds.disk
     computing = None
     if speeds is not None and flops is not None:
-        computing = _operations(sizes, width, rows, tokens, rank, passes) / flops + _unfolding(sizes, used, speeds)
+        computing = _operations(sizes, width, rows, tokens, rank, passes) / flops + _dequantizing(sizes, used, speeds)
     both = None if reading is None or computing is None else (max(reading, computing), reading + computing)
     return TrainingPlan(
         plan=dataclasses.replace(planned, memory_bytes=whole),
@@ -135,7 +134,7 @@ def plan_training(
 
 @dataclass(frozen=True)
 class _Widths:
-    """Of a model: bytes of a token."""
+    """Bytes per token of a model's activations."""
 
     layers: int
     kept_per_token: int
@@ -160,8 +159,8 @@ def _projections(model: nn.Module) -> tuple[str, ...]:
 
 
 def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
-    """Parameters that PEFT would train, and the elements of a token that adapters on linear layers keep."""
-    from ..adapters.folder import LoraConfig, PeftModel, lora, put_placeholders  # which says that PEFT is needed
+    """Parameters that PEFT would train, and elements per token that adapters on linear layers save."""
+    from ..adapters.folder import LoraConfig, PeftModel, lora, put_placeholders  # raises if PEFT is missing
 
     parameters = [name for name, _ in model.named_parameters()]
     of_parameters = [target for target in targets if any(f".{name}".endswith(f".{target}") for name in parameters)]
@@ -185,18 +184,17 @@ def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
 
 
 def _operations(sizes: Sizes, width: _Widths, rows: int, tokens: int, rank: int, passes: int) -> float:
-    """Of a step: the experts' and the other weights' products, once a forward; backwards compute the experts' again and
-    the gradients of both."""
+    """Operations of a step: each forward multiplies with experts and other weights; a backward multiplies with the
+    experts again, and computes the gradients of both."""
     shape = sizes.shape
     matrices = 3 if shape.gated else 2
     experts = 2 * rows * shape.layers * (matrices * shape.hidden * shape.intermediate)
     adapters = 2 * rows * shape.layers * rank * (2 * shape.hidden + matrices * shape.intermediate)
-    dense = tokens * (sizes.dense_bytes_per_token or 0)  # of two bytes each
+    dense = tokens * (sizes.dense_bytes_per_token or 0)  # two operations per weight of two bytes
     return (passes - 1) * (experts + adapters + dense) + 2 * experts + 4 * adapters + dense
 
 
-def _unfolding(sizes: Sizes, used: float, speeds: Speeds) -> float:
-    """Of the weights of each expert that is used to fp32, in the backward: taken for the time that moving so many bytes
-    takes."""
+def _dequantizing(sizes: Sizes, used: float, speeds: Speeds) -> float:
+    """Seconds of dequantizing each used expert to fp32 in the backward, estimated as moving so many bytes."""
     shape = sizes.shape
     return math.ceil(used) * _FP32 * (3 if shape.gated else 2) * shape.hidden * shape.intermediate / speeds.experts
