@@ -611,7 +611,7 @@ def test_bf16_rounds_what_has_more_bits(mesh_tiny: Path, tmp_path: Path) -> None
     ("options", "reason"),
     [
         (["--resident", "0.25"], "give it as a size"),
-        (["--resident", "1MiB", "--hit-rate", "0.5"], "hit rate is of one format"),
+        (["--resident", "1MiB", "--hit-rate", "0.5"], "hit rate holds for one format"),
         (["--ranks", "2"], "divided among ranks"),
         (["--fallback", "int4"], "has two formats"),
     ],

@@ -107,7 +107,7 @@ def test_layer_from_a_store(tmp_path: Path, family: str) -> None:
         assert torch_mesh.stats(layer).per_layer[number].cold_misses > 0
     with pytest.raises(ValueError, match="layer=3 is not in .* 0 to 2"):
         torch_mesh.Experts.from_store(tmp_path / "store", 3)
-    with pytest.raises(ValueError, match="dense: of a model, not of one layer of a store"):
+    with pytest.raises(ValueError, match="dense: for whole models, not for one layer of a store"):
         torch_mesh.Experts.from_store(tmp_path / "store", 0, dense="int8")
     with pytest.raises(torch_mesh.StoreError, match="not a store"):
         torch_mesh.Experts.from_store(tmp_path / "raw")

@@ -77,26 +77,26 @@ def test_generation_is_counted_and_shown(open_model: OpenModel) -> None:
     model = open_model()
     assert _generate(model).shape == (2, 48)
     stats = torch_mesh.stats(model)
-    assert stats.stand_ins == stats.decode.stand_ins > 0
+    assert stats.fallback_accesses == stats.decode.fallback_accesses > 0
     for counters in (stats, stats.prefill, stats.decode, *stats.per_layer):
         assert counters.hits + counters.cold_misses + counters.inflight_misses == counters.accesses
-        assert counters.stand_ins <= counters.accesses
+        assert counters.fallback_accesses <= counters.accesses
         assert counters.forwards in (0, 1, 23, 24)
-    assert sum(layer.stand_ins for layer in stats.per_layer) == stats.stand_ins
+    assert sum(layer.fallback_accesses for layer in stats.per_layer) == stats.fallback_accesses
     for layer in stats.per_layer:
         assert sum(layer.experts.accesses) == layer.accesses
     assert (
         stats.lossy == "fallback=int4"
-        and f"{stats.stand_ins} of {stats.accesses} accesses were to fallback experts" in str(stats)
+        and f"{stats.fallback_accesses} of {stats.accesses} accesses were to fallback experts" in str(stats)
     )
     table = json.loads(json.dumps(stats.to_dict()))
-    assert (table["lossy"], table["decode"]["stand_ins"]) == ("fallback=int4", stats.stand_ins)
+    assert (table["lossy"], table["decode"]["fallback_accesses"]) == ("fallback=int4", stats.fallback_accesses)
     shown = str(model)
-    assert "lossy: fallback=int4, stand-ins: weights=int4 (group 64), resident=" in shown
+    assert "lossy: fallback=int4, fallback: weights=int4 (group 64), resident=" in shown
     assert shown.count("experimental: lossy (docs/lossy.md)") == shown.count("experimental") == 1
     _settle(model)
     torch_mesh.reset_stats(model)
-    assert torch_mesh.stats(model).stand_ins == torch_mesh.stats(model).bytes_read == 0
+    assert torch_mesh.stats(model).fallback_accesses == torch_mesh.stats(model).bytes_read == 0
 
 
 def test_the_two_pools_have_the_memory_that_one_would(open_model: OpenModel, store: Path) -> None:
@@ -111,24 +111,24 @@ def test_the_two_pools_have_the_memory_that_one_would(open_model: OpenModel, sto
     assert planned.to_dict()["fallback_slots"] == low["slots"]
 
 
-def test_everything_resident_needs_no_stand_ins(open_model: OpenModel, cache: Path) -> None:
+def test_everything_resident_needs_no_fallbacks(open_model: OpenModel, cache: Path) -> None:
     model, plain = open_model(resident=1.0), open_model(resident=1.0, lossy={"fallback": "none"})
     assert _pool(model).fallback is None and "lossy" not in str(model)
     assert not cache.exists()
     ids = torch.randint(0, 4000, (2, 4))
     assert torch.equal(_logits(model, ids), _logits(plain, ids))
-    assert torch_mesh.stats(model).lossy == "" and torch_mesh.stats(model).stand_ins == 0
+    assert torch_mesh.stats(model).lossy == "" and torch_mesh.stats(model).fallback_accesses == 0
 
 
 def test_a_step_whose_experts_are_resident_is_exact(open_model: OpenModel) -> None:
     model, plain = (open_model(lossy={"fallback": name}, resident=0.8, prefetch="off") for name in ("int4", "none"))
     ids = torch.randint(0, 4000, (1, 1))
     expected = _logits(plain, ids)
-    for _ in range(7):  # what a step used of stand-ins is read in full; a later layer's choice may change with it
+    for _ in range(7):  # what a step used of fallbacks is read in full; a later layer's choice may change with it
         _logits(model, ids)
         _settle(model)
     torch_mesh.reset_stats(model)
-    assert torch.equal(_logits(model, ids), expected) and torch_mesh.stats(model).stand_ins == 0
+    assert torch.equal(_logits(model, ids), expected) and torch_mesh.stats(model).fallback_accesses == 0
 
 
 def test_prompts_and_gradients_are_exact(open_model: OpenModel) -> None:
@@ -141,7 +141,7 @@ def test_prompts_and_gradients_are_exact(open_model: OpenModel) -> None:
         loss = model(inputs_embeds=embeddings).logits.float().logsumexp(-1).sum()
         grads.append(torch.autograd.grad(loss, embeddings)[0])
     assert torch.equal(*grads)
-    assert torch_mesh.stats(lossy).stand_ins == 0
+    assert torch_mesh.stats(lossy).fallback_accesses == 0
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_perplexity_stays_close(open_model: OpenModel, mesh_tiny: Path) -> None:
 
 
 def test_a_compiled_decode_step_gives_the_same(open_model: OpenModel) -> None:
-    """Each step starts with the same residents: those of even numbers, and no stand-ins."""
+    """Each step starts with the same residents: those of even numbers, and no fallbacks."""
     model = open_model(resident=0.8, prefetch="off")
     steps = [torch.randint(0, 4000, (2, 1)) for _ in range(3)]
 
@@ -181,20 +181,20 @@ def test_a_compiled_decode_step_gives_the_same(open_model: OpenModel) -> None:
         return logits
 
     eager = run(model)
-    before = torch_mesh.stats(model).stand_ins
+    before = torch_mesh.stats(model).fallback_accesses
     torch._dynamo.reset()
     compiled = run(torch.compile(model, backend="aot_eager", fullgraph=True))
     for value, expected in zip(compiled, eager, strict=True):
         assert torch.equal(value, expected)
-    assert torch_mesh.stats(model).stand_ins == 2 * before > 0
+    assert torch_mesh.stats(model).fallback_accesses == 2 * before > 0
 
 
-def test_a_damaged_stand_in_is_an_error_that_says_where_and_passes(open_model: OpenModel, cache: Path) -> None:
+def test_a_damaged_fallback_is_an_error_that_says_where_and_passes(open_model: OpenModel, cache: Path) -> None:
     _generate(open_model(), 2)  # writes the store
-    [stand_ins] = [open_store(folder) for folder in (cache / "stores").iterdir()]
-    file = stand_ins.folder / stand_ins.manifest.record_files[0].name
+    [fallbacks] = [open_store(folder) for folder in (cache / "stores").iterdir()]
+    file = fallbacks.folder / fallbacks.manifest.record_files[0].name
     whole = file.read_bytes()
-    start = stand_ins.manifest.record_files[0].data_start
+    start = fallbacks.manifest.record_files[0].data_start
     file.write_bytes(whole[:start] + bytes(len(whole) - start))
     model = open_model(verify="always", prefetch="off")
     step = torch.randint(0, 4000, (1, 1))
@@ -224,7 +224,7 @@ def test_both_pools_are_closed_with_the_last_model(open_model: OpenModel) -> Non
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "int8 from a checkpoint", "store"])
-def test_stand_ins_are_converted_once(source: str, mesh_tiny: Path, store: Path, cache: Path) -> None:
+def test_fallbacks_are_converted_once(source: str, mesh_tiny: Path, store: Path, cache: Path) -> None:
     folder = store if source == "store" else mesh_tiny
     weights = {"checkpoint": "bf16", "store": "auto"}.get(source, "int8")
 
@@ -244,7 +244,7 @@ def test_stand_ins_are_converted_once(source: str, mesh_tiny: Path, store: Path,
     assert _pool(model).fallback.weights == "lut4"
 
 
-def test_stand_ins_lie_beside_a_named_store(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_fallbacks_lie_beside_a_named_store(mesh_tiny: Path, tmp_path: Path) -> None:
     config = MeshConfig(
         resident=0.25, lossy={"fallback": "int4"}, weights="int8", store=f"{tmp_path}/experts/"
     )  # with a slash at its end
@@ -260,7 +260,7 @@ def test_patch_and_unpatch(family: str, cache: Path) -> None:
     torch_mesh.patch(model, weights="bf16", lossy={"fallback": "int8"}, resident=0.9, io="threads")
     model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
     stats = torch_mesh.stats(model)
-    assert stats.stand_ins > 0 and stats.lossy == "fallback=int8"
+    assert stats.fallback_accesses > 0 and stats.lossy == "fallback=int8"
     assert [entry for entry in os.listdir(cache) if "unnamed" in entry] == []
     torch_mesh.unpatch(model)
     assert not any(name.startswith("_mesh") for module in model.modules() for name in vars(module))
@@ -283,7 +283,10 @@ def test_statistics_in_a_file_count_both_pools(open_model: OpenModel, tmp_path: 
     del model
     gc.collect()
     lines = [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()]
-    assert 0 < lines[-1]["decode"]["stand_ins"] <= whole.stand_ins and lines[-1]["lossy"] == "fallback=int4"
+    assert (
+        0 < lines[-1]["decode"]["fallback_accesses"] <= whole.fallback_accesses
+        and lines[-1]["lossy"] == "fallback=int4"
+    )
     assert lines[-1]["memory"]["pool"] == sum(size["slots"] * size["record_bytes"] for size in sizes)
 
 
@@ -291,7 +294,7 @@ def test_it_goes_with_a_bias_of_the_router(open_model: OpenModel) -> None:
     model = open_model(lossy={"routing_bias": 0.1})
     _generate(model)
     stats = torch_mesh.stats(model)
-    assert stats.stand_ins > 0 and stats.rerouted > 0
+    assert stats.fallback_accesses > 0 and stats.rerouted > 0
     assert stats.lossy == "routing_bias=0.1, fallback=int4"
     _settle(model)
 
@@ -331,7 +334,7 @@ def test_wrong_values(open_model: OpenModel, store: Path) -> None:
         open_model(resident=0.02)
     with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run unfused"):
         torch_mesh.patch(TINY_MODELS["MuseSparkExperts"].build(), lossy={"fallback": "int4"})
-    with pytest.raises(ValueError, match="lossy.fallback: of a model, not of one layer of a store"):
+    with pytest.raises(ValueError, match="lossy.fallback: for whole models, not for one layer"):
         torch_mesh.Experts.from_store(store, lossy={"fallback": "int4"})
 
 

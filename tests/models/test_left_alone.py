@@ -196,7 +196,7 @@ def test_patching_takes_the_experts_with_most_bytes_and_unpatching_gives_them_ba
     bits, expected = _values(model), _run(model)
     kept = [parameter for layer in layers_left_alone(model) for parameter in layer.parameters.values()]
     for resident in (0.5, 1.0):
-        with pytest.warns(UserWarning, match=r"several shapes.*Left in memory.*vision.*layers, [0-9,]+ bytes"):
+        with pytest.warns(UserWarning, match=r"several shapes.*stay in memory.*vision.*layers, [0-9,]+ bytes"):
             torch_mesh.patch(model, resident=resident, io="threads")
         _check_kinds(model, bits)
         assert all(

@@ -366,14 +366,16 @@ def test_a_store_opens_with_experts_of_its_own_shape_alone(tmp_path: Path) -> No
     convert(tmp_path / "raw", tmp_path / "store", "int8")
     config = AutoConfig.from_pretrained(tmp_path / "store")
     config.moe_intermediate_size = 24
-    with pytest.raises(StoreError, match=r"intermediate=40.* and the model's .*intermediate=24"):
+    with pytest.raises(StoreError, match=r"intermediate=40.* but the model's are .*intermediate=24"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "store", config=config)
 
 
 def test_a_variant_is_refused_where_the_experts_would_be_anothers(tmp_path: Path) -> None:
     model = _save("Qwen3MoeExperts", tmp_path / "raw")
     model.save_pretrained(tmp_path / "raw", variant="other")
-    with pytest.raises(UnsupportedModelError, match=r"model\.other\.safetensors .*and torch_mesh model\.safetensors"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.other\.safetensors .*but torch_mesh reads model\.safetensors"
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path / "raw", variant="other", quantization_config=MeshConfig())
 
 

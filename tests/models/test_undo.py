@@ -205,7 +205,7 @@ def test_a_layer_whose_originals_are_gone_says_so_and_the_model_is_whole(monkeyp
     with monkeypatch.context() as faulty:
         _at_call(faulty, pipeline, "install", 3, KeyboardInterrupt, after=False)
         with (
-            pytest.warns(UserWarning, match="originals of 2 layers.*rounded to int4.*load the model anew"),
+            pytest.warns(UserWarning, match="originals of 2 layers.*rounded to int4.*load the model again"),
             pytest.raises(KeyboardInterrupt),
         ):
             torch_mesh.patch(model, weights="int4", resident=1.0)
@@ -234,7 +234,7 @@ def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
         owner, count = (pipeline, 3) if name == "install" else (modes, 1)
         _at_call(faulty, owner, name, count, KeyboardInterrupt, after=False)
         with (
-            pytest.warns(UserWarning, match=rf"no room to take it back: {layers} layers.* 1,000 are free.*unpatch"),
+            pytest.warns(UserWarning, match=rf"memory is short to undo it: {layers} layers.* 1,000 are free.*unpatch"),
             pytest.raises(KeyboardInterrupt),
         ):
             torch_mesh.patch(model, **IN_MEMORY | ALL, weights=weights)

@@ -67,13 +67,13 @@ def choose_experts(
     weights: str,
     group_size: int,
     stored_layers: int | None = None,
-    places: Sequence[int] | None = None,
+    layer_indices: Sequence[int] | None = None,
 ) -> Placement:
     """Resolve ``gpu.experts`` for this model on its current devices.
 
-    ``weights`` and ``group_size`` are of the records in memory, which have ``stored_layers`` layers, with the model's
-    at ``places`` if they are more; ``other_group_size`` is of records in another format. ``profile``, a file of the
-    same layers, says which experts are used most.
+    ``weights`` and ``group_size`` are of the records in memory, which have ``stored_layers`` layers; the model's are
+    ``layer_indices`` of these. ``other_group_size`` is of records in another format. ``profile``, a file of the same
+    layers, says which experts are used most.
 
     Raises MeshError if experts cannot be placed (no GPU, no Triton), UnsupportedModelError for a family whose experts
     run unfused, ValueError for a mask or number that does not fit the model, MemoryError for more than the device
@@ -90,7 +90,7 @@ def choose_experts(
         up=up,
         formats=(there, weights),
     )
-    uses = None if gpu.experts == 0 else _uses(profile, stored_layers or len(layers), layers, places)
+    uses = None if gpu.experts == 0 else _uses(profile, stored_layers or len(layers), layers, layer_indices)
     if wanted == "auto":
         here = from_counts(_automatic_counts(layers, devices, size, gpu), experts, uses)
     else:
@@ -106,7 +106,7 @@ def choose_experts(
 
 
 def _uses(
-    path: str | None, stored_layers: int, layers: Sequence[ExpertsLayer], places: Sequence[int] | None
+    path: str | None, stored_layers: int, layers: Sequence[ExpertsLayer], layer_indices: Sequence[int] | None
 ) -> npt.NDArray[np.int64] | None:
     """Uses of each layer's experts by the profile in ``path``, [layers, experts]. Raises MeshError for a profile of
     another model."""
@@ -115,7 +115,7 @@ def _uses(
     profile = load_profile(path)
     top_k = max(layer.top_k for layer in layers)
     check_fits(profile, path, stored_layers, layers[0].num_experts, top_k)
-    return profile.uses[list(range(len(layers)) if places is None else places)]
+    return profile.uses[list(range(len(layers)) if layer_indices is None else layer_indices)]
 
 
 def _automatic_counts(

@@ -49,13 +49,13 @@ class Placement:
         """Occupied and spare slots."""
         return self.count_on(device) + self.spare_on(device)
 
-    def on_gpu(self, layers: int, places: Sequence[int]) -> torch.Tensor | None:
-        """bool [layers, experts]: experts that a pool of ``layers``, with the model's at ``places``, need not hold;
-        None without any."""
+    def on_gpu(self, layers: int, layer_indices: Sequence[int]) -> torch.Tensor | None:
+        """bool [layers, experts]: experts that a pool of ``layers`` need not hold, of which the model's are
+        ``layer_indices``; None without any."""
         if self.count == 0:
             return None
         mask = torch.zeros((layers, self.here[0].numel()), dtype=torch.bool)
-        mask[list(places)] = torch.stack(self.here)
+        mask[list(layer_indices)] = torch.stack(self.here)
         return mask
 
     def needs_pool(self, weights: str) -> bool:

@@ -503,13 +503,14 @@ def common_activation(layers: Sequence[ExpertsLayer]) -> str | tuple[str, ...] |
     return names[0] if len(set(names)) == 1 else names
 
 
-def pool_activations(layers: Sequence[ExpertsLayer], places: Sequence[int], count: int) -> list[str] | None:
-    """Activations of a pool's ``count`` layers, with the model's at ``places``; the other entries are never used."""
+def pool_activations(layers: Sequence[ExpertsLayer], layer_indices: Sequence[int], count: int) -> list[str] | None:
+    """Activations of a pool's ``count`` layers, of which the model's are ``layer_indices``. The others are never
+    used."""
     named = common_activation(layers)
     if named is None or isinstance(named, str):
         return None if named is None else [named] * count
-    by_place = dict(zip(places, named, strict=True))
-    return [by_place.get(place, named[0]) for place in range(count)]
+    by_index = dict(zip(layer_indices, named, strict=True))
+    return [by_index.get(place, named[0]) for place in range(count)]
 
 
 def supported_families() -> list[str]:

@@ -1,2 +1,1 @@
-"""How a model is patched: one that is loaded, one that from_pretrained opens, a layer by itself; and how that is
-undone."""
+"""Patch a loaded model, a model that from_pretrained opens, or a single layer; and undo it."""

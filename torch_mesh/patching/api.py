@@ -1,4 +1,4 @@
-"""``patch`` and ``unpatch``: a loaded model's experts go into a pool, and come back."""
+"""``patch`` moves the experts of a loaded model into a pool, ``unpatch`` moves them back."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _UNPATCHING = "_mesh_unpatching"
 
 
 def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Model:
-    """Moves the experts of a loaded model into a pool, in place, and returns the same model.
+    """Move the experts of a loaded model into a pool, in place, and return the same model.
 
-    ``fields`` are those of MeshConfig and beat ``config``'s. The weights that are packed are those in memory. If all
-    experts are to stay resident and no ``store`` is named they are packed in memory, layer by layer, each layer's
-    parameters being freed when it is done; otherwise they are written to ``store``, or to an unnamed one in the cache
-    folder that goes with the process. So are, in every case, those of another format (``gpu.weights``,
-    ``lossy.fallback``). No forward of the model may run meanwhile: its weights move away under it. An error, or Ctrl-C,
-    makes the model what it was; the originals of layers that have been packed in memory and rounded are gone by then,
-    and a warning says so; where there is no memory to unpack such layers, they stay patched, and a warning says that.
+    ``fields`` are fields of MeshConfig and override those of ``config``. The weights in memory are packed. If all
+    experts stay resident and ``store`` is unset, they are packed in memory, and each layer's parameters are freed when
+    the layer is done. Otherwise they are written to ``store``, or to a temporary store in the cache folder, which is
+    removed when the process ends. Experts in another format (``gpu.weights``, ``lossy.fallback``) are always written.
+    No forward may run meanwhile.
+
+    An error or Ctrl-C restores the model. Layers that were already packed in memory and rounded keep the rounded
+    values, with a warning; if there is no memory to unpack them, they stay patched, with a warning.
 
     Raises UnsupportedModelError for a model without supported experts, listing the supported families; MeshError if the
-    model is patched already or its experts hold no weights; ValueError for a wrong field or value, TypeError for what
-    is no loaded model.
+    model is patched already or its experts hold no weights; ValueError for an unknown field or value; TypeError if
+    ``model`` is not a loaded model.
     """
     check_model(model)
     config = with_fields(config, fields)
     if config.max_error is not None:
         raise ValueError(
             f"max_error={config.max_error} compares formats by a checkpoint's files, and a loaded model has none: "
-            "give it "
-            "to from_pretrained, or name a format, which torch-mesh plan --memory finds."
+            "give it to from_pretrained, or give weights= the format that torch-mesh plan --memory chooses."
         )
     check_undivided(model)
     layers = find_experts(model)
@@ -62,12 +62,12 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
 
 
 def unpatch(model: Model, lossy: bool = False) -> Model:
-    """Gives a patched model its own experts modules back, in place, and returns the same model.
+    """Restore a patched model's own experts modules, in place, and return the same model.
 
-    The parameters get the values that the model would have without torch_mesh. Where the pool does not have those
-    (int8, int4, or fp16 and fp32 weights that were rounded to bf16), raises MeshError unless ``lossy``: then they get
-    the rounded ones. They come back in the dtype to which the model was cast meanwhile, as by ``model.float()``. After
-    an error or Ctrl-C the same call goes on.
+    Parameters get the values that they would have without torch_mesh, in the dtype to which the model was cast
+    meanwhile, as by ``model.float()``. Raises MeshError if the pool has rounded values only (int8, int4, or fp16 and
+    fp32 rounded to bf16), unless ``lossy``: then parameters get the rounded values. After an error or Ctrl-C the same
+    call continues.
     """
     check_model(model)
     if not _is_patched(model):
@@ -78,9 +78,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     for _, table in table_modules(model):
         check_room(table.weight)
     device = device_of(model)
-    vars(model)[_UNPATCHING] = (
-        True  # so that an interrupted call leaves a model that counts as patched, until the very last step
-    )
+    vars(model)[_UNPATCHING] = True  # if interrupted, the model counts as patched until the last step
     for mode in reversed(MODES):
         mode.uninstall(model, device)
     for layer in find_experts(model):
@@ -88,26 +86,25 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
             restore(layer, device)
     tied: Any = model
     if hasattr(tied, "tie_weights"):
-        tied.tie_weights()  # a head that was packed on its own, and experts that are tied to others
-    # What an earlier, interrupted call left in restored modules, too.
+        tied.tie_weights()  # a packed head, and experts that are tied to others
+    # Also restored modules: an earlier call may have been interrupted.
     for module in model.modules():
         drop_attributes(module)
     return model
 
 
 def _is_patched(model: nn.Module) -> bool:
-    """Whether anything of it is, be it what an interrupted ``unpatch`` left."""
+    """Whether any module is patched, also if ``unpatch`` was interrupted."""
     return any(isinstance(module, PackedModule) or has_attributes(module) for module in model.modules())
 
 
 def _check_not_adapted(model: nn.Module) -> None:
-    """The wrapper around adapted experts computes with a pool, and none but a pool takes what it passes on."""
+    """Raises MeshError for adapters on experts: their wrapper computes with a pool only."""
     for name, module in model.named_modules():
         if isinstance(getattr(module, "base_layer", None), MeshExperts):
             raise MeshError(
-                f"{name} has adapters on its experts, which need them patched. Keep them with "
-                "save_pretrained(folder), take them away with "
-                "unload(), call torch_mesh.unpatch then, and put them around the plain model with "
+                f"{name} has adapters on its experts, which work on patched experts only. Save the adapters with "
+                "save_pretrained(folder), remove them with unload(), call torch_mesh.unpatch, and load them with "
                 "PeftModel.from_pretrained(model, folder)."
             )
 
@@ -117,15 +114,14 @@ def _check_exact(model: nn.Module) -> None:
     rounded |= {linear._mesh_format for _, linear in packed_linears(model) if not linear.exact}
     if rounded and all(map(is_passthrough, rounded)):
         raise MeshError(
-            f"The weights are the checkpoint's own codes, as {' and '.join(sorted(map(short_name, rounded)))}: "
-            "unpatch(model, lossy=True) rounds what they stand for to the model's dtype."
+            f"The weights are the checkpoint's codes ({' and '.join(sorted(map(short_name, rounded)))}), not values of "
+            "the model's dtype: unpatch(model, lossy=True) rounds their values to it."
         )
     if rounded:
         raise MeshError(
-            f"Weights were rounded to {' and '.join(sorted(rounded))}, or are a checkpoint's codes of it, and their "
-            "original values are not in memory in "
-            "the model's dtype. Load the model anew to have those, or pass lossy=True to go on with what is there, "
-            "rounded to it."
+            f"Weights were rounded to {' and '.join(sorted(rounded))}, or are a checkpoint's codes of it, so that "
+            "their original values are not in memory. Load the model again to have those, or pass lossy=True to "
+            "continue with the rounded values."
         )
 
 
@@ -147,8 +143,7 @@ def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
             if parameter.is_meta:
                 raise MeshError(
                     f"{layer.path}.{name} holds no weights: it was never initialised or loaded, or is offloaded. Load "
-                    "the "
-                    "model to the CPU or a GPU first, or pass quantization_config=torch_mesh.MeshConfig(...) to "
+                    "the model to the CPU or a GPU first, or pass quantization_config=torch_mesh.MeshConfig(...) to "
                     "from_pretrained."
                 )
             if parameter.dtype not in WEIGHT_DTYPES:

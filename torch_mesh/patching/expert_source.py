@@ -1,4 +1,4 @@
-"""Where the experts of a model come from: its memory, a checkpoint, a store."""
+"""The sources of a model's experts: its memory, a checkpoint, a store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .rollback import PatchUndo, Undo
 
 @dataclasses.dataclass(frozen=True)
 class TableSource:
-    """Embeddings of a model whose rows stay in files, and where these are. Both in the same order."""
+    """Embeddings whose rows stay in files, and their files, in the same order."""
 
     layers: Sequence[TableLayer]
     stored: Sequence[StoredTable]
@@ -48,10 +48,10 @@ def open_tables(stored: Sequence[StoredTable], config: MeshConfig) -> RowTables:
 
 
 class ExpertSource:
-    """Where the experts of a model come from.
+    """The source of a model's experts.
 
-    ``weights`` and ``group_size`` are those of the pool that is to be, ``exact`` as there. Its records have ``layers``
-    layers, of which the model's are ``places``; ``resident`` is a share of ``counted`` layers.
+    ``weights``, ``group_size`` and ``exact`` are those of the pool. Its records have ``layers`` layers, of which the
+    model's are ``layer_indices``; ``resident`` is a fraction of ``counted`` layers.
     """
 
     undo: Undo
@@ -60,27 +60,27 @@ class ExpertSource:
     exact: bool
     layers: int
     counted: int
-    places: Sequence[int]
-    share: Share | None = None  # of the model's experts, if it is one rank's
-    only_format: str | None = None  # of all records at hand, if the originals are not
-    freed: int = 0  # bytes that the model gives back when the pool is there
-    staging: int = 0  # bytes that reading takes beside a pool
+    layer_indices: Sequence[int]
+    share: Share | None = None  # the experts of this rank; None: all
+    only_format: str | None = None  # of the stored records, if there are no originals
+    freed: int = 0  # bytes that the model frees when the pool is open
+    staging: int = 0  # bytes of reading buffers beside the pool
     tables: TableSource | None = None  # embeddings whose rows stay in files
 
     def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
-        """The experts in ``weights``, to be opened within: whoever has its files open keeps them."""
+        """The records in ``weights``. Open them in the context: an open file outlives a temporary store."""
         raise NotImplementedError
 
     def check_other(self, weights: str) -> None:
-        """Raises StoreError where a second pool cannot have records in another format."""
+        """Raises StoreError if there can be no records in another format for a second pool."""
 
     def stays_in_memory(self, slots: int) -> bool:
-        """Whether ``slots`` hold all that there is, and are filled with what the model has in its parameters."""
+        """Whether ``slots`` hold all experts, and are filled from the model's parameters."""
         return False
 
 
 class RecordSource(ExpertSource):
-    """Experts that are read from where their records are; their model is nobody's yet."""
+    """Experts of a model that is being opened, whose records are read from files."""
 
     def __init__(self, exact: bool, only_format: str | None = None) -> None:
         self.undo = Undo()
@@ -88,31 +88,31 @@ class RecordSource(ExpertSource):
         self.only_format = only_format
 
     def set_records(self, records: Records) -> None:
-        """Those in the pool's format."""
+        """Set the records in the pool's format."""
         if self.share is not None:
             own = self.share.source_arguments(records.source_arguments)
             records = dataclasses.replace(records, source_arguments=own)
         self._records = records
         self.weights, self.group_size = records.weights, records.group_size
         self.layers = self.counted = records.layers
-        self.places = records.places
+        self.layer_indices = records.layer_indices
         self.staging = _C.Source(**records.source_arguments).staging_bytes
 
     @property
     def stored(self) -> bool:
-        """Whether a store has them."""
+        """Whether the records are in a store."""
         return self._records.store is not None
 
     def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
         return contextlib.nullcontext(self._records if weights == self.weights else self.other_records(weights))
 
     def other_records(self, weights: str) -> Records:
-        """Those in another format: found, or made."""
+        """The records in another format, which are converted if necessary."""
         raise NotImplementedError
 
 
 class LoadedModelSource(ExpertSource):
-    """The experts of a model that is in memory."""
+    """The experts of a model in memory."""
 
     def __init__(self, model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
         self._model = model
@@ -124,7 +124,7 @@ class LoadedModelSource(ExpertSource):
         self.group_size = checked_group_size(self.weights, config.group_size)
         self.exact = FORMATS[self.weights].holds_bf16 and layers[0].dtype == torch.bfloat16
         self.layers = self.counted = len(layers)
-        self.places = range(len(layers))
+        self.layer_indices = range(len(layers))
         self.undo: PatchUndo = PatchUndo(model, config)
 
     def stays_in_memory(self, slots: int) -> bool:
@@ -145,7 +145,7 @@ class LoadedModelSource(ExpertSource):
                     private=config.store is None,
                     progress=progress,
                 ).store
-            yield Records.of_store(store, self.places)
+            yield Records.of_store(store, self.layer_indices)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,4 @@
-"""What a patched model does beyond computing its experts from a pool: the modes, in the order in which they are
-installed.
+"""The modes of a patched model: all that it does beyond computing its experts from a pool.
 
 A new mode is a module of its own and an entry of ``MODES``.
 """
@@ -41,8 +40,8 @@ from .unpooled import warn_left_alone
 
 @dataclass
 class Patching:
-    """A model that is being patched. What stands at None is there when a mode is installed; ``gpu_pool`` may stay
-    so."""
+    """A model that is being patched. Fields that are None are set before modes are installed, except for ``gpu_pool``
+    without experts on a GPU."""
 
     model: nn.Module
     layers: list[ExpertsLayer]
@@ -57,14 +56,14 @@ class Patching:
 
 @dataclass(frozen=True)
 class Mode:
-    """``check`` raises what cannot be had, before anything changes. ``uninstall`` undoes ``install``, and may be called
-    again after an error."""
+    """``check`` raises for an unsupported model or setting, before anything changes. ``uninstall`` reverts ``install``,
+    and can be repeated after an error."""
 
     name: str
     check: Callable[[Any], object] = lambda patching: None
     install: Callable[[Any], object] = lambda patching: None
     uninstall: Callable[[nn.Module, torch.device], object] = lambda model, device: None
-    before_pool: bool = False  # which takes what memory is left
+    before_pool: bool = False  # the pool gets the memory that these leave
 
 
 def _install_tables(patching: Patching) -> None:
@@ -89,6 +88,7 @@ def _install_lookahead(patching: Patching) -> None:
         connect(patching.model, patching.layers, config.predictor)
 
 
+# In the order of installation. They are uninstalled in reverse.
 MODES = (
     Mode(
         "tables",
@@ -125,12 +125,12 @@ MODES = (
         install=lambda p: install_lossy(p.model, p.layers, p.config.lossy),
         uninstall=lambda model, device: uninstall_lossy(model),
     ),
-    # Restored with "dense".
+    # Uninstalled with "dense".
     Mode(
         "products",
         install=lambda p: install_products(p.model, p.layers, dense=p.config.dense, speculation=p.config.speculation),
     ),
-    # An attribute, which goes with all that patching gave.
+    # An attribute, which unpatch removes with all others.
     Mode(
         "attention",
         check=lambda p: check_attention(p.model, p.config.attention),
@@ -141,7 +141,7 @@ MODES = (
         install=lambda p: install_caches(p.model),
         uninstall=lambda model, device: uninstall_caches(model),
     ),
-    # torch_mesh.compile may install it later.
+    # torch_mesh.compile installs it.
     Mode("compile", uninstall=lambda model, device: uninstall_compile(model)),
     Mode(
         "speculation",
@@ -149,14 +149,14 @@ MODES = (
         install=lambda p: install_speculation(p.model, p.config.speculation),
         uninstall=lambda model, device: uninstall_speculation(model),
     ),
-    # What a draft has counted.
+    # The counters of speculation, which its first draft makes.
     Mode("tally", uninstall=lambda model, device: drop_tally(model)),
     Mode(
         "mtp",
         install=lambda p: install_mtp(p.model, p.patch_heads),
         uninstall=lambda model, device: uninstall_mtp(model),
     ),
-    # Restored with the layers.
+    # Uninstalled with the layers.
     Mode(
         "gpu",
         check=lambda p: check_gpu_weights(p.config.gpu, p.source.only_format),

@@ -1,7 +1,6 @@
-"""How a model's experts come into a pool: the one sequence of ``patch``, ``from_pretrained`` and
-``Experts.from_store``.
+"""Put a model's experts into a pool: the sequence that ``patch``, ``from_pretrained`` and ``Experts.from_store`` share.
 
-What differs between them is an ``ExpertSource``. What a patched model can do beyond that is in ``modes.py``.
+They differ in their ``ExpertSource``. What a patched model does beyond its experts is in ``modes.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..models.families import ExpertsLayer, common_geometry, find_experts, pool_
 from ..modules.dense import dense_bytes
 from ..modules.experts import install
 from ..modules.packed_weight import device_of
-from ..pool.expert_pool import ExpertPool, least_slots, pool_slots, record_bytes
+from ..pool.expert_pool import ExpertPool, min_slots, pool_slots, record_bytes
 from ..pool.secondary_pool import Records, open_other
 from ..prefetch.lookahead import check_predictor
 from ..statistics.log import start_log
@@ -35,12 +34,11 @@ from .rollback import undone_on_error
 
 
 def check(model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, source: ExpertSource) -> None:
-    """Raises what ``config`` cannot have with such a model, loaded or about to be: before anything is read or written
-    for it."""
+    """Raises for settings of ``config`` that exclude each other or the model, before anything is read or written."""
     patching = Patching(model, layers, config, source)
     for mode in MODES:
         mode.check(patching)
-    # What cannot be had of these layers and the memory of now cannot be had of more layers and less memory.
+    # Called for its errors: later there are as many layers or more, and less memory.
     pool_slots(layers, config, stored_layers=len(layers), weights=source.weights, group_size=source.group_size)
 
 
@@ -51,9 +49,9 @@ def assemble(
     source: ExpertSource,
     quantizer: PatchedModelQuantizer,
 ) -> None:
-    """Patches a model that has passed ``check``, and all of whose weights but those of ``source`` are where they stay.
+    """Patch a model that has passed ``check``, and whose other weights are loaded.
 
-    Whatever refuses does so before the first step; an error or Ctrl-C in a later one is for ``source.undo``.
+    Checks come before the first change. After an error or Ctrl-C ``source.undo`` reverts the changes.
     """
     check_forwards(layers)
     check_predictor(layers, config.predictor, model)
@@ -66,7 +64,7 @@ def assemble(
         weights=source.weights,
         group_size=source.group_size,
         stored_layers=source.layers,
-        places=source.places,
+        layer_indices=source.layer_indices,
     )
     if placement.needs_pool(source.weights):
         source.check_other(placement.weights)
@@ -84,7 +82,7 @@ def assemble(
 
 
 def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
-    """Opens the pools, and makes the layers compute with them."""
+    """Open the pools and install them in the layers."""
     model, layers, config, source = patching.model, patching.layers, patching.config, patching.source
     placement: Any = patching.placement
     undo = source.undo
@@ -94,13 +92,13 @@ def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
     pool = patching.pool = _open_pool(layers, config, source, placement, slots, fallback_slots)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     if config.stats.file is not None:
-        start_log(pool, name, source.places, file=config.stats.file, every=config.stats.every)
-    for layer, place in zip(layers, source.places, strict=True):
+        start_log(pool, name, source.layer_indices, file=config.stats.file, every=config.stats.every)
+    for layer, index in zip(layers, source.layer_indices, strict=True):
         device = device_of(layer.module)
         if pool.in_memory:
             for expert in range(layer.num_experts):
-                pool.fill(place, expert, layer.expert(expert))
-        install(layer, pool, place)
+                pool.fill(index, expert, layer.expert(expert))
+        install(layer, pool, index)
         if pool.in_memory:
             undo.free(layer, device)
     features = {"lossy (docs/lossy.md)": pool.lossy, "gpu (docs/gpu.md)": placement.count}
@@ -109,9 +107,9 @@ def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
 
 
 def _patch_heads(heads: nn.Module, *, resident: float, threads: str | int) -> None:
-    """MTP layers of a patched model, which transformers opens when it first drafts with them.
+    """Patch the MTP layers of a patched model, which transformers opens when it first drafts with them.
 
-    Settings of the model itself do not apply to them, whatever the environment says.
+    The model's settings do not apply to them, nor do their variables in the environment.
     """
     config = MeshConfig()
     config = config.replace(
@@ -140,7 +138,7 @@ def _choose_slots(
     dense_freed, dense_taken = dense_bytes(model, layers, dense=config.dense, group_size=config.group_size)
     tables = 0 if source.tables is None else source.tables.memory(config.table_cache_bytes)
     gpu_pool = gpu_pool_bytes(layers, placement, source.weights, config.group_size)
-    kept = source.undo.keeps_originals  # until the pool is there
+    kept = source.undo.keeps_originals  # until patching is done
     slots = pool_slots(
         layers,
         config,
@@ -151,7 +149,7 @@ def _choose_slots(
         staging=source.staging + gpu_pool + dense_taken + tables,
     )
     if not source.stays_in_memory(slots):
-        slots = placement.cpu_slots(slots, source.layers * layers[0].num_experts, least_slots(layers))
+        slots = placement.cpu_slots(slots, source.layers * layers[0].num_experts, min_slots(layers))
     fallback = config.lossy.fallback
     if fallback == "none":
         return slots, 0
@@ -160,7 +158,7 @@ def _choose_slots(
         fallback=fallback,
         resident=config.resident,
         experts=source.layers * layers[0].num_experts,
-        top_k=least_slots(layers),
+        top_k=min_slots(layers),
         record_bytes=record_bytes(layers, **packed),
         fallback_bytes=record_bytes(layers, fallback, checked_group_size(fallback, config.group_size)),
     )
@@ -169,7 +167,7 @@ def _choose_slots(
 def _open_gpu_pool(layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records) -> ExpertPool:
     """A pool that reads experts for GPUs in another format than in memory."""
     slots = min(GPU_POOL_SLOTS, records.layers * layers[0].num_experts)
-    return open_other(layers, config.replace(residency={"guard": "off"}), records, slots=slots, least_slots=1)
+    return open_other(layers, config.replace(residency={"guard": "off"}), records, slots=slots, min_slots=1)
 
 
 def _open_pool(
@@ -181,11 +179,11 @@ def _open_pool(
     fallback_slots: int,
 ) -> ExpertPool:
     fixed: Any = {
-        "activations": pool_activations(layers, source.places, source.layers),
+        "activations": pool_activations(layers, source.layer_indices, source.layers),
         "weights": source.weights,
         "group_size": source.group_size,
         "exact": source.exact,
-        "least_slots": least_slots(layers),
+        "min_slots": min_slots(layers),
     }
     geometry = common_geometry(layers)
     if placement.count > 0:
@@ -196,7 +194,7 @@ def _open_pool(
     fallback = None
     if fallback_slots > 0:
         with source.records(config.lossy.fallback) as low:
-            fallback = open_other(layers, config, low, slots=fallback_slots, least_slots=least_slots(layers))
+            fallback = open_other(layers, config, low, slots=fallback_slots, min_slots=min_slots(layers))
             source.undo.closing(fallback)
     with source.records(source.weights) as records:
         pool = ExpertPool(
@@ -206,9 +204,9 @@ def _open_pool(
             config,
             **fixed,
             source=_C.Source(**records.source_arguments),
-            places=records.places,
+            layer_indices=records.layer_indices,
             fallback=fallback,
-            on_gpu=placement.on_gpu(records.layers, records.places),
+            on_gpu=placement.on_gpu(records.layers, records.layer_indices),
             store=records.store,
             share=source.share,
             identity=records.identity,

@@ -1,4 +1,4 @@
-"""``from_pretrained`` with experts that are never materialised, from raw checkpoints and from converted ones."""
+"""``from_pretrained`` without materializing the experts, of raw, quantised and converted checkpoints."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ _LOG = logging.getLogger(__name__)
 
 @auto.register_quantizer("mesh")
 class MeshQuantizer(PatchedModelQuantizer):
-    """Keeps expert parameters out of the loading, and puts a pool in their place when the rest is loaded."""
+    """Detach the experts' parameters while the rest of the model is loaded, then put the experts into a pool."""
 
     quantization_config: MeshConfig
     config_of_gguf: PretrainedConfig  # where a GGUF file is loaded
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
-        """transformers shows the config here before it looks for files: what stops it without torch_mesh has to go."""
+        """transformers calls this before it looks for files: remove the entry that stops it without torch_mesh."""
         if getattr(config, "transformers_weights", None) == WITHOUT_TORCH_MESH:
             del config.transformers_weights
         for part in vars(config).values():
@@ -85,38 +85,36 @@ class MeshQuantizer(PatchedModelQuantizer):
     update_tp_plan = update_attn_implementation  # up to transformers 5.19, which does not call the other
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """None is that of a GGUF file, which says of none: what its experts are computed in."""
+        """The dtype of a GGUF file, which names none (None), is bf16, in which its experts are computed."""
         return torch.bfloat16 if dtype is None else dtype
 
     def read_header(self, gguf_file: str) -> None:
-        """transformers calls it for a GGUF file, before it makes the model: what it has left out of the config has to
-        be there then."""
+        """transformers calls this for a GGUF file before it makes the model: complete the config."""
         _fetch_parts(Path(gguf_file))
         complete_config(self.config_of_gguf, Path(gguf_file))
         if not gguf_file.endswith(".gguf") and self.config_of_gguf.dtype is None:
-            # By a name in capitals transformers does not know the file, and would look into it for a dtype.
+            # transformers does not recognize names in capitals, and would look for a dtype in the file.
             self.config_of_gguf.dtype = self.update_dtype(None)
 
     def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> None:
-        """Of a GGUF file, too, the store's files are read, which stand in the place of its own."""
+        """Nothing: also for a GGUF file, the checkpoint files of the source are read."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         check_launch()
-        _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
+        _forget_quantization(model)  # transformers would treat the checkpoint as quantised by another tool
         self._checkpoint_files = checkpoint_files
 
     def detach_experts(self, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> None:
-        """Finds the experts and takes their parameters out of the loading, before transformers reads the first tensor
-        of ``model``."""
+        """Find the experts and detach their parameters, before transformers reads the first tensor of ``model``."""
         checkpoint_files = self._checkpoint_files
         del self._checkpoint_files
         ranks = expert_ranks(model)
         layers = find_experts(model)
         source = _find_source(model, layers, checkpoint_files, self.quantization_config, key_mapping)
         if ranks > 1 and source.choice:
-            raise ValueError(f"weights={self.quantization_config.weights!r} does not go with ranks: name a format.")
+            raise ValueError("max_error= does not work with ranks: give weights= a format.")
         if ranks > 1:
             config = source.config
             check_divisible(
@@ -145,7 +143,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         unloaded: list[ExpertsLayer | TableLayer] = [*layers, *tables, *(layer for layer, _ in left_alone)]
         unloaded += [layer for layer, _ in whole]
         absent = [DetachedParameters(layer) for layer in unloaded]
-        # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
+        # The checkpoint's tensors of these modules are expected: the pool reads them.
         ignore_unexpected(model, {rf"(^|\.){re.escape(each.layer.path)}\." for each in absent})
         self._loading = layers, source, left_alone, whole, absent
 
@@ -173,13 +171,12 @@ class MeshQuantizer(PatchedModelQuantizer):
 
 
 def _name_of(model: PreTrainedModel) -> str:
-    """What ``from_pretrained`` was given."""
+    """The name or path that ``from_pretrained`` got."""
     return model.config.name_or_path or ""
 
 
 def _forget_quantization(model: Any) -> None:
-    """transformers treats a quantised model as one that cannot be trained or moved; with its experts in a pool it
-    can."""
+    """transformers refuses to train or move quantised models, but a patched model supports both."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             clear_quantized(module.config)
@@ -190,7 +187,7 @@ def _forget_quantization(model: Any) -> None:
 class _CheckpointSource(RecordSource):
     """The experts of a model that is being loaded."""
 
-    choice = ""  # why they are in their format, where max_error asked for the fastest
+    choice = ""  # why max_error chose their format; empty without it
     folder: Path  # of the checkpoint, or its GGUF file
 
     def __init__(
@@ -202,11 +199,11 @@ class _CheckpointSource(RecordSource):
         self.config = config
 
     def prepare(self) -> None:
-        """Finds the records, or makes them: after all checks that need none."""
+        """Find the records, or convert to them: after all checks that need none."""
         raise NotImplementedError
 
     def _made(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
-        """Those of a store that ``make`` writes as ``config`` says, unless the cache has it."""
+        """The records of a store that ``make`` writes by ``config``, unless the cache has it."""
         weights = packed_format(config.weights)
         folder = config.store or _cached(
             f"{name}-{short_name(weights)}", f"{fingerprint} {weights} {config.group_size}", weights
@@ -221,13 +218,13 @@ class _CheckpointSource(RecordSource):
 
 
 def _cached(name: str, source: str, weights: str) -> Path:
-    """The folder of the cache for what is made of ``source``."""
+    """The folder in the cache for a conversion of ``source``."""
     digest = hashlib.blake2b(f"{FORMATS[weights].version} {source}".encode(), digest_size=8).hexdigest()
     return cache_folder() / "stores" / f"{name}-{digest}"
 
 
 class _OfCheckpoint(_CheckpointSource):
-    """Of a checkpoint: read from its own files, or from a store that they are converted to."""
+    """Experts of a checkpoint, read from its own files or from a store that they are converted to."""
 
     def __init__(
         self,
@@ -242,7 +239,7 @@ class _OfCheckpoint(_CheckpointSource):
         self.folder = experts.folder
         self._name = os.path.basename(os.path.normpath(_name_of(model)))
         self._raw = experts.reads_as(weights, group_size) and config.store is None
-        # Of a converted one it is not recorded.
+        # A store does not record the checkpoint's dtype.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
         super().__init__(layers, config, weights, group_size, exact=FORMATS[weights].holds_bf16 and from_bf16)
 
@@ -282,9 +279,9 @@ class _OfCheckpoint(_CheckpointSource):
 
 
 class _OfQuantised(_OfCheckpoint):
-    """Of a checkpoint that another tool has quantised: read from its own files where a record holds its codes, or else
-    from what they are converted to. What transformers reads of the rest of the model is in ``checkpoint_files``, which
-    come to name unquantised ones."""
+    """Experts of a checkpoint that another tool quantised, read from its own files if a record holds their codes, else
+    from a store. Replaces ``checkpoint_files``, from which transformers reads the rest of the model, by unquantised
+    files."""
 
     def __init__(
         self,
@@ -303,7 +300,7 @@ class _OfQuantised(_OfCheckpoint):
         if FORMATS[weights].chosen_groups:
             config = config.replace(group_size=group_size)
         super().__init__(experts, model, layers, config, weights, group_size)
-        if is_gguf(folder):  # one of several in its folder
+        if is_gguf(folder):  # its folder may have several
             self._name = source_name(folder)
 
     def prepare(self) -> None:
@@ -320,7 +317,7 @@ class _OfQuantised(_OfCheckpoint):
 
 
 class _OfStore(_CheckpointSource):
-    """Of a converted folder, the originals of which are not at hand: other formats are made of its own."""
+    """Experts of a converted folder. Without the originals, other formats are converted from its records."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
         self._model = model
@@ -369,8 +366,8 @@ def _find_source(
     ):
         if config.max_error is not None:
             raise ValueError(
-                f"max_error={config.max_error} chooses among formats, and the experts in {folder} are in one already: "
-                "leave max_error out, or give the checkpoint that it was converted from."
+                f"max_error={config.max_error} chooses a format, but the experts in {folder} have one already: leave "
+                "max_error out, or give the checkpoint that it was converted from."
             )
         return _OfStore(model, folder, layers, config)
     _check_files(folder, checkpoint_files)
@@ -383,16 +380,16 @@ def _find_source(
 
 
 def _with_format(folder: Path, config: MeshConfig, key_mapping: Mapping[str, str] | None) -> tuple[MeshConfig, str]:
-    """``config`` with the format that ``max_error`` lets in, and why that was chosen."""
+    """Return ``config`` with the format that ``max_error`` chooses, and the reason."""
     if config.max_error is None:
         return config, ""
     if key_mapping:
-        raise ValueError(f"max_error={config.max_error} does not go with key_mapping=: name a format.")
-    from ..planning.choosing import choose_format  # which brings all of the plan
+        raise ValueError(f"max_error={config.max_error} does not work with key_mapping=: give weights= a format.")
+    from ..planning.choosing import choose_format  # late: imports all of planning
 
     max_error = config.max_error
     config, why = choose_format(folder, config)
-    _LOG.info("max_error=%s has taken %s: %s", max_error, config.weights, why)
+    _LOG.info("max_error=%s chose %s: %s", max_error, config.weights, why)
     return config, why
 
 
@@ -402,8 +399,8 @@ def _chosen(source: _CheckpointSource, choice: str) -> _CheckpointSource:
 
 
 def _has_expert_weights(folder: Path, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> bool:
-    """Whether the folder of a config that speaks of records has ordinary experts, as one that was saved with a patched
-    model's config."""
+    """Whether the folder has ordinary experts, although its config names records: it was saved with the config of a
+    patched model."""
     try:
         find_checkpoint_experts(folder, model, key_mapping)
     except StoreError:
@@ -412,9 +409,9 @@ def _has_expert_weights(folder: Path, model: PreTrainedModel, key_mapping: Mappi
 
 
 def _folder_of(model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Path:
-    """The checkpoint's: that of its files, or one above them, whose index names them with their folders.
+    """The folder of a checkpoint: that of its files, or a parent whose index names them with their subfolders.
 
-    Raises ``StoreError`` for an index that leads out of its folder, which transformers follows.
+    Raises ``StoreError`` for an index with a path outside its folder, which transformers would follow.
     """
     files = [Path(file) for file in checkpoint_files]
     opened = Path(_name_of(model))
@@ -422,7 +419,7 @@ def _folder_of(model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Path:
     root = opened if opened.is_dir() else snapshot
     for file in files:
         if not file.is_relative_to(root) or ".." in file.relative_to(root).parts:
-            raise store_error(root, f"its index names {file}, which is not in this folder: take the checkpoint anew")
+            raise store_error(root, f"its index names {file}, outside of this folder: download the checkpoint again")
     below = len(files[0].parent.relative_to(root).parts)
     for folder in (*reversed(files[0].parents[: below + 1]),):
         with contextlib.suppress(StoreError):
@@ -432,8 +429,8 @@ def _folder_of(model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Path:
 
 
 def _check_files(folder: Path, checkpoint_files: Sequence[str]) -> None:
-    """Experts are read from the files that the folder is known by: with ``variant=`` they would be another variant's
-    than the rest."""
+    """Raises UnsupportedModelError if torch_mesh would read the experts from other files than transformers the rest,
+    as with ``variant=``."""
     files = [Path(file) for file in checkpoint_files]
     try:
         own = weight_files(folder)
@@ -441,8 +438,8 @@ def _check_files(folder: Path, checkpoint_files: Sequence[str]) -> None:
         raise UnsupportedModelError(f"transformers reads {_names(files)}; {problem}") from problem
     if sorted(own) != sorted(files):
         raise UnsupportedModelError(
-            f"transformers reads {_names(files)} of {folder}, and torch_mesh {_names(own)}: leave variant= out, or put "
-            "the variant's files into a folder of their own, with the config and the tokenizer."
+            f"transformers reads {_names(files)} of {folder}, but torch_mesh reads {_names(own)}: leave variant= out, "
+            "or put the variant's files into a folder of their own, with the config and the tokenizer."
         )
 
 
@@ -456,12 +453,11 @@ def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) ->
 
 
 def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
-    """Raises ValueError or StoreError for a store that is not as ``config`` says, or of another model."""
+    """Raises ValueError for a store that does not match ``config``, StoreError for one of another model."""
     if config.weights not in ("auto", manifest.weights):
         raise ValueError(
             f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at "
-            "'auto', or "
-            "give the original checkpoint."
+            "'auto', or give the original checkpoint."
         )
     if FORMATS[manifest.weights].chosen_groups and config.group_size != manifest.group_size:
         raise ValueError(
@@ -472,13 +468,12 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
     stored = Geometry(shape.experts, shape.hidden, shape.intermediate, shape.gated, shape.bias, own.fused)
     if stored != own:
         raise StoreError(
-            f"The experts in {folder} are {stored}, and the model's {own}: open the store with its own config, not "
-            "with another model's."
+            f"The experts in {folder} are {stored}, but the model's are {own}: open the store with its own config."
         )
 
 
 def _fetch(model: PreTrainedModel, folder: Path, names: Sequence[str]) -> None:
-    """Into a folder of the hub's cache: transformers fetches only the files that it knows."""
+    """Download files that transformers does not know into the hub's cache."""
     name = _name_of(model)
     missing = [] if os.path.isdir(name) else [file for file in names if not (folder / file).is_file()]
     for file in missing:
@@ -486,10 +481,10 @@ def _fetch(model: PreTrainedModel, folder: Path, names: Sequence[str]) -> None:
 
 
 def _fetch_parts(path: Path) -> None:
-    """The other parts of a split model into the hub's cache, where transformers has put the first."""
+    """Download the other parts of a split GGUF model into the hub's cache, which has the first."""
     snapshot = next((folder for folder in path.parents if folder.parent.name == "snapshots"), None)
     if snapshot is None:
-        return  # what is missing is named when it is read
+        return  # reading names missing parts
     model = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
     for part in gguf_files(path, all_there=False):
         if not part.is_file():
@@ -498,7 +493,7 @@ def _fetch_parts(path: Path) -> None:
 
 
 def _with_gguf(find: Any) -> Any:
-    """Around transformers' search for a quantiser, which takes none but its own together with a GGUF file."""
+    """Wrap transformers' search for a quantizer, which accepts none with a GGUF file but its own."""
 
     @functools.wraps(find)
     def found(*args: Any, gguf_file: str | None = None, **kwargs: Any) -> Any:
@@ -516,8 +511,8 @@ def _with_gguf(find: Any) -> Any:
 
 
 def _with_key_mapping(find: Any) -> Any:
-    """Around transformers' search for what becomes of a checkpoint's names, which knows of ``key_mapping=``. A
-    quantiser is told of its result alone."""
+    """Wrap transformers' search for conversions of names, which gets ``key_mapping=``. Quantizers get its result
+    only."""
 
     @functools.wraps(find)
     def found(model: Any, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -529,9 +524,10 @@ def _with_key_mapping(find: Any) -> Any:
 
 
 def _merging(theirs: Any) -> Any:
-    """Around what transformers makes of a checkpoint's quantisation and one that was passed, if either is torch_mesh's.
+    """Wrap how transformers merges the quantisation config of a checkpoint with a passed one, if either is
+    torch_mesh's.
 
-    ``theirs``: what stands in the class, its own method or another's.
+    ``theirs``: the attribute of the class: its own method or an earlier wrapper.
     """
 
     @functools.wraps(getattr(theirs, "__func__", theirs))
@@ -543,26 +539,25 @@ def _merging(theirs: Any) -> Any:
         if isinstance(given, dict) and given.get("quant_method") == "mesh":
             given = MeshConfig.from_dict(given)
         if isinstance(given, MeshConfig) and method != "mesh":
-            source_of(table, "This checkpoint")  # which refuses what cannot be read
+            source_of(table, "This checkpoint")  # raises for unsupported quantisation
             return given
         if method == "mesh" and isinstance(stored, dict):
             stored = MeshConfig.of_checkpoint(stored)
         if not isinstance(given, MeshConfig):
             return merge(stored, given)
         with warnings.catch_warnings():
-            # It says that what was passed is ignored, which is not so for any field of a MeshConfig.
+            # It says that the passed config is ignored, but fields of a MeshConfig are not.
             warnings.filterwarnings("ignore", message="You passed `quantization_config`", category=UserWarning)
             return merge(stored, given)
 
     return classmethod(merged)
 
 
-# These are called for every model, when nothing tells yet whose it is. What is not torch_mesh's passes through.
+# transformers calls these for every model. They pass models without a MeshConfig through.
 wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", _merging)
 wrap("transformers.modeling_utils", "get_hf_quantizer", _with_gguf)
 wrap("transformers.modeling_utils", "get_model_conversion_mapping", _with_key_mapping)
-# transformers' own tables leave sizes out, its reader of what they are for believes every count, and that of gpt-oss
-# fails for each file that scales positions, which all do: docs/decisions/0041. "llama" is left out, whose dense models
-# are transformers' own.
+# transformers' readers omit sizes, do not check counts, and fail for gpt-oss: docs/decisions/0041. "llama" is left out,
+# since transformers reads its dense models.
 for _architecture in (*READ_BY_TABLES, *(name for name in FAMILIES if name != "llama")):
     gguf_config_readers().setdefault(_architecture, config_table)

@@ -1,5 +1,4 @@
-"""A model is patched, or opened, as a whole or not at all: what takes everything back when that does not come to its
-end."""
+"""Roll back a model that an error or Ctrl-C left partially patched or opened."""
 
 from __future__ import annotations
 
@@ -32,37 +31,36 @@ _Closed = TypeVar("_Closed", ExpertPool, RowTables)
 
 
 class Undo:
-    """What has been made for a model that nobody has yet, and that goes with the error: its pools."""
+    """Roll back a model that is being opened: close its pools. The partial model is discarded with the error."""
 
-    keeps_originals = False  # whether parameters that are replaced stay in memory until the end
+    keeps_originals = False  # whether replaced parameters stay in memory until the end
 
     def __init__(self) -> None:
         self._pools: list[ExpertPool | RowTables] = []
 
     def closing(self, pool: _Closed) -> _Closed:
-        """Notes a pool, or tables, to be closed."""
+        """Register a pool, or tables, to be closed."""
         self._pools.append(pool)
         return pool
 
     def free(self, layer: ExpertsLayer, device: torch.device) -> None:
-        """Lets go of the parameters of a layer that is installed; they were on ``device``."""
+        """Free the original parameters of an installed layer, which were on ``device``."""
 
     def roll_back(self) -> None:
-        """Makes the model what it was."""
+        """Restore the model."""
 
     def clean_up(self) -> None:
-        """Removes what was made; all of it, whatever happens to one."""
+        """Remove everything that was made, also if removing one part fails."""
         with contextlib.ExitStack() as stack:
-            for pool in self._pools:  # at once: frames that an error keeps alive refer to them
+            for pool in self._pools:  # explicitly: the traceback refers to them
                 stack.callback(pool.close)
 
 
 class PatchUndo(Undo):
-    """What a model that somebody has was before, and what has been made for it since: pools, and stores.
+    """Roll back a loaded model: restore its modules, close its pools and remove its new stores.
 
-    It keeps the parameters that are replaced, so that the very same come back; but for layers whose parameters were
-    freed, which get their values from their pool. What it keeps is in memory until patching has ended, beside the pool:
-    ``pool_slots`` counts on it.
+    Keeps the replaced parameters until patching has ended, beside the pool, which ``pool_slots`` takes into account.
+    Layers whose parameters were freed get their values from their pool.
     """
 
     keeps_originals = True
@@ -83,14 +81,13 @@ class PatchUndo(Undo):
         del self._parameters[layer.module]
 
     def new_store(self, folder: Path) -> str:
-        """Notes a store that is about to be written; returns the fingerprint by which it is known there, and that no
-        other has."""
+        """Register a store before it is written, and return a unique fingerprint that identifies it."""
         fingerprint = secrets.token_hex(16)
         self._stores.append((folder, fingerprint))
         return fingerprint
 
     def roll_back(self) -> None:
-        """But where there is no room for originals that were freed, those layers stay in their pool."""
+        """Restore the model. If there is no memory for originals that were freed, those layers stay patched."""
         freed = [known for module, known in self._freed.items() if module not in self._parameters]
         rounded = [layer.module._mesh_pool.weights for layer, _ in freed if not layer.module._mesh_pool.exact]
         needed = sum(layer.nbytes for layer, device in freed if device.type == "cpu")
@@ -112,31 +109,28 @@ class PatchUndo(Undo):
             now.update(attributes)
             module._parameters.clear()
             module._parameters.update(self._parameters[module])
-        # Warnings at last, since one may be an error.
+        # Warnings come last, since a filter may make them errors.
         if stay:
             self._go_on_with(stay)
             lossy = ", lossy=True" if rounded else ""
             warnings.warn(
-                f"Patching ended early, and there is no room to take it back: {len(stay)} layers of experts are in "
-                "the pool alone, their "
-                f"originals would take {needed:,} bytes, and {left:,} are free. Those layers stay patched, and the "
-                "model runs: free some "
-                f"memory and call torch_mesh.unpatch(model{lossy}), or save it, or go on with it.",
+                f"Patching ended early, and memory is short to undo it: {len(stay)} layers of experts are only in the "
+                f"pool, their originals take {needed:,} bytes, and {left:,} are free. Those layers stay patched, and "
+                f"the model runs. Free memory and call torch_mesh.unpatch(model{lossy}), or save or use the model.",
                 stacklevel=6,
             )
         elif rounded:
             warnings.warn(
-                f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, which have "
-                "weights rounded to "
-                f"{rounded[0]} now: load the model anew to have the originals.",
+                f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, so that "
+                f"their weights are rounded to {rounded[0]} now: load the model again to have the originals.",
                 stacklevel=6,
             )
 
     def _go_on_with(self, stay: set[nn.Module]) -> None:
-        """Makes the model one of which ``stay`` is patched, and nothing beside those."""
+        """Make the model one whose patched modules are ``stay`` only, without other modes."""
         for module in stay:
             any_module: Any = module
-            any_module._mesh_deferred = 0  # what one defers may have nobody to add it
+            any_module._mesh_deferred = 0  # the next layer may not be patched and cannot add deferred products
             any_module._mesh_pool.lossy = ""
         self._pools.clear()
         self._stores.clear()
@@ -155,7 +149,7 @@ class PatchUndo(Undo):
 
 @contextlib.contextmanager
 def undone_on_error(undo: Undo) -> Iterator[Undo]:
-    """Within, whatever ends it, Ctrl-C included, takes everything back."""
+    """Roll back if the body ends with an error or Ctrl-C."""
     try:
         yield undo
     except BaseException:
@@ -163,14 +157,14 @@ def undone_on_error(undo: Undo) -> Iterator[Undo]:
             with _uninterrupted():
                 undo.roll_back()
         finally:
-            undo.clean_up()  # Ctrl-C ends it: a pool may wait for its reads, and a store for another process
+            undo.clean_up()  # interruptible: a pool may wait for reads, and a store for another process
         raise
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C waits, or it would leave a model of which half is taken back."""
-    # Only the main thread gets it, and a handler that C code has set cannot be put back.
+    """Delay a second Ctrl-C, which would leave a partially restored model."""
+    # Only the main thread gets signals, and a handler set by C code cannot be restored.
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
@@ -189,7 +183,7 @@ def _remove_store(folder: Path, fingerprint: str) -> None:
         remove_made_from(folder, fingerprint)
     except (OSError, StoreError) as error:
         warnings.warn(
-            f"Patching ended early, and what it has written cannot be removed ({error}). Remove {folder} and "
-            f"{partial_path(folder)}, as far as they are there.",
+            f"Patching ended early, and its store cannot be removed ({error}). Remove {folder} and "
+            f"{partial_path(folder)}, if they exist.",
             stacklevel=2,
         )

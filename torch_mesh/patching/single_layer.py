@@ -1,4 +1,4 @@
-"""One layer of experts without a model around it, for those who embed the engine."""
+"""One layer of experts without a model, to embed the engine."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Experts(nn.Module):
         down: [experts, hidden, intermediate].
         gate_up_bias: [experts, 2 * intermediate], together with ``down_bias`` or not at all.
         down_bias: [experts, hidden].
-        activation: "silu", "gelu", "gelu_tanh" or "relu2"; or a function of both, in the place of ``act(gate) * up``:
-            "swiglu(alpha=1,offset=0,gate=10,up=10)", which is ``(clamp(up, -10, 10) + 0) * g * sigmoid(1 * g)`` of ``g
-            = min(gate, 10)`` and has no limit and these alpha and offset where they are left out; "swigluoai",
-            gpt-oss's "swiglu(alpha=1.702,offset=1,gate=7,up=7)"; "softcap(gate=4,up=25)", which is ``4 * tanh(gate / 4)
-            * sigmoid(gate) * 25 * tanh(up / 25)``.
-        top_k: experts per token that a small pool must have room for.
-        expert_map: int [ids]; the ids that ``forward`` gets are looked up in it, which gives the expert.
-        config: a MeshConfig; ``fields`` are its fields (``weights="int4"``, ``resident="2GiB"`` ...) and beat it.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2"; or a gate that replaces ``act(gate) * up``:
+            "swiglu(alpha=1,offset=0,gate=10,up=10)": ``(clamp(up, -10, 10) + 0) * g * sigmoid(1 * g)`` with ``g =
+            min(gate, 10)``; by default alpha is 1, offset 0, and there are no limits. "swigluoai": gpt-oss's
+            "swiglu(alpha=1.702,offset=1,gate=7,up=7)". "softcap(gate=4,up=25)": ``4 * tanh(gate / 4) * sigmoid(gate) *
+            25 * tanh(up / 25)``.
+        top_k: experts per token; the smallest pool has as many slots.
+        expert_map: int [ids]; maps the ids that ``forward`` gets to experts.
+        config: a MeshConfig; ``fields`` are its fields (``weights="int4"``, ``resident="2GiB"`` ...) and override it.
 
-    The tensors are packed, and not kept. Raises ValueError for shapes that do not fit or an unknown activation.
+    The tensors are packed and not kept. Raises ValueError for mismatched shapes and unknown activations.
     """
 
     def __init__(
@@ -77,33 +77,33 @@ class Experts(nn.Module):
         config: MeshConfig | None = None,
         **fields: Any,
     ) -> Experts:
-        """Layer ``layer`` of a converted folder, read from it as experts are used.
+        """Open layer ``layer`` of a converted folder, which is read as experts are used.
 
-        Raises StoreError for a folder that is not a sound store, ValueError for a layer that it does not have.
+        Raises StoreError for a damaged store or another folder, ValueError for a layer that the store does not have.
         """
         opened = open_store(store)
         shape = opened.manifest.shape
         if not 0 <= layer < shape.layers:
             raise ValueError(f"layer={layer} is not in {store}, which has the layers 0 to {shape.layers - 1}.")
         if not shape.gated:
-            raise ValueError(f"The experts in {store} have no gate; open the model instead.")
+            raise ValueError(f"The experts in {store} have no gate: open the model instead.")
         activation = shape.activation_of(layer)
         if activation is None:
             raise ValueError(
-                f"{store} names no activation: its experts have a gate of their model's own, or it was converted by a "
-                "build that did "
-                "not know theirs. Open the model instead, or convert the checkpoint again (torch-mesh convert --force)."
+                f"{store} names no activation: its experts have a gate of their own, or were converted by a build that "
+                "did not know theirs. Open the model instead, or convert the checkpoint again (torch-mesh convert "
+                "--force)."
             )
         config = with_fields(config, fields)
         _check_single_layer(config)
-        config = config.replace(prefill="off")  # would read the next layer, which nobody asks for
+        config = config.replace(prefill="off")  # a window would read the next layer, which never runs
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.experts = standard_experts(_meta_parameters(shape), activation, shape.top_k)
         self._set_expert_map(expert_map)
         layers = find_experts(self)
         source = RecordSource(exact=False)
-        # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.
+        # The pool knows all layers, since checksums of records cover their layer; only this one is read.
         source.set_records(Records.of_store(opened, [layer]))
         source.counted = 1
         check(self, layers, config, source)
@@ -111,17 +111,16 @@ class Experts(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden], topk_ids [tokens, k] int, topk_weights [tokens, k] -> [tokens, hidden] in x's dtype."""
+        """Compute x [tokens, hidden], topk_ids [tokens, k] int, topk_weights [tokens, k] -> [tokens, hidden] in x's
+        dtype."""
         return self.experts(x, self._mapped(topk_ids), topk_weights)
 
     def submit(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PendingExperts:
-        """``forward`` beside what the caller does next: it returns when the call is under way, and ``.result()`` gives
-        the output.
+        """Start ``forward`` and return at once; ``.result()`` waits and returns the output.
 
-        On a GPU that holds experts of the layer, the GPU's and the CPU's parts go on in their order behind the current
-        stream; on the CPU a thread of the process computes one call after the other. ``x``, ids and weights must not
-        change until then. Errors come out of ``.result()``, apart from ValueError for tensors that want gradients,
-        which ``forward`` is for.
+        If a GPU holds experts of the layer, both parts are ordered after the current stream. On the CPU a background
+        thread computes calls in order. ``x``, ids and weights must not change before ``.result()``, which raises the
+        errors of the forward. Raises ValueError at once for tensors that require gradients: use ``forward``.
         """
         return submit(cast(MeshExperts, self.experts), x, self._mapped(topk_ids), topk_weights)
 
@@ -142,7 +141,7 @@ class Experts(nn.Module):
 
 
 class StandardExperts(nn.Module):
-    """Experts in the layout that transformers' decorator marks, so that patching knows them."""
+    """Experts in the layout that transformers' decorator marks, and that patching recognizes."""
 
     has_post_expert_norm = False
     _is_expert_parallel = False
@@ -174,7 +173,7 @@ class StandardExperts(nn.Module):
 
 
 class GatedExperts(StandardExperts):
-    """``StandardExperts`` with a gate that takes up, too."""
+    """``StandardExperts`` with a gate that is a function of gate and up."""
 
     gate: Gate
 
@@ -186,7 +185,7 @@ class GatedExperts(StandardExperts):
 def standard_experts(
     parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], activation: str, top_k: int
 ) -> StandardExperts:
-    """Of gate_up, down and their biases. Raises ValueError for an unknown activation."""
+    """Make experts of gate_up, down and their biases. Raises ValueError for an unknown activation."""
     gate = gate_named(activation)
     if gate is None:
         return StandardExperts(*parameters, activation, top_k)
@@ -205,7 +204,7 @@ def _check_single_layer(config: MeshConfig) -> None:
         "lossy.fallback": config.lossy.fallback != "none",
     }
     if refused := [name for name, given in of_models.items() if given]:
-        raise ValueError(f"{', '.join(refused)}: of a model, not of one layer of a store; leave it out.")
+        raise ValueError(f"{', '.join(refused)}: for whole models, not for one layer of a store: leave it out.")
 
 
 def _meta_parameters(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

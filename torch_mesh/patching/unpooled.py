@@ -1,4 +1,4 @@
-"""Experts that no pool takes, of a model that has several kinds: docs/decisions/0035."""
+"""Experts outside the pool, in models with experts of several shapes: docs/decisions/0035. And whole tables."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..store.checkpoint import CheckpointExperts
 
 
 def load_left_alone(model: nn.Module, found: Sequence[tuple[ExpertsLayer, CheckpointExperts]]) -> None:
-    """Fills the parameters of those that ``find_left_alone`` found, which are on the meta device.
+    """Load the parameters of the layers that ``find_left_alone`` found, which are on the meta device.
 
-    transformers cannot load them while the others are out of the model: it may make both from the same tensors. So they
-    leave it too.
+    transformers cannot load them: it may convert both kinds of experts from the same tensors, and the pooled ones are
+    detached.
     """
     for layer, experts in found:
         _load(layer, experts, layer_device(model, layer))
@@ -42,7 +42,7 @@ def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device)
 
 
 def load_tables(layers: Sequence[TableLayer], reader: RowTables) -> None:
-    """Read whole tables into memory that a store has as files of rows, which transformers cannot load."""
+    """Read whole tables into memory that a store has as files of rows, which transformers cannot read."""
     for index, layer in enumerate(layers):
         module: Any = layer.module
         values = packed_table(layer, reader, index).unpacked()
@@ -50,8 +50,7 @@ def load_tables(layers: Sequence[TableLayer], reader: RowTables) -> None:
 
 
 def warn_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
-    """Says once, and ``print(model)`` in each patched layer, what a patched model keeps beside the pool of
-    ``layers``."""
+    """Warn once of experts outside the pool, and note them for ``print(model)``."""
     others = layers_left_alone(model)
     if not others:
         return
@@ -60,8 +59,7 @@ def warn_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
     assert isinstance(module, MeshExperts)
     module._mesh_pool.left_alone = note
     warnings.warn(
-        f"{type(model).__name__} has experts of several shapes, and a pool holds one: that of {layers[0].kind}. Left "
-        "in memory as the "
-        f"model has them are {note}.",
+        f"{type(model).__name__} has experts of several shapes, and a pool holds one shape: that of {layers[0].kind}. "
+        f"These stay in memory, unpacked: {note}.",
         stacklevel=5,
     )

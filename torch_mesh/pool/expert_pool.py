@@ -1,4 +1,4 @@
-"""The engine of one model, and who owns it."""
+"""The pool of a model's experts: an engine and its owner."""
 
 from __future__ import annotations
 
@@ -46,22 +46,21 @@ def pool_slots(
     regained: int = 0,
     staging: int = 0,
 ) -> int:
-    """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``: of a rank, of its own
-    ones.
+    """The number of experts that stay resident by ``config.resident``, of ``stored_layers`` layers like ``layers``; of
+    a rank, its own experts.
 
-    ``freed``: bytes that will be given back, but only when the pool is there; ``regained``: before. ``staging``: what
-    will be taken beside it, as by the buffers that raw records are read into. As many as there are where another
-    process lends them, which says how many.
+    ``freed``: bytes that are freed only when the pool is open; ``regained``: before. ``staging``: bytes beside the
+    pool, such as buffers of raw records. All experts with ``config.shared``, whose owner sets the number.
     """
     if config.shared is not None:
         return stored_layers * layers[0].num_experts
     share = layers[0].share
-    needed, every = least_slots(layers), stored_layers * layers[0].num_experts
+    needed, every = min_slots(layers), stored_layers * layers[0].num_experts
     if isinstance(config.resident, float) and config.resident * every < needed:
         warnings.warn(
             f"resident={config.resident!r} of {every} experts is less than a token needs in one layer, so {needed} "
             f"stay resident: give at least {math.ceil(1e5 * needed / every) / 1e5:g}, or a size.",
-            stacklevel=1,  # one place for all that open a pool, so that it is said once
+            stacklevel=1,  # the same line for all callers, so that Python shows it once
         )
     return resident_slots(
         config.resident,
@@ -78,7 +77,7 @@ def pool_slots(
 
 
 def record_bytes(layers: Sequence[ExpertsLayer], weights: str, group_size: int) -> int:
-    """Of one packed expert, padding included."""
+    """Bytes of a packed expert, with padding."""
     shape = common_geometry(layers)
     return _C.record_bytes(weights, group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias)
 
@@ -86,18 +85,21 @@ def record_bytes(layers: Sequence[ExpertsLayer], weights: str, group_size: int) 
 class ExpertPool:
     """The resident experts of a model's MoE layers.
 
-    Every patched module holds a reference; deep copies of a model share its pool, whose weights are frozen. The engine
-    is closed when the last reference is gone.
+    Every patched module holds a reference, and deep copies of a model share its pool. The engine is closed with the
+    last reference.
 
-    ``activations`` are those of its layers, None where these go through grouped_linear. ``exact`` says that unpacking
-    gives back the very weights that the model would have without torch_mesh. ``source=None`` keeps all records in
-    memory; they are put there by ``fill``. ``places`` are the layers of the pool's that run, in their order, if not all
-    do. ``least_slots``, as many as one token needs, are kept however little memory is left. ``fallback``: the pool of
-    the same layers in another format, whose records stand in for cold ones. ``on_gpu`` bool [layers, experts]: those
-    that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming
-    waits for ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone
-    by now. ``share``: of the model's experts, where this pool is one rank's. ``identity``: the same wherever the
-    experts are the same; without one it is drawn.
+    Args:
+        activations: of each layer; None if the layers run unfused, through grouped_linear.
+        exact: unpacking gives the weights that the model would have without torch_mesh.
+        source: of the records; None: ``fill`` puts all of them into memory.
+        layer_indices: the pool's layers that run, in their order; None: all.
+        min_slots: the experts of one token; the pool never shrinks below.
+        fallback: a pool of the same layers in another format, which computes cold experts.
+        on_gpu: bool [layers, experts]; experts that this pool need not hold: they are neither warmed nor pinned, and
+            warming waits for ``engine.warm_up()``.
+        store: the store of ``source``, if it is one. It may have been removed since.
+        share: the experts of this rank; None: all.
+        identity: equal for pools with equal experts; None: drawn at random.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class ExpertPool:
         group_size: int,
         exact: bool,
         source: _C.Source | None = None,
-        places: Sequence[int] | None = None,
-        least_slots: int = 1,
+        layer_indices: Sequence[int] | None = None,
+        min_slots: int = 1,
         fallback: ExpertPool | None = None,
         on_gpu: torch.Tensor | None = None,
         store: Store | None = None,
@@ -122,9 +124,8 @@ class ExpertPool:
     ) -> None:
         if config.shared is not None and source is None:
             raise ValueError(
-                f"shared={config.shared!r} lends the experts of a converted folder, and these weights are in memory "
-                "only: open the folder with "
-                "from_pretrained."
+                f"shared={config.shared!r} lends the experts of a converted folder, but these weights are in memory "
+                "only: open the folder with from_pretrained."
             )
         if fallback is None:
             config = config.replace(lossy={"fallback": "none"})  # every expert has a slot
@@ -135,12 +136,12 @@ class ExpertPool:
         self.weights = weights
         self.group_size = group_size
         self.exact = exact
-        self.top_k = least_slots
+        self.top_k = min_slots
         self.lossy = config.lossy.modes
-        self.left_alone = ""  # the experts of the model that are not in it
-        self.choice = ""  # why its format was taken, where max_error chose it
+        self.left_alone = ""  # the model's experts outside the pool
+        self.choice = ""  # why max_error chose its format
         self.fallback = fallback
-        self.moves_from: ExpertPool | None = None  # what moves to GPUs, if not this pool: one in another format
+        self.moves_from: ExpertPool | None = None  # the pool of another format whose records move to GPUs
         self.in_memory = source is None
         self.store = store
         self.identity = secrets.token_hex(16) if identity is None else identity
@@ -148,7 +149,7 @@ class ExpertPool:
         self.threads = config.thread_count
         self.timeout = config.residency.timeout
         self.workspace = config.workspace_bytes
-        self.device_layers: list[DeviceLayer] = []  # whose experts lie on GPUs
+        self.device_layers: list[DeviceLayer] = []  # layers with experts on GPUs
         self.engine = _C.Engine(
             layers=layers,
             experts=geometry.num_experts,
@@ -168,8 +169,8 @@ class ExpertPool:
             timeout=config.residency.timeout,
             prefill=config.prefill,
             source=source,
-            least_slots=min(least_slots, slots),
-            profile=pool_profile(config.profile, layers, geometry.num_experts, self.top_k, places, share),
+            least_slots=min(min_slots, slots),
+            profile=pool_profile(config.profile, layers, geometry.num_experts, self.top_k, layer_indices, share),
             early_layers=config.residency.early[0],
             early_experts=config.residency.early[1],
             elsewhere=[] if on_gpu is None else on_gpu.flatten().tolist(),
@@ -183,38 +184,38 @@ class ExpertPool:
         try:
             if guard is not None:
                 guard.add(self.engine, 1 if share is None else share.neighbours)
-        except BaseException:  # such as no thread for it
+        except BaseException:  # such as a thread that cannot be started
             _close(self.engine, self._threads, guard, os.getpid())
             raise
         self._finalizer = weakref.finalize(self, _close, self.engine, self._threads, guard, os.getpid())
         notice_exit()
         if _LOG.isEnabledFor(logging.INFO):
-            _LOG.info("A pool of experts: %s.", self.describe())
+            _LOG.info("Opened a pool of experts: %s.", self.describe())
 
     def close(self) -> None:
-        """Before its last reference is gone: for a pool that no module uses."""
+        """Close the engine before its last reference is gone. No module may use the pool any more."""
         self._finalizer()
 
     def end_with(self, thread: BackgroundThread) -> None:
-        """Waits for ``thread``, which ends when the engine is closed, whenever the pool is closed."""
+        """Join ``thread`` when the pool is closed. It must end when the engine is closed."""
         self._threads.append(thread)
 
     @property
     def shared_devices(self) -> list[SharedDevice]:
-        """Of the GPUs that hold some of its experts, in order."""
+        """The shared state of each GPU with experts of this pool, in order."""
         return list(dict.fromkeys(layer.shared for layer in self.device_layers if layer.shared is not None))
 
     def handle(self, layer: int) -> torch.Tensor:
-        """int64 [pool, layer, generation], by which the ops name a layer of this pool."""
+        """int64 [pool, layer, generation]: the handle of a layer, an argument of the ops."""
         return torch.tensor([self.engine.id, layer, self.engine.generation], dtype=torch.int64)
 
     def fill(self, layer: int, expert: int, weights: ExpertTensors) -> None:
-        """Packs one expert and makes it resident, for good."""
+        """Pack one expert and make it resident permanently."""
         record = pack_expert(weights.on_cpu(), self.weights, self.group_size)
         self.engine.fill(layer, expert, record.numpy())
 
     def unpack_into(self, layer: int, expert: int, destination: ExpertTensors) -> None:
-        """Writes one expert's weights into ``destination``, in its dtype; reads the expert if it is cold."""
+        """Write one expert's weights into ``destination``, in its dtype. Reads the expert if it is cold."""
         record = torch.from_numpy(self.engine.read_record(layer, expert))
         shape = self.geometry
         gate_up, down, gate_up_bias, down_bias = unpack_record(
@@ -244,11 +245,11 @@ class ExpertPool:
         place = ", of a shared pool" if about["io"] == "shared" else ", io=buffered" if about["buffered"] else ""
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
         resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}{place}"
-        stand_ins = "" if self.fallback is None else f", stand-ins: {self.fallback.describe()}"
+        fallback = "" if self.fallback is None else f", fallback: {self.fallback.describe()}"
         left_alone = f", left alone: {self.left_alone}" if self.left_alone else ""
         share = "" if self.share is None else f"{self.share}, "
         choice = f", chosen as {self.choice}" if self.choice else ""
-        return f"{share}weights={short_name(self.weights)}{group}{choice}, {resident}{lossy}{stand_ins}{left_alone}"
+        return f"{share}weights={short_name(self.weights)}{group}{choice}, {resident}{lossy}{fallback}{left_alone}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self
@@ -260,12 +261,12 @@ class ExpertPool:
 def refuse_to_pickle() -> NoReturn:
     raise MeshError(
         "A patched model cannot be pickled: its experts are in a pool of this process. Pickle or torch.save the model "
-        "before torch_mesh.patch or after torch_mesh.unpatch, or let the other process open the checkpoint itself."
+        "before torch_mesh.patch or after torch_mesh.unpatch, or open the checkpoint in the other process."
     )
 
 
-def least_slots(layers: Sequence[ExpertsLayer]) -> int:
-    """As many experts as one token needs, of those that there are."""
+def min_slots(layers: Sequence[ExpertsLayer]) -> int:
+    """The number of experts that one token needs in a layer."""
     return max(min(layer.top_k, layer.num_experts) for layer in layers)
 
 
@@ -275,8 +276,8 @@ def _wants_guard(config: MeshConfig, can_shrink: bool) -> bool:
     )
     if wanted and not can_shrink and config.residency.guard == "on":
         warnings.warn(
-            "residency.guard='on' does nothing here: all experts are in memory and nowhere else. Name a store=, so "
-            "that some can go.",
+            "residency.guard='on' has no effect: all experts are in memory only, so that none can be evicted. Give "
+            "store= a folder.",
             stacklevel=4,
         )
     return wanted and can_shrink
@@ -287,8 +288,8 @@ _at_exit = threading.Event()
 
 @functools.cache
 def notice_exit() -> None:
-    """To be called when a finalizer has been made: functions that are registered later run earlier, and weakref's own
-    closes the pools."""
+    """Call after making a finalizer: exit functions run in reverse order of registration, and weakref's closes the
+    pools."""
     atexit.register(_at_exit.set)
 
 
@@ -305,10 +306,10 @@ def _close(engine: _C.Engine, own_threads: Sequence[BackgroundThread], guard: Me
 
 
 def close_engine(engine: _C.Engine | _C.Tables, owner: int) -> None:
-    """Unless this process is a forked child of ``owner``."""
+    """Close ``engine``, unless this process is a forked child of ``owner``."""
     if os.getpid() != owner:
         return
     try:
         engine.close(wait=not _at_exit.is_set())
-    except (ReadTimeoutError, MemoryError) as error:  # nobody could catch it here
+    except (ReadTimeoutError, MemoryError) as error:  # a finalizer cannot raise
         warnings.warn(str(error), RuntimeWarning, stacklevel=2)

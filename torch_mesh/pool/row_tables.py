@@ -1,4 +1,4 @@
-"""Embedding tables whose rows are read from files, and who owns their reader."""
+"""Embedding tables whose rows are read from files: the engine that reads them, and its owner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import MeshError
 from ..store.tables import StoredTable
 from .expert_pool import close_engine, notice_exit
 
-# What "auto" keeps of the rows: n-grams repeat as words do, so that few rows serve most look-ups.
+# The fraction of rows that "auto" caches: n-grams repeat as words do, so that few rows serve most look-ups.
 _CACHED_FRACTION = 64
 _MIN_CACHE, _MAX_CACHE = 16 << 20, 1 << 30
 # The buffers that rows are read into (csrc/tables/tables.cpp).
@@ -22,8 +22,8 @@ STAGING_BYTES = 8 << 20
 
 
 def divided_cache(tables: Sequence[int], cache_bytes: int | None) -> list[int]:
-    """What the row cache of each table may take, of tables of so many bytes. ``cache_bytes``: of all; None: by their
-    size."""
+    """Bytes of the row cache of each table, for tables of so many bytes. ``cache_bytes``: of all caches; None: by the
+    tables' sizes."""
     every = sum(tables)
     if cache_bytes is None:
         cache_bytes = min(max(every // _CACHED_FRACTION, _MIN_CACHE), _MAX_CACHE)
@@ -31,15 +31,15 @@ def divided_cache(tables: Sequence[int], cache_bytes: int | None) -> list[int]:
 
 
 def tables_memory(tables: Sequence[int], cache_bytes: int | None) -> int:
-    """What tables of so many bytes take in memory."""
+    """Memory of tables of so many bytes: row caches and buffers."""
     return sum(divided_cache(tables, cache_bytes)) + STAGING_BYTES if tables else 0
 
 
 class RowTables:
-    """The tables of a model. Its modules hold references, and copies of a model share them. Closed when the last
-    reference is gone."""
+    """The tables of a model. Its modules hold references, and copies of a model share them. Closed with the last
+    reference."""
 
-    by_id: ClassVar[weakref.WeakValueDictionary[int, RowTables]] = weakref.WeakValueDictionary()  # those that are open
+    by_id: ClassVar[weakref.WeakValueDictionary[int, RowTables]] = weakref.WeakValueDictionary()  # open ones
 
     def __init__(
         self, tables: Sequence[StoredTable], *, cache_bytes: int | None, verify: str, timeout: float, io: str
@@ -72,11 +72,11 @@ class RowTables:
         notice_exit()
 
     def close(self) -> None:
-        """Before its last reference is gone: for tables that no module uses."""
+        """Close the engine before its last reference is gone. No module may use the tables any more."""
         self._finalizer()
 
     def handle(self, table: int) -> torch.Tensor:
-        """int64 [tables, table, generation], by which the ops name a table."""
+        """int64 [tables, table, generation]: the handle of a table, an argument of the ops."""
         return torch.tensor([self.engine.id, table, self.engine.generation], dtype=torch.int64)
 
     def read(self, table: int, first: int, last: int) -> torch.Tensor:
@@ -95,6 +95,5 @@ class RowTables:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise MeshError(
-            "A model whose embedding tables are in files cannot be pickled: let the other process open the checkpoint "
-            "itself."
+            "A model whose embedding tables are in files cannot be pickled: open the checkpoint in the other process."
         )

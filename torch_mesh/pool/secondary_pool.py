@@ -1,4 +1,4 @@
-"""A second pool and store of the same experts in another format: for fallback experts and GPUs."""
+"""A second pool and store of the same experts in another format, for fallback experts and GPUs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def packed_format(weights: str) -> str:
 
 
 def other_config(config: MeshConfig, weights: str) -> MeshConfig:
-    """The config for the store of the other format: beside the main store, if that is named."""
+    """The config for a store in the format ``weights``, beside ``config.store`` if that is set."""
     store = None if config.store is None else f"{Path(config.store)}-{weights}"
     return config.replace(weights=weights, store=store)
 
 
 @dataclass(frozen=True)
 class Records:
-    """Where experts in one format are read from."""
+    """The source of experts in one format."""
 
     weights: str
     group_size: int
     layers: int
-    places: list[int]  # the source's layer, for each layer of the model
+    layer_indices: list[int]  # of the model's layers in the source
     source_arguments: dict[str, Any]
     store: Store | None  # the store with the records, if any
 
@@ -46,17 +46,17 @@ class Records:
         return " ".join([self.weights, str(self.group_size), *described])
 
     @classmethod
-    def of_store(cls, store: Store, places: Sequence[int]) -> Records:
-        """Records of a store that has the model's layers at ``places``."""
+    def of_store(cls, store: Store, layer_indices: Sequence[int]) -> Records:
+        """The records of a store in which the model's layers are ``layer_indices``."""
         manifest = store.manifest
         arguments = store.source_arguments()
-        return cls(manifest.weights, manifest.group_size, manifest.shape.layers, list(places), arguments, store)
+        return cls(manifest.weights, manifest.group_size, manifest.shape.layers, list(layer_indices), arguments, store)
 
 
 def open_other(
-    layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records, *, slots: int, least_slots: int
+    layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records, *, slots: int, min_slots: int
 ) -> ExpertPool:
-    """The second pool. Profiles and early experts apply to the main one only."""
+    """Open the second pool. Profiles and early experts apply to the main pool only."""
     config = config.replace(
         profile=None,
         prefill="off",
@@ -68,13 +68,13 @@ def open_other(
         records.layers,
         slots,
         config,
-        activations=pool_activations(layers, records.places, records.layers),
+        activations=pool_activations(layers, records.layer_indices, records.layers),
         weights=records.weights,
         group_size=records.group_size,
         exact=False,
         source=_C.Source(**records.source_arguments),
-        places=records.places,
-        least_slots=least_slots,
+        layer_indices=records.layer_indices,
+        min_slots=min_slots,
         store=records.store,
         identity=records.identity,
     )

@@ -14,30 +14,30 @@ from ..system.memory import resident_slots
 
 
 def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
-    """Raises ValueError or UnsupportedModelError for settings that a borrowed pool cannot have."""
+    """Raises ValueError or UnsupportedModelError for settings that ``config.shared`` excludes."""
     if config.shared is None:
         return
     named: list[str] = []
     if config.resident != "auto":
         named.append(f"resident={config.resident!r} is set by torch-mesh share --resident")
     if config.io != "auto":
-        named.append(f"io={config.io!r} is of who reads, which is the owner of the pool")
+        named.append(f"io={config.io!r} is set by the pool's owner, which reads")
     if config.verify == "always":
-        named.append("verify='always' is of who reads, too: the owner compares checksums when it first reads an expert")
+        named.append("verify='always' is set by the pool's owner, which compares checksums on an expert's first read")
     if config.residency.guard == "on":
-        named.append("residency.guard='on' would shrink a pool that is not this process'")
+        named.append("residency.guard='on' would shrink the pool of another process")
     if config.lossy.modes:
-        named.append(f"lossy ({config.lossy.modes}) would treat experts that are not lent to this process as cold")
+        named.append(f"lossy ({config.lossy.modes}) would treat experts that other processes borrow as cold")
     if config.gpu.experts != 0:
-        named.append("gpu.experts decides what its own pool need not hold")
+        named.append("gpu.experts needs a pool of this process")
     if named:
         raise ValueError(
             f"shared={config.shared!r} excludes other settings: {'; '.join(named)}. Leave out shared or these."
         )
     if any(layer.share is not None for layer in layers):
         raise UnsupportedModelError(
-            f"shared={config.shared!r} lends experts of a whole model, but this is one of several ranks, each with a "
-            "pool of its own. Leave shared out, or open the model without distributed_config."
+            f"shared={config.shared!r} lends experts of a whole model, but this process is one of several ranks, which "
+            "have pools of their own. Leave shared out, or open the model without distributed_config."
         )
 
 
@@ -75,7 +75,7 @@ class SharedPool:
             bias=shape.bias,
             activation=None,
             slots=slots,
-            # Experts that no worker holds: the last one evicted is likely needed first.
+            # For experts that no worker holds: the most recently used one is likely needed first.
             policy="lru",
             verify=defaults.verify,
             io=defaults.io,

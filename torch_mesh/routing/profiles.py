@@ -152,12 +152,12 @@ def pool_profile(
     layers: int,
     experts: int,
     top_k: int,
-    places: Sequence[int] | None = None,
+    layer_indices: Sequence[int] | None = None,
     share: Share | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
     """The initial counts of a pool's engine: the profile in ``path``, with old tokens faded; None without one.
 
-    ``places``: the layers that run, if not all of the store's. ``share``: the experts of this rank.
+    ``layer_indices``: the layers that run, if not all of the store's. ``share``: the experts of this rank.
     """
     if path is None:
         return None
@@ -167,8 +167,8 @@ def pool_profile(
     check_fits(profile, path, layers, experts, top_k)
     shrink = np.maximum(1, -(-profile.tokens // _MAX_TOKENS))  # an integer factor, so that uses stay below tokens
     tokens, uses = profile.tokens // shrink, profile.uses // shrink[:, None]
-    if places is not None:
-        idle = np.isin(np.arange(layers), places, invert=True)
+    if layer_indices is not None:
+        idle = np.isin(np.arange(layers), layer_indices, invert=True)
         tokens[idle], uses[idle] = 0, 0
     return tokens, uses if share is None else uses[:, share.experts.start : share.experts.stop].copy()
 
