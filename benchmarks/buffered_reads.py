@@ -1,8 +1,8 @@
-"""Claim: none; it shows when reads through the page cache (`io="buffered"`) are faster than direct ones (`io="auto"`).
+"""Claim: none; shows when reads through the page cache (`io="buffered"`) are faster than direct ones (`io="auto"`).
 
 A process in a memory group of its own computes the experts of a model token by token, with replayed synthetic routing.
-Its pool holds the same experts either way. The group leaves memory outside the pool for none, half or all of the other
-records, which only the page cache can use. Needs root.
+Its pool holds the same experts either way. Memory outside the pool has room for none, half or all of the other records,
+which only the page cache can use. Needs root.
 """
 
 from __future__ import annotations

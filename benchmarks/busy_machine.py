@@ -1,11 +1,10 @@
 """Claim: beside other processes that compute, two threads decode at 0.85 or more of the speed of the better of one and
-two, and at
-0.55 or more of their quiet speed with one such process; a token then takes at most 1.5 x the processor time of a quiet
-run. The same for prompts of 512 tokens.
+two threads, and at 0.55 or more of their quiet speed beside one such process. A token takes at most 1.5 x the processor
+time of a quiet run. The same holds for prompts of 512 tokens.
 
 The 4-layer model with every expert in memory in int4, dense layers in int4, eager. A busy process is a loop that never
-sleeps; it lives through one round of all contenders. llama.cpp with two threads is measured beside them where
-benchmarks/peers.sh has built it.
+sleeps, and runs for one round of all contenders. llama.cpp with two threads is measured too if benchmarks/peers.sh has
+built it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Claim: of what rounding mesh-tiny's experts to 4, 3 and 2 bits does to its predictions, calibration takes off a sixth
-or more.
+"""Claim: calibration removes a sixth or more of the effect of rounding mesh-tiny's experts to 4, 3 and 2 bits.
 
-"Divergence" is Kullback and Leibler's, of the unpatched model's prediction of each token from the engine's, in
-thousandths of a nat: perplexity, which is shown beside it, may fall by chance when a model gets worse. Records are
-calibrated on every other document of tests/data/text, prose and code alike, and measured on the first of the others;
-"prose alone" is calibrated without the code, to show what a text of another kind is worth. Both models of a pair run in
-the same process.
+"Divergence" is the Kullback-Leibler divergence of each token's prediction by the engine from that by the unpatched
+model, in thousandths of a nat. Perplexity, which is shown too, may fall by chance when a model gets worse. Records are
+calibrated on every other document of tests/data/text, prose and code, and measured on the first of the others; "prose
+alone" is calibrated without code, to show the value of text of another kind. Both models of a pair run in one process.
 """
 
 from __future__ import annotations

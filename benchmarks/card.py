@@ -1,7 +1,6 @@
-"""A CUDA device as benchmarks use it: whether there is one, which one, time by events, runs captured in a graph.
+"""The CUDA device of a benchmark: its name, timing by events, and capture of runs in a graph.
 
-Every function takes the device. In tests the CPU stands for one: then a run is timed by the clock and captured by
-nothing.
+Every function takes the device. Tests pass the CPU: then runs are timed by the clock and not captured.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Experts in random codes and scales, as checkpoints of other tools have them, packed to the records that hold
-these."""
+"""Experts in random codes and scales, as in checkpoints of other tools, packed to the records that hold them."""
 
 from __future__ import annotations
 

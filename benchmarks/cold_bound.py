@@ -1,10 +1,10 @@
-"""Claim: without prefetch, a decode step with a part of the experts resident takes at most 1.15 × what it must: what it
-takes with all of them, and for each layer what reading its cold experts takes beyond computing them.
+"""Claim: without prefetch, a decode step with a part of the experts resident takes at most 1.15 x its lower bound: the
+time with all experts resident and, for each layer, the time by which reading its cold experts exceeds computing them.
 
-The synthetic model in int4, with the routing of a made-up trace (as the full-size benchmark's) instead of its routers'.
-Reading takes what a plain loop of direct reads takes for as many experts at once, as many requests under way. Reads
-bypass the page cache. Beside it, what a stand-in for a predictor hides of the waiting, which names three of four of the
-next layer's experts and a wrong one for each that it misses.
+The synthetic model in int4, with the routing of a synthetic trace (as in full_size.py) instead of its routers'. Reading
+is timed by a loop of direct reads of as many experts at a time, with as many requests in flight. Reads bypass the page
+cache. Beside it a simulated predictor shows how much waiting prefetch hides: it names three of four of the next layer's
+experts, and a wrong one for each that it misses.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ RECALL = 0.75
 
 
 class Replayed:
-    """A model whose layers take the experts that a trace names; ``foretell``: a stand-in predictor names the next
-    layer's beforehand."""
+    """A model whose layers take the experts that a trace names; ``predict``: a simulated predictor names those
+    of the next layer."""
 
-    def __init__(self, model: Any, routing: torch.Tensor, foretell: bool) -> None:
+    def __init__(self, model: Any, routing: torch.Tensor, predict: bool) -> None:
         self.model, self.routing = model, routing  # [tokens, layers, top_k]
         self.modules = list(patched_modules(model))
         self.engine = self.modules[0]._mesh_pool.engine
         self.token = 0
-        self.seconds = torch.zeros(len(self.modules))  # that each layer's experts took last
-        self.guesses = guesses(routing, self.modules[0].num_experts) if foretell else None
+        self.seconds = torch.zeros(len(self.modules))  # of each layer's experts, in the last step
+        self.guesses = guesses(routing, self.modules[0].num_experts) if predict else None
         for layer, module in enumerate(self.modules):
             module.register_forward_pre_hook(self._force(layer))
             module.register_forward_hook(self._stop(layer))
@@ -100,9 +100,9 @@ def guesses(routing: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 @contextmanager
-def replayed(folder: Path, routing: torch.Tensor, resident: float, foretell: bool = False) -> Iterator[Replayed]:
+def replayed(folder: Path, routing: torch.Tensor, resident: float, predict: bool = False) -> Iterator[Replayed]:
     model = open_model(folder, resident=resident, dense="int4", verify="never", prefetch="off")
-    yield Replayed(model, routing, foretell)
+    yield Replayed(model, routing, predict)
     del model
     gc.collect()
 
@@ -162,7 +162,7 @@ def measure(options: Any) -> Report:
             )
         )
         report.add(Row(f"hit rate, {name}", 100 * (rate or 0), "%"))
-        with replayed(folder, routing, resident, foretell=True) as model:
+        with replayed(folder, routing, resident, predict=True) as model:
             hinted = statistics.mean(seconds for seconds, _, _ in list(model.steps(tokens))[WARM_UP:])
         waiting = statistics.mean(taken) - least
         hidden = statistics.mean(taken) - hinted

@@ -1,10 +1,10 @@
-"""Claim: with 40 % of its experts' bytes in memory, torch_mesh decodes 8 x as fast as llama.cpp, 20 x as accelerate.
+"""Claim: with 40 % of its experts' bytes in memory, torch_mesh decodes 8 x as fast as llama.cpp and 20 x as accelerate.
 
-Each system runs on the same weights in a process of its own, under a memory limit of: its own anonymous memory
-(measured in a run without a limit) + the bytes of its dense weights + 0.4 of the bytes of its experts; and again, but
-for torch_mesh, under torch_mesh's limit. torch_mesh and llama.cpp have 4-bit experts, torch_mesh the other linear
-layers in 8 bits and llama.cpp in 4, accelerate has the bf16 originals. Files are evicted from the page cache before
-every session; tokens are timed after a warm-up that fills what may be filled.
+Each system runs on the same weights in a process of its own, under a memory limit of its own anonymous memory (measured
+without a limit) + the bytes of its dense weights + 0.4 of the bytes of its experts. The others also run under
+torch_mesh's limit. torch_mesh and llama.cpp have 4-bit experts; other linear layers are 8 bits in torch_mesh and 4 bits
+in llama.cpp; accelerate has the bf16 originals. Files are evicted from the page cache before every session, and tokens
+are timed after a warm-up.
 """
 
 from __future__ import annotations

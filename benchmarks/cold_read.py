@@ -1,10 +1,10 @@
-"""Claim: promoting experts of which none is resident goes at 0.95 of the speed of plain direct reads of the same size
-and number under way, eight experts a call at 0.9, as where each expert's checksum is verified; it takes no more
-processor time than that loop, 60 ms per GB with checksums.
+"""Claim: promoting experts of which none is resident reaches 0.95 of the speed of plain direct reads with the same size
+and number in flight; 0.9 with eight experts per call or with checksums. It takes no more processor time than those
+reads, and 60 ms per GB with checksums.
 
-The records are those of the synthetic model's store, a layer promoted after another into a pool that holds one. The
-reference is a loop of threads that reads the same records into huge pages, and fio where it is installed, which reads
-the same files from end to end into whatever pages it gets.
+The records are those of the synthetic model's store, promoted layer by layer into a pool that holds one layer. The
+reference is a loop of threads that reads the same records into huge pages, and fio if it is installed, which reads the
+same files sequentially.
 """
 
 from __future__ import annotations

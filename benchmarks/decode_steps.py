@@ -1,4 +1,4 @@
-"""A model's decode steps with buffers that stay: run eagerly, or captured in a CUDA graph and replayed."""
+"""A model's decode steps with static buffers, run eagerly or captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Plain direct reads in chunks of the reader's size, as many under way: the limit beside what is measured on cold
-files.
+"""Plain direct reads in chunks of the reader's size, as many in flight: the limit for cold reads.
 
-They go into huge pages that are there before, as the pool's do: small ones cut the disk's requests up.
+They go into huge pages that were touched before, as the pool's do: small pages split the disk's requests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Claim: a model that fits hits in 99 % of its accesses within 1.2 x (bytes of its experts / the disk's speed) of
-opening, while it decodes, and decodes no slower meanwhile than with `residency.fill="off"`.
+"""Claim: a model that fits has 99 % hits within 1.2 x (bytes of its experts / the disk's speed) of opening, while it
+decodes, and decodes no slower meanwhile than with `residency.fill="off"`.
 
-The 4-layer model in int4 with every expert in memory, dense layers in int4, eager. Both are opened in turn, nothing of
-the store being in the page cache: reads are direct.
+The 4-layer model in int4 with every expert in memory, dense layers in int4, eager. Both variants are opened in turn,
+with none of the store in the page cache.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Claim: a model of Qwen3-30B-A3B's full size runs as `torch-mesh plan` foretells: tokens/s within 25 %, and no more
+"""Claim: a model of Qwen3-30B-A3B's full size runs as `torch-mesh plan` predicts: tokens/s within 25 %, and no more
 memory.
 
-All 48 layers of 128 experts in int4, 15 GB, of random weights that were never anything else. Routing is replayed from a
-made-up trace whose tokens share 39 % of their experts with the next one, as Qwen3's do; beside it llama.cpp with the
-same routing on a Q4_0 file of the same shapes, under the memory that torch_mesh took. (Routers of random weights choose
-nearly the same experts for every token, and so measure nothing of a cold path.)
+All 48 layers of 128 experts in int4, 15 GB of random weights. Routing is replayed from a synthetic trace whose tokens
+share 39 % of their experts with the next one, as Qwen3's do: routers of random weights choose nearly the same experts
+for every token. llama.cpp runs beside it with the same routing on a Q4_0 file of the same shapes, under the memory that
+torch_mesh took.
 
-With --weights int4 tcq3 tcq2, formats in turn: of int4's bytes per token tcq3 reads 0.65 and tcq2 0.4 in 1.5 and 4 GB,
-and in 1.5 GB they make
-1.3 and 1.8 times its tokens/s.
+With --weights int4 tcq3 tcq2, formats in turn: of int4's bytes per token tcq3 reads 0.65 and tcq2 0.4 in 1.5 and 4 GB.
+In 1.5 GB they reach 1.3 and 1.8 times its tokens/s.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ def measure(options: Any) -> Report:
         ),
         (
             f"torch_mesh: {'eager' if options.eager else 'compiled step'}, prefetch off (forced routing cannot be "
-            "foretold by routers)"
+            "predicted by routers)"
         ),
         "llama.cpp is limited to the memory that torch_mesh's process group had charged at its peak",
         "stock: the mapping as it is; random: with MADV_RANDOM",

@@ -1,11 +1,11 @@
-"""Claim: a checkpoint of gpt-oss-20b's full size opens as it is published, in MXFP4, with no more memory than
-`--resident` says and the rest of the model: from its own files within seconds, and from a store that a conversion makes
-at .6 of the disk's speed.
+"""Claim: a checkpoint of gpt-oss-20b's full size opens as it is published, in MXFP4, with the memory of `--resident`
+and the rest of the model: from its own files within seconds, and from a store that is converted at 0.6 of the disk's
+speed.
 
-The weights are random, written in the published layout. Routers of random weights choose nearly the same experts for
-every token, so routing is replayed from a made-up trace whose tokens share 39 % of their experts with the next one.
-`--llama` measures llama.cpp beside it: the same types, shapes and routing in a GGUF file, under the memory that
-torch_mesh's processes had charged at their peak.
+Weights are random, in the published layout. Routers of random weights choose nearly the same experts for every token,
+so that routing is replayed from a synthetic trace whose tokens share 39 % of their experts with the next one. `--llama`
+measures llama.cpp with the same types, shapes and routing in a GGUF file, under the peak memory of torch_mesh's
+processes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Claim, on a CUDA device: with half of the experts on it a model decodes 1.5 x as fast as with all of them on the CPU,
-and as with every cold expert that a token uses copied to the device, whichever of these is faster.
+"""Claim, on a CUDA device: with half of the experts on it a model decodes 1.5 x as fast as the faster of two
+alternatives: all experts on the CPU, and every cold expert of a token copied to the device.
 
-The synthetic model (4 layers of Qwen3-30B-A3B's shapes) with int4 experts, all of them in memory, the rest in bf16 on
-the device; one sequence, the same seeded tokens for all, from an empty cache. What can be captured in a CUDA graph runs
-eagerly and replayed. That is half of the experts on the device, and all on the CPU through the same host nodes, one
-expert of the model apart, without which no layer would have nodes. What copies has to look at each layer's routing
-first, and is eager: through the buffers of prompts, and from pinned memory that holds every cold expert. Contenders
-take turns, and each one's logits are compared with the first one's.
+The synthetic model (4 layers of Qwen3-30B-A3B's shapes) with int4 experts, all of them in memory, and the rest in bf16
+on the device; one sequence, the same seeded tokens for all, from an empty cache. Runs that a CUDA graph can capture are
+measured both eagerly and replayed: half of the experts on the device, and all on the CPU through the same host nodes
+(but for one expert, without which no layer would have nodes). Copying depends on each layer's routing and is eager:
+through the buffers of prompts, and from pinned memory that holds every cold expert. Contenders take turns, and their
+logits are compared.
 
-Beside it where a step's time goes, from torch's profiler: a trace for chrome://tracing, and a figure.
+Also shows where a step's time goes, by torch's profiler: a trace for chrome://tracing, and a figure.
 """
 
 from __future__ import annotations

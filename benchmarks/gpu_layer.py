@@ -3,8 +3,8 @@ copy rate in bf16, int4 decodes 1.8 times as fast as bf16, 512 tokens reach 0.6 
 bf16, and each is at least as fast as transformers' grouped_mm and batched_mm.
 
 128 experts of 2048 x 768, top-8. Sixteen calls with different experts, all 128 at batch 1, are captured in one CUDA
-graph, so that no weight is in a cache when its turn comes and no launch is waited for; contenders take turns. Without a
-device there is nothing to say, and nothing is printed but that.
+graph, so that no weight is in a cache and launches take no time; contenders take turns. Without a device only that is
+printed.
 """
 
 from __future__ import annotations

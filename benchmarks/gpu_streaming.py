@@ -1,8 +1,8 @@
-"""Claim, on a CUDA device: a prompt brings the 128 experts of a layer, all in the pool's memory and none on the device,
-up at 0.85 of the rate at which plain copies of one record each come up from pinned memory in the same run.
+"""Claim, on a CUDA device: a prompt copies the 128 experts of a layer, all in the pool's memory and none on the device,
+at 0.85 of the rate of plain copies of one record each from pinned memory in the same run.
 
-The time is that of the whole forward: choosing, copying from the pool to pinned memory, copying up, and the products of
-512 tokens, 2048 x 768, top-8. Beside it the same records without products. Contenders take turns.
+The time is that of the whole forward: choosing, copying from the pool to pinned memory and to the device, and the
+products of 512 tokens, 2048 x 768, top-8. The same records without products are shown too. Contenders take turns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What every benchmark here shares: rows with their peer or limit beside them, interleaved rounds, a table, JSON.
+"""What all benchmarks share: rows with a peer or limit, interleaved rounds, a table, JSON.
 
-A row without a reference from the same run is only a fact about one machine on one day; absolute figures drift by tens
-of per cent, so claims are made on ratios.
+Absolute figures drift by tens of per cent, so that claims are ratios to a reference of the same run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Runs a program under a memory limit with its files evicted from the page cache.
+"""Run a program under a memory limit with its files evicted from the page cache.
 
-The kernel charges a page of the page cache to the group that first touches it, so a limit bounds what a program keeps
-of a mapped file. Libraries are left in the cache: they belong to whoever used them first and are not what these
-benchmarks measure.
+The kernel charges a page of the page cache to the group that first touches it, so that a limit bounds the pages of a
+mapped file. Libraries stay in the cache: they are charged to the first program that used them, and are not measured.
 """
 
 from __future__ import annotations

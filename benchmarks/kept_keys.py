@@ -1,8 +1,8 @@
-"""Claim: what torch-mesh serve takes for the keys of conversations stays within --keep-keys.
+"""Claim: the memory of torch-mesh serve for the keys of conversations stays within --keep-keys.
 
-Four clients hold conversations of all lengths with examples/mesh-tiny, over loopback. Anonymous memory of the server
-without what it counts as kept after half of the time is what it takes for everything else; what it has beyond that at
-the end is compared with the limit.
+Four clients hold conversations of all lengths with examples/mesh-tiny, over loopback. The server's anonymous memory
+without counted keys, after half of the time, is its memory for everything else. What exceeds that at the end is
+compared with the limit.
 """
 
 from __future__ import annotations

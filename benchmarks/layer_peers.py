@@ -2,8 +2,8 @@
 kt-kernel for one row, and 1.5 x each for 512.
 
 The same layer for all: 128 experts, top-8, the same weights, inputs and routing. Each system runs in a process of its
-own with all processors, and is stopped while another has its turn. The error beside each is that of its output for one
-row against float64, so that nobody is fast by computing something else.
+own with all processors, and is stopped during the others' turns. The error of each one's output for one row against
+float64 shows that all compute the same.
 """
 
 from __future__ import annotations

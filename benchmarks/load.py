@@ -1,11 +1,11 @@
 """Claim: a 5 GB checkpoint converted to int4 opens in 5 s after imports, and in 2 GB of memory, at resident=0.4. The
-first opening of the bf16 original, which converts it to int4, goes at 1 GB of its experts a second, or as fast as the
-disk reads if that is less.
+first opening of the bf16 original, which converts it to int4, reaches 1 GB of experts per second, or the disk's speed
+if that is less.
 
 Every load is cold: a process of its own, files evicted from the page cache. Weights may be mapped and not yet read when
-``from_pretrained`` returns, so the time to the end of a first prompt is shown too, and peaks cover it. torch_mesh runs
-under a memory limit of those 2 GB, so the kernel vouches for the peak, whatever kind of memory it was. Conversions have
-no limit; the disk's speed is that of direct reads of the original, between them.
+``from_pretrained`` returns, so that the time to the end of a first prompt is shown too, and peaks include it.
+torch_mesh runs under a memory limit of 2 GB, which bounds memory of every kind. Conversions have no limit; the disk's
+speed is that of direct reads of the original, measured between them.
 """
 
 from __future__ import annotations

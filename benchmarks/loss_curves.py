@@ -1,10 +1,9 @@
-"""Claim: adapters on experts that stay on disk learn as plain PEFT does: over 200 steps the losses of both differ by no
-more than those of two seeds, at any step and on the average of all.
+"""Claim: adapters on experts that stay on disk learn as with plain PEFT: over 200 steps the losses of both differ by no
+more than those of two seeds, at any step and on average.
 
 examples/mesh-tiny learns examples/text/ships_log.txt with LoRA of rank 8 on attention and all experts, in float32:
-patched with a quarter of its experts resident, and as transformers and PEFT run it. A seed draws the adapters and the
-order of the text, the same for both. Compared are means over the last steps: the loss of one step is that of the text
-it drew.
+patched with a quarter of its experts resident, and in plain transformers and PEFT. A seed draws the adapters and the
+order of the text, the same for both. Means over the last steps are compared, since each step draws another text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One layer of experts in memory, without a model: what the benchmarks of the op share.
+"""One layer of experts in memory, without a model, for the benchmarks of ops.
 
-Qwen3-30B-A3B's shapes. A few experts' bytes are repeated over all of them, which changes nothing for a processor: each
-has memory of its own, and a layer's records are many times larger than any cache.
+Qwen3-30B-A3B's shapes. The bytes of a few experts are repeated over all; each expert has memory of its own, and a
+layer's records are many times larger than any cache.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Claim: the engine's perplexity is the unpatched model's within 0.05 % in bf16, 0.2 % in int8, 1 % in int4 and lut4
-(group 64).
+"""Claim: the engine's perplexity is within 0.05 % of the unpatched model's in bf16, 0.2 % in int8, and 1 % in int4 and
+lut4 (group 64).
 
 The model is examples/mesh-tiny, the text held-out prose and code of its two sources; perplexity is over the first
 documents of each, of at most 512 tokens.

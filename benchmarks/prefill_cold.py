@@ -1,10 +1,9 @@
 """Claim: a cold prompt of 2,048 tokens with a quarter of the experts resident takes at most 1 / 0.85 of the longer of
-reading and computing, reads no expert twice, and leaves the experts that decoding goes on with.
+reading and computing, reads no expert twice, and leaves the experts resident that decoding needs.
 
-Speed is that of the synthetic model in int4, on one model after the other, in pairs: the prompt with everything
-resident is what computing takes, a plain loop of direct reads of the same records, as many at a time as the reader
-keeps under way, is what reading takes. Hit rates are those of mesh-tiny, whose routing is a trained one, on text,
-without lookahead.
+Speed is measured with the synthetic model in int4, in pairs: computing is the prompt with everything resident, reading
+is a loop of direct reads of the same records with as many in flight as the reader has. Hit rates are those of
+mesh-tiny, whose routing is trained, on text, without lookahead.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Claim: 512 tokens through a layer's experts reach 0.85 of torch's rate for a square product in bf16, 1.15 in int8
-with groups of 64, 1.35 with groups of 128, and 1.0 in int4. Records that hold a checkpoint's codes keep up with those
-of their like: mxfp4 and nvfp4 with 0.95 of the rate of lut4, fp8 with 0.85 of that of bf16, bf12 with 0.95 of it,
-tcq2 and tcq3 with 0.9 of that of int4.
+with groups of 64, 1.35 with groups of 128, and 1.0 in int4. Records with a checkpoint's codes are as fast as similar
+formats: mxfp4 and nvfp4 reach 0.95 of the rate of lut4, fp8 0.85 of that of bf16, bf12 0.95 of it, tcq2 and tcq3
+0.9 of that of int4.
 
-Everything is resident, every token takes 8 of 128 experts at random. The square products have as many operations as the
-layer. They are in bf16; in fp32 where the processor has no bf16 arithmetic, which torch emulates at a hundredth of the
-rate.
+Everything is resident, and every token takes 8 of 128 experts at random. The square products have as many operations as
+the layer. They are in bf16, or in fp32 if the processor has no bf16 arithmetic, which torch emulates at a hundredth of
+the rate.
 """
 
 from __future__ import annotations

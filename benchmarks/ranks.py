@@ -1,12 +1,11 @@
-"""Claim: ranks that divide the experts reach what ``simulate --nodes`` foretells, in tokens per second, hits and bytes
+"""Claim: ranks that divide the experts reach what ``simulate --nodes`` predicts, in tokens per second, hits and bytes
 on the wire.
 
-One, two and four gloo ranks, each in a network namespace of its own, a quarter of the experts resident: on each rank of
-its own, so that one process has as many in all. ``relay.py`` joins the namespaces by links of ``--network``. All ranks,
-and the relay, share this machine's cores and disk: what the simulation is told of disk, experts, the rest of the model
-and messages is measured by as many processes at once as there are ranks, in the same run. Beside it stands what it says
-of ``--network`` as it is, without what software adds to a message. Everything is undone at the end, after Ctrl-C, too.
-Needs root.
+One, two and four gloo ranks, each in a network namespace of its own, with a quarter of its own experts resident, so
+that one process has as many in all. ``relay.py`` connects the namespaces by links of ``--network``. Ranks and relay
+share this machine's cores and disk: the speeds that the simulation gets (disk, experts, rest of the model, messages)
+are measured by as many processes at once as there are ranks, in the same run. A second prediction, without the overhead
+of software per message, is shown too. Everything is cleaned up at the end, also after Ctrl-C. Needs root.
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ def run_ranks(folder: Path, out: Path, names: Sequence[str], options: Any) -> li
     return [json.loads((out / f"{len(names)}-{rank}.json").read_text()) for rank in range(len(names))]
 
 
-def foretold(trace: Any, found: list[dict[str, Any]], run: dict[str, Any], given: Any) -> tuple[Any, Any]:
+def predicted(trace: Any, found: list[dict[str, Any]], run: dict[str, Any], given: Any) -> tuple[Any, Any]:
     """By ``simulate --nodes``, of what the ranks have measured besides the run itself: with messages as they measured
     them, and as the network is ``given``."""
     from torch_mesh.routing.cluster_simulation import Cluster, Network, simulate_nodes
@@ -273,8 +272,8 @@ def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, network: A
     of_one = report.details.setdefault("opening", opening)
     report.add(Row(f"{who}: open, and one token", opening, "s", "one process", of_one))
     for runs in zip(*(rank["runs"] for rank in found), strict=True):
-        row, as_given = foretold(trace, found, runs[0], network)
-        both = {"foretold": row.to_dict(), "foretold of the network alone": as_given.to_dict()}
+        row, as_given = predicted(trace, found, runs[0], network)
+        both = {"predicted": row.to_dict(), "predicted for the network alone": as_given.to_dict()}
         report.details.setdefault("runs", []).append({"measured": runs, **both})
         prefetch, dispatch = runs[0]["prefetch"], runs[0]["dispatch"]
         name = f"{who}, {dispatch}" if ranks > 1 else who
@@ -282,11 +281,11 @@ def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, network: A
         speed = options.tokens / max(run["seconds"] for run in runs)
         hits = 100 * sum(run["hits"] for run in runs) / sum(run["accesses"] for run in runs)
         read = sum(run["read"] for run in runs) / options.tokens / 1e6
-        report.add(Row(f"{name}: decode", speed, "tokens/s", "foretold", row.tokens_per_second, 1.3, 0.7))
+        report.add(Row(f"{name}: decode", speed, "tokens/s", "predicted", row.tokens_per_second, 1.3, 0.7))
         # What is read ahead in time is the clock's, and no claim; without it hits are the pools' decisions alone.
         bounds = (1.02, 0.98) if prefetch == "off" else (None, None)
-        report.add(Row(f"{name}: hits", hits, "%", "foretold", 100 * row.hit_rate, *bounds))
-        report.add(Row(f"{name}: read", read, "MB/token", "foretold, from the start", row.read_bytes_per_token / 1e6))
+        report.add(Row(f"{name}: hits", hits, "%", "predicted", 100 * row.hit_rate, *bounds))
+        report.add(Row(f"{name}: read", read, "MB/token", "predicted, from the start", row.read_bytes_per_token / 1e6))
         if ranks == 1:
             alone[prefetch] = speed
             continue
@@ -294,10 +293,10 @@ def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, network: A
         payload = row.sent_bytes_per_token / 1e3
         if dispatch == "all_reduce":
             envelopes = sum(rank["envelope_bytes"] for rank in found) * SHAPE.layers / 1e3
-            what = f"foretold {payload:.1f} + envelopes"
+            what = f"predicted {payload:.1f} + envelopes"
             report.add(Row(f"{name}: sent", sent, "kB/token", what, payload + envelopes, 1.1, 0.9))
         else:
-            report.add(Row(f"{name}: sent", sent, "kB/token", "foretold, without envelopes", payload))
+            report.add(Row(f"{name}: sent", sent, "kB/token", "predicted, without envelopes", payload))
         report.add(Row(f"{name}: decode", speed, "tokens/s", options.network, as_given.tokens_per_second))
         report.add(Row(f"{name}: decode", speed, "tokens/s", "one process", alone[prefetch]))
         everything = 1 / max(run["resident_seconds"] for run in runs)
@@ -310,7 +309,7 @@ def measure(options: Any) -> Report:
 
     network = Network.parse(options.network)
     folder = synthetic.store(options.dir, SHAPE, WEIGHTS)
-    report = Report("Ranks in network namespaces, beside what simulate --nodes foretells")
+    report = Report("Ranks in network namespaces, beside what simulate --nodes predicts")
     with tempfile.TemporaryDirectory() as out:
         for ranks in (1, *options.ranks):
             with delayed_network(ranks, network.bandwidth, network.latency) as links:

@@ -1,8 +1,8 @@
-"""Claim: a message between two network namespaces takes its delay and little more, and they hold to their bandwidth.
+"""Claim: a message between two network namespaces takes little more than its delay, and links keep their bandwidth.
 
-A network of this process' own making, for kernels without ``netem``: each namespace has a TUN device, and what one
-sends the relay hands to another one when the bandwidth of both links lets it and the delay is over. Its packets are
-large, so that few of them have to pass. Needs root.
+A network in this process, for kernels without ``netem``: each namespace has a TUN device, and the relay passes on a
+packet when the bandwidth of both links allows it and the delay is over. Packets are large, so that there are few. Needs
+root.
 """
 
 from __future__ import annotations

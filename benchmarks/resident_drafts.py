@@ -1,11 +1,11 @@
-"""Claim: drafts by resident experts alone gain nothing: a draft that reads nothing still computes all that a plain step
-does, so that on examples/mesh-tiny at 25 and 50 % resident decoding with them takes at least as long as without. Tokens
-are those of plain decoding.
+"""Claim: drafts by resident experts alone gain nothing. A draft that reads nothing still computes as much as a plain
+step: on examples/mesh-tiny at 25 and 50 % resident, decoding with them takes at least as long as without. Tokens are
+those of plain decoding.
 
-That is why torch_mesh has no such drafts. Here each router takes the best of the resident experts for a few tokens, the
-cache goes back, and one exact forward verifies them. (The mode that sees a router choose costs some microseconds a
-layer.) Both sides are the same loop on a model with a pool of its own, text by text in turn; a kind's first text is not
-counted, for it fills the pools.
+So torch_mesh has no such drafts. Here each router takes the best of the resident experts for a few tokens, the cache is
+rewound, and one exact forward verifies them. (The mode that intercepts a router's choice costs some microseconds per
+layer.) Both sides are the same loop on a model with a pool of its own, text by text in turn. The first text of a kind
+fills the pools and is not counted.
 """
 
 from __future__ import annotations

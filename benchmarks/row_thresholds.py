@@ -1,9 +1,9 @@
-"""Claim: the rows from which on a product changes its way (few rows, panels, the processor's tiles or torch's brgemm)
-are well chosen: no number of rows takes more than 1.15 × the time of the faster way.
+"""Claim: the numbers of rows from which a product takes another kernel (few rows, panels, the processor's tiles or
+torch's brgemm) are well chosen: no number of rows takes more than 1.15 x the time of the faster kernel.
 
-For each format with the instruction set that this processor gets, or those of ``--isa``, one thread, a matrix that no
-cache holds. The switches are constants of the kernel tables (csrc/kernels), since results must not depend on a
-machine's mood; where this measures better ones, change them there.
+For each format with this processor's instruction set, or those of ``--isa``, on one thread, with a matrix larger than
+any cache. The thresholds are constants of the kernel tables (csrc/kernels), since results must not depend on
+measurements; change them there if this finds better ones.
 """
 
 from __future__ import annotations

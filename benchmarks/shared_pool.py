@@ -1,8 +1,8 @@
-"""Claim: workers that share a pool, and its owner, take at most 1.1 × one pool besides what they need without experts
+"""Claim: workers that share a pool, and its owner, take at most 1.1 x one pool beside their memory without experts
 (PSS, from smaps).
 
-Beside it, without a claim: tokens per second of all workers together, with one pool (`torch-mesh share`) and with as
-much memory divided among pools of their own. Each worker has one thread and a text of its own. The synthetic model's
+Also shows, without a claim, tokens per second of all workers together, with one pool (`torch-mesh share`) and with the
+same memory divided among pools of their own. Each worker has one thread and a text of its own. The synthetic model's
 routing is nearly even, the worst case for any cache; `--store` takes another converted model.
 """
 

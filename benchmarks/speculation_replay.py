@@ -1,14 +1,13 @@
 """Claim: drafts that are right nine, seven or five times in ten make decoding on Qwen3-30B-A3B's shapes at no residency
-more than 5 % slower than without; with --rewriting, that a file written again with one name changed takes two thirds of
-the time with a quarter of the experts resident, and half with all.
+more than 5 % slower than without; with --rewriting, a file written again with one name changed takes two thirds of the
+time with a quarter of the experts resident, and half with all.
 
-Random weights write nothing that could be foretold, so both the text and what is drafted of it are given: a logits
-processor chooses the tokens, the experts are those of a made-up trace (as in full_size.py), and each token is drafted
-rightly at a seeded rate, or with --rewriting by lookup in the file, which is the prompt. Rows behind a wrong one take
-the experts of another token of the text. Everything else is what `generate(custom_generate=torch_mesh.speculate())`
-does, its controller learning as it goes. Plain decoding is transformers' own loop on a model with a pool of its own,
-the same text in turn; where all is resident there is one model for both. The time is that from the first token to the
-last.
+Random weights write text that cannot be predicted, so that text and drafts are given: a logits processor chooses the
+tokens, the experts are those of a synthetic trace (as in full_size.py), and each token is drafted correctly at a seeded
+rate, or with --rewriting by lookup in the file, which is the prompt. Rows after a wrong draft take the experts of
+another token. Everything else is `generate(custom_generate=torch_mesh.speculate())` with its controller. Plain decoding
+is transformers' own loop on a model with a pool of its own, with the same text in turn; with everything resident there
+is one model for both. The time is that from the first token to the last.
 """
 
 from __future__ import annotations
@@ -303,7 +302,7 @@ def measure(options: Any) -> Report:
     report.notes.append(
         f"the trace's tokens share {full_size.OVERLAP:.0%} of their experts with the next; seed {options.seed}; "
         "prefetch off (forced "
-        "routing cannot be foretold by routers)"
+        "routing cannot be predicted by routers)"
     )
     return report
 

@@ -1,9 +1,9 @@
 """Claim: watching a model and writing its statistics cost under 1 % of decode time.
 
-A look at the counters and the drawing of them hold Python's lock, so at most they take their own time from the decode
-that runs beside them: the claim is on that time, for a pool of Qwen3-30B-A3B's 48 layers of 128 experts, every two
-seconds. Beside it the tokens per second of a small model with and without the view, interleaved: its decode is nearly
-all Python, which is where the lock would hurt most.
+Reading and drawing the counters hold Python's lock, so that they delay a decode by their own time at most. The claim is
+on that time, for a pool of Qwen3-30B-A3B's 48 layers of 128 experts, every two seconds. Also shown are the tokens per
+second of a small model with and without the view, interleaved: its decode is nearly all Python, which the lock slows
+most.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Makes the checkpoint of the large benchmarks: Qwen3-30B-A3B's shapes, fewer layers, seeded random weights in bf16.
+"""The checkpoint of the large benchmarks: Qwen3-30B-A3B's shapes, fewer layers, seeded random weights in bf16.
 
-The same weights can be written in the forms that each system wants: torch_mesh's store, GGUF for llama.cpp, an offload
-folder for accelerate. Everything is made once below ``--dir`` and found again by its name; what has its final name is
-complete.
+The same weights can be written in each system's form: torch_mesh's store, GGUF for llama.cpp, an offload folder for
+accelerate. Files are made once below ``--dir`` and found again by name; a file with its final name is complete.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Claim: to verify is to read once: 8 rows of the same experts take at most 1.5 × the time of one row, 22 rows at most
-2.2 ×, in each format, on one thread.
+"""Claim: verification reads weights once: 8 rows of the same experts take at most 1.5 x the time of one row, 22 rows at
+most 2.2 x, in each format, on one thread.
 
-Everything is resident. The op takes the experts in turn, top-8 of 128, so nothing is in a cache when its turn comes;
-calls of one row and of more take turns, half a layer apart. All rows of a call choose the same experts: drafts of other
-texts choose more, whose bytes come on top.
+Everything is resident. The op takes the experts in turn, top-8 of 128, so that none is in a cache; calls of one row and
+of more take turns, half a layer apart. All rows of a call choose the same experts; drafts of other texts choose more,
+and read more bytes.
 """
 
 from __future__ import annotations

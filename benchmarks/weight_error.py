@@ -1,13 +1,13 @@
 """Claim: at equal bits per weight no format's error is larger than llama.cpp's: int4 against Q4_0, lut4 against Q4_K,
 int8 against Q8_0, all in groups of 32; tcq2 in groups of 64 and 128 has less than IQ2_XS, which has more bits, tcq3 in
-groups of 128 less than IQ3_XXS, which has .06 fewer. Missed: lut4 in groups of 64 against IQ4_XS of as many bits, and
-tcq3 in groups of 32 against IQ3_S, which has .06 fewer. tcq2 in groups of 32 has more than IQ2_S, of more bits.
+groups of 128 less than IQ3_XXS, which has 0.06 fewer. Missed: lut4 in groups of 64 against IQ4_XS of as many bits, and
+tcq3 in groups of 32 against IQ3_S, which has 0.06 fewer. tcq2 in groups of 32 has more than IQ2_S, of more bits.
 
-The error is the root mean square of what is left after packing, relative to that of the weights; llama.cpp's quantisers
-run in its own library, in the same process, each with and, where it can do without, without an importance matrix (of
-ones: it switches another search on), and the better of the two counts. Gaussian weights, and all experts of
-examples/mesh-tiny laid end to end: its rows of 64 and 192 are too short for a Q4_K super-block of 256. "Output" is one
-expert with each side's weights in float64, inputs Gaussian.
+The error is the root mean square of the rounding error, relative to that of the weights. llama.cpp's quantisers run in
+its own library, in the same process, with an importance matrix of ones (which enables another search) and, if possible,
+without; the better result counts. Weights are Gaussian, or all experts of examples/mesh-tiny joined end to end: its
+rows of 64 and 192 are too short for a Q4_K super-block of 256. "Output" is the error of one expert's output with
+float64 arithmetic and Gaussian inputs.
 """
 
 from __future__ import annotations

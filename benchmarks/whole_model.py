@@ -2,11 +2,10 @@
 sequence and two at a time in bf16 at least as fast as llama.cpp's BF16, and with int4 throughout under torch.compile at
 least as fast as its Q4_0.
 
-Nothing is cold: this is the price or gain of the kernels alone. Every system has the same weights and is given the same
-tokens, which it routes itself; llama.cpp may repack. The layers beside the experts are torch's own, as MeshConfig has
-them by default (dense="auto"), or packed as the experts are. Systems of one width of weights are in memory at the same
-time and take turns, those with packed layers in bf16 apart from the others; the cosine of each one's logits with those
-of transformers is shown.
+Nothing is cold: this measures the kernels alone. Every system has the same weights, tokens and routing of its own;
+llama.cpp may repack. The layers beside the experts are torch's own with the default dense="auto", or packed as the
+experts are. Systems with weights of one width are in memory at the same time and take turns, those with packed layers
+in bf16 apart from the others. The cosine of each one's logits with those of transformers is shown.
 """
 
 from __future__ import annotations

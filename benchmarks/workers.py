@@ -1,7 +1,7 @@
 """Contenders in processes of their own, which take turns.
 
-A process that is not being asked is stopped, so that no idle thread pool spins on the cores of the one that is. All
-live at the same time: opening a model costs far more than measuring it, and turns can be short.
+A process outside its turn is stopped, so that no idle thread pool uses the other's cores. All stay open: opening a
+model takes far longer than measuring it, and turns can be short.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""llama.cpp with the experts that a recorded trace names, whatever the random model's own routers say.
+"""llama.cpp with the experts of a recorded trace, instead of those that the random model's routers choose.
 
-Its scheduler hands over each layer's chosen experts when they are known and before anything reads them; they are
-overwritten there.
+Its scheduler exposes each layer's chosen experts before anything reads them; they are overwritten there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""torch_mesh with the experts that a recorded trace names, whatever the random model's own routers say.
+"""torch_mesh with the experts of a recorded trace, instead of those that the random model's routers choose.
 
-Foresight by routers would foretell other experts than come, so prefetching is off.
+Routers would predict other experts, so that prefetch is off.
 """
 
 from __future__ import annotations
