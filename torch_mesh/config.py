@@ -1,4 +1,4 @@
-"""What a user may choose about a patched model. A field is written once, in one of the classes below."""
+"""The options of a patched model. Each field is written once, in one of the classes below."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from . import validators
 from .formats import DENSE_FORMATS, FORMATS, GPU_FORMATS, GROUP_SIZES, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
 from .validators import Values, count, one_of, parse_size, path, reader, share, shown
 
-# Of a CUDA device that takes experts: tl.dot needs it for bf16.
+# The lowest compute capability of a GPU with experts: tl.dot needs it for bf16.
 MIN_CAPABILITY = (8, 0)
 
-# Variables that are no field's: what the extension asks for when it is loaded, and setup.py when it is built.
+# Variables that are not fields: the extension reads one when it is loaded, setup.py the other.
 _OTHER_VARIABLES = ("TORCH_MESH_ISA", "TORCH_MESH_BUILD_URING")
 _OF_TESTS = "TORCH_MESH_TEST_"
 
@@ -44,7 +44,7 @@ FieldsT = TypeVar("FieldsT")
 
 @dataclass(frozen=True)
 class Field:
-    """What is known of a field, in whatever form it is given."""
+    """A field, in each of its forms."""
 
     flat: str  # its name in a config.json, on the command line and, in capitals, in the environment: "gpu_experts"
     group: str | None  # "gpu"
@@ -52,7 +52,7 @@ class Field:
     default: Any
     values: Values
     sentence: str
-    # Whether a checkpoint's config.json may set it: False, True, or to which values alone.
+    # Whether a checkpoint's config.json may set it: False, True, or the allowed values.
     of_checkpoint: bool | tuple[Any, ...]
 
     def is_of_checkpoint(self, value: Any) -> bool:
@@ -61,12 +61,12 @@ class Field:
 
     @property
     def name(self) -> str:
-        """As it is read, and as errors call it: "gpu.experts"."""
+        """Its name as an attribute and in errors: "gpu.experts"."""
         return self.key if self.group is None else f"{self.group}.{self.key}"
 
     @property
     def argument(self) -> str:
-        """As it is given: 'gpu={"experts": ...}'."""
+        """Its form as an argument: 'gpu={"experts": ...}'."""
         return f"{self.key}=..." if self.group is None else f'{self.group}={{"{self.key}": ...}}'
 
     @property
@@ -80,8 +80,8 @@ def _field(default: Any, values: Values, sentence: str, *, of_checkpoint: bool |
 
 
 class Group(Generic[FieldsT]):
-    """Fields of MeshConfig that are given together: as a mapping, or as another config has them. To set it is to set
-    those that are named."""
+    """Fields of MeshConfig that are given together, as a mapping or as the group of another config. Setting it changes
+    the named fields only."""
 
     def __init__(self, kind: type[FieldsT], prefix: str = "") -> None:
         self.kind, self.prefix, self.default = kind, prefix, kind()
@@ -160,7 +160,7 @@ class LossyFields:
 
     @property
     def modes(self) -> str:
-        """Those that are on, as one shows them; empty: exact."""
+        """The enabled modes in words; empty: exact."""
         each = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
         return ", ".join(f"{name}={value}" for name, value, default in each if value != default)
 
@@ -384,48 +384,47 @@ class MeshConfig(QuantizationConfigMixin):
 
     @property
     def table_cache_bytes(self) -> int | None:
-        """For rows of embedding tables; None: by their size."""
+        """Bytes for rows of embedding tables; None: by the tables' sizes."""
         if isinstance(self.tables, tuple) or self.tables in ("auto", "off"):
             return None
         return parse_size(self.tables, "tables")
 
     @property
     def thread_count(self) -> int:
-        """As the engine takes it: 0 is torch's intra-op threads."""
+        """``threads`` as the engine takes it: 0 is torch's intra-op threads."""
         return 0 if isinstance(self.threads, str) else self.threads
 
     def replace(self, **fields: Any) -> MeshConfig:
-        """A copy in which ``fields`` are given; of a group, those that are named."""
+        """A copy with other ``fields``; of a group, the named ones."""
         given = _checked(_flat(fields))
         changed = copy.copy(self)
         changed._given = self._given | given
-        # Only these: what from_pretrained has merged into a checkpoint's config is in its attributes alone.
+        # Only these: from_pretrained merges fields into the attributes of a checkpoint's config.
         changed._put(given)
         return changed
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint's config.json says of it."""
+        """The entry of a checkpoint's config.json."""
         values = {field: self._value(field) for field in FIELDS.values()}
         kept = {field.flat: value for field, value in values.items() if field.is_of_checkpoint(value)}
         return {"quant_method": self.quant_method} | kept
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a config.json's table has it: transformers asks for the method of a model's config so, which may be that
-        of a loaded model."""
+        """An entry of ``to_dict``: transformers reads a config as a dict, also that of a loaded model."""
         return self.to_dict().get(name, default)
 
     def __iter__(self) -> Any:
         return iter(self.to_dict().items())
 
     def __repr__(self) -> str:
-        """Of what is not as by default."""
+        """Fields with other values than the default."""
         changed = self._arguments(name for name, field in FIELDS.items() if self._value(field) != field.default)
         return f"MeshConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The config of a user who passes a dict to from_pretrained: all that it holds is given, be it as to_dict has
-        it."""
+        """The config of a dict that was passed to from_pretrained, in which all fields are given; also one of
+        ``to_dict``."""
         given = {name: value for name, value in config_dict.items() if name != "quant_method"}
         given |= {name: kwargs.pop(name) for name in list(kwargs) if name in {*FIELDS, *GROUPS}}
         config = cls()
@@ -434,8 +433,8 @@ class MeshConfig(QuantizationConfigMixin):
 
     @classmethod
     def of_checkpoint(cls, stored: Mapping[str, Any]) -> MeshConfig:
-        """The config of a checkpoint's config.json; the environment beats it. Warns of fields that a checkpoint may not
-        set."""
+        """The config of a checkpoint's config.json, which the environment overrides. Warns of fields that a checkpoint
+        may not set."""
         own = {name: value for name, value in stored.items() if name != "quant_method"}
         layers = own.pop("early_layers", None)
         if layers is not None:  # an earlier release wrote two numbers
@@ -461,7 +460,7 @@ class MeshConfig(QuantizationConfigMixin):
         return config
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """The fields that were given, which from_pretrained puts in the place of the checkpoint's own."""
+        """The given fields, with which from_pretrained overrides the checkpoint's."""
         return self._arguments(self._given)
 
     def _resolve(self, given: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
@@ -480,7 +479,7 @@ class MeshConfig(QuantizationConfigMixin):
         return attrgetter(field.name)(self)
 
     def _arguments(self, names: Iterable[str]) -> dict[str, Any]:
-        """The values of some fields, as MeshConfig takes them."""
+        """The values of some fields, as arguments of MeshConfig."""
         arguments: dict[str, Any] = {}
         for field in map(FIELDS.__getitem__, names):
             where = arguments if field.group is None else arguments.setdefault(field.group, {})
@@ -489,10 +488,10 @@ class MeshConfig(QuantizationConfigMixin):
 
 
 def with_fields(config: MeshConfig | None, fields: Mapping[str, Any]) -> MeshConfig:
-    """``config``, or the default one, with ``fields`` in the place of its own. TypeError for another type."""
+    """``config``, or the default one, with ``fields`` replaced. TypeError for another type."""
     if config is not None and not isinstance(config, MeshConfig):
         raise TypeError(
-            f"config={config!r:.80} is no MeshConfig: give torch_mesh.MeshConfig(...), or fields by name, such as "
+            f"config={config!r:.80} is not a MeshConfig: give torch_mesh.MeshConfig(...), or fields by name, such as "
             "resident=0.5."
         )
     return (config or MeshConfig()).replace(**fields)
@@ -512,7 +511,7 @@ GROUPS = {name: group for name, group in vars(MeshConfig).items() if isinstance(
 
 
 def _flat(given: Mapping[str, Any], group: str | None = None, *, stored: bool = False) -> dict[str, Any]:
-    """What was given, in all or of a group, by flat names; only what is ``stored`` may have those itself."""
+    """The given fields, of all or of a ``group``, by flat names. Only ``stored`` mappings may have flat names."""
     known = {field.key: field.flat for field in FIELDS.values() if field.group == group}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise ValueError(f"{group}={given!r} does not map names to values: its fields are {', '.join(known)}.")
@@ -559,7 +558,7 @@ def _check_variables() -> None:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         warnings.warn(
-            f"{name} in the environment is no variable of torch_mesh's, and does nothing.{hint}", stacklevel=2
+            f"{name} in the environment is not a variable of torch_mesh and has no effect.{hint}", stacklevel=2
         )
 
 
@@ -576,7 +575,7 @@ def _described() -> str:
     return "\n".join([*lines, "", "    Raises ValueError for an unknown field or value, saying what is allowed.", ""])
 
 
-# The __init__ of the dataclass is what tools and readers see; this one knows what was given.
+# Tools and readers see the __init__ of the dataclass; this one records which fields were given.
 @functools.wraps(MeshConfig.__init__)
 def _init(self: MeshConfig, **given: Any) -> None:
     self._resolve(_flat(given))

@@ -459,7 +459,7 @@ def test_a_variable_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch)
         warnings.simplefilter("error")
         MeshConfig()
     monkeypatch.setenv("TORCH_MESH_RESIDENTS", "8GiB")
-    with pytest.warns(UserWarning, match="TORCH_MESH_RESIDENTS .* does nothing. Did you mean TORCH_MESH_RESIDENT?"):
+    with pytest.warns(UserWarning, match="TORCH_MESH_RESIDENTS .* has no effect. Did you mean TORCH_MESH_RESIDENT?"):
         assert MeshConfig().resident == "auto"
 
 

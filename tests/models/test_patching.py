@@ -106,9 +106,9 @@ def test_what_is_no_loaded_model_is_called_so(model: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize("config", ["8GiB", {"resident": 0.5}, 0.5])
 def test_what_is_no_config_is_called_so(config: Any) -> None:
     model = _build()
-    with pytest.raises(TypeError, match="is no MeshConfig.*such as resident=0.5"):
+    with pytest.raises(TypeError, match="is not a MeshConfig.*such as resident=0.5"):
         torch_mesh.patch(model, config)
-    with pytest.raises(TypeError, match="is no MeshConfig"):
+    with pytest.raises(TypeError, match="is not a MeshConfig"):
         torch_mesh.Experts(torch.ones(2, 64, 64), torch.ones(2, 64, 32), config=config)
 
 

@@ -63,12 +63,12 @@ class Counters:
 
     @property
     def kept_hit_rate(self) -> float | None:
-        """Of the experts that ``residency.early_experts`` keeps; None without accesses."""
+        """Hits per access to experts that ``residency.early_experts`` keeps; None without accesses."""
         return self.kept_hits / self.kept_accesses if self.kept_accesses else None
 
     @property
     def unkept_hit_rate(self) -> float | None:
-        """Of all other experts."""
+        """Hits per access to all other experts; None without accesses."""
         others = self.accesses - self.kept_accesses
         return (self.hits - self.kept_hits) / others if others else None
 
@@ -167,7 +167,7 @@ class DeviceCounters:
 
 @dataclass(frozen=True)
 class TableCounters:
-    """Of an embedding whose table is in files. ``str()`` is a line."""
+    """Counters of an embedding whose table is in files. ``str()`` is a line."""
 
     name: str  # of the parameter
     gathers: int = 0  # forwards of the embedding
@@ -215,9 +215,9 @@ class Stats(PhaseCounters):
     # The error of the last failed prefetch, with ``layer``, ``expert``, ``file`` and ``offset``. It fails no forward,
     # and prefetching goes on. None: none has failed.
     prefetch_error: Exception | None = None
-    # Of generate with ``speculation`` or torch_mesh.speculate; None: not used, or unknown, as in a ``stats.file``.
+    # Counters of speculation; None: not used, or unknown, as in a ``stats.file``.
     speculation: SpeculationCounters | None = None
-    # Of embedding tables in files. Empty: there are none, or not known, as in a ``stats.file``.
+    # Counters of embedding tables in files; empty: none, or unknown, as in a ``stats.file``.
     tables: tuple[TableCounters, ...] = ()
 
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
