@@ -1,4 +1,4 @@
-"""An answer while it is made: tokens become text, and text content, reasoning and tool calls."""
+"""An answer while it is generated: tokens become text, and text becomes content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch_mesh.serving.tool_calls import Call, Form, Parser, Piece
 
 @dataclass(frozen=True)
 class Part:
-    """What some tokens have added."""
+    """What a batch of tokens adds to an answer."""
 
     pieces: Sequence[Piece]
-    tokens: Sequence[Token]  # those that are shown
+    tokens: Sequence[Token]  # visible ones
 
 
 @dataclass
@@ -25,10 +25,10 @@ class Answer:
     """One sequence that is generated.
 
     Args:
-        engine: that computes it.
-        job: what is computed.
+        engine: computes it.
+        job: the sequence's inputs and options.
         tokenizer: of transformers.
-        form: how the model writes calls and reasoning. None: its text is taken as it is.
+        form: how the model writes calls and reasoning. None: all text is content.
         schemas: the parameters' JSON schema by name of the tool, for a request with tools.
         prompt_end: text of the prompt's last tokens.
         stops: stop sequences.
@@ -43,7 +43,7 @@ class Answer:
     prompt_end: str = ""
     stops: Sequence[str] = ()
     one_call: bool = False
-    count: int = field(default=0, init=False)  # of tokens made
+    count: int = field(default=0, init=False)  # generated tokens
     finish: str = field(default="stop", init=False)  # why it ended: stop, length or tool_calls
     stopped_by: str | None = field(default=None, init=False)  # the stop sequence
 
@@ -52,7 +52,7 @@ class Answer:
         self._ends = frozenset(ends if isinstance(ends, list) else () if ends is None else (ends,))
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """To leave this iterator early ends the computation."""
+        """Yield parts as they are generated. Closing this iterator ends the computation."""
         text = Detokenizer(self.tokenizer, self.form.marks if self.form else (), self._ends)
         stops = Stops(self.stops)
         parser = Parser(self.form or Form(), self.schemas, self.prompt_end)
@@ -91,7 +91,7 @@ class Answer:
 
     @staticmethod
     def reasons(form: Form, prompt_end: str) -> bool:
-        """Whether the prompt has begun the model's reasoning."""
+        """Whether the prompt ends within the model's reasoning."""
         return Parser(form, None, prompt_end).reasons
 
     def _limit(self) -> int:
@@ -100,7 +100,7 @@ class Answer:
 
 
 class Growing(Protocol):
-    """An API's form of an answer, which grows by parts. What ``add`` and ``close`` give are events for a stream."""
+    """The form of an answer in some API, built part by part. ``add`` and ``close`` return events for a stream."""
 
     def add(self, part: Part) -> list[str]: ...
 

@@ -1,4 +1,4 @@
-"""Anthropic's API: messages, as a body or as events of a stream, and how many tokens they are."""
+"""Anthropic's API: messages, as a body or a stream, and token counts."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Anthropic:
-    """Answers requests of this API with what a Service computes. Each method returns a body, or the events of a stream.
+    """Answers requests of this API through a Service. Each method returns a body, or the events of a stream.
 
-    They raise RequestError before anything is computed, and what computing raises; a stream ends with an event for it.
+    Invalid requests raise RequestError before anything is computed. Errors of the computation are raised, or are the
+    last event of a stream.
     """
 
     def __init__(self, service: Service) -> None:
@@ -90,7 +91,7 @@ class Anthropic:
         return given
 
     def _inputs(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tools | None]:
-        """Of the model, and the tools that it may call. Raises RequestError."""
+        """Inputs of the model, and the tools that it may call. Raises RequestError."""
         tools = self._tools(given)
         messages = list(_messages(given))
         output = given.get("output_config", {})
@@ -115,7 +116,7 @@ class Anthropic:
         return inputs, tools
 
     def _tools(self, given: Mapping[str, Any]) -> Tools | None:
-        """By the Service, in the form of OpenAI's API."""
+        """The answer of the Service, from fields in OpenAI's form."""
         functions = []
         for index, tool in enumerate(given.get("tools", ())):
             where = f"tools[{index}]"
@@ -140,7 +141,7 @@ class Anthropic:
 
 
 def _messages(given: Mapping[str, Any]) -> Iterator[Body]:
-    """In the form of chat completions."""
+    """Convert to the form of chat completions."""
     if given.get("system"):
         yield {"role": "system", "content": _texts("system", given["system"], "system")}
     for index, message in enumerate(given["messages"]):
@@ -158,7 +159,7 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Body]:
 
 
 def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
-    """One message, and before it a message of its own for each tool's result."""
+    """Convert a message. Each tool's result becomes a message before it."""
     parts: list[Body] = []
     calls: list[Body] = []
     reasoning = ""
@@ -221,7 +222,7 @@ def _address(where: str, source: Any) -> str:
 
 
 class _Message:
-    """An answer as blocks of content, which are opened, grow and are closed, each with events."""
+    """An answer as blocks of content, whose opening, growth and closing are events."""
 
     def __init__(self, served: str, answer: Answer) -> None:
         self._served, self._answer = served, answer
@@ -252,7 +253,7 @@ class _Message:
                 async for part in parts:
                     for each in self.add(part):
                         yield each
-        except Exception as error:  # noqa: BLE001  the answer has begun: its status cannot say so any more
+        except Exception as error:  # noqa: BLE001  the status has been sent
             body, status = describe(error)
             yield f"event: error\n{event(for_anthropic(body, status))}"
             return
@@ -283,7 +284,7 @@ class _Message:
         return events
 
     def close(self) -> list[str]:
-        """The events of what is still open."""
+        """The events that close open blocks."""
         return self._close()
 
     def _begin(self, block: Body) -> list[str]:

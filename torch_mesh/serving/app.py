@@ -1,4 +1,4 @@
-"""The application that answers over HTTP: its addresses, and what every request to it has."""
+"""The HTTP application: its addresses, and the middleware of every request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torch_mesh.serving.service import Service
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = b"x-request-id"
-QUIET = 10.0  # seconds without a part of a stream until a comment keeps its connection
+QUIET = 10.0  # seconds of a silent stream until a comment keeps the connection open
 
 
 def build_app(
@@ -44,8 +44,8 @@ def build_app(
     """The application of one model.
 
     Args:
-        allow_origins: pages of any site may ask, from a browser.
-        key: that requests have to have. None: none.
+        allow_origins: accept requests of web pages of any site.
+        key: required of requests. None: no key.
     """
     app = FastAPI(title="torch-mesh serve", docs_url=None, redoc_url=None, openapi_url=None)
     answer_errors(app)
@@ -53,7 +53,7 @@ def build_app(
     started = int(time.time())
 
     async def answer(request: Request, made: Awaitable[dict[str, Any] | AsyncGenerator[str, None]]) -> Response:
-        """A body, or a stream. A client that goes away ends what it has asked for."""
+        """Respond with a body or a stream. A disconnecting client ends its computation."""
         found = await _while_connected(request, made)
         if isinstance(found, dict):
             return JSONResponse(found)
@@ -101,7 +101,7 @@ def build_app(
 
     @app.post("/load_model", response_model=None)
     async def load_model(body: dict[str, Any]) -> Response:
-        """What transformers' clients call first. The model is there."""
+        """transformers' clients call this first. The model is loaded already."""
         check_values(body)
         if body.get("model") is None:
             raise MissingFieldError(f"model is missing: give {service.served!r}.", "model")
@@ -118,7 +118,7 @@ def build_app(
     def counters() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    # What is added last comes first.
+    # The middleware added last runs first.
     if key is not None:
         app.add_middleware(_Key, key=key)
     if allow_origins:
@@ -146,11 +146,11 @@ async def _disconnected(request: Request) -> None:
 
 
 class _GoneError(AnsweredError):
-    status = 499  # which is for the log alone
+    status = 499  # client closed the request: for the log only
 
 
 async def _with_its_error(parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The parts of a stream, and last its error, if it ends with one."""
+    """Yield the parts of a stream, and its error, if any, as the last event."""
     try:
         async with contextlib.aclosing(parts) as several:
             async for part in several:
@@ -162,7 +162,7 @@ async def _with_its_error(parts: AsyncGenerator[str, None]) -> AsyncGenerator[st
 
 
 async def _kept_alive(parts: AsyncGenerator[str, None], comment: Callable[[], str]) -> AsyncGenerator[str, None]:
-    """The parts of a stream, and comments while there is none for long: proxies and clients give up on a silent one."""
+    """Yield the parts of a stream, and comments while it is silent: proxies and clients close silent connections."""
     following = None
     async with contextlib.aclosing(parts):
         try:
@@ -182,7 +182,7 @@ async def _kept_alive(parts: AsyncGenerator[str, None], comment: Callable[[], st
 
 
 class _Key:
-    """Refuses requests without the key, but for the one that asks whether the server works."""
+    """Refuse requests without the key, except for ``/health``."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app, self._key = app, key.encode()
@@ -200,7 +200,7 @@ class _Key:
 
 
 class _RequestIds:
-    """Gives each answer the id of its request, or a new one."""
+    """Set the request id of each response: that of the request, or a new one."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

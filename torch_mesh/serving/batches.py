@@ -1,4 +1,4 @@
-"""Concurrent requests computed together, by transformers' continuous batching."""
+"""Compute concurrent requests together, by transformers' continuous batching."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from torch_mesh.serving.errors import AnsweredError, RequestError, RequestTooLon
 from torch_mesh.system.memory import left_bytes
 
 _LOG = logging.getLogger(__name__)
-_SHARE = 0.6  # of memory that is not its own transformers gives to blocks on a processor, at most
-# Options of generate by which all sequences of a batch are drawn.
+_SHARE = 0.6  # the largest fraction of free memory that transformers gives to blocks on the CPU
+# Sampling options of generate, which all sequences of a batch share.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 class BatchesEndedError(AnsweredError):
-    """Continuous batching has failed, and takes no requests any more."""
+    """Continuous batching has failed and accepts no more requests."""
 
     status = 503
 
 
 class Batches(Engine):
-    """An Engine whose jobs share forwards. Those with other sampling options wait until it has none.
+    """An Engine whose jobs share forwards. Jobs with other sampling options wait until none runs.
 
     Args:
-        configured: of transformers' ``ContinuousBatchingConfig``, the options that were given.
+        configured: the given options of transformers' ``ContinuousBatchingConfig``.
     """
 
     def __init__(self, kept: Any, tokenizer: Any, configured: dict[str, Any]) -> None:
-        super().__init__(kept, tokenizer, compiled=True)  # prompts are read with the steps of other requests
+        super().__init__(kept, tokenizer, compiled=True)  # forwards mix prompts and steps
         self._configured = configured
         self._manager: Any = None
         self._starting = threading.Lock()
@@ -51,7 +51,7 @@ class Batches(Engine):
 
     @property
     def manager(self) -> Any:
-        """transformers' own, which runs."""
+        """transformers' manager, running."""
         return self._manager
 
     def check(self, job: Job) -> None:
@@ -63,7 +63,7 @@ class Batches(Engine):
         """Raises RequestError for what continuous batching, or the model, has not."""
         config = job.config
         if (config.num_beams or 1) > 1:
-            raise RequestError("--continuous-batching has no beams: give num_beams 1.", "generation_config")
+            raise RequestError("--continuous-batching does not support beams: give num_beams 1.", "generation_config")
         for name, neutral in (("min_p", (None, 0)), ("repetition_penalty", (None, 1))):
             value = getattr(config, name, None)
             if value not in neutral and value != getattr(self.kept.model.generation_config, name, None):
@@ -141,15 +141,15 @@ class Batches(Engine):
         )
         if added is None:
             self._raise_if_ended()
-            raise BatchesEndedError("Continuous batching has ended, and takes no requests any more.")
+            raise BatchesEndedError("Continuous batching has ended and accepts no more requests.")
 
     def _start(self, job: Job) -> None:
-        """Unless it runs."""
+        """Start it, unless it runs."""
         with self._starting:
             if self._manager is not None:
                 return
             config = copy.deepcopy(job.config)
-            config.use_cache = False  # its blocks take the place of a cache
+            config.use_cache = False  # its blocks replace a cache
             self._sampling = _sampling(job)
             self._manager = self.kept.model.init_continuous_batching(
                 generation_config=config, continuous_batching_config=_that_fit(self._configured)
@@ -163,7 +163,7 @@ class Batches(Engine):
 
     def _raise_if_ended(self) -> None:
         if self._manager is None or self._manager.background_thread_status.fatal_error is not None:
-            raise BatchesEndedError("Continuous batching has ended with an error, which stands in the server's log.")
+            raise BatchesEndedError("Continuous batching has ended with an error, which is in the server's log.")
 
     def _capacity(self) -> int:
         return tokens_in_blocks(self._manager, lambda: self._stopping, self._stop_manager)
@@ -174,7 +174,8 @@ def _sampling(job: Job) -> tuple[Any, ...]:
 
 
 def _that_fit(configured: dict[str, Any]) -> Any:
-    """As many blocks as memory is left for, unless given; transformers looks at neither cgroups nor other processes."""
+    """The given number of blocks, or as many as fit in the free memory: transformers ignores cgroups and other
+    processes."""
     import psutil
     from transformers import ContinuousBatchingConfig
 
@@ -186,7 +187,8 @@ def _that_fit(configured: dict[str, Any]) -> Any:
 
 
 def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callable[[], None]) -> int:
-    """How many tokens ``batching`` has blocks for, which it makes in a thread. ``end``: called if that has failed."""
+    """Wait for the thread that allocates the blocks of ``batching``, and return their number of tokens. Calls ``end``
+    if it fails."""
     status = batching.background_thread_status
     while (processor := batching.batch_processor) is None and batching.is_running():
         if is_stopping():
@@ -196,10 +198,10 @@ def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callab
         config = batching.continuous_batching_config
         return int(processor.cache.num_blocks * getattr(config, "page_size", config.block_size))  # until 5.17
     if status.fatal_error is None:
-        raise BatchesEndedError("Continuous batching has ended.")  # as when the server ends
+        raise BatchesEndedError("Continuous batching has ended.")  # the server is stopping
     problem = str(status.fatal_error)  # the error itself has frames, and those the model
     end()  # the next request may find more memory
     raise RequestTooLongError(
-        f"Memory is not left for the blocks of continuous batching ({problem}): "
+        f"There is no memory for the blocks of continuous batching ({problem}): "
         "start the server with a smaller --resident or --cb-max-batch-tokens."
     )

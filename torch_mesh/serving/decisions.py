@@ -1,4 +1,4 @@
-"""Typed decisions with probabilities (/v1/systemone), by transformers' pipeline for them, which it has from 5.24 on."""
+"""Typed decisions with probabilities (/v1/systemone), by transformers' DecisionPipeline (from 5.24 on)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_available() -> bool:
 
 
 class Decisions:
-    """Of one model.
+    """Answers decision requests of one model.
 
     Args:
         config: path of a decision config. None: the checkpoint's own.
@@ -49,7 +49,7 @@ class Decisions:
         )
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises RequestError for what the pipeline does not take."""
+        """Answer a request. Raises RequestError for one that the pipeline does not accept."""
         given = checked_request(DECISIONS, body, self._service.served, 0)
         for name, value in given.items():
             if name not in _FIELDS:
@@ -72,6 +72,6 @@ class Decisions:
 
         try:
             made: dict[str, Any] = await self._service.engine.run(compute)
-        except ValueError as error:  # labels that are no single tokens, questions of no kind
+        except ValueError as error:  # labels of several tokens, questions of an unknown kind
             raise RequestError(f"These questions cannot be asked: {error}", "questions") from error
         return made

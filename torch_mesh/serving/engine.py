@@ -1,4 +1,4 @@
-"""Runs ``generate`` for requests, one after the other, in a thread; and hands out tokens as they are made."""
+"""Run ``generate`` for requests, one at a time, in a thread, and pass on tokens as they are generated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_mesh.serving.processors import Recorder, TokenLogprobs
 from torch_mesh.serving.progress import Progress
 
 _LOG = logging.getLogger(__name__)
-# What generate raises for options that cannot be, or not together.
+# Errors of generate for invalid or contradictory options.
 _OPTION_ERRORS = (ValueError, TypeError, NotImplementedError, AttributeError, LookupError, ArithmeticError)
 
 
@@ -41,16 +41,16 @@ class Job:
         inputs: of the model; ``input_ids`` [1, n].
         config: of ``generate``, with ``max_new_tokens``.
         processors: of logits, in order.
-        seed: of this sequence's draws. None: they go on with the server's.
+        seed: of this sequence's sampling. None: the server's random numbers.
     """
 
     inputs: Mapping[str, Any]
     config: GenerationConfig
     processors: Sequence[LogitsProcessor] = ()
     seed: int | None = None
-    own_options: bool = False  # options of generate are the client's
+    own_options: bool = False  # the client gave options of generate
     cancelled: threading.Event = field(default_factory=threading.Event)
-    reused: int = 0  # tokens of the prompt that were known, once it has been computed
+    reused: int = 0  # tokens of the prompt that were cached; known once it is computed
 
     @property
     def prompt(self) -> Tensor:
@@ -59,7 +59,7 @@ class Job:
 
 
 class Worker:
-    """A thread that runs what it is given in order. Compiled graphs keep their state by thread."""
+    """A thread that runs functions in order. Compiled graphs keep their state per thread."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -72,7 +72,7 @@ class Worker:
         return future
 
     def stop(self, timeout: float) -> None:
-        """Waits for what runs."""
+        """Wait up to ``timeout`` seconds for the running function."""
         self._work.put(None)
         self._thread.join(timeout)
 
@@ -82,15 +82,15 @@ class Worker:
             if future.set_running_or_notify_cancel():
                 try:
                     result = work()
-                except BaseException as error:  # noqa: BLE001  who waits gets it
+                except BaseException as error:  # noqa: BLE001  passed on to the caller
                     future.set_exception(error)
                 else:
                     future.set_result(result)
-            work = future = result = item = None  # type: ignore[assignment]  # or a model would live on with it
+            work = future = result = item = None  # type: ignore[assignment]  # references would keep a model alive
 
 
 class Engine:
-    """Of one model. ``kept`` takes part in each call of ``generate``."""
+    """Generates for one model, through ``kept``."""
 
     def __init__(self, kept: KeptKeys, tokenizer: Any, compiled: bool = False) -> None:
         self.kept = kept
@@ -101,11 +101,11 @@ class Engine:
         self._stopping = False
 
     def check(self, job: Job) -> None:
-        """Raises RequestError for a job that memory, or the model, has no room for."""
+        """Raises RequestError for a job that does not fit in memory or in the model's positions."""
         self.kept.check(job.prompt, job.config.max_new_tokens)
 
     async def tokens(self, job: Job) -> AsyncGenerator[list[Token], None]:
-        """The tokens of ``job``, some at a time. To leave this iterator early ends the computation."""
+        """Yield the tokens of ``job``, some at a time. Closing this iterator ends the computation."""
         if self._stopping:
             raise StoppingError
         stream = _Stream(asyncio.get_running_loop(), job)
@@ -120,20 +120,20 @@ class Engine:
             self._streams.discard(stream)
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        """The result of ``work``, computed in turn with the jobs."""
+        """Run ``work`` in the order of jobs, and return its result."""
         if self._stopping:
             raise StoppingError
         return await asyncio.wrap_future(self.worker.submit(work))
 
     def cut_off(self) -> None:
-        """End all jobs with StoppingError, and take no more. May be called from any thread."""
+        """End all jobs with StoppingError, and accept no more. Callable from any thread."""
         self._stopping = True
         for stream in list(self._streams):
             stream.fail(StoppingError())
             stream.job.cancelled.set()
 
     def stop(self) -> None:
-        """Called once no job runs any more."""
+        """Called when no job runs any more."""
 
     def is_healthy(self) -> bool:
         return True
@@ -145,7 +145,7 @@ class Engine:
         try:
             stream.read = self.progress.end
             with _seeded(job.seed, self.kept.model.device), self.progress.reading(len(job.prompt)):
-                searches = (job.config.num_beams or 1) > 1  # by beams: there are no tokens before the end
+                searches = (job.config.num_beams or 1) > 1  # beam search has no tokens before the end
                 made = self.kept.generate(
                     **job.inputs,
                     generation_config=job.config,
@@ -159,18 +159,18 @@ class Engine:
                 stream.put(made[0, len(job.prompt) :])
             job.reused = self.kept.counts.reused_tokens - reused
             stream.finish()
-        except Exception as error:  # noqa: BLE001  the request's, which is told
+        except Exception as error:  # noqa: BLE001  passed on to the client
             stream.fail(
                 StoppingError() if self._stopping and isinstance(error, RuntimeError) else explained(error, job)
             )
 
 
 def explained(error: Exception, job: Job) -> Exception:
-    """What the client is told. An error that is not the client's goes into the log with its traceback."""
+    """The error for the client. Errors that the client did not cause are logged with their traceback."""
     if isinstance(error, AnsweredError):
         return error
     if job.own_options and isinstance(error, _OPTION_ERRORS):
-        return RequestError(f"generate does not take this generation_config: {error}", "generation_config")
+        return RequestError(f"generate does not accept this generation_config: {error}", "generation_config")
     _LOG.error("A request has failed", exc_info=error)
     return FailedRequestError(f"{type(error).__name__}: {error}")
 
@@ -184,7 +184,7 @@ class _Cancelled(StoppingCriteria):
 
 
 class _Stream(BaseStreamer):
-    """Carries tokens from the thread that computes them to the loop that answers."""
+    """Passes tokens from the generating thread to the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, job: Job) -> None:
         self.job = job
@@ -192,10 +192,10 @@ class _Stream(BaseStreamer):
         self._queue: asyncio.Queue[list[Token] | Exception | None] = asyncio.Queue()
         self._recorder = next((each for each in job.processors if isinstance(each, Recorder)), None)
         self._position = 0
-        self.read: Callable[[], None] | None = None  # called once the first token is there
+        self.read: Callable[[], None] | None = None  # called with the first token
 
     async def get(self) -> list[Token] | None:
-        """None at the end. Raises what the job has raised."""
+        """The next tokens; None at the end. Raises the job's error."""
         item = await self._queue.get()
         if isinstance(item, Exception):
             raise item
@@ -238,7 +238,7 @@ class _Stream(BaseStreamer):
 
 @contextlib.contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Any:
-    """Draws of ``seed``, after which others go on as if there had been none."""
+    """Sample with ``seed`` in the body, and restore the state of the random numbers."""
     if seed is None:
         yield
         return

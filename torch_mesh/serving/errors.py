@@ -33,7 +33,7 @@ class MissingFieldError(RequestError):
 
 
 class UnknownFieldError(RequestError):
-    """A field that the API, or this server, does not have."""
+    """A field that this server does not support."""
 
     code = "unknown_parameter"
 
@@ -61,7 +61,7 @@ class KeyNeededError(AnsweredError):
     code = "invalid_api_key"
 
     def __init__(self) -> None:
-        super().__init__("This server wants its key (--api-key): send Authorization: Bearer KEY, or x-api-key: KEY.")
+        super().__init__("This server requires its key (--api-key): send Authorization: Bearer KEY, or x-api-key: KEY.")
 
 
 class StoppingError(AnsweredError):
@@ -71,11 +71,11 @@ class StoppingError(AnsweredError):
     code = "server_stopping"
 
     def __init__(self) -> None:
-        super().__init__("The server is ending and has cut this request off. Ask again when it is back.")
+        super().__init__("The server is stopping and has ended this request. Send it again when the server is back.")
 
 
 class FailedRequestError(AnsweredError):
-    """A request that failed through no fault of its own."""
+    """A request that failed because of an error of the server."""
 
 
 def envelope(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -96,12 +96,12 @@ _ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 404: "n
 
 
 def for_anthropic(body: dict[str, Any], status: int) -> dict[str, Any]:
-    """``body``, of an error, with what Anthropic's clients look for in it."""
+    """The body of an error in Anthropic's form."""
     return {"type": "error", "error": body["error"] | {"type": _ANTHROPIC.get(status, "api_error")}}
 
 
 def describe_at(path: str, error: Exception) -> tuple[dict[str, Any], int]:
-    """As ``describe``, for the clients of the address ``path``."""
+    """``describe`` in the form of the API at ``path``."""
     return _at(path, *describe(error))
 
 
@@ -110,14 +110,14 @@ def _at(path: str, body: dict[str, Any], status: int) -> tuple[dict[str, Any], i
 
 
 def describe(error: Exception) -> tuple[dict[str, Any], int]:
-    """Body and status of the answer to a request that has ended with ``error``."""
+    """Body and status of the response to a request that failed with ``error``."""
     if isinstance(error, AnsweredError):
         return envelope(str(error), error.status, param=error.param, code=error.code), error.status
     return envelope(f"{type(error).__name__}: {error}", 500), 500
 
 
 def answer_errors(app: Any) -> None:
-    """Let ``app`` answer every error in this form, those of FastAPI too."""
+    """Make ``app`` answer all errors in this form, also those of FastAPI."""
     from fastapi import Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
@@ -127,7 +127,7 @@ def answer_errors(app: Any) -> None:
         body, status = describe_at(request.url.path, error)
         return JSONResponse(body, status_code=status)
 
-    # Behind its answer to any other Exception, Starlette raises it again: the log has it, and the connection is closed.
+    # After answering any other Exception Starlette raises it again: it is logged, and the connection is closed.
     for kind in (AnsweredError, Exception):
         app.add_exception_handler(kind, known)
 
@@ -135,7 +135,7 @@ def answer_errors(app: Any) -> None:
     async def not_an_object(request: Request, error: RequestValidationError) -> JSONResponse:
         found = error.errors()[0]
         reason = found.get("ctx", {}).get("error", found["msg"])
-        message = f"The body has to be a JSON object, with Content-Type: application/json: {reason}."
+        message = f"The body must be a JSON object, with Content-Type: application/json: {reason}."
         body, status = _at(request.url.path, envelope(message, 400), 400)
         return JSONResponse(body, status_code=status)
 

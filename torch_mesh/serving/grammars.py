@@ -1,4 +1,4 @@
-"""Grammars, in llguidance's form of Lark: of JSON, and of tool calls as a family writes them."""
+"""Grammars of JSON and of a family's tool calls, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from torch_mesh.serving.tool_calls import Form
 
 _SPECIAL = re.compile("(<[|\uff5c][^<>]*[|\uff5c]>)")
-_BLANKS = r"( |\n {0,40})?"  # between the parts of JSON: without a bound a model may write blanks for ever
+_BLANKS = r"( |\n {0,40})?"  # between the parts of JSON; unbounded, a model may write white space forever
 
 
 def json_rules(schema: Mapping[str, Any]) -> list[str]:
-    """The rule ``json``, of a value that ``schema`` describes."""
+    """The rule ``json``: a value of ``schema``."""
     return [f"json: {_json(schema)}"]
 
 
@@ -36,14 +36,14 @@ def call_rules(tokenizer: Any, form: Form, tools: Mapping[str, Any], several: bo
         rules.append(f"call: {begin} tool {end}")
     else:
         rules += [f"call: {begin} tool body", *_until(tokenizer, "body", written.end)]
-    several &= not form.harmony  # where the end of a call ends the answer
+    several &= not form.harmony  # the end of a call ends the answer
     calls = "call" if not several else "call+" if written.header else 'call ("\\n" call)*'
     around = (_text(tokenizer, written.header), calls, _text(tokenizer, written.footer))
     return [f"calls: {' '.join(filter(None, around))}", *rules]
 
 
 def text_rules(tokenizer: Any, form: Form) -> list[str]:
-    """The rule ``text``, of anything without the beginning of a call."""
+    """The rule ``text``: any text without the beginning of a call."""
     written = form.tools
     assert written is not None
     begin = written.header or written.begin
@@ -53,7 +53,7 @@ def text_rules(tokenizer: Any, form: Form) -> list[str]:
 
 
 def grammar(tokenizer: Any, form: Form, reasons: bool, answer: str, rules: list[str]) -> str:
-    """Of ``answer``, a rule's right side, behind the end of the reasoning that the prompt has begun."""
+    """A grammar of ``answer`` (the right side of a rule) after reasoning that the prompt has begun."""
     if not reasons or form.thinking is None:
         return "\n".join([f"start: {answer}", *rules])
     return "\n".join([f"start: thoughts ({answer})", *_until(tokenizer, "thoughts", form.thinking[1]), *rules])
@@ -64,7 +64,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _until(tokenizer: Any, name: str, mark: str) -> list[str]:
-    """A rule of any text up to ``mark``, and the mark."""
+    """A rule: any text up to and with ``mark``."""
     token = _token(tokenizer, mark)
     if token is not None:
         return [f"{name}: {name.upper()}_TEXT {token}", f"{name.upper()}_TEXT: /(?s:.*)/"]
@@ -76,7 +76,7 @@ def _escaped(text: str) -> str:
 
 
 def _text(tokenizer: Any, text: str) -> str:
-    """``text`` as a sequence of Lark's terms: marks that are one token by its id."""
+    """``text`` as Lark terms, with marks of one token as its id."""
     if (token := _token(tokenizer, text)) is not None:
         return token
     parts = [part for part in _SPECIAL.split(text) if part]

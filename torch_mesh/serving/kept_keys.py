@@ -94,7 +94,7 @@ class KeptKeys:
             self.counts.prefixes = self.prefixes.counts
 
     def generate(self, **arguments: Any) -> Tensor:
-        """As the model's own: token ids [1, n]. For unsupported calls it only counts tokens."""
+        """``generate`` of the model: token ids [1, n]. Unsupported calls only count tokens."""
         tokens: Tensor = self.run(arguments, arguments["generation_config"])
         return tokens
 
@@ -122,7 +122,7 @@ class KeptKeys:
                 result = self._generate(**arguments)
                 complete = True
                 return result
-            finally:  # a client that disconnects ends it with an exception, and may come back
+            finally:  # also if a client disconnects, which may come back
                 self._computing = None
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
                 states = {} if checkpoints is None else checkpoints.finish()
@@ -131,7 +131,7 @@ class KeptKeys:
                     if self.prefixes is not None:
                         self.prefixes.save(conversation.tokens, conversation.cache, states)
                 self._count()
-                # Conversations are freed in any order, and malloc keeps the holes between the others.
+                # Conversations are freed in any order, and malloc keeps the gaps.
                 trim_heap()
 
     def check(self, prompt: Tensor, new: int) -> None:
@@ -167,7 +167,7 @@ class KeptKeys:
                 if not self.conversations:
                     raise
             del self.conversations[0]
-            trim_heap()  # or the memory would not count as free
+            trim_heap()  # otherwise the memory would not count as free
 
     def _can_keep(self, arguments: dict[str, Any], config: GenerationConfig, options: Collection[str]) -> bool:
         prompt, mask = arguments["input_ids"], arguments.get("attention_mask")

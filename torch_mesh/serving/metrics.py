@@ -39,7 +39,7 @@ _OF_SERVER = {
 
 
 class Metrics:
-    """A collector: each scrape asks anew. ``now`` gives the statistics of the model, and what its server counts."""
+    """A collector. ``now`` returns the statistics of the model and the counts of the server at each scrape."""
 
     def __init__(self, now: Callable[[], tuple[Stats, Counts]], progress: Progress) -> None:
         self._progress = progress

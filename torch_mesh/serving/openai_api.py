@@ -1,4 +1,4 @@
-"""OpenAI's API: chat completions, completions and responses, as bodies and as events of a stream."""
+"""OpenAI's API: chat completions, completions and responses, as bodies and as streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def new_id(prefix: str) -> str:
 
 @dataclass
 class Collected:
-    """What an answer has said so far."""
+    """The text of an answer so far."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Collected:
 
 
 async def collect(answer: Answer) -> Collected:
-    """All of an answer."""
+    """The whole answer."""
     found = Collected()
     async with contextlib.aclosing(answer.parts()) as parts:
         async for part in parts:
@@ -62,7 +62,7 @@ async def collect(answer: Answer) -> Collected:
 
 
 async def collect_all(answers: Sequence[Answer]) -> list[Collected]:
-    """Of several; with one that fails, or where nobody waits any more, all end."""
+    """The parts of several answers. All end if one fails or the client disconnects."""
     tasks = [asyncio.ensure_future(collect(answer)) for answer in answers]
     try:
         return list(await asyncio.gather(*tasks))
@@ -73,7 +73,7 @@ async def collect_all(answers: Sequence[Answer]) -> list[Collected]:
 
 
 async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Part | None], None]:
-    """Parts of several answers as they are made, each with its answer's index; None behind the last part of one."""
+    """Parts of several answers as they are generated, with the answer's index; None after the last part of one."""
     queue: asyncio.Queue[tuple[int, Part | None] | BaseException] = asyncio.Queue()
 
     async def read(index: int, answer: Answer) -> None:
@@ -101,9 +101,10 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Part | 
 
 
 class OpenAI:
-    """Answers requests of this API with what a Service computes. Each method returns a body, or the events of a stream.
+    """Answers requests of this API through a Service. Each method returns a body, or the events of a stream.
 
-    They raise RequestError before anything is computed, and what computing raises; a stream ends with an event for it.
+    Invalid requests raise RequestError before anything is computed. Errors of the computation are raised, or are the
+    last event of a stream.
     """
 
     def __init__(self, service: Service) -> None:
@@ -266,7 +267,7 @@ class OpenAI:
     def _completion_logprobs(
         self, prompt: Sequence[int], found: Sequence[TokenLogprobs | None], start: int = 0
     ) -> Body:
-        """Of tokens, of which only the first of a prompt has none."""
+        """Log-probabilities of tokens; only the first of a prompt has none."""
         ids = [prompt[index] if each is None else each.token for index, each in enumerate(found)]
         texts = [self._text(token) for token in ids]
         offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
@@ -341,7 +342,7 @@ class OpenAI:
 
 
 class _Response:
-    """An answer of the Responses API: output items, which are opened, grow and are closed, each with events."""
+    """An answer of the Responses API: output items, whose opening, growth and closing are events."""
 
     def __init__(self, api: OpenAI, given: Mapping[str, Any], answer: Answer, logprobs: bool) -> None:
         self._api, self._given, self._answer, self._logprobs = api, given, answer, logprobs
@@ -385,7 +386,7 @@ class _Response:
                 async for part in parts:
                     for each in self.add(part):
                         yield each
-        except Exception as error:  # noqa: BLE001  the answer has begun: its status cannot say so any more
+        except Exception as error:  # noqa: BLE001  the status has been sent
             found = describe(error)[0]["error"]
             code = found["code"] or found["type"]
             yield self._event("error", code=code, message=found["message"], param=found["param"])
@@ -419,7 +420,7 @@ class _Response:
         return events
 
     def close(self) -> list[str]:
-        """The events of what is still open; an answer has a message, or calls."""
+        """The events that close open items; an answer has a message or calls."""
         events = []
         if not any(item["type"] != "reasoning" for item in (*self._output, *filter(None, (self._open,)))):
             events += self._close() + self._begin("message")
@@ -507,7 +508,7 @@ def _call(call: Call) -> Body:
 
 
 def _usage(answers: Sequence[Answer], prompts: int | None = None) -> Body:
-    """``prompts``: tokens of all prompts; None where there is one."""
+    """``prompts``: tokens of all prompts; None for a single one."""
     prompts = len(answers[0].job.prompt) if prompts is None else prompts
     made = sum(answer.count for answer in answers)
     return {

@@ -1,4 +1,4 @@
-"""How ``torch-mesh serve`` names, opens and describes its model."""
+"""Name, open and describe the model of ``torch-mesh serve``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ON_HUB = tuple(
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is: a folder or repository, a revision, and a GGUF file in it."""
+    """The source of a model: a folder or repository, its revision, and a GGUF file in it."""
 
     folder: str
     revision: str | None = None
@@ -38,13 +38,13 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         revision = f"@{self.revision}" if self.revision else ""
         return f"{self.folder}{revision}" + (f":{self.file}" if self.file else "")
 
 
 def source_of(model: str) -> Source:
-    """Raises ValueError for what names nothing, StoreError for a path where nothing is."""
+    """Raises ValueError for an invalid name, StoreError for a path that does not exist."""
     if os.path.lexists(model) or model.startswith(("/", "./", "../", "~")):
         check_path: Callable[[str], Any] = _check_file if is_gguf(model) else check_folder
         check_path(model)
@@ -71,7 +71,8 @@ def _check_file(path: str) -> None:
 
 
 def open_processor(source: Source, trust_remote_code: bool) -> Any:
-    """A tokenizer, or what a model for pictures and sound has, too. Raises what ``from_pretrained`` raises."""
+    """Open the tokenizer, or the processor of a model for pictures and sound. Raises what ``from_pretrained``
+    raises."""
     from transformers import AutoProcessor, AutoTokenizer
 
     kind = AutoProcessor if source.file is None else AutoTokenizer
@@ -79,7 +80,7 @@ def open_processor(source: Source, trust_remote_code: bool) -> Any:
 
 
 def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) -> Any:
-    """The model, in evaluation mode.
+    """Open the model, in evaluation mode.
 
     Args:
         given: ``device``, ``dtype``, ``attn_implementation`` and ``trust_remote_code``, of ``from_pretrained``.
@@ -103,14 +104,15 @@ def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) ->
 
 
 def _place(source: Source) -> dict[str, Any]:
-    """Of what is in the folder, as ``from_pretrained`` has it."""
+    """The config of a folder, as in ``from_pretrained``."""
     if source.file is not None:
         return {"gguf_file": source.file}
     return {"revision": source.revision} if source.revision else {}
 
 
 def _folder_of(source: Source) -> str:
-    """Of a GGUF file of the hub the folder it was downloaded into: transformers would look for another revision."""
+    """For a GGUF file of the hub, the folder that it was downloaded to: transformers would look for another
+    revision."""
     if source.file is None or os.path.isdir(source.folder):
         return source.folder
     path = os.fspath(local_folder(f"{source.folder}/{source.file}", revision=source.revision))

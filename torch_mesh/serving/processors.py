@@ -1,4 +1,4 @@
-"""What a request does to the logits of each token: biases, penalties, a grammar; and what it wants to know of them."""
+"""Logits processors of requests: biases, penalties, grammars, and the recorder of log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_mesh.serving.errors import RequestError
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities, before temperature, penalties and biases."""
+    """Natural log-probabilities, before temperature, penalties and biases."""
 
     token: int
     logprob: float
@@ -25,7 +25,7 @@ class TokenLogprobs:
 
 
 class Recorder(LogitsProcessor):
-    """Keeps the distribution of each step until its token is known. Has to be the first of a request's processors.
+    """Keeps the distribution of each step until its token is known. Must be the first processor of a request.
 
     Args:
         top: number of most probable tokens to return.
@@ -40,18 +40,18 @@ class Recorder(LogitsProcessor):
         return scores
 
     def take(self, position: int, token: int) -> TokenLogprobs:
-        """Of the token at ``position`` of prompt and answer together."""
+        """The log-probabilities of the token at ``position`` in prompt and answer together."""
         return token_logprobs(self._rows.pop(position), token, self._top)
 
 
 def token_logprobs(row: Tensor, token: int, top: int) -> TokenLogprobs:
-    """Of one token, from ``row``: [vocabulary] log-probabilities."""
+    """The log-probabilities of one token, from ``row`` [vocabulary]."""
     values, ids = row.topk(min(top, row.numel()))
     return TokenLogprobs(token, float(row[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 class Bias(LogitsProcessor):
-    """Adds to the logits of single tokens.
+    """Adds biases to the logits of tokens.
 
     Args:
         biases: by token id.
@@ -68,7 +68,8 @@ class Bias(LogitsProcessor):
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's: subtracts ``presence`` from the logit of each token in the answer, and ``frequency`` for each time.
+    """OpenAI's penalties: subtracts ``presence`` from the logit of each token in the answer, and ``frequency`` for each
+    occurrence.
 
     Args:
         prompt: number of tokens of the prompt, which does not count.
@@ -85,7 +86,7 @@ class Penalties(LogitsProcessor):
 
 
 class Grammar(LogitsProcessor):
-    """Allows only what a grammar allows, and then the end.
+    """Allows only tokens that a grammar allows, and then the end.
 
     Args:
         tokenizer: of transformers, a fast one.
@@ -94,7 +95,7 @@ class Grammar(LogitsProcessor):
         prompt: number of tokens of the prompt.
         field: of the request, for errors.
 
-    Raises RequestError where llguidance is missing, or does not take the grammar.
+    Raises RequestError if llguidance is missing or does not accept the grammar.
     """
 
     def __init__(self, tokenizer: Any, lark: str, ends: Sequence[int], prompt: int, field: str) -> None:
@@ -107,13 +108,13 @@ class Grammar(LogitsProcessor):
         self._matcher = llguidance.LLMatcher(_vocabulary(tokenizer, tuple(ends)), lark, log_level=0)
         if self._matcher.is_error():
             problem = self._matcher.get_error().strip().splitlines()[0]
-            raise RequestError(f"{field} cannot be made a grammar: {problem}. Change its schema.", field)
+            raise RequestError(f"{field} cannot be converted to a grammar: {problem}. Change its schema.", field)
         self._prompt = self._read = prompt
         self._ends = list(ends)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         length = input_ids.shape[-1]
-        if length < self._read:  # of a draft that was rejected
+        if length < self._read:  # a draft was rejected
             self._matcher.rollback(self._read - length)
         elif new := input_ids[0, self._read : length].tolist():
             self._matcher.consume_tokens(new)
@@ -133,7 +134,7 @@ _VOCABULARIES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _vocabulary(tokenizer: Any, ends: tuple[int, ...]) -> Any:
-    """llguidance's form of it, which takes a second to make."""
+    """The tokenizer in llguidance's form, which takes a second to make."""
     import llguidance.hf
 
     make = _VOCABULARIES.get(tokenizer)

@@ -1,4 +1,4 @@
-"""How far a long prompt has been read: through how many of the model's layers with experts."""
+"""The progress of a long prompt: the fraction of MoE layers that are computed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _EVERY = 10.0  # seconds between two lines of the log
 
 
 class Progress:
-    """Of the prompt that a model reads, one at a time. Its attributes may be read from any thread.
+    """The progress of a model's current prompt. Its attributes can be read from any thread.
 
     Args:
         model: patched.
-        counts: layers count themselves. Not in compiled graphs, which a hook would break.
+        counts: count layers by hooks, which compiled graphs do not support.
     """
 
     def __init__(self, model: Any, counts: bool) -> None:
-        # Weakly: metrics, which FastAPI keeps for ever, have this object.
+        # Weak: FastAPI keeps metrics, and so this object, until the process ends.
         self._modules = weakref.WeakSet(patched_modules(model) if counts else ())
         self._handles: list[Any] = []
         self._done = 0
         self._said = 0.0
-        self.tokens = 0  # of the prompt that is being read; 0: none is
+        self.tokens = 0  # of the current prompt; 0: there is none
 
     @property
     def fraction(self) -> float:
-        """From 0 to 1, of the prompt that is being read."""
+        """The computed fraction of the current prompt, from 0 to 1."""
         return min(1.0, self._done / len(self._modules)) if self._modules else 0.0
 
     @contextlib.contextmanager
@@ -54,7 +54,7 @@ class Progress:
         self._handles = []
 
     def describe(self) -> str:
-        """For a person who waits."""
+        """The progress in words."""
         if not self.tokens:
             return "waiting"
         read = f", {self.fraction:.0%} done" if self._modules else ""

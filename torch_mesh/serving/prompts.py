@@ -1,4 +1,4 @@
-"""Messages of a request to the inputs of the model, by its chat template."""
+"""Convert the messages of a request to inputs of the model, by its chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_TEMPLATE = (
     "server's /v1/completions."
 )
 _TEXTS = ("text", "input_text", "output_text")
-# What a processor needs to have for each kind of part, and the field that holds it.
+# The processor's component for each kind of part, and the field with its content.
 _MEDIA = {
     "image_url": ("image_processor", "image"),
     "input_image": ("image_processor", "image"),
@@ -55,7 +55,7 @@ class Prompts:
 
     @property
     def template(self) -> str | None:
-        """Text of the chat template; with several of them, of all."""
+        """The text of the chat template, or of all of them."""
         found = getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
         return "\n".join(found.values()) if isinstance(found, dict) else found
 
@@ -70,7 +70,7 @@ class Prompts:
         return form_of(self.template, self._model_type)
 
     def of_text(self, text: str) -> dict[str, Any]:
-        """Inputs for a text as it is."""
+        """Inputs for plain text."""
         return dict(self.tokenizer(text, return_tensors="pt").to(self._device))
 
     def of_tokens(self, ids: Sequence[int]) -> dict[str, Any]:
@@ -90,10 +90,10 @@ class Prompts:
         Args:
             tools: in the form of chat completions.
             arguments: variables of the chat template.
-            asked: field of the request that has the messages.
+            asked: field of the request with the messages.
             goes_on: the last message is the beginning of the answer.
 
-        Raises RequestError for what the template, or the model, does not take.
+        Raises RequestError for messages that the template or the model does not accept.
         """
         template = self.template
         if not template:
@@ -116,7 +116,7 @@ class Prompts:
             raise
         except Exception as error:  # templates may raise anything
             raise RequestError(
-                f"The model's chat template does not take this request: {error}. "
+                f"The model's chat template does not accept this request: {error}. "
                 f"Change {asked}, tools or chat_template_kwargs.",
                 asked,
             ) from error
@@ -160,7 +160,9 @@ class Prompts:
             return {"type": "text", "text": part["refusal"]}
         needed, name = _MEDIA[kind]
         if getattr(self.processor, needed, None) is None:
-            raise RequestError(f"{asked} has a part of type {kind}, which this model does not take: give text.", asked)
+            raise RequestError(
+                f"{asked} has a part of type {kind}, which this model does not support: give text.", asked
+            )
         given = part["image_url" if kind == "input_image" else kind]
         if kind == "input_audio" and isinstance(given, dict):
             data, form = given["data"], given.get("format")
@@ -189,7 +191,7 @@ def _messages_of_items(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any
     reasoning: str | None = None
 
     def assistant() -> dict[str, Any]:
-        """The turn of the model that is being put together: its reasoning, text and calls are items of their own."""
+        """Collects a turn of the model, whose reasoning, text and calls are separate items."""
         nonlocal reasoning
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})

@@ -1,4 +1,4 @@
-"""What the fields of a request may be. Each is honoured, or the request is refused with the field's name."""
+"""Check the fields of requests. Each field is honoured, or the request is refused with the field's name."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def _is_prompt(value: Any) -> bool:
 
 
 def only(*allowed: Any) -> Kind:
-    """Of a field that is refused unless it asks for what is done anyway."""
+    """The kind of a field that must ask for what the server does anyway."""
     shown = " or ".join(json.dumps(each) for each in allowed)
     words = (
-        f"{shown}, or leave it out: this server has nothing else"
+        f"{shown}, or leave it out: this server supports nothing else"
         if allowed
         else "null, or leave it out: this server does not support it"
     )
@@ -162,8 +162,8 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     ``kind``: CHAT, COMPLETIONS, RESPONSES or DECISIONS. ``served``: name of the model. ``vocabulary``: number of the
     model's token ids.
 
-    Raises RequestError for a field that is not what it has to be, or that the API does not have, MissingFieldError
-    where nothing is asked, and ModelNotFoundError for another model.
+    Raises RequestError for an invalid or unknown field, MissingFieldError for a missing prompt, and ModelNotFoundError
+    for another model.
     """
     check_values(body)
     check_model(body.get("model"), served)
@@ -221,7 +221,7 @@ def _check_completion(given: Mapping[str, Any], vocabulary: int) -> None:
 
 
 def known_fields(body: Mapping[str, Any], fields: Mapping[str, Kind]) -> dict[str, Any]:
-    """The fields that are given, without the model, each of its kind. Raises RequestError."""
+    """The given fields without ``model``, checked. Raises RequestError."""
     given = {name: value for name, value in body.items() if value is not None and name != "model"}
     for name, value in given.items():
         if name not in fields:
@@ -237,7 +237,7 @@ def check_model_name(model: Any, served: str) -> None:
 
 
 def check_model(model: Any, served: str) -> None:
-    """Raises RequestError for what is no name, ModelNotFoundError for another model; None is the served one."""
+    """Raises RequestError for an invalid name, ModelNotFoundError for another model; None is the served one."""
     check_model_name(model, served)
     if model not in (None, served):
         raise ModelNotFoundError(
@@ -246,7 +246,7 @@ def check_model(model: Any, served: str) -> None:
 
 
 def check_values(body: Mapping[str, Any]) -> None:
-    """Raises RequestError for text that no tokenizer takes, and for lists and objects nested too deep."""
+    """Raises RequestError for text that is not valid Unicode, and for lists and objects that are nested too deep."""
     for field, content in body.items():
         left = [(content, 0)]
         while left:
@@ -293,7 +293,7 @@ def _check_content(where: str, content: Any, field: str) -> None:
         elif kind in ("image_url", "input_image", "video_url", "audio_url"):
             name = "image_url" if kind == "input_image" else kind
             given = part.get(name)
-            # Only pictures may be given by a bare address.
+            # Only pictures accept a bare URL.
             address = given.get("url") if isinstance(given, dict) else given if name == "image_url" else None
             check(f"{place}.{name}", address, Kind('an address, as in {"url": "https://..."}', TEXT.fits), field)
         elif kind == "refusal":
@@ -391,7 +391,7 @@ def _check_generation_config(text: str | None) -> None:
         raise
     except OptionError as error:
         raise RequestError(str(error), error.name) from error
-    except Exception as error:  # any kind, depending on the option
+    except Exception as error:  # the type depends on the option
         raise RequestError(
             f"generation_config is invalid: {error}. Give an object of generate's options, as JSON text.",
             "generation_config",
@@ -413,7 +413,7 @@ def _logit_bias(given: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
 
 
 def check(where: str, value: Any, kind: Kind, field: str) -> None:
-    """Raises RequestError for what is not of its kind, at a place within ``field``."""
+    """Raises RequestError for a value of the wrong kind, with its path within ``field``."""
     if not kind.fits(value):
         raise wrong(field, where, value, kind.words)
 

@@ -1,4 +1,4 @@
-"""A server of one model: opens it, listens, and ends."""
+"""A server of one model: open it, listen, and stop."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds for pending requests when the server stops
 AFTERMATH = 20.0  # further seconds for computations to end
-_ANSWERING = 2.0  # seconds for answers to requests that are cut off
+_ANSWERING = 2.0  # seconds for error responses to pending requests
 
 
 @dataclass(frozen=True)
 class Option:
-    """One of ``torch-mesh serve``, beside the fields of MeshConfig."""
+    """An option of ``torch-mesh serve`` beside the fields of MeshConfig."""
 
     name: str
     default: Any
@@ -52,7 +52,7 @@ class Option:
     choices: tuple[str, ...] = ()
 
 
-# Of continuous batching; what is given is passed on to transformers' ContinuousBatchingConfig without the prefix.
+# Options of transformers' ContinuousBatchingConfig, there without the prefix.
 _BATCHES = "cb_"
 OPTIONS = (
     Option(
@@ -103,16 +103,16 @@ OPTIONS = (
 
 
 class Server:
-    """Runs in threads of its own, from when it is made until ``stop``.
+    """Serves in threads of its own, from its creation to ``stop``.
 
     Args:
         model: a folder, a GGUF file, or a model of the hub.
-        kept_bytes: of keys that are kept between requests.
-        given: of OPTIONS, by name.
-        must_chat: a model that cannot is not opened.
+        kept_bytes: memory for keys that are kept between requests.
+        given: values of OPTIONS, by name.
+        must_chat: raise for a model without a chat template.
 
-    Raises ImportError where a package is missing, ValueError for an option that cannot be, OSError where the address
-    cannot be had, and what opening a model raises.
+    Raises ImportError for a missing package, ValueError for an invalid option, OSError if the address is in use, and
+    the errors of opening a model.
     """
 
     _stopped = False
@@ -172,14 +172,14 @@ class Server:
                         f"The server has ended before it began to listen on {options['host']}:{options['port']}."
                     )
                 time.sleep(0.01)
-        except BaseException:  # Ctrl-C: the process would wait for the thread for ever
+        except BaseException:  # Ctrl-C: the process would wait for the thread forever
             self._server.should_exit = True
             raise
         host, port = self._server.servers[0].sockets[0].getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _run(self) -> None:
-        with contextlib.suppress(SystemExit):  # as when the port was taken in between: the log says so
+        with contextlib.suppress(SystemExit):  # such as a port that was taken meanwhile, which is logged
             asyncio.run(self._server.serve())
 
     def _now(self) -> tuple[Stats, Counts]:
@@ -189,10 +189,10 @@ class Server:
         return self._thread.is_alive()
 
     def stop(self, grace: float = GRACE) -> None:
-        """Refuse further requests, and end.
+        """Refuse further requests, and stop.
 
-        Pending requests have ``grace`` seconds, then get status 503. Their computation is waited for, at most AFTERMATH
-        seconds.
+        Pending requests have ``grace`` seconds, then get status 503. Waits up to AFTERMATH seconds for their
+        computation.
         """
         if self._stopped:
             return
@@ -203,16 +203,16 @@ class Server:
         if self._thread.is_alive():
             self.engine.cut_off()
             for pool in {module._mesh_pool for module in patched_modules(self.kept.model)}:
-                pool.close()  # whatever computes raises
+                pool.close()  # running computations raise
             self._thread.join(_ANSWERING)
-            self._server.force_exit = True  # there is a client that does not take its answer
+            self._server.force_exit = True  # a client does not read its answer
             self._thread.join(_ANSWERING)
         self.engine.stop()
-        # A process that ends before the thread of generate does is aborted.
+        # The process would abort if it ended before the thread of generate.
         self.engine.worker.stop(max(0, end - time.monotonic()))
         if self.kept.prefixes is not None:
             self.kept.prefixes.close()
-        # The application has cycles, and FastAPI keeps its functions.
+        # The application has reference cycles, and FastAPI keeps its functions.
         self._service.close()
         del self._server, self.engine, self.prompts, self.kept
         gc.collect()
@@ -261,7 +261,7 @@ def _check_packages() -> None:
 
 
 def _template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables that all requests give to the chat template."""
+    """Variables of the chat template for all requests."""
     text = options["chat_template_kwargs"]
     given: Any = {}
     if text:
@@ -290,7 +290,7 @@ def _check_decision_config(path: str | None) -> None:
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
-    """Continuous batching would look at its own when the first request comes, and end with it."""
+    """Check options of continuous batching now: it would check them with the first request, and end."""
     for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens"):
         if (value := given[name]) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")

@@ -1,4 +1,4 @@
-"""From the fields of a request, whatever API they are of, to what is computed for it."""
+"""Turn the fields of a request, of any API, into a computation."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, To
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.tool_calls import Form
 
-DEFAULT_TOKENS = 1024  # that an answer may have unless a request says how many
-_SCORED_ROWS = 512  # of a prompt's logits in memory at a time
+DEFAULT_TOKENS = 1024  # the limit of an answer unless the request has one
+_SCORED_ROWS = 512  # rows of a prompt's logits in memory at a time
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What a request says of tools.
+    """The tools of a request.
 
     Attributes:
-        shown: those that the model sees, in the form of chat completions.
-        schemas: the parameters' JSON schema by name, of those that it may call.
-        required: it has to call one.
-        several: it may call more than one.
-        strict: arguments have to follow the schema.
+        shown: tools that the model sees, in the form of chat completions.
+        schemas: the parameters' JSON schema by name, of tools that it may call.
+        required: the model must call one.
+        several: the model may call more than one.
+        strict: arguments must follow the schema.
     """
 
     shown: Sequence[Mapping[str, Any]]
@@ -46,13 +46,13 @@ class Tools:
 
 
 class Service:
-    """What answers are made with, of one model.
+    """Makes the answers of one model.
 
     Args:
         model: of transformers, patched.
-        engine: that generates.
+        engine: generates.
         compiled: steps are compiled, with a static cache.
-        batches: the engine computes requests together, and takes no logits processors.
+        batches: the engine computes requests together and supports no logits processors.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Service:
         self._compiled, self._batches = compiled, batches
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Drop the references to the model."""
         del self.model, self.prompts, self.engine
 
     @property
@@ -72,9 +72,9 @@ class Service:
         return size
 
     def tools(self, given: Mapping[str, Any]) -> Tools | None:
-        """Of the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``. None: no tool may be called.
+        """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls``. None: no tool may be called.
 
-        Raises RequestError.
+        Raises RequestError for invalid fields.
         """
         functions = [tool.get("function", tool) for tool in given.get("tools", ())]
         choice = given.get("tool_choice", "auto")
@@ -83,12 +83,12 @@ class Service:
         named = _named_function(choice) if isinstance(choice, dict) else None
         if not functions:
             if choice == "required" or named is not None:
-                raise RequestError(f"tool_choice is {choice!r}, and there are no tools: give tools.", "tool_choice")
+                raise RequestError(f"tool_choice is {choice!r}, but there are no tools: give tools.", "tool_choice")
             return None
         if choice == "none":
             return None
         if self.prompts.form.tools is None:
-            raise RequestError("How this model writes tool calls is not known here: ask without tools.", "tools")
+            raise RequestError("This server does not know how this model writes tool calls: leave tools out.", "tools")
         schemas = {each["name"]: each.get("parameters") for each in functions}
         if named is not None and named not in schemas:
             known = ", ".join(schemas)
@@ -106,7 +106,7 @@ class Service:
         )
 
     def template_arguments(self, given: Mapping[str, Any], effort: str | None, field: str) -> dict[str, Any]:
-        """Variables of the chat template. ``effort``: of reasoning, which ``field`` has. Raises RequestError."""
+        """Variables of the chat template. ``effort``: the reasoning effort, from ``field``. Raises RequestError."""
         arguments = dict(given.get("chat_template_kwargs", {}))
         if effort is None:
             return arguments
@@ -114,7 +114,9 @@ class Service:
             return {"reasoning_effort": effort, **arguments}
         if effort == "none" and self.prompts.knows("enable_thinking"):
             return {"enable_thinking": False, **arguments}
-        raise RequestError(f"{field} is {effort!r}, and this model's chat template has no such setting.", field)
+        raise RequestError(
+            f"{field} is {effort!r}, but this model's chat template has no such setting: leave it out.", field
+        )
 
     def answers(
         self,
@@ -128,18 +130,18 @@ class Service:
         tools: Tools | None = None,
         schema: tuple[Mapping[str, Any], str] | None = None,
     ) -> list[Answer]:
-        """Of one prompt.
+        """Make the answers of one prompt.
 
         Args:
             inputs: of the model.
             given: fields of the request, by their names in chat completions.
-            limit: the field that says how many tokens to make.
-            count: how many answers.
-            top: with the log-probabilities of the chosen and the ``top`` most probable tokens.
-            form: how calls and reasoning are written; None for plain text.
-            schema: of the JSON value that is asked for, and the field that says so.
+            limit: the field with the number of tokens.
+            count: the number of answers.
+            top: record log-probabilities of the chosen and the ``top`` most probable tokens.
+            form: how the model writes calls and reasoning; None for plain text.
+            schema: the JSON schema of the answer, and its field.
 
-        Raises RequestError.
+        Raises RequestError for invalid fields.
         """
         config = self._config(given, limit)
         prompt = inputs["input_ids"].shape[-1]
@@ -182,7 +184,7 @@ class Service:
         return made
 
     def score(self, inputs: Mapping[str, Any], top: int) -> list[TokenLogprobs | None]:
-        """Log-probabilities of a prompt's tokens, each after those before it; None for the first. Computes."""
+        """Compute the log-probabilities of a prompt's tokens; None for the first."""
         ids: Tensor = inputs["input_ids"]
         found: list[TokenLogprobs | None] = [None]
         cache: Any = None
@@ -225,9 +227,9 @@ class Service:
         except OptionError as error:
             name = limit if error.name == "max_new_tokens" else error.name
             raise RequestError(str(error), name) from error
-        if config.max_new_tokens is None:  # there is no telling what it takes
+        if config.max_new_tokens is None:  # its memory would be unknown
             raise RequestError(
-                "This request does not say how many tokens to make: give max_new_tokens in generation_config.",
+                "This request has no limit of tokens: give max_new_tokens in generation_config.",
                 "generation_config",
             )
         if (config.num_return_sequences or 1) > 1:
@@ -251,7 +253,7 @@ class Service:
         tools: Tools | None,
         schema: tuple[Mapping[str, Any], str] | None,
     ) -> tuple[str, str] | None:
-        """What the answer has to be, and the field that says so. None: anything."""
+        """The grammar of the answer, and its field. None: any answer."""
         tokenizer = self.prompts.tokenizer
         reasons = Answer.reasons(form, prompt_end)
         if form.harmony and schema is not None:

@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time, and the stop sequences in it."""
+"""Decode tokens to text one at a time, and find stop sequences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder has for the first bytes of a character
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from the first bytes of a character
 
 
 class Detokenizer:
@@ -15,7 +15,7 @@ class Detokenizer:
     Args:
         tokenizer: of transformers.
         shown: special tokens that are part of the text, such as those around a tool call. Others decode to nothing.
-        ends: ids of tokens that end a sequence, and decode to nothing, too.
+        ends: ids of tokens that end a sequence; they decode to nothing.
     """
 
     def __init__(self, tokenizer: Any, shown: Collection[str] = (), ends: Collection[int] = ()) -> None:
@@ -23,15 +23,15 @@ class Detokenizer:
         special = {*tokenizer.all_special_ids, *ends}
         self._hidden = frozenset(token for token in special if tokenizer.decode([token]) not in shown)
         self._ids: list[int] = []
-        self._start = 0  # of the tokens that the next piece is decoded with
-        self._read = 0  # up to where pieces have been returned
+        self._start = 0  # the first token that the next piece is decoded with
+        self._read = 0  # the end of the returned pieces
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes; "" within a character."""
         if self.hides(token):
             return ""
         self._ids.append(token)
-        # A token's text may depend on the one before it, as the blank at the beginning of a word does.
+        # A token's text may depend on the previous one, such as the space before a word.
         before = self._decode(self._ids[self._start : self._read])
         after = self._decode(self._ids[self._start :])
         if len(after) <= len(before) or after.endswith(_INCOMPLETE):
@@ -61,7 +61,7 @@ class Stops:
     _held: str = field(default="", init=False)
 
     def push(self, text: str) -> str:
-        """As much of the text so far as cannot be the beginning of a stop sequence. Nothing once one was found."""
+        """Return the text that cannot begin a stop sequence; "" after one was found."""
         if self.found is not None:
             return ""
         text = self._held + text
@@ -75,12 +75,12 @@ class Stops:
         return text[: len(text) - held]
 
     def end(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 def held_length(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` with which one of ``marks`` begins."""
+    """The length of the longest suffix of ``text`` that is a prefix of one of ``marks``."""
     longest = min(len(text), max(map(len, marks), default=0))
     return next((n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in marks)), 0)

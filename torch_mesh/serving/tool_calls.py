@@ -1,6 +1,6 @@
-"""Tool calls and reasoning in a model's answer: how each family writes them, and how they are read.
+"""Parse tool calls and reasoning in a model's answer, in the format of each family.
 
-A family is recognised by its chat template, which shows the model how to write a call. A new form is an entry of
+A family is recognized by its chat template, which shows the model how to write a call. A new format is an entry of
 ``FORMATS``.
 """
 
@@ -35,7 +35,7 @@ Piece = Content | Reasoning | Call
 
 
 class NotACallError(ValueError):
-    """Text between the marks of a call that is none."""
+    """The text between the marks of a call is not a call."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class ToolFormat:
     """How a family writes calls.
 
     Attributes:
-        hints: texts of which a chat template of the family has all.
+        hints: texts that all occur in a chat template of the family.
         begin, end: marks around one call, or around a list of calls.
         read: parses what is between them, given the parameters' JSON schemas by tool. Raises NotACallError.
         before, after: what stands around a call's name, and its arguments as JSON, where a grammar can force a call.
             None: the format has no JSON arguments.
-        header, footer: text that surrounds calls, and is no content.
+        header, footer: text around calls, which is not content.
     """
 
     hints: tuple[str, ...]
@@ -99,7 +99,7 @@ def _json(text: str) -> Any:
 
 
 def _reader(pattern: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
-    """Of a name and JSON arguments, the groups of ``pattern``."""
+    """Read a name and JSON arguments, the groups of ``pattern``."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def read(text: str, _: Mapping[str, Any]) -> list[Call]:
@@ -112,7 +112,7 @@ def _reader(pattern: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
 
 
 def _tag_reader(name: str, parameter: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
-    """Of a name, and each parameter between tags of its own; a parameter's type is that of the tool's schema."""
+    """Read a name, and parameters between tags, with the types of the tool's schema."""
     names, parameters = re.compile(name, re.DOTALL), re.compile(parameter, re.DOTALL)
 
     def read(text: str, schemas: Mapping[str, Any]) -> list[Call]:
@@ -262,7 +262,7 @@ FORMATS = (
         "",
     ),
 )
-# Families whose checkpoints may come without a template that shows the form.
+# Families whose checkpoints may have no chat template that shows the format.
 _BY_MODEL = {"qwen2_moe": FORMATS[7], "qwen3_moe": FORMATS[7], "qwen3_next": FORMATS[7]}
 
 # Marks around reasoning.
@@ -272,7 +272,7 @@ _HARMONY = "<|channel|>"
 
 @dataclass(frozen=True)
 class Form:
-    """How a model writes what it says: tool calls, if it has any, and reasoning."""
+    """How a model writes tool calls, if it supports them, and reasoning."""
 
     tools: ToolFormat | None = None
     thinking: tuple[str, str] | None = None
@@ -280,7 +280,7 @@ class Form:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Special tokens that have to be seen."""
+        """Special tokens that must be decoded."""
         channels = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")
         inner = re.findall(r"<[|\uff5c][^<>]*[|\uff5c]>", self.tools.before + self.tools.between) if self.tools else ()
         quotes = (_QUOTE,) if self.tools is not None and self.tools.read is _read_gemma else ()
@@ -289,7 +289,7 @@ class Form:
 
 
 def form_of(template: str | None, model_type: str) -> Form:
-    """By the text of the chat template, or else by the model's type."""
+    """Find the form by the chat template, or else by the model's type."""
     text = template or ""
     tools = next((each for each in FORMATS if all(hint in text for hint in each.hints)), None)
     thinking = next((pair for pair in _THINKING if pair[1] in text), None)
@@ -298,7 +298,7 @@ def form_of(template: str | None, model_type: str) -> Form:
 
 @dataclass
 class Parser:
-    """Divides an answer into content, reasoning and calls, while it is made.
+    """Divides an answer into content, reasoning and calls while it is generated.
 
     Args:
         form: of the model.
@@ -311,8 +311,8 @@ class Parser:
     prompt_end: str = ""
     _state: str = field(default="content", init=False)
     _text: str = field(default="", init=False)
-    _blank: str = field(default="", init=False)  # held back: blanks before a mark are no content
-    _begun: bool = field(default=False, init=False)  # something was said since the last mark
+    _blank: str = field(default="", init=False)  # held back: white space before a mark is not content
+    _begun: bool = field(default=False, init=False)  # there was text since the last mark
 
     def __post_init__(self) -> None:
         if self.form.harmony:
@@ -323,7 +323,7 @@ class Parser:
 
     @property
     def reasons(self) -> bool:
-        """Whether the next token is one of reasoning."""
+        """Whether the next token is reasoning."""
         return self._state == "reasoning"
 
     def push(self, text: str) -> list[Piece]:
@@ -331,7 +331,7 @@ class Parser:
         return list(self._pieces())
 
     def end(self) -> list[Piece]:
-        """What is left. A call that was cut off is content."""
+        """The remaining pieces. An incomplete call is content."""
         state, text, self._text = self._state, self._text, ""
         if self.form.harmony:
             return self._end_of_channel(state, text)
@@ -368,7 +368,7 @@ class Parser:
             yield from self._say(ready)
 
     def _marks(self) -> Sequence[str]:
-        """Those that end the present state."""
+        """The marks that end the current state."""
         tools, thinking = self.form.tools if self.schemas is not None else None, self.form.thinking
         if self._state == "call":
             return (tools.end,) if tools is not None else ()
