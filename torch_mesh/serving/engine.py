@@ -142,8 +142,14 @@ class Engine:
         if job.cancelled.is_set():
             return
         reused = self.kept.counts.reused_tokens
+
+        def read() -> None:
+            """The prompt has been read. An answer may end before ``generate`` does."""
+            self.progress.end()
+            job.reused = self.kept.counts.reused_tokens - reused
+
         try:
-            stream.read = self.progress.end
+            stream.read = read
             with _seeded(job.seed, self.kept.model.device), self.progress.reading(len(job.prompt)):
                 searches = (job.config.num_beams or 1) > 1  # beam search has no tokens before the end
                 made = self.kept.generate(
@@ -157,7 +163,6 @@ class Engine:
             if searches:
                 stream.put(made[:1, : len(job.prompt)])
                 stream.put(made[0, len(job.prompt) :])
-            job.reused = self.kept.counts.reused_tokens - reused
             stream.finish()
         except Exception as error:  # noqa: BLE001  passed on to the client
             stream.fail(
