@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -17,7 +18,7 @@ import pytest
 import torch
 from near_ties import assert_same_tokens
 from pairs import each_once_quick
-from tiny_models import TINY_MODELS
+from tiny_models import ALL_EXPERTS, TINY_MODELS
 from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
@@ -557,7 +558,8 @@ def test_what_generate_returns_is_what_it_returns_plainly(original: PreTrainedMo
 
 def _spread(name: str) -> PreTrainedModel:
     """A tiny random model whose tokens differ; in fp32, where few logits are nearly equal."""
-    model = TINY_MODELS[name].build().float()
+    tiny = TINY_MODELS[name]
+    model = dataclasses.replace(tiny, fields={**tiny.fields, **ALL_EXPERTS}).build().float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

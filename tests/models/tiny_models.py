@@ -58,6 +58,9 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+# Fields of a model whose tokens take all experts: rounding cannot tip its routers.
+ALL_EXPERTS = {"num_experts_per_tok": _SIZES["num_experts"]}
+
 
 _SMALL_LINEAR_ATTENTION = {
     "linear_key_head_dim": 16,
