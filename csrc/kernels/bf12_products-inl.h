@@ -30,6 +30,28 @@ inline void expand_bf12_tile(const Bf12& block, int32_t tile, std::byte* words) 
   }
 }
 
+// To weights[kBf12Depth][kBlockColumns].
+inline void dequantize_bf12_tile(const Bf12& block, int32_t tile, float* weights) {
+  const Bf12Words rows(block.table(tile));
+  const std::byte* row = block.tile(tile);
+  for (int32_t j = 0; j < kBf12Rows; ++j, row += kBf12RowBytes) {
+    float* to = weights + 2 * j * kBlockColumns;
+    rows.read(row, [&](int v, Words own) {
+      const auto values = ExpandedBf16Dot::expand(own);
+      store(to + v * kLanes, values.low);
+      store(to + kBlockColumns + v * kLanes, values.high);
+    });
+  }
+  const uint32_t last = block.last_of(tile);
+  for (uint32_t i = block.first_of(tile); i < last; ++i) {
+    const uint32_t exception = Bf12::word(block.exception(i));
+    const uint32_t place = Bf12::place_of(exception), word = place / 4;
+    const uint32_t k = word / kBlockColumns * 2 + place % 4 / 2;
+    auto* weight = reinterpret_cast<std::byte*>(weights + k * kBlockColumns + word % kBlockColumns);
+    weight[3] = static_cast<std::byte>(exception);
+  }
+}
+
 // One row, with weights that go through no memory.
 template <typename Dot>
 inline void add_bf12_tile(const Bf12& block, int32_t tile, const std::byte* values,
@@ -87,13 +109,12 @@ inline void bf12_products(const BlockProducts& products) {
 
 inline void bf12_panels(const BlockProducts& products) {
   const Bf12 block = bf12_block(products.block, products.shape.depth_padded);
-  alignas(64) std::byte words[kBf12WordsBytes];
   Panel panel;
   panel.depth = kBf12Depth;
   for (int32_t tile = 0; tile < block.tiles; ++tile) {
-    expand_bf12_tile(block, tile, words);
+    dequantize_bf12_tile(block, tile, panel.weights[0]);
     panel.next = block.tile(tile + 1);
-    panel_step<ExpandedBf16Dot>(products, tile * kBf12Depth, words, 1, Unscaled{}, panel);
+    multiply_panel(products, tile * kBf12Depth, Unscaled{}, panel);
   }
 }
 
@@ -111,9 +132,7 @@ inline void gemm_bf12(const BlockProducts& products, const Gemm& gemm) {
 
 inline void dequantize_bf12(const SquareOfBlock& from, float* square) {
   static_assert(kSquare == kBf12Depth);
-  alignas(64) std::byte words[kBf12WordsBytes];
-  expand_bf12_tile(bf12_block(from.block, from.depth_padded), from.depth / kBf12Depth, words);
-  expand<ExpandedBf16Dot>(words, 1, kSquare, square);
+  dequantize_bf12_tile(bf12_block(from.block, from.depth_padded), from.depth / kBf12Depth, square);
 }
 
 }  // namespace

@@ -85,10 +85,10 @@ inline void panel_tile(const Panel& panel, const Step& step, int32_t first, floa
   }
 }
 
-template <typename Dot, typename Step>
-inline void panel_step(const BlockProducts& products, int32_t depth, const std::byte* words,
-                       float unit, const Step& step, Panel& panel) {
-  expand<Dot>(words, unit, panel.depth, panel.weights[0]);
+// Of all rows with the panel's weights.
+template <typename Step>
+inline void multiply_panel(const BlockProducts& products, int32_t depth, const Step& step,
+                           Panel& panel) {
   for (int32_t r = 0; r < products.rows.count; ++r) {
     const std::byte* row = operand_row(products, r) + int64_t{depth} * 2;
     for (int32_t k = 0; k < panel.depth; k += kLanes) {
@@ -100,12 +100,19 @@ inline void panel_step(const BlockProducts& products, int32_t depth, const std::
   });
 }
 
+template <typename Dot, typename Step>
+inline void panel_step(const BlockProducts& products, int32_t depth, const std::byte* words,
+                       float unit, const Step& step, Panel& panel) {
+  panel.next = words + int64_t{panel.depth / 2} * kBlockColumns * column_bytes<Dot>();
+  expand<Dot>(words, unit, panel.depth, panel.weights[0]);
+  multiply_panel(products, depth, step, panel);
+}
+
 inline void bf16_panels(const BlockProducts& products) {
   Panel panel;
   panel.depth = kStepDepth;
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
     const std::byte* words = products.block + int64_t{depth} * kBlockColumns * 2;
-    panel.next = words + int64_t{panel.depth} * kBlockColumns * 2;
     panel_step<ExpandedBf16Dot>(products, depth, words, 1, Unscaled{}, panel);
   }
 }
@@ -116,9 +123,7 @@ inline void fp8_panels(const BlockProducts& products) {
   Panel panel;
   panel.depth = fp8_step_depth(products.shape.group_size);
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
-    const std::byte* own = pairs + int64_t{depth} * kBlockColumns;
-    panel.next = own + int64_t{panel.depth} * kBlockColumns;
-    panel_step<ExpandedFp8Dot>(products, depth, own, E4m3::kUnit,
+    panel_step<ExpandedFp8Dot>(products, depth, pairs + int64_t{depth} * kBlockColumns, E4m3::kUnit,
                                Fp8Step(products.block, products.shape.group_size, depth, 1), panel);
   }
   E4m3::restore_subnormals(before);

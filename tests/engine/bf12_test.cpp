@@ -136,6 +136,37 @@ TEST(Bf12, HoldsExceptionsUpToItsRoom) {
   }
 }
 
+// Whatever a damaged block says of its exceptions, nothing beyond it is read, or beyond a tile
+// written.
+TEST(Bf12, ReadsDamagedBlocksWithinTheirBounds) {
+  Random random;
+  const PackedMatrix matrix = PackedMatrix::make(Format::kBf12, 0, kTile, 3 * kTile);
+  for (int32_t round = 0; round < 20; ++round) {
+    Bytes blocks(matrix.bytes());
+    for (int64_t i = 0; i < blocks.size(); ++i) {
+      blocks.data()[i] = static_cast<std::byte>(random.below(256));
+    }
+    unpack(matrix, blocks);
+    Bytes rows(int64_t{9} * matrix.depth_padded * 2, 0), sums(9 * kTile * 4),
+        square(kTile * kTile * 4);
+    const OperandShape shape{Format::kBf12, 0, matrix.depth_padded, matrix.depth_padded * 2};
+    for (const KernelTable* table : all_tables()) {
+      const FormatKernels& kernels = table->of(Format::kBf12);
+      for (const int32_t count : {1, 2, 9}) {
+        const BlockProducts products{blocks.data(),
+                                     shape,
+                                     {rows.data(), nullptr, count},
+                                     nullptr,
+                                     reinterpret_cast<float*>(sums.data())};
+        kernels.products(products);
+        if (kernels.panels != nullptr) kernels.panels(products);
+      }
+      kernels.dequantize({blocks.data(), 0, matrix.depth_padded, kTile},
+                         reinterpret_cast<float*>(square.data()));
+    }
+  }
+}
+
 TEST(Bf12, HasAboutTwelveBitsForEachWeight) {
   const PackedMatrix matrix = PackedMatrix::make(Format::kBf12, 0, 2048, 768);
   EXPECT_EQ(matrix.bytes() * 8, int64_t{2048} * 768 * 97 / 8);
