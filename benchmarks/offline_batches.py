@@ -1,0 +1,110 @@
+"""Claim: 32 requests of a file, computed together with a quarter of the experts resident, give at least 3 times the
+tokens per second of one at a time.
+
+The synthetic model in int4 with the tokenizer of examples/mesh-tiny, and prompts of token ids, by what ``torch-mesh
+run`` calls. Times are without opening the model; its files are not in the page cache at the beginning of each run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import isolation
+import synthetic
+import torch
+from harness import Report, Row
+
+import torch_mesh
+from torch_mesh.serving import offline
+
+RESIDENT = 0.25
+
+
+def with_tokenizer(directory: Path, store: Path) -> Path:
+    """A folder of links to a store's files and to a tokenizer's."""
+    folder = directory / f"{store.name}-with-tokenizer"
+    if not folder.exists():
+        partial = synthetic.claim_folder(folder)
+        tiny = synthetic.ROOT / "examples" / "mesh-tiny"
+        for path in (*store.iterdir(), *tiny.glob("tokenizer*")):
+            (partial / path.name).symlink_to(path)
+        partial.rename(folder)
+    return folder
+
+
+def request_file(folder: Path, options: Any) -> Path:
+    draw = torch.Generator().manual_seed(0)
+    path = folder / "requests.jsonl"
+    with path.open("w") as file:
+        for _ in range(options.requests):
+            length = int(torch.randint(options.tokens // 2, options.tokens + 1, (1,), generator=draw))
+            prompt = torch.randint(3, 4000, (length,), generator=draw).tolist()
+            file.write(json.dumps({"prompt": prompt, "max_tokens": options.new, "temperature": 0}) + "\n")
+    return path
+
+
+def answered(folder: Path, requests: Path, at_once: int) -> dict[str, float]:
+    """Tokens per second, and bytes read per token."""
+    isolation.evict(sorted(folder.glob("mesh-*.safetensors")))
+    out = requests.with_name(f"answers-{at_once}.jsonl")
+    out.unlink(missing_ok=True)
+    asked = offline.read_requests(requests)
+    with offline.opened(str(folder), torch_mesh.MeshConfig(resident=RESIDENT), {}, at_once) as service:
+        offline.check(service, asked, requests)  # also starts what computes them
+        torch_mesh.reset_stats(service.model)
+        begin = time.perf_counter()
+        failed = asyncio.run(offline.answer(service, asked, out, at_once, lambda done, total: None))
+        seconds = time.perf_counter() - begin
+        read = torch_mesh.stats(service.model).bytes_read
+    if failed:
+        raise SystemExit(f"{failed} requests have failed: {out.read_text()[:2000]}")
+    bodies = [json.loads(line)["response"]["body"] for line in out.read_text().splitlines()]
+    tokens = sum(body["usage"]["completion_tokens"] for body in bodies)
+    return {"speed": tokens / seconds, "read": read / tokens, "tokens": tokens}
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__)
+    harness.add_dir(arguments)
+    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    arguments.add_argument("--experts", type=int, default=synthetic.Shape.experts)
+    arguments.add_argument("--requests", type=int, default=32)
+    arguments.add_argument("--tokens", type=int, default=128, help="of the longest prompt")
+    arguments.add_argument("--new", type=int, default=32, help="tokens of an answer")
+    arguments.add_argument("--rounds", type=int, default=3)
+    options = arguments.parse_args()
+    shape = synthetic.Shape(layers=options.layers, experts=options.experts)
+    folder = with_tokenizer(options.dir, synthetic.store(options.dir, shape, "int4"))
+    with tempfile.TemporaryDirectory() as scratch:
+        requests = request_file(Path(scratch), options)
+        together, alone = options.requests, 1
+        runs = harness.interleave(
+            {
+                "together": lambda: answered(folder, requests, together),
+                "alone": lambda: answered(folder, requests, alone),
+            },
+            options.rounds,
+        )
+    report = Report(f"{options.requests} requests of a file, {RESIDENT:.0%} of the experts resident")
+    speeds = {name: [run["speed"] for run in found] for name, found in runs.items()}
+    report.add(
+        harness.paired_row(
+            f"{together} at once", speeds["together"], "tokens/s", "one at a time", speeds["alone"], at_least=3.0
+        )
+    )
+    read = {name: statistics.median(run["read"] / 1e6 for run in found) for name, found in runs.items()}
+    report.add(Row(f"read per token, {together} at once", read["together"], "MB", "one at a time", read["alone"]))
+    report.details["runs"] = runs
+    return report.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Claim: a prompt with 8,000 tokens of tools on disk has its first token 20 times as soon, after a restart too, and its
+answer is the same.
+
+A conversation of token ids with a quarter of the experts resident: a first turn, a second one, another conversation
+with the same tools, and all three again in other processes, with and without the prefix cache. No file is in the page
+cache when a process starts. Full attention is the synthetic model in int4; windows and linear attention are smaller
+models of their own, with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import isolation
+import synthetic
+import torch
+from harness import Report, Row
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.generation import BaseStreamer
+
+import torch_mesh
+
+RESIDENT = 0.25
+TURN, ANSWER = 40, 16  # tokens of what is asked, and of an answer
+
+
+class FirstToken(BaseStreamer):
+    """When it came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def serve_turns(folder: Path, cached: bool, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """In this process: the seconds to the first token and the answer of each prompt, asked in turn."""
+    weights = "auto" if (folder / "mesh_manifest.json").exists() else "int4"
+    config = torch_mesh.MeshConfig(resident=RESIDENT, weights=weights)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    prefixes = torch_mesh.cache_prefixes(model, "64GiB") if cached else None
+    found = []
+    for prompt in prompts:
+        ids, first = torch.tensor([prompt]), FirstToken()
+        begin = time.perf_counter()
+        options = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0, "streamer": first}
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        read = 0 if prefixes is None else prefixes.counts.tokens
+        found.append({"seconds": first.times[1] - begin, "answer": tokens[0, len(prompt) :].tolist(), "reused": read})
+        if prefixes is not None:
+            prefixes.flush()
+    return found
+
+
+def in_process(folder: Path, cache: Path, cached: bool, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    isolation.evict(sorted(path for path in (*folder.iterdir(), *cache.rglob("*")) if path.is_file()))
+    command = [sys.executable, __file__, "--child", json.dumps([str(folder), cached, prompts])]
+    ended = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"XDG_CACHE_HOME": str(cache)}
+    )
+    found: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def windows_model(hidden: int, positions: int) -> Any:
+    config = GptOssConfig(
+        vocab_size=8192, hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, sliding_window=128, num_local_experts=32, num_experts_per_tok=4,
+        max_position_embeddings=positions, rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+        pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return GptOssForCausalLM(config)
+
+
+def linear_model(hidden: int, positions: int) -> Any:
+    config = Qwen3NextConfig(
+        vocab_size=8192, hidden_size=hidden, intermediate_size=hidden, moe_intermediate_size=hidden // 2,
+        shared_expert_intermediate_size=hidden // 2, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, num_experts=64, num_experts_per_tok=8, linear_num_key_heads=8, linear_num_value_heads=16,
+        linear_key_head_dim=64, linear_value_head_dim=64, max_position_embeddings=positions,
+        pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return Qwen3NextForCausalLM(config)
+
+
+def checkpoint_of(kind: str, options: Any) -> Path:
+    if kind == "full":
+        return synthetic.store(options.dir, synthetic.Shape(layers=options.layers, experts=options.experts), "int4")
+    path: Path = options.dir / f"{kind}-{options.hidden}"
+    if not path.exists():
+        partial = synthetic.claim_folder(path)
+        torch.manual_seed(0)
+        make = windows_model if kind == "windows" else linear_model
+        make(options.hidden, 40960).bfloat16().save_pretrained(partial)
+        partial.rename(path)
+    return path
+
+
+def add_kind(report: Report, kind: str, options: Any) -> None:
+    folder, cache = checkpoint_of(kind, options), options.dir / "prefix-cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(0)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(1, 8192, (count,), generator=draw).tolist()
+
+    tools = some(options.tokens)
+    first, other, more = tools + some(TURN), tools + some(TURN), some(TURN)
+    (begun,) = in_process(folder, cache, False, [first])  # also converts, where that is needed
+    (begun,) = in_process(folder, cache, False, [first])
+    second = first + begun["answer"] + more
+    without = [begun, *in_process(folder, cache, False, [second]), *in_process(folder, cache, False, [other])]
+    running = in_process(folder, cache, True, [first, second, other, first])
+    restarted = [in_process(folder, cache, True, [prompt])[0] for prompt in (first, second, other)]
+    names = ("first turn", "second turn", "another conversation")
+    for name, plain, found in zip(names, without, running, strict=False):
+        report.add(Row(f"{name}, {kind}", found["seconds"], "s", "without", plain["seconds"]))
+    for name, plain, found in zip(names, without, restarted, strict=True):
+        least = 20.0 if options.tokens >= 8000 else None
+        report.add(
+            Row(f"without, {name}, {kind}", plain["seconds"], "s", "after a restart", found["seconds"], at_least=least)
+        )
+        equal = sum(mine == theirs for mine, theirs in zip(found["answer"], plain["answer"], strict=True))
+        report.add(Row(f"equal tokens, {name}, {kind}", equal, "", "of", ANSWER, at_least=1.0))
+    size = sum(path.stat().st_size for path in (cache / "torch_mesh" / "prefixes").rglob("*") if path.is_file())
+    report.notes.append(f"{kind}: {size / 1e6:.1f} MB of files; reused {[each['reused'] for each in restarted]} tokens")
+    report.details[kind] = {"without": without, "running": running, "restarted": restarted}
+    shutil.rmtree(cache)
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__)
+    harness.add_dir(arguments)
+    arguments.add_argument("--child", help=argparse.SUPPRESS)
+    arguments.add_argument("--tokens", type=int, default=8000, help="of tools")
+    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    arguments.add_argument("--experts", type=int, default=synthetic.Shape.experts)
+    arguments.add_argument("--hidden", type=int, default=1024, help="of the models with windows and linear attention")
+    arguments.add_argument("--kinds", nargs="*", default=["full", "windows", "linear"])
+    options = arguments.parse_args()
+    if options.child:
+        folder, cached, prompts = json.loads(options.child)
+        print(json.dumps(serve_turns(Path(folder), cached, prompts)))
+        return 0
+    report = Report(f"Prompts with {options.tokens:,} tokens of tools, {RESIDENT:.0%} of the experts resident")
+    for kind in options.kinds:
+        add_kind(report, kind, options)
+    return report.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
