@@ -112,7 +112,8 @@ def test_look_ups_compile_without_graph_breaks(family: str, tmp_path: Path) -> N
     name, _ = FAMILIES[family]
     model = save(family, tmp_path)
     embedding = embeddings(reopen(model, tmp_path, tables=name))[0]
-    compiled: Any = torch.compile(embedding, fullgraph=True, backend="aot_eager")
+    # With another backend torch 2.14 keeps tensors of the last compilation after a reset.
+    compiled: Any = torch.compile(embedding, fullgraph=True, backend="eager")
     ids = torch.randint(embedding.num_embeddings, (2, 7))
     with torch.no_grad():
         assert torch.equal(compiled(ids), embedding(ids))
