@@ -18,10 +18,10 @@
 #include "bindings/errors.h"
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
+#include "gpu/experimental/mover.h"
+#include "gpu/experimental/uplift.h"
 #include "gpu/host_share.h"
 #include "gpu/live_engine.h"
-#include "gpu/mover.h"
-#include "gpu/uplift.h"
 
 namespace torch_mesh {
 namespace {

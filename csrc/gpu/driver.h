@@ -1,6 +1,6 @@
 // What torch_mesh asks of a GPU: little, and all of it in the order of a stream. Everything else in
 // this room is built on this table alone, so that it runs the same over CUDA's driver and over one
-// that is in process, for tests (testing/stand_in.h).
+// that is in process, for tests (testing/simulated_device.h).
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ class Driver {
   virtual void free_pinned(void* memory) noexcept = 0;
 
   // Whether `stream` is being captured into a graph: nothing of it runs before the graph is
-  // launched, and nobody may be waited for, nor anything allocated.
+  // launched, and no thread may be waited for, nor anything allocated.
   virtual bool capturing(Stream stream) = 0;
 };
 

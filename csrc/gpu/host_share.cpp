@@ -120,13 +120,13 @@ void HostShare::join(Ticket ticket, Stream stream) {
   const std::lock_guard lock(submitting_);
   HostCall& call = called(ticket);
   try {
-    // Within a capture nobody could ask how long the device waited.
+    // Within a capture no thread could ask how long the device waited.
     const bool timed = TicketRing::names(ticket);
     if (timed) driver_->record(call.arrived, stream);
     driver_->wait(stream, call.done);
     call.timed = timed;
   } catch (...) {
-    drain(*driver_, side_);  // nobody may write to the output once the caller has given it up
+    drain(*driver_, side_);  // nothing may write to the output once the caller has let it go
     throw;
   }
 }

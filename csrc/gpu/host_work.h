@@ -105,7 +105,7 @@ class HostWork {
   void run(HostCall& call) noexcept;
   // Throws the first failure since the last that was thrown.
   void check();
-  // Throws what this call failed with, once; nobody else is told then.
+  // Throws what this call failed with, once; no later caller is told.
   void check(HostCall& call);
   // `used` is not told any more.
   void forget_used();

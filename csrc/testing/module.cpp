@@ -17,7 +17,7 @@
 #include "testing/faults.h"
 #include "testing/product_time.h"
 #include "testing/record_sum.h"
-#include "testing/stand_in.h"
+#include "testing/simulated_device.h"
 
 namespace torch_mesh {
 namespace {
@@ -25,9 +25,9 @@ namespace {
 namespace py = pybind11;
 
 std::chrono::microseconds delay_from(double seconds) {
-  if (!(seconds >= 0 && seconds <= kLongestTimeout)) {
+  if (!(seconds >= 0 && seconds <= kMaxTimeout)) {
     invalid("max_delay is " + std::to_string(seconds) + " seconds; allowed: 0 to " +
-            std::to_string(static_cast<int64_t>(kLongestTimeout)));
+            std::to_string(static_cast<int64_t>(kMaxTimeout)));
   }
   return std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
 }
@@ -51,8 +51,8 @@ PyInterpose faults(const py::kwargs& options) {
   return {with_faults(faults)};
 }
 
-std::shared_ptr<Driver> stand_in(uint64_t seed, int32_t most_delay_us) {
-  return make_stand_in({.seed = seed, .most_delay_us = most_delay_us});
+std::shared_ptr<Driver> simulated_device(uint64_t seed, int32_t max_delay_us) {
+  return make_simulated_device({.seed = seed, .max_delay_us = max_delay_us});
 }
 
 uint64_t sum_records(const PyEngine& engine, int32_t layer, const std::vector<int32_t>& experts) {
@@ -70,7 +70,7 @@ PYBIND11_MODULE(_testing, m) {
       "faults", faults,
       "For Engine(interpose=): faults of reads, see csrc/testing/faults.h. `seed`, `max_delay` in "
       "seconds, and a probability of each.");
-  m.def("stand_in", stand_in, py::arg("seed") = 0, py::arg("most_delay_us") = 0,
+  m.def("simulated_device", simulated_device, py::arg("seed") = 0, py::arg("max_delay_us") = 0,
         "For HostShare: a device in process, whose memory is the CPU's; the delays are of its "
         "streams.");
   m.def("sum_records", sum_records, py::arg("engine"), py::arg("layer"), py::arg("experts"),

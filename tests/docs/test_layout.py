@@ -155,3 +155,15 @@ def test_nothing_of_the_cpu_path_includes_the_gpu() -> None:
         if path.suffix in (".h", ".cpp") and '#include "gpu/' in path.read_text("utf-8")
     }
     assert {path for path in users if not path.startswith(("gpu/", "testing/"))} == {"bindings/device.cpp"}
+
+
+def test_experimental_parts_of_the_gpu_are_fenced() -> None:
+    csrc = REPOSITORY / "csrc"
+    users = {
+        str(path.relative_to(csrc))
+        for path in csrc.rglob("*")
+        if path.suffix in (".h", ".cpp") and '#include "gpu/experimental/' in path.read_text("utf-8")
+    }
+    assert {path for path in users if not path.startswith("gpu/experimental/")} == {"bindings/device.cpp"}
+    for header in (csrc / "gpu" / "experimental").glob("*.h"):
+        assert header.read_text("utf-8").startswith("// Experimental:"), header.name

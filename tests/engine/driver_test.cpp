@@ -1,4 +1,5 @@
-// The drivers themselves: the stand-in shows what forgets to wait, CUDA's says what is missing.
+// The drivers themselves: the simulated one shows what forgets to wait, CUDA's says what is
+// missing.
 #include "gpu/driver.h"
 
 #include <gtest/gtest.h>
@@ -13,8 +14,8 @@ namespace {
 
 using namespace testing;
 
-TEST(StandIn, ShowsWhatForgetsToWait) {
-  const auto device = make_stand_in({.seed = 1, .most_delay_us = 2000});
+TEST(SimulatedDevice, ShowsWhatForgetsToWait) {
+  const auto device = make_simulated_device({.seed = 1, .max_delay_us = 2000});
   const OwnedStream producer(*device), consumer(*device);
   const OwnedEvent written(*device);
   int32_t value = 7, on_device = 0, seen = -1;
@@ -27,8 +28,8 @@ TEST(StandIn, ShowsWhatForgetsToWait) {
   EXPECT_TRUE(device->done(written));
 }
 
-TEST(StandIn, RefusesWhatACaptureRefuses) {
-  const auto device = make_stand_in();
+TEST(SimulatedDevice, RefusesWhatACaptureRefuses) {
+  const auto device = make_simulated_device();
   const OwnedStream main(*device), side(*device);
   const OwnedEvent fork(*device), join(*device);
   int32_t from = 1, to = 0;

@@ -12,7 +12,7 @@
 #include "engine_fixture.h"
 #include "gpu/driver.h"
 #include "gpu/host_share.h"
-#include "testing/stand_in.h"
+#include "testing/simulated_device.h"
 
 namespace torch_mesh::testing {
 
@@ -21,7 +21,7 @@ inline constexpr int32_t kDelay = 300;  // microseconds at most
 
 inline DeviceAddress address(const void* data) { return reinterpret_cast<DeviceAddress>(data); }
 
-inline void copy(StandIn& device, void* to, const void* from, size_t bytes, Stream stream) {
+inline void copy(SimulatedDevice& device, void* to, const void* from, size_t bytes, Stream stream) {
   device.copy_up(address(to), from, static_cast<int64_t>(bytes), stream);
 }
 
@@ -46,17 +46,17 @@ struct DeviceBatch {
     }
   }
 
-  void fill(StandIn& device, Stream stream) {
+  void fill(SimulatedDevice& device, Stream stream) {
     copy(device, x.data(), source_x.data(), x.size() * sizeof(float), stream);
     copy(device, ids.data(), source_ids.data(), ids.size() * sizeof(int64_t), stream);
     copy(device, weights.data(), source_weights.data(), weights.size() * sizeof(float), stream);
   }
   // What later work of the stream would do to memory that it may use again.
-  void spoil(StandIn& device, Stream stream) {
+  void spoil(SimulatedDevice& device, Stream stream) {
     copy(device, x.data(), rubbish.data(), x.size() * sizeof(float), stream);
     copy(device, weights.data(), rubbish.data(), weights.size() * sizeof(float), stream);
   }
-  void keep_result(StandIn& device, Stream stream) {
+  void keep_result(SimulatedDevice& device, Stream stream) {
     copy(device, result.data(), out.data(), out.size() * sizeof(float), stream);
     copy(device, out.data(), rubbish.data(), out.size() * sizeof(float), stream);
   }

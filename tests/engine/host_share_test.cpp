@@ -28,7 +28,7 @@ struct HostShareTest : DeviceTest {};
 
 TEST_F(HostShareTest, StreamsOfManyForwardsGiveWhatTheEngineGives) {
   const std::shared_ptr<Engine> small = model.open({.slots = 5});
-  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   {
     HostShare share(device, small);
     const OwnedStream compute(*device);
@@ -62,7 +62,7 @@ TEST_F(HostShareTest, StreamsOfManyForwardsGiveWhatTheEngineGives) {
 }
 
 TEST_F(HostShareTest, ThreadsShareItEachWithAStreamOfItsOwn) {
-  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   HostShare share(device, engine);
   std::vector<std::thread> threads;
   for (int32_t t = 0; t < 3; ++t) {
@@ -85,7 +85,7 @@ TEST_F(HostShareTest, ThreadsShareItEachWithAStreamOfItsOwn) {
 }
 
 TEST_F(HostShareTest, ALongerPromptGetsLargerBuffersWhileOthersAreUnderWay) {
-  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   HostShare share(device, engine);
   const OwnedStream compute(*device);
   std::vector<std::unique_ptr<DeviceBatch>> batches;
@@ -103,7 +103,7 @@ TEST_F(HostShareTest, ALongerPromptGetsLargerBuffersWhileOthersAreUnderWay) {
 }
 
 TEST_F(HostShareTest, APromptThatIsLongerThanTheBuffersComesInParts) {
-  const auto device = make_stand_in({.seed = seed()});
+  const auto device = make_simulated_device({.seed = seed()});
   HostShare share(device, engine, nullptr, /*block_bytes=*/20'000);
   const Batch batch = batch_of(70, random());  // of 804 bytes each
   DeviceBatch prompt(batch);
@@ -116,7 +116,7 @@ TEST_F(HostShareTest, APromptThatIsLongerThanTheBuffersComesInParts) {
 }
 
 TEST_F(HostShareTest, AGraphKeepsItsBuffersWhenOthersAreSet) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, engine);
   share.set_capture_sizes(std::array{1}, kTopK);
   const Batch batch = batch_of(1, random());
@@ -141,7 +141,7 @@ TEST_F(HostShareTest, AGraphKeepsItsBuffersWhenOthersAreSet) {
 
 TEST_F(HostShareTest, WhatIsAllOnTheDeviceIsCountedAndReadsNothing) {
   const std::shared_ptr<Engine> cold = model.open({.slots = 5});
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   std::vector<int64_t> seen;
   HostShare share(device, cold, [&](int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
     EXPECT_EQ(layer, 1);
@@ -162,7 +162,7 @@ TEST_F(HostShareTest, WhatIsAllOnTheDeviceIsCountedAndReadsNothing) {
 }
 
 TEST_F(HostShareTest, ANodesErrorMakesNanAndIsThrownOnce) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, engine);
   const Batch batch = batch_of(2, random());
   DeviceBatch wrong(batch), right(batch);
@@ -193,7 +193,7 @@ TEST_F(HostShareTest, ANodesErrorMakesNanAndIsThrownOnce) {
 }
 
 TEST_F(HostShareTest, WhoWaitsForACallGetsItsOwnError) {
-  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   HostShare share(device, engine);
   const Batch batch = batch_of(2, random());
   DeviceBatch wrong(batch), right(batch);
@@ -223,7 +223,7 @@ void write_inputs(DeviceBatch& on_device) {
 // Python's signal handlers, and its garbage collector, which joins calls that were dropped.
 TEST_F(HostShareTest, WhatTheInterruptHookRunsMayUseTheShare) {
   const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, asking);
   const OwnedStream compute(*device);
   Gate gate(*device, compute);
@@ -260,7 +260,7 @@ TEST_F(HostShareTest, WhatTheInterruptHookRunsMayUseTheShare) {
 
 TEST_F(HostShareTest, AnInterruptedSubmitWaitsForNothingElse) {
   const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, asking);
   const OwnedStream compute(*device);
   DeviceBatch on_device(batch_of(1, random()));
@@ -276,7 +276,7 @@ TEST_F(HostShareTest, AnInterruptedSubmitWaitsForNothingElse) {
 
 TEST_F(HostShareTest, ACallBetweenThePartsOfAPromptIsNoneOfThem) {
   const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, asking, nullptr, /*block_bytes=*/20'000);
   const OwnedStream compute(*device);
   const Batch batch = batch_of(70, random());  // three parts of 804 bytes a token
@@ -306,7 +306,7 @@ TEST_F(HostShareTest, ACallBetweenThePartsOfAPromptIsNoneOfThem) {
 
 // When a graph is launched nothing here knows of it.
 TEST_F(HostShareTest, ACapturedCallIsNotWaitedFor) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, engine);
   share.set_capture_sizes(std::array{1}, kTopK);
   const Batch batch = batch_of(1, random());
@@ -333,7 +333,7 @@ TEST_F(HostShareTest, ACapturedCallIsNotWaitedFor) {
 }
 
 TEST_F(HostShareTest, ACapturedCallIsJoinedWhateverSizesAreSet) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, engine);
   const Batch batch = batch_of(1, random());
   DeviceBatch on_device(batch);
@@ -356,7 +356,7 @@ TEST_F(HostShareTest, ACapturedCallIsJoinedWhateverSizesAreSet) {
 }
 
 TEST_F(HostShareTest, ATicketOfEarlierSizesNamesNoCallOfLaterOnes) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, engine);
   const Batch batch = batch_of(1, random());
   DeviceBatch on_device(batch);
@@ -377,7 +377,7 @@ TEST_F(HostShareTest, ATicketOfEarlierSizesNamesNoCallOfLaterOnes) {
 }
 
 TEST_F(HostShareTest, AClosedPoolIsAnErrorAndNotAHang) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, engine);
   DeviceBatch batch(batch_of(1, random()));
   engine.reset();
@@ -386,7 +386,7 @@ TEST_F(HostShareTest, AClosedPoolIsAnErrorAndNotAHang) {
 
 // A step of both layers, as a graph that is launched again and again over new inputs and tables.
 TEST_F(HostShareTest, ACapturedStepFollowsInputsAndTablesAtEachLaunch) {
-  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   {
     HostShare share(device, engine);
     share.set_capture_sizes(std::array{1, 2}, kTopK);
@@ -437,7 +437,7 @@ TEST_F(HostShareTest, ACapturedStepFollowsInputsAndTablesAtEachLaunch) {
 }
 
 TEST_F(HostShareTest, ACapturedCallOfAnotherSizeSaysWhatToDo) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   HostShare share(device, engine);
   share.set_capture_sizes(std::array{1}, kTopK);
   const OwnedStream compute(*device);
@@ -454,9 +454,9 @@ TEST_F(HostShareTest, ACapturedCallOfAnotherSizeSaysWhatToDo) {
 }
 
 TEST_F(HostShareTest, AGraphThatIsLaunchedAfterTheModelWentGivesNan) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   DeviceBatch batch(batch_of(1, random()));
-  std::shared_ptr<const StandIn::Graph> graph;
+  std::shared_ptr<const SimulatedDevice::Graph> graph;
   {
     HostShare share(device, engine);
     share.set_capture_sizes(std::array{1}, kTopK);
@@ -480,8 +480,8 @@ TEST_F(HostShareTest, EveryCallMayFail) {
       const Batch batch = batch_of(2, 5);
       std::array<DeviceBatch, 3> batches{DeviceBatch(batch), DeviceBatch(batch),
                                          DeviceBatch(batch)};
-      const auto device = make_stand_in(
-          {.seed = seed(), .most_delay_us = 30, .failing_call = failing, .failures = failures});
+      const auto device = make_simulated_device(
+          {.seed = seed(), .max_delay_us = 30, .failing_call = failing, .failures = failures});
       try {
         HostShare share(device, engine);
         for (DeviceBatch& on_device : batches) {
@@ -513,7 +513,7 @@ TEST_F(HostShareTest, EveryCallMayFail) {
 
 TEST_F(HostShareTest, AProfileKnowsOfWhatTheDeviceComputes) {
   const std::shared_ptr<Engine> alone = model.open_resident({});
-  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   HostShare share(device, engine);
   const OwnedStream compute(*device);
   for (int32_t round = 0; round < 20; ++round) {

@@ -1,5 +1,5 @@
 // Experts that move up and down: what no forward may see, what fails, what is refused.
-#include "gpu/mover.h"
+#include "gpu/experimental/mover.h"
 
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ constexpr int32_t kBatch = 2;
 // The records are those of `model`, which `source` has, or else the engine that computes.
 struct MovingDevice {
   MovingDevice(const Model& model, std::shared_ptr<Engine> engine,
-               const StandInOptions& options = {}, int32_t patience = 4,
+               const SimulatedDeviceOptions& options = {}, int32_t patience = 4,
                std::function<void(Stream)> before_switch = nullptr,
                std::shared_ptr<Engine> source = nullptr)
       : model(model),
@@ -39,7 +39,7 @@ struct MovingDevice {
         table(kLayers * kExperts, -1),
         seen_records(records.size()),
         seen_table(table.size()),
-        device(make_stand_in(options)),
+        device(make_simulated_device(options)),
         compute(std::make_unique<OwnedStream>(*device)) {
     for (int32_t slot = 0; slot < kSlots - kBatch; ++slot) {  // the first of layer 0
       table[slot] = slot;
@@ -97,7 +97,7 @@ struct MovingDevice {
   std::vector<int32_t> table;
   std::vector<std::byte> seen_records;
   std::vector<int32_t> seen_table;
-  std::shared_ptr<StandIn> device;
+  std::shared_ptr<SimulatedDevice> device;
   std::unique_ptr<OwnedStream> compute;
   std::unique_ptr<Mover> mover;
 };
@@ -105,7 +105,7 @@ struct MovingDevice {
 struct MoverTest : DeviceTest {};
 
 TEST_F(MoverTest, HotExpertsComeUpAndNoForwardSeesHalfOfAMove) {
-  MovingDevice on(model, engine, {.seed = seed(), .most_delay_us = kDelay});
+  MovingDevice on(model, engine, {.seed = seed(), .max_delay_us = kDelay});
   // A text that uses experts 3 to 8 of layer 1 alone.
   for (int32_t step = 0; step < 200; ++step) {
     const int64_t ids[] = {3 + step % 3, 6 + step % 3, kExperts};
@@ -171,7 +171,7 @@ TEST_F(MoverTest, APromptMovesNothing) {
 }
 
 TEST_F(MoverTest, LearnsNothingOfLayersThatDoNotMove) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   std::vector<std::byte> records(1 << 20);
   std::vector<int32_t> table(kExperts, -1);
   Mover mover(device, engine,
@@ -191,7 +191,7 @@ TEST_F(MoverTest, LearnsNothingOfLayersThatDoNotMove) {
 }
 
 TEST_F(MoverTest, RefusesASizeThatCannotBe) {
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   std::vector<std::byte> records(1 << 20);
   std::vector<int32_t> table(kLayers * kExperts, -1);
   MoverOptions options{.source = engine,
@@ -221,7 +221,7 @@ TEST_F(MoverTest, MovesRecordsOfAnotherFormatThanIsInMemory) {
   const Model on_device{small_shape(Format::kBf16)};
   ASSERT_NE(on_device.record(0, 0).size(), model.record(0, 0).size());
   const std::shared_ptr<Engine> source = on_device.open({.slots = 2});
-  MovingDevice on(on_device, engine, {.seed = seed(), .most_delay_us = kDelay}, /*patience=*/4,
+  MovingDevice on(on_device, engine, {.seed = seed(), .max_delay_us = kDelay}, /*patience=*/4,
                   nullptr, source);
   const std::vector<ExpertId> up{kExperts + 1, 7, kExperts + 5}, down{0, 3};
   on.mover->move(up, down, *on.compute);
@@ -232,7 +232,7 @@ TEST_F(MoverTest, MovesRecordsOfAnotherFormatThanIsInMemory) {
 
 TEST_F(MoverTest, RefusesRecordsOfAnotherModel) {
   const RecordLayout layout = model.shape().layout();
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   std::vector<std::byte> records(static_cast<size_t>(4 * layout.bytes));
   std::vector<int32_t> table(kLayers * kExperts, -1);
   const PoolOptions of_all{.slots = kExperts, .record_bytes = layout.bytes};
@@ -263,7 +263,7 @@ TEST_F(MoverTest, WhatIsWantedForAMomentDoesNotMove) {
 }
 
 TEST_F(MoverTest, MovesAsItIsTold) {
-  MovingDevice on(model, engine, {.seed = seed(), .most_delay_us = kDelay});
+  MovingDevice on(model, engine, {.seed = seed(), .max_delay_us = kDelay});
   for (int32_t round = 0; round < 20; ++round) {
     std::vector<ExpertId> there, elsewhere;
     const std::vector<int32_t> before = on.mover->slots_of();
@@ -364,7 +364,7 @@ TEST_F(MoverTest, AnInterruptedMoveCanBeRepeated) {
 }
 
 TEST_F(MoverTest, MovesOfTwoThreadsFollowEachOther) {
-  MovingDevice on(model, engine, {.seed = seed(), .most_delay_us = kDelay});
+  MovingDevice on(model, engine, {.seed = seed(), .max_delay_us = kDelay});
   std::vector<std::thread> threads;
   for (ExpertId thread = 0; thread < 2; ++thread) {
     threads.emplace_back([&on, thread] {
@@ -384,7 +384,7 @@ TEST_F(MoverTest, MovesOfTwoThreadsFollowEachOther) {
 // Placement changes while forwards are under way on the host and on the device: every output is
 // that of the table that its forward saw.
 TEST_F(MoverTest, ForwardsAndMovesAgreeOnWhoComputesWhat) {
-  MovingDevice on(model, engine, {.seed = seed(), .most_delay_us = kDelay});
+  MovingDevice on(model, engine, {.seed = seed(), .max_delay_us = kDelay});
   HostShare share(on.device, engine,
                   [&](int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
                     on.mover->used(layer, ids, top_k);
@@ -421,7 +421,7 @@ TEST_F(MoverTest, AMoveWaitsForWhatStillReadsTheTable) {
     HostShare* reader = nullptr;
     std::vector<Batch> batches;
     std::vector<std::unique_ptr<DeviceBatch>> forwards;
-    MovingDevice on(model, engine, {.seed = random(), .most_delay_us = kDelay}, 4,
+    MovingDevice on(model, engine, {.seed = random(), .max_delay_us = kDelay}, 4,
                     [&](Stream stream) { reader->follow_inputs(stream); });
     HostShare share(on.device, engine);
     reader = &share;
@@ -456,7 +456,7 @@ TEST_F(MoverTest, EveryCallMayFail) {
     try {
       on = std::make_unique<MovingDevice>(
           model, engine,
-          StandInOptions{.seed = seed(), .most_delay_us = 30, .failing_call = failing});
+          SimulatedDeviceOptions{.seed = seed(), .max_delay_us = 30, .failing_call = failing});
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kDevice);
       continue;

@@ -1,5 +1,5 @@
 // Records that come up for a prompt.
-#include "gpu/uplift.h"
+#include "gpu/experimental/uplift.h"
 
 #include <gtest/gtest.h>
 
@@ -35,7 +35,7 @@ TEST_F(UpliftTest, BuffersTakeTurnsAndNobodyReadsAHalfWrittenOne) {
     std::vector<std::byte> records;
   };
   std::vector<std::unique_ptr<Seen>> all;
-  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   const OwnedStream one(*device), another(*device);
   Uplift uplift(device, cold, {address(buffers[0].data()), address(buffers[1].data())}, kTogether);
   for (int32_t prompt = 0; prompt < 10; ++prompt) {
@@ -88,7 +88,7 @@ TEST_F(UpliftTest, APromptWithinAnotherOfTheSameThreadHasTheOtherBuffer) {
   const auto& expected = [&](int32_t expert) { return model.record(0, expert).data(); };
   const int64_t bytes = model.record(0, 0).size();
   UpliftBuffers buffers(bytes);
-  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   const OwnedStream compute(*device);
   Uplift uplift(device, cold, buffers.addresses(), 1);
   std::array<std::vector<std::byte>, 4> seen;
@@ -133,7 +133,7 @@ TEST_F(UpliftTest, APromptWithinAnotherOfTheSameThreadHasTheOtherBuffer) {
 TEST_F(UpliftTest, AThreadWaitsForAnothersTurnWhichMayEndAnywhere) {
   const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
   UpliftBuffers buffers(model.record(0, 0).size());
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   Uplift uplift(device, asking, buffers.addresses(), 1);
   auto turn = std::make_unique<Uplift::Turn>(uplift, Stream{});
   turn->bring(0, std::array{1});
@@ -160,7 +160,7 @@ TEST_F(UpliftTest, RefusesWhatDoesNotFitAndOutlivesAFailedRead) {
   const std::shared_ptr<Engine> broken = model.open({.slots = 4, .faults = faults});
   const int64_t bytes = model.record(0, 0).size();
   std::vector<std::byte> buffer(2 * bytes);
-  const auto device = make_stand_in();
+  const auto device = make_simulated_device();
   const std::array<DeviceAddress, 2> halves{address(buffer.data()), address(buffer.data() + bytes)};
   EXPECT_EQ(error_of([&] { Uplift(device, broken, halves, 0); }).kind(), ErrorKind::kInvalid);
   Uplift uplift(device, broken, halves, 1);

@@ -19,4 +19,4 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a card a driver in process takes the place of CUDA's; its streams dawdle."""
     if DEVICE.type == "cpu":
         seed = random.randrange(2**31)
-        monkeypatch.setattr(devices, "open_driver", lambda device: _testing.stand_in(seed, most_delay_us=200))
+        monkeypatch.setattr(devices, "open_driver", lambda device: _testing.simulated_device(seed, max_delay_us=200))

@@ -60,7 +60,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
         monkeypatch.setattr(choosing, "_device_memory", lambda device: (3 * GIB, 4 * GIB))
-        monkeypatch.setattr(devices, "open_driver", lambda device: _testing.stand_in())
+        monkeypatch.setattr(devices, "open_driver", lambda device: _testing.simulated_device())
 
 
 def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
@@ -300,7 +300,7 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
     logits = []
     for delay in (50, 400):
         if DEVICE.type == "cpu":
-            stand_in = functools.partial(_testing.stand_in, random.randrange(1 << 31), most_delay_us=delay)
+            stand_in = functools.partial(_testing.simulated_device, random.randrange(1 << 31), max_delay_us=delay)
             monkeypatch.setattr(devices, "open_driver", lambda device, stand_in=stand_in: stand_in())
         model = torch_mesh.patch(
             copy.deepcopy(original), resident=0.5, gpu={"experts": 4, "placement": "dynamic", "streaming": "off"}

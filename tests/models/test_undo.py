@@ -37,7 +37,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("quick_interpreter")
     monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
     monkeypatch.setattr(choosing, "_device_memory", lambda device: (3 << 30, 4 << 30))
-    monkeypatch.setattr(devices, "open_driver", lambda device: _testing.stand_in())
+    monkeypatch.setattr(devices, "open_driver", lambda device: _testing.simulated_device())
 
 
 def _build() -> PreTrainedModel:

@@ -12,14 +12,14 @@
 
 namespace torch_mesh {
 
-struct StandInOptions {
+struct SimulatedDeviceOptions {
   uint64_t seed = 0;
-  int32_t most_delay_us = 0;  // before each operation of a stream, drawn anew
+  int32_t max_delay_us = 0;   // before each operation of a stream, drawn anew
   int64_t failing_call = -1;  // of the calls that can fail, counted from 0
   int64_t failures = 1;       // that many calls fail from there on
 };
 
-class StandIn : public Driver {
+class SimulatedDevice : public Driver {
  public:
   // What a stream was given while it was captured. As on a device, work of other streams belongs to
   // it that waits for captured work, and has to be waited for before the capture ends; and the
@@ -34,6 +34,6 @@ class StandIn : public Driver {
   virtual int64_t live() const = 0;   // streams, events and pinned memory that were not given back
 };
 
-std::shared_ptr<StandIn> make_stand_in(const StandInOptions& options = {});
+std::shared_ptr<SimulatedDevice> make_simulated_device(const SimulatedDeviceOptions& options = {});
 
 }  // namespace torch_mesh

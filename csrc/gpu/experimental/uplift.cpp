@@ -1,4 +1,4 @@
-#include "gpu/uplift.h"
+#include "gpu/experimental/uplift.h"
 
 #include <algorithm>
 #include <cstring>

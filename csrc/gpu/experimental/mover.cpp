@@ -1,4 +1,4 @@
-#include "gpu/mover.h"
+#include "gpu/experimental/mover.h"
 
 #include <algorithm>
 #include <cstring>
@@ -126,7 +126,7 @@ void Mover::used(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
   for (const int32_t expert : distinct_) want(layer * experts_ + expert);
 }
 
-// wanted_mutex_ is held, or nobody else knows of this yet.
+// wanted_mutex_ is held, or no other thread knows of this yet.
 void Mover::want(ExpertId id) {
   if (wanted_->resident(id)) {
     wanted_->touch(id);
@@ -227,7 +227,7 @@ void Mover::work() {
   }
 }
 
-// up_ into staging, as far as it can be read. Without mutex_: nobody else touches either while
+// up_ into staging, as far as it can be read. Without mutex_: no other thread touches either while
 // records are fetched.
 size_t Mover::fetch(std::exception_ptr& failure) {
   size_t fetched = 0;
@@ -286,7 +286,7 @@ int32_t Mover::enter(Stream compute) {
   try {
     driver_->record(switched_, compute);
   } catch (...) {
-    drain(*driver_, compute);  // nobody would know when the table may be written again
+    drain(*driver_, compute);  // no thread would know when the table may be written again
     throw;
   }
   const auto engine = engine_.lock();
@@ -299,7 +299,7 @@ int32_t Mover::enter(Stream compute) {
   return entered;
 }
 
-// Waits until no records are fetched. A batch that was on its way is given up: it would find other
+// Waits until no records are fetched. A batch that was on its way is dropped: it would find other
 // slots taken.
 void Mover::begin_move(const Runtime& runtime) {
   const auto self = std::this_thread::get_id();

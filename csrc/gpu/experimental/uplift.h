@@ -1,3 +1,6 @@
+// Experimental: prompts that borrow the device. Nothing outside this folder needs it but
+// bindings/device.cpp.
+//
 // Lends a prompt the device for experts that have no slot there: their records come up a stream of
 // their own into two buffers that take turns, the next one's copies beside the products of the
 // last.

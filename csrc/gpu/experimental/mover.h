@@ -1,3 +1,6 @@
+// Experimental: dynamic placement (gpu={"placement": "dynamic"}). Nothing outside this folder needs
+// it but bindings/device.cpp.
+//
 // Moves hot experts up to a device while a model runs: between two steps, a batch at a time, beside
 // whatever computes.
 //
@@ -5,7 +8,7 @@
 // it follows every forward, moves nothing, and costs next to nothing. What is there follows it, in
 // batches, once an expert has been wanted for a while. A batch goes into spare slots; then the
 // table is written once, in the order of the stream that computes, so that no forward sees half of
-// it; and the slots that it gave up are the next batch's.
+// it; and the slots that it freed are the next batch's.
 #pragma once
 
 #include <condition_variable>
@@ -48,7 +51,7 @@ struct MoverStats {
   int64_t moved_up = 0;
   int64_t batches = 0;
   int64_t bytes_up = 0;
-  int64_t failed = 0;               // batches that were given up because a read failed
+  int64_t failed = 0;               // batches that were dropped because a read failed
   std::exception_ptr last_failure;  // of those
 };
 
@@ -102,8 +105,8 @@ class Mover {
   PinnedMemory staging_;  // [batch][record bytes]
   PinnedMemory table_;    // as the device's
 
-  // What should be there. A lock of its own, since host nodes take it: nobody may hold it who waits
-  // for the device.
+  // What should be there. A lock of its own, since host nodes take it: no thread may hold it that
+  // waits for the device.
   mutable std::mutex wanted_mutex_;
   std::unique_ptr<Policy> wanted_;
   std::vector<int64_t> wanted_since_;  // by its layer's forwards; -1: is not

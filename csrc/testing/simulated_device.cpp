@@ -1,4 +1,4 @@
-#include "testing/stand_in.h"
+#include "testing/simulated_device.h"
 
 #include <algorithm>
 #include <chrono>
@@ -25,7 +25,7 @@ using Operation = std::function<void()>;
 
 // What each stream was given, in its order. Of events only the edges are left: a record has a
 // number that later waits name.
-class StandIn::Graph {
+class SimulatedDevice::Graph {
  public:
   struct Node {
     Operation operation;  // or none:
@@ -39,7 +39,7 @@ class StandIn::Graph {
 namespace {
 
 [[noreturn]] void fail(const std::string& message) {
-  throw Error(ErrorKind::kDevice, "the stand-in device: " + message);
+  throw Error(ErrorKind::kDevice, "the simulated device: " + message);
 }
 
 // How far each stream of a capture has come, by the streams' handles.
@@ -58,8 +58,8 @@ struct EventState {
 // One stream: a thread and what it still has to do.
 class Worker {
  public:
-  Worker(uint64_t seed, int32_t most_delay_us)
-      : random_(seed), most_delay_us_(most_delay_us), thread_([this] { run(); }) {}
+  Worker(uint64_t seed, int32_t max_delay_us)
+      : random_(seed), most_delay_us_(max_delay_us), thread_([this] { run(); }) {}
   ~Worker() {
     {
       const std::lock_guard lock(mutex_);
@@ -113,13 +113,13 @@ class Worker {
   std::thread thread_;
 };
 
-class StandInDevice final : public StandIn {
+class SimulatedDriver final : public SimulatedDevice {
  public:
-  explicit StandInDevice(const StandInOptions& options) : options_(options) {
+  explicit SimulatedDriver(const SimulatedDeviceOptions& options) : options_(options) {
     workers_[nullptr] = new_worker();
   }
 
-  std::string description() const override { return "stand-in device"; }
+  std::string description() const override { return "simulated device"; }
   std::optional<int32_t> device() const override { return std::nullopt; }
 
   Stream create_stream() override {
@@ -243,7 +243,8 @@ class StandInDevice final : public StandIn {
         std::free(memory);
         return;
       }
-      // Where a device fails whoever frees could not wait; here its streams go on all the same.
+      // Where a device fails the thread that frees could not wait; here its streams go on all the
+      // same.
       workers = destroyed_;
       for (const auto& [handle, worker] : workers_) workers.push_back(worker);
     }
@@ -304,7 +305,7 @@ class StandInDevice final : public StandIn {
     std::vector<std::unique_ptr<Worker>> workers;
     for (const auto& [stream, nodes] : graph.streams) {
       workers.push_back(
-          std::make_unique<Worker>(options_.seed + workers.size(), options_.most_delay_us));
+          std::make_unique<Worker>(options_.seed + workers.size(), options_.max_delay_us));
       for (const Graph::Node& node : nodes) {
         workers.back()->give([&] {
           if (node.operation) return node.operation();
@@ -322,7 +323,7 @@ class StandInDevice final : public StandIn {
   }
 
   std::shared_ptr<Worker> new_worker() {
-    return std::make_shared<Worker>(options_.seed + ++workers_made_, options_.most_delay_us);
+    return std::make_shared<Worker>(options_.seed + ++workers_made_, options_.max_delay_us);
   }
   bool captured(Stream stream) const {
     return capture_ != nullptr && progress_.contains(stream.handle);
@@ -359,7 +360,7 @@ class StandInDevice final : public StandIn {
     return found->second;
   }
 
-  const StandInOptions options_;
+  const SimulatedDeviceOptions options_;
   mutable std::mutex mutex_;
   int64_t calls_ = 0;
   uint64_t workers_made_ = 0;
@@ -375,8 +376,8 @@ class StandInDevice final : public StandIn {
 
 }  // namespace
 
-std::shared_ptr<StandIn> make_stand_in(const StandInOptions& options) {
-  return std::make_shared<StandInDevice>(options);
+std::shared_ptr<SimulatedDevice> make_simulated_device(const SimulatedDeviceOptions& options) {
+  return std::make_shared<SimulatedDriver>(options);
 }
 
 }  // namespace torch_mesh
