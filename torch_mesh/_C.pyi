@@ -47,11 +47,11 @@ def tokens_per_chunk(
 ) -> int:
     """How many tokens a fused forward computes at a time in ``workspace`` bytes, on this machine's kernels."""
 
-MOST_THREADS: int  # of an engine
-LONGEST_TIMEOUT: float  # in seconds
-MOST_DECODE_ROWS: int  # a forward of a layer with more rows is prefill
+MAX_THREADS: int  # of an engine
+MAX_TIMEOUT: float  # in seconds
+MAX_DECODE_ROWS: int  # a forward of a layer with more rows is prefill
 HEAD_DIM_STEP: int  # head sizes are its multiples
-MOST_HEAD_DIM: int
+MAX_HEAD_DIM: int
 
 def linear_bytes(format: str, group_size: int, in_features: int, out_features: int) -> int:
     """Bytes of a result of ``torch.ops.torch_mesh.pack_linear``."""
@@ -60,7 +60,6 @@ def record_checksum(
     store_id: bytes, layer: int, expert: int, record: memoryview | bytes | npt.NDArray[np.uint8]
 ) -> int: ...
 def policy_names() -> list[str]: ...
-def predictor_names() -> list[str]: ...
 def replay(
     ids: npt.NDArray[np.int32],
     *,
@@ -81,7 +80,6 @@ def replay(
     expert_seconds: float = 1.0,
     rest_seconds: float = 0.0,
     profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,
-    pins: float = 0.0,
     early_layers: int = 0,
     early_experts: int = 0,
 ) -> dict[str, Any]:
@@ -186,8 +184,8 @@ class Turn:
         order."""
 
 class Uplift:
-    """Streams experts without a slot to the device, see csrc/gpu/uplift.h. The buffers are uint8 [records, record
-    bytes]."""
+    """Streams experts without a slot to the device, see csrc/gpu/experimental/uplift.h. The buffers are uint8 [records,
+    record bytes]."""
 
     def __init__(self, share: HostShare, first: Tensor, second: Tensor) -> None: ...
     @property
@@ -196,7 +194,7 @@ class Uplift:
     def turn(self, stream: int) -> Turn: ...
 
 class Mover:
-    """Moves experts between a device's slots and the pool, see csrc/gpu/mover.h.
+    """Moves experts between a device's slots and the pool, see csrc/gpu/experimental/mover.h.
 
     ``records`` uint8 [slots, record bytes], ``table`` int32 [layers, experts]. ``source`` is a handle of the pool with
     the records for the device: the host share's, or one of the same layers and experts in another format.
@@ -322,7 +320,7 @@ class _DetailedStats(TypedDict):
     prefetch_error: Exception | None
     slots: int  # now
     kept: int  # pinned experts, now
-    most_slots: int
+    max_slots: int
     shrinks: int
     grows: int
     resets: int  # times that the other counts were reset
@@ -344,7 +342,7 @@ class Lender:
         """Connected workers."""
 
     @property
-    def places(self) -> int:
+    def slots(self) -> int:
         """Slots that each worker may hold."""
 
     @property
@@ -438,9 +436,9 @@ class Engine:
         prefill: str = "auto",  # or "window", "off", see csrc/residency/core/window.h
         source: Source | None,
         interpose: Interpose | None = None,
-        least_slots: int = 1,  # minimum for resize()
+        min_slots: int = 1,  # minimum for resize()
         profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,  # as of model_use()
-        pins: float = 0.0,  # these three: see csrc/residency/core/kept.h
+        # These, see csrc/residency/core/soft_pins.h.
         early_layers: int = 0,
         early_experts: int = 0,
         elsewhere: list[bool] = [],  # of layers * experts: neither warmed nor pinned
@@ -484,7 +482,7 @@ class Engine:
         """Keep ``slots`` experts from now on, while forwards run, see Pool::resize in csrc/residency/pool.h; returns
         the actual number.
 
-        Raises ValueError for a number outside of [least_slots, most_slots] and for an engine without a source,
+        Raises ValueError for a number outside of [min_slots, max_slots] and for an engine without a source,
         MemoryError if there is no memory to grow (the pool then keeps its size), ReadTimeoutError if the I/O thread is
         stuck. Does not wait for forwards and reads.
         """
@@ -502,13 +500,13 @@ class Engine:
     def describe_size(self) -> dict[str, int]:
         """Sizes of the pool now and its limits.
 
-        'slots', 'slot_bytes' (their memory), 'least_slots', 'most_slots', 'record_bytes', 'segment_slots' (the unit of
+        'slots', 'slot_bytes' (their memory), 'min_slots', 'max_slots', 'record_bytes', 'segment_slots' (the unit of
         growth).
         """
 
     def describe(self) -> dict[str, object]:
         """A description of the engine.
 
-        'slots' (now), 'most_slots', 'record_bytes', 'pool_bytes' (now), 'workspace_bytes', 'policy', 'io', 'buffered'
+        'slots' (now), 'max_slots', 'record_bytes', 'pool_bytes' (now), 'workspace_bytes', 'policy', 'io', 'buffered'
         (1: files are read through the page cache), 'isa', 'threads', 'notes'.
         """

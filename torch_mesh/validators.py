@@ -13,7 +13,7 @@ from torch_mesh.formats import is_passthrough
 
 # Equal to those of the extension, without which `torch-mesh doctor` has to run.
 MAX_THREADS = 1024
-LONGEST_TIMEOUT = 1e9  # seconds
+MAX_TIMEOUT = 1e9  # seconds
 
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -226,14 +226,14 @@ def threads(name: str, value: Any) -> str | int:
     return int(number)
 
 
-@partial(Values, f"0.001 to {LONGEST_TIMEOUT:.0f} seconds")
+@partial(Values, f"0.001 to {MAX_TIMEOUT:.0f} seconds")
 def seconds(name: str, value: Any) -> float:
     number = _real(value)
     if number is None or not 0 < number < float("inf"):
         raise ValueError(f"{name}={value!r} is not a time-out: give a positive number of seconds.")
-    if not 1e-3 <= number <= LONGEST_TIMEOUT:
+    if not 1e-3 <= number <= MAX_TIMEOUT:
         raise ValueError(
-            f"{name}={value!r} is not a time-out: give 0.001 to {LONGEST_TIMEOUT:.0f} seconds, which are 31 years."
+            f"{name}={value!r} is not a time-out: give 0.001 to {MAX_TIMEOUT:.0f} seconds, which are 31 years."
         )
     return number
 

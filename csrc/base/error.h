@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace torch_mesh {
@@ -42,5 +45,42 @@ class Error : public std::runtime_error {
   ErrorPlace place_;
   int os_error_;
 };
+
+// Strings and numbers, one after the other: what messages are made of.
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+  std::string all;
+  const auto append = [&](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::remove_cvref_t<decltype(part)>>) {
+      all += std::to_string(part);
+    } else {
+      all += part;
+    }
+  };
+  (append(parts), ...);
+  return all;
+}
+
+template <typename... Parts>
+[[noreturn]] void throw_invalid(const Parts&... parts) {
+  throw Error(ErrorKind::kInvalid, concat(parts...));
+}
+
+// To be copied, which takes no memory.
+inline const Error kNoMemory{
+    ErrorKind::kMemory, "no memory left; keep fewer experts resident, or raise the memory limit"};
+
+// What `act` throws of the engine's errors or for lack of memory.
+template <typename Act>
+std::optional<Error> caught(const Act& act) {
+  try {
+    act();
+    return std::nullopt;
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::bad_alloc&) {
+    return kNoMemory;
+  }
+}
 
 }  // namespace torch_mesh

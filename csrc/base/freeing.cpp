@@ -19,7 +19,7 @@ using Clock = std::chrono::steady_clock;
 }  // namespace
 
 Freeing::~Freeing() {
-  if (thread_.joinable()) thread_.detach();  // nobody waited for it, or it is this one
+  if (thread_.joinable()) thread_.detach();  // no thread waited for it, or it is this one
 }
 
 void Freeing::begin(void* last, void (*free)(void*)) noexcept {

@@ -1,6 +1,6 @@
 // Asking the interrupt hook (base/runtime.h). It runs Python's signal handlers and, from
-// Python 3.12 on, its garbage collector: code that may want any lock of the engine's. Whoever asks
-// holds none.
+// Python 3.12 on, its garbage collector: code that may want any lock of the engine's. A thread that
+// asks holds none.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// What the engine takes from whoever embeds it. The bindings hand in torch's thread pool, its
+// What the engine takes from its embedder. The bindings hand in torch's thread pool, its
 // brgemm and Python's signal check; the engine's own tests hand in std::thread and nothing else.
 #pragma once
 

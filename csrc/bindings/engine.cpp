@@ -39,10 +39,10 @@ int32_t torch_threads() { return std::min(at::get_num_threads(), kMaxThreads); }
 
 // Within what clocks can add to the present.
 double seconds_from(double seconds, const char* name, bool none_allowed) {
-  if (seconds >= (none_allowed ? 0 : 1e-3) && seconds <= kLongestTimeout) return seconds;
+  if (seconds >= (none_allowed ? 0 : 1e-3) && seconds <= kMaxTimeout) return seconds;
   invalid(std::string(name) + " is " + std::to_string(seconds) +
           " seconds; allowed: " + (none_allowed ? "0" : "0.001") + " to " +
-          std::to_string(static_cast<int64_t>(kLongestTimeout)));  // NaN comes here, too
+          std::to_string(static_cast<int64_t>(kMaxTimeout)));  // NaN comes here, too
 }
 
 std::chrono::milliseconds milliseconds_from(double seconds, const char* name, bool none_allowed) {
@@ -89,15 +89,15 @@ EngineOptions engine_options_from(Keywords& given) {
 PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   PoolOptions options;
   options.slots = given.take<int32_t>("slots");
-  options.least_slots = given.take<int32_t>("least_slots", 1);
+  options.min_slots = given.take<int32_t>("min_slots", 1);
   options.record_bytes = record_bytes;
   options.policy = given.take<std::string>("policy");
   const auto profile = given.take<std::optional<ProfileArrays>>("profile", {});
-  const auto pins = given.take<double>("pins", 0);
   const auto early_layers = given.take<int32_t>("early_layers", 0);
-  options.kept = kept_options(profile, pins, early_layers, given.take<int32_t>("early_experts", 0));
-  options.kept.elsewhere = given.take<std::vector<bool>>("elsewhere", {});
-  options.kept.fill = given.take<bool>("fill_empty", false);
+  options.soft_pins =
+      soft_pin_options(profile, early_layers, given.take<int32_t>("early_experts", 0));
+  options.soft_pins.elsewhere = given.take<std::vector<bool>>("elsewhere", {});
+  options.soft_pins.fill = given.take<bool>("fill_empty", false);
   options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
   options.verify = verify_from(given.take<std::string>("verify"));
   options.timeout = timeout_from(given.take<double>("timeout"));
@@ -113,10 +113,10 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
 void borrow(const std::string& path, const Source& source, const Runtime& runtime,
             PoolOptions& pool) {
   pool.loan = std::make_shared<Loan>(path, source, pool.record_bytes, pool.timeout, runtime);
-  pool.slots = pool.loan->places();
-  if (pool.slots >= pool.least_slots) return;
+  pool.slots = pool.loan->slots();
+  if (pool.slots >= pool.min_slots) return;
   invalid("the pool at " + path + " lends each worker " + std::to_string(pool.slots) +
-          " experts, and a token of this model needs " + std::to_string(pool.least_slots) +
+          " experts, and a token of this model needs " + std::to_string(pool.min_slots) +
           "; start torch-mesh share with a larger --resident or fewer --workers");
 }
 
@@ -156,11 +156,11 @@ py::dict detailed_stats(const PyEngine& self) {
   struct Seen {
     PoolStats stats;
     std::vector<py::ssize_t> shape;
-    int32_t most_slots;
+    int32_t max_slots;
   };
-  const auto [stats, shape, most_slots] = self.look([](Engine& engine) {
+  const auto [stats, shape, max_slots] = self.look([](Engine& engine) {
     const Pool& pool = engine.pool();
-    return Seen{pool.detailed_stats(), {pool.layers(), pool.experts()}, pool.most_slots()};
+    return Seen{pool.detailed_stats(), {pool.layers(), pool.experts()}, pool.max_slots()};
   });
   py::dict result;
   for (const auto& [name, phase] : {std::pair{"none", Phase::kNone},
@@ -173,7 +173,7 @@ py::dict detailed_stats(const PyEngine& self) {
       stats.prefetch_error ? exception_of(*stats.prefetch_error) : py::object(py::none());
   result["slots"] = stats.slots;
   result["kept"] = stats.kept;
-  result["most_slots"] = most_slots;
+  result["max_slots"] = max_slots;
   result["shrinks"] = stats.shrinks;
   result["grows"] = stats.grows;
   result["resets"] = stats.resets;
@@ -187,8 +187,8 @@ ProfileArrays model_use(const PyEngine& self) {
 std::map<std::string, int64_t> sizes_of(Engine& engine) {
   const Pool& pool = engine.pool();
   return {{"slots", pool.slots()},
-          {"least_slots", pool.least_slots()},
-          {"most_slots", pool.most_slots()},
+          {"min_slots", pool.min_slots()},
+          {"max_slots", pool.max_slots()},
           {"segment_slots", pool.segment_slots()},
           {"record_bytes", engine.layout().bytes},
           {"slot_bytes", pool.slot_bytes()}};
@@ -199,7 +199,7 @@ std::map<std::string, Fact> describe(Engine& engine) {
   const Pool& pool = engine.pool();
   const Reader* reader = pool.reader();
   return {{"slots", pool.slots()},
-          {"most_slots", pool.most_slots()},
+          {"max_slots", pool.max_slots()},
           {"record_bytes", engine.layout().bytes},
           {"pool_bytes", pool.memory_bytes()},
           {"workspace_bytes", engine.workspace_bytes()},
@@ -392,7 +392,7 @@ void define_engine(py::module_& module) {
            py::arg("path"), py::arg("workers"))
       .def_property_readonly("workers",
                              [](const PyLender& self) { return self.lender().borrowers(); })
-      .def_property_readonly("places", [](const PyLender& self) { return self.lender().places(); })
+      .def_property_readonly("slots", [](const PyLender& self) { return self.lender().slots(); })
       .def_property_readonly("refused",
                              [](const PyLender& self) { return self.lender().refused(); })
       .def("close", &PyLender::close);

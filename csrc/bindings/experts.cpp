@@ -19,6 +19,7 @@
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
 #include "engine/grouping.h"
+#include "residency/core/deferral.h"
 
 namespace torch_mesh {
 namespace {
@@ -134,12 +135,11 @@ struct Split {
 
 Split split_cold(const LayerHandle& layer, const at::Tensor& ids, const at::Tensor& weights,
                  int64_t most) {
-  Pool& pool = layer.engine().pool();
-  Split split{ids.clone(), at::full_like(ids, pool.experts()), {}};
+  Split split{ids.clone(), at::full_like(ids, layer.engine().pool().experts()), {}};
   SplitChoices choices{.now = values_of<int64_t>(split.now),
                        .elsewhere = values_of<int64_t>(split.later)};
-  pool.split_cold(layer.layer, const_values_of<float>(weights), static_cast<int32_t>(ids.size(1)),
-                  most, choices);
+  torch_mesh::split_cold(states_of(layer), const_values_of<float>(weights),
+                         static_cast<int32_t>(ids.size(1)), most, choices);
   split.deferred = std::move(choices.experts);
   return split;
 }
@@ -180,22 +180,22 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   return out;
 }
 
-// -- stand-ins ------------------------------------------------------------------------------------
+// -- fallback -------------------------------------------------------------------------------------
 
-// Choices [tokens][k] of this pool and of that of the stand-ins; the sentinel `experts` stands
+// Choices [tokens][k] of this pool and of the fallback pool; the sentinel `experts` stands
 // where the other has a choice.
-struct StandIns {
+struct FallbackSplit {
   at::Tensor exact, low;
   std::vector<int32_t> experts;  // the distinct ones of `low`
   std::vector<int32_t> doubles;  // those of `exact` that are READY in both pools
 };
 
-StandIns split_by_pool(const LayerHandle& layer, const LayerHandle& low, const at::Tensor& ids) {
-  Pool& pool = layer.engine().pool();
-  StandIns split{ids.clone(), at::full_like(ids, pool.experts()), {}, {}};
+FallbackSplit split_by_pool(const LayerHandle& layer, const LayerHandle& low,
+                            const at::Tensor& ids) {
+  FallbackSplit split{ids.clone(), at::full_like(ids, layer.engine().pool().experts()), {}, {}};
   SplitChoices choices{.now = values_of<int64_t>(split.exact),
                        .elsewhere = values_of<int64_t>(split.low)};
-  pool.split_by_pool(layer.layer, low.engine().pool(), choices);
+  torch_mesh::split_by_pool(states_of(layer), states_of(low), choices);
   split.experts = std::move(choices.experts);
   split.doubles = std::move(choices.doubles);
   return split;
@@ -229,14 +229,15 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
                    static_cast<int32_t>(ids.size(1)), layer.engine().pool().experts(), sentinels);
   auto lookahead =
       lookahead_for(x, {next_router, next_handle, next_top_k, next_bias, next_scoring});
-  if (lookahead) lookahead->read_stand_ins(low);
-  StandIns split{.exact = ids, .low = {}, .experts = {}, .doubles = {}};
+  if (lookahead) lookahead->read_into_fallback(low);
+  FallbackSplit split{.exact = ids, .low = {}, .experts = {}, .doubles = {}};
   if (phase_of(x.size(0)) == Phase::kDecode) split = split_by_pool(layer, low, ids);
   // Neither pool keeps what the other has: together they hold the more experts. Where each has a
-  // slot for its stand-in anyhow, nobody would gain by it.
-  Pool& stand_ins = low.engine().pool();
-  if (!split.doubles.empty() && stand_ins.slots() < stand_ins.layers() * stand_ins.experts()) {
-    stand_ins.evict(low.layer, split.doubles);
+  // slot for all experts anyhow, nothing would be gained.
+  Pool& fallback_pool = low.engine().pool();
+  if (!split.doubles.empty() &&
+      fallback_pool.slots() < fallback_pool.layers() * fallback_pool.experts()) {
+    fallback_pool.evict(low.layer, split.doubles);
   }
   const auto compute_exact = [&](std::optional<at::ScalarType> out) {
     return run_experts(layer, x, split.exact, weights, /*sentinels=*/true,
@@ -245,7 +246,7 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
                         .out = out});
   };
   if (split.experts.empty()) return compute_exact({});
-  // What is resident is computed while the stand-ins that are not are being read.
+  // What is resident is computed while fallback experts are being read.
   at::Tensor exact;
   at::Tensor out =
       run_experts(low, x, split.low, weights, /*sentinels=*/true,

@@ -31,7 +31,7 @@ class Lookahead {
   Lookahead(const at::Tensor& x, RouterTensors router, const at::Tensor& handle, int64_t top_k);
 
   // What the next layer's pool lacks is read into the pool of `fallback` instead.
-  void read_stand_ins(const LayerHandle& fallback) { fallback_ = {fallback.live, next_.layer}; }
+  void read_into_fallback(const LayerHandle& fallback) { fallback_ = {fallback.live, next_.layer}; }
 
   // Queues reads of the `top_k` experts that the router ranks first for each token.
   void prefetch() const;

@@ -118,11 +118,11 @@ void define(py::module_& m) {
       },
       py::arg("format"));
   define_of_layout(m, "tokens_per_chunk", chunk_tokens, py::arg("top_k"), py::arg("workspace"));
-  m.attr("MOST_THREADS") = kMaxThreads;
-  m.attr("LONGEST_TIMEOUT") = kLongestTimeout;
-  m.attr("MOST_DECODE_ROWS") = kMaxDecodeRows;
+  m.attr("MAX_THREADS") = kMaxThreads;
+  m.attr("MAX_TIMEOUT") = kMaxTimeout;
+  m.attr("MAX_DECODE_ROWS") = kMaxDecodeRows;
   m.attr("HEAD_DIM_STEP") = kHeadDimStep;
-  m.attr("MOST_HEAD_DIM") = kMaxHeadDim;
+  m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
   m.def("linear_bytes", linear_bytes, py::arg("format"), py::arg("group_size"),
         py::arg("in_features"), py::arg("out_features"));
   m.def("record_checksum", checksum, py::arg("store_id"), py::arg("layer"), py::arg("expert"),

@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "residency/core/kept_options.h"
+#include "residency/core/soft_pins.h"
 
 namespace torch_mesh {
 
@@ -16,10 +16,9 @@ using CountArray =
     pybind11::array_t<int64_t, pybind11::array::c_style | pybind11::array::forcecast>;
 using ProfileArrays = std::pair<CountArray, CountArray>;
 
-inline KeptOptions kept_options(const std::optional<ProfileArrays>& profile, double pins,
-                                int32_t early_layers, int32_t early_experts) {
-  KeptOptions options{
-      .profile = {}, .pins = pins, .early_layers = early_layers, .early_experts = early_experts};
+inline SoftPinOptions soft_pin_options(const std::optional<ProfileArrays>& profile,
+                                       int32_t early_layers, int32_t early_experts) {
+  SoftPinOptions options{.early_layers = early_layers, .early_experts = early_experts};
   if (profile) {
     const auto& [tokens, uses] = *profile;
     options.profile.tokens.assign(tokens.data(), tokens.data() + tokens.size());

@@ -9,7 +9,6 @@
 #include "base/error.h"
 #include "bindings/engine.h"
 #include "bindings/profile.h"
-#include "residency/predictor.h"
 #include "residency/replay.h"
 
 namespace torch_mesh {
@@ -45,15 +44,15 @@ py::dict as_dict(const ReplayResult& result) {
   counts["hits"] = copied(result.hits);
   counts["accesses_of"] = copied(result.accesses_of);
   counts["seconds_of"] = copied(result.seconds_of);
-  counts["accesses"] = result.accesses;
-  counts["inflight_misses"] = result.inflight_misses;
-  counts["cold_misses"] = result.cold_misses;
-  counts["deferred"] = result.deferred;
-  counts["promoted"] = result.promoted;
-  counts["kept_accesses"] = result.kept_accesses;
-  counts["kept_hits"] = result.kept_hits;
-  counts["prefetched"] = result.prefetched;
-  counts["prefetch_used"] = result.prefetch_used;
+  counts["accesses"] = result.counts.accesses;
+  counts["inflight_misses"] = result.counts.inflight_misses;
+  counts["cold_misses"] = result.counts.cold_misses;
+  counts["deferred"] = result.counts.deferred;
+  counts["promoted"] = result.counts.promoted;
+  counts["kept_accesses"] = result.counts.kept_accesses;
+  counts["kept_hits"] = result.counts.kept_hits;
+  counts["prefetched"] = result.counts.prefetches;
+  counts["prefetch_used"] = result.counts.prefetches_used;
   counts["predicted_right"] = result.predicted_right;
   counts["virtual_seconds"] = result.virtual_seconds;
   counts["stalled_seconds"] = result.stalled_seconds;
@@ -69,7 +68,7 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
                       const std::optional<Array<int64_t>>& forwards, const std::string& prefill,
                       int32_t deferred, const std::string& predictor, int32_t prefetch,
                       double recall, uint64_t seed, double read_seconds, double expert_seconds,
-                      double rest_seconds, const std::optional<ProfileArrays>& profile, double pins,
+                      double rest_seconds, const std::optional<ProfileArrays>& profile,
                       int32_t early_layers, int32_t early_experts) {
   if (ids.ndim() != 3) throw Error(ErrorKind::kInvalid, "ids must be [tokens, layers, top_k]");
   const RoutingTrace trace{.tokens = dimension(ids, 0),
@@ -87,7 +86,7 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
                               .prefetch = prefetch,
                               .recall = recall,
                               .seed = seed,
-                              .kept = kept_options(profile, pins, early_layers, early_experts),
+                              .soft_pins = soft_pin_options(profile, early_layers, early_experts),
                               .prefill = prefill_from(prefill),
                               .deferred = deferred,
                               .read_seconds = read_seconds,
@@ -157,22 +156,16 @@ py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchang
   return counts;
 }
 
-std::vector<std::string> predictors() {
-  const std::vector<std::string_view> names = predictor_names();
-  return {names.begin(), names.end()};
-}
-
 }  // namespace
 
 void define_replay(py::module_& module) {
-  module.def("predictor_names", predictors);
   module.def("replay", replay_trace, py::arg("ids"), py::kw_only(), py::arg("experts"),
              py::arg("policy"), py::arg("slots"), py::arg("scores") = py::none(),
              py::arg("lookahead") = py::none(), py::arg("sequences") = py::none(),
              py::arg("forwards") = py::none(), py::arg("prefill") = "auto", py::arg("deferred") = 0,
              py::arg("predictor") = "off", py::arg("prefetch") = 0, py::arg("recall") = .75,
              py::arg("seed") = 0, py::arg("read_seconds") = 1., py::arg("expert_seconds") = 1.,
-             py::arg("rest_seconds") = 0., py::arg("profile") = py::none(), py::arg("pins") = 0.,
+             py::arg("rest_seconds") = 0., py::arg("profile") = py::none(),
              py::arg("early_layers") = 0, py::arg("early_experts") = 0);
   module.def("replay_ranks", replay_ranks_of, py::arg("ids"), py::arg("exchange_seconds"),
              py::kw_only(), py::arg("experts"), py::arg("policy"), py::arg("slots"),

@@ -6,6 +6,7 @@
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
 #include "engine/grouping.h"
+#include "residency/core/deferral.h"
 
 namespace torch_mesh {
 namespace {
@@ -28,8 +29,10 @@ at::Tensor route(const at::Tensor& scores, const at::Tensor& topk_ids, at::Tenso
                    /*sentinels=*/false);
   if (bias == 0 || phase_of(tokens) != Phase::kDecode) return ids;
   const at::Tensor rows = contiguous_as(scores, at::kFloat);
-  pool.reroute(layer.layer, const_values_of<float>(rows), static_cast<float>(bias), kept,
-               values_of<int64_t>(ids), static_cast<int32_t>(k));
+  const int64_t replaced =
+      reroute(states_of(layer), const_values_of<float>(rows), static_cast<float>(bias), kept,
+              values_of<int64_t>(ids), static_cast<int32_t>(k));
+  pool.count_rerouted(layer.layer, replaced);
   return ids;
 }
 

@@ -6,14 +6,14 @@
 // so that all threads get there together.
 //
 // There is no barrier: a stage names the stages before it that must have ended, and its tasks wait
-// for those alone. Nobody counts the threads, so one that comes late, or never, because its core is
-// busy elsewhere holds nothing up; the others have done its share. Where a task throws its thread
-// leaves, and the rest of its run counts as ended, so that nobody waits for it.
+// for those alone. The threads are not counted, so one that comes late, or never, because its core
+// is busy elsewhere holds nothing up; the others have done its share. Where a task throws its
+// thread leaves, and the rest of its run counts as ended, so that no thread waits for it.
 //
 // Where experts lie on several NUMA nodes the list is cut into lanes: a first one for everyone, one
 // for each node, a last one for everyone. A thread takes what its own node's lane has and then what
 // the others' have left. A stage needs stages of its own lane and of the first one, or stands in
-// the last: so all that a task waits for has been taken by somebody who runs.
+// the last: so all that a task waits for has been taken by a thread that runs.
 #pragma once
 
 #include <array>
@@ -96,7 +96,7 @@ class TaskQueue {
     while (take(lanes_at_[lane], at)) {
       try {
         body(at.stage, at.task);
-      } catch (...) {  // nobody may wait for it, or for the rest of its run, for ever
+      } catch (...) {  // no thread may wait for it, or for the rest of its run, for ever
         do {
           end(at.stage);
         } while (next_of_run(at));
@@ -114,8 +114,8 @@ class TaskQueue {
   int64_t end_of_free(int32_t stage) const;
   // Takes the lane's next run of tasks; false when there is none.
   bool take_run(Lane& lane, Cursor& at) const;
-  // The lane's next task that nobody has taken, once what it needs has ended; false when there is
-  // none.
+  // The lane's next task that no thread has taken, once what it needs has ended; false when there
+  // is none.
   bool take(Lane& lane, Cursor& at);
   void begin_lane();
   void end_lane() { lanes_at_[lanes_ - 1].end = tasks(); }

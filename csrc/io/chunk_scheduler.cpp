@@ -24,21 +24,9 @@ ChunkScheduler::ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t align
   requests_.reserve(kReservedRequests);
   free_requests_.reserve(kReservedRequests);
   by_tag_.reserve(kReservedRequests);
+  links_.resize(kReservedRequests);
   chunks_.resize(depth);
   for (int32_t chunk = depth - 1; chunk >= 0; --chunk) free_chunks_.push_back(chunk);
-}
-
-void ChunkScheduler::push(Queue& queue, int32_t request) {
-  requests_[request].previous = queue.tail;
-  requests_[request].next = -1;
-  (queue.tail < 0 ? queue.head : requests_[queue.tail].next) = request;
-  queue.tail = request;
-}
-
-void ChunkScheduler::unlink(Queue& queue, int32_t request) {
-  const Request& gone = requests_[request];
-  (gone.previous < 0 ? queue.head : requests_[gone.previous].next) = gone.next;
-  (gone.next < 0 ? queue.tail : requests_[gone.next].previous) = gone.previous;
 }
 
 void ChunkScheduler::add(const ReadRequest& read) {
@@ -48,6 +36,7 @@ void ChunkScheduler::add(const ReadRequest& read) {
   if (free_requests_.empty()) {
     requests_.emplace_back();
     free_requests_.reserve(requests_.capacity());  // so that taking a finished one cannot fail
+    if (links_.size() < std::ssize(requests_)) links_.resize(std::ssize(requests_));
     free_requests_.push_back(static_cast<int32_t>(requests_.size() - 1));
   }
   const int32_t index = free_requests_.back();
@@ -57,7 +46,7 @@ void ChunkScheduler::add(const ReadRequest& read) {
   request.read = read;
   request.state = RequestState::kQueued;
   by_tag_[low] = index;
-  push(queue_of(read.urgency), index);
+  queue_of(read.urgency).push_back(index);
   ++live_;
   ++stats_.requests;
   if (canceled_) {
@@ -74,8 +63,8 @@ void ChunkScheduler::raise_priority(uint64_t tag) {
   const bool waits = request.state == RequestState::kQueued || request.state == RequestState::kCut;
   if (!waits || request.read.tag != tag || request.read.urgency == Urgency::kDemand) return;
   if (request.state == RequestState::kQueued) {
-    unlink(queue_of(request.read.urgency), index);
-    push(queue_of(Urgency::kDemand), index);
+    queue_of(request.read.urgency).erase(index);
+    queue_of(Urgency::kDemand).push_back(index);
   }
   request.read.urgency = Urgency::kDemand;
 }
@@ -85,9 +74,9 @@ void ChunkScheduler::cancel() {
   for (size_t index = 0; index < chunks_.size(); ++index) {
     if (chunks_[index].state == ChunkState::kReady) fail(static_cast<int32_t>(index), ECANCELED);
   }
-  for (const Queue& queue : queued_) {
-    while (queue.head >= 0) {
-      const int32_t request = queue.head;
+  for (const IndexList& queue : queued_) {
+    while (!queue.empty()) {
+      const int32_t request = queue.front();
       stop_cutting(request);
       finish_if_complete(request);
     }
@@ -96,7 +85,7 @@ void ChunkScheduler::cancel() {
 
 std::optional<ChunkRead> ChunkScheduler::next() {
   for (const Urgency urgency : kUrgencies) {
-    if (urgency == Urgency::kPrefetch && prefetches_under_way() >= most_prefetches()) break;
+    if (urgency == Urgency::kPrefetch && prefetches_under_way() >= max_prefetches()) break;
     int32_t chunk = ready_chunk(urgency);
     if (chunk < 0) chunk = cut(urgency);
     if (chunk >= 0) return start(chunk);
@@ -134,9 +123,9 @@ bool ChunkScheduler::skip_to_needed(Request& request) const {
 }
 
 int32_t ChunkScheduler::cut(Urgency urgency) {
-  Queue& queue = queue_of(urgency);
-  if (free_chunks_.empty() || queue.head < 0) return -1;
-  const int32_t owner = queue.head;
+  IndexList& queue = queue_of(urgency);
+  if (free_chunks_.empty() || queue.empty()) return -1;
+  const int32_t owner = queue.front();
   Request& request = requests_[owner];
   // A request with nothing left to cut has left the queue.
   const Piece& piece = request.read.piece[request.cut_piece];
@@ -159,7 +148,7 @@ int32_t ChunkScheduler::cut(Urgency urgency) {
   ++request.chunks;
   request.cut_offset += bytes;
   if (!skip_to_needed(request)) {
-    unlink(queue, owner);
+    queue.erase(owner);
     request.state = RequestState::kCut;
   }
   return index;
@@ -187,25 +176,15 @@ void ChunkScheduler::complete(int32_t index, int64_t result) {
     return;
   }
   const int error = static_cast<int>(-result);
-  switch (recovery_for(error)) {
-    case Recovery::kRepeat:
-      if (++chunk.stalls > kMaxInterruptions) {
-        fail(index, error);
-      } else {
-        repeat(index);
-      }
-      return;
-    case Recovery::kRetry:
-      if (++chunk.retries > retries_) {
-        // ENODATA is how the block layer names a medium error; to our callers it is the file's end.
-        fail(index, error == ENODATA ? EIO : error);
-      } else {
-        repeat(index);
-      }
-      return;
-    case Recovery::kFail:
-      fail(index, error);
-      return;
+  const Recovery recovery = recovery_for(error);
+  const bool again = recovery == Recovery::kRepeat  ? ++chunk.stalls <= kMaxInterruptions
+                     : recovery == Recovery::kRetry ? ++chunk.retries <= retries_
+                                                    : false;
+  if (again) {
+    repeat(index);
+  } else {
+    // ENODATA is how the block layer names a medium error; to our callers it is the file's end.
+    fail(index, error == ENODATA ? EIO : error);
   }
 }
 
@@ -291,7 +270,7 @@ void ChunkScheduler::release(int32_t index) {
 void ChunkScheduler::stop_cutting(int32_t index) {
   Request& request = requests_[index];
   if (request.state != RequestState::kQueued) return;
-  unlink(queue_of(request.read.urgency), index);
+  queue_of(request.read.urgency).erase(index);
   request.state = RequestState::kCut;
   const Extent& rest = request.read.piece[request.cut_piece].from;
   record_error(request, ECANCELED, rest.file, rest.offset + request.cut_offset);
@@ -303,13 +282,12 @@ void ChunkScheduler::finish_if_complete(int32_t index) {
   Request& request = requests_[index];
   if (request.state != RequestState::kCut || request.chunks > 0) return;
   request.state = RequestState::kFinished;
-  push(finished_, index);
+  finished_.push_back(index);
 }
 
 std::optional<ReadResult> ChunkScheduler::take_finished() {
-  if (finished_.head < 0) return std::nullopt;
-  const int32_t index = finished_.head;
-  unlink(finished_, index);
+  if (finished_.empty()) return std::nullopt;
+  const int32_t index = finished_.pop_front();
   Request& request = requests_[index];
   request.state = RequestState::kFree;
   free_requests_.push_back(index);

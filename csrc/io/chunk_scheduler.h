@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "io/backend.h"
+#include "io/index_list.h"
 #include "io/reader.h"
 
 namespace torch_mesh {
@@ -59,8 +60,6 @@ class ChunkScheduler {
     int error;
     int32_t file;    // of the first error
     int64_t offset;  // of the first error
-    int32_t previous;
-    int32_t next;
   };
   struct Chunk {
     ChunkState state;
@@ -75,21 +74,13 @@ class ChunkScheduler {
     int32_t stalls;   // attempts in a row without progress
     std::byte* to;
   };
-  // A doubly linked list through requests_.
-  struct Queue {
-    int32_t head = -1;
-    int32_t tail = -1;
-  };
-
   static Recovery recovery_for(int error);
 
-  void push(Queue& queue, int32_t request);
-  void unlink(Queue& queue, int32_t request);
-  Queue& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
+  IndexList& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
 
   // What is under way cannot be overtaken, so guesses get a quarter of the depth: a demand read
   // then waits for few of them, and a disk that does nothing else is still kept busy.
-  int32_t most_prefetches() const { return std::max(1, static_cast<int32_t>(chunks_.size()) / 4); }
+  int32_t max_prefetches() const { return std::max(1, static_cast<int32_t>(chunks_.size()) / 4); }
   int32_t prefetches_under_way() const;
   int32_t ready_chunk(Urgency urgency) const;
   int32_t cut(Urgency urgency);
@@ -114,8 +105,10 @@ class ChunkScheduler {
   std::vector<Chunk> chunks_;    // `depth` of them, never more
   std::vector<int32_t> free_requests_;
   std::vector<int32_t> free_chunks_;
-  std::array<Queue, kUrgencies.size()> queued_;  // by urgency
-  Queue finished_;
+  IndexLinks links_{0};
+  std::array<IndexList, kUrgencies.size()> queued_{IndexList(links_), IndexList(links_),
+                                                   IndexList(links_)};  // by urgency
+  IndexList finished_{links_};
   int32_t ready_ = 0;
   int64_t live_ = 0;
   ReaderStats stats_{};

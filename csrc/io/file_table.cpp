@@ -9,8 +9,8 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <utility>
 
+#include "base/descriptor.h"
 #include "base/error.h"
 #include "io/reader.h"
 
@@ -21,28 +21,12 @@ namespace {
 // Every Linux file system that does direct I/O at all takes pages.
 constexpr int64_t kUnknownAlignment = 4096;
 // An alignment beyond this would make the reads of small tensors mostly superset.
-constexpr int64_t kLargestAlignment = 65536;
+constexpr int64_t kMaxAlignment = 65536;
 
 [[noreturn]] void fail_to_open(const File& file, int error, const std::string& what) {
-  throw Error(ErrorKind::kRead, what + " " + file.path + ": " + std::strerror(error),
+  throw Error(ErrorKind::kRead, concat(what, " ", file.path, ": ", std::strerror(error)),
               {.file = file.path}, error);
 }
-
-class Descriptor {
- public:
-  explicit Descriptor(int value) : value_(value) {}
-  ~Descriptor() {
-    if (value_ >= 0) ::close(value_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  int get() const { return value_; }
-  int release() { return std::exchange(value_, -1); }
-
- private:
-  int value_;
-};
 
 int open_repeating(const File& file, int flags) {
   for (;;) {
@@ -80,7 +64,7 @@ bool direct_read_refused(int descriptor, int64_t alignment) {
 // What the kernel reads ahead at once, whatever the device: a longer advice it cuts off.
 constexpr int64_t kAdvised = 128 << 10;
 // The kernel drops no part of a folio.
-constexpr int64_t kLargestFolio = 2 << 20;
+constexpr int64_t kMaxFolio = 2 << 20;
 
 // Before it is opened: to open a pipe is to wait for its writer.
 void check_kind(const File& file) {
@@ -88,9 +72,10 @@ void check_kind(const File& file) {
   if (::stat(file.path.c_str(), &status) != 0) fail_to_open(file, errno, "cannot open");
   if (S_ISDIR(status.st_mode)) fail_to_open(file, EISDIR, "cannot read");
   if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) {
-    throw Error(ErrorKind::kInvalid,
-                file.path + " is neither a regular file nor a block device, so it holds no store",
-                {.file = file.path});
+    throw Error(
+        ErrorKind::kInvalid,
+        concat(file.path, " is neither a regular file nor a block device, so it holds no store"),
+        {.file = file.path});
   }
 }
 
@@ -99,12 +84,12 @@ void check_size(const File& file, int descriptor) {
   if (::fstat(descriptor, &status) != 0) fail_to_open(file, errno, "cannot stat");
   // A block device has no size in its inode.
   if (S_ISREG(status.st_mode) && status.st_size < file.bytes) {
-    throw Error(ErrorKind::kRead,
-                file.path + " has " + std::to_string(status.st_size) + " bytes and had " +
-                    std::to_string(file.bytes) +
-                    " when its header was read: it was cut off or replaced; convert or download it "
-                    "again",
-                {.file = file.path, .offset = status.st_size}, ENODATA);
+    throw Error(
+        ErrorKind::kRead,
+        concat(file.path, " has ", status.st_size, " bytes and had ", file.bytes,
+               " when its header was read: it was cut off or replaced; convert or download it "
+               "again"),
+        {.file = file.path, .offset = status.st_size}, ENODATA);
   }
 }
 
@@ -112,7 +97,6 @@ void check_size(const File& file, int descriptor) {
 
 FileTable::FileTable(std::span<const File> files, bool direct) {
   descriptors_.reserve(files.size());
-  bytes_.reserve(files.size());
   buffered_.reserve(files.size());
   try {
     for (const File& file : files) open_one(file, direct);
@@ -132,8 +116,8 @@ void FileTable::close_all() {
 void FileTable::open_one(const File& file, bool direct) {
   if (file.bytes < 0) {
     throw Error(ErrorKind::kInvalid,
-                "the size of " + file.path + " is given as " + std::to_string(file.bytes) +
-                    " bytes; it must be 0 or more",
+                concat("the size of ", file.path, " is given as ", file.bytes,
+                       " bytes; it must be 0 or more"),
                 {.file = file.path});
   }
   check_kind(file);
@@ -144,7 +128,7 @@ void FileTable::open_one(const File& file, bool direct) {
       check_size(file, opened.get());
       const int64_t reported = reported_alignment(opened.get());
       const bool usable =
-          reported > 0 && reported <= kLargestAlignment && std::has_single_bit(uint64_t(reported));
+          reported > 0 && reported <= kMaxAlignment && std::has_single_bit(uint64_t(reported));
       const int64_t alignment = usable ? reported : kUnknownAlignment;
       if (!direct_read_refused(opened.get(), alignment)) {
         if (!usable) {
@@ -154,7 +138,6 @@ void FileTable::open_one(const File& file, bool direct) {
         }
         alignment_ = std::max(alignment_, alignment);
         descriptors_.push_back(opened.release());
-        bytes_.push_back(file.bytes);
         buffered_.push_back(false);
         return;
       }
@@ -170,7 +153,6 @@ void FileTable::open_one(const File& file, bool direct) {
   // Else a read at random brings as much again as the disk's read-ahead is set to.
   posix_fadvise(opened.get(), 0, 0, POSIX_FADV_RANDOM);
   descriptors_.push_back(opened.release());
-  bytes_.push_back(file.bytes);
   buffered_.push_back(true);
 }
 
@@ -186,8 +168,8 @@ void FileTable::will_need(const Extent& extent) const {
 
 void FileTable::forget(const Extent& extent) const {
   if (!buffered_[extent.file]) return;
-  const int64_t begin = extent.offset / kLargestFolio * kLargestFolio;
-  const int64_t end = extent.offset + extent.bytes + kLargestFolio;
+  const int64_t begin = extent.offset / kMaxFolio * kMaxFolio;
+  const int64_t end = extent.offset + extent.bytes + kMaxFolio;
   posix_fadvise(descriptors_[extent.file], begin, end - begin, POSIX_FADV_DONTNEED);
 }
 

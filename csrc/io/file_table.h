@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,7 +21,6 @@ class FileTable {
   FileTable& operator=(const FileTable&) = delete;
 
   std::span<const int> descriptors() const { return descriptors_; }
-  int64_t file_bytes(int32_t file) const { return bytes_[file]; }
   // Of offsets, lengths and memory; 1 when every file is read through the page cache.
   int64_t alignment() const { return alignment_; }
   // Whether some file is read through the page cache.
@@ -37,7 +35,6 @@ class FileTable {
   void close_all();
 
   std::vector<int> descriptors_;
-  std::vector<int64_t> bytes_;
   std::vector<bool> buffered_;
   int64_t alignment_ = 1;
   std::vector<std::string> notes_;

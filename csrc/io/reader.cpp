@@ -27,10 +27,10 @@ namespace torch_mesh {
 namespace {
 
 // A lost wake-up would cost this much and not the process.
-constexpr std::chrono::microseconds kLongestWait{500'000};
+constexpr std::chrono::microseconds kMaxWait{500'000};
 constexpr size_t kReservedMessages = 4096;
 constexpr int64_t kChunkUnit = 4096;
-constexpr int64_t kLargestChunk = int64_t{1} << 30;
+constexpr int64_t kMaxChunk = int64_t{1} << 30;
 
 struct BufferChange {
   MemoryRegion buffer;
@@ -175,10 +175,9 @@ class IoLoop {
       report_finished();
       if (closing && scheduler_.idle()) break;
       if (!may_sleep()) continue;
-      const int32_t count = backend_->wait(kLongestWait, results_);
+      const int32_t count = backend_->wait(kMaxWait, results_);
       for (const ChunkResult& result : std::span(results_).first(count)) {
         scheduler_.complete(result.chunk, result.result);
-        --under_way_;
       }
     }
     backend_->stop();
@@ -246,12 +245,7 @@ class IoLoop {
   }
 
   void start_chunks() {
-    while (under_way_ < backend_->capacity()) {
-      const std::optional<ChunkRead> read = scheduler_.next();
-      if (!read) return;
-      backend_->submit(*read);
-      ++under_way_;
-    }
+    while (const std::optional<ChunkRead> read = scheduler_.next()) backend_->submit(*read);
   }
 
   void report_finished() {
@@ -265,7 +259,6 @@ class IoLoop {
   // Of the I/O thread alone.
   ChunkScheduler scheduler_;
   std::vector<ChunkResult> results_;
-  int32_t under_way_ = 0;
   Messages taken_;
 
   mutable std::mutex mutex_;
@@ -359,7 +352,7 @@ class EngineReader final : public Reader {
   void check_process() const { owner_.check("this reader"); }
 
   [[noreturn]] void refuse(const std::string& message) const {
-    throw Error(ErrorKind::kInvalid, "a read request " + message);
+    throw_invalid("a read request ", message);
   }
 
   void check(const ReadRequest& request) const {
@@ -411,21 +404,18 @@ class EngineReader final : public Reader {
 
 void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value >= least && value <= most) return;
-  throw Error(ErrorKind::kInvalid, std::string("the reader's ") + name + " is " +
-                                       std::to_string(value) + "; " + std::to_string(least) +
-                                       " to " + std::to_string(most) + " are allowed");
+  throw_invalid("the reader's ", name, " is ", value, "; ", least, " to ", most, " are allowed");
 }
 
 void check(const ReaderOptions& options, int64_t files, const Reader::Done& done) {
   check_range("depth", options.depth, 1, 1024);
-  check_range("chunk_bytes", options.chunk_bytes, kChunkUnit, kLargestChunk);
+  check_range("chunk_bytes", options.chunk_bytes, kChunkUnit, kMaxChunk);
   check_range("number of threads", options.threads, 1, 256);
   check_range("number of retries", options.retries, 0, 100);
   check_range("number of files", files, 1, std::numeric_limits<int32_t>::max());
   if (options.chunk_bytes % kChunkUnit != 0) {
-    throw Error(ErrorKind::kInvalid,
-                "the reader's chunk_bytes is " + std::to_string(options.chunk_bytes) +
-                    "; it must be a multiple of " + std::to_string(kChunkUnit));
+    throw_invalid("the reader's chunk_bytes is ", options.chunk_bytes,
+                  "; it must be a multiple of ", kChunkUnit);
   }
   if (!done) throw Error(ErrorKind::kInvalid, "the reader has no completion callback");
 }
@@ -444,8 +434,8 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<cons
                                     std::span<const MemoryRegion> buffers, Reader::Done done) {
   check(options, std::ssize(files), done);
   if (options.backend != "auto" && options.backend != "uring" && options.backend != "threads") {
-    throw Error(ErrorKind::kInvalid, "the reader's backend is \"" + options.backend +
-                                         "\"; \"auto\", \"uring\" and \"threads\" are allowed");
+    throw_invalid("the reader's backend is \"", options.backend,
+                  "\"; \"auto\", \"uring\" and \"threads\" are allowed");
   }
   for (const MemoryRegion& buffer : buffers) {
     if (buffer.data == nullptr || buffer.bytes == 0) {
@@ -454,10 +444,8 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<cons
   }
   const auto table = std::make_shared<const FileTable>(files, options.direct);
   if (options.chunk_bytes % table->alignment() != 0) {
-    throw Error(ErrorKind::kInvalid, "the reader's chunk_bytes is " +
-                                         std::to_string(options.chunk_bytes) +
-                                         "; direct I/O on these files wants a multiple of " +
-                                         std::to_string(table->alignment()));
+    throw_invalid("the reader's chunk_bytes is ", options.chunk_bytes,
+                  "; direct I/O on these files wants a multiple of ", table->alignment());
   }
   std::vector<std::string> notes = table->notes();
   if (options.backend != "threads") {

@@ -13,34 +13,11 @@
 
 #include "base/start_thread.h"
 #include "io/backend.h"
+#include "io/index_list.h"
 
 namespace torch_mesh {
 
 namespace {
-
-// A queue of fixed size; at most `capacity` chunks are under way, so it never overflows.
-template <typename T>
-class Ring {
- public:
-  explicit Ring(int32_t capacity) : items_(capacity) {}
-
-  bool empty() const { return size_ == 0; }
-  void push(const T& item) {
-    items_[(head_ + size_) % items_.size()] = item;
-    ++size_;
-  }
-  T pop() {
-    const T item = items_[head_];
-    head_ = (head_ + 1) % items_.size();
-    --size_;
-    return item;
-  }
-
- private:
-  std::vector<T> items_;
-  size_t head_ = 0;
-  size_t size_ = 0;
-};
 
 class ThreadsBackend final : public Backend {
  public:
@@ -48,8 +25,11 @@ class ThreadsBackend final : public Backend {
   ThreadsBackend(std::shared_ptr<const FileTable> files, int32_t threads, int32_t depth)
       : files_(std::move(files)),
         capacity_(std::min(threads, depth)),
-        waiting_(capacity_),
-        completed_(capacity_) {}
+        reads_(static_cast<size_t>(depth)),
+        results_(reads_.size()),
+        links_(depth),
+        waiting_(links_),
+        completed_(links_) {}
   ~ThreadsBackend() override { stop(); }
 
   void start() override {
@@ -62,7 +42,8 @@ class ThreadsBackend final : public Backend {
   void submit(const ChunkRead& read) override {
     {
       const std::lock_guard lock(mutex_);
-      waiting_.push(read);
+      reads_[read.chunk] = read;
+      waiting_.push_back(read.chunk);
     }
     work_waits_.notify_one();
   }
@@ -73,7 +54,8 @@ class ThreadsBackend final : public Backend {
     woken_ = false;
     int32_t count = 0;
     while (!completed_.empty() && count < static_cast<int32_t>(results.size())) {
-      results[count++] = completed_.pop();
+      const int32_t chunk = completed_.pop_front();
+      results[count++] = {.chunk = chunk, .result = results_[chunk]};
     }
     return count;
   }
@@ -107,13 +89,14 @@ class ThreadsBackend final : public Backend {
     for (;;) {
       work_waits_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
       if (waiting_.empty()) return;
-      const ChunkRead read = waiting_.pop();
+      const ChunkRead read = reads_[waiting_.pop_front()];
       lock.unlock();
       const ssize_t got =
           ::pread(files_->descriptors()[read.file], read.to, read.bytes, read.offset);
       const int64_t result = got >= 0 ? int64_t{got} : -int64_t{errno};
       lock.lock();
-      completed_.push({.chunk = read.chunk, .result = result});
+      results_[read.chunk] = result;
+      completed_.push_back(read.chunk);
       something_happened_.notify_one();
     }
   }
@@ -124,8 +107,11 @@ class ThreadsBackend final : public Backend {
   std::mutex mutex_;
   std::condition_variable work_waits_;
   std::condition_variable something_happened_;
-  Ring<ChunkRead> waiting_;
-  Ring<ChunkResult> completed_;
+  std::vector<ChunkRead> reads_;  // by chunk
+  std::vector<int64_t> results_;  // likewise
+  IndexLinks links_;
+  IndexList waiting_;
+  IndexList completed_;
   bool woken_ = false;
   bool stopping_ = false;
 

@@ -14,7 +14,7 @@ std::string uring_unavailable() {
 
 std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable>,
                                             std::span<const MemoryRegion>, int32_t) {
-  throw Error(ErrorKind::kInvalid, "io_uring cannot be used: " + uring_unavailable());
+  throw_invalid("io_uring cannot be used: ", uring_unavailable());
 }
 
 }  // namespace torch_mesh
@@ -23,7 +23,6 @@ std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable>,
 
 #include <liburing.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -34,6 +33,7 @@ std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable>,
 #include <new>
 #include <utility>
 
+#include "base/descriptor.h"
 #include "base/error.h"
 
 namespace torch_mesh {
@@ -41,14 +41,14 @@ namespace torch_mesh {
 namespace {
 
 // The kernel takes no more in one iovec, and no more iovecs than this.
-constexpr size_t kLargestBuffer = size_t{1} << 30;
+constexpr size_t kMaxBuffer = size_t{1} << 30;
 constexpr size_t kMaxBuffers = 1 << 14;
 // The user data of the poll that wakes the ring; chunks are 0 and up.
 constexpr uint64_t kWakeUp = ~uint64_t{0};
 // How long to stay away from a ring that answers with an unexpected error.
 constexpr std::chrono::microseconds kCoolDown{1000};
 // A request that does nothing comes back within microseconds.
-constexpr std::chrono::seconds kLongestNop{5};
+constexpr std::chrono::seconds kMaxNop{5};
 
 constexpr const char* kSetup = "io_uring_setup";
 
@@ -88,7 +88,7 @@ bool may_pass(int error) { return error == EAGAIN || error == EBUSY || error == 
 // reads in it would never end.
 int pass_an_entry(io_uring* ring) {
   io_uring_prep_nop(io_uring_get_sqe(ring));
-  const auto deadline = std::chrono::steady_clock::now() + kLongestNop;
+  const auto deadline = std::chrono::steady_clock::now() + kMaxNop;
   io_uring_cqe* completion = nullptr;
   int last = ETIMEDOUT;
   while (std::chrono::steady_clock::now() < deadline) {
@@ -139,25 +139,20 @@ class UringBackend final : public Backend {
     std::sort(buffers_.begin(), buffers_.end(),
               [](const iovec& left, const iovec& right) { return left.iov_base < right.iov_base; });
     registrations_.assign(buffers_.size(), Registration::kUsed);
-    wake_descriptor_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (wake_descriptor_ < 0) {
+    if (wake_up_.get() < 0) {
       throw Error(ErrorKind::kInvalid,
-                  std::string("io_uring cannot be used: no eventfd: ") + std::strerror(errno), {},
-                  errno);
+                  concat("io_uring cannot be used: no eventfd: ", std::strerror(errno)), {}, errno);
     }
   }
 
-  ~UringBackend() override {
-    stop();
-    ::close(wake_descriptor_);
-  }
+  ~UringBackend() override { stop(); }
 
   void start() override {
     // One entry more for the poll: at most depth_ + 1 completions exist, so neither queue
     // overflows.
     if (const Refusal refusal = make_ring(static_cast<unsigned>(depth_) + 1, &ring_)) {
-      throw Error(ErrorKind::kInvalid, "io_uring cannot be used: " + why_no_ring(refusal), {},
-                  refusal.error);
+      throw Error(ErrorKind::kInvalid, concat("io_uring cannot be used: ", why_no_ring(refusal)),
+                  {}, refusal.error);
     }
     made_ = true;
     if ((ring_.flags & IORING_SETUP_DEFER_TASKRUN) == 0) {
@@ -197,10 +192,7 @@ class UringBackend final : public Backend {
   void register_buffer(const MemoryRegion& region) override { change(region, true); }
   void unregister_buffer(const MemoryRegion& region) override { change(region, false); }
 
-  void wake() override {
-    // Fails only when the counter is full, and then the ring is awake already.
-    static_cast<void>(::eventfd_write(wake_descriptor_, 1));
-  }
+  void wake() override { wake_up_.wake(); }
 
   void stop() override {
     if (!std::exchange(made_, false)) return;
@@ -218,13 +210,13 @@ class UringBackend final : public Backend {
   // Of one buffer, while buffers_registered_.
   enum class Registration : uint8_t {
     kUsed,
-    kStuck,  // the ring keeps pages that the pool has given up: not those that are there now
+    kStuck,  // the ring keeps pages that the pool has freed: not those that are there now
     kNone,
   };
 
   void add_buffer(MemoryRegion rest) {
     while (rest.bytes > 0) {
-      const size_t bytes = std::min(rest.bytes, kLargestBuffer);
+      const size_t bytes = std::min(rest.bytes, kMaxBuffer);
       buffers_.push_back({.iov_base = rest.data, .iov_len = bytes});
       rest = {.data = rest.data + bytes, .bytes = rest.bytes - bytes};
     }
@@ -289,13 +281,13 @@ class UringBackend final : public Backend {
       unregister_all(changed);
     } else {  // such as ENOMEM; tried again with the next change
       registrations_[index] = Registration::kStuck;
-      note_refusal(buffers_[index].iov_len, "unregister", "the pool has given up", -changed,
+      note_refusal(buffers_[index].iov_len, "unregister", "the pool has freed", -changed,
                    "so they stay locked");
     }
   }
 
   // For kernels that cannot take one buffer out (before 5.13): no page may stay pinned that the
-  // pool has given up.
+  // pool has freed.
   void unregister_all(int error) {
     // What is prepared names its buffer by index, so it goes before the indices do.
     while (io_uring_sq_ready(&ring_) > 0 && io_uring_submit(&ring_) < 0) {
@@ -346,26 +338,15 @@ class UringBackend final : public Backend {
   // A poll and not a read: it leaves no buffer of ours with the kernel when the ring is taken down.
   void arm_wake_up() {
     io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-    io_uring_prep_poll_add(entry, wake_descriptor_, POLLIN);
+    io_uring_prep_poll_add(entry, wake_up_.get(), POLLIN);
     io_uring_sqe_set_data64(entry, kWakeUp);
   }
 
+  // What was to be submitted stays in the queue for the next call. Nothing that is under way may be
+  // dropped, whatever the error, because its buffer would be reused: the ring is asked again,
+  // without burning a core, and the caller's own time-outs bound the damage.
   void recover(int error) {
-    switch (error) {
-      case 0:
-      case ETIME:  // the time is over
-      case EINTR:  // a signal came first; what was to be submitted stays in the queue
-        return;
-      case EAGAIN:  // no memory for requests, or completions must be reaped first: both pass; the
-      case EBUSY:   // entries stay in the queue for the next call
-      case ENOMEM:
-        break;
-      default:
-        // Nothing that is under way may be given up, because its buffer would be reused. So the
-        // ring is asked again, without burning a core, and the caller's own time-outs bound the
-        // damage.
-        break;
-    }
+    if (error == 0 || error == ETIME || error == EINTR) return;
     if (io_uring_cq_ready(&ring_) == 0) ::usleep(static_cast<useconds_t>(kCoolDown.count()));
   }
 
@@ -377,8 +358,7 @@ class UringBackend final : public Backend {
       const int result = completion->res;
       io_uring_cqe_seen(&ring_, completion);
       if (data == kWakeUp) {
-        eventfd_t ignored;
-        static_cast<void>(::eventfd_read(wake_descriptor_, &ignored));
+        wake_up_.clear();
         arm_wake_up();
       } else {
         results[count++] = {.chunk = static_cast<int32_t>(data), .result = result};
@@ -391,7 +371,7 @@ class UringBackend final : public Backend {
   const int32_t depth_;
   std::vector<iovec> buffers_;               // by address
   std::vector<Registration> registrations_;  // by buffer
-  int wake_descriptor_ = -1;
+  const WakeUp wake_up_;
   io_uring ring_{};
   bool made_ = false;  // the ring
   bool files_registered_ = false;

@@ -27,7 +27,7 @@ inline float sum_of(const Partials& partials) {
 }
 
 // The rows that come next are asked for meanwhile: one row is too short for the processor to
-// foresee the next.
+// predict the next.
 inline void expand_rows(const ConstRows& rows, int32_t first, int32_t count, int32_t dim,
                         float* to) {
   constexpr int64_t kLine = 64;

@@ -1,5 +1,5 @@
 // Rows times bf16 weights as they stand in a tensor, a row of it for each output: decode steps of
-// layers that nobody packs. Include after the target's simd header.
+// layers that are not packed. Include after the target's simd header.
 #pragma once
 
 #include "kernels/dots-inl.h"

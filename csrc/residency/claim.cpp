@@ -4,7 +4,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "residency/lending/loan.h"
@@ -26,25 +25,24 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   impl.check_experts(layer, experts);
   const size_t own = experts.size() - part.deferral.experts.size();
   if (scratch.size() < own) {
-    throw Error(ErrorKind::kInvalid, "a claim of " + std::to_string(own) +
-                                         " experts needs as many entries of scratch; got " +
-                                         std::to_string(scratch.size()));
+    throw_invalid("a claim of ", own, " experts needs as many entries of scratch; got ",
+                  scratch.size());
   }
   state_.layer = layer;
   state_.part = part;
   state_.experts = experts;
   state_.entries = scratch.first(own);
 
-  const Pool::Impl::Turn turn(impl);
+  const Pool::Impl::Event event(impl);
   impl.check_open();
   if (impl.memory_only()) {
     for (int32_t expert : experts) {
       const ExpertId id = impl.core.id_of(layer, expert);
       if (impl.core.slots().find(id) >= 0) continue;
-      throw Error(
-          ErrorKind::kInvalid,
-          describe(impl.source, id) + " was never filled; fill() every expert before a forward",
-          place_of(impl.source, id));
+      throw Error(ErrorKind::kInvalid,
+                  concat(describe(impl.source, id),
+                         " was never filled; fill() every expert before a forward"),
+                  place_of(impl.source, id));
     }
   }
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
@@ -55,7 +53,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
 Claim::~Claim() {
   Pool::Impl& impl = *pool_.impl_;
   if (impl.owner.forked()) return;
-  const Pool::Impl::Turn turn(impl);
+  const Pool::Impl::Event event(impl);
   impl.core.end(state_);
 }
 
@@ -68,7 +66,7 @@ int32_t Claim::take(Pool::Impl& impl, std::span<ReadyExpert> ready, std::optiona
   const int32_t count = impl.core.hand_out(state_, most, error);
   for (int32_t i = 0; i < count; ++i) {
     const auto [index, slot] = handed[i];
-    ready[i] = {index, impl.memory->record(slot), impl.memory->node(slot)};
+    ready[i] = {index, impl.memory->piece(slot), impl.memory->node(slot)};
   }
   impl.carry_out();
   return count;
@@ -104,10 +102,8 @@ int32_t Claim::next(std::span<ReadyExpert> ready, int32_t team) {
     }
     if (state_.waiting == 0 && state_.joined == 0) return 0;
     if (state_.joined == 0 && state_.held > 0) {
-      throw Error(ErrorKind::kInvalid,
-                  "no slot is left for the next expert of layer " + std::to_string(state_.layer) +
-                      " while this forward holds " + std::to_string(state_.held) +
-                      "; release() those before next()");
+      throw_invalid("no slot is left for the next expert of layer ", state_.layer,
+                    " while this forward holds ", state_.held, "; release() those before next()");
     }
     const Stopwatch stall(impl.stats_of(state_.layer, state_.part.phase).stall_nanoseconds);
     if (state_.joined > 0) {
@@ -120,17 +116,17 @@ int32_t Claim::next(std::span<ReadyExpert> ready, int32_t team) {
 
 void Claim::wait_for_slots(Pool::Impl& impl, Pool::Impl::Lock& lock) {
   // Leaves the queue however the wait ends; the next in line must then look again.
-  struct Place {
+  struct Queued {
     Pool::Impl& pool;
     ClaimState& claim;
-    Place(Pool::Impl& impl, ClaimState& state) : pool(impl), claim(state) {
+    Queued(Pool::Impl& impl, ClaimState& state) : pool(impl), claim(state) {
       pool.core.enter_queue(claim);
     }
-    ~Place() {
+    ~Queued() {
       pool.core.leave_queue(claim);
       pool.carry_out();
     }
-  } const place(impl, state_);
+  } const queued(impl, state_);
 
   auto patience = impl.patience();
   for (;;) {
@@ -145,11 +141,10 @@ void Claim::wait_for_slots(Pool::Impl& impl, Pool::Impl::Lock& lock) {
     if (!impl.wait(lock, impl.freed, patience, &state_)) {
       throw Error(
           ErrorKind::kTimeout,
-          "no slot became free for layer " + std::to_string(state_.layer) + " in " +
-              std::to_string(impl.options.timeout.count()) + " ms: all " +
-              std::to_string(impl.core.slots().limit()) +
-              " are in use by other forwards or by reads that do not end; keep more experts "
-              "resident, or look at the disk",
+          concat("no slot became free for layer ", state_.layer, " in ",
+                 impl.options.timeout.count(), " ms: all ", impl.core.slots().limit(),
+                 " are in use by other forwards or by reads that do not end; keep more experts "
+                 "resident, or look at the disk"),
           {state_.layer, -1, "", -1});
     }
   }
@@ -175,19 +170,19 @@ void Claim::wait_for_reads(Pool::Impl& impl, Pool::Impl::Lock& lock, int32_t tea
   const ExpertId id = impl.core.slots()[late].expert;
   const ErrorPlace place = place_of(impl.source, id);
   if (impl.options.loan != nullptr) {
-    throw Error(ErrorKind::kTimeout,
-                "the owner of the pool at " + impl.options.loan->path() + " did not lend " +
-                    describe(impl.source, id) + " within the time-out of " +
-                    std::to_string(impl.options.timeout.count()) +
-                    " ms; is it stopped, or its disk not healthy?",
-                place);
+    throw Error(
+        ErrorKind::kTimeout,
+        concat("the owner of the pool at ", impl.options.loan->path(), " did not lend ",
+               describe(impl.source, id), " within the time-out of ", impl.options.timeout.count(),
+               " ms; is it stopped, or its disk not healthy?"),
+        place);
   }
-  throw Error(ErrorKind::kTimeout,
-              "reading " + describe(impl.source, id) + " from " + place.file + " at offset " +
-                  std::to_string(place.offset) + " takes longer than the time-out of " +
-                  std::to_string(impl.options.timeout.count()) +
-                  " ms; is the disk healthy and is the file on a local disk?",
-              place);
+  throw Error(
+      ErrorKind::kTimeout,
+      concat("reading ", describe(impl.source, id), " from ", place.file, " at offset ",
+             place.offset, " takes longer than the time-out of ", impl.options.timeout.count(),
+             " ms; is the disk healthy and is the file on a local disk?"),
+      place);
 }
 
 void Claim::release(std::span<const ReadyExpert> done) {
@@ -196,15 +191,14 @@ void Claim::release(std::span<const ReadyExpert> done) {
   std::array<int32_t, 64> indices;
   for (; !done.empty(); done = done.subspan(std::min(done.size(), indices.size()))) {
     const size_t count = std::min(done.size(), indices.size());
-    const Pool::Impl::Turn turn(impl);
+    const Pool::Impl::Event event(impl);
     for (size_t i = 0; i < count; ++i) indices[i] = done[i].index;
     const Stopwatch decision(impl.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
     const size_t released = impl.core.release(state_, std::span(indices).first(count));
     impl.carry_out();
     if (released == count) continue;
-    throw Error(ErrorKind::kInvalid,
-                "release(" + std::to_string(indices[released]) +
-                    "): next() has not handed this one out, or it was released");
+    throw_invalid("release(", indices[released],
+                  "): next() has not handed this one out, or it was released");
   }
 }
 

@@ -55,17 +55,14 @@ std::string read_failure_advice(int error) {
 
 void check_alignment(const Source& source, int64_t alignment) {
   if (alignment < 1 || kRecordAlignment % alignment != 0) {
-    throw Error(ErrorKind::kInvalid,
-                "this file system wants direct reads in multiples of " + std::to_string(alignment) +
-                    " bytes; records are aligned to 4096. Move the model to another disk");
+    throw_invalid("this file system wants direct reads in multiples of ", alignment,
+                  " bytes; records are aligned to 4096. Move the model to another disk");
   }
   for (const Extent& extent : source.extents) {
     if (source.raw || extent.offset % alignment == 0) continue;
-    throw Error(ErrorKind::kInvalid,
-                "a record of " + source.files[extent.file].path + " starts at offset " +
-                    std::to_string(extent.offset) + ", no multiple of the " +
-                    std::to_string(alignment) +
-                    " bytes that direct reads need; convert the checkpoint again");
+    throw_invalid("a record of ", source.files[extent.file].path, " starts at offset ",
+                  extent.offset, ", no multiple of the ", alignment,
+                  " bytes that direct reads need; convert the checkpoint again");
   }
 }
 
@@ -108,7 +105,7 @@ Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pa
       demand_queue_(queue_links_),
       prefetch_queue_(queue_links_),
       checksums_(source.checksums),
-      to_finish_(static_cast<size_t>(options.slots)) {
+      to_finish_(queue_links_) {
   const auto all = static_cast<size_t>(source.layers) * source.experts;
   checksums_.resize(all);
   checksum_known_.assign(all, !source.checksums.empty());
@@ -123,7 +120,7 @@ Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pa
     staging = staging_->segments();
     for (int32_t buffer = 0; buffer < options.staging; ++buffer) free_staging_.push_back(buffer);
   }
-  reader_ = memory.open_reader(options.reader, staging,
+  reader_ = memory.open_reader(options.reader, source, staging,
                                [this](const ReadResult& result) { on_read(result); });
   check_alignment(source, reader_->alignment());
 }
@@ -176,23 +173,15 @@ void Loader::take_staging() {
 }
 
 void Loader::submit(std::vector<Ended>& refused) {
-  std::optional<Error> error;
-  try {
+  const std::optional<Error> error = caught([&] {
     for (int32_t slot : to_submit_) {
       fill_request(slot);
       requests_.push_back(reads_[slot].request);
     }
-    try {
-      reader_->submit(requests_);
-      under_way_ += static_cast<int32_t>(to_submit_.size());
-      with_reader_ += static_cast<int32_t>(to_submit_.size());
-      for (int32_t slot : to_submit_) reads_[slot].state = Read::State::kUnderWay;
-    } catch (const Error& thrown) {
-      error = thrown;
-    }
-  } catch (const std::bad_alloc&) {
-    error = no_memory_;
-  }
+    reader_->submit(requests_);
+    with_reader_ += static_cast<int32_t>(to_submit_.size());
+    for (int32_t slot : to_submit_) reads_[slot].state = Read::State::kUnderWay;
+  });
   if (error) {
     for (int32_t slot : to_submit_) {
       Read& read = reads_[slot];
@@ -209,7 +198,7 @@ Error Loader::refusal(const Error& error, ExpertId id) const {
   try {
     return Error(error.kind(), error.what(), place_of(source_, id), error.os_error());
   } catch (const std::bad_alloc&) {
-    return no_memory_;
+    return kNoMemory;
   }
 }
 
@@ -274,7 +263,8 @@ bool Loader::hand_to_finisher(const ReadResult& result) {
         return false;
       }
     }
-    to_finish_[(finish_begin_ + finish_count_++) % to_finish_.size()] = result;
+    reads_[slot_of(result.tag)].result = result;
+    to_finish_.push_back(slot_of(result.tag));
   }
   to_finish_changed_.notify_one();
   return true;
@@ -284,11 +274,9 @@ void Loader::run_finisher() {
   pthread_setname_np(pthread_self(), "mesh-pack");
   Lock lock(mutex_);
   for (;;) {
-    to_finish_changed_.wait(lock, [this] { return finish_count_ > 0 || finisher_closes_; });
-    if (finish_count_ == 0) return;
-    const ReadResult result = to_finish_[finish_begin_];
-    finish_begin_ = (finish_begin_ + 1) % to_finish_.size();
-    --finish_count_;
+    to_finish_changed_.wait(lock, [this] { return !to_finish_.empty() || finisher_closes_; });
+    if (to_finish_.empty()) return;
+    const ReadResult result = reads_[to_finish_.pop_front()].result;
     lock.unlock();
     finish(result, refused_by_finisher_);
     lock.lock();
@@ -304,7 +292,7 @@ void Loader::finish(const ReadResult& result, std::vector<Ended>& refused) {
   try {
     error = outcome(result, again);
   } catch (const std::bad_alloc&) {
-    error = no_memory_;
+    error = kNoMemory;
   }
   if (again) {
     read_again(slot, refused);
@@ -336,15 +324,16 @@ std::optional<Error> Loader::pack_record(int32_t slot) const {
     pieces[piece] = from.to + (extents[piece].offset - from.from.offset);
   }
   try {
-    pack_(id, {pieces.data(), static_cast<size_t>(source_.pieces)}, memory_.record(slot));
+    pack_(id, {pieces.data(), static_cast<size_t>(source_.pieces)}, memory_.piece(slot));
     return std::nullopt;
   } catch (const Error& error) {
-    return Error(error.kind(), "cannot pack " + describe(source_, id) + ": " + error.what(),
+    return Error(error.kind(), concat("cannot pack ", describe(source_, id), ": ", error.what()),
                  place_of(source_, id));
   } catch (const std::bad_alloc&) {
     throw;
   } catch (const std::exception& error) {
-    return Error(ErrorKind::kInvalid, "cannot pack " + describe(source_, id) + ": " + error.what(),
+    return Error(ErrorKind::kInvalid,
+                 concat("cannot pack ", describe(source_, id), ": ", error.what()),
                  place_of(source_, id));
   }
 }
@@ -354,7 +343,7 @@ bool Loader::checksum_matches(int32_t slot) {
   if (!wants_checksum(id)) return true;
   const uint64_t checksum =
       record_checksum(source_.store_id, id / source_.experts, source_.number(id % source_.experts),
-                      memory_.record(slot), options_.record_bytes);
+                      memory_.piece(slot), options_.record_bytes);
   if (checksum_known_[id] == 0) {
     checksums_[id] = checksum;
     checksum_known_[id] = 1;
@@ -373,14 +362,11 @@ void Loader::read_again(int32_t slot, std::vector<Ended>& refused) {
   {
     const Lock lock(mutex_);
     read.again = true;
-    try {
+    error = caught([&] {
       reader_->submit({&read.request, 1});
       ++with_reader_;
-    } catch (const Error& thrown) {
-      error = refusal(thrown, read.expert);
-    } catch (const std::bad_alloc&) {
-      error = no_memory_;
-    }
+    });
+    if (error) error = refusal(*error, read.expert);
   }
   if (error) {
     end(slot, std::move(error), refused);
@@ -396,7 +382,6 @@ void Loader::end(int32_t slot, std::optional<Error> error, std::vector<Ended>& r
     const Lock lock(mutex_);
     Read& read = reads_[slot];
     read.state = Read::State::kNone;
-    --under_way_;
     if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
     begin_queued(refused);
   }
@@ -417,32 +402,30 @@ Error Loader::read_error(int32_t slot, const ReadResult& result) const {
   const ErrorKind kind = result.error == ECANCELED ? ErrorKind::kClosed
                          : result.error == ENOMEM  ? ErrorKind::kMemory
                                                    : ErrorKind::kRead;
-  return Error(kind,
-               "cannot read " + describe(source_, id) + " from " + place.file + " at offset " +
-                   std::to_string(place.offset) + ": " + strerror(result.error) + "; " +
-                   read_failure_advice(result.error),
-               place, result.error);
+  return Error(
+      kind,
+      concat("cannot read ", describe(source_, id), " from ", place.file, " at offset ",
+             place.offset, ": ", strerror(result.error), "; ", read_failure_advice(result.error)),
+      place, result.error);
 }
 
 Error Loader::checksum_error(ExpertId id) const {
   const ErrorPlace place = place_of(source_, id);
   return Error(ErrorKind::kChecksum,
-               describe(source_, id) +
-                   " is not what was stored: its checksum is wrong in a second read, too (" +
-                   place.file + ", offset " + std::to_string(place.offset) +
-                   "); run torch-mesh inspect --verify on the store, then convert it again",
+               concat(describe(source_, id),
+                      " is not what was stored: its checksum is wrong in a second read, too (",
+                      place.file, ", offset ", place.offset,
+                      "); run torch-mesh inspect --verify on the store, then convert it again"),
                place);
 }
 
 void Loader::validate() const {
   const Lock lock(mutex_);
-  int32_t queued = 0, staged = 0, under_way = 0;
+  int32_t queued = 0, staged = 0;
   for (const Read& read : reads_) {
     queued += read.state == Read::State::kQueued;
-    under_way += read.state == Read::State::kUnderWay;
     staged += read.staging >= 0;
   }
-  check_invariant(under_way == under_way_, "the count of reads under way is wrong");
   check_invariant(queued == demand_queue_.size() + prefetch_queue_.size(),
                   "the queues for staging buffers have lost a read");
   check_invariant(

@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "base/error.h"
+#include "io/index_list.h"
 #include "io/reader.h"
 #include "residency/core/slots.h"
-#include "residency/index_list.h"
 #include "residency/memory/arena.h"
 #include "residency/memory/slot_memory.h"
 #include "store/source.h"
@@ -98,6 +98,7 @@ class Loader {
     uint32_t generation = 0;  // so that a late raise_priority() cannot mean the slot's next read
     int64_t bytes = 0;
     ReadRequest request{};
+    ReadResult result{};
   };
 
   bool packs() const { return static_cast<bool>(pack_); }
@@ -130,8 +131,6 @@ class Loader {
   const PackRecord pack_;
   SlotMemory& memory_;
   const Done done_;
-  // Ready to be copied, which takes no memory.
-  const Error no_memory_{ErrorKind::kMemory, "no memory to read an expert"};
   std::optional<Arena> staging_;
 
   mutable std::mutex mutex_;
@@ -143,8 +142,7 @@ class Loader {
   IndexList prefetch_queue_;
   std::vector<int32_t> to_submit_;     // slots
   std::vector<ReadRequest> requests_;  // of those
-  int32_t under_way_ = 0;
-  int32_t with_reader_ = 0;  // of those, not reported by the reader yet
+  int32_t with_reader_ = 0;            // reads that are not reported by the reader yet
   std::vector<Ended> refused_by_io_;
 
   // By expert; of the thread that finishes its read.
@@ -156,8 +154,7 @@ class Loader {
   std::thread finisher_;
   std::vector<Ended> refused_by_finisher_;
   std::condition_variable to_finish_changed_;
-  std::vector<ReadResult> to_finish_;  // a ring of as many as there are slots
-  size_t finish_begin_ = 0, finish_count_ = 0;
+  IndexList to_finish_;  // slots, whose reads have results
   bool finisher_closes_ = false;
   bool no_finisher_ = false;  // the system refused a thread
 

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
-#include <optional>
 #include <utility>
 
 #include "base/interrupts.h"
@@ -16,62 +14,53 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-[[noreturn]] void throw_invalid(const std::string& message) {
-  throw Error(ErrorKind::kInvalid, message);
-}
-
 PoolOptions checked(const PoolOptions& options, int32_t layers, int32_t experts) {
   const int64_t all = int64_t{layers} * experts;
   if (layers < 1 || experts < 1 || all > INT32_MAX) {
     throw_invalid(
-        "a pool serves at least one layer of one expert and fewer than 2^31 experts; got " +
-        std::to_string(layers) + " layers of " + std::to_string(experts));
+        "a pool serves at least one layer of one expert and fewer than 2^31 experts; got ", layers,
+        " layers of ", experts);
   }
   if (options.slots < 1 || options.slots > all) {
-    throw_invalid("slots must be in [1, " + std::to_string(all) +
-                  "], as many as there are experts; got " + std::to_string(options.slots));
+    throw_invalid("slots must be in [1, ", all, "], as many as there are experts; got ",
+                  options.slots);
   }
-  if (options.least_slots < 1 || options.least_slots > options.slots) {
-    throw_invalid("least_slots must be in [1, slots=" + std::to_string(options.slots) + "]; got " +
-                  std::to_string(options.least_slots));
+  if (options.min_slots < 1 || options.min_slots > options.slots) {
+    throw_invalid("min_slots must be in [1, slots=", options.slots, "]; got ", options.min_slots);
   }
   if (options.record_bytes < kRecordAlignment || options.record_bytes % kRecordAlignment != 0) {
-    throw_invalid("record_bytes must be a positive multiple of 4096; got " +
-                  std::to_string(options.record_bytes));
+    throw_invalid("record_bytes must be a positive multiple of 4096; got ", options.record_bytes);
   }
-  constexpr auto longest = static_cast<int64_t>(kLongestTimeout * 1e3);
+  constexpr auto longest = static_cast<int64_t>(kMaxTimeout * 1e3);
   if (options.timeout.count() <= 0 || options.timeout.count() > longest) {
-    throw_invalid("the time-out must be 1 to " + std::to_string(longest) + " ms; got " +
-                  std::to_string(options.timeout.count()) + " ms");
+    throw_invalid("the time-out must be 1 to ", longest, " ms; got ", options.timeout.count(),
+                  " ms");
   }
-  check(options.kept, layers, experts);
+  check(options.soft_pins, layers, experts);
   return options;
 }
 
-const Source& checked(const Source& source, const PackRecord& pack, const PoolOptions& options) {
+void check(const Source& source, const PackRecord& pack, const PoolOptions& options) {
   validate(source);
   if (source.raw != static_cast<bool>(pack)) {
     throw_invalid(source.raw ? "a raw source needs a function that packs its records"
                              : "the records of a store are packed already; pass no pack function");
   }
   if (source.raw && options.staging < 1) {
-    throw_invalid("a raw source needs at least one staging buffer; got " +
-                  std::to_string(options.staging));
+    throw_invalid("a raw source needs at least one staging buffer; got ", options.staging);
   }
   if (!source.raw && source.pieces != 1) {
-    throw_invalid("a store has one extent per record; got " + std::to_string(source.pieces));
+    throw_invalid("a store has one extent per record; got ", source.pieces);
   }
   const auto misfit =
       std::find_if(source.extents.begin(), source.extents.end(), [&](const Extent& e) {
         return !source.raw && (e.bytes != options.record_bytes || e.offset % kRecordAlignment != 0);
       });
   if (misfit != source.extents.end()) {
-    throw_invalid("a record of " + source.files[misfit->file].path + " at offset " +
-                  std::to_string(misfit->offset) + " has " + std::to_string(misfit->bytes) +
-                  " bytes; this model's layout has " + std::to_string(options.record_bytes) +
-                  " at multiples of " + std::to_string(kRecordAlignment));
+    throw_invalid("a record of ", source.files[misfit->file].path, " at offset ", misfit->offset,
+                  " has ", misfit->bytes, " bytes; this model's layout has ", options.record_bytes,
+                  " at multiples of ", kRecordAlignment);
   }
-  return source;
 }
 
 // As many chunks as the reader lets prefetches have, and a record to follow; a slot that is taken
@@ -90,33 +79,29 @@ Source nothing_to_read(int32_t layers, int32_t experts) {
   return source;
 }
 
-std::unique_ptr<SlotMemory> make_memory(const PoolOptions& options, const Source& source) {
-  if (options.loan != nullptr) return make_lent_memory(options.loan, source);
-  return make_arena_memory({.slots = options.slots,
-                            .record_bytes = options.record_bytes,
-                            .topology = options.topology,
-                            .segment_bytes = options.segment_bytes,
-                            .sharing = options.sharing},
-                           source);
+std::shared_ptr<SlotMemory> make_memory(const PoolOptions& options) {
+  if (options.loan != nullptr) return options.loan;
+  return std::make_shared<Arena>(options.slots, options.record_bytes, options.topology,
+                                 options.segment_bytes, options.sharing);
 }
 
 }  // namespace
 
 Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source given_source,
-                 PackRecord pack, int32_t layers, int32_t experts)
-    : options(checked(given, layers, experts)),
+                 PackRecord pack)
+    : options(checked(given, given_source.layers, given_source.experts)),
       runtime(given_runtime),
       source(std::move(given_source)),
-      memory(make_memory(options, source)),
-      core({.layers = layers,
-            .experts = experts,
+      memory(make_memory(options)),
+      core({.layers = source.layers,
+            .experts = source.experts,
             .slots = options.slots,
-            .kept = options.kept,
+            .soft_pins = options.soft_pins,
             .prefill = options.prefill,
             .reads_ahead = reads_ahead(options),
-            .slots_per_segment = memory->slots_per_segment(),
+            .slots_per_segment = static_cast<int32_t>(memory->first_of(1)),
             .reads = !source.files.empty()},
-           make_policy(options.policy, {layers, experts, options.slots})) {
+           make_policy(options.policy, {source.layers, source.experts, options.slots})) {
   if (source.files.empty()) return;
   const auto slots = static_cast<size_t>(options.slots);
   refused.reserve(slots);
@@ -129,22 +114,8 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
                     .reader = options.reader},
       source, std::move(pack), *memory, options.topology,
       [this](Loader::Ended ended) { on_ended(std::move(ended)); });
-  const Turn begin(*this);
+  const Event begin(*this);
 }
-
-Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, int32_t layers,
-                 int32_t experts)
-    : Impl(given, given_runtime, nothing_to_read(layers, experts), nullptr, layers, experts) {
-  if (options.slots != layers * experts) {
-    throw_invalid("a pool without a source holds every expert: slots must be " +
-                  std::to_string(layers * experts) + ", got " + std::to_string(options.slots));
-  }
-}
-
-Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source given_source,
-                 PackRecord pack)
-    : Impl(given, given_runtime, checked(given_source, pack, given), pack, given_source.layers,
-           given_source.experts) {}
 
 void Pool::Impl::check_open() const {
   if (core.closed()) throw Error(ErrorKind::kClosed, "this pool of experts is closed");
@@ -153,14 +124,22 @@ void Pool::Impl::check_open() const {
 void Pool::Impl::check_experts(int32_t layer, std::span<const int32_t> indices) const {
   const auto [layers, experts] = std::pair(core.options().layers, core.options().experts);
   if (layer < 0 || layer >= layers) {
-    throw_invalid("layer " + std::to_string(layer) + " is not in [0, " + std::to_string(layers) +
-                  ")");
+    throw_invalid("layer ", layer, " is not in [0, ", layers, ")");
   }
   for (int32_t index : indices) {
     if (index >= 0 && index < experts) continue;
-    throw_invalid("expert " + std::to_string(index) + " of layer " + std::to_string(layer) +
-                  " is not in [0, " + std::to_string(experts) + ")");
+    throw_invalid("expert ", index, " of layer ", layer, " is not in [0, ", experts, ")");
   }
+}
+
+void Pool::Impl::hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts,
+                      Phase phase) {
+  check_experts(layer, experts);
+  const Event event(*this);
+  check_open();
+  const Stopwatch decision(stats_of(layer, phase).decision_nanoseconds);
+  (core.*hint)(layer, experts, phase);
+  carry_out();
 }
 
 // A read that is refused and a segment that cannot leave are events again.
@@ -196,7 +175,7 @@ void Pool::Impl::flush(Lock& lock) {
 }
 
 void Pool::Impl::on_ended(Loader::Ended ended) {
-  const Turn turn(*this);
+  const Event event(*this);
   if (ended.error) {
     core.failed(ended.slot, ended.bytes, std::move(*ended.error));
   } else {
@@ -206,25 +185,21 @@ void Pool::Impl::on_ended(Loader::Ended ended) {
 
 // The I/O thread takes the segment from the ring, then drops its pages.
 bool Pool::Impl::let_go(int64_t segment) {
-  try {
+  const auto error = caught([&] {
     loader->reader().unregister_buffer(memory->segments()[segment],
                                        [this, segment] { on_dropped(segment); });
-    return true;
-  } catch (const Error&) {
-    return false;  // the reader is closed: all goes with the pool
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
+  });
+  return !error;  // if the reader is closed all goes with the pool
 }
 
 void Pool::Impl::on_dropped(int64_t segment) {
   memory->drop(segment);
-  const Turn turn(*this);
+  const Event event(*this);
   core.sizing().gone(segment);
 }
 
 void Pool::Impl::on_registered(int64_t segment) {
-  const Turn turn(*this);
+  const Event event(*this);
   core.sizing().came(segment);
 }
 
@@ -232,16 +207,11 @@ bool Pool::Impl::grow(Lock& lock) {
   const int64_t segment = core.sizing().next_to_come();
   if (segment < 0) return false;
   lock.unlock();
-  std::optional<Error> error;
-  try {
+  const auto error = caught([&] {
     memory->fault_in(segment);
     loader->reader().register_buffer(memory->segments()[segment],
                                      [this, segment] { on_registered(segment); });
-  } catch (const Error& thrown) {
-    error = thrown;
-  } catch (const std::bad_alloc&) {
-    error = Error(ErrorKind::kMemory, "no memory to make this pool of experts larger");
-  }
+  });
   if (error) memory->drop(segment);
   lock.lock();
   if (!error) return true;
@@ -285,11 +255,17 @@ bool Pool::Impl::wait(Lock& lock, std::condition_variable& condition, Patience& 
   return true;
 }
 
-Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack)
-    : impl_(std::make_unique<Impl>(options, runtime, std::move(source), std::move(pack))) {}
+Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack) {
+  check(source, pack, options);
+  impl_ = std::make_unique<Impl>(options, runtime, std::move(source), std::move(pack));
+}
 
 Pool::Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts)
-    : impl_(std::make_unique<Impl>(options, runtime, layers, experts)) {}
+    : impl_(std::make_unique<Impl>(options, runtime, nothing_to_read(layers, experts), nullptr)) {
+  if (options.slots == layers * experts) return;
+  throw_invalid("a pool without a source holds every expert: slots must be ", layers * experts,
+                ", got ", options.slots);
+}
 
 Pool::~Pool() {
   if (impl_->owner.forked()) {
@@ -309,19 +285,18 @@ void Pool::fill(int32_t layer, int32_t expert, std::span<const std::byte> record
   if (!impl.memory_only())
     throw_invalid("fill() is for pools without a source; this one reads its records");
   if (static_cast<int64_t>(record.size()) != impl.options.record_bytes) {
-    throw_invalid("a record has " + std::to_string(impl.options.record_bytes) + " bytes; got " +
-                  std::to_string(record.size()));
+    throw_invalid("a record has ", impl.options.record_bytes, " bytes; got ", record.size());
   }
   const ExpertId id = impl.core.id_of(layer, expert);
   Impl::Lock lock(impl.mutex);
   impl.check_open();
   const int32_t slot = impl.core.fill(id);
   if (slot < 0) {
-    throw_invalid(describe(impl.source, id) + " is in use; fill() it when no forward runs");
+    throw_invalid(describe(impl.source, id), " is in use; fill() it when no forward runs");
   }
   lock.unlock();
-  std::memcpy(impl.memory->record(slot), record.data(), record.size());
-  const Impl::Turn turn(impl);
+  std::memcpy(impl.memory->piece(slot), record.data(), record.size());
+  const Impl::Event event(impl);
   impl.core.filled(slot);
 }
 
@@ -333,23 +308,11 @@ void Pool::promote(int32_t layer, std::span<const int32_t> experts) {
 }
 
 void Pool::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase) {
-  impl_->check_process();
-  impl_->check_experts(layer, experts);
-  const Impl::Turn turn(*impl_);
-  impl_->check_open();
-  const Stopwatch decision(impl_->stats_of(layer, phase).decision_nanoseconds);
-  impl_->core.prefetch(layer, experts, phase);
-  impl_->carry_out();
+  impl_->hint(&Core::prefetch, layer, experts, phase);
 }
 
 void Pool::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {
-  impl_->check_process();
-  impl_->check_experts(layer, experts);
-  const Impl::Turn turn(*impl_);
-  impl_->check_open();
-  const Stopwatch decision(impl_->stats_of(layer, phase).decision_nanoseconds);
-  impl_->core.expect(layer, experts, phase);
-  impl_->carry_out();
+  impl_->hint(&Core::expect, layer, experts, phase);
 }
 
 int32_t Pool::evict(int32_t layer, std::span<const int32_t> experts) {
@@ -358,7 +321,7 @@ int32_t Pool::evict(int32_t layer, std::span<const int32_t> experts) {
   if (impl_->memory_only()) {
     throw_invalid("a pool without a source cannot evict: its records exist nowhere else");
   }
-  const Impl::Turn turn(*impl_);
+  const Impl::Event event(*impl_);
   impl_->check_open();
   return impl_->core.evict(layer, experts);
 }
@@ -372,9 +335,9 @@ int32_t Pool::resize(int32_t slots) {
   if (impl.options.sharing == Sharing::kShared || impl.options.loan != nullptr) {
     throw_invalid("a pool that processes share keeps its size");
   }
-  if (slots < impl.options.least_slots || slots > impl.options.slots) {
-    throw_invalid("this pool takes " + std::to_string(impl.options.least_slots) + " to " +
-                  std::to_string(impl.options.slots) + " slots; got " + std::to_string(slots));
+  if (slots < impl.options.min_slots || slots > impl.options.slots) {
+    throw_invalid("this pool takes ", impl.options.min_slots, " to ", impl.options.slots,
+                  " slots; got ", slots);
   }
   Impl::Lock lock(impl.mutex);
   impl.check_open();
@@ -387,10 +350,10 @@ int32_t Pool::resize(int32_t slots) {
     impl.check_open();
     if (impl.core.sizing().settled()) break;
     if (impl.wait(lock, impl.resized, patience)) continue;
-    throw Error(ErrorKind::kTimeout,
-                "the pool did not come to " + std::to_string(slots) + " slots in " +
-                    std::to_string(impl.options.timeout.count()) +
-                    " ms: the I/O thread does not come to it; the rest is done when it does");
+    throw Error(
+        ErrorKind::kTimeout,
+        concat("the pool did not come to ", slots, " slots in ", impl.options.timeout.count(),
+               " ms: the I/O thread does not come to it; the rest is done when it does"));
   }
   return impl.core.slots().limit();
 }
@@ -399,8 +362,7 @@ void Pool::observe(int32_t layer, std::span<const float> scores) {
   impl_->check_process();
   impl_->check_experts(layer, {});
   if (static_cast<int64_t>(scores.size()) != experts()) {
-    throw_invalid("observe() takes one score per expert, " + std::to_string(experts()) + "; got " +
-                  std::to_string(scores.size()));
+    throw_invalid("observe() takes one score per expert, ", experts(), "; got ", scores.size());
   }
   const Impl::Lock lock(impl_->mutex);
   impl_->check_open();
@@ -408,14 +370,12 @@ void Pool::observe(int32_t layer, std::span<const float> scores) {
 }
 
 ModelUse Pool::model_use() const {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   return impl_->core.use();
 }
 
 void Pool::warm_up() {
-  impl_->check_process();
-  const Impl::Turn turn(*impl_);
+  const Impl::Event event(*impl_);
   impl_->check_open();
   impl_->core.warm_up();
 }
@@ -429,53 +389,32 @@ void Pool::count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t 
   impl_->core.use().count_elsewhere(layer, ids, top_k, elsewhere, prompt, alone);
 }
 
-void Pool::split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
-                      SplitChoices& choices) {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
-  impl_->core.split_cold(layer, weights, top_k, most, choices);
-}
-
-void Pool::split_by_pool(int32_t layer, const Pool& fallback, SplitChoices& choices) {
-  impl_->check_process();
-  std::vector<SlotState> there(static_cast<size_t>(experts()));
-  fallback.states(layer, there);
-  const Impl::Lock lock(impl_->mutex);
-  impl_->core.split_by_pool(layer, there, choices);
-}
-
-void Pool::reroute(int32_t layer, std::span<const float> scores, float bias, int64_t kept,
-                   std::span<int64_t> chosen, int32_t top_k) {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
-  impl_->core.reroute(layer, scores, bias, kept, chosen, top_k);
+void Pool::count_rerouted(int32_t layer, int64_t replaced) {
+  const Impl::Lock lock = impl_->locked();
+  impl_->stats_of(layer, Phase::kDecode).rerouted += replaced;
 }
 
 void Pool::check_process() const { impl_->check_process(); }
 
 SlotState Pool::state(int32_t layer, int32_t expert) const {
-  impl_->check_process();
   impl_->check_experts(layer, {&expert, 1});
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   return impl_->core.state(impl_->core.id_of(layer, expert));
 }
 
 void Pool::states(int32_t layer, std::span<SlotState> states) const {
-  impl_->check_process();
   impl_->check_experts(layer, {});
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   impl_->core.states(layer, states);
 }
 
 std::vector<LayerStats> Pool::stats() const {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   return impl_->core.statistics().by_layer();
 }
 
 PoolTotals Pool::totals() const {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   return impl_->core.statistics().totals();
 }
 
@@ -485,13 +424,12 @@ PoolStats Pool::detailed_stats() const {
   const Impl::Lock lock(impl_->mutex);
   copy = impl_->core.statistics().counts();
   copy.slots = impl_->core.slots().limit();
-  copy.kept = copy.slots - impl_->core.slots().unkept();
+  copy.kept = copy.slots - impl_->core.slots().slots_for_others();
   return copy;
 }
 
 void Pool::reset_stats() {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   impl_->core.reset_statistics();
 }
 
@@ -510,35 +448,31 @@ bool Pool::wait_for_forwards(int32_t layer, int64_t forwards,
 }
 
 int64_t Pool::forwards(int32_t layer) const {
-  impl_->check_process();
   impl_->check_experts(layer, {});
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   return impl_->core.statistics().forwards(layer);
 }
 
 void Pool::drain() {
-  impl_->check_process();
-  Impl::Lock lock(impl_->mutex);
+  Impl::Lock lock = impl_->locked();
   auto patience = impl_->patience();
   while (impl_->core.slots().loading() > 0) {
     if (impl_->wait(lock, impl_->idle, patience)) continue;
-    throw Error(ErrorKind::kTimeout, std::to_string(impl_->core.slots().loading()) +
-                                         " reads have not ended within the time-out of " +
-                                         std::to_string(impl_->options.timeout.count()) + " ms");
+    throw Error(ErrorKind::kTimeout, concat(impl_->core.slots().loading(),
+                                            " reads have not ended within the time-out of ",
+                                            impl_->options.timeout.count(), " ms"));
   }
 }
 
 void Pool::close() {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   impl_->core.close();
   impl_->forward_ended.notify_all();
   impl_->resized.notify_all();
 }
 
 void Pool::on_progress(std::function<void()> call) {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   impl_->progress = std::move(call);
 }
 
@@ -557,8 +491,7 @@ int64_t Pool::shared_offset(const std::byte* record) const {
 const Source& Pool::source() const { return impl_->source; }
 
 void Pool::validate() const {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   impl_->core.validate();
   if (impl_->loader != nullptr) impl_->loader->validate();
 }
@@ -567,37 +500,35 @@ int32_t Pool::layers() const { return impl_->core.options().layers; }
 int32_t Pool::experts() const { return impl_->core.options().experts; }
 int32_t Pool::first_expert() const { return impl_->source.first_expert; }
 int32_t Pool::routed_experts() const { return std::max(experts(), impl_->source.routed_experts); }
-int32_t Pool::least_slots() const { return impl_->options.least_slots; }
-int32_t Pool::segment_slots() const { return std::max(1, impl_->memory->slots_per_segment()); }
-int32_t Pool::most_slots() const { return impl_->options.slots; }
+int32_t Pool::min_slots() const { return impl_->options.min_slots; }
+int32_t Pool::segment_slots() const {
+  return std::max(1, static_cast<int32_t>(impl_->memory->first_of(1)));
+}
+int32_t Pool::max_slots() const { return impl_->options.slots; }
 
 int32_t Pool::slots() const {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   return impl_->core.slots().limit();
 }
 
 int32_t Pool::pinned() const {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   return impl_->core.slots().pinned();
 }
 
 int64_t Pool::memory_bytes() const {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   return impl_->present_bytes() + (impl_->loader ? impl_->loader->staging_bytes() : 0);
 }
 
 int64_t Pool::slot_bytes() const {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Lock lock = impl_->locked();
   return impl_->present_bytes();
 }
 
 std::chrono::milliseconds Pool::timeout() const { return impl_->options.timeout; }
 const Topology& Pool::topology() const { return impl_->options.topology; }
-const char* Pool::policy() const { return impl_->core.slots().policy().name(); }
+std::string_view Pool::policy() const { return resolve_policy(impl_->options.policy); }
 const Reader* Pool::reader() const {
   return impl_->loader == nullptr ? nullptr : &impl_->loader->reader();
 }

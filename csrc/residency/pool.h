@@ -21,9 +21,8 @@
 #include "base/runtime.h"
 #include "io/reader.h"
 #include "residency/core/claims.h"
-#include "residency/core/deferral.h"
 #include "residency/core/forward.h"
-#include "residency/core/kept_options.h"
+#include "residency/core/soft_pins.h"
 #include "residency/core/statistics.h"
 #include "residency/core/window.h"
 #include "residency/loader.h"
@@ -34,16 +33,17 @@
 namespace torch_mesh {
 
 // In seconds, 31 years: what clocks can add to the present without an overflow.
-inline constexpr double kLongestTimeout = 1e9;
+inline constexpr double kMaxTimeout = 1e9;
 
 class Loan;
 
 struct PoolOptions {
   int32_t slots = 0;         // at most, and at first
-  int32_t least_slots = 1;   // that resize() may leave
+  int32_t min_slots = 1;     // that resize() may leave
   int64_t record_bytes = 0;  // a multiple of 4 KiB
   std::string policy = "auto";
-  KeptOptions kept;  // a profile warms the pool: what it names is read while slots are empty
+  SoftPinOptions
+      soft_pins;  // a profile warms the pool: what it names is read while slots are empty
   PrefillWindow prefill = PrefillWindow::kAuto;
   Verify verify = Verify::kFirst;
   std::chrono::milliseconds timeout{30000};  // the longest wait for one read, and for a slot
@@ -87,11 +87,11 @@ class Pool {
   // Prefetches them one after the other as reads end, until the layer begins or another one is
   // predicted; then what has not begun is dropped. Else as prefetch().
   void expect(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
-  // Gives up the READY and unpinned ones among `experts`; returns how many. A memory-only pool
+  // Evicts the READY and unpinned ones among `experts`; returns how many. A memory-only pool
   // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   void observe(int32_t layer, std::span<const float> scores);
-  // Begins to read what the profile names, where that was put off: see KeptOptions::elsewhere.
+  // Begins to read what the profile names, where that was put off: see SoftPinOptions::elsewhere.
   void warm_up();
   // By forwards of whatever phase since the pool was opened, on top of what its profile says.
   ModelUse model_use() const;
@@ -99,7 +99,7 @@ class Pool {
   void count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
                        std::span<const int32_t> elsewhere, bool alone);
 
-  // Keeps `slots` records from now on, from least_slots to as many as the options say, while
+  // Keeps `slots` records from now on, from min_slots to as many as the options say, while
   // forwards and reads go on: none fails or loses its place for it. Returns the number of slots, or
   // that of a later call, once the memory of unused slots has gone and what was missing has come.
   // What is in use is not waited for: it is evicted and its memory goes when its forwards or reads
@@ -117,13 +117,8 @@ class Pool {
   std::vector<LayerStats> stats() const;  // by layer, over all phases
   PoolTotals totals() const;
   PoolStats detailed_stats() const;
-  // Which of the choices of a decode step go elsewhere or are replaced by resident ones, as of one
-  // moment: see core/deferral.h. What is replaced is counted. scores: [tokens][experts].
-  void split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
-                  SplitChoices& choices);
-  void split_by_pool(int32_t layer, const Pool& fallback, SplitChoices& choices);
-  void reroute(int32_t layer, std::span<const float> scores, float bias, int64_t kept,
-               std::span<int64_t> chosen, int32_t top_k);
+  // So many choices of decode steps went to resident experts instead, see core/deferral.h.
+  void count_rerouted(int32_t layer, int64_t replaced);
   // What is prefetched and unused at this moment will count neither as used nor as wasted.
   void reset_stats();
   // Waits until `layer` has seen `forwards` forwards end since the pool was opened; false when the
@@ -157,15 +152,15 @@ class Pool {
   int32_t first_expert() const;
   int32_t routed_experts() const;
   int32_t slots() const;  // that may be used now
-  int32_t least_slots() const;
-  int32_t most_slots() const;
+  int32_t min_slots() const;
+  int32_t max_slots() const;
   int32_t segment_slots() const;  // memory comes and goes in so many
   int32_t pinned() const;         // slots with at least one pin
   int64_t memory_bytes() const;   // slots and staging buffers, as of now
-  int64_t slot_bytes() const;     // those of them that resize() can give up
+  int64_t slot_bytes() const;     // those of them that resize() can free
   std::chrono::milliseconds timeout() const;
   const Topology& topology() const;
-  const char* policy() const;
+  std::string_view policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool
 
  private:

@@ -34,29 +34,35 @@ struct Pool::Impl {
   using Lock = std::unique_lock<std::mutex>;
 
   Impl(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack);
-  Impl(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts);
 
   bool memory_only() const { return loader == nullptr; }
   void check_process() const { owner.check("this pool"); }
   void check_experts(int32_t layer, std::span<const int32_t> indices) const;
   void check_open() const;  // with the lock
   LayerStats& stats_of(int32_t layer, Phase phase) { return core.statistics().of(layer, phase); }
+  Lock locked() const {  // Error(kForked) in a child
+    check_process();
+    return Lock(mutex);
+  }
 
   // One call of the pool: an event of the core under the lock, and what comes of it.
-  class Turn {
+  class Event {
    public:
-    explicit Turn(Impl& impl) : impl_(impl), lock_(impl.mutex) {}
-    ~Turn() {
+    explicit Event(Impl& impl) : impl_(impl), lock_(impl.locked()) {}
+    ~Event() {
       impl_.carry_out();
       impl_.flush(lock_);
     }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
 
    private:
     Impl& impl_;
     Lock lock_;
   };
+
+  using HintOfCore = void (Core::*)(int32_t, std::span<const int32_t>, Phase);
+  void hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts, Phase phase);
 
   // With the lock, after every event of the core.
   void carry_out();
@@ -83,7 +89,7 @@ struct Pool::Impl {
   const PoolOptions options;
   const Runtime runtime;
   const Source source;
-  const std::unique_ptr<SlotMemory> memory;
+  const std::shared_ptr<SlotMemory> memory;
 
   mutable std::mutex mutex;
   Core core;
@@ -101,9 +107,6 @@ struct Pool::Impl {
   std::unique_ptr<Loader> loader;  // last: its threads use all of the above; null: memory only
 
  private:
-  Impl(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack,
-       int32_t layers, int32_t experts);
-
   void on_ended(Loader::Ended ended);
   void on_dropped(int64_t segment);
   void on_registered(int64_t segment);

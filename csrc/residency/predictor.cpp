@@ -1,15 +1,11 @@
 #include "residency/predictor.h"
 
 #include <algorithm>
-#include <array>
-#include <string>
 
 #include "base/error.h"
 
 namespace torch_mesh {
-namespace {
 
-// The indices of the largest positive values; equal ones in order of their index.
 int32_t rank(std::span<const float> values, std::vector<int32_t>& order, std::span<int32_t> out) {
   order.clear();
   for (int32_t i = 0; i < static_cast<int32_t>(values.size()); ++i) {
@@ -23,14 +19,14 @@ int32_t rank(std::span<const float> values, std::vector<int32_t>& order, std::sp
   return static_cast<int32_t>(count);
 }
 
+namespace {
+
 class Previous final : public Predictor {
  public:
   Previous(int32_t layers, int32_t experts)
       : experts_(experts), clock_(layers, 0.f), used_(static_cast<size_t>(layers) * experts, 0.f) {
     order_.reserve(experts);
   }
-
-  const char* name() const override { return "previous"; }
 
   void observe(int32_t layer, std::span<const int32_t> experts) override {
     clock_[layer] += 1.f;
@@ -72,8 +68,6 @@ class Coactivation final : public Predictor {
     order_.reserve(experts);
   }
 
-  const char* name() const override { return "coactivation"; }
-
   void observe(int32_t layer, std::span<const int32_t> experts) override {
     if (layer == next_layer()) {
       for (int32_t before : last_) {
@@ -114,37 +108,12 @@ class Coactivation final : public Predictor {
   std::vector<int32_t> order_;
 };
 
-template <typename Kind>
-std::unique_ptr<Predictor> make(int32_t layers, int32_t experts) {
-  return std::make_unique<Kind>(layers, experts);
-}
-
-struct NamedPredictor {
-  std::string_view name;
-  std::unique_ptr<Predictor> (*make)(int32_t layers, int32_t experts);
-};
-
-constexpr std::array<NamedPredictor, 2> kPredictors{{
-    {"previous", make<Previous>},
-    {"coactivation", make<Coactivation>},
-}};
-
 }  // namespace
 
 std::unique_ptr<Predictor> make_predictor(std::string_view name, int32_t layers, int32_t experts) {
-  std::string allowed;
-  for (const NamedPredictor& predictor : kPredictors) {
-    if (predictor.name == name) return predictor.make(layers, experts);
-    allowed += (allowed.empty() ? "" : ", ") + std::string(predictor.name);
-  }
-  throw Error(ErrorKind::kInvalid,
-              "unknown predictor \"" + std::string(name) + "\"; allowed are " + allowed);
-}
-
-std::vector<std::string_view> predictor_names() {
-  std::vector<std::string_view> names;
-  for (const NamedPredictor& predictor : kPredictors) names.push_back(predictor.name);
-  return names;
+  if (name == "previous") return std::make_unique<Previous>(layers, experts);
+  if (name == "coactivation") return std::make_unique<Coactivation>(layers, experts);
+  throw_invalid("unknown predictor \"", name, "\"; allowed are previous, coactivation");
 }
 
 }  // namespace torch_mesh

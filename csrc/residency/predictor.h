@@ -13,7 +13,6 @@ namespace torch_mesh {
 class Predictor {
  public:
   virtual ~Predictor() = default;
-  virtual const char* name() const = 0;
 
   // A forward of `layer` uses these experts, each once.
   virtual void observe(int32_t layer, std::span<const int32_t> experts) = 0;
@@ -29,6 +28,9 @@ class Predictor {
 // just used, counted since the predictor was made.
 // Else Error(kInvalid).
 std::unique_ptr<Predictor> make_predictor(std::string_view name, int32_t layers, int32_t experts);
-std::vector<std::string_view> predictor_names();
+
+// The indices of the largest positive values, as many as fit into `out`; equal ones in order of
+// their index. `order` is scratch.
+int32_t rank(std::span<const float> values, std::vector<int32_t>& order, std::span<int32_t> out);
 
 }  // namespace torch_mesh

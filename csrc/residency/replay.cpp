@@ -6,34 +6,35 @@
 #include <cmath>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <random>
+#include <set>
 #include <utility>
 
 #include "base/error.h"
 #include "residency/core/core.h"
-#include "residency/policies/belady.h"
+#include "residency/core/deferral.h"
+#include "residency/policies/policy.h"
 #include "residency/predictor.h"
 
 namespace torch_mesh {
 namespace {
 
-[[noreturn]] void invalid(const std::string& message) { throw Error(ErrorKind::kInvalid, message); }
-
 void check(const RoutingTrace& trace) {
   if (trace.tokens < 1 || trace.layers < 1 || trace.experts < 1 || trace.top_k < 1) {
-    invalid("a trace needs at least one token, layer and expert, and top_k of at least 1; got " +
-            std::to_string(trace.tokens) + " tokens, " + std::to_string(trace.layers) +
-            " layers, " + std::to_string(trace.experts) + " experts, top_k " +
-            std::to_string(trace.top_k));
+    throw_invalid(
+        "a trace needs at least one token, layer and expert, and top_k of at least 1; got ",
+        trace.tokens, " tokens, ", trace.layers, " layers, ", trace.experts, " experts, top_k ",
+        trace.top_k);
   }
-  if (int64_t{trace.layers} * trace.experts > INT32_MAX) invalid("more than 2^31 experts");
+  if (int64_t{trace.layers} * trace.experts > INT32_MAX) throw_invalid("more than 2^31 experts");
   const size_t steps = static_cast<size_t>(trace.tokens) * trace.layers;
-  if (trace.ids.size() != steps * trace.top_k) invalid("ids are not [tokens, layers, top_k]");
+  if (trace.ids.size() != steps * trace.top_k) throw_invalid("ids are not [tokens, layers, top_k]");
   for (const auto& scores : {trace.scores, trace.lookahead}) {
     if (!scores.empty() && scores.size() != steps * trace.experts) {
-      invalid("scores are not [tokens, layers, experts]");
+      throw_invalid("scores are not [tokens, layers, experts]");
     }
   }
   std::vector<int64_t> seen(trace.experts, -1);
@@ -41,33 +42,32 @@ void check(const RoutingTrace& trace) {
     const auto step = static_cast<int64_t>(i / trace.top_k);
     const int32_t id = trace.ids[i];
     if (id == RoutingTrace::kElsewhere) continue;
+    const auto fail = [&](const auto&... what) {
+      throw_invalid("token ", step / trace.layers, ", layer ", step % trace.layers, what...);
+    };
     if (i % trace.top_k > 0 && trace.ids[i - 1] == RoutingTrace::kElsewhere) {
-      invalid("token " + std::to_string(step / trace.layers) + ", layer " +
-              std::to_string(step % trace.layers) + " names expert " + std::to_string(id) +
-              " behind one that is elsewhere (-1)");
+      fail(" names expert ", id, " behind one that is elsewhere (-1)");
     }
-    if (id >= 0 && id < trace.experts && seen[id] != step) {
-      seen[id] = step;
-      continue;
+    const bool known = id >= 0 && id < trace.experts;
+    if (!known || seen[id] == step) {
+      fail(" uses expert ", id, known ? " twice; of [0, " : ", which is not in [0, ", trace.experts,
+           ")");
     }
-    invalid("token " + std::to_string(step / trace.layers) + ", layer " +
-            std::to_string(step % trace.layers) + " uses expert " + std::to_string(id) +
-            (id < 0 || id >= trace.experts ? ", which is not in [0, " : " twice; of [0, ") +
-            std::to_string(trace.experts) + ")");
+    seen[id] = step;
   }
   for (size_t forward = 0; forward < trace.forwards.size(); ++forward) {
     const int64_t token = trace.forwards[forward];
     const bool follows = forward == 0 ? token == 0 : token > trace.forwards[forward - 1];
     if (follows && token < trace.tokens) continue;
-    invalid("forwards must rise from 0 to below " + std::to_string(trace.tokens) + "; forward " +
-            std::to_string(forward) + " begins at token " + std::to_string(token));
+    throw_invalid("forwards must rise from 0 to below ", trace.tokens, "; forward ", forward,
+                  " begins at token ", token);
   }
 }
 
 void check_times(std::span<const double> times) {
   for (double seconds : times) {
     if (!(seconds >= 0) || std::isinf(seconds)) {
-      invalid("times must be finite and not negative; got " + std::to_string(seconds));
+      throw_invalid("times must be finite and not negative; got ", seconds);
     }
   }
 }
@@ -76,35 +76,89 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
   const int64_t all = int64_t{trace.layers} * trace.experts;
   const int32_t least = std::min(trace.top_k, trace.experts);
   if (options.slots < least || options.slots > all) {
-    invalid("slots must be in [" + std::to_string(least) + ", " + std::to_string(all) +
-            "], from what a token may need to all experts; got " + std::to_string(options.slots));
+    throw_invalid("slots must be in [", least, ", ", all,
+                  "], from what a token may need to all experts; got ", options.slots);
   }
   if (options.prefetch < 0 || options.prefetch > trace.experts) {
-    invalid("prefetch must be in [0, " + std::to_string(trace.experts) + "]; got " +
-            std::to_string(options.prefetch));
+    throw_invalid("prefetch must be in [0, ", trace.experts, "]; got ", options.prefetch);
   }
   if (!(options.recall >= 0 && options.recall <= 1)) {
-    invalid("recall must be in [0, 1]; got " + std::to_string(options.recall));
+    throw_invalid("recall must be in [0, 1]; got ", options.recall);
   }
   check_times(std::array{options.read_seconds, options.expert_seconds, options.rest_seconds});
-  check(options.kept, trace.layers, trace.experts);
+  check(options.soft_pins, trace.layers, trace.experts);
   if (options.predictor == "lookahead" && trace.lookahead.empty()) {
-    invalid(
+    throw_invalid(
         "the trace has no lookahead scores; record it with lookahead=True, or use another "
         "predictor");
   }
   if (options.deferred < 0 || options.deferred > trace.top_k) {
-    invalid("deferred must be in [0, top_k=" + std::to_string(trace.top_k) + "]; got " +
-            std::to_string(options.deferred));
+    throw_invalid("deferred must be in [0, top_k=", trace.top_k, "]; got ", options.deferred);
   }
   if (options.deferred > 0 &&
       std::ranges::find(trace.ids, RoutingTrace::kElsewhere) != trace.ids.end()) {
-    invalid("a rank puts no experts off: deferred must be 0 for a trace with experts elsewhere");
+    throw_invalid(
+        "a rank puts no experts off: deferred must be 0 for a trace with experts elsewhere");
   }
   if (options.predictor != "off" && options.policy == "belady") {
-    invalid("belady is the bound without prefetch; use predictor \"off\"");
+    throw_invalid("belady is the bound without prefetch; use predictor \"off\"");
   }
 }
+
+// Belady's optimum (IBM Systems Journal 1966): evicts the expert whose next use lies furthest
+// ahead. It knows the future, so it serves replays alone, from the first token on.
+class Belady final : public Policy {
+ public:
+  explicit Belady(const RoutingTrace& trace)
+      : Policy(int64_t{trace.layers} * trace.experts), experts_(trace.experts) {
+    const auto all = static_cast<size_t>(trace.layers) * trace.experts;
+    first_.assign(all + 1, 0);
+    const auto for_each_use = [&](auto&& act) {
+      for (int64_t forward = 0; forward < trace.forward_count(); ++forward) {
+        for (int32_t layer = 0; layer < trace.layers; ++layer) {
+          for (int32_t expert : experts_of(trace, forward, layer)) {
+            act(layer * experts_ + expert, forward * trace.layers + layer);
+          }
+        }
+      }
+    };
+    for_each_use([&](ExpertId id, int64_t) { ++first_[id + 1]; });
+    for (size_t id = 0; id < all; ++id) first_[id + 1] += first_[id];
+    uses_.resize(first_[all]);
+    position_.assign(first_.begin(), first_.end() - 1);
+    for_each_use([&](ExpertId id, int64_t step) { uses_[position_[id]++] = step; });
+    position_.assign(first_.begin(), first_.end() - 1);
+  }
+
+  void gained(ExpertId id) override { evictable_.insert({next_use(id), id}); }
+  void lost(ExpertId id) override { evictable_.erase({next_use(id), id}); }
+
+  void tick(int32_t layer, std::span<const int32_t> experts) override {
+    for (int32_t expert : experts) {
+      const ExpertId id = layer * experts_ + expert;
+      const bool listed = evictable(id);
+      if (listed) evictable_.erase({next_use(id), id});
+      ++position_[id];
+      if (listed) evictable_.insert({next_use(id), id});
+    }
+  }
+
+  ExpertId victim() override {
+    return evictable_.empty() ? kNoExpert : evictable_.rbegin()->second;
+  }
+
+ private:
+  int64_t next_use(ExpertId id) const {
+    return position_[id] < first_[id + 1] ? uses_[position_[id]]
+                                          : std::numeric_limits<int64_t>::max();
+  }
+
+  int32_t experts_;
+  std::vector<int64_t> first_;     // of the uses of each expert
+  std::vector<int64_t> position_;  // of its next use
+  std::vector<int64_t> uses_;      // in steps, one for each layer of each forward
+  std::set<std::pair<int64_t, ExpertId>> evictable_;
+};
 
 // What the trace itself predicts.
 class Predictions {
@@ -115,7 +169,6 @@ class Predictions {
         options.predictor != "standin") {
       learned_ = make_predictor(options.predictor, trace.layers, trace.experts);
     }
-    order_.resize(trace.experts);
   }
 
   void observe(int32_t layer, std::span<const int32_t> experts) {
@@ -128,29 +181,18 @@ class Predictions {
   int32_t predict(int64_t step, std::span<int32_t> out) {
     if (learned_) return learned_->predict(static_cast<int32_t>(step % trace_.layers), out);
     if (options_.predictor == "lookahead") return by_scores(step, out);
-    return stand_in(step, out);
+    return drawn(step, out);
   }
 
  private:
+  // A layer without a prediction has no positive scores.
   int32_t by_scores(int64_t step, std::span<int32_t> out) {
-    const std::span<const float> scores =
-        trace_.lookahead.subspan(step * trace_.experts, trace_.experts);
-    order_.clear();
-    for (int32_t i = 0; i < trace_.experts; ++i) {
-      if (scores[i] > 0) order_.push_back(i);  // a layer without a prediction has none
-    }
-    const size_t count = std::min(order_.size(), out.size());
-    std::partial_sort(order_.begin(), order_.begin() + static_cast<int64_t>(count), order_.end(),
-                      [&](int32_t a, int32_t b) {
-                        return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
-                      });
-    std::copy_n(order_.begin(), count, out.begin());
-    return static_cast<int32_t>(count);
+    return rank(trace_.lookahead.subspan(step * trace_.experts, trace_.experts), order_, out);
   }
 
   double draw() { return static_cast<double>(random_() >> 11) * 0x1p-53; }
 
-  int32_t stand_in(int64_t step, std::span<int32_t> out) {
+  int32_t drawn(int64_t step, std::span<int32_t> out) {
     const std::span<const int32_t> truth =
         trace_.chosen(step / trace_.layers, static_cast<int32_t>(step % trace_.layers));
     std::vector<bool> used(trace_.experts, false);
@@ -227,10 +269,10 @@ class Replay {
         core_({.layers = trace.layers,
                .experts = trace.experts,
                .slots = options.slots,
-               .kept = options.kept,
+               .soft_pins = options.soft_pins,
                .prefill = options.prefill},
               options.policy == "belady"
-                  ? make_belady(trace)
+                  ? std::make_unique<Belady>(trace)
                   : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
         disk_(disk_free_at),
         predictions_(trace, options),
@@ -276,17 +318,13 @@ class Replay {
   }
 
   ReplayResult end() {
-    sum_up();
+    result_.counts = core_.statistics().totals().counts;
+    result_.virtual_seconds = now_;
+    result_.stalled_seconds = now_ - busy_ - result_.idle_seconds;
     return std::move(result_);
   }
 
  private:
-  // Choices that the last layer left for this one.
-  struct Late {
-    int32_t layer;
-    std::vector<int32_t> experts;
-  };
-
   void run_experts(int64_t forward, int32_t layer) {
     const int64_t first = trace_.first_token(forward), last = trace_.first_token(forward + 1);
     now_ += options_.rest_seconds;
@@ -312,10 +350,10 @@ class Replay {
       part.ids = prompt_;
       part.top_k = trace_.top_k;
     }
-    std::optional<Late> late = std::exchange(late_, std::nullopt);
+    const std::vector<int32_t> late = std::exchange(late_, {});
     if (phase == Phase::kDecode && options_.deferred > 0 && layer + 1 < trace_.layers) {
       defer(first, last, layer, experts);
-      if (late_) part.deferral.experts = std::span(experts).last(late_->experts.size());
+      part.deferral.experts = std::span(experts).last(late_.size());
     }
 
     const int64_t hits = counts(phase, layer).hits, accesses = counts(phase, layer).accesses;
@@ -328,9 +366,9 @@ class Replay {
       if (phase == Phase::kDecode && options_.predictor != "off") expect(forward, layer + 1);
     };
     claim(layer, experts, part, predict);
-    if (late)
-      claim(late->layer, late->experts, {.phase = phase, .last = false, .deferral = {.late = true}},
-            [] {});
+    if (!late.empty()) {
+      claim(layer - 1, late, {.phase = phase, .last = false, .deferral = {.late = true}}, [] {});
+    }
     now_ = std::max(now_, end);
     result_.hits[first] += counts(phase, layer).hits - hits;
     result_.accesses_of[first] += counts(phase, layer).accesses - accesses;
@@ -392,9 +430,11 @@ class Replay {
     }
     later.assign(now.size(), trace_.experts);
     SplitChoices choices{.now = now, .elsewhere = later};
-    core_.split_cold(layer, weights, trace_.top_k, options_.deferred, choices);
+    std::vector<SlotState> states(static_cast<size_t>(trace_.experts));
+    core_.states(layer, states);
+    split_cold(states, weights, trace_.top_k, options_.deferred, choices);
     if (choices.experts.empty()) return;
-    late_ = Late{layer, choices.experts};
+    late_ = choices.experts;
     std::erase_if(experts, [&](int32_t expert) {
       return std::ranges::find(choices.experts, expert) != choices.experts.end();
     });
@@ -446,22 +486,6 @@ class Replay {
     while (disk_.start(queued_at_, options_.read_seconds) && disk_.end() <= time) land();
   }
 
-  void sum_up() {
-    for (const LayerStats& layer : core_.statistics().by_layer()) {
-      result_.accesses += layer.accesses;
-      result_.inflight_misses += layer.inflight_misses;
-      result_.cold_misses += layer.cold_misses;
-      result_.deferred += layer.deferred;
-      result_.kept_accesses += layer.kept_accesses;
-      result_.kept_hits += layer.kept_hits;
-      result_.promoted += layer.promoted;
-      result_.prefetched += layer.prefetches;
-      result_.prefetch_used += layer.prefetches_used;
-    }
-    result_.virtual_seconds = now_;
-    result_.stalled_seconds = now_ - busy_ - result_.idle_seconds;
-  }
-
   const RoutingTrace& trace_;
   const ReplayOptions& options_;
   Core core_;
@@ -471,7 +495,7 @@ class Replay {
   std::vector<int64_t> guessed_;  // by expert id: the last forward that it was predicted for
   std::vector<ClaimEntry> entries_;
   std::vector<int64_t> prompt_;  // ids of a prompt's tokens
-  std::optional<Late> late_;
+  std::vector<int32_t> late_;    // what the last layer left for this one
   size_t sequence_ = 0;
   double queued_at_ = 0;  // when the last reads were queued
   double now_ = 0;
@@ -508,19 +532,19 @@ ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options) {
 std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
                                        const ReplayOptions& options,
                                        std::span<const double> exchange_seconds) {
-  if (ranks.empty()) invalid("a replay needs at least one rank");
+  if (ranks.empty()) throw_invalid("a replay needs at least one rank");
   const RoutingTrace& first = ranks.front();
   for (const RoutingTrace& trace : ranks) {
     check(trace);
     check(options, trace);
     if (trace.tokens != first.tokens || trace.layers != first.layers ||
         !std::ranges::equal(trace.forwards, first.forwards)) {
-      invalid("ranks have the same tokens, layers and forwards; one of them has others");
+      throw_invalid("ranks have the same tokens, layers and forwards; one of them has others");
     }
   }
   const int64_t forwards = first.forward_count();
   if (std::ssize(exchange_seconds) != forwards * first.layers) {
-    invalid("exchange_seconds are not [forwards, layers]");
+    throw_invalid("exchange_seconds are not [forwards, layers]");
   }
   check_times(exchange_seconds);
   std::vector<double> free_at(options.one_disk ? 1 : ranks.size());

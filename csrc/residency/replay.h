@@ -8,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "residency/core/kept_options.h"
+#include "residency/core/soft_pins.h"
+#include "residency/core/statistics.h"
 #include "residency/core/window.h"
 
 namespace torch_mesh {
@@ -55,14 +56,15 @@ std::vector<int32_t> experts_of(const RoutingTrace& trace, int64_t forward, int3
 struct ReplayOptions {
   std::string policy = "auto";  // or "belady": the bound, without prefetch only
   int32_t slots = 0;
-  // "off", a name of predictor_names(), "lookahead" (the trace's own), or "standin": a seeded one
-  // that names each expert which will be used with probability `recall`, and others in its place.
+  // "off", "previous", "coactivation" (predictor.h), "lookahead" (the trace's own), or "standin": a
+  // seeded one that names each expert which will be used with probability `recall`, and others in
+  // its place.
   std::string predictor = "off";
   int32_t prefetch = 0;  // experts that are asked for ahead of each layer of a decode step
   double recall = .75;
   uint64_t seed = 0;
   // As the pool's; a profile's experts have been read when the first token comes.
-  KeptOptions kept = {};
+  SoftPinOptions soft_pins = {};
   PrefillWindow prefill = PrefillWindow::kAuto;
   int32_t deferred = 0;  // experts of a token that are put off by a layer at most where cold
   // Of the virtual clock; only ratios matter to the counts.
@@ -78,16 +80,8 @@ struct ReplayResult {
   std::vector<int64_t> hits;
   std::vector<int64_t> accesses_of;
   std::vector<double> seconds_of;  // by token, those of a forward at its first
-  int64_t accesses = 0;
-  int64_t inflight_misses = 0;
-  int64_t cold_misses = 0;
-  int64_t deferred = 0;
-  int64_t kept_accesses = 0;  // to experts that are never given up, see kept.h
-  int64_t kept_hits = 0;
-  int64_t promoted = 0;    // reads that ended
-  int64_t prefetched = 0;  // reads begun ahead of a forward's need, and those that a forward used
-  int64_t prefetch_used = 0;
-  int64_t predicted_right = 0;  // predicted experts that the layer used, resident or not
+  LayerStats counts;               // of all layers and phases
+  int64_t predicted_right = 0;     // predicted experts that the layer used, resident or not
   double virtual_seconds = 0;
   double stalled_seconds = 0;   // for reads
   double idle_seconds = 0;      // for other ranks, and for what they exchange

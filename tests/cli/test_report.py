@@ -72,7 +72,7 @@ def test_names_of_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     counts = {"accesses": 9, "stand_ins": 4, "prefetches_wasted": 3, "wasted_bytes": 4096}
     layer = counts | {"prefill": counts, "decode": counts}
     file = write(
-        tmp_path / "s.jsonl", layer | {"time": 100, "forward": 10, "per_layer": [layer], "slots": 5, "most_slots": 7}
+        tmp_path / "s.jsonl", layer | {"time": 100, "forward": 10, "per_layer": [layer], "slots": 5, "max_slots": 7}
     )
     [run] = read_report(file).runs
     for found in (run.total, run.total.decode, run.total.per_layer[0]):

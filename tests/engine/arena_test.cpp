@@ -30,8 +30,6 @@ TEST(Arena, PiecesAreAlignedDistinctAndWritable) {
     EXPECT_EQ(arena.piece(i)[0], std::byte(i));
     EXPECT_EQ(arena.piece(i)[(1 << 20) - 1], std::byte(i));
   }
-  EXPECT_GE(arena.huge_page_bytes(), 0);
-  EXPECT_LE(arena.huge_page_bytes(), arena.bytes());
 }
 
 TEST(Arena, SaysWhatItCannotHave) {

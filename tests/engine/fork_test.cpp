@@ -71,7 +71,7 @@ TEST_F(ForkTest, NoCountIsWaitedForInAChild) {
   const std::vector<int64_t> ids{0, 1, 2};
   const std::vector<int32_t> elsewhere(kExperts, 0);
   expect_refused({
-      [&] { pool_.reroute(0, {}, 0, 0, {}, 1); },
+      [&] { pool_.count_rerouted(0, 1); },
       [&] { pool_.count_elsewhere(0, ids, 3, elsewhere, true); },
       [&] { static_cast<void>(pool_.detailed_stats()); },
   });

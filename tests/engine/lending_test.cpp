@@ -39,7 +39,6 @@ namespace {
 
 using namespace std::chrono_literals;
 using lending::Answer;
-using lending::Descriptor;
 using lending::Request;
 using lending::Welcome;
 using testing::error_of;
@@ -112,9 +111,9 @@ class LendingTest : public ::testing::Test {
   std::shared_ptr<Loan> loan(std::chrono::milliseconds timeout = 5s) const {
     return std::make_shared<Loan>(path(), store_.source(), kRecord, timeout, Runtime{});
   }
-  // What an owner of this store says that lends `places` of `slots`.
-  Welcome welcome_of(int32_t places, int32_t slots) const {
-    return {.places = places,
+  // What an owner of this store says that lends `borrowed` of `slots`.
+  Welcome welcome_of(int32_t borrowed, int32_t slots) const {
+    return {.borrowed = borrowed,
             .layers = kLayers,
             .experts = kExperts,
             .slots = slots,
@@ -126,7 +125,7 @@ class LendingTest : public ::testing::Test {
     PoolOptions options = options_of(1);
     options.timeout = timeout;
     options.loan = loan();
-    options.slots = options.loan->places();
+    options.slots = options.loan->slots();
     return std::make_unique<Pool>(options, Runtime{}, store_.source(), nullptr);
   }
 
@@ -645,9 +644,9 @@ TEST_F(LendingTest, WhatLendsNothingSoundIsRefused) {
   const Descriptor file(::open(folder_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
   ASSERT_EQ(ftruncate(file.get(), 4 * kRecord), 0);
   Welcome more = welcome_of(4, 4);
-  more.places = 5;
+  more.borrowed = 5;
   Welcome negative = welcome_of(4, 4);
-  negative.places = -1;
+  negative.borrowed = -1;
   struct Case {
     const char* what;
     Welcome welcome;

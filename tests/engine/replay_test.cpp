@@ -59,7 +59,7 @@ TEST(Replay, CountsALoopThatLruMissesAndBeladyDoesNot) {
   EXPECT_EQ(hits(replay(routing.trace(), {.policy = "belady", .slots = 2})), 5);
   const ReplayResult all = replay(routing.trace(), {.policy = "lru", .slots = 3});
   EXPECT_EQ(hits(all), 9);
-  EXPECT_EQ(all.cold_misses, 3);
+  EXPECT_EQ(all.counts.cold_misses, 3);
 }
 
 TEST(Replay, NoPolicyBeatsTheBoundAndNothingIsLost) {
@@ -80,9 +80,10 @@ TEST(Replay, NoPolicyBeatsTheBoundAndNothingIsLost) {
         options.predictor = predictor;
         options.prefetch = routing.top_k;
         const ReplayResult result = replay(routing.trace(), options);
-        EXPECT_EQ(result.accesses, int64_t{60} * routing.layers * routing.top_k);
-        EXPECT_EQ(hits(result) + result.inflight_misses + result.cold_misses, result.accesses);
-        EXPECT_LE(result.prefetch_used, result.prefetched);
+        EXPECT_EQ(result.counts.accesses, int64_t{60} * routing.layers * routing.top_k);
+        EXPECT_EQ(hits(result) + result.counts.inflight_misses + result.counts.cold_misses,
+                  result.counts.accesses);
+        EXPECT_LE(result.counts.prefetches_used, result.counts.prefetches);
         EXPECT_GE(result.stalled_seconds, -1e-9);
       }
     }
@@ -103,10 +104,10 @@ TEST(Replay, APerfectPredictorOfAFastDiskHidesAllButTheFirstLayer) {
                                                        .recall = 1,
                                                        .read_seconds = .25,
                                                        .expert_seconds = .5});
-  EXPECT_EQ(result.cold_misses, 2);
-  EXPECT_EQ(result.inflight_misses, 0);
-  EXPECT_EQ(result.prefetch_used, result.prefetched);
-  EXPECT_EQ(result.predicted_right, result.accesses - 2);
+  EXPECT_EQ(result.counts.cold_misses, 2);
+  EXPECT_EQ(result.counts.inflight_misses, 0);
+  EXPECT_EQ(result.counts.prefetches_used, result.counts.prefetches);
+  EXPECT_EQ(result.predicted_right, result.counts.accesses - 2);
   // The first two reads take half of the layer that waits for them.
   EXPECT_DOUBLE_EQ(result.virtual_seconds, 200.);
 }
@@ -133,8 +134,8 @@ TEST(Replay, WhatIsNotBegunWhenItsLayerBeginsIsNotRead) {
       replay(routing.trace(),
              {.policy = "lru", .slots = 16, .predictor = "standin", .prefetch = 8, .recall = 1});
   EXPECT_EQ(result.predicted_right, 7);
-  EXPECT_GE(result.prefetch_used, 1);
-  EXPECT_LE(result.prefetched + result.cold_misses, 8 + 1);
+  EXPECT_GE(result.counts.prefetches_used, 1);
+  EXPECT_LE(result.counts.prefetches + result.counts.cold_misses, 8 + 1);
 }
 
 // Deferred reads of one layer may take every slot before the next one begins.
@@ -142,8 +143,8 @@ TEST(Replay, AForwardWaitsForSlotsThatAreReadIntoForOthers) {
   const Routing routing{1, 2, 8, 4, {0, 1, 2, 3, 4, 5, 6, 7}};
   const ReplayResult result =
       replay(routing.trace(), {.policy = "lru", .slots = 4, .deferred = 4, .expert_seconds = .025});
-  EXPECT_EQ(result.deferred, 4);
-  EXPECT_EQ(result.cold_misses, 4);
+  EXPECT_EQ(result.counts.deferred, 4);
+  EXPECT_EQ(result.counts.cold_misses, 4);
 }
 
 TEST(Replay, RefusesWhatMakesNoSense) {
@@ -228,8 +229,8 @@ TEST(ReplayRanks, DisksGoOnWhileTheirRankWaits) {
                               .read_seconds = 3,
                               .expert_seconds = 1};
   const std::vector<ReplayResult> ranks = replay_parts(divided(routing, 2), options, 0);
-  EXPECT_EQ(ranks[1].cold_misses, 0);
-  EXPECT_EQ(ranks[1].prefetch_used, 1);
+  EXPECT_EQ(ranks[1].counts.cold_misses, 0);
+  EXPECT_EQ(ranks[1].counts.prefetches_used, 1);
   EXPECT_DOUBLE_EQ(ranks[1].virtual_seconds, 3 + 1);
 }
 
@@ -257,8 +258,9 @@ TEST(ReplayRanks, TogetherUseWhatOneProcessDoes) {
         const std::vector<ReplayResult> results = replay_parts(parts, options, .25, forwards);
         int64_t accesses = 0;
         for (const ReplayResult& result : results) {
-          accesses += result.accesses;
-          EXPECT_EQ(hits(result) + result.inflight_misses + result.cold_misses, result.accesses);
+          accesses += result.counts.accesses;
+          EXPECT_EQ(hits(result) + result.counts.inflight_misses + result.counts.cold_misses,
+                    result.counts.accesses);
           EXPECT_EQ(result.seconds_of, results[0].seconds_of);
           EXPECT_GE(result.stalled_seconds, -1e-9);
           EXPECT_NEAR(std::accumulate(result.seconds_of.begin(), result.seconds_of.end(), 0.),

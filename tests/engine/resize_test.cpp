@@ -133,7 +133,7 @@ TEST(Resize, MemoryGoesBySegmentsAndComesBack) {
   EXPECT_EQ(pool.resize(5), 5);
   pool.validate();
   EXPECT_EQ(pool.slots(), 5);
-  EXPECT_EQ(pool.most_slots(), 16);
+  EXPECT_EQ(pool.max_slots(), 16);
   EXPECT_EQ(resident(pool), 5);
   EXPECT_EQ(pool.memory_bytes(), 8 * kRecord);  // two segments of four
   EXPECT_EQ(pool.stats()[0].evicted, 11);
@@ -392,13 +392,13 @@ TEST(Resize, CloseEndsTheWait) {
 TEST(Resize, RefusesWhatItCannotDo) {
   const TestStore store(1, 8);
   PoolOptions options = options_of(6);
-  options.least_slots = 2;
+  options.min_slots = 2;
   Pool pool(options, {}, store.source(), nullptr);
   for (const int32_t slots : {-1, 0, 1, 7}) {
     EXPECT_EQ(kind_of([&] { pool.resize(slots); }), ErrorKind::kInvalid);
   }
   EXPECT_EQ(pool.resize(2), 2);
-  options.least_slots = 7;
+  options.min_slots = 7;
   EXPECT_EQ(kind_of([&] { Pool(options, {}, store.source(), nullptr); }), ErrorKind::kInvalid);
   Pool memory(options_of(8), {}, 1, 8);
   EXPECT_EQ(kind_of([&] { memory.resize(4); }), ErrorKind::kInvalid);

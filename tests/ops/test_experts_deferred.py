@@ -175,7 +175,7 @@ def test_what_is_deferred_is_read_once_in_a_small_pool(open_pool: OpenPool) -> N
 
 
 def test_prompts_are_exact(pool: TinyPool) -> None:
-    rows = _C.MOST_DECODE_ROWS + 1
+    rows = _C.MAX_DECODE_ROWS + 1
     x, (ids, weights) = torch.randn(rows, SPEC.hidden), routing(SPEC, rows, TOP_K)
     out = ops.experts_deferred(x, ids, weights, pool.handle(), TOP_K, False)
     assert torch.equal(out, ops.experts(x, ids, weights, pool.handle()))

@@ -153,7 +153,7 @@ def test_guesses_are_read_as_fallbacks(open_pool: OpenPool, low: TinyPool) -> No
 
 
 def test_prompts_are_exact(pool: TinyPool, low: TinyPool) -> None:
-    x, ids, weights = _inputs(_C.MOST_DECODE_ROWS + 1)
+    x, ids, weights = _inputs(_C.MAX_DECODE_ROWS + 1)
     assert torch.equal(_call(pool, low, x, ids, weights), ops.experts(x, ids, weights, pool.handle()))
     assert low.count("accesses") == 0
 

@@ -229,7 +229,7 @@ def test_a_token_of_a_decode_step_has_the_bits_that_it_has_alone(
     """Also where all of them are of one expert: what is verified beside others must be what it would have been."""
     spec = Spec(weights=weights, hidden=328, intermediate=200)
     pool = open_pool(spec, in_memory=True)
-    x = torch.randn(_C.MOST_DECODE_ROWS, spec.hidden).bfloat16()
+    x = torch.randn(_C.MAX_DECODE_ROWS, spec.hidden).bfloat16()
     ids, gates = routing(spec, len(x), 2)
     if not spread:
         ids = torch.tensor([[3, 5]]).expand(len(x), 2)

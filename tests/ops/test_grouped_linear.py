@@ -73,7 +73,7 @@ def test_a_token_of_a_decode_step_has_the_bits_that_it_has_alone(
     spec = Spec(weights=weights, hidden=328, intermediate=200)
     pool = open_pool(spec, in_memory=True)
     features, out_features = _features(spec, projection)
-    x = torch.randn(_C.MOST_DECODE_ROWS, features)
+    x = torch.randn(_C.MAX_DECODE_ROWS, features)
 
     def products(tokens: Tensor) -> Tensor:
         """[tokens, experts, out_features]"""

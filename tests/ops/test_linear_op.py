@@ -70,7 +70,7 @@ def test_a_row_of_a_decode_step_has_the_bits_that_it_has_alone(kind: str, group:
         def linear(x: Tensor) -> Tensor:
             return ops.linear(x, packed, None, *about)
 
-    x = torch.randn(_C.MOST_DECODE_ROWS, 712).bfloat16()
+    x = torch.randn(_C.MAX_DECODE_ROWS, 712).bfloat16()
     alone = torch.cat([linear(x[[row]]) for row in range(len(x))])
     for rows in range(2, len(x) + 1):
         assert torch.equal(linear(x[:rows]), alone[:rows]), rows

@@ -358,7 +358,7 @@ def test_what_no_machine_has_is_refused(open_pool: OpenPool, option: str, value:
         ({"slotz": 4}, "Engine knows no slotz="),
         ({"slots": 4.5}, "slots= of Engine is 4.5; it must be int"),
         ({"slots": None}, "slots= of Engine is None; it must be int"),
-        ({"least_slots": "2"}, "least_slots= of Engine is '2'; it must be int"),
+        ({"min_slots": "2"}, "min_slots= of Engine is '2'; it must be int"),
         ({"source": 3}, "source= of Engine is 3; it must be"),
     ],
 )
@@ -376,7 +376,7 @@ def test_an_option_that_every_engine_needs_is_asked_for() -> None:
 
 def test_the_longest_time_out_is_no_short_one(open_pool: OpenPool) -> None:
     slow = {"seed": 1, "delay": 1.0, "max_delay": 0.05}
-    pool = open_pool(SPEC, slots=4, timeout=_C.LONGEST_TIMEOUT, faults=slow)
+    pool = open_pool(SPEC, slots=4, timeout=_C.MAX_TIMEOUT, faults=slow)
     _call(pool)
     assert not pool.engine.wait_for_forwards(0, 10, 0.01)
     with pytest.raises(ValueError, match="patience is .*; allowed: 0 to 1000000000"):
@@ -387,16 +387,16 @@ def test_an_engine_follows_torch_as_far_as_it_can(open_pool: OpenPool) -> None:
     before = torch.get_num_threads()
     pools = [open_pool(SPEC, slots=4, threads=0)]
     try:
-        torch.set_num_threads(_C.MOST_THREADS + 1)
+        torch.set_num_threads(_C.MAX_THREADS + 1)
         pools.append(open_pool(SPEC, slots=4, threads=0))
     finally:
         torch.set_num_threads(before)
-    assert [pool.engine.describe()["threads"] for pool in pools] == [before, _C.MOST_THREADS]
+    assert [pool.engine.describe()["threads"] for pool in pools] == [before, _C.MAX_THREADS]
 
 
 def test_an_engine_takes_as_many_threads_as_it_says(open_pool: OpenPool, expected: Tensor) -> None:
-    assert torch.equal(_call(open_pool(SPEC, slots=4, threads=_C.MOST_THREADS)), expected)
+    assert torch.equal(_call(open_pool(SPEC, slots=4, threads=_C.MAX_THREADS)), expected)
 
 
 def test_the_configuration_has_the_limits_of_the_engine() -> None:
-    assert (validators.MAX_THREADS, validators.LONGEST_TIMEOUT) == (_C.MOST_THREADS, _C.LONGEST_TIMEOUT)
+    assert (validators.MAX_THREADS, validators.MAX_TIMEOUT) == (_C.MAX_THREADS, _C.MAX_TIMEOUT)

@@ -70,7 +70,7 @@ def test_masked_groups_stay_masked(pool: TinyPool, mask: float) -> None:
 
 
 def test_prompts_and_what_is_no_number_are_left_alone(pool: TinyPool) -> None:
-    rows = _C.MOST_DECODE_ROWS + 1
+    rows = _C.MAX_DECODE_ROWS + 1
     scores = torch.randn(rows, SPEC.experts)
     ids = scores.topk(TOP_K).indices
     assert torch.equal(ops.route(scores, ids, pool.handle(), 1.0, 0), ids)

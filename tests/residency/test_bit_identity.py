@@ -48,7 +48,7 @@ class Combination:
     verify: str
     unruly: bool
     hints: bool
-    pins: float  # 0: no profile
+    profile: bool
     early_layers: int
     seed: int
 
@@ -70,7 +70,7 @@ class Combination:
             verify=draw.choice(["first", "always", "never"]),
             unruly=draw.random() < 0.8,
             hints=draw.random() < 0.5,
-            pins=draw.choice([0.0, 0.0, 0.2, 0.5]),
+            profile=draw.random() < 0.5,
             early_layers=draw.choice([0, 0, 1, 3]),
             seed=draw.randrange(2**31),
         )
@@ -80,8 +80,7 @@ class Combination:
         rng = np.random.default_rng(self.seed)
         profile = np.full(LAYERS, 50), rng.integers(0, 51, (LAYERS, EXPERTS))
         return {
-            "profile": profile if self.pins else None,
-            "pins": self.pins,
+            "profile": profile if self.profile else None,
             "early_layers": self.early_layers,
             "early_experts": 2,
         }

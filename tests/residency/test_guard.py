@@ -91,7 +91,7 @@ def _output(engine: _C.Engine, seed: int) -> torch.Tensor:
     return ops.experts(x, ids, weights, handle)
 
 
-ABOUT = {"least_slots": 8, "most_slots": 1000, "record_bytes": 4 * MIB, "segment_slots": 16}
+ABOUT = {"min_slots": 8, "max_slots": 1000, "record_bytes": 4 * MIB, "segment_slots": 16}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def _pool(slots: int, **others: int) -> dict[str, int]:
     ],
 )
 def test_pools_give_up_the_same_share(left: int, wanted: list[int]) -> None:
-    pools = [_pool(2000, most_slots=2000), _pool(500, most_slots=500), _pool(8, most_slots=10)]
+    pools = [_pool(2000, max_slots=2000), _pool(500, max_slots=500), _pool(8, max_slots=10)]
     if left > 0:
         left = sum(pool["slot_bytes"] for pool in pools) // 7  # an eighth of what there is then
     assert wanted_slots(left, pools) == wanted
@@ -135,9 +135,9 @@ def test_pools_come_to_rest() -> None:
     """Whatever their sizes: what one takes must not make another give up."""
     draw = random.Random(1)
     for _ in range(300):
-        pools = [_pool(0, most_slots=draw.randint(8, 4000), record_bytes=draw.randint(1, 16) * MIB) for _ in range(3)]
+        pools = [_pool(0, max_slots=draw.randint(8, 4000), record_bytes=draw.randint(1, 16) * MIB) for _ in range(3)]
         machine = draw.randint(600, 60_000) * MIB
-        sizes = [pool["most_slots"] for pool in pools]
+        sizes = [pool["max_slots"] for pool in pools]
         history = []
         for _ in range(5):
             pools = [_pool(slots, **_without_size(pool)) for slots, pool in zip(sizes, pools, strict=True)]
@@ -152,14 +152,14 @@ def test_processes_that_share_a_machine_come_to_rest() -> None:
     for _ in range(300):
         ranks = draw.randint(2, 8)
         machine = draw.randint(2000, 120_000) * MIB
-        sizes = [draw.randint(8, ABOUT["most_slots"]) for _ in range(ranks)]
+        sizes = [draw.randint(8, ABOUT["max_slots"]) for _ in range(ranks)]
         history = []
         for _ in range(30):
             left = machine - sum(slots * ABOUT["record_bytes"] for slots in sizes)
             sizes = [wanted_slots(left, [_pool(slots)], ranks)[0] for slots in sizes]
             history.append((left, sizes))
         assert history[-1] == history[-2], history
-        least = all(slots == ABOUT["least_slots"] for slots in sizes)
+        least = all(slots == ABOUT["min_slots"] for slots in sizes)
         assert left >= 0 or least, history
 
 
@@ -216,7 +216,7 @@ def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
         assert _comes_true(lambda: len(caplog.records) == 2)  # it says so when it is done
     engine.validate()
     stats = engine.detailed_stats()
-    assert (stats["shrinks"], stats["grows"], stats["slots"], stats["most_slots"]) == (1, 1, SLOTS, SLOTS)
+    assert (stats["shrinks"], stats["grows"], stats["slots"], stats["max_slots"]) == (1, 1, SLOTS, SLOTS)
     assert len(caplog.records) == 2
     _end(guard, engine)
 

@@ -86,7 +86,7 @@ def test_the_bits_are_those_of_a_pool_of_its_own(store: Store, socket: str, shar
             assert torch.equal(model(PROMPT).logits, logits)
             assert generated(model) == tokens
             stats = torch_mesh.stats(model)
-            assert stats.slots == shared.lender.places == shared.slots // 2
+            assert stats.slots == shared.lender.slots == shared.slots // 2
             assert "of a shared pool" in str(model)
     assert shared.lender.workers == 2
     shared.engine.validate()
@@ -189,7 +189,7 @@ def test_a_killed_worker_leaves_no_pin_and_the_others_go_on(
             os.kill(running[victim][0].pid or 0, signal.SIGKILL)
             running[victim][0].join()
             assert eventually(lambda: shared.lender.workers == workers - 1)
-            assert shared.engine.pinned() <= (workers - 1) * shared.lender.places
+            assert shared.engine.pinned() <= (workers - 1) * shared.lender.slots
             shared.engine.validate()
             for index, (_, results) in enumerate(running):
                 if index != victim:

@@ -49,8 +49,8 @@ def _run(model: PreTrainedModel, rows: int, times: int = 1) -> torch.Tensor:
 
 def test_phases_are_told_by_rows(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model()
-    _run(model, _C.MOST_DECODE_ROWS, 3)
-    _run(model, _C.MOST_DECODE_ROWS + 1)
+    _run(model, _C.MAX_DECODE_ROWS, 3)
+    _run(model, _C.MAX_DECODE_ROWS + 1)
     stats = torch_mesh.stats(model)
     assert (stats.forwards, stats.decode.forwards, stats.prefill.forwards) == (4, 3, 1)
     for counters in (stats, *stats.per_layer):

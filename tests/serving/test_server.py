@@ -670,4 +670,4 @@ def test_two_servers_have_one_pool(folder: Path, tmp_path: Path, says: Callable[
         servers[0].kill()
         servers[0].wait()
         assert complete(clients[1], TEXTS[2]) == says(TEXTS[2])
-        assert pool.lender.workers == 1 and pool.engine.pinned() <= pool.lender.places
+        assert pool.lender.workers == 1 and pool.engine.pinned() <= pool.lender.slots

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             size = format_bytes(shared.engine.describe_size()["slot_bytes"])
             print(
                 f"{shared.slots} experts ({size}) of {arguments.store} are shared at {arguments.socket}: "
-                f"{shared.lender.places} for each of up to {arguments.workers} workers. Ctrl-C ends it.",
+                f"{shared.lender.slots} for each of up to {arguments.workers} workers. Ctrl-C ends it.",
                 flush=True,
             )
             ended.wait()

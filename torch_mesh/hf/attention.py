@@ -24,7 +24,7 @@ from .compat import attention_of
 _TAKEN = "_mesh_attention"  # attribute of modules whose decode steps use torch_mesh
 # Of a decode step with its drafts; torch computes prompts. A token has the same bits with and without drafts, unlike
 # with torch.
-_MAX_TOKENS = _C.MOST_DECODE_ROWS
+_MAX_TOKENS = _C.MAX_DECODE_ROWS
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Arguments that the kernel does not support.
 _FOREIGN = ("position_bias", "cache", "softcap", "s_aux")
@@ -88,7 +88,7 @@ def _runs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         and tokens <= _MAX_TOKENS
         and batch == key.shape[0] == value.shape[0]
         and (tokens == 1 if mask is None else _known(mask, batch, tokens, key.shape[2]))
-        and all(dim % _C.HEAD_DIM_STEP == 0 and dim <= _C.MOST_HEAD_DIM for dim in dims)
+        and all(dim % _C.HEAD_DIM_STEP == 0 and dim <= _C.MAX_HEAD_DIM for dim in dims)
         and all(tensor.dtype in _DTYPES for tensor in (query, key, value))
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)))
     )

@@ -172,7 +172,7 @@ def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense:
     if dense == "auto":
         most = None
         if not torch_emulates_bf16():  # verification has to give the bits of plain decoding
-            most = _FEW_ROWS if speculation == "off" else _C.MOST_DECODE_ROWS
+            most = _FEW_ROWS if speculation == "off" else _C.MAX_DECODE_ROWS
         taken = [linear for _, linear in _linears(model, layers) if _on_cpu_in_bf16(linear.weight)]
         for linear in taken:
             change_class(linear, PlainLinear)

@@ -46,7 +46,7 @@ def _request_rows(decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """A forward pre-hook: changes nothing."""
     given = (kwargs.get("ple_input_ids"), kwargs.get("input_ids"), *args[:1])
     ids = next((each for each in given if isinstance(each, torch.Tensor)), None)
-    if ids is None or ids.numel() > _C.MOST_DECODE_ROWS or is_tracing():
+    if ids is None or ids.numel() > _C.MAX_DECODE_ROWS or is_tracing():
         return
     cache = kwargs.get("cache")
     with torch.no_grad():

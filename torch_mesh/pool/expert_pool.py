@@ -169,7 +169,7 @@ class ExpertPool:
             timeout=config.residency.timeout,
             prefill=config.prefill,
             source=source,
-            least_slots=min(min_slots, slots),
+            min_slots=min(min_slots, slots),
             profile=pool_profile(config.profile, layers, geometry.num_experts, self.top_k, layer_indices, share),
             early_layers=config.residency.early[0],
             early_experts=config.residency.early[1],

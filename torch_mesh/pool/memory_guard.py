@@ -50,8 +50,8 @@ def wanted_slots(left: int, pools: Sequence[dict[str, int]], sharing: int = 1) -
 
 def _shares(budget: int, pools: Sequence[dict[str, int]]) -> list[int]:
     """Bytes of each pool: the same fraction of its maximum, but at least its minimum."""
-    most = [pool["most_slots"] * pool["record_bytes"] for pool in pools]
-    least = [pool["least_slots"] * pool["record_bytes"] for pool in pools]
+    most = [pool["max_slots"] * pool["record_bytes"] for pool in pools]
+    least = [pool["min_slots"] * pool["record_bytes"] for pool in pools]
     sharing = set(range(len(pools)))
     while sharing:
         rest = budget - sum(least[index] for index in range(len(pools)) if index not in sharing)
@@ -65,7 +65,7 @@ def _shares(budget: int, pools: Sequence[dict[str, int]]) -> list[int]:
 
 def _in_segments(pool: dict[str, int], size: int) -> int:
     segments = size // (pool["segment_slots"] * pool["record_bytes"])
-    return min(pool["most_slots"], max(pool["least_slots"], segments * pool["segment_slots"]))
+    return min(pool["max_slots"], max(pool["min_slots"], segments * pool["segment_slots"]))
 
 
 class MemoryGuard:

@@ -19,9 +19,7 @@ def policy_names() -> list[str]:
 
 
 def predictor_names() -> list[str]:
-    from .. import _C
-
-    return ["off", *_C.predictor_names(), "lookahead", _SIMULATED]
+    return ["off", "previous", "coactivation", "lookahead", _SIMULATED]
 
 
 @dataclass(frozen=True)

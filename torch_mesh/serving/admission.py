@@ -100,7 +100,7 @@ class Admission:
         for pool in self._pools:
             if pool.guarded:
                 size = pool.engine.describe_size()
-                free += (size["slots"] - size["least_slots"]) * size["record_bytes"]
+                free += (size["slots"] - size["min_slots"]) * size["record_bytes"]
         return free
 
     def check(self, prompt: int, new: int, *, known: int, held: int) -> None:

@@ -391,7 +391,7 @@ def _combined(
 
 def _sizes(snapshot: _C._DetailedStats) -> dict[str, int]:
     counts: Mapping[str, Any] = snapshot
-    return {name: counts["most_slots" if name == "max_slots" else name] for name in SIZES}
+    return {name: counts["max_slots" if name == "max_slots" else name] for name in SIZES}
 
 
 def _sum(layers: Sequence[Counters]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _EARLIER = {
     "fallback_accesses": "stand_ins",
     "prefetches_unused": "prefetches_wasted",
     "unused_prefetch_bytes": "wasted_bytes",
-    "max_slots": "most_slots",
+    "max_slots": "max_slots",
 }
 
 

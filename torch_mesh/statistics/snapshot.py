@@ -68,7 +68,7 @@ def _memory(engine: _C.Engine, fallback: _C.Engine | None) -> dict[str, int] | N
     return {
         "process": process,
         "pool": sum(size["slots"] * size["record_bytes"] for size in sizes),
-        "budget": sum(size["most_slots"] * size["record_bytes"] for size in sizes),
+        "budget": sum(size["max_slots"] * size["record_bytes"] for size in sizes),
         "left": left,
     }
 

@@ -1,7 +1,6 @@
 #include "residency/core/claims.h"
 
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "residency/core/window.h"
@@ -81,7 +80,7 @@ void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool read) {
 void Claims::count(const ClaimState& claim, size_t index, AccessCount how) {
   if (!claim.part.teaches()) return;
   const ExpertId id = id_of(claim, index);
-  statistics_.count(id, claim.part.phase, how, slots_.kept(id));
+  statistics_.count(id, claim.part.phase, how, slots_.early(id));
 }
 
 int32_t Claims::hand_out(ClaimState& claim, std::span<HandedOut> ready,

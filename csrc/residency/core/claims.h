@@ -74,7 +74,7 @@ class Claims {
   // What is READY and not handed out yet. An expert whose read failed is done with, its error in
   // `error`, once nothing else is left to hand out before it.
   int32_t hand_out(ClaimState& claim, std::span<HandedOut> ready, std::optional<Error>& error);
-  // The claim's experts at these places of its list. Returns how many it held; it stops at the
+  // The claim's experts at these positions of its list. Returns how many it held; it stops at the
   // first that it does not hold.
   size_t release(ClaimState& claim, std::span<const int32_t> indices);
   // Whether a read that it has joined is still under way, and no other has ended.

@@ -12,18 +12,17 @@ Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
       statistics_(options.layers, options.experts),
       slots_(options.layers, options.experts, options.slots, std::move(policy), statistics_,
              effects_),
-      kept_(options.kept, options.layers, options.experts, slots_),
-      use_(options.kept.profile.tokens.empty() ? ModelUse(options.layers, options.experts)
-                                               : options.kept.profile),
-      warming_(options.kept.elsewhere.empty()),
+      soft_pins_(options.soft_pins, options.layers, options.experts, slots_),
+      use_(options.soft_pins.profile.tokens.empty() ? ModelUse(options.layers, options.experts)
+                                                    : options.soft_pins.profile),
+      warming_(options.soft_pins.elsewhere.empty()),
       last_phase_(static_cast<size_t>(options.layers), Phase::kNone),
       last_rows_(last_phase_.size(), 0),
       expected_(options.layers, options.experts),
       window_(options.layers, options.experts, options.prefill, slots_),
       claims_(options.experts, slots_, statistics_, effects_),
-      sizing_(options.slots_per_segment, slots_, kept_, statistics_, effects_),
-      states_(static_cast<size_t>(options.experts)) {
-  if (options.reads) read_ahead();
+      sizing_(options.slots_per_segment, slots_, soft_pins_, statistics_, effects_) {
+  read_ahead();
 }
 
 Effects& Core::effects() {
@@ -53,8 +52,7 @@ void Core::begin_forward(ClaimState& claim) {
   if (claim.part.teaches() || (deferral.late && claim.waiting == 0)) {
     slots_.forget_deferred(claim.layer);
   }
-  const auto read_left_out = deferral.fallback ? read_after_fallback : read_deferred;
-  read_left_out(claim, claims_.queued(), options_.experts, slots_, statistics_);
+  read_left_out(claim);
   read_next_layer(claim);
 }
 
@@ -77,7 +75,7 @@ void Core::learn(ClaimState& claim) {
   } else {
     policy.tick_prompt(claim.layer, claim.experts, part.ids, part.top_k);
   }
-  kept_.tick(claim.layer, claim.experts, part.ids, part.top_k);
+  soft_pins_.tick(claim.layer, claim.experts, part.ids, part.top_k);
 }
 
 void Core::advance(ClaimState& claim) {
@@ -101,9 +99,64 @@ void Core::end(ClaimState& claim) {
   effects_.forward_ended = true;
 }
 
+// Claims that queue for slots come before all of it. Guesses have half of the slots at most, so
+// that wrong ones cannot hold up the forwards.
+bool Core::admits(ReadAhead what) const {
+  if (closed_ || !options_.reads || claims_.queued()) return false;
+  const int64_t half = slots_.slots_for_others() / 2;
+  switch (what) {
+    case ReadAhead::kDeferred:
+    case ReadAhead::kNextLayer:
+      return true;
+    case ReadAhead::kHint:
+      return slots_.prefetching() < half;
+    case ReadAhead::kExpected:
+      return slots_.prefetching() < std::min(options_.reads_ahead, half);
+    case ReadAhead::kWarm:
+      return warming_ && slots_.loading() == slots_.prefetching() && admits(ReadAhead::kExpected);
+  }
+  return false;
+}
+
+// Of what is used one layer later nothing is pinned: a forward that waits for slots holds no pin.
+// It is soft-pinned instead. Of what another pool computes, the policy has learned of the use and
+// says which to read before the next one.
+void Core::read_left_out(const ClaimState& claim) {
+  const Deferral& deferral = claim.part.deferral;
+  const Phase phase = claim.part.phase;
+  for (int32_t index : deferral.experts) {
+    const ExpertId id = id_of(claim.layer, index);
+    if (deferral.fallback) {
+      statistics_.of(claim.layer, phase).kept_accesses += slots_.early(id);
+    } else {
+      statistics_.count(id, phase, kDeferred, slots_.early(id));
+      slots_.soft_pin(id, SoftPin::kDeferred, true);
+    }
+  }
+  const bool placed = claim.waiting == 0 && admits(ReadAhead::kDeferred);
+  for (int32_t index : deferral.experts) {
+    const ExpertId id = id_of(claim.layer, index);
+    const int32_t present = slots_.find(id);
+    if (deferral.fallback) {
+      if (present >= 0 || !placed || !admits(ReadAhead::kHint) || !worth_a_slot(id)) continue;
+      slots_.read(id, Urgency::kPrefetch, phase);
+    } else if (present >= 0) {
+      if (slots_[present].state == SlotState::kLoading) slots_.raise_priority(present);
+      slots_.use_prefetched(present);
+    } else if (placed) {
+      slots_.read(id, Urgency::kDemand, phase);
+    }
+  }
+}
+
+bool Core::worth_a_slot(ExpertId id) {
+  if (slots_.has_empty()) return true;
+  const ExpertId victim = slots_.victim();
+  return victim != kNoExpert && (slots_.early(id) || slots_.policy().prefers(id, victim));
+}
+
 void Core::read_next_layer(const ClaimState& claim) {
-  if (closed_ || !options_.reads || claims_.queued()) return;
-  window_.read_next_layer(claim);
+  if (admits(ReadAhead::kNextLayer)) window_.read_next_layer(claim);
 }
 
 void Core::landed(int32_t slot, int64_t bytes) {
@@ -117,22 +170,17 @@ void Core::failed(int32_t slot, int64_t bytes, Error error) {
 }
 
 void Core::read_ahead() {
-  const int64_t most = std::min(options_.reads_ahead, int64_t{slots_.unkept() / 2});
-  // Those that queue for slots come first.
-  while (!closed_ && options_.reads && slots_.prefetching() < most && !claims_.queued()) {
+  while (admits(ReadAhead::kExpected)) {
     if (expected_.read_next(slots_, expected_phase_) >= 0) continue;
-    // Nothing asks for these: they are read while the disk has nothing else to do.
-    const bool idle = slots_.loading() == slots_.prefetching();
-    if (!warming_ || !idle || kept_.read_warm() < 0) return;
+    if (!admits(ReadAhead::kWarm) || soft_pins_.read_warm() < 0) return;
   }
 }
 
 void Core::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase) {
-  if (!options_.reads || claims_.queued()) return;
+  if (!admits(ReadAhead::kHint)) return;
   const auto ids =
       experts | std::views::transform([&](int32_t expert) { return id_of(layer, expert); });
-  slots_.read_missing(ids, Urgency::kPrefetch, phase,
-                      [this] { return slots_.prefetching() < slots_.unkept() / 2; });
+  slots_.read_missing(ids, Urgency::kPrefetch, phase, [this] { return admits(ReadAhead::kHint); });
 }
 
 void Core::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {
@@ -169,29 +217,6 @@ int32_t Core::fill(ExpertId id) {
     slots_.evict(present, Phase::kNone);
   }
   return slots_.reserve(id);
-}
-
-void Core::split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
-                      SplitChoices& choices) {
-  states(layer, states_);
-  torch_mesh::split_cold(states_, weights, top_k, most, choices);
-}
-
-void Core::split_by_pool(int32_t layer, std::span<const SlotState> there, SplitChoices& choices) {
-  states(layer, states_);
-  torch_mesh::split_by_pool(states_, there, choices);
-}
-
-void Core::reroute(int32_t layer, std::span<const float> scores, float bias, int64_t kept,
-                   std::span<int64_t> chosen, int32_t top_k) {
-  states(layer, states_);
-  int64_t replaced = 0;
-  for (; !chosen.empty(); chosen = chosen.subspan(top_k)) {
-    replaced +=
-        torch_mesh::reroute(states_, scores.first(states_.size()), bias, kept, chosen.first(top_k));
-    scores = scores.subspan(states_.size());
-  }
-  statistics_.of(layer, Phase::kDecode).rerouted += replaced;
 }
 
 SlotState Core::state(ExpertId id) const {

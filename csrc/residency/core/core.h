@@ -1,9 +1,9 @@
-// The pool's mind: which experts are resident, who uses them, what is read next and what is given
-// up. Pure: no thread, lock, clock, file or memory of slots. Events go in, each a call; what is to
-// be done comes out as Effects, which the caller carries out before the next event. Calls and
-// completions may come in any order that the states allow, so that tests try them all
-// (tests/engine/core_test.cpp), and the live pool and the replay of a trace are two drivers of the
-// same decisions.
+// The pool's decisions: which experts are resident, which claims use them, what is read next and
+// what is evicted. Pure: no thread, lock, clock, file or memory of slots. Events go in, each a
+// call; what is to be done comes out as Effects, which the caller carries out before the next
+// event. Calls and completions may come in any order that the states allow, so that tests try them
+// all (tests/engine/core_test.cpp), and the live pool and the replay of a trace are two drivers of
+// the same decisions.
 //
 // The life of a slot:
 //
@@ -19,16 +19,8 @@
 // - A claim waits for slots only while it holds no pin, first come first served; so forwards on a
 //   small pool cannot deadlock, and none starves.
 //
-// Every read begins with SlotTable::read(). What is read, by priority, and how much of it at a
-// time:
-//   1. what a claim needs                claims.h    as many as it has slots for, see Window
-//   2. what it has deferred              deferral.h  if all of 1. have slots
-//   3. the next layer of a prompt        window.h    the window's slots
-//   4. hints: prefetch()                 core.cpp    half of the slots
-//   5. what the next layer is expected   expected.h  CoreOptions::reads_ahead
-//      to use
-//   6. what warms the pool               kept.h      likewise, into empty slots of an idle disk
-// 3. to 6. wait while claims queue for slots.
+// Every read begins with SlotTable::read(). What a claim needs comes first, as many as it has slots
+// for (claims.h, window.h). All else is a ReadAhead, and Core::admits() the one rule for it.
 #pragma once
 
 #include <cstdint>
@@ -38,12 +30,11 @@
 #include <vector>
 
 #include "residency/core/claims.h"
-#include "residency/core/deferral.h"
 #include "residency/core/effects.h"
 #include "residency/core/expected.h"
-#include "residency/core/kept.h"
 #include "residency/core/sizing.h"
 #include "residency/core/slots.h"
+#include "residency/core/soft_pins.h"
 #include "residency/core/statistics.h"
 #include "residency/core/window.h"
 
@@ -53,11 +44,20 @@ struct CoreOptions {
   int32_t layers = 0;
   int32_t experts = 0;  // per layer
   int32_t slots = 0;
-  KeptOptions kept = {};
+  SoftPinOptions soft_pins = {};
   PrefillWindow prefill = PrefillWindow::kAuto;
   int64_t reads_ahead = 1;        // of what is expected or warmed: as many are under way at a time
   int32_t slots_per_segment = 0;  // see Sizing
-  bool reads = true;              // false: records come by fill() and are never given up
+  bool reads = true;              // false: records come by fill() and are never evicted
+};
+
+// What is read before a claim asks for it, by priority.
+enum class ReadAhead : uint8_t {
+  kDeferred,   // what a claim has put off by a layer: once it has a slot for all that it needs
+  kNextLayer,  // of a prompt: into the slots of its window
+  kHint,       // prefetch(), and what another pool has computed
+  kExpected,   // what the next layer is predicted to use, see expected.h
+  kWarm,       // before any forward asks: into empty slots, while the disk is idle, see soft_pins.h
 };
 
 class Core {
@@ -94,20 +94,12 @@ class Core {
   void begin_sequence(int32_t layer) { slots_.policy().begin_sequence(layer); }
   void warm_up();
 
-  // Gives up what is READY and unpinned of these experts, and returns how many.
+  // Evicts what is READY and unpinned of these experts, and returns how many.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   // Of a core that reads nothing: a slot to put the expert's record into, to be followed by
   // filled(); -1: it is in use.
   int32_t fill(ExpertId id);
   void filled(int32_t slot) { slots_.filled(slot); }
-
-  // Which of a layer's choices go elsewhere or are replaced, see deferral.h.
-  void split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
-                  SplitChoices& choices);
-  void split_by_pool(int32_t layer, std::span<const SlotState> there, SplitChoices& choices);
-  // scores: [tokens][experts]; chosen: [tokens][top_k].
-  void reroute(int32_t layer, std::span<const float> scores, float bias, int64_t kept,
-               std::span<int64_t> chosen, int32_t top_k);
 
   // Nothing is read ahead any more.
   void close() { closed_ = true; }
@@ -132,10 +124,14 @@ class Core {
   void validate() const;
 
  private:
-  // With a slot for every expert nothing is given up: what is used tells a policy nothing.
+  // With a slot for every expert nothing is evicted: what is used tells a policy nothing.
   bool covers_all() const { return slots_.limit() == options_.layers * options_.experts; }
   void begin_forward(ClaimState& claim);
   void learn(ClaimState& claim);
+  // Whether one more such read may begin.
+  bool admits(ReadAhead what) const;
+  void read_left_out(const ClaimState& claim);
+  bool worth_a_slot(ExpertId id);
   void read_next_layer(const ClaimState& claim);
   // Begins as many of the expected reads as shall be under way, then those that warm the pool.
   void read_ahead();
@@ -144,9 +140,9 @@ class Core {
   Effects effects_;
   Statistics statistics_;
   SlotTable slots_;
-  Kept kept_;
+  SoftPins soft_pins_;
   ModelUse use_;
-  bool warming_;                    // see Kept::read_warm()
+  bool warming_;                    // see SoftPins::read_warm()
   std::vector<Phase> last_phase_;   // by layer, of the last claim that was a forward's
   std::vector<int64_t> last_rows_;  // by layer, of the last forward that has ended
   Expected expected_;
@@ -154,7 +150,6 @@ class Core {
   Window window_;
   Claims claims_;
   Sizing sizing_;
-  std::vector<SlotState> states_;  // of one layer
   bool closed_ = false;
 };
 

@@ -9,49 +9,6 @@
 
 namespace torch_mesh {
 
-void read_deferred(const ClaimState& claim, bool queued, int32_t experts, SlotTable& slots,
-                   Statistics& statistics) {
-  const Phase phase = claim.part.phase;
-  for (int32_t index : claim.part.deferral.experts) {
-    const ExpertId id = claim.layer * experts + index;
-    statistics.count(id, phase, kDeferred, slots.kept(id));
-    slots.soft_pin(id, SoftPin::kDeferred, true);
-  }
-  // Where reads wait for slots, those that a forward waits for come first.
-  const bool placed = claim.waiting == 0 && !queued;
-  for (int32_t index : claim.part.deferral.experts) {
-    const ExpertId id = claim.layer * experts + index;
-    if (const int32_t present = slots.find(id); present >= 0) {
-      if (slots[present].state == SlotState::kLoading) slots.raise_priority(present);
-      slots.use_prefetched(present);
-    } else if (placed) {
-      slots.read(id, Urgency::kDemand, phase);
-    }
-  }
-}
-
-// The policy has learned of their use, and says which of them to read before the next one.
-void read_after_fallback(const ClaimState& claim, bool queued, int32_t experts, SlotTable& slots,
-                         Statistics& statistics) {
-  const Phase phase = claim.part.phase;
-  LayerStats& layer = statistics.of(claim.layer, phase);
-  for (int32_t index : claim.part.deferral.experts) {
-    layer.kept_accesses += slots.kept(claim.layer * experts + index);
-  }
-  if (claim.waiting > 0 || queued) return;
-  for (int32_t index : claim.part.deferral.experts) {
-    if (slots.prefetching() >= slots.unkept() / 2) return;
-    const ExpertId id = claim.layer * experts + index;
-    if (slots.find(id) >= 0) continue;
-    if (!slots.has_empty()) {
-      const ExpertId victim = slots.victim();
-      if (victim == kNoExpert) continue;
-      if (!slots.kept(id) && !slots.policy().prefers(id, victim)) continue;
-    }
-    slots.read(id, Urgency::kPrefetch, phase);
-  }
-}
-
 void split_cold(std::span<const SlotState> states, std::span<const float> weights, int32_t top_k,
                 int64_t most, SplitChoices& choices) {
   const auto experts = static_cast<int64_t>(states.size());
@@ -111,10 +68,8 @@ bool masked(float score) {
   return score == 0.0f || score == -std::numeric_limits<float>::infinity();
 }
 
-}  // namespace
-
-int64_t reroute(std::span<const SlotState> states, std::span<const float> scores, float bias,
-                int64_t kept, std::span<int64_t> chosen) {
+int64_t reroute_one(std::span<const SlotState> states, std::span<const float> scores, float bias,
+                    int64_t kept, std::span<int64_t> chosen) {
   if (std::ranges::any_of(scores, [](float score) { return std::isnan(score); })) return 0;
   const auto cold = [&](int64_t expert) { return states[expert] == SlotState::kEmpty; };
   const auto score_of = [&](int64_t expert) { return scores[expert]; };
@@ -140,6 +95,18 @@ int64_t reroute(std::span<const SlotState> states, std::span<const float> scores
     if (!(scores[*best] + bonus > scores[*at])) break;
     *std::ranges::find(chosen, *at) = *best++;
     ++replaced;
+  }
+  return replaced;
+}
+
+}  // namespace
+
+int64_t reroute(std::span<const SlotState> states, std::span<const float> scores, float bias,
+                int64_t kept, std::span<int64_t> chosen, int32_t top_k) {
+  int64_t replaced = 0;
+  for (; !chosen.empty(); chosen = chosen.subspan(top_k)) {
+    replaced += reroute_one(states, scores.first(states.size()), bias, kept, chosen.first(top_k));
+    scores = scores.subspan(states.size());
   }
   return replaced;
 }

@@ -1,28 +1,16 @@
-// Experts that a decode step leaves out of its forward.
-//
-// Those that it uses one layer later: their reads are queued behind its own; nothing waits for them
-// until the late claim comes, so they are not pinned: a forward that waits for slots holds no pin.
-// They are soft-pinned instead.
-//
-// Or those that another pool computes in another format: nothing comes for them.
-//
-// And which ones these are, by what is resident at one moment. Choices are [tokens][top_k]; ids of
-// `experts` and more stand for none, and so does `experts` where a choice has gone elsewhere.
+// Which experts a decode step leaves out of its forward, by what is resident at one moment: those
+// that it uses one layer later, or that another pool computes in another format. Choices are
+// [tokens][top_k]; ids of `experts` and more stand for none, and so does `experts` where a choice
+// has gone elsewhere.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
-#include "residency/core/claims.h"
+#include "residency/core/slots.h"
 
 namespace torch_mesh {
-
-// Reads of what a claim has left out. `queued`: others wait for slots, and come first.
-void read_deferred(const ClaimState& claim, bool queued, int32_t experts, SlotTable& slots,
-                   Statistics& statistics);
-void read_after_fallback(const ClaimState& claim, bool queued, int32_t experts, SlotTable& slots,
-                         Statistics& statistics);
 
 // What tokens chose of a layer, in part now and in part elsewhere.
 struct SplitChoices {
@@ -42,15 +30,15 @@ void split_cold(std::span<const SlotState> states, std::span<const float> weight
 void split_by_pool(std::span<const SlotState> here, std::span<const SlotState> there,
                    SplitChoices& choices);
 
-// Replaces cold ones among a token's `chosen` by resident ones that were not chosen, the worst by
-// the best, while `bias` (of the spread of its scores) makes up for the difference; the `kept` best
-// stay. Returns how many. Scores that a group mask left at 0 or -inf are never chosen; NaN: nothing
-// is replaced.
+// Replaces cold ones among each token's `chosen` by resident ones that were not chosen, the worst
+// by the best, while `bias` (of the spread of its scores) makes up for the difference; the `kept`
+// best stay. scores: [tokens][experts]. Returns how many. Scores that a group mask left at 0 or
+// -inf are never chosen; NaN: nothing is replaced.
 //
-// After the cache prior of arXiv 2412.00099, with two differences: the bonus is a share of the
+// After the cache prior of arXiv 2412.00099, with two differences: the bonus is a fraction of the
 // spread of the token's own scores, not of a running mean, and it counts in whatever scores the
 // family selects by, which is what its group masks and correction biases are made for.
 int64_t reroute(std::span<const SlotState> states, std::span<const float> scores, float bias,
-                int64_t kept, std::span<int64_t> chosen);
+                int64_t kept, std::span<int64_t> chosen, int32_t top_k);
 
 }  // namespace torch_mesh

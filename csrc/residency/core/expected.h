@@ -19,13 +19,13 @@ namespace torch_mesh {
 class Expected {
  public:
   Expected(int32_t layers, int32_t experts)
-      : experts_(experts), right_(static_cast<size_t>(layers) * kPlaces) {
+      : experts_(experts), right_(static_cast<size_t>(layers) * kPositions) {
     ids_.reserve(experts);
     cold_.reserve(experts);
   }
 
-  // Distinct experts of `layer`, the likeliest first, in place of what was expected before. Those
-  // without a slot are cold.
+  // Distinct experts of `layer`, the likeliest first, in position of what was expected before.
+  // Those without a slot are cold.
   void set(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
     ids_.clear();
     cold_.clear();
@@ -42,15 +42,15 @@ class Expected {
   void begin(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
     if (layer != layer_) return;
     bool asked = false, late = false;
-    for (size_t place = 0; place < ids_.size(); ++place) {
-      if (!cold_[place]) continue;
-      Share& right = right_at(place);
-      if (right.value >= least_right()) {
-        const int32_t slot = slots.find(ids_[place]);
+    for (size_t position = 0; position < ids_.size(); ++position) {
+      if (!cold_[position]) continue;
+      Fraction& right = right_at(position);
+      if (right.value >= min_right()) {
+        const int32_t slot = slots.find(ids_[position]);
         asked = true;
         late |= slot < 0 || slots[slot].state != SlotState::kReady;
       }
-      right.learn(std::ranges::find(experts, ids_[place] % experts_) != experts.end());
+      right.learn(std::ranges::find(experts, ids_[position] % experts_) != experts.end());
     }
     if (asked) late_.learn(late);
     clear();
@@ -58,9 +58,9 @@ class Expected {
 
   // Adds those that are worth a read and have had no slot to `ids`, the likeliest first.
   void waiting(const SlotTable& slots, std::vector<ExpertId>& ids) {
-    for (size_t place = next_; place < ids_.size(); ++place) {
-      const bool wanted = right_at(place).value >= least_right();
-      if (wanted && slots.find(ids_[place]) < 0) ids.push_back(ids_[place]);
+    for (size_t position = next_; position < ids_.size(); ++position) {
+      const bool wanted = right_at(position).value >= min_right();
+      if (wanted && slots.find(ids_[position]) < 0) ids.push_back(ids_[position]);
     }
   }
 
@@ -68,7 +68,7 @@ class Expected {
   // is no such expert, or no slot. None of those expected is evicted for it.
   int32_t read_next(SlotTable& slots, Phase phase) {
     while (next_ < ids_.size() &&
-           (slots.find(ids_[next_]) >= 0 || right_at(next_).value < least_right())) {
+           (slots.find(ids_[next_]) >= 0 || right_at(next_).value < min_right())) {
       ++next_;
     }
     if (next_ == ids_.size()) return -1;
@@ -82,7 +82,7 @@ class Expected {
 
  private:
   // Of the last few hundred times, those that something was so.
-  struct Share {
+  struct Fraction {
     static constexpr int32_t kMemory = 256;
     float value = 1;  // as if it had been so eight times
     int32_t count = 8;
@@ -92,16 +92,16 @@ class Expected {
       value += (static_cast<float>(so) - value) / static_cast<float>(count);
     }
   };
-  static constexpr size_t kPlaces = 16;  // that a ranking of any length is divided into
+  static constexpr size_t kPositions = 16;  // that a ranking of any length is divided into
 
-  Share& right_at(size_t place) { return right_[layer_ * kPlaces + place * kPlaces / ids_.size()]; }
-
-  // Of guesses at a place of the ranking, for it to be read. A read in vain costs little where all
-  // that was asked for is there when its layer begins, and delays others where it is not.
-  static constexpr float kMinRightIdle = 0.45f, kMinRightBusy = 0.7f;
-  float least_right() const {
-    return kMinRightIdle + (kMinRightBusy - kMinRightIdle) * late_.value;
+  Fraction& right_at(size_t position) {
+    return right_[layer_ * kPositions + position * kPositions / ids_.size()];
   }
+
+  // Of guesses at a position of the ranking, for it to be read. A read in vain costs little where
+  // all that was asked for is there when its layer begins, and delays others where it is not.
+  static constexpr float kMinRightIdle = 0.45f, kMinRightBusy = 0.7f;
+  float min_right() const { return kMinRightIdle + (kMinRightBusy - kMinRightIdle) * late_.value; }
 
   void clear() {
     ids_.clear();
@@ -111,8 +111,8 @@ class Expected {
 
   int32_t experts_;  // per layer
   int32_t layer_ = -1;
-  std::vector<Share> right_;  // [layer][place]; all are read until it is known better
-  Share late_;                // layers that began before all that was asked for them was there
+  std::vector<Fraction> right_;  // [layer][position]; all are read until it is known better
+  Fraction late_;                // layers that began before all that was asked for them was there
   std::vector<ExpertId> ids_;
   std::vector<char> cold_;  // when they were predicted
   size_t next_ = 0;         // those before it have or had a slot

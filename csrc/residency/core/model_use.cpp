@@ -1,7 +1,6 @@
 #include "residency/core/model_use.h"
 
 #include <algorithm>
-#include <string>
 
 #include "base/error.h"
 
@@ -9,21 +8,18 @@ namespace torch_mesh {
 
 void check(const ModelUse& use, int32_t layers, int32_t experts) {
   if (use.tokens.empty() && use.uses.empty()) return;
-  const auto invalid = [](const std::string& what) {
-    throw Error(ErrorKind::kInvalid, "a profile " + what);
-  };
   if (use.tokens.size() != static_cast<size_t>(layers) ||
       use.uses.size() != static_cast<size_t>(layers) * experts) {
-    invalid("of this model has counts of " + std::to_string(layers) + " layers of " +
-            std::to_string(experts) + " experts; got " + std::to_string(use.tokens.size()) +
-            " layers and " + std::to_string(use.uses.size()) + " experts in all");
+    throw_invalid("a profile of this model has counts of ", layers, " layers of ", experts,
+                  " experts; got ", use.tokens.size(), " layers and ", use.uses.size(),
+                  " experts in all");
   }
   for (size_t id = 0; id < use.uses.size(); ++id) {
     const size_t layer = id / experts;
     if (use.uses[id] >= 0 && use.uses[id] <= use.tokens[layer]) continue;
-    invalid("has " + std::to_string(use.uses[id]) + " uses of expert " +
-            std::to_string(id % experts) + " by " + std::to_string(use.tokens[layer]) +
-            " tokens of layer " + std::to_string(layer) + "; allowed: 0 to as many as the tokens");
+    throw_invalid("a profile has ", use.uses[id], " uses of expert ", id % experts, " by ",
+                  use.tokens[layer], " tokens of layer ", layer,
+                  "; allowed: 0 to as many as the tokens");
   }
 }
 

@@ -5,12 +5,12 @@
 
 namespace torch_mesh {
 
-Sizing::Sizing(int32_t slots_per_segment, SlotTable& slots, Kept& kept, Statistics& statistics,
-               Effects& effects)
+Sizing::Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins,
+               Statistics& statistics, Effects& effects)
     : slots_per_segment_(slots_per_segment),
       target_(slots.limit()),
       slots_(slots),
-      kept_(kept),
+      soft_pins_(soft_pins),
       statistics_(statistics),
       effects_(effects) {
   if (slots_per_segment == 0) return;
@@ -91,7 +91,7 @@ void Sizing::raise_limit() {
 void Sizing::set_limit(int32_t limit) {
   slots_.set_limit(limit);
   slots_.policy().resize(limit);
-  kept_.resize();
+  soft_pins_.resize();
 }
 
 void Sizing::resize(int32_t wanted) {

@@ -6,15 +6,15 @@
 #include <cstdint>
 #include <vector>
 
-#include "residency/core/kept.h"
 #include "residency/core/slots.h"
+#include "residency/core/soft_pins.h"
 
 namespace torch_mesh {
 
 class Sizing {
  public:
   // slots_per_segment 0: there are no segments, memory neither comes nor goes.
-  Sizing(int32_t slots_per_segment, SlotTable& slots, Kept& kept, Statistics& statistics,
+  Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins, Statistics& statistics,
          Effects& effects);
 
   // From now on so many, as soon as there is memory for them.
@@ -29,7 +29,7 @@ class Sizing {
   // What becomes of a segment that Effects::vacant named.
   void gone(int64_t segment);
   void stays(int64_t segment);  // until the next resize()
-  // Gives up segments that are not in use.
+  // Lets segments go that are not in use.
   void let_go();
 
   // Slots of `segment` have memory, or will soon.
@@ -58,7 +58,7 @@ class Sizing {
   bool grown_ = false;   // it has made the pool larger
   bool coming_ = false;  // some segment, until it is there
   SlotTable& slots_;
-  Kept& kept_;
+  SoftPins& soft_pins_;
   Statistics& statistics_;
   Effects& effects_;
 };

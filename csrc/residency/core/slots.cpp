@@ -69,7 +69,7 @@ int32_t SlotTable::read(ExpertId id, Urgency urgency, Phase phase, bool stuck) {
 ExpertId SlotTable::victim(bool stuck) {
   ExpertId id = policy_->victim();
   if (id == kNoExpert && !deferred_.empty()) id = soft_victim(kDeferred);
-  return id == kNoExpert && stuck ? soft_victim(kDeferred | kKept) : id;
+  return id == kNoExpert && stuck ? soft_victim(kDeferred | kEarly) : id;
 }
 
 ExpertId SlotTable::soft_victim(uint8_t reasons) {
@@ -125,7 +125,7 @@ void SlotTable::failed(int32_t index, int64_t bytes, Error error) {
     }
   }
   ++stats_of(slot).failed;
-  if (slot.unused) count_wasted(slot);
+  if (slot.unused) count_unused(slot);
   slot.uses = 0;
   --loading_;
   if (slot.pins > 0) slot.error.emplace(std::move(error));
@@ -136,7 +136,7 @@ void SlotTable::failed(int32_t index, int64_t bytes, Error error) {
 void SlotTable::evict(int32_t index, Phase phase) {
   Slot& slot = slots_[index];
   const ExpertId id = slot.expert;
-  if (slot.unused) count_wasted(slot);
+  if (slot.unused) count_unused(slot);
   ++statistics_.of_layer_of(id, phase).evicted;
   ++statistics_.of(id).evicted;
   if (soft_pins_[id] != 0) policy_->unpin(id);
@@ -157,7 +157,7 @@ void SlotTable::count_read(Slot& slot, int64_t bytes) {
   stats_of(slot).bytes_read += bytes;
 }
 
-void SlotTable::count_wasted(Slot& slot) {
+void SlotTable::count_unused(Slot& slot) {
   LayerStats& layer = stats_of(slot);
   ++layer.prefetches_wasted;
   layer.wasted_bytes += slot.bytes;
@@ -216,7 +216,7 @@ void SlotTable::unpin(int32_t index) {
 void SlotTable::drop_pin(int32_t index) {
   Slot& slot = slots_[index];
   --slot.pins;
-  slot.uses = std::min(slot.uses, slot.pins);  // who gave up waiting
+  slot.uses = std::min(slot.uses, slot.pins);  // of claims that wait no longer
   if (slot.pins > 0) return;
   --pinned_;
   if (in_policy(slot)) policy_->unpin(slot.expert);
@@ -233,7 +233,7 @@ void SlotTable::soft_pin(ExpertId id, SoftPin reason, bool on) {
   if (reason == SoftPin::kDeferred) {
     if (on) deferred_.push_back(id);
   } else {
-    kept_experts_ += ((after & kKept) != 0) - ((before & kKept) != 0);
+    early_experts_ += ((after & kEarly) != 0) - ((before & kEarly) != 0);
   }
   if ((before != 0) == (after != 0) || !ready(id) || slots_[slot_of_[id]].pins > 0) return;
   after != 0 ? policy_->pin(id) : policy_->unpin(id);
@@ -263,10 +263,10 @@ void SlotTable::validate() const {
   check_invariant(loading == loading_, "the count of LOADING slots is wrong");
   check_invariant(pinned == pinned_, "the count of pinned slots is wrong");
   check_invariant(prefetching == prefetching_, "the count of reads ahead is wrong");
-  const auto keeps = [](uint8_t reasons) { return (reasons & kKept) != 0; };
-  check_invariant(std::ranges::count_if(soft_pins_, keeps) == kept_experts_,
-                  "the count of experts that are kept is wrong");
-  check_invariant(kept_experts_ <= limit_ / 2, "more than half of the slots are kept");
+  const auto early = [](uint8_t reasons) { return (reasons & kEarly) != 0; };
+  check_invariant(std::ranges::count_if(soft_pins_, early) == early_experts_,
+                  "the count of early experts is wrong");
+  check_invariant(early_experts_ <= limit_ / 2, "more than half of the slots are soft-pinned");
 
   for (int32_t index = empty_.front(); index >= 0; index = empty_.next(index), ++listed) {
     check_invariant(listed < size(), "the list of empty slots has no end");

@@ -3,8 +3,8 @@
 //
 // Two things keep an expert in its slot. A pin counts a claim that uses the slot or waits for its
 // read: a pinned slot is never a victim. A soft pin is a mark on the expert, with a reason, that
-// makes it a victim of the last resort: a deferred one when nothing else is evictable, one of a
-// profile or of an early layer for a claim that could do nothing else.
+// makes it a victim of the last resort: a deferred one when nothing else is evictable, an early
+// one for a claim that could do nothing else.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "base/error.h"
+#include "io/index_list.h"
 #include "io/urgency.h"
 #include "residency/core/effects.h"
 #include "residency/core/statistics.h"
-#include "residency/index_list.h"
 #include "residency/policies/policy.h"
 
 namespace torch_mesh {
@@ -41,7 +41,7 @@ struct Slot {
 };
 
 // Why an expert is soft-pinned.
-enum class SoftPin : uint8_t { kProfile = 1, kEarlyLayer = 2, kDeferred = 4 };
+enum class SoftPin : uint8_t { kEarly = 1, kDeferred = 2 };
 
 class SlotTable {
  public:
@@ -119,9 +119,9 @@ class SlotTable {
   void hold(int32_t slot);
 
   void soft_pin(ExpertId id, SoftPin reason, bool on);
-  // Of the experts that a profile or an early layer names: half of the slots at most.
-  bool kept(ExpertId id) const { return (soft_pins_[id] & kKept) != 0; }
-  int32_t unkept() const { return limit_ - kept_experts_; }  // slots for all others
+  // Of an early layer's hottest: half of the slots at most.
+  bool early(ExpertId id) const { return (soft_pins_[id] & kEarly) != 0; }
+  int32_t slots_for_others() const { return limit_ - early_experts_; }
   void forget_deferred(int32_t layer);  // SoftPin::kDeferred, of this layer's experts
 
   // Throws std::logic_error naming the first broken invariant.
@@ -129,8 +129,7 @@ class SlotTable {
 
  private:
   static constexpr auto kDeferred = static_cast<uint8_t>(SoftPin::kDeferred);
-  static constexpr auto kKept =
-      static_cast<uint8_t>(SoftPin::kProfile) | static_cast<uint8_t>(SoftPin::kEarlyLayer);
+  static constexpr auto kEarly = static_cast<uint8_t>(SoftPin::kEarly);
 
   LayerStats& stats_of(const Slot& slot) {
     return statistics_.of_layer_of(slot.expert, slot.phase);
@@ -142,7 +141,7 @@ class SlotTable {
   ExpertId soft_victim(uint8_t reasons);
   void drop_pin(int32_t slot);
   void count_read(Slot& slot, int64_t bytes);
-  void count_wasted(Slot& slot);
+  void count_unused(Slot& slot);
   void end_read(int32_t slot);
   void make_reusable(int32_t slot);
   void validate_slot(int32_t slot) const;
@@ -153,7 +152,7 @@ class SlotTable {
   std::vector<int32_t> slot_of_;    // by expert id
   std::vector<uint8_t> soft_pins_;  // likewise: reasons, any one is a pin to the policy
   std::vector<ExpertId> deferred_;  // those with SoftPin::kDeferred
-  int32_t kept_experts_ = 0;
+  int32_t early_experts_ = 0;
   IndexLinks links_;
   int32_t limit_;
   IndexList empty_;  // EMPTY, unpinned and not retired

@@ -28,7 +28,7 @@ void Statistics::keep_prefetch_error(const Error& error) {
   try {
     counts_.prefetch_error = error;
   } catch (const std::bad_alloc&) {
-    counts_.prefetch_error = no_memory_;
+    counts_.prefetch_error = kNoMemory;
   }
 }
 
@@ -45,9 +45,7 @@ void Statistics::reset() {
 PoolTotals Statistics::totals() const {
   PoolTotals sum;
   sum.resets = counts_.resets;
-  for (const std::vector<LayerStats>& phase : counts_.layers) {
-    for (const LayerStats& layer : phase) sum.counts += layer;
-  }
+  for (const LayerStats& layer : by_layer()) sum.counts += layer;
   return sum;
 }
 

@@ -17,77 +17,52 @@ namespace torch_mesh {
 
 // Counts of one layer in one phase since the pool was opened or its counts were reset. A read is
 // counted in the phase that queued it, an eviction in the phase that needed the slot, both at the
-// expert's own layer.
+// expert's own layer. All that sums, shows or copies counts goes through these lists.
+#define TORCH_MESH_LAYER_COUNTS(X)                                                             \
+  X(forwards)      /* that ended, in an error too */                                           \
+  X(rerouted)      /* choices of tokens that went to a resident expert; no accesses */         \
+  X(kept_accesses) /* of the accesses: to early experts, see soft_pins.h */                    \
+  X(kept_hits)                                                                                 \
+  X(bytes_read)           /* from the disk or the page cache */                                \
+  X(prefetches_used)      /* of the prefetches: a forward came for the expert */               \
+  X(prefetches_wasted)    /* of the prefetches: evicted, or failed, before any forward came */ \
+  X(wasted_bytes)         /* read by those */                                                  \
+  X(prefetches_failed)    /* prefetch reads that ended in an error */                          \
+  X(failed)               /* reads that ended in an error and were not begun anew */           \
+  X(stall_nanoseconds)    /* forwards that had nothing to compute and waited */                \
+  X(decision_nanoseconds) /* under the lock: choosing slots, queueing reads, handing out */
+
+// Counts of one layer, and of one expert over all phases.
+#define TORCH_MESH_COMMON_COUNTS(X)                                                \
+  X(accesses)                                                                      \
+  X(hits)            /* was READY */                                               \
+  X(cold_misses)     /* had to be read */                                          \
+  X(inflight_misses) /* was being read: a prefetch, or another forward's demand */ \
+  X(deferred)        /* was not READY, and is used one layer later */              \
+  X(promoted)        /* reads that became READY */                                 \
+  X(evicted)                                                                       \
+  X(prefetches) /* prefetch reads queued */
+
+#define TORCH_MESH_DEFINE(name) int64_t name = 0;
 struct LayerStats {
-  int64_t forwards = 0;  // that ended, in an error too
-  int64_t accesses = 0;
-  int64_t hits = 0;             // was READY
-  int64_t cold_misses = 0;      // had to be read
-  int64_t inflight_misses = 0;  // was being read already: a prefetch, or another forward's demand
-  int64_t kept_accesses = 0;    // of the accesses: to experts that are never given up, see kept.h
-  int64_t kept_hits = 0;
-  int64_t deferred = 0;  // was not READY, and is used one layer later
-  int64_t rerouted = 0;  // choices of tokens that went to a resident expert instead; no accesses
-  int64_t promoted = 0;  // reads that became READY
-  int64_t evicted = 0;
-  int64_t bytes_read = 0;         // from the disk or the page cache
-  int64_t prefetches = 0;         // prefetch reads queued
-  int64_t prefetches_used = 0;    // of those: a forward came for the expert
-  int64_t prefetches_wasted = 0;  // of those: evicted, or failed, before any forward came
-  int64_t wasted_bytes = 0;       // read by those
-  int64_t prefetches_failed = 0;  // prefetch reads that ended in an error
-  int64_t failed = 0;             // reads that ended in an error and were not begun anew
-  int64_t stall_nanoseconds = 0;  // forwards that had nothing to compute and waited
-  // Under the lock: choosing slots and victims, queueing reads, handing out.
-  int64_t decision_nanoseconds = 0;
+  TORCH_MESH_LAYER_COUNTS(TORCH_MESH_DEFINE)
+  TORCH_MESH_COMMON_COUNTS(TORCH_MESH_DEFINE)
 
   LayerStats& operator+=(const LayerStats& other);
 };
-
-// All of them by name: what sums and shows counts goes through this list.
-inline constexpr std::pair<const char*, int64_t LayerStats::*> kLayerCounts[] = {
-    {"forwards", &LayerStats::forwards},
-    {"accesses", &LayerStats::accesses},
-    {"hits", &LayerStats::hits},
-    {"cold_misses", &LayerStats::cold_misses},
-    {"inflight_misses", &LayerStats::inflight_misses},
-    {"kept_accesses", &LayerStats::kept_accesses},
-    {"kept_hits", &LayerStats::kept_hits},
-    {"deferred", &LayerStats::deferred},
-    {"rerouted", &LayerStats::rerouted},
-    {"promoted", &LayerStats::promoted},
-    {"evicted", &LayerStats::evicted},
-    {"bytes_read", &LayerStats::bytes_read},
-    {"prefetches", &LayerStats::prefetches},
-    {"prefetches_used", &LayerStats::prefetches_used},
-    {"prefetches_wasted", &LayerStats::prefetches_wasted},
-    {"wasted_bytes", &LayerStats::wasted_bytes},
-    {"prefetches_failed", &LayerStats::prefetches_failed},
-    {"failed", &LayerStats::failed},
-    {"stall_nanoseconds", &LayerStats::stall_nanoseconds},
-    {"decision_nanoseconds", &LayerStats::decision_nanoseconds}};
-static_assert(sizeof(kLayerCounts) / sizeof(*kLayerCounts) * sizeof(int64_t) == sizeof(LayerStats),
-              "a count is missing from the list");
-
-// Counts of one expert over all phases.
 struct ExpertStats {
-  int64_t accesses = 0;
-  int64_t hits = 0;
-  int64_t cold_misses = 0;
-  int64_t inflight_misses = 0;
-  int64_t deferred = 0;
-  int64_t promoted = 0;
-  int64_t evicted = 0;
-  int64_t prefetches = 0;
+  TORCH_MESH_COMMON_COUNTS(TORCH_MESH_DEFINE)
 };
+#undef TORCH_MESH_DEFINE
 
+#define TORCH_MESH_NAME(name) {#name, &LayerStats::name},
+inline constexpr std::pair<const char*, int64_t LayerStats::*> kLayerCounts[] = {
+    TORCH_MESH_LAYER_COUNTS(TORCH_MESH_NAME) TORCH_MESH_COMMON_COUNTS(TORCH_MESH_NAME)};
+#undef TORCH_MESH_NAME
+#define TORCH_MESH_NAME(name) {#name, &ExpertStats::name},
 inline constexpr std::pair<const char*, int64_t ExpertStats::*> kExpertCounts[] = {
-    {"accesses", &ExpertStats::accesses},       {"hits", &ExpertStats::hits},
-    {"cold_misses", &ExpertStats::cold_misses}, {"inflight_misses", &ExpertStats::inflight_misses},
-    {"deferred", &ExpertStats::deferred},       {"promoted", &ExpertStats::promoted},
-    {"evicted", &ExpertStats::evicted},         {"prefetches", &ExpertStats::prefetches}};
-static_assert(sizeof(kExpertCounts) / sizeof(*kExpertCounts) * sizeof(int64_t) ==
-              sizeof(ExpertStats));
+    TORCH_MESH_COMMON_COUNTS(TORCH_MESH_NAME)};
+#undef TORCH_MESH_NAME
 
 // All counts at one moment.
 struct PoolStats {
@@ -98,7 +73,7 @@ struct PoolStats {
   int64_t grows = 0;    // or more
   int64_t resets = 0;   // times that all counts but this one were set to zero
   int32_t slots = 0;    // at this moment
-  int32_t kept = 0;     // experts that are never given up, at this moment
+  int32_t kept = 0;     // soft-pinned early experts, at this moment
 
   PoolStats(int32_t layers, int32_t experts);
 };
@@ -131,7 +106,7 @@ class Statistics {
   }
   LayerStats& of_layer_of(ExpertId id, Phase phase) { return of(id / experts_, phase); }
   ExpertStats& of(ExpertId id) { return counts_.experts[id]; }
-  // `kept`: the expert is never given up.
+  // `kept`: it is an early expert, which is soft-pinned.
   void count(ExpertId id, Phase phase, AccessCount how, bool kept);
   void end_forward(int32_t layer, Phase phase) {
     ++of(layer, phase).forwards;
@@ -151,8 +126,6 @@ class Statistics {
   PoolStats counts_;
   std::vector<int64_t> forwards_;
   int32_t experts_;  // per layer
-  // Ready to be copied, which takes no memory.
-  const Error no_memory_{ErrorKind::kMemory, "no memory to read an expert"};
 };
 
 }  // namespace torch_mesh

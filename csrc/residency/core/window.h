@@ -4,7 +4,7 @@
 //
 // Decode steps have a narrow one, and so have steps of more sequences than are decode. A prompt
 // that needs nearly all of its layer comes to a pool that holds another text's experts: the slots
-// outside its window are an equal share of the pool for each layer that it has come to, so the
+// outside its window are an equal part of the pool for each layer that it has come to, so the
 // window narrows from layer to layer, and decode starts with experts of all layers rather than with
 // those of the last. While it computes the rest of its experts, the next layer's are read into the
 // slots that it is done with.

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -20,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/descriptor.h"
 #include "base/start_thread.h"
 #include "residency/lending/poller.h"
 #include "residency/lending/protocol.h"
@@ -29,7 +29,6 @@ namespace {
 
 using lending::Address;
 using lending::Answer;
-using lending::Descriptor;
 using lending::Poller;
 using lending::Request;
 using lending::Welcome;
@@ -42,7 +41,7 @@ constexpr std::chrono::seconds kLockPatience{10};
 
 [[noreturn]] void throw_system(const std::string& path, const char* what) {
   const int error = errno;
-  throw Error(ErrorKind::kRead, "cannot " + std::string(what) + " " + path + ": " + strerror(error),
+  throw Error(ErrorKind::kRead, concat("cannot ", what, " ", path, ": ", strerror(error)),
               {-1, -1, path, -1}, error);
 }
 
@@ -69,8 +68,8 @@ struct Borrower {
 
   Descriptor socket;
   Descriptor process;                       // readable when it has ended; none: unknown
-  std::vector<std::unique_ptr<Lent>> lent;  // by place
-  std::vector<int32_t> pending = {};        // places whose record is not there yet
+  std::vector<std::unique_ptr<Lent>> lent;  // by slot
+  std::vector<int32_t> pending = {};        // slots whose record is not there yet
   bool refused = false;                     // nothing that it sends is heard any more
   bool gone = false;
   Watch socket_watch{this, false};
@@ -110,15 +109,15 @@ Descriptor lock_folder(const std::string& path) {
     if (errno == EINTR) continue;
     if (errno != EWOULDBLOCK) throw_system(folder, "lock the folder");
     if (std::chrono::steady_clock::now() > deadline) {
-      throw Error(ErrorKind::kTimeout,
-                  "another process has locked " + folder + "; give a --socket in another folder");
+      throw Error(ErrorKind::kTimeout, concat("another process has locked ", folder,
+                                              "; give a --socket in another folder"));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return locked;
 }
 
-// Takes the place of a socket that no process answers at.
+// Takes the slot of a socket that no process answers at.
 void make_room(const std::string& path, const Address& address) {
   struct stat about {};
   if (lstat(path.c_str(), &about) != 0) {
@@ -126,13 +125,12 @@ void make_room(const std::string& path, const Address& address) {
     throw_system(path, "look at");
   }
   if (!S_ISSOCK(about.st_mode)) {
-    throw Error(ErrorKind::kInvalid, path + " is there and is no socket; give another --socket");
+    throw_invalid(path, " is there and is no socket; give another --socket");
   }
   const Descriptor probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (probe.get() < 0) throw_system(path, "make a socket for");
   if (connect(probe.get(), as_sockaddr(address), address.size) == 0 || errno != ECONNREFUSED) {
-    throw Error(ErrorKind::kInvalid,
-                "a process answers at " + path + " already; end it, or give another --socket");
+    throw_invalid("a process answers at ", path, " already; end it, or give another --socket");
   }
   if (unlink(path.c_str()) != 0 && errno != ENOENT) throw_system(path, "replace");
 }
@@ -140,25 +138,23 @@ void make_room(const std::string& path, const Address& address) {
 }  // namespace
 
 struct Lender::Impl {
-  Impl(Pool& given, const std::string& where, int32_t most)
-      : pool(given), path(where), most_borrowers(most), shared(given.shared_descriptor()) {
-    if (most < 1 || most > pool.most_slots()) {
-      throw Error(ErrorKind::kInvalid, "a pool of " + std::to_string(pool.most_slots()) +
-                                           " experts can be lent to 1 to as many workers; got " +
-                                           std::to_string(most));
+  Impl(Pool& given, const std::string& where, int32_t max)
+      : pool(given), path(where), max_borrowers(max), shared(given.shared_descriptor()) {
+    if (max < 1 || max > pool.max_slots()) {
+      throw_invalid("a pool of ", pool.max_slots(),
+                    " experts can be lent to 1 to as many workers; got ", max);
     }
-    places = pool.most_slots() / most;
-    welcome = {.places = places,
+    borrowed = pool.max_slots() / max;
+    welcome = {.borrowed = borrowed,
                .layers = pool.layers(),
                .experts = pool.experts(),
-               .slots = pool.most_slots(),
-               .record_bytes = pool.shared_bytes() / pool.most_slots(),
+               .slots = pool.max_slots(),
+               .record_bytes = pool.shared_bytes() / pool.max_slots(),
                .pool_bytes = pool.shared_bytes(),
                .fingerprint = lending::fingerprint(pool.source())};
     // What the thread throws ends the process.
-    all.reserve(static_cast<size_t>(most));
-    events.resize(2 + 2 * static_cast<size_t>(most));
-    wake_up.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    all.reserve(static_cast<size_t>(max));
+    events.resize(2 + 2 * static_cast<size_t>(max));
     if (wake_up.get() < 0) throw_system(path, "make an event for");
     listen_at(Address(path));
     try {
@@ -166,7 +162,7 @@ struct Lender::Impl {
           !poller.add(listening.get(), EPOLLIN, &listening)) {
         throw_system(path, "wait at");
       }
-      pool.on_progress([this] { wake(); });
+      pool.on_progress([this] { wake_up.wake(); });
       thread = start_thread("the thread that lends", [this] { run(); });
     } catch (...) {
       pool.on_progress({});
@@ -193,11 +189,6 @@ struct Lender::Impl {
     inode = about.st_ino;
   }
 
-  void wake() const {
-    const uint64_t one = 1;
-    static_cast<void>(!write(wake_up.get(), &one, sizeof(one)));  // full: it is awake
-  }
-
   void run() {
     pthread_setname_np(pthread_self(), "mesh-lend");
     while (!closing) {
@@ -207,8 +198,7 @@ struct Lender::Impl {
       bool connecting = false;
       for (const epoll_event& event : ready) {
         if (event.data.ptr == &wake_up) {
-          uint64_t count;
-          static_cast<void>(!read(wake_up.get(), &count, sizeof(count)));
+          wake_up.clear();
         } else if (event.data.ptr == &listening) {
           connecting = true;
         } else {
@@ -232,7 +222,7 @@ struct Lender::Impl {
     if (borrower.process.get() >= 0) poller.remove(borrower.process.get());
   }
 
-  // After those that have gone have left their places.
+  // After those that have gone have left their slots.
   void welcome_one() {
     Descriptor socket(accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (socket.get() < 0) {
@@ -248,14 +238,14 @@ struct Lender::Impl {
       ++refusals;
       return;
     }
-    if (std::ssize(all) >= most_borrowers) {
+    if (std::ssize(all) >= max_borrowers) {
       static_cast<void>(lending::send_with(socket.get(), Welcome{}, -1));
       return;
     }
     try {
       auto borrower = std::make_unique<Borrower>();
-      borrower->lent.resize(static_cast<size_t>(places));
-      borrower->pending.reserve(static_cast<size_t>(places));
+      borrower->lent.resize(static_cast<size_t>(borrowed));
+      borrower->pending.reserve(static_cast<size_t>(borrowed));
       // A child that the borrower has forked keeps its socket open.
       if (peer.pid > 0) {
         borrower->process.reset(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
@@ -304,10 +294,10 @@ struct Lender::Impl {
   }
 
   bool makes_sense(const Borrower& borrower, const Request& request) const {
-    return request.place >= 0 && request.place < places && request.layer >= 0 &&
+    return request.slot >= 0 && request.slot < borrowed && request.layer >= 0 &&
            request.layer < welcome.layers && request.expert >= 0 &&
            request.expert < welcome.experts &&
-           std::ranges::find(borrower.pending, request.place) == borrower.pending.end();
+           std::ranges::find(borrower.pending, request.slot) == borrower.pending.end();
   }
 
   // It may be reading what it was lent, which stays until it is gone. A packet without bytes tells
@@ -320,32 +310,25 @@ struct Lender::Impl {
   }
 
   void lend(Borrower& borrower, const Request& request) {
-    std::unique_ptr<Lent>& lent = borrower.lent[request.place];
+    std::unique_ptr<Lent>& lent = borrower.lent[request.slot];
     lent.reset();  // before: its slot may be the only one that is free
-    try {
+    const auto error = caught([&] {
       lent = std::make_unique<Lent>(pool, request.layer, request.expert);
-      borrower.pending.push_back(request.place);
-    } catch (const Error& error) {
-      send(borrower, {request.place, errno_of(error), 0});
-    } catch (const std::bad_alloc&) {
-      send(borrower, {request.place, ENOMEM, 0});
-    }
+      borrower.pending.push_back(request.slot);
+    });
+    if (error) send(borrower, {request.slot, errno_of(*error), 0});
   }
 
   void answer(Borrower& borrower) {
-    std::erase_if(borrower.pending, [&](int32_t place) {
-      std::unique_ptr<Lent>& lent = borrower.lent[place];
-      try {
-        ReadyExpert ready;
-        if (lent->claim.try_next({&ready, 1}) == 0) return false;
-        send(borrower, {place, 0, pool.shared_offset(ready.record)});
-      } catch (const Error& error) {
-        lent.reset();
-        send(borrower, {place, errno_of(error), 0});
-      } catch (const std::bad_alloc&) {
-        lent.reset();
-        send(borrower, {place, ENOMEM, 0});
-      }
+    std::erase_if(borrower.pending, [&](int32_t slot) {
+      std::unique_ptr<Lent>& lent = borrower.lent[slot];
+      ReadyExpert ready{};
+      int32_t count = 0;
+      const auto error = caught([&] { count = lent->claim.try_next({&ready, 1}); });
+      if (!error && count == 0) return false;
+      if (error) lent.reset();
+      send(borrower, error ? Answer{slot, errno_of(*error), 0}
+                           : Answer{slot, 0, pool.shared_offset(ready.record)});
       return true;
     });
   }
@@ -364,7 +347,7 @@ struct Lender::Impl {
     pool.close();
     if (!thread.joinable()) return;
     closing = true;
-    wake();
+    wake_up.wake();
     thread.join();
     pool.on_progress({});
     struct stat about {};
@@ -373,12 +356,12 @@ struct Lender::Impl {
 
   Pool& pool;
   const std::string path;
-  const int32_t most_borrowers;
+  const int32_t max_borrowers;
   const int shared;
-  int32_t places = 0;
+  int32_t borrowed = 0;
   Welcome welcome;
   const Poller poller;
-  Descriptor wake_up;
+  WakeUp wake_up;
   Descriptor listening;
   ino_t inode = 0;
   std::atomic<bool> closing{false};
@@ -410,7 +393,7 @@ void Lender::close() {
 }
 
 int32_t Lender::borrowers() const { return impl_->connected; }
-int32_t Lender::places() const { return impl_->places; }
+int32_t Lender::slots() const { return impl_->borrowed; }
 int64_t Lender::refused() const { return impl_->refusals; }
 
 }  // namespace torch_mesh

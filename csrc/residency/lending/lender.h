@@ -1,6 +1,6 @@
 // Lends the slots of a shared pool to other processes of the same user, see protocol.h.
 //
-// One thread answers all of them. Each borrower has as many places as every other, and all places
+// One thread answers all of them. Each borrower has as many slots as every other, and all of these
 // together are no more than the pool has slots: a request finds a slot that is not in use, whatever
 // others hold and however long. What is lent is pinned by an ordinary claim of one expert. The pins
 // of a borrower go when its socket closes or its process ends, so that one that is killed leaves
@@ -32,7 +32,7 @@ class Lender {
   void close();
 
   int32_t borrowers() const;  // connected now
-  int32_t places() const;     // of each
+  int32_t slots() const;      // of each
   int64_t refused() const;    // connections that ended for what they sent
 
  private:

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -20,6 +19,7 @@
 
 #include "base/error.h"
 #include "base/interrupts.h"
+#include "io/backend.h"
 #include "residency/lending/poller.h"
 #include "store/record.h"
 
@@ -27,7 +27,6 @@ namespace torch_mesh {
 namespace {
 
 using lending::Answer;
-using lending::Descriptor;
 using lending::Request;
 using lending::Welcome;
 
@@ -46,8 +45,9 @@ class Patience {
   void check() const {
     check_interrupted(runtime_, "connecting to " + path_);
     if (std::chrono::steady_clock::now() < deadline_) return;
-    throw Error(ErrorKind::kTimeout, "the owner of the pool at " + path_ + " did not answer in " +
-                                         std::to_string(timeout_.count()) + " ms; is it stopped?");
+    throw Error(ErrorKind::kTimeout,
+                concat("the owner of the pool at ", path_, " did not answer in ", timeout_.count(),
+                       " ms; is it stopped?"));
   }
 
  private:
@@ -60,8 +60,8 @@ class Patience {
 
 [[noreturn]] void throw_no_descriptors(const std::string& path, int error) {
   throw Error(ErrorKind::kRead,
-              "cannot connect to " + path + ": " + strerror(error) +
-                  "; this process has too many open files, raise its limit (ulimit -n)",
+              concat("cannot connect to ", path, ": ", strerror(error),
+                     "; this process has too many open files, raise its limit (ulimit -n)"),
               {-1, -1, path, -1}, error);
 }
 
@@ -77,22 +77,20 @@ Loan::Loan(const std::string& path, const Source& source, int64_t record_bytes,
   }
   connect_within(timeout, runtime);
   receive_welcome(timeout, runtime);
-  if (welcome_.places == 0) {
+  if (welcome_.borrowed == 0) {
     throw Error(ErrorKind::kRead,
-                "all places of the pool at " + path +
-                    " are taken by other workers; start its owner with more --workers",
+                concat("all slots of the pool at ", path,
+                       " are taken by other workers; start its owner with more --workers"),
                 {-1, -1, path, -1}, EBUSY);
   }
   if (welcome_.fingerprint != lending::fingerprint(source) ||
       welcome_.record_bytes != record_bytes || welcome_.layers != source.layers ||
       welcome_.experts != source.experts) {
-    throw Error(ErrorKind::kInvalid,
-                "the pool at " + path + " is of another store (" + std::to_string(welcome_.layers) +
-                    " layers of " + std::to_string(welcome_.experts) + " experts of " +
-                    std::to_string(welcome_.record_bytes) + " bytes) than this model's (" +
-                    std::to_string(source.layers) + " of " + std::to_string(source.experts) +
-                    " of " + std::to_string(record_bytes) +
-                    "), or of another conversion; share the folder that the model is opened from");
+    throw_invalid("the pool at ", path, " is of another store (", welcome_.layers, " layers of ",
+                  welcome_.experts, " experts of ", welcome_.record_bytes,
+                  " bytes) than this model's (", source.layers, " of ", source.experts, " of ",
+                  record_bytes,
+                  "), or of another conversion; share the folder that the model is opened from");
   }
   map();
 }
@@ -106,7 +104,8 @@ Loan::~Loan() {
 
 void Loan::unmap() {
   if (begin_ != nullptr) munmap(begin_, static_cast<size_t>(welcome_.pool_bytes));
-  if (tickets_ != nullptr) munmap(tickets_, static_cast<size_t>(places()) * kRecordAlignment);
+  if (destinations_ != nullptr)
+    munmap(destinations_, static_cast<size_t>(slots()) * kRecordAlignment);
 }
 
 // While the owner's queue is full, connect() has to be repeated.
@@ -124,8 +123,8 @@ void Loan::connect_within(std::chrono::milliseconds timeout, const Runtime& runt
       continue;
     }
     throw Error(ErrorKind::kRead,
-                "nobody shares a pool at " + path_ + " (" + strerror(error) +
-                    "); start its owner: torch-mesh share STORE --socket " + path_,
+                concat("no process shares a pool at ", path_, " (", strerror(error),
+                       "); start its owner: torch-mesh share STORE --socket ", path_),
                 {-1, -1, path_, -1}, error);
   }
 }
@@ -161,17 +160,15 @@ void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& run
       getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 ||
       peer.uid != geteuid()) {
     throw Error(ErrorKind::kRead,
-                "the owner of the pool at " + path_ +
-                    " closed the connection: it is ending, or runs as another user",
+                concat("the owner of the pool at ", path_,
+                       " closed the connection: it is ending, or runs as another user"),
                 {-1, -1, path_, -1}, ECONNRESET);
   }
   if (cut && received == 0) throw_no_descriptors(path_, EMFILE);
   if (received > 1) shared_.reset();
   if (count != sizeof(welcome_) || welcome_.magic != lending::kMagic) {
-    throw Error(
-        ErrorKind::kInvalid,
-        "what answers at " + path_ +
-            " is no torch-mesh share of this version; run the same torch_mesh on both sides");
+    throw_invalid("what answers at ", path_,
+                  " is no torch-mesh share of this version; run the same torch_mesh on both sides");
   }
 }
 
@@ -179,45 +176,40 @@ void Loan::map() {
   struct stat about {};
   // A read of memory that its owner cuts off would end this process.
   const int seals = fcntl(shared_.get(), F_GET_SEALS);
-  const bool sound = welcome_.places > 0 && welcome_.places <= welcome_.slots &&
+  const bool sound = welcome_.borrowed > 0 && welcome_.borrowed <= welcome_.slots &&
                      welcome_.pool_bytes == welcome_.slots * welcome_.record_bytes && seals >= 0 &&
                      (seals & kSeals) == kSeals && fstat(shared_.get(), &about) == 0 &&
                      about.st_size == welcome_.pool_bytes;
   if (!sound) {
-    throw Error(ErrorKind::kInvalid, "what answers at " + path_ + " lends no memory of its pool");
+    throw_invalid("what answers at ", path_, " lends no memory of its pool");
   }
-  lent_.assign(static_cast<size_t>(places()), nullptr);
+  lent_.assign(static_cast<size_t>(slots()), nullptr);
   // All of it at once: the first use of a record would pay for its page faults.
   void* mapped = mmap(nullptr, static_cast<size_t>(welcome_.pool_bytes), PROT_READ,
                       MAP_SHARED | MAP_POPULATE, shared_.get(), 0);
-  void* tickets = mmap(nullptr, static_cast<size_t>(places()) * kRecordAlignment, PROT_NONE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* destinations = mmap(nullptr, static_cast<size_t>(slots()) * kRecordAlignment, PROT_NONE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped != MAP_FAILED) begin_ = static_cast<std::byte*>(mapped);
-  if (tickets != MAP_FAILED) tickets_ = static_cast<std::byte*>(tickets);
-  if (begin_ == nullptr || tickets_ == nullptr) {
+  if (destinations != MAP_FAILED) destinations_ = static_cast<std::byte*>(destinations);
+  if (begin_ == nullptr || destinations_ == nullptr) {
     const int error = errno;
     unmap();
-    throw Error(ErrorKind::kMemory, "cannot map the pool at " + path_ + ": " + strerror(error), {},
-                error);
+    throw Error(ErrorKind::kMemory, concat("cannot map the pool at ", path_, ": ", strerror(error)),
+                {}, error);
   }
   madvise(begin_, static_cast<size_t>(welcome_.pool_bytes), MADV_DONTFORK);
 }
 
-// Reads of whole records, each a request for a place.
+// Reads of whole records, each a request for a slot.
 class LentBackend final : public Backend {
  public:
-  LentBackend(std::shared_ptr<Loan> loan, const Source& source)
-      : loan_(std::move(loan)), wake_up_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    if (wake_up_.get() < 0) {
-      throw Error(ErrorKind::kMemory, std::string("cannot make an event: ") + strerror(errno), {},
+  LentBackend(Loan& loan, const Source& source) : loan_(loan) {
+    if (wake_up_.get() < 0 || !poller_.add(wake_up_.get(), EPOLLIN, nullptr) ||
+        !poller_.add(loan_.socket_.get(), EPOLLIN, &loan_)) {
+      throw Error(ErrorKind::kMemory, concat("cannot wait for an owner: ", strerror(errno)), {},
                   errno);
     }
-    if (!poller_.add(wake_up_.get(), EPOLLIN, nullptr) ||
-        !poller_.add(loan_->socket_.get(), EPOLLIN, loan_.get())) {
-      throw Error(ErrorKind::kMemory, std::string("cannot wait for an owner: ") + strerror(errno),
-                  {}, errno);
-    }
-    reads_.resize(static_cast<size_t>(loan_->places()));
+    reads_.resize(static_cast<size_t>(loan_.slots()));
     ended_.reserve(kUnderWay);
     for (int32_t id = 0; id < source.layers * source.experts; ++id) {
       const Extent& extent = *source.expert(id / source.experts, id % source.experts);
@@ -229,16 +221,16 @@ class LentBackend final : public Backend {
 
   void submit(const ChunkRead& read) override {
     Request request = experts_.at({read.file, read.offset});
-    request.place = static_cast<int32_t>((read.to - loan_->tickets_) / kRecordAlignment);
-    loan_->lent_[request.place] = nullptr;
-    reads_[request.place] = {read.chunk, read.bytes};
+    request.slot = static_cast<int32_t>((read.to - loan_.destinations_) / kRecordAlignment);
+    loan_.lent_[request.slot] = nullptr;
+    reads_[request.slot] = {read.chunk, read.bytes};
     int error = lost_;
     if (error == 0) {
       const ssize_t sent =
-          send(loan_->socket_.get(), &request, sizeof(request), MSG_DONTWAIT | MSG_NOSIGNAL);
+          send(loan_.socket_.get(), &request, sizeof(request), MSG_DONTWAIT | MSG_NOSIGNAL);
       if (sent != sizeof(request)) error = errno == EPIPE ? ECONNRESET : errno;
     }
-    if (error != 0) end(request.place, -error);
+    if (error != 0) end(request.slot, -error);
   }
 
   int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
@@ -250,8 +242,7 @@ class LentBackend final : public Backend {
           receive();
           continue;
         }
-        uint64_t count;
-        static_cast<void>(!::read(wake_up_.get(), &count, sizeof(count)));
+        wake_up_.clear();
       }
     }
     const size_t count = std::min(ended_.size(), results.size());
@@ -263,11 +254,7 @@ class LentBackend final : public Backend {
   // The owner may stand still, and writes to no memory of this process.
   void cancel() override { lose(ECANCELED); }
 
-  void wake() override {
-    const uint64_t one = 1;
-    static_cast<void>(!write(wake_up_.get(), &one, sizeof(one)));
-  }
-
+  void wake() override { wake_up_.wake(); }
   void stop() override {}
   const char* name() const override { return "shared"; }
   int32_t capacity() const override { return kUnderWay; }
@@ -289,8 +276,8 @@ class LentBackend final : public Backend {
     }
   };
 
-  void end(int32_t place, int64_t result) {
-    UnderWay& read = reads_[place];
+  void end(int32_t slot, int64_t result) {
+    UnderWay& read = reads_[slot];
     ended_.push_back({std::exchange(read.chunk, -1), result});
   }
 
@@ -298,7 +285,7 @@ class LentBackend final : public Backend {
     while (ended_.size() < kUnderWay) {
       Answer answer;
       const ssize_t count =
-          recv(loan_->socket_.get(), &answer, sizeof(answer), MSG_DONTWAIT | MSG_TRUNC);
+          recv(loan_.socket_.get(), &answer, sizeof(answer), MSG_DONTWAIT | MSG_TRUNC);
       if (count < 0 && errno == EINTR) continue;
       if (count < 0 && errno == EAGAIN) return;
       if (count != sizeof(answer) || !take(answer)) return lose(ECONNRESET);
@@ -307,67 +294,50 @@ class LentBackend final : public Backend {
 
   // False for what no owner says.
   bool take(const Answer& answer) {
-    const Welcome& welcome = loan_->welcome_;
-    if (answer.place < 0 || answer.place >= welcome.places || reads_[answer.place].chunk < 0) {
+    const Welcome& welcome = loan_.welcome_;
+    if (answer.slot < 0 || answer.slot >= welcome.borrowed || reads_[answer.slot].chunk < 0) {
       return false;
     }
     if (answer.error != 0) {
       if (answer.error < 0 || answer.error > 4095) return false;
-      end(answer.place, -answer.error);
+      end(answer.slot, -answer.error);
       return true;
     }
     if (answer.offset < 0 || answer.offset % kRecordAlignment != 0 ||
         answer.offset > welcome.pool_bytes - welcome.record_bytes) {
       return false;
     }
-    loan_->lent_[answer.place] = loan_->begin_ + answer.offset;
-    end(answer.place, reads_[answer.place].bytes);
+    loan_.lent_[answer.slot] = loan_.begin_ + answer.offset;
+    end(answer.slot, reads_[answer.slot].bytes);
     return true;
   }
 
   // What was lent stays: the owner has gone, or ends loans with the connection only.
   void lose(int error) {
-    if (std::exchange(lost_, error) == 0) poller_.remove(loan_->socket_.get());
-    for (int32_t place = 0; place < loan_->places(); ++place) {
-      if (reads_[place].chunk >= 0) end(place, -error);
+    if (std::exchange(lost_, error) == 0) poller_.remove(loan_.socket_.get());
+    for (int32_t slot = 0; slot < loan_.slots(); ++slot) {
+      if (reads_[slot].chunk >= 0) end(slot, -error);
     }
   }
 
-  const std::shared_ptr<Loan> loan_;
+  Loan& loan_;
   const lending::Poller poller_;
-  const Descriptor wake_up_;
+  const WakeUp wake_up_;
   std::unordered_map<Where, Request, Hash> experts_;
-  std::vector<UnderWay> reads_;     // by place
+  std::vector<UnderWay> reads_;     // by slot
   std::vector<ChunkResult> ended_;  // to be told by wait()
   int lost_ = 0;                    // an errno: the owner answers no more
 };
 
-class LentMemory final : public SlotMemory {
- public:
-  LentMemory(std::shared_ptr<Loan> loan, const Source& source)
-      : loan_(std::move(loan)), source_(source) {}
+std::byte* Loan::destination(int64_t slot) const { return destinations_ + slot * kRecordAlignment; }
 
-  std::byte* record(int32_t slot) const override { return loan_->lent_[slot]; }
-  std::byte* destination(int32_t slot) const override {
-    return loan_->tickets_ + slot * kRecordAlignment;
-  }
-  int32_t node(int32_t) const override { return -1; }
-  std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const MemoryRegion>,
-                                      Reader::Done done) const override {
-    ReaderOptions whole = options;
-    whole.chunk_bytes = loan_->welcome_.record_bytes;
-    const auto files = std::make_shared<const FileTable>(source_.files, /*direct=*/false);
-    return open_reader_over(std::make_unique<LentBackend>(loan_, source_), whole, files,
-                            std::move(done));
-  }
-
- private:
-  const std::shared_ptr<Loan> loan_;
-  const Source& source_;
-};
-
-std::unique_ptr<SlotMemory> make_lent_memory(std::shared_ptr<Loan> loan, const Source& source) {
-  return std::make_unique<LentMemory>(std::move(loan), source);
+std::unique_ptr<Reader> Loan::open_reader(const ReaderOptions& options, const Source& source,
+                                          std::span<const MemoryRegion>, Reader::Done done) {
+  ReaderOptions whole = options;
+  whole.chunk_bytes = welcome_.record_bytes;
+  const auto files = std::make_shared<const FileTable>(source.files, /*direct=*/false);
+  return open_reader_over(std::make_unique<LentBackend>(*this, source), whole, files,
+                          std::move(done));
 }
 
 }  // namespace torch_mesh

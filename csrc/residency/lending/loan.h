@@ -6,19 +6,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "base/descriptor.h"
 #include "base/owner_process.h"
 #include "base/runtime.h"
-#include "io/backend.h"
 #include "residency/lending/protocol.h"
 #include "residency/memory/slot_memory.h"
 #include "store/source.h"
 
 namespace torch_mesh {
 
-class Loan {
+class Loan final : public SlotMemory {
  public:
   // Asks the owner at `path` for a part of its pool, which has to be of the store that `source`
   // is, with records of so many bytes. Throws Error(kRead) without an answer, where all places are
@@ -27,15 +28,22 @@ class Loan {
   // time-out at most, Error(kInterrupted) on Ctrl-C then.
   Loan(const std::string& path, const Source& source, int64_t record_bytes,
        std::chrono::milliseconds timeout, const Runtime& runtime);
-  ~Loan();  // ends the loan
+  ~Loan() override;  // ends the loan
   Loan(const Loan&) = delete;
   Loan& operator=(const Loan&) = delete;
 
-  int32_t places() const { return welcome_.places; }  // slots of a pool that borrows
+  int32_t slots() const { return welcome_.borrowed; }  // slots of a pool that borrows
   const std::string& path() const { return path_; }
 
+  std::byte* piece(int64_t slot) const override { return lent_[slot]; }
+  std::byte* destination(int64_t slot) const override;
+  int32_t node(int64_t) const override { return -1; }
+  // A read of a record is a request to its owner.
+  std::unique_ptr<Reader> open_reader(const ReaderOptions& options, const Source& source,
+                                      std::span<const MemoryRegion> staging,
+                                      Reader::Done done) override;
+
  private:
-  friend class LentMemory;
   friend class LentBackend;
 
   void connect_within(std::chrono::milliseconds timeout, const Runtime& runtime);
@@ -45,16 +53,13 @@ class Loan {
 
   const OwnerProcess owner_;
   const std::string path_;
-  lending::Descriptor socket_;
-  lending::Descriptor shared_;
+  Descriptor socket_;
+  Descriptor shared_;
   lending::Welcome welcome_;
-  std::byte* begin_ = nullptr;    // of the owner's pool
-  std::byte* tickets_ = nullptr;  // a page for each place, not to be touched: where reads "go"
-  // By place, of the I/O thread while a read is under way there; nullptr: nothing is lent.
+  std::byte* begin_ = nullptr;         // of the owner's pool
+  std::byte* destinations_ = nullptr;  // a page for each slot, not to be touched: where reads "go"
+  // By slot, of the I/O thread while a read is under way there; nullptr: nothing is lent.
   std::vector<std::byte*> lent_;
 };
-
-// Slots of a pool whose records lie where `loan` says; a read of one is a request to its owner.
-std::unique_ptr<SlotMemory> make_lent_memory(std::shared_ptr<Loan> loan, const Source& source);
 
 }  // namespace torch_mesh

@@ -22,11 +22,6 @@ uint64_t fingerprint(const Source& source) {
                          static_cast<int64_t>(all.size() * sizeof(uint64_t)));
 }
 
-void Descriptor::reset(int number) {
-  if (number_ >= 0) ::close(number_);
-  number_ = number;
-}
-
 bool send_with(int socket, const Welcome& message, int descriptor) {
   iovec part{const_cast<Welcome*>(&message), sizeof(message)};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> beside{};
@@ -51,9 +46,8 @@ Address::Address(const std::string& path) {
   static_assert(sizeof(address) == sizeof(bytes));
   if (path.empty() || path.size() >= sizeof(address.sun_path) ||
       path.find('\0') != std::string::npos) {
-    throw Error(ErrorKind::kInvalid,
-                "the path of a socket has 1 to " + std::to_string(sizeof(address.sun_path) - 1) +
-                    " bytes; '" + path + "' has " + std::to_string(path.size()));
+    throw_invalid("the path of a socket has 1 to ", sizeof(address.sun_path) - 1, " bytes; '", path,
+                  "' has ", path.size());
   }
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path, path.data(), path.size());

@@ -2,9 +2,9 @@
 // keeps messages whole (SOCK_SEQPACKET). Both sides run on one machine: no byte order.
 //
 // The owner sends a Welcome, with the memfd of its slots beside it. Then the borrower sends
-// Requests, each for a place of its own, of which it has `places`: the loan that was there ends,
+// Requests, each for a slot of its own, of which it has `borrowed`: the loan that was there ends,
 // and one of another expert begins. The owner answers each with an Answer when the record is there.
-// A loan ends with the next one of its place, or when the borrower is gone.
+// A loan ends with the next one of its slot, or when the borrower is gone.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ inline constexpr uint64_t kMagic = 0x31'65'72'61'68'73'6d'74;  // "tmshare1"
 
 struct Welcome {
   uint64_t magic = kMagic;
-  int32_t places = 0;  // 0: all of them are taken by others
+  int32_t borrowed = 0;  // slots for this borrower; 0: all are taken by others
   int32_t layers = 0;
   int32_t experts = 0;
   int32_t slots = 0;  // of the whole pool
@@ -31,13 +31,13 @@ struct Welcome {
 };
 
 struct Request {
-  int32_t place;
+  int32_t slot;
   int32_t layer;
   int32_t expert;
 };
 
 struct Answer {
-  int32_t place;
+  int32_t slot;
   int32_t error;   // 0, or an errno
   int64_t offset;  // of the record in the memfd
 };
@@ -47,29 +47,6 @@ static_assert(std::is_trivially_copyable_v<Welcome> && sizeof(Request) == 12 &&
 
 // Of all that says which bytes a record has: the store's id, its shape and its checksums.
 uint64_t fingerprint(const Source& source);
-
-// A file descriptor; -1: none.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int number) : number_(number) {}
-  ~Descriptor() { reset(); }
-  Descriptor(Descriptor&& other) noexcept : number_(other.release()) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    if (this != &other) reset(other.release());
-    return *this;
-  }
-  int get() const { return number_; }
-  int release() {
-    const int number = number_;
-    number_ = -1;
-    return number;
-  }
-  void reset(int number = -1);
-
- private:
-  int number_ = -1;
-};
 
 // Sends `message` with a descriptor beside it, unless that is -1. Never waits. False: errno says
 // why.

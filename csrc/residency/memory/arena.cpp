@@ -45,12 +45,12 @@ std::string mebibytes(int64_t bytes) { return std::to_string(bytes >> 20) + " Mi
 
 [[noreturn]] void throw_no_memory(int64_t count, int64_t bytes, const char* why, int os_error) {
   const int64_t available = available_bytes();
-  throw Error(ErrorKind::kMemory,
-              "no memory for " + std::to_string(count) + " buffers of " + std::to_string(bytes) +
-                  " bytes (" + mebibytes(count * bytes) + "): " + why +
-                  (available < 0 ? "" : "; " + mebibytes(available) + " are available now") +
-                  "; keep fewer experts resident, or raise the memory limit",
-              {}, os_error);
+  throw Error(
+      ErrorKind::kMemory,
+      concat("no memory for ", count, " buffers of ", bytes, " bytes (", mebibytes(count * bytes),
+             "): ", why, (available < 0 ? "" : "; " + mebibytes(available) + " are available now"),
+             "; keep fewer experts resident, or raise the memory limit"),
+      {}, os_error);
 }
 
 // Where this is refused the pages go where the kernel puts them.
@@ -64,7 +64,7 @@ void prefer_nodes(std::byte* data, size_t bytes, int mode, std::span<const int32
 // A segment lies on one of the nodes that compute, or on the next when that is full. With threads
 // on one node alone, or it is unknown which, interleaving gives each core the mean of all nodes'
 // memory.
-void place(std::byte* data, size_t bytes, const Topology& topology, int32_t node) {
+void place_on(std::byte* data, size_t bytes, const Topology& topology, int32_t node) {
   if (topology.nodes() > 1) {
     const int32_t preferred = topology.kernel_node(node);
     return prefer_nodes(data, bytes, MPOL_PREFERRED, {&preferred, 1});
@@ -134,8 +134,8 @@ std::byte* map_aligned(size_t bytes, int descriptor) {
 // Of arguments that are yet to be checked.
 int64_t fitting_pieces(int64_t count, int64_t bytes, int32_t nodes, int64_t segment_bytes) {
   const int64_t fit = bytes > 0 ? segment_bytes / bytes : 1;
-  const int64_t share = count / nodes + (count % nodes != 0);
-  return std::max<int64_t>(1, std::min(fit, share));
+  const int64_t of_node = count / nodes + (count % nodes != 0);
+  return std::max<int64_t>(1, std::min(fit, of_node));
 }
 
 void unmap(std::span<const MemoryRegion> segments) {
@@ -150,21 +150,18 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
     : Arena(count, bytes, fitting_pieces(count, bytes, topology.nodes(), segment_bytes),
             topology.nodes()) {
   if (count < 0 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
-    throw Error(ErrorKind::kInvalid,
-                "an arena holds pieces of a multiple of 4096 bytes, and no fewer than none; got " +
-                    std::to_string(count) + " of " + std::to_string(bytes));
+    throw_invalid("an arena holds pieces of a multiple of 4096 bytes, and no fewer than none; got ",
+                  count, " of ", bytes);
   }
   if (count > INT64_MAX / bytes) {
-    throw Error(ErrorKind::kInvalid, std::to_string(count) + " buffers of " +
-                                         std::to_string(bytes) +
-                                         " bytes are more than any machine addresses");
+    throw_invalid(count, " buffers of ", bytes, " bytes are more than any machine addresses");
   }
   // Beyond this the kernel would rather kill the process than fail the allocation.
   const int64_t available = available_bytes();
   if (available >= 0 && count * bytes > available) {
     throw_no_memory(count, bytes, "that is more than is free", ENOMEM);
   }
-  if (sharing == Sharing::kShared && count > 0) share(count * bytes);
+  if (sharing == Sharing::kShared && count > 0) map_shared(count * bytes);
   segments_.reserve((count + pieces_per_segment_ - 1) / pieces_per_segment_);
   for (int64_t first = 0; first < count; first += pieces_per_segment_) {
     const size_t size = std::min(pieces_per_segment_, count - first) * bytes;
@@ -179,7 +176,7 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
     // Advice only: without huge pages or fork protection everything still works.
     madvise(data, size, MADV_HUGEPAGE);
     madvise(data, size, MADV_DONTFORK);
-    place(data, size, topology, node(first));
+    place_on(data, size, topology, node(first));
   }
   if (const int error = populate(segments_)) {
     release();
@@ -193,7 +190,7 @@ Arena::Arena(int64_t count, int64_t bytes, int64_t pieces_per_segment, int32_t n
 Arena::~Arena() { release(); }
 
 // Sealed: no process can cut off what others have mapped, and no other one can write to it.
-void Arena::share(int64_t bytes) {
+void Arena::map_shared(int64_t bytes) {
   descriptor_ = memfd_create("torch_mesh_pool", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   const auto size = static_cast<size_t>(bytes);
   if (descriptor_ >= 0 && ftruncate(descriptor_, bytes) == 0) {
@@ -203,8 +200,8 @@ void Arena::share(int64_t bytes) {
   if (shared_.data != nullptr && fcntl(descriptor_, F_ADD_SEALS, kSeals) == 0) return;
   const int error = errno;
   throw Error(ErrorKind::kMemory,
-              "no shared memory of " + mebibytes(bytes) + ": " + strerror(error) +
-                  "; it takes memfd_create with seals, of Linux 5.1 or newer",
+              concat("no shared memory of ", mebibytes(bytes), ": ", strerror(error),
+                     "; it takes memfd_create with seals, of Linux 5.1 or newer"),
               {}, error);
 }
 
@@ -239,25 +236,6 @@ void Arena::fault_in(int64_t segment) const {
   if (error == 0) return;
   drop(segment);
   throw_no_memory(count, piece_bytes_, strerror(error), error);
-}
-
-int64_t Arena::huge_page_bytes() const {
-  std::ifstream file("/proc/self/smaps");
-  int64_t total = 0;
-  bool ours = false;
-  for (std::string line; std::getline(file, line);) {
-    unsigned long long begin = 0, end = 0;
-    long long kib = 0;
-    if (std::sscanf(line.c_str(), "%llx-%llx ", &begin, &end) == 2) {
-      ours = std::any_of(segments_.begin(), segments_.end(), [&](const MemoryRegion& segment) {
-        const auto data = reinterpret_cast<uintptr_t>(segment.data);
-        return data < end && begin < data + segment.bytes;
-      });
-    } else if (ours && std::sscanf(line.c_str(), "AnonHugePages: %lld kB", &kib) == 1) {
-      total += int64_t{kib} << 10;
-    }
-  }
-  return total;
 }
 
 }  // namespace torch_mesh

@@ -6,9 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
-#include "io/reader.h"
+#include "residency/memory/slot_memory.h"
 #include "residency/memory/topology.h"
 
 namespace torch_mesh {
@@ -19,42 +20,47 @@ inline constexpr int64_t kSegmentBytes = int64_t{64} << 20;
 // other, which other processes may map for reading.
 enum class Sharing : uint8_t { kPrivate, kShared };
 
-class Arena {
+class Arena final : public SlotMemory {
  public:
   // Room for `count` pieces (none: no memory) of `bytes` each (a multiple of 4 KiB). A piece never
-  // crosses a segment; segments are 64 MiB or one piece, whichever is larger, or a node's share of
+  // crosses a segment; segments are 64 MiB or one piece, whichever is larger, or a node's part of
   // it all, if that is smaller. Throws Error(kMemory), saying how much was asked for and what is
   // free.
   Arena(int64_t count, int64_t bytes, const Topology& topology = Topology::of_this_process(),
         int64_t segment_bytes = kSegmentBytes, Sharing sharing = Sharing::kPrivate);
-  ~Arena();
+  ~Arena() override;
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  std::byte* piece(int64_t index) const;
-  int64_t segment_of(int64_t index) const { return index / pieces_per_segment_; }
+  std::byte* piece(int64_t index) const override;
   // The pieces of a segment are [first_of(segment), first_of(segment + 1)).
-  int64_t first_of(int64_t segment) const {
+  int64_t first_of(int64_t segment) const override {
     return std::min(count_, segment * pieces_per_segment_);
   }
   // Where it lies, of the topology's nodes, unless that node was full.
-  int32_t node(int64_t index) const {
+  int32_t node(int64_t index) const override {
     return static_cast<int32_t>(index / pieces_per_segment_ % nodes_);
   }
   // Of private memory: gives the pages of a segment back to the system; its addresses stay. They
   // are filled with zeros by fault_in(), which throws Error(kMemory) where there is no memory, and
   // keeps none of it then.
-  void drop(int64_t segment) const;
-  void fault_in(int64_t segment) const;
+  void drop(int64_t segment) const override;
+  void fault_in(int64_t segment) const override;
   int64_t bytes() const { return total_; }  // of all segments, dropped or not
-  int64_t huge_page_bytes() const;          // how much of it the kernel backs with huge pages now
-  std::span<const MemoryRegion> segments() const { return segments_; }
-  int descriptor() const { return descriptor_; }  // of the memfd; -1: private
+  std::span<const MemoryRegion> segments() const override { return segments_; }
+  int descriptor() const override { return descriptor_; }
+  std::unique_ptr<Reader> open_reader(const ReaderOptions& options, const Source& source,
+                                      std::span<const MemoryRegion> staging,
+                                      Reader::Done done) override {
+    // What is staged is read there and nowhere else.
+    return torch_mesh::open_reader(options, source.files, source.raw ? staging : segments_,
+                                   std::move(done));
+  }
 
  private:
   Arena(int64_t count, int64_t bytes, int64_t pieces_per_segment, int32_t nodes);
 
-  void share(int64_t bytes);
+  void map_shared(int64_t bytes);
   void release();
 
   std::vector<MemoryRegion> segments_;

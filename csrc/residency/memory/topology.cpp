@@ -9,7 +9,6 @@
 #include <array>
 #include <cstdio>
 #include <fstream>
-#include <utility>
 
 namespace torch_mesh {
 namespace {

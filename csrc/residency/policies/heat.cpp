@@ -1,4 +1,4 @@
-// Gives up the expert whose next use is expected last (docs/decisions/0013-heat.md).
+// Evicts the expert whose next use is expected last (docs/decisions/0013-heat.md).
 //
 // An expert that its layer will use with probability p per forward is expected back after
 //     distance + (1/p - 1) * layers
@@ -16,7 +16,7 @@
 #include <numeric>
 #include <utility>
 
-#include "residency/policies/policies.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 namespace {
@@ -25,12 +25,12 @@ constexpr size_t kWindows = 7;
 constexpr std::array<float, kWindows> kDecays{.5f, .8f, .9f, .95f, .98f, .99f, .995f};
 constexpr std::array<float, kWindows> kWeights{.240f, -.317f, .414f, .096f, .305f, -.072f, .118f};
 constexpr float kLifeWeight = .100f;
-// Of the share of its layer's experts that a forward uses.
+// Of the fraction of its layer's experts that a forward uses.
 constexpr float kPriorWeight = .117f;
 constexpr float kMinProbability = 1e-4f;
 constexpr float kNegligible = 1e-9f;  // of a mean
 // How much of a use's weight is taken from the router's scores, where there are any.
-constexpr float kScoreShare = .5f;
+constexpr float kScoreFraction = .5f;
 constexpr float kLearningRate = .001f;
 // What follows tells of the next forward alone, while an expert that stays does so for longer: the
 // whole of it gains at a tenth of the experts and loses at half.
@@ -39,7 +39,7 @@ constexpr float kFollowTrust = .5f;
 constexpr int32_t kMaxLearned = 32;
 // Entries of the table of what follows what: 256 MB. Models have a few million; a layer of very
 // many experts goes without it.
-constexpr size_t kLargestTable = size_t{1} << 26;
+constexpr size_t kMaxTable = size_t{1} << 26;
 // Of a prompt: the longest window has all but forgotten what was before.
 constexpr size_t kMaxPromptTokens = 512;
 // Of those, the last ones teach the table of what follows what. A tick costs microseconds, and the
@@ -59,7 +59,7 @@ class Heat final : public Policy {
         layers_(options.layers),
         experts_(options.experts),
         ticks_(static_cast<size_t>(layers_), 0),
-        share_(ticks_.size(), 0.f),
+        fraction_(ticks_.size(), 0.f),
         observed_(ticks_.size(), 0),
         last_count_(ticks_.size(), 0),
         coldest_(ticks_.size(), kNoExpert),
@@ -75,21 +75,6 @@ class Heat final : public Policy {
         use_(static_cast<size_t>(experts_), 0.f) {
     token_.reserve(static_cast<size_t>(experts_));
   }
-
-  const char* name() const override { return "heat"; }
-
-  void admitted(ExpertId id) override { gained(id); }
-
-  void removed(ExpertId id) override {
-    if (evictable(id)) lost(id);
-  }
-
-  // tick() has said it.
-  void touch(ExpertId) override {}
-
-  void has_pin(ExpertId id) override { lost(id); }
-
-  void lost_pin(ExpertId id) override { admitted(id); }
 
   ExpertId victim() override {
     ExpertId last = kNoExpert;
@@ -149,7 +134,7 @@ class Heat final : public Policy {
       for (int32_t expert = 0; expert < experts_; ++expert) {
         life[expert] = use.rate(layer * experts_ + expert);
       }
-      share_[layer] = std::accumulate(life, life + experts_, 0.f) / static_cast<float>(experts_);
+      fraction_[layer] = std::accumulate(life, life + experts_, 0.f) / static_cast<float>(experts_);
       begin_sequence(layer);
     }
   }
@@ -174,7 +159,7 @@ class Heat final : public Policy {
     return distance + (1.f / p - 1.f) * static_cast<float>(layers_);
   }
 
-  void gained(ExpertId id) {
+  void gained(ExpertId id) override {
     const int32_t layer = id / experts_;
     ++evictable_[layer];
     if (evictable_[layer] == 1) {
@@ -185,7 +170,7 @@ class Heat final : public Policy {
     }
   }
 
-  void lost(ExpertId id) {
+  void lost(ExpertId id) override {
     const int32_t layer = id / experts_;
     --evictable_[layer];
     if (coldest_[layer] == id) stale_[layer] = true;
@@ -221,7 +206,7 @@ class Heat final : public Policy {
     const auto tokens = static_cast<float>(ids.size() / top_k);
     const auto used = static_cast<float>(
         std::count_if(ids.begin(), ids.end(), [this](int64_t id) { return is_expert(id); }));
-    const float own = observed_[layer] == 0 ? 1.f : 1.f - kScoreShare;  // a use's weight
+    const float own = observed_[layer] == 0 ? 1.f : 1.f - kScoreFraction;  // a use's weight
     std::fill(use_.begin(), use_.end(), 0.f);
     blend_scores(layer, used / tokens);  // of every token alike: the rest of its weight
     for (size_t window = 0; window < kWindows; ++window) {
@@ -239,7 +224,7 @@ class Heat final : public Policy {
     }
     ticks_[layer] += static_cast<int64_t>(tokens);
     const float step = 1.f / static_cast<float>(ticks_[layer]);
-    share_[layer] += step * (used / static_cast<float>(experts_) - tokens * share_[layer]);
+    fraction_[layer] += step * (used / static_cast<float>(experts_) - tokens * fraction_[layer]);
     float* life = &life_[static_cast<size_t>(layer) * experts_];
     for (int32_t expert = 0; expert < experts_; ++expert) {
       life[expert] += step * tokens * (use_[expert] - life[expert]);
@@ -264,7 +249,7 @@ class Heat final : public Policy {
     const float scale = used / static_cast<float>(observed_[layer]);
     for (int32_t expert = 0; expert < experts_; ++expert) {
       const float score = std::min(1.f, scores[expert] * scale);
-      use_[expert] += kScoreShare * (score - use_[expert]);
+      use_[expert] += kScoreFraction * (score - use_[expert]);
     }
   }
 
@@ -277,7 +262,7 @@ class Heat final : public Policy {
   static size_t table_entries(const PolicyOptions& options) {
     const auto experts = static_cast<size_t>(options.experts);
     const size_t entries = options.layers * experts * experts;
-    return entries <= kLargestTable ? entries : 0;
+    return entries <= kMaxTable ? entries : 0;
   }
 
   float* row(int32_t layer, int32_t expert) {
@@ -296,8 +281,8 @@ class Heat final : public Policy {
 
   void remember(int32_t layer, std::span<const int32_t> experts) {
     ++ticks_[layer];
-    const float share = static_cast<float>(experts.size()) / static_cast<float>(experts_);
-    share_[layer] += (share - share_[layer]) / static_cast<float>(ticks_[layer]);
+    const float fraction = static_cast<float>(experts.size()) / static_cast<float>(experts_);
+    fraction_[layer] += (fraction - fraction_[layer]) / static_cast<float>(ticks_[layer]);
     float* life = &life_[static_cast<size_t>(layer) * experts_];
     const float step = 1.f / static_cast<float>(ticks_[layer]);
     for (int32_t expert = 0; expert < experts_; ++expert) {
@@ -319,7 +304,7 @@ class Heat final : public Policy {
     const size_t first = static_cast<size_t>(layer) * experts_;
     float* predicted = &predicted_[first];
     const float* life = &life_[first];
-    const float prior = kPriorWeight * share_[layer];
+    const float prior = kPriorWeight * fraction_[layer];
     for (int32_t expert = 0; expert < experts_; ++expert) {
       predicted[expert] = prior + kLifeWeight * life[expert];
     }
@@ -349,7 +334,7 @@ class Heat final : public Policy {
   int32_t now_ = 0;  // the layer that runs
   // By layer.
   std::vector<int64_t> ticks_;
-  std::vector<float> share_;       // of the layer's experts that a forward uses, on average
+  std::vector<float> fraction_;    // of the layer's experts that a forward uses, on average
   std::vector<int32_t> observed_;  // tokens whose scores wait for the next tick
   std::vector<int32_t> last_count_;
   std::vector<ExpertId> coldest_;  // among the evictable, unless stale_

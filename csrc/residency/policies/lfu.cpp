@@ -6,7 +6,7 @@
 // heat is read relative to the present weight of the layer. Within a layer the order of experts
 // then changes only when one of them is used, so each layer keeps a heap, and a victim is the least
 // of the layers' heads.
-#include "residency/policies/policies.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 namespace {
@@ -14,7 +14,7 @@ namespace {
 constexpr double kDecay = 0.97;
 // What a router probability of 1 adds, in uses.
 constexpr double kScoreHeat = 1.0;
-constexpr double kLargestWeight = 0x1p400;
+constexpr double kMaxWeight = 0x1p400;
 
 class Lfu final : public Policy {
  public:
@@ -28,26 +28,15 @@ class Lfu final : public Policy {
         position_(heat_.size(), 0),
         heap_(heat_.size(), kNoExpert) {}
 
-  const char* name() const override { return "lfu"; }
-
-  void admitted(ExpertId id) override {
-    last_use_[id] = ++clock_;
-    push(id);
-  }
-
-  void removed(ExpertId id) override {
-    if (evictable(id)) erase(id);
-  }
+  void admitted(ExpertId id) override { last_use_[id] = ++clock_; }
+  void gained(ExpertId id) override { push(id); }
+  void lost(ExpertId id) override { erase(id); }
 
   void touch(ExpertId id) override {
     heat_[id] += weight_[id / experts_];
     last_use_[id] = ++clock_;
     if (evictable(id)) sink(id / experts_, position_[id]);
   }
-
-  void has_pin(ExpertId id) override { erase(id); }
-
-  void lost_pin(ExpertId id) override { push(id); }
 
   ExpertId victim() override {
     ExpertId coldest = kNoExpert;
@@ -69,12 +58,12 @@ class Lfu final : public Policy {
 
   void tick(int32_t layer, std::span<const int32_t>) override {
     weight_[layer] /= kDecay;
-    if (weight_[layer] < kLargestWeight) return;
+    if (weight_[layer] < kMaxWeight) return;
     // A power of two: relative heat stays as it was, until it is too small for a number and ties go
     // by last use.
-    weight_[layer] /= kLargestWeight;
+    weight_[layer] /= kMaxWeight;
     for (int32_t expert = 0; expert < experts_; ++expert) {
-      heat_[layer * experts_ + expert] /= kLargestWeight;
+      heat_[layer * experts_ + expert] /= kMaxWeight;
     }
     restore_order(layer);
   }

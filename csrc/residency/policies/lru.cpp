@@ -1,7 +1,6 @@
 // Least recently used. A use lasts from touch() to the last unpin(), which is when recency counts
 // from.
-#include "residency/index_list.h"
-#include "residency/policies/policies.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 namespace {
@@ -11,23 +10,14 @@ class Lru final : public Policy {
   explicit Lru(const PolicyOptions& options)
       : Policy(options.all()), links_(options.all()), order_(links_) {}
 
-  const char* name() const override { return "lru"; }
-
-  void admitted(ExpertId id) override { order_.push_back(id); }
-
-  void removed(ExpertId id) override {
-    if (evictable(id)) order_.erase(id);
-  }
+  void gained(ExpertId id) override { order_.push_back(id); }
+  void lost(ExpertId id) override { order_.erase(id); }
 
   void touch(ExpertId id) override {
     if (!evictable(id)) return;
     order_.erase(id);
     order_.push_back(id);
   }
-
-  void has_pin(ExpertId id) override { order_.erase(id); }
-
-  void lost_pin(ExpertId id) override { admitted(id); }
 
   ExpertId victim() override { return order_.front(); }
 

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "base/error.h"
-#include "residency/policies/policies.h"
 
 namespace torch_mesh {
 namespace {
@@ -25,26 +24,19 @@ constexpr std::array<NamedPolicy, 8> kPolicies{{
     {"heat", make_heat},
 }};
 
-// What "auto" stands for: docs/decisions/0013-heat.md.
-constexpr std::string_view kDefaultPolicy = "heat";
-
 }  // namespace
 
 std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& options) {
   if (options.layers < 1 || options.experts < 1 || options.slots < 1) {
-    throw Error(ErrorKind::kInvalid, "a policy needs at least one layer, expert and slot, not " +
-                                         std::to_string(options.layers) + ", " +
-                                         std::to_string(options.experts) + " and " +
-                                         std::to_string(options.slots));
+    throw_invalid("a policy needs at least one layer, expert and slot, not ", options.layers, ", ",
+                  options.experts, " and ", options.slots);
   }
-  const std::string_view wanted = name == "auto" ? kDefaultPolicy : name;
   for (const NamedPolicy& policy : kPolicies) {
-    if (policy.name == wanted) return policy.make(options);
+    if (policy.name == resolve_policy(name)) return policy.make(options);
   }
   std::string allowed = "auto";
   for (const NamedPolicy& policy : kPolicies) allowed += ", " + std::string(policy.name);
-  throw Error(ErrorKind::kInvalid,
-              "unknown policy \"" + std::string(name) + "\"; allowed are " + allowed);
+  throw_invalid("unknown policy \"", name, "\"; allowed are ", allowed);
 }
 
 std::vector<std::string_view> policy_names() {

@@ -1,4 +1,4 @@
-// A policy chooses which resident expert to give up. It is a state machine over dense expert ids
+// A policy chooses which resident expert to evict. It is a state machine over dense expert ids
 // (layer * experts + expert) without threads, clocks or memory of its own beyond what the
 // constructor takes, so the very same object serves the live pool and a simulation of it.
 #pragma once
@@ -9,8 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "io/index_list.h"
 #include "residency/core/model_use.h"
-#include "residency/index_list.h"
 
 namespace torch_mesh {
 
@@ -22,46 +22,48 @@ class Policy {
   explicit Policy(int64_t experts)  // of all layers
       : standing_(static_cast<size_t>(experts), Standing::kAbsent) {}
   virtual ~Policy() = default;
-  virtual const char* name() const = 0;
 
   void admit(ExpertId id) {  // has become resident, unpinned
-    standing_[id] = Standing::kEvictable;
     admitted(id);
+    unpin(id);
   }
-  void remove(ExpertId id) {  // is resident no more (evicted, or its read failed)
+  void remove(ExpertId id) {  // is resident no more
+    if (evictable(id)) pin(id);
     removed(id);
     standing_[id] = Standing::kAbsent;
   }
   void pin(ExpertId id) {  // first pin: no victim until unpin()
     standing_[id] = Standing::kPinned;
-    has_pin(id);
+    --evictable_count_;
+    lost(id);
   }
   void unpin(ExpertId id) {  // last pin gone
     standing_[id] = Standing::kEvictable;
-    lost_pin(id);
+    ++evictable_count_;
+    gained(id);
   }
   bool resident(ExpertId id) const { return standing_[id] != Standing::kAbsent; }
   bool pinned(ExpertId id) const { return standing_[id] == Standing::kPinned; }
-  virtual void touch(ExpertId id) = 0;  // a forward uses it; resident
-  // The unpinned resident expert to give up, or kNoExpert. Does not remove it.
+  virtual void touch(ExpertId id) { (void)id; }  // a forward uses it; resident
+  // The unpinned resident expert to evict, or kNoExpert. Does not remove it.
   virtual ExpertId victim() = 0;
 
   // Whether `id`, which is not resident and need not be, is worth a read into the slot of `victim`.
   // Most policies give a slot to whatever is used.
   virtual bool prefers(ExpertId id, ExpertId victim) const {
-    static_cast<void>(id), static_cast<void>(victim);
+    (void)id, (void)victim;
     return true;
   }
 
   // What earlier runs used, before anything else is told. Most policies have no use for it.
-  virtual void start_from(const ModelUse& use) { static_cast<void>(use); }
+  virtual void start_from(const ModelUse& use) { (void)use; }
   // The layer's next forward is the first of a new sequence: forgets what is true of one text, not
   // what is true of the model.
-  virtual void begin_sequence(int32_t layer) { static_cast<void>(layer); }
+  virtual void begin_sequence(int32_t layer) { (void)layer; }
 
   // The pool has room for this many now. Those that are too many are removed one by one, before or
   // after.
-  virtual void resize(int32_t slots) { static_cast<void>(slots); }
+  virtual void resize(int32_t slots) { (void)slots; }
 
   // Router scores of one token over all experts of a layer (probabilities). Most policies have no
   // use for them.
@@ -80,6 +82,7 @@ class Policy {
 
  protected:
   bool evictable(ExpertId id) const { return standing_[id] == Standing::kEvictable; }
+  bool any_evictable() const { return evictable_count_ > 0; }
   // Of a list of residents; kNoExpert when all are pinned.
   ExpertId first_evictable(const IndexList& list) const {
     ExpertId id = list.front();
@@ -88,14 +91,16 @@ class Policy {
   }
 
  private:
-  // What follows from admit() and the others; in removed() the expert is still what it was.
-  virtual void admitted(ExpertId id) = 0;
-  virtual void removed(ExpertId id) = 0;
-  virtual void has_pin(ExpertId id) { static_cast<void>(id); }
-  virtual void lost_pin(ExpertId id) { static_cast<void>(id); }
+  // What follows: the expert is resident, and then evictable; it is no longer evictable, and then
+  // no longer resident. Pins come between.
+  virtual void admitted(ExpertId id) { (void)id; }
+  virtual void gained(ExpertId id) { (void)id; }
+  virtual void lost(ExpertId id) { (void)id; }
+  virtual void removed(ExpertId id) { (void)id; }
 
   enum class Standing : uint8_t { kAbsent, kEvictable, kPinned };
   std::vector<Standing> standing_;  // by expert
+  int32_t evictable_count_ = 0;
 };
 
 struct PolicyOptions {
@@ -106,7 +111,21 @@ struct PolicyOptions {
   int64_t all() const { return int64_t{layers} * experts; }
 };
 
-// By name, see policy.cpp; "auto" is the one that wins on traces. Else Error(kInvalid).
+// Each in the file of its name.
+std::unique_ptr<Policy> make_lru(const PolicyOptions& options);
+std::unique_ptr<Policy> make_lfu(const PolicyOptions& options);
+std::unique_ptr<Policy> make_slru(const PolicyOptions& options);
+std::unique_ptr<Policy> make_two_queues(const PolicyOptions& options);
+std::unique_ptr<Policy> make_sieve(const PolicyOptions& options);
+std::unique_ptr<Policy> make_s3fifo(const PolicyOptions& options);
+std::unique_ptr<Policy> make_wtinylfu(const PolicyOptions& options);
+std::unique_ptr<Policy> make_heat(const PolicyOptions& options);
+
+// "auto" is the one that wins on traces (docs/decisions/0013-heat.md).
+constexpr std::string_view resolve_policy(std::string_view name) {
+  return name == "auto" ? "heat" : name;
+}
+// One of policy_names(); else Error(kInvalid).
 std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& options);
 std::vector<std::string_view> policy_names();  // "auto" first
 

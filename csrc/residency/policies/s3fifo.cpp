@@ -3,8 +3,7 @@
 // when they come back. The main queue gives an expert another round for each of its last uses.
 #include <algorithm>
 
-#include "residency/index_list.h"
-#include "residency/policies/policies.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 namespace {
@@ -15,9 +14,9 @@ class S3Fifo final : public Policy {
  public:
   explicit S3Fifo(const PolicyOptions& options)
       : Policy(options.all()),
-        place_(static_cast<size_t>(options.all()), Place::kUnknown),
-        used_(place_.size(), false),
-        reuses_(place_.size(), 0),
+        queue_of_(static_cast<size_t>(options.all()), Queue::kUnknown),
+        used_(queue_of_.size(), false),
+        reuses_(queue_of_.size(), 0),
         links_(options.all()),
         small_(links_),
         ghosts_(links_),
@@ -25,27 +24,23 @@ class S3Fifo final : public Policy {
     resize(options.slots);
   }
 
-  const char* name() const override { return "s3fifo"; }
-
   void admitted(ExpertId id) override {
-    const bool known = place_[id] == Place::kGhost;
+    const bool known = queue_of_[id] == Queue::kGhost;
     if (known) ghosts_.erase(id);
-    place_[id] = known ? Place::kMain : Place::kSmall;
+    queue_of_[id] = known ? Queue::kMain : Queue::kSmall;
     (known ? main_ : small_).push_back(id);
     used_[id] = false;
     reuses_[id] = 0;
-    ++evictable_;
   }
 
   void removed(ExpertId id) override {
-    if (!pinned(id)) --evictable_;
-    if (place_[id] == Place::kMain) {
+    if (queue_of_[id] == Queue::kMain) {
       main_.erase(id);
-      place_[id] = Place::kUnknown;
+      queue_of_[id] = Queue::kUnknown;
       return;
     }
     small_.erase(id);
-    place_[id] = Place::kGhost;
+    queue_of_[id] = Queue::kGhost;
     ghosts_.push_back(id);
     forget_overflow();
   }
@@ -56,12 +51,8 @@ class S3Fifo final : public Policy {
     used_[id] = true;
   }
 
-  void has_pin(ExpertId) override { --evictable_; }
-
-  void lost_pin(ExpertId) override { ++evictable_; }
-
   ExpertId victim() override {
-    if (evictable_ == 0) return kNoExpert;
+    if (!any_evictable()) return kNoExpert;
     promote_reused();
     const ExpertId newcomer = first_evictable(small_);
     if (small_.size() > small_capacity_ && newcomer != kNoExpert) return newcomer;
@@ -76,10 +67,10 @@ class S3Fifo final : public Policy {
   }
 
  private:
-  enum class Place : uint8_t { kUnknown, kSmall, kGhost, kMain };
+  enum class Queue : uint8_t { kUnknown, kSmall, kGhost, kMain };
 
   void forget_overflow() {
-    while (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
+    while (ghosts_.size() > ghost_capacity_) queue_of_[ghosts_.pop_front()] = Queue::kUnknown;
   }
 
   void promote_reused() {
@@ -87,7 +78,7 @@ class S3Fifo final : public Policy {
       const ExpertId id = first_evictable(small_);
       if (id == kNoExpert || reuses_[id] <= 1) return;
       small_.erase(id);
-      place_[id] = Place::kMain;
+      queue_of_[id] = Queue::kMain;
       reuses_[id] = 0;
       main_.push_back(id);
     }
@@ -107,10 +98,9 @@ class S3Fifo final : public Policy {
 
   int32_t small_capacity_ = 1;
   int32_t ghost_capacity_ = 1;
-  std::vector<Place> place_;
+  std::vector<Queue> queue_of_;
   std::vector<bool> used_;  // since admission
   std::vector<uint8_t> reuses_;
-  int32_t evictable_ = 0;
   IndexLinks links_;
   IndexList small_;  // oldest first, as are the others
   IndexList ghosts_;

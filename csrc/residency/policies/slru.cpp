@@ -3,8 +3,7 @@
 // probation first.
 #include <algorithm>
 
-#include "residency/index_list.h"
-#include "residency/policies/policies.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 namespace {
@@ -20,15 +19,13 @@ class Slru final : public Policy {
     resize(options.slots);
   }
 
-  const char* name() const override { return "slru"; }
-
-  void admitted(ExpertId id) override {
-    segment_[id] = Segment::kUnused;
-    probation_.push_back(id);
+  void admitted(ExpertId id) override { segment_[id] = Segment::kUnused; }
+  void gained(ExpertId id) override {
+    list(id).push_back(id);
+    demote_overflow();
   }
-
+  void lost(ExpertId id) override { list(id).erase(id); }
   void removed(ExpertId id) override {
-    if (evictable(id)) list(id).erase(id);
     if (segment_[id] == Segment::kProtected) --protected_count_;
   }
 
@@ -39,13 +36,6 @@ class Slru final : public Policy {
     if (segment_[id] == Segment::kProbation) ++protected_count_;
     segment_[id] = segment_[id] == Segment::kUnused ? Segment::kProbation : Segment::kProtected;
     if (listed) list(id).push_back(id);
-    demote_overflow();
-  }
-
-  void has_pin(ExpertId id) override { list(id).erase(id); }
-
-  void lost_pin(ExpertId id) override {
-    list(id).push_back(id);
     demote_overflow();
   }
 

@@ -3,8 +3,7 @@
 // recently used. The layers scan the pool cyclically: this is what keeps them apart.
 #include <algorithm>
 
-#include "residency/index_list.h"
-#include "residency/policies/policies.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 namespace {
@@ -13,7 +12,7 @@ class TwoQueues final : public Policy {
  public:
   explicit TwoQueues(const PolicyOptions& options)
       : Policy(options.all()),
-        place_(static_cast<size_t>(options.all()), Place::kUnknown),
+        queue_of_(static_cast<size_t>(options.all()), Queue::kUnknown),
         links_(options.all()),
         recent_(links_),
         ghosts_(links_),
@@ -21,29 +20,27 @@ class TwoQueues final : public Policy {
     resize(options.slots);
   }
 
-  const char* name() const override { return "2q"; }
-
   void admitted(ExpertId id) override {
-    const bool known = place_[id] == Place::kGhost;
+    const bool known = queue_of_[id] == Queue::kGhost;
     if (known) ghosts_.erase(id);
-    place_[id] = known ? Place::kMain : Place::kRecent;
+    queue_of_[id] = known ? Queue::kMain : Queue::kRecent;
     (known ? main_ : recent_).push_back(id);
   }
 
   void removed(ExpertId id) override {
-    if (place_[id] == Place::kMain) {
+    if (queue_of_[id] == Queue::kMain) {
       main_.erase(id);
-      place_[id] = Place::kUnknown;
+      queue_of_[id] = Queue::kUnknown;
       return;
     }
     recent_.erase(id);
-    place_[id] = Place::kGhost;
+    queue_of_[id] = Queue::kGhost;
     ghosts_.push_back(id);
     forget_overflow();
   }
 
   void touch(ExpertId id) override {
-    if (place_[id] != Place::kMain) return;
+    if (queue_of_[id] != Queue::kMain) return;
     main_.erase(id);
     main_.push_back(id);
   }
@@ -62,15 +59,15 @@ class TwoQueues final : public Policy {
 
  private:
   // A ghost is not resident any more; only its id is remembered.
-  enum class Place : uint8_t { kUnknown, kRecent, kGhost, kMain };
+  enum class Queue : uint8_t { kUnknown, kRecent, kGhost, kMain };
 
   void forget_overflow() {
-    while (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
+    while (ghosts_.size() > ghost_capacity_) queue_of_[ghosts_.pop_front()] = Queue::kUnknown;
   }
 
   int32_t recent_capacity_ = 1;
   int32_t ghost_capacity_ = 1;
-  std::vector<Place> place_;
+  std::vector<Queue> queue_of_;
   IndexLinks links_;
   IndexList recent_;  // oldest first, as are the others
   IndexList ghosts_;

@@ -4,8 +4,7 @@
 // each one, so no sketch is needed; all counts are halved every ten uses per slot.
 #include <algorithm>
 
-#include "residency/index_list.h"
-#include "residency/policies/policies.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 namespace {
@@ -14,9 +13,9 @@ class WTinyLfu final : public Policy {
  public:
   explicit WTinyLfu(const PolicyOptions& options)
       : Policy(options.all()),
-        place_(static_cast<size_t>(options.all()), Place::kWindow),
-        used_(place_.size(), false),
-        uses_(place_.size(), 0),
+        queue_of_(static_cast<size_t>(options.all()), Queue::kWindow),
+        used_(queue_of_.size(), false),
+        uses_(queue_of_.size(), 0),
         links_(options.all()),
         window_(links_),
         probation_(links_),
@@ -24,10 +23,8 @@ class WTinyLfu final : public Policy {
     resize(options.slots);
   }
 
-  const char* name() const override { return "wtinylfu"; }
-
   void admitted(ExpertId id) override {
-    place_[id] = Place::kWindow;
+    queue_of_[id] = Queue::kWindow;
     used_[id] = false;
     window_.push_back(id);
     const bool room = probation_.size() + protected_.size() < main_capacity_;
@@ -41,7 +38,7 @@ class WTinyLfu final : public Policy {
     ++uses_[id];
     if (++counted_ >= sample_) halve();
     list(id).erase(id);
-    if (place_[id] == Place::kProbation && used_[id]) place_[id] = Place::kProtected;
+    if (queue_of_[id] == Queue::kProbation && used_[id]) queue_of_[id] = Queue::kProtected;
     used_[id] = true;
     list(id).push_back(id);
     demote_overflow();
@@ -67,24 +64,24 @@ class WTinyLfu final : public Policy {
   }
 
  private:
-  enum class Place : uint8_t { kWindow, kProbation, kProtected };
+  enum class Queue : uint8_t { kWindow, kProbation, kProtected };
 
   IndexList& list(ExpertId id) {
-    if (place_[id] == Place::kWindow) return window_;
-    return place_[id] == Place::kProbation ? probation_ : protected_;
+    if (queue_of_[id] == Queue::kWindow) return window_;
+    return queue_of_[id] == Queue::kProbation ? probation_ : protected_;
   }
 
   void demote_overflow() {
     while (protected_.size() > protected_capacity_) {
       const ExpertId demoted = protected_.pop_front();
-      place_[demoted] = Place::kProbation;
+      queue_of_[demoted] = Queue::kProbation;
       probation_.push_back(demoted);
     }
   }
 
   void leave_window(ExpertId id) {
     window_.erase(id);
-    place_[id] = Place::kProbation;
+    queue_of_[id] = Queue::kProbation;
     probation_.push_back(id);
   }
 
@@ -98,7 +95,7 @@ class WTinyLfu final : public Policy {
   int32_t protected_capacity_ = 0;
   int64_t sample_ = 1;
   int64_t counted_ = 0;
-  std::vector<Place> place_;
+  std::vector<Queue> queue_of_;
   std::vector<bool> used_;  // since admission
   std::vector<int32_t> uses_;
   IndexLinks links_;

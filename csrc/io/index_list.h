@@ -1,6 +1,6 @@
 // Doubly linked lists over dense indices: membership, order and removal in constant time, and no
-// allocation after construction. Several lists may share one set of links as long as an index is in
-// one of them at most.
+// allocation but for more indices. Several lists may share one set of links as long as an index is
+// in one of them at most.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,12 @@ namespace torch_mesh {
 
 class IndexLinks {
  public:
-  explicit IndexLinks(int64_t count)
-      : next_(static_cast<size_t>(count), -1), previous_(static_cast<size_t>(count), -1) {}
+  explicit IndexLinks(int64_t count) { resize(count); }
+  void resize(int64_t count) {
+    next_.resize(static_cast<size_t>(count), -1);
+    previous_.resize(static_cast<size_t>(count), -1);
+  }
+  int64_t size() const { return std::ssize(previous_); }
 
  private:
   friend class IndexList;

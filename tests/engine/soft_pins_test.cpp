@@ -1,5 +1,5 @@
 // Profiles, warm starts, and experts that are never given up.
-#include "residency/core/kept.h"
+#include "residency/core/soft_pins.h"
 
 #include <gtest/gtest.h>
 
@@ -44,13 +44,13 @@ ModelUse falling(int32_t layers, int32_t experts) {
   return use;
 }
 
-PoolOptions options_of(int32_t slots, KeptOptions kept) {
+PoolOptions options_of(int32_t slots, SoftPinOptions kept) {
   PoolOptions options;
   options.slots = slots;
   options.record_bytes = kRecord;
   options.segment_bytes = 4 * kRecord;
   options.reader.backend = "threads";
-  options.kept = std::move(kept);
+  options.soft_pins = std::move(kept);
   return options;
 }
 
@@ -72,7 +72,7 @@ Ids resident(const Pool& pool, int32_t layer) {
   return ids;
 }
 
-std::string message_of(const KeptOptions& options, int32_t layers, int32_t experts) {
+std::string message_of(const SoftPinOptions& options, int32_t layers, int32_t experts) {
   try {
     check(options, layers, experts);
   } catch (const Error& error) {
@@ -96,10 +96,8 @@ TEST(ModelUse, CountsTokensOfPromptsAndForwardsOfDecode) {
   EXPECT_EQ(hottest(use, 99), (Ids{5, 4, 6, 7}));
 }
 
-TEST(Kept, RefusesOptionsThatMakeNoSense) {
-  EXPECT_EQ(message_of({.profile = falling(2, 4), .pins = .5}, 2, 4), "");
-  EXPECT_NE(message_of({.profile = falling(2, 4), .pins = .51}, 2, 4).find("[0, 0.5]"), -1ul);
-  EXPECT_NE(message_of({.profile = {}, .pins = .1}, 2, 4).find("need a profile"), -1ul);
+TEST(SoftPins, RefusesOptionsThatMakeNoSense) {
+  EXPECT_EQ(message_of({.profile = falling(2, 4)}, 2, 4), "");
   EXPECT_NE(message_of({.profile = falling(2, 5)}, 2, 4).find("2 layers of 4"), -1ul);
   EXPECT_NE(message_of({.early_layers = -1}, 2, 4).find("0 or more"), -1ul);
   ModelUse odd = falling(2, 4);
@@ -111,7 +109,7 @@ TEST(Kept, RefusesOptionsThatMakeNoSense) {
 }
 
 // Whatever happens to slots and to what is kept, no victim is kept and the table stays whole.
-TEST(Kept, IsNeverAVictimOfAnyPolicy) {
+TEST(SoftPins, IsNeverAVictimOfAnyPolicy) {
   const auto seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
   for (const std::string_view name : policy_names()) {
@@ -125,8 +123,8 @@ TEST(Kept, IsNeverAVictimOfAnyPolicy) {
       const auto id = static_cast<ExpertId>(random() % (kLayers * kExperts));
       switch (random() % 4) {
         case 0:
-          if (slots.kept(id) || slots.unkept() > kSlots / 2) {
-            slots.soft_pin(id, SoftPin::kProfile, !slots.kept(id));
+          if (slots.early(id) || slots.slots_for_others() > kSlots / 2) {
+            slots.soft_pin(id, SoftPin::kEarly, !slots.early(id));
           }
           break;
         case 1:
@@ -141,7 +139,7 @@ TEST(Kept, IsNeverAVictimOfAnyPolicy) {
             if (!slots.has_empty()) {
               const ExpertId victim = slots.victim();
               if (victim == kNoExpert) break;
-              ASSERT_FALSE(slots.kept(victim));
+              ASSERT_FALSE(slots.early(victim));
             }
             slot = slots.read(id, Urgency::kDemand, Phase::kNone);
             if (random() % 8 == 0) {
@@ -170,7 +168,7 @@ TEST(SoftPins, AreTheLastResortOfAClaimThatCanDoNothing) {
     SlotsAlone alone(1, 8, 3, name);
     SlotTable& slots = alone.table;
     for (ExpertId id : {0, 1, 2}) slots.landed(slots.read(id, Urgency::kDemand, Phase::kNone), 0);
-    slots.soft_pin(0, SoftPin::kProfile, true);
+    slots.soft_pin(0, SoftPin::kEarly, true);
     slots.hold(slots.find(2));
     slots.hold(slots.find(1));
     EXPECT_EQ(slots.read(3, Urgency::kPrefetch, Phase::kNone), -1);
@@ -178,7 +176,7 @@ TEST(SoftPins, AreTheLastResortOfAClaimThatCanDoNothing) {
     const int32_t slot = slots.read(3, Urgency::kDemand, Phase::kNone, /*stuck=*/true);
     ASSERT_GE(slot, 0);
     EXPECT_EQ(slots.find(0), -1);
-    EXPECT_TRUE(slots.kept(0)) << "and is soft-pinned again once it is back";
+    EXPECT_TRUE(slots.early(0)) << "and is soft-pinned again once it is back";
     slots.validate();
     EXPECT_EQ(slots.read(4, Urgency::kDemand, Phase::kNone, /*stuck=*/true), -1);
     slots.landed(slot, 0);
@@ -191,45 +189,45 @@ TEST(SoftPins, AreTheLastResortOfAClaimThatCanDoNothing) {
   }
 }
 
-TEST(Kept, PinsGiveWayBelowTwiceTheirNumberAndComeBack) {
+TEST(SoftPins, AreFewerBelowTwiceTheirNumberAndComeBack) {
   constexpr int32_t kSlots = 12;
   SlotsAlone alone(2, 8, kSlots, "lru");
   SlotTable& slots = alone.table;
-  Kept kept({.profile = falling(2, 8), .pins = .5}, 2, 8, slots);
-  EXPECT_EQ(slots.unkept(), 6);
-  for (ExpertId id : {0, 8, 1, 9, 2, 10}) EXPECT_TRUE(slots.kept(id)) << id;
-  for (const auto& [limit, pins] : {std::pair{12, 6}, {11, 5}, {4, 2}, {1, 0}, {12, 6}}) {
+  SoftPins pins({.profile = falling(2, 8), .early_layers = 2, .early_experts = 3}, 2, 8, slots);
+  EXPECT_EQ(slots.slots_for_others(), 6);
+  for (ExpertId id : {0, 8, 1, 9, 2, 10}) EXPECT_TRUE(slots.early(id)) << id;
+  for (const auto& [limit, pinned] : {std::pair{12, 6}, {11, 4}, {4, 2}, {1, 0}, {12, 6}}) {
     slots.set_limit(limit);
-    kept.resize();
+    pins.resize();
     slots.validate();
-    EXPECT_EQ(slots.unkept(), limit - pins);
+    EXPECT_EQ(slots.slots_for_others(), limit - pinned);
     for (int32_t place = 0; place < 6; ++place) {
-      EXPECT_EQ(slots.kept(Ids{0, 8, 1, 9, 2, 10}[place]), place < pins);
+      EXPECT_EQ(slots.early(Ids{0, 8, 1, 9, 2, 10}[place]), place < pinned);
     }
   }
 }
 
-TEST(Kept, EarlyLayersKeepWhatTheyUsedMostOfLate) {
+TEST(SoftPins, EarlyLayersKeepWhatTheyUsedMostOfLate) {
   constexpr int32_t kSlots = 12;
   SlotsAlone alone(3, 8, kSlots, "heat");
   SlotTable& slots = alone.table;
-  Kept kept({.early_layers = 2, .early_experts = 2}, 3, 8, slots);
+  SoftPins kept({.early_layers = 2, .early_experts = 2}, 3, 8, slots);
   for (int32_t step = 0; step < 300; ++step) {
     kept.tick(0, Ids{step % 2 ? 5 : 3, 6}, {}, 0);
     kept.tick(1, Ids{1}, {}, 0);
     kept.tick(2, Ids{1}, {}, 0);
   }
-  EXPECT_TRUE(slots.kept(6));
-  EXPECT_TRUE(slots.kept(3) != slots.kept(5));
-  EXPECT_TRUE(slots.kept(9));  // the second expert of layer 1 that was used does not exist
-  EXPECT_EQ(kSlots - slots.unkept(), 3);
+  EXPECT_TRUE(slots.early(6));
+  EXPECT_TRUE(slots.early(3) != slots.early(5));
+  EXPECT_TRUE(slots.early(9));  // the second expert of layer 1 that was used does not exist
+  EXPECT_EQ(kSlots - slots.slots_for_others(), 3);
   // A prompt is one forward, in which each counts by its share of the tokens.
   const std::vector<int64_t> ids{4, 7, 4, 8};
   for (int32_t step = 0; step < 300; ++step) kept.tick(0, Ids{4, 7}, ids, 1);
-  EXPECT_TRUE(slots.kept(4) && slots.kept(7) && !slots.kept(6));
+  EXPECT_TRUE(slots.early(4) && slots.early(7) && !slots.early(6));
   slots.set_limit(4);
   kept.resize();
-  EXPECT_TRUE(slots.kept(4) && !slots.kept(7) && slots.kept(9));
+  EXPECT_TRUE(slots.early(4) && !slots.early(7) && slots.early(9));
   slots.validate();
 }
 
@@ -257,7 +255,7 @@ TEST(Warm, TheHottestAreReadWhileSlotsAreEmpty) {
 
 TEST(Warm, LeavesOutWhatIsElsewhereAndWaitsUntilItIsThere) {
   const TestStore store(2, 12);
-  KeptOptions kept{.profile = falling(2, 12), .elsewhere = std::vector<bool>(24), .pins = .5};
+  SoftPinOptions kept{.profile = falling(2, 12), .elsewhere = std::vector<bool>(24)};
   kept.early_layers = 1, kept.early_experts = 2;
   for (const int32_t id : {0, 1, 13}) kept.elsewhere[id] = true;
   Pool pool(options_of(10, kept), {}, store.source(), nullptr);
@@ -298,7 +296,7 @@ TEST(Warm, APoolThatIsToBeFullReadsAnEqualNumberOfEachLayer) {
     EXPECT_EQ(std::ssize(resident(pool, 1)), slots / 2);
   }
   // The hottest of a profile come first, and what is elsewhere not at all.
-  KeptOptions kept{.profile = falling(2, 12), .elsewhere = std::vector<bool>(24), .fill = true};
+  SoftPinOptions kept{.profile = falling(2, 12), .elsewhere = std::vector<bool>(24), .fill = true};
   kept.elsewhere[11] = true;
   Pool pool(options_of(24, kept), {}, store.source(), nullptr);
   pool.warm_up();
@@ -310,7 +308,7 @@ TEST(Warm, APoolThatIsToBeFullReadsAnEqualNumberOfEachLayer) {
 
 TEST(Warm, ReadsThatFailReachNoForward) {
   const TestStore store(2, 12);
-  PoolOptions options = options_of(8, {.profile = falling(2, 12), .pins = .5});
+  PoolOptions options = options_of(8, {.profile = falling(2, 12)});
   options.reader.interpose = with_faults({.seed = 5, .eio_always = 1});
   Pool pool(options, {}, store.source(), nullptr);
   pool.drain();
@@ -323,7 +321,7 @@ TEST(Warm, ReadsThatFailReachNoForward) {
 
 TEST(Warm, APoolMayCloseMeanwhile) {
   const TestStore store(4, 12);
-  PoolOptions options = options_of(24, {.profile = falling(4, 12), .pins = .5});
+  PoolOptions options = options_of(24, {.profile = falling(4, 12)});
   options.reader.interpose = with_faults({.seed = 3, .delay = 1, .max_delay = 2ms});
   for (int32_t round = 0; round < 5; ++round) {
     Pool pool(options, {}, store.source(), nullptr);
@@ -332,13 +330,13 @@ TEST(Warm, APoolMayCloseMeanwhile) {
   }
 }
 
-TEST(Pins, StayWhileForwardsComeAndThePoolChangesItsSize) {
+TEST(SoftPins, StayWhileForwardsComeAndThePoolChangesItsSize) {
   const auto seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
   const TestStore store(3, 8);
   PoolOptions options =
-      options_of(12, {.profile = falling(3, 8), .pins = .5, .early_layers = 1, .early_experts = 2});
-  options.least_slots = 2;
+      options_of(12, {.profile = falling(3, 8), .early_layers = 2, .early_experts = 3});
+  options.min_slots = 2;
   Pool pool(options, {}, store.source(), nullptr);
   pool.drain();
   std::atomic<bool> over = false;
@@ -364,7 +362,7 @@ TEST(Pins, StayWhileForwardsComeAndThePoolChangesItsSize) {
   over = true;
   for (std::thread& thread : threads) thread.join();
   pool.resize(12);
-  // Pins that the pool gave up when it shrank come back when they are used, and then stay.
+  // Soft pins that went when the pool shrank come back with use, and then stay.
   for (int32_t round = 0; round < 2; ++round) {
     for (int32_t layer = 0; layer < 3; ++layer) {
       for (int32_t expert = 0; expert < 8; ++expert) forward(pool, layer, {expert});
@@ -374,8 +372,8 @@ TEST(Pins, StayWhileForwardsComeAndThePoolChangesItsSize) {
   }
   LayerStats all;
   for (const LayerStats& layer : pool.stats()) all += layer;
-  EXPECT_GE(all.kept_hits, 4);  // that many pins beside two experts of the early layer
-  EXPECT_LE(all.kept_accesses, 4 + 8);
+  EXPECT_LE(all.kept_hits, all.kept_accesses);
+  EXPECT_LE(all.kept_accesses, 2 * 8);  // of the early layers
   EXPECT_EQ(all.accesses, 24);
 }
 
@@ -430,13 +428,12 @@ TEST(Profile, ReplayPinsAsThePoolDoes) {
     return std::accumulate(result.hits.begin(), result.hits.end(), int64_t{0});
   };
   const ReplayResult plain = replay(trace, options);
-  EXPECT_EQ(plain.kept_accesses, 0);
-  options.kept = {.profile = ModelUse(2, 8), .pins = .5};
-  for (int32_t layer = 0; layer < 2; ++layer) options.kept.profile.count(layer, Ids{0}, {}, 0);
+  EXPECT_EQ(plain.counts.kept_accesses, 0);
+  options.soft_pins = {.early_layers = 2, .early_experts = 1};
   const ReplayResult pinned = replay(trace, options);
-  EXPECT_EQ(pinned.kept_accesses, 140);
-  EXPECT_GE(pinned.kept_hits, 138);
-  EXPECT_EQ(hits(pinned), pinned.kept_hits);
+  EXPECT_EQ(pinned.counts.kept_accesses, 140);
+  EXPECT_GE(pinned.counts.kept_hits, 138);
+  EXPECT_EQ(hits(pinned), pinned.counts.kept_hits);
   EXPECT_GE(hits(pinned), hits(plain));
 }
 
