@@ -467,7 +467,7 @@ def test_weights_that_are_saved_elsewhere_are_in_no_tensor_with_others() -> None
     """Dropped with them, others would be lost."""
     like = torch.empty(2, 4, device="meta")
     packed = PackedPart({"layers.0.packed": like}, dict)
-    unpacking = Unpacking(None, {}, [packed], original_format=True, elsewhere={"layers.0.rounded": like})
+    unpacking = Unpacking(None, {}, [packed], original_format=True, separate={"layers.0.rounded": like})
     rounded = unpacking.state["layers.0.rounded"]
     assert torch.cat([rounded, rounded.transpose(0, 1).reshape(2, 4)]).shape == (4, 4)
     for other in (torch.ones(2, 4), unpacking.state["layers.0.packed"]):
