@@ -2,9 +2,8 @@
 #include "kernels/simd_avx512_vnni-inl.h"
 // All others are written in its terms.
 #include "kernels/bf16_dot-inl.h"
-#include "kernels/table-inl.h"
 #include "kernels/tile_products-inl.h"
-#include "kernels/vnni_dots-inl.h"
+#include "kernels/vnni_target-inl.h"
 
 namespace torch_mesh {
 namespace {
@@ -29,14 +28,8 @@ struct AmxTiles {
       tile_integers<GgufDot<VnniInt8Dot, VnniLevelDot, kFormat>, HalfScales, GgufGroup<kFormat>>;
 };
 
-struct Amx {
+struct Amx : VnniTarget {
   using Bf16 = Prefetching<NativeBf16Dot>;
-  using Int8 = Prefetching<VnniInt8Dot>;
-  using Fp8 = Prefetching<ExpandedFp8Dot>;
-  template <typename Codes>
-  using Nibbles = PrefetchingVnniNibbles<Codes>;
-  template <typename Codes>
-  using Levels = VnniLevelDot<Codes>;
   using Tiles = AmxTiles;
   static constexpr ManyRows kRows{.gemm_floats = 4,
                                   .gemm_int8 = 12,

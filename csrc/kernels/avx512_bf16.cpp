@@ -2,20 +2,14 @@
 #include "kernels/simd_avx512_vnni-inl.h"
 // All others are written in its terms.
 #include "kernels/bf16_dot-inl.h"
-#include "kernels/table-inl.h"
-#include "kernels/vnni_dots-inl.h"
+#include "kernels/vnni_target-inl.h"
 
 namespace torch_mesh {
 namespace {
 
-struct Vnni {
-  template <typename Codes>
-  using Levels = VnniLevelDot<Codes>;
-};
-
 // On Zen 4 neither gemm nor panels are ever the faster way (docs/decisions/0027). From gemm_fp8
 // rows on fp8 is multiplied as bf16.
-struct Amd : Vnni {
+struct Amd : VnniTarget {
   struct Tiles : NoTiles {
     static constexpr Product fp8 = many_rows_of_fp8<NativeBf16Dot>;
   };
@@ -32,13 +26,8 @@ struct Amd : Vnni {
                                   .gemm_fp8 = 6};
 };
 
-struct Intel : Vnni {
-  using Tiles = NoTiles;
+struct Intel : VnniTarget {
   using Bf16 = Prefetching<NativeBf16Dot>;
-  using Int8 = Prefetching<VnniInt8Dot>;
-  using Fp8 = Prefetching<ExpandedFp8Dot>;
-  template <typename Codes>
-  using Nibbles = PrefetchingVnniNibbles<Codes>;
   static constexpr ManyRows kRows{.gemm_floats = 8,
                                   .gemm_int8 = 8,
                                   .gemm_nibbles = 8,

@@ -6,6 +6,7 @@
 
 #include "kernels/bf12_products-inl.h"
 #include "kernels/gemm_products-inl.h"
+#include "kernels/table-inl.h"
 
 namespace torch_mesh {
 namespace {

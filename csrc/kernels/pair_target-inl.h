@@ -1,0 +1,24 @@
+// A target without VNNI.
+#pragma once
+
+#include "kernels/pair_dots-inl.h"
+#include "kernels/table-inl.h"
+
+namespace torch_mesh {
+namespace {
+
+struct PairTarget {
+  using Bf16 = Prefetching<ExpandedBf16Dot>;
+  using Int8 = Prefetching<PairInt8Dot>;
+  using Fp8 = Prefetching<ExpandedFp8Dot>;
+  template <typename Codes>
+  using Nibbles = PrefetchingPairNibbles<Codes>;
+  template <typename Codes>
+  using Levels = PairLevelDot<Codes>;
+  using Tiles = NoTiles;
+  static constexpr ManyRows kRows{
+      .gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .gemm_trellis = 4, .panels = 8};
+};
+
+}  // namespace
+}  // namespace torch_mesh
