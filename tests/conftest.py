@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import gc
 import importlib.util
+import logging
 import random
 import signal
 import time
@@ -101,6 +102,12 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.hookimpl(tryfirst=True)  # before fixtures of modules and sessions, which may draw too
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _seed_generators(_seed_of(item))
+
+
+@pytest.fixture(autouse=True)
+def _default_verbosity() -> None:
+    """An earlier test's server or command may have set another level for the whole process."""
+    logging.getLogger("transformers").setLevel(logging.WARNING)
 
 
 @pytest.fixture(autouse=True)
