@@ -25,7 +25,7 @@ class DecodeSteps:
         self.ids = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         self.cache = StaticCache(config=model.config, max_cache_len=max_tokens)
         self._replay: Any = None
-        self._logits: Tensor | None = None
+        self._replayed: Tensor | None = None  # what a replay writes
 
     def reset(self) -> None:
         """Forgets the sequence."""
@@ -40,17 +40,19 @@ class DecodeSteps:
     def capture(self) -> None:
         """Makes the graph that ``replay`` launches, of a model with experts on the device, and forgets the sequence."""
         torch_mesh.set_capture_batch_sizes(self.model, [1])
-        self._replay = card.captured(self.device, self._run)
+        self._replay = card.captured(self.device, self._run_for_replays)
         self.reset()
 
     @torch.no_grad()
     def replay(self, token: Tensor) -> Tensor:
         self.ids.copy_(token)
         self._replay()
-        assert self._logits is not None
-        return self._logits
+        assert self._replayed is not None
+        return self._replayed
+
+    def _run_for_replays(self) -> None:
+        self._replayed = self._run()
 
     def _run(self) -> Tensor:
         output = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self._logits = output.logits[0, -1].float()
-        return self._logits
+        return output.logits[0, -1].float()

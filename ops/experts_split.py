@@ -10,8 +10,7 @@ Each part adds a token's choices in their order.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,9 @@ from . import launches
 from .device import DeviceLayer, SharedDevice, find
 from .experts import check_shapes
 from .streaming import choose_streamed
+
+if TYPE_CHECKING:
+    from .experts_triton import DeviceForward
 
 _library = torch.library.Library("torch_mesh", "FRAGMENT")
 # x, topk_ids, topk_weights and the result as in `experts`, on the device where the layer's experts were placed. A
@@ -61,7 +63,7 @@ class SplitForward:
             if layer.complete or topk_ids.numel() == 0:
                 if layer.complete:
                     self._shared.count_complete()
-                self._result = _on_device(x, topk_ids, topk_weights, layer, sentinels, x.dtype)
+                self._result = _on_device(x, topk_ids, topk_weights, layer, sentinels).compute(x.dtype)
             else:
                 self._begin(x, topk_ids, topk_weights, sentinels)
 
@@ -75,24 +77,21 @@ class SplitForward:
         self._kept = rows, ids, weights, table
         self.ticket = self._shared.host.submit(*self._kept, self._host, layer.index, sentinels, self._stream)
         try:
-            inputs = rows, ids, weights
-            self._result = _on_device(*inputs, layer, sentinels, torch.float32)
+            forward = _on_device(rows, ids, weights, layer, sentinels)
+            self._result = forward.compute(torch.float32)
             if batches:
-                self._stream_up(batches, inputs, sentinels)
+                self._stream_up(batches, forward)
         except BaseException:
             self._join()
             raise
 
-    def _stream_up(
-        self, batches: list[tuple[list[int], Tensor]], inputs: tuple[Tensor, Tensor, Tensor], sentinels: bool
-    ) -> None:
+    def _stream_up(self, batches: list[tuple[list[int], Tensor]], forward: DeviceForward) -> None:
         shared = self._shared
         assert shared.uplift is not None and shared.buffers is not None and shared.up is not None
         with shared.uplift.turn(self._stream) as turn:
             for experts, table in batches:
                 buffer = shared.buffers[turn.bring(self._layer.index, experts)]
-                part = dataclasses.replace(self._layer, record=shared.up, records=buffer, table=table)
-                self._result += _on_device(*inputs, part, sentinels, torch.float32)
+                forward.add(shared.up, buffer, table, self._result)
 
     def finish(self) -> Tensor:
         """[tokens, hidden] in the dtype of ``x``. The current stream waits for the host's part; the calling thread does
@@ -116,12 +115,10 @@ class SplitForward:
             self._join()
 
 
-def _on_device(
-    x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, sentinels: bool, dtype: torch.dtype
-) -> Tensor:
-    from . import experts_triton  # installed wherever experts are on a GPU
+def _on_device(x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, sentinels: bool) -> DeviceForward:
+    from .experts_triton import DeviceForward  # Triton is installed wherever experts are on a GPU
 
-    return experts_triton.experts(x, ids, weights, layer, sentinels, dtype)
+    return DeviceForward(x, ids, weights, layer, sentinels)
 
 
 def _streamed(ids: Tensor, layer: DeviceLayer, shared: SharedDevice) -> tuple[Tensor, list[tuple[list[int], Tensor]]]:

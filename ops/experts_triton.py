@@ -153,6 +153,17 @@ def _small_float(bits, FEWER: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
+def _nibble_value(nibble, FORMAT: tl.constexpr):
+    """The value of a 4-bit code, before scale and zero, as float32."""
+    if FORMAT == "lut4":
+        return _level(nibble, "lut4").to(tl.float32)
+    elif _scale_words(FORMAT) == 16:  # FP4
+        return _small_float(nibble << 12, 3, 0x0E00)
+    else:
+        return (nibble - 8).to(tl.float32)
+
+
+@triton.jit
 def _values(words, place, FORMAT: tl.constexpr):
     """The value at ``place`` of each word, before scale and zero, as float32."""
     if FORMAT == "bf16":
@@ -164,13 +175,7 @@ def _values(words, place, FORMAT: tl.constexpr):
     elif _places(FORMAT) == 4:
         return ((words << (24 - place * 8)) >> 24).to(tl.float32)
     else:
-        nibble = (words >> (place % 4 * 8 + place // 4 * 4)) & 15
-        if FORMAT == "lut4":
-            return _level(nibble, "lut4").to(tl.float32)
-        elif _scale_words(FORMAT) == 16:  # FP4
-            return _small_float(nibble << 12, 3, 0x0E00)
-        else:
-            return (nibble - 8).to(tl.float32)
+        return _nibble_value((words >> (place % 4 * 8 + place // 4 * 4)) & 15, FORMAT)
 
 
 @triton.jit
@@ -294,13 +299,16 @@ def _step_scale(block, step, index, FORMAT: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _apart(step, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """Per-value terms before the product, float32 [1 or words of a column, 64]: lut4's zeros, nvfp4's scales."""
+def _apart(step, FORMAT: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr):
+    """Per-value terms before the product, float32 [1 or COUNT, 64]: lut4's zeros, nvfp4's scales.
+
+    ``COUNT``: rows into which the values of a step are packed.
+    """
     columns = tl.arange(0, 64)[None, :]
     if FORMAT == "lut4":
         return (32 - _bits(step, columns, 16) % 4 * 2).to(tl.float32)
     elif FORMAT == "nvfp4":
-        groups = tl.arange(0, _step(FORMAT, GROUP) // 8) // (GROUP // 8)
+        groups = tl.arange(0, COUNT) // (COUNT * GROUP // _step(FORMAT, GROUP))
         bits = _bits(step + groups[:, None] * (16 + GROUP * 8), columns, 8)
         return _small_float((bits & 0x7F) << 8, 1, 0x3F80)
     else:
@@ -308,9 +316,8 @@ def _apart(step, FORMAT: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _factors(words, place, apart, FORMAT: tl.constexpr):
-    """The values at ``place`` as they enter products; float32, exact in bf16."""
-    values = _values(words, place, FORMAT)
+def _with_apart(values, apart, FORMAT: tl.constexpr):
+    """The values as they enter products; float32, exact in bf16."""
     if FORMAT == "lut4":
         values -= apart
     elif FORMAT == "nvfp4":
@@ -391,55 +398,150 @@ def _activate(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _row_times_block(row, depth, block, block_words, first, last, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """One row [depth] times steps ``first`` to ``last`` of a block of columns: float32 [64]."""
+def _row_times_blocks(
+    row,
+    depth,
+    block,
+    block_words,
+    first,
+    last,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALVES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row [depth] times steps ``first`` to ``last`` of one or two neighbouring blocks of columns: two float32 [64],
+    the same one twice for one block.
+
+    Both blocks of a step are loaded before either is used: a program waits for memory half as often.
+    """
     PLACES: tl.constexpr = _places(FORMAT)
     STEP: tl.constexpr = _step(FORMAT, GROUP)
-    words_at = tl.arange(0, STEP // PLACES)
+    COUNT: tl.constexpr = STEP // PLACES
+    words_at = tl.arange(0, COUNT)
     steps = _steps(block, block_words, depth, FORMAT)
-    total = tl.zeros((STEP // PLACES, 64), tl.float32)
-    for index in range(first, last):
+    other_block = block + (HALVES - 1) * block_words
+    other_steps = _steps(other_block, block_words, depth, FORMAT)
+    total = tl.zeros((COUNT, 64), tl.float32)
+    other_total = total
+    for index in tl.range(first, last, num_stages=STAGES):
         step = steps + index * _step_length(FORMAT, GROUP)
         words = _words(block, step, index, block_words, FORMAT, GROUP)
-        apart = _apart(step, FORMAT, GROUP)
-        part = tl.zeros((STEP // PLACES, 64), tl.float32)
+        apart = _apart(step, FORMAT, GROUP, COUNT)
+        part = tl.zeros((COUNT, 64), tl.float32)
+        other_step, other_words, other_apart, other_part = step, words, apart, part
+        if HALVES == 2:
+            other_step = other_steps + index * _step_length(FORMAT, GROUP)
+            other_words = _words(other_block, other_step, index, block_words, FORMAT, GROUP)
+            other_apart = _apart(other_step, FORMAT, GROUP, COUNT)
         for place in tl.static_range(PLACES):
             k = index * STEP + _depth_of(words_at, place, FORMAT)
-            x = _from_bits(tl.load(row + k, mask=k < depth, other=0))
-            part += x[:, None] * _factors(words, place, apart, FORMAT)
+            x = _from_bits(tl.load(row + k, mask=k < depth, other=0))[:, None]
+            part += x * _with_apart(_values(words, place, FORMAT), apart, FORMAT)
+            if HALVES == 2:
+                other_part += x * _with_apart(_values(other_words, place, FORMAT), other_apart, FORMAT)
         if _has_step_scale(FORMAT, GROUP):
             part *= _step_scale(block, step, index, FORMAT, GROUP)
+            if HALVES == 2:
+                other_part *= _step_scale(other_block, other_step, index, FORMAT, GROUP)
         total += part
-    return tl.sum(_of_block(total, block, FORMAT, GROUP), 0)
-
-
-@triton.jit
-def _operand(words, place, apart, FORMAT: tl.constexpr):
-    return _factors(words, place, apart, FORMAT).to(_OPERAND)
-
-
-@triton.jit
-def _unpacked(words, apart, FORMAT: tl.constexpr, STEP: tl.constexpr):
-    """The values of words [STEP / values in a word, 64] in depth order: _OPERAND [STEP, 64]."""
-    if _places(FORMAT) == 2:
-        both = tl.join(_operand(words, 0, apart, FORMAT), _operand(words, 1, apart, FORMAT))
-        return tl.reshape(tl.permute(both, (0, 2, 1)), (STEP, 64))
-    elif _places(FORMAT) == 4:
-        even = tl.join(_operand(words, 0, apart, FORMAT), _operand(words, 2, apart, FORMAT))
-        odd = tl.join(_operand(words, 1, apart, FORMAT), _operand(words, 3, apart, FORMAT))
-        if _code_bits(FORMAT) > 0:
-            streams = tl.reshape(tl.join(even, odd), (STEP // 16, 4, 64, 2, 2))
-            return tl.reshape(tl.permute(streams, (0, 3, 4, 1, 2)), (STEP, 64))
-        else:
-            return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (STEP, 64))
+        if HALVES == 2:
+            other_total += other_part
+    result = tl.sum(_of_block(total, block, FORMAT, GROUP), 0)
+    if HALVES == 2:
+        return result, tl.sum(_of_block(other_total, other_block, FORMAT, GROUP), 0)
     else:
-        fours = tl.join(_operand(words, 0, apart, FORMAT), _operand(words, 4, apart, FORMAT))
-        after = tl.join(_operand(words, 2, apart, FORMAT), _operand(words, 6, apart, FORMAT))
-        even = tl.join(fours, after)
-        fours = tl.join(_operand(words, 1, apart, FORMAT), _operand(words, 5, apart, FORMAT))
-        after = tl.join(_operand(words, 3, apart, FORMAT), _operand(words, 7, apart, FORMAT))
-        odd = tl.join(fours, after)
-        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (STEP, 64))
+        return result, result
+
+
+@triton.constexpr_function
+def _parts(FORMAT):
+    """Tiles into which ``_tile_values`` divides a step: two for 4-bit codes, of low and high nibbles."""
+    return 2 if VALUES_PER_WORD[FORMAT] == 8 else 1
+
+
+@triton.jit
+def _tile_depth(PART: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """The index within a step of each row of ``_tile_values``."""
+    STEP: tl.constexpr = _step(FORMAT, GROUP)
+    if _parts(FORMAT) == 2:
+        at = tl.arange(0, STEP // 2)
+        return at // 4 * 8 + at % 4 + PART * 4
+    else:
+        return tl.arange(0, STEP)
+
+
+@triton.jit
+def _tile_codes(block, step, index, block_words, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """The codes of a step as the tensor cores' rows, one or two to an element: [depth / codes in an element, 64].
+
+    Loaded element by element rather than word by word: taking words apart would move every value between threads. The
+    elements of a word are neighbours in memory, so that a thread still loads words.
+    """
+    PLACES: tl.constexpr = _places(FORMAT)
+    SCALES: tl.constexpr = _scale_words(FORMAT)
+    if _code_bits(FORMAT) > 0:
+        return _windows(block, index, block_words, FORMAT, GROUP)
+    else:
+        EACH: tl.constexpr = PLACES // _parts(FORMAT)  # elements in a word
+        at = tl.arange(0, _step(FORMAT, GROUP) // _parts(FORMAT))
+        word = at // EACH
+        offsets = word * (64 * EACH) + at % EACH
+        if SCALES > 0:
+            offsets += (word // (GROUP // PLACES) + 1) * (SCALES * EACH)
+        element: tl.constexpr = tl.int16 if FORMAT == "bf16" else tl.int8
+        return tl.load(step.to(tl.pointer_type(element)) + offsets[:, None] + tl.arange(0, 64)[None, :] * EACH)
+
+
+@triton.jit
+def _tile_values(codes, apart, PART: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """The values of ``_tile_codes``, or of its low or high nibbles: _OPERAND [depth / parts, 64]."""
+    if FORMAT == "bf16":
+        return _operand_from_bits(codes)
+    elif _code_bits(FORMAT) > 0:
+        return _trellis_values(codes, FORMAT, _step(FORMAT, GROUP))
+    elif FORMAT == "fp8":
+        return _small_float(codes.to(tl.int32) << 8, 1, 0x3F80).to(_OPERAND)
+    elif _parts(FORMAT) == 1:
+        return codes.to(tl.float32).to(_OPERAND)
+    else:
+        values = _nibble_value((codes.to(tl.int32) >> (PART * 4)) & 15, FORMAT)
+        return _with_apart(values, apart, FORMAT).to(_OPERAND)
+
+
+@triton.jit
+def _trellis_values(windows, FORMAT: tl.constexpr, STEP: tl.constexpr):
+    """The values of windows [STEP / 4, 64] in depth order: _OPERAND [STEP, 64]."""
+    even = tl.join(_values(windows, 0, FORMAT).to(_OPERAND), _values(windows, 2, FORMAT).to(_OPERAND))
+    odd = tl.join(_values(windows, 1, FORMAT).to(_OPERAND), _values(windows, 3, FORMAT).to(_OPERAND))
+    streams = tl.reshape(tl.join(even, odd), (STEP // 16, 4, 64, 2, 2))
+    return tl.reshape(tl.permute(streams, (0, 3, 4, 1, 2)), (STEP, 64))
+
+
+@triton.jit
+def _tile_product(
+    rows,
+    here,
+    depth,
+    codes,
+    block,
+    step,
+    index,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Rows times the codes of a step: float32 [ROWS, 64]."""
+    STEP: tl.constexpr = _step(FORMAT, GROUP)
+    apart = _apart(step, FORMAT, GROUP, STEP // _parts(FORMAT))
+    sums = tl.zeros((ROWS, 64), tl.float32)
+    for part in tl.static_range(_parts(FORMAT)):
+        k = index * STEP + _tile_depth(part, FORMAT, GROUP)
+        x = tl.load(rows[:, None] + k[None, :], mask=here[:, None] & (k < depth)[None, :], other=0)
+        sums = tl.dot(_operand_from_bits(x), _tile_values(codes, apart, part, FORMAT, GROUP), sums)
+    if _has_step_scale(FORMAT, GROUP):
+        sums *= _step_scale(block, step, index, FORMAT, GROUP)
+    return sums
 
 
 @triton.jit
@@ -447,20 +549,12 @@ def _rows_times_block(
     rows, here, depth, block, block_words, steps, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
     """Rows [ROWS] of pointers, masked by ``here``, times a block of columns: float32 [ROWS, 64]."""
-    STEP: tl.constexpr = _step(FORMAT, GROUP)
-    inside = tl.arange(0, STEP)
     first = _steps(block, block_words, depth, FORMAT)
     total = tl.zeros((ROWS, 64), tl.float32)
     for index in range(steps):
         step = first + index * _step_length(FORMAT, GROUP)
-        words = _words(block, step, index, block_words, FORMAT, GROUP)
-        values = _unpacked(words, _apart(step, FORMAT, GROUP), FORMAT, STEP)
-        k = index * STEP + inside
-        x = tl.load(rows[:, None] + k[None, :], mask=here[:, None] & (k < depth)[None, :], other=0)
-        part = tl.dot(_operand_from_bits(x), values)
-        if _has_step_scale(FORMAT, GROUP):
-            part *= _step_scale(block, step, index, FORMAT, GROUP)
-        total += part
+        codes = _tile_codes(block, step, index, block_words, FORMAT, GROUP)
+        total += _tile_product(rows, here, depth, codes, block, step, index, FORMAT, GROUP, ROWS)
     return _of_block(total, block, FORMAT, GROUP)
 
 
@@ -491,6 +585,7 @@ def gate_up_few(
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     HALVES: tl.constexpr = 2 if GATED else 1
     pair = tl.program_id(0).to(tl.int64)
@@ -505,12 +600,8 @@ def gate_up_few(
     first = split * each
     last = tl.minimum(first + each, steps)
     columns = block * 64 + tl.arange(0, 64)
-    gate = _row_times_block(row, depth, record + block * HALVES * block_words, block_words, first, last, FORMAT, GROUP)
-    up = gate
-    if GATED:
-        up = _row_times_block(
-            row, depth, record + (block * 2 + 1) * block_words, block_words, first, last, FORMAT, GROUP
-        )
+    start = record + block * HALVES * block_words
+    gate, up = _row_times_blocks(row, depth, start, block_words, first, last, FORMAT, GROUP, HALVES, STAGES)
     if SPLITS == 1:
         if BIAS:
             gate += _bias(record, bias_offset, columns, intermediate)
@@ -581,9 +672,12 @@ def down_few(
     record_words,
     offset,
     block_words,
+    bias_offset,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -597,8 +691,10 @@ def down_few(
     last = tl.minimum(first + each, steps)
     row = activated + pair * width
     start = record + offset + block * block_words
-    product = _row_times_block(row, intermediate, start, block_words, first, last, FORMAT, GROUP)
+    product, _ = _row_times_blocks(row, intermediate, start, block_words, first, last, FORMAT, GROUP, 1, STAGES)
     columns = block * 64 + tl.arange(0, 64)
+    if BIAS:
+        product += tl.where(split == 0, _bias(record, bias_offset, columns, hidden), 0.0)
     to = products + (split.to(tl.int64) * pairs + pair) * hidden + columns
     tl.store(to, product, mask=columns < hidden)
 
@@ -607,13 +703,14 @@ def down_few(
 
 
 @triton.jit
-def _tile(order, starts, tile_experts, tile_rows, experts, ROWS: tl.constexpr):
-    """(expert or ``experts``, pairs [ROWS], mask) of this program's tile."""
+def _tile(order, starts, tile_experts, tile_rows, table, experts, ROWS: tl.constexpr):
+    """(slot or -1, pairs [ROWS], mask) of this program's tile."""
     tile = tl.program_id(0)
     expert = tl.load(tile_experts + tile)
     at = tl.load(tile_rows + tile) + tl.arange(0, ROWS)
     here = at < tl.load(starts + expert + 1, mask=expert < experts, other=0)
-    return expert, tl.load(order + at, mask=here, other=0), here
+    slot = tl.load(table + expert, mask=expert < experts, other=-1)
+    return slot, tl.load(order + at, mask=here, other=0), here
 
 
 @triton.jit
@@ -643,10 +740,10 @@ def gate_up_many(
     ROWS: tl.constexpr,
 ):
     HALVES: tl.constexpr = 2 if GATED else 1
-    expert, pairs, here = _tile(order, starts, tile_experts, tile_rows, experts, ROWS)
-    if expert >= experts:
+    slot, pairs, here = _tile(order, starts, tile_experts, tile_rows, table, experts, ROWS)
+    if slot < 0:
         return
-    record = records + tl.load(table + expert).to(tl.int64) * record_words
+    record = records + slot.to(tl.int64) * record_words
     rows = x + pairs // top_k * depth
     block = tl.program_id(1)
     columns = block * 64 + tl.arange(0, 64)
@@ -682,14 +779,16 @@ def down_many(
     record_words,
     offset,
     block_words,
+    bias_offset,
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    expert, pairs, here = _tile(order, starts, tile_experts, tile_rows, experts, ROWS)
-    if expert >= experts:
+    slot, pairs, here = _tile(order, starts, tile_experts, tile_rows, table, experts, ROWS)
+    if slot < 0:
         return
-    record = records + tl.load(table + expert).to(tl.int64) * record_words
+    record = records + slot.to(tl.int64) * record_words
     block = tl.program_id(1)
     columns = block * 64 + tl.arange(0, 64)
     product = _rows_times_block(
@@ -703,6 +802,8 @@ def down_many(
         GROUP,
         ROWS,
     )
+    if BIAS:
+        product += _bias(record, bias_offset, columns, hidden)[None, :]
     to = products + pairs[:, None] * hidden + columns[None, :]
     tl.store(to, product, mask=here[:, None] & (columns < hidden)[None, :])
 
@@ -716,43 +817,44 @@ def reduce(
     ids,
     weights,  # float32 [pairs]
     table,
-    records,
     out,  # [tokens, hidden]
     pairs,
     top_k,
     experts,
     hidden,
-    record_words,
-    bias_offset,
-    BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     SENTINELS: tl.constexpr,
-    BITS: tl.constexpr,  # `out` is bits of bf16
+    ADD: tl.constexpr,  # to what ``out`` holds
+    BITS: tl.constexpr,  # ``out`` is bits of bf16
+    CHOICES: tl.constexpr,  # top_k, rounded up to a power of two
     COLUMNS: tl.constexpr,
 ):
-    """out = sum over a token's choices, in their order. An id outside [0, experts) makes the token NaN: kernels cannot
-    raise."""
+    """out = sum over a token's choices, in an order that depends on their number alone.
+
+    An id outside [0, experts) makes the token NaN: kernels cannot raise.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < hidden
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for choice in range(top_k):
-        pair = token * top_k + choice
-        expert = tl.load(ids + pair)
-        slot = _slot_of(ids, table, pair, experts)
-        if slot >= 0:
-            product = tl.load(products + pair * hidden + columns, mask=inside, other=0.0)
-            for split in tl.static_range(1, SPLITS):
-                product += tl.load(products + (split * pairs + pair) * hidden + columns, mask=inside, other=0.0)
-            if BIAS:
-                record = records + slot.to(tl.int64) * record_words
-                product += _bias(record, bias_offset, columns, hidden)
-            total += tl.load(weights + pair) * product
-        known = expert >= 0
-        if not SENTINELS:
-            known = known & (expert < experts)
-        total = tl.where(known, total, float("nan"))
+    # All choices at once: one after the other, each would wait for its id, its slot and its product in turn.
+    choice = tl.arange(0, CHOICES)
+    pair = token * top_k + choice
+    expert = tl.load(ids + pair, mask=choice < top_k, other=0)
+    known = expert >= 0
+    if not SENTINELS:
+        known = known & (expert < experts)
+    here = (choice < top_k) & (expert >= 0) & (expert < experts)
+    here = here & (tl.load(table + expert, mask=here, other=-1) >= 0)
+    product = tl.zeros((CHOICES, COLUMNS), tl.float32)
+    for split in tl.static_range(SPLITS):
+        part = products + (split * pairs + pair)[:, None] * hidden + columns[None, :]
+        product += tl.load(part, mask=here[:, None] & inside[None, :], other=0.0)
+    weight = tl.load(weights + pair, mask=here, other=0.0)
+    total = tl.sum(tl.where(here[:, None], weight[:, None] * product, 0.0), 0)
     to = out + token * hidden + columns
+    if ADD:
+        total += tl.load(to, mask=inside, other=0.0)
+    total = tl.where(tl.min(known.to(tl.int32), 0) > 0, total, float("nan"))
     if BITS:
         tl.store(to, _to_bits(total), mask=inside)
     else:
@@ -771,20 +873,41 @@ def experts(
     are not there add nothing. Ids outside [0, experts) make their token NaN, unless they are ``sentinels``, which add
     nothing.
     """
-    record = layer.record
-    tokens, top_k = topk_ids.shape
-    out = torch.empty((tokens, record.hidden), dtype=dtype, device=x.device)
-    if topk_ids.numel() == 0:
-        return out.zero_()
-    rows = x.to(torch.bfloat16).contiguous().view(torch.int16)
-    ids = topk_ids.to(torch.int64).contiguous()
-    weights = topk_weights.to(torch.float32).contiguous()
-    each = max(1, layer.workspace // (top_k * (4 * record.hidden + 2 * _width(record))))
-    with torch.cuda.device_of(x):
-        for begin in range(0, tokens, each):
-            part = slice(begin, begin + each)
-            _experts_chunk(rows[part], ids[part], weights[part], layer, sentinels, out[part])
-    return out
+    return DeviceForward(x, topk_ids, topk_weights, layer, sentinels).compute(dtype)
+
+
+class DeviceForward:
+    """The rows of a forward, grouped by expert once for all records that they are multiplied with: those of ``layer``,
+    and those of a prompt's experts as they arrive."""
+
+    def __init__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer: DeviceLayer, sentinels: bool) -> None:
+        self._layer, self._sentinels = layer, sentinels
+        (tokens, top_k), record = topk_ids.shape, layer.record
+        rows = x.to(torch.bfloat16).contiguous().view(torch.int16)
+        ids = topk_ids.to(torch.int64).contiguous()
+        weights = topk_weights.to(torch.float32).contiguous()
+        each = max(1, layer.workspace // max(1, top_k * (4 * record.hidden + 2 * _width(record))))
+        parts = [slice(begin, begin + each) for begin in range(0, tokens, each)] if topk_ids.numel() else []
+        self._shape, self._device = (tokens, record.hidden), x.device
+        with torch.cuda.device_of(x):
+            self._chunks = [(part, _Chunk(rows[part], ids[part], weights[part], layer.table.numel())) for part in parts]
+
+    def compute(self, dtype: torch.dtype) -> Tensor:
+        """What the experts of the layer add: [tokens, hidden]."""
+        if not self._chunks:
+            return torch.zeros(self._shape, dtype=dtype, device=self._device)
+        out = torch.empty(self._shape, dtype=dtype, device=self._device)
+        self._compute(self._layer.record, self._layer.records, self._layer.table, out, False)
+        return out
+
+    def add(self, record: DeviceRecord, records: Tensor, table: Tensor, out: Tensor) -> None:
+        """Add to ``out``, float32 [tokens, hidden], the part of the experts that ``table`` finds in ``records``."""
+        self._compute(record, records, table, out, True)
+
+    def _compute(self, record: DeviceRecord, records: Tensor, table: Tensor, out: Tensor, add: bool) -> None:
+        with torch.cuda.device_of(out):
+            for part, chunk in self._chunks:
+                chunk.compute(record, records.view(torch.int32), table, self._sentinels, out[part], add)
 
 
 def _width(record: DeviceRecord) -> int:
@@ -792,91 +915,116 @@ def _width(record: DeviceRecord) -> int:
     return triton.cdiv(record.intermediate, BLOCK_COLUMNS) * BLOCK_COLUMNS
 
 
-def _experts_chunk(x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, sentinels: bool, out: Tensor) -> None:
-    experts, record = layer.table.numel(), layer.record
-    activated = torch.empty((ids.numel(), _width(record)), dtype=torch.int16, device=x.device)
-    compute = _many if launches.uses_tiles(ids.numel(), experts) else _few
-    products = compute(x, ids, layer, activated)
-    tokens, top_k = ids.shape
-    bits = out.dtype == torch.bfloat16
-    to = out.view(torch.int16) if bits else out
-    tensors = products, ids, weights, layer.table, layer.records.view(torch.int32), to
-    sizes = ids.numel(), top_k, experts, record.hidden, record.words, record.down_bias
-    how = {"BIAS": record.bias, "SPLITS": products.size(0), "SENTINELS": sentinels, "BITS": bits}
-    grid = tokens, triton.cdiv(record.hidden, REDUCE_COLUMNS)
-    reduce[grid](*tensors, *sizes, **how, COLUMNS=REDUCE_COLUMNS, **_options(launches.ELEMENTWISE))
+class _Chunk:
+    """As many tokens as the workspace has room for."""
+
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> None:
+        self._x, self._ids, self._weights, self._experts = x, ids, weights, experts
+        self._rows = launches.tile_rows(ids.numel(), experts) if launches.uses_tiles(ids.numel(), experts) else 0
+        self._grouping = _group(ids.view(-1), experts, self._rows) if self._rows else None
+
+    def compute(
+        self, record: DeviceRecord, records: Tensor, table: Tensor, sentinels: bool, out: Tensor, add: bool
+    ) -> None:
+        tokens, top_k = self._ids.shape
+        activated = torch.empty((tokens * top_k, _width(record)), dtype=torch.int16, device=self._x.device)
+        compute = self._few if self._grouping is None else self._many
+        products = compute(record, records, table, activated)
+        bits = out.dtype == torch.bfloat16
+        to = out.view(torch.int16) if bits else out
+        reduce[tokens, triton.cdiv(record.hidden, REDUCE_COLUMNS)](
+            products,
+            self._ids,
+            self._weights,
+            table,
+            to,
+            tokens * top_k,
+            top_k,
+            self._experts,
+            record.hidden,
+            SPLITS=products.size(0),
+            SENTINELS=sentinels,
+            ADD=add,
+            BITS=bits,
+            CHOICES=triton.next_power_of_2(top_k),
+            COLUMNS=REDUCE_COLUMNS,
+            **_options(launches.ELEMENTWISE),
+        )
+
+    def _few(self, record: DeviceRecord, records: Tensor, table: Tensor, activated: Tensor) -> Tensor:
+        """Fills ``activated`` [pairs, width]; returns products [splits, pairs, hidden]."""
+        gate_up, down = (_of_few(format) for format in (record.gate_up_format, record.down_format))
+        (pairs, width), experts, device = activated.shape, self._experts, activated.device
+        place = self._ids, table, records
+        group = {"GROUP": record.group_size, "BIAS": record.bias}
+        how = {"ACTIVATION": record.activation, "GATED": record.gated}
+
+        sizes: tuple[int, ...]
+        blocks = width // BLOCK_COLUMNS
+        splits = launches.splits(pairs, blocks * record.halves, record.hidden)
+        partial = torch.empty((splits, pairs, record.halves, width), dtype=torch.float32, device=device)
+        sizes = (
+            pairs,
+            self._ids.size(1),
+            experts,
+            record.hidden,
+            record.intermediate,
+            width,
+            record.steps(record.hidden),
+        )
+        offsets = record.words, record.gate_up_block, record.gate_up_bias
+        gate_up_few[pairs, blocks, splits](
+            self._x, *place, activated, partial, *sizes, *offsets, SPLITS=splits, **group, **how, **gate_up
+        )
+        if splits > 1:
+            sizes = pairs, experts, record.intermediate, width, record.words, record.gate_up_bias
+            how |= {"BIAS": record.bias, "SPLITS": splits, **_options(launches.ELEMENTWISE)}
+            activate_splits[pairs, blocks](*place, partial, activated, *sizes, **how)
+
+        blocks = triton.cdiv(record.hidden, BLOCK_COLUMNS)
+        splits = launches.splits(pairs, blocks, record.intermediate)
+        products = torch.empty((splits, pairs, record.hidden), dtype=torch.float32, device=device)
+        sizes = pairs, experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
+        at = record.words, record.down, record.down_block, record.down_bias
+        down_few[pairs, blocks, splits](activated, *place, products, *sizes, *at, SPLITS=splits, **group, **down)
+        return products
+
+    def _many(self, record: DeviceRecord, records: Tensor, table: Tensor, activated: Tensor) -> Tensor:
+        """Fills ``activated`` [pairs, width]; returns products [1, pairs, hidden]."""
+        gate_up = {"FORMAT": record.gate_up_format, **_options(launches.MANY[record.gate_up_format])}
+        down = {"FORMAT": record.down_format, **_options(launches.MANY[record.down_format])}
+        (pairs, width), experts = activated.shape, self._experts
+        assert self._grouping is not None
+        tiles = self._grouping[-1].numel()
+        place = *self._grouping, table, records
+        tile = {"GROUP": record.group_size, "BIAS": record.bias, "ROWS": self._rows}
+        how = {"ACTIVATION": record.activation, "GATED": record.gated}
+
+        sizes: tuple[int, ...] = (
+            self._ids.size(1),
+            experts,
+            record.hidden,
+            record.intermediate,
+            width,
+            record.steps(record.hidden),
+        )
+        offsets = record.words, record.gate_up_block, record.gate_up_bias
+        grid = tiles, width // BLOCK_COLUMNS
+        gate_up_many[grid](self._x, *place, activated, *sizes, *offsets, **tile, **how, **gate_up)
+
+        products = torch.empty((1, pairs, record.hidden), dtype=torch.float32, device=activated.device)
+        sizes = experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
+        at = record.words, record.down, record.down_block, record.down_bias
+        grid = tiles, triton.cdiv(record.hidden, BLOCK_COLUMNS)
+        down_many[grid](activated, *place, products, *sizes, *at, **tile, **down)
+        return products
 
 
-def _few(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tensor:
-    """Fills ``activated`` [pairs, width]; returns products [splits, pairs, hidden]."""
-    record = layer.record
-    gate_up = {"FORMAT": record.gate_up_format, **_options(launches.FEW[record.gate_up_format])}
-    down = {"FORMAT": record.down_format, **_options(launches.FEW[record.down_format])}
-    (pairs, width), experts = activated.shape, layer.table.numel()
-    place = ids, layer.table, layer.records.view(torch.int32)
-    group = {"GROUP": record.group_size}
-    how = {"ACTIVATION": record.activation, "GATED": record.gated, "BIAS": record.bias}
-
-    sizes: tuple[int, ...]
-    blocks = width // BLOCK_COLUMNS
-    splits = launches.splits(pairs, blocks * record.halves, record.hidden)
-    partial = torch.empty((splits, pairs, record.halves, width), dtype=torch.float32, device=x.device)
-    sizes = pairs, ids.size(1), experts, record.hidden, record.intermediate, width, record.steps(record.hidden)
-    offsets = record.words, record.gate_up_block, record.gate_up_bias
-    how["SPLITS"] = splits
-    gate_up_few[pairs, blocks, splits](x, *place, activated, partial, *sizes, *offsets, **group, **how, **gate_up)
-    if splits > 1:
-        sizes = pairs, experts, record.intermediate, width, record.words, record.gate_up_bias
-        activate_splits[pairs, blocks](*place, partial, activated, *sizes, **how, **_options(launches.ELEMENTWISE))
-
-    blocks = triton.cdiv(record.hidden, BLOCK_COLUMNS)
-    splits = launches.splits(pairs, blocks, record.intermediate)
-    products = torch.empty((splits, pairs, record.hidden), dtype=torch.float32, device=x.device)
-    sizes = pairs, experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
-    offsets = record.words, record.down, record.down_block
-    down_few[pairs, blocks, splits](activated, *place, products, *sizes, *offsets, SPLITS=splits, **group, **down)
-    return products
-
-
-def _many(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tensor:
-    """Fills ``activated`` [pairs, width]; returns products [1, pairs, hidden]."""
-    record = layer.record
-    gate_up = {"FORMAT": record.gate_up_format, **_options(launches.MANY[record.gate_up_format])}
-    down = {"FORMAT": record.down_format, **_options(launches.MANY[record.down_format])}
-    (pairs, width), experts = activated.shape, layer.table.numel()
-    rows = launches.tile_rows(pairs, experts)
-    grouping = _group(ids.view(-1), layer.table, rows)
-    tiles = grouping[-1].numel()
-    place = *grouping, layer.table, layer.records.view(torch.int32)
-    tile = {"GROUP": record.group_size, "ROWS": rows}
-    how = {"ACTIVATION": record.activation, "GATED": record.gated, "BIAS": record.bias}
-
-    sizes: tuple[int, ...] = (
-        ids.size(1),
-        experts,
-        record.hidden,
-        record.intermediate,
-        width,
-        record.steps(record.hidden),
-    )
-    offsets = record.words, record.gate_up_block, record.gate_up_bias
-    grid = tiles, width // BLOCK_COLUMNS
-    gate_up_many[grid](x, *place, activated, *sizes, *offsets, **tile, **how, **gate_up)
-
-    products = torch.empty((1, pairs, record.hidden), dtype=torch.float32, device=x.device)
-    sizes = experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
-    offsets = record.words, record.down, record.down_block
-    grid = tiles, triton.cdiv(record.hidden, BLOCK_COLUMNS)
-    down_many[grid](activated, *place, products, *sizes, *offsets, **tile, **down)
-    return products
-
-
-def _group(ids: Tensor, table: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _group(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """order, starts, tile_experts and tile_rows for gate_up_many, with as many tiles as the worst routing needs."""
-    experts, device = table.numel(), ids.device
+    device = ids.device
     known = (ids >= 0) & (ids < experts)
-    here = known & (table[ids.clamp(0, experts - 1)] >= 0)
-    grouped, order = torch.sort(torch.where(here, ids, experts), stable=True)
+    grouped, order = torch.sort(torch.where(known, ids, experts), stable=True)
     starts = torch.searchsorted(grouped, torch.arange(experts + 1, device=device))
     tiles = (starts[1:] - starts[:-1] + rows - 1) // rows
     ends = tiles.cumsum(0)
@@ -885,6 +1033,11 @@ def _group(ids: Tensor, table: Tensor, rows: int) -> tuple[Tensor, Tensor, Tenso
     known_experts = tile_experts.clamp(max=experts - 1)
     tile_rows = starts[known_experts] + (tile - (ends - tiles)[known_experts]) * rows
     return order, starts, tile_experts, tile_rows
+
+
+def _of_few(format: str) -> dict[str, int | bool | str]:
+    launch = launches.FEW[format]
+    return {"FORMAT": format, "STAGES": launch.stages, **_options(launch)}
 
 
 def _options(launch: Launch) -> dict[str, int | bool]:

@@ -45,17 +45,30 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
         how = {"ACTIVATION": activation, "GATED": gated, "BIAS": index % 2 == 0}
         many = launches.MANY[format]
         found += [
-            (kernels.gate_up_few, shape | how | {"SPLITS": 1 + 3 * (index % 2)}, few),
+            (kernels.gate_up_few, shape | how | {"SPLITS": 1 + 3 * (index % 2), "STAGES": few.stages}, few),
             (kernels.gate_up_many, shape | how | {"ROWS": launches.TILE_ROWS[0]}, many),
             (kernels.gate_up_many, shape | how | {"GATED": True, "ROWS": most}, many),
         ]
         apart = groups if format == "fp8" else groups[:1]  # its scales are elsewhere in each
-        found += [(kernels.down_few, {"FORMAT": format, "GROUP": each, "SPLITS": 1}, few) for each in apart]
-        found += [(kernels.down_many, {"FORMAT": format, "GROUP": each, "ROWS": most}, many) for each in groups]
+        found += [
+            (kernels.down_few, {"FORMAT": format, "GROUP": each, "SPLITS": 1, "STAGES": few.stages}, few)
+            for each in apart
+        ]
+        found += [
+            (kernels.down_many, {"FORMAT": format, "GROUP": each, "BIAS": index % 2 == 0, "ROWS": most}, many)
+            for each in groups
+        ]
     for activation in ACTIVATIONS:
         split = {"ACTIVATION": activation, "GATED": True, "BIAS": True, "SPLITS": 4}
         found.append((kernels.activate_splits, split, launches.ELEMENTWISE))
-    last = {"BIAS": True, "SPLITS": 3, "SENTINELS": False, "BITS": True, "COLUMNS": launches.REDUCE_COLUMNS}
+    last = {
+        "SPLITS": 3,
+        "SENTINELS": False,
+        "ADD": False,
+        "BITS": True,
+        "CHOICES": 8,
+        "COLUMNS": launches.REDUCE_COLUMNS,
+    }
     found.append((kernels.reduce, last, launches.ELEMENTWISE))
     return found
 
