@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import _C
+from ..hf.generation_compat import given_cache
 from ..hf.torch_compat import is_tracing
 from ..models.tables import OF_TOKENS
 from .tables import MeshEmbedding
@@ -48,7 +49,7 @@ def _request_rows(decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ids = next((each for each in given if isinstance(each, torch.Tensor)), None)
     if ids is None or ids.numel() > _C.MAX_DECODE_ROWS or is_tracing():
         return
-    cache = kwargs.get("cache")
+    cache = given_cache(kwargs)
     with torch.no_grad():
         for module in decoder._mesh_early_rows:
             type(module).forward(_Requesting(module), ids, None if cache is None else _Unchanged(cache))
