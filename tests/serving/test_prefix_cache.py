@@ -147,22 +147,27 @@ def _layers(given: DynamicCache) -> dict[str, Tensor]:
     return cache_state.rows(given, False) | cache_state.rows(given, True) | cache_state.states(given)
 
 
+@pytest.mark.parametrize("ends_block", [False, True])
 @MODELS
 def test_another_process_goes_on_where_one_has_ended(
-    make: Make, opened: Callable[..., KeptKeys], rng: np.random.Generator
+    make: Make, ends_block: bool, opened: Callable[..., KeptKeys], rng: np.random.Generator
 ) -> None:
     model = _model(make)
     first = opened(model)
-    tokens = _some(rng, 3 * BLOCK + int(rng.integers(1, BLOCK)))
+    # The answer adds 8 tokens. Where these do not end a block, what is asked first ends well within that block, too.
+    tokens = _some(rng, 3 * BLOCK + (BLOCK - 8 if ends_block else int(rng.integers(1, BLOCK - 24))))
     answer = _ask(first.generate, tokens)
     assert torch.equal(answer, _ask(model.generate, tokens))
     first.prefixes.flush()
     second = opened(model)
+    known = len(answer) - 1  # the last token has no keys yet
     for more in (_some(rng, 5), _some(rng, 80)):
         prompt = torch.cat([answer, more])
         before = second.counts.prefixes.tokens
         assert torch.equal(_ask(second.generate, prompt), _ask(model.generate, prompt))
-        assert second.counts.prefixes.tokens - before == len(answer) - 1  # the last token has no keys yet
+        assert second.counts.prefixes.tokens - before == known
+        second.prefixes.flush()
+        known += ends_block  # a whole block is found by every prompt that has it, and the last token has its keys now
     assert second.counts.prefixes.hits == 2
     assert second.counts.prefixes.read_bytes > 0 and first.counts.prefixes.written_bytes > 0
 
