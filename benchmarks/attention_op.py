@@ -1,9 +1,9 @@
 """Claim: attention of a decode step over a cache of 2,048 tokens is at least 3 x as fast as transformers' attention
 under torch.compile, in bf16 and fp32.
 
-Heads as in Qwen3-30B-A3B: 32 of queries, 4 of keys, 128 wide. torch's ``scaled_dot_product_attention`` is called as
-transformers does: under torch.compile keys and values are repeated for each query head; in eager mode query heads that
-share a key head are packed into rows.
+The heads are those of Qwen3-30B-A3B: 32 query heads and 4 key heads of 128 values. torch's
+``scaled_dot_product_attention`` is called as in transformers: under torch.compile keys and values are repeated for each
+query head; in eager mode query heads that share a key head are packed into rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Claim: none; shows when reads through the page cache (`io="buffered"`) are faster than direct ones (`io="auto"`).
 
-A process in a memory group of its own computes the experts of a model token by token, with replayed synthetic routing.
-Its pool holds the same experts either way. Memory outside the pool has room for none, half or all of the other records,
-which only the page cache can use. Needs root.
+A process in its own memory group computes the experts of a model token by token, with replayed synthetic routing. Its
+pool holds the same experts with both settings. Outside the pool there is memory for none, half or all of the other
+records, which only the page cache can use. Needs root.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTENDERS = ("auto", "buffered")
 
 
 def worker(request_path: str, result_path: str) -> None:
-    """Prints nothing; leaves the seconds of each token, and what was read from the disk for the measured ones."""
+    """Write a JSON file with the seconds of each token and the bytes read from the disk for the measured tokens."""
     import torch
     from op_layer import store_engine
 
@@ -87,25 +87,28 @@ def run(request: dict[str, Any], limit: int, *, cold: bool = True) -> dict[str, 
         return {**json.loads(result_path.read_text()), "group_peak": peak, "limit": limit}
 
 
-def session_of(io: str, request: dict[str, Any], rest: int, own: int, outside: float) -> dict[str, Any]:
-    return run(request | {"io": io}, own + MARGIN + int(outside * rest))
+def run_session(
+    io: str, request: dict[str, Any], other_bytes: int, process_bytes: int, outside: float
+) -> dict[str, Any]:
+    return run(request | {"io": io}, process_bytes + MARGIN + int(outside * other_bytes))
 
 
 def measure(options: Any) -> Report:
     path = options.store or synthetic.store(options.dir, synthetic.Shape(), "int4")
     manifest = open_store(path).manifest
-    every, record = manifest.shape.layers * manifest.shape.experts, manifest.record_bytes
-    slots = max(TOP_K, int(options.resident * every))
+    expert_count, record = manifest.shape.layers * manifest.shape.experts, manifest.record_bytes
+    slots = max(TOP_K, int(options.resident * expert_count))
     request = {"store": str(path), "threads": options.threads, "warm_up": options.warm_up, "measured": options.tokens}
     request["slots"] = slots
-    own = run(request | {"warm_up": 1, "measured": 1, "io": "auto"}, 1 << 40)["group_peak"]
-    rest = (every - slots) * record
+    process_bytes = run(request | {"warm_up": 1, "measured": 1, "io": "auto"}, 1 << 40)["group_peak"]
+    other_bytes = (expert_count - slots) * record
     report = Report(
-        f"{slots} of {every} experts in the pool, {rest / 1e9:.2f} GB besides, read directly and through the page cache"
+        f"{slots} of {expert_count} experts in the pool, {other_bytes / 1e9:.2f} GB outside it, read directly and "
+        "through the page cache"
     )
     runs: dict[str, Any] = {}
     for outside in options.outside:
-        contenders = {io: partial(session_of, io, request, rest, own, outside) for io in CONTENDERS}
+        contenders = {io: partial(run_session, io, request, other_bytes, process_bytes, outside) for io in CONTENDERS}
         results = harness.interleave(contenders, options.rounds)
         runs[str(outside)] = results
         seconds = {
@@ -121,8 +124,8 @@ def measure(options: Any) -> Report:
         report.add(Row(f"hit rate, {name}", 100 * results["buffered"][0]["hits"], "%"))
     report.notes += [
         (
-            f"limit = {own / 1e6:.0f} MB of the process with its pool + {MARGIN >> 20} MiB + the fraction x "
-            f"{rest / 1e9:.2f} GB"
+            f"limit = {process_bytes / 1e6:.0f} MB of the process with its pool + {MARGIN >> 20} MiB + the fraction x "
+            f"{other_bytes / 1e9:.2f} GB"
         ),
         (
             f"{options.tokens} timed tokens after {options.warm_up}; tokens share 39 % of their experts with the "
@@ -142,11 +145,15 @@ def main() -> int:
     arguments = harness.parser(__doc__)
     harness.add_dir(arguments)
     arguments.add_argument(
-        "--store", type=Path, help="a converted folder (default: the 4-layer int4 one, made if need be)"
+        "--store", type=Path, help="a converted folder (default: the 4-layer int4 store, created if missing)"
     )
     arguments.add_argument("--resident", type=float, default=0.4, help="fraction of the experts in the pool")
     arguments.add_argument(
-        "--outside", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="fractions of the other records with memory"
+        "--outside",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.5, 1.0],
+        help="fractions of the other records that fit into memory",
     )
     arguments.add_argument("--rounds", type=int, default=1)
     arguments.add_argument("--tokens", type=int, default=96)

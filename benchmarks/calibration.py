@@ -1,9 +1,10 @@
 """Claim: calibration removes a sixth or more of the effect of rounding mesh-tiny's experts to 4, 3 and 2 bits.
 
 "Divergence" is the Kullback-Leibler divergence of each token's prediction by the engine from that by the unpatched
-model, in thousandths of a nat. Perplexity, which is shown too, may fall by chance when a model gets worse. Records are
+model, in thousandths of a nat. Perplexity is shown too. It may fall by chance when a model gets worse. Records are
 calibrated on every other document of tests/data/text, prose and code, and measured on the first of the others; "prose
-alone" is calibrated without code, to show the value of text of another kind. Both models of a pair run in one process.
+alone" is calibrated without code, which shows the effect of text of another kind. Both models of a pair run in one
+process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ KINDS = ("prose", "code")
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of documents: log probabilities [tokens, vocabulary] of each, and the tokens that came."""
+    """The log probabilities [tokens, vocabulary] and the actual next tokens of each document."""
 
     log_probabilities: list[torch.Tensor]
     targets: list[torch.Tensor]
@@ -53,27 +54,27 @@ class Predictions:
         return math.exp(torch.cat(losses).mean().item())
 
     def divergence(self, other: Predictions) -> float:
-        """Of ``other`` from these, a thousandth of a nat for each token."""
+        """Divergence of ``other`` from these predictions, in thousandths of a nat per token."""
         each = [
-            (mine.exp() * (mine - its)).sum(1)
-            for mine, its in zip(self.log_probabilities, other.log_probabilities, strict=True)
+            (log_p.exp() * (log_p - log_q)).sum(1)
+            for log_p, log_q in zip(self.log_probabilities, other.log_probabilities, strict=True)
         ]
         return 1000 * torch.cat(each).mean().item()
 
 
 @torch.inference_mode()
 def predict(model: PreTrainedModel, documents: Sequence[torch.Tensor]) -> Predictions:
-    made = [model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1) for ids in documents]
-    return Predictions(made, [ids[0, 1:] for ids in documents])
+    outputs = [model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1) for ids in documents]
+    return Predictions(outputs, [ids[0, 1:] for ids in documents])
 
 
-def split_text(folder: Path, kinds: Sequence[str], to: Path) -> Path:
-    """Every other document of the kinds, in a file of its own."""
+def split_text(folder: Path, kinds: Sequence[str], output: Path) -> Path:
+    """Write every other document of ``kinds`` to the file ``output``."""
     lines = [(folder / f"{kind}.jsonl").read_text().splitlines()[1::2] for kind in kinds]
-    shortest = min(map(len, lines))  # in turn, so that the first tokens are of every kind
-    mixed = [line for turn in zip(*lines, strict=False) for line in turn]
-    to.write_text("\n".join(mixed + [line for each in lines for line in each[shortest:]]) + "\n")
-    return to
+    shortest = min(map(len, lines))  # alternating, so that the first tokens include every kind
+    mixed = [line for group in zip(*lines, strict=False) for line in group]
+    output.write_text("\n".join(mixed + [line for each in lines for line in each[shortest:]]) + "\n")
+    return output
 
 
 def held_out(path: Path, tokenizer: Any, count: int, length: int) -> list[torch.Tensor]:
@@ -82,7 +83,7 @@ def held_out(path: Path, tokenizer: Any, count: int, length: int) -> list[torch.
 
 
 def bits(weights: str, group_size: int) -> float:
-    """Per weight of an expert of Qwen3-30B-A3B."""
+    """Bits per weight of an expert of Qwen3-30B-A3B."""
     return 8 * _C.record_bytes(weights, group_size, 2048, 768, True, False) / (3 * 2048 * 768)
 
 
@@ -97,7 +98,7 @@ def measure(options: Any) -> Report:
     report = Report(f"Divergence of {options.model.name} from its unpatched self over {count} tokens")
     for kind in KINDS:
         report.add(Row(f"perplexity of {kind}, unpatched", exact[kind].perplexity, ""))
-    points = report.details["points"] = {}  # of figure.py
+    points = report.details["points"] = {}  # read by figure.py
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         mixed = split_text(options.text, KINDS, folder / "mixed.jsonl")
@@ -117,7 +118,7 @@ def measure(options: Any) -> Report:
                 model = AutoModelForCausalLM.from_pretrained(store.folder, quantization_config=config)
                 return {kind: predict(model, ids) for kind, ids in texts.items()}
 
-            plain, calibrated, of_prose = run(None), run(mixed), run(prose)
+            plain, calibrated, prose_calibrated = run(None), run(mixed), run(prose)
             points[f"{weights} g{group_size}"] = {
                 "bits": bits(weights, group_size),
                 "plain": mean_divergence(exact, plain),
@@ -129,7 +130,7 @@ def measure(options: Any) -> Report:
                 exact,
                 plain,
                 calibrated,
-                of_prose,
+                prose_calibrated,
             )
     report.notes.append(f"calibrated on at most {options.tokens} tokens")
     return report
@@ -145,13 +146,13 @@ def add_rows(
     exact: dict[str, Predictions],
     plain: dict[str, Predictions],
     calibrated: dict[str, Predictions],
-    of_prose: dict[str, Predictions],
+    prose_calibrated: dict[str, Predictions],
 ) -> None:
     for kind in KINDS:
         before = exact[kind].divergence(plain[kind])
         row = f"{name}, {kind}"
         report.add(Row(row, exact[kind].divergence(calibrated[kind]), "", "plain", before, at_most=0.84))
-        report.add(Row(f"{row}, of prose alone", exact[kind].divergence(of_prose[kind]), "", "plain", before))
+        report.add(Row(f"{row}, of prose alone", exact[kind].divergence(prose_calibrated[kind]), "", "plain", before))
         report.add(Row(f"{row}, perplexity", calibrated[kind].perplexity, "", "plain", plain[kind].perplexity))
 
 
@@ -159,9 +160,11 @@ def main() -> int:
     arguments = harness.parser(__doc__)
     arguments.add_argument("--model", type=Path, default=perplexity.ROOT / "examples" / "mesh-tiny")
     arguments.add_argument("--text", type=Path, default=perplexity.ROOT / "tests" / "data" / "text")
-    arguments.add_argument("--documents", type=int, default=8, help="of each kind, that are measured")
-    arguments.add_argument("--length", type=int, default=512, help="tokens of each, at most")
-    arguments.add_argument("--tokens", type=int, default=CALIBRATE_TOKENS, help="to calibrate on, at most")
+    arguments.add_argument("--documents", type=int, default=8, help="measured documents of each kind")
+    arguments.add_argument("--length", type=int, default=512, help="maximum tokens of a document")
+    arguments.add_argument(
+        "--tokens", type=int, default=CALIBRATE_TOKENS, help="maximum tokens of the calibration text"
+    )
     options = arguments.parse_args()
     return measure(options).finish(options.json)
 

@@ -1,4 +1,4 @@
-"""Experts in random codes and scales, as in checkpoints of other tools, packed to the records that hold them."""
+"""Pack experts of random codes and scales, as in other tools' checkpoints, into records."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def pack_random_codes(
     gated: bool = True,
     biases: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """One record; ``std`` is about that of the weights: of gate and up, and of down. ``biases`` (fp32) by 'gate_bias',
-    'up_bias', 'down_bias'."""
-    of_inputs, of_down = std if isinstance(std, tuple) else (std, std)
+    """Return one record, uint8. ``std`` is the approximate standard deviation of the weights, or a pair: of gate and
+    up, and of down. ``biases`` (fp32) have the keys 'gate_bias', 'up_bias' and 'down_bias'."""
+    input_std, down_std = std if isinstance(std, tuple) else (std, std)
     pieces: list[bytes] = []
     views: dict[str, Any] = {}
     for part in ("gate", "up", "down") if gated else ("up", "down"):
         rows, columns = (hidden, intermediate) if part == "down" else (intermediate, hidden)
-        size = of_down if part == "down" else of_inputs
+        size = down_std if part == "down" else input_std
         views[part] = _add_codes(pieces, weights, group_size, rows, columns, size, generator)
     for part, values in (biases or {}).items():
         views[part] = {"piece": len(pieces), "offset": 0, "row_stride": 1, "column_stride": 1}
@@ -62,11 +62,11 @@ def _add_codes(
         codes = torch.randint(256, (rows, width), generator=generator, dtype=torch.uint8)
         unit = std / (FP4_RMS if weights in ("mxfp4", "nvfp4") else 4.6 if nibbles else 74)
     kind, dtype = ("e8m0", torch.uint8) if weights == "fp8" and group_size == 32 else SCALES[weights]
-    around = torch.rand(grid, generator=generator) + 0.5
+    factors = torch.rand(grid, generator=generator) + 0.5
     if kind == "e8m0":
-        scales = (127 + torch.log2(around * unit)).round().to(dtype)
+        scales = (127 + torch.log2(factors * unit)).round().to(dtype)
     else:
-        scales = (around * (1 if kind == "e4m3" else unit)).to(dtype)
+        scales = (factors * (1 if kind == "e4m3" else unit)).to(dtype)
     row_bytes = codes.shape[1]
     view: dict[str, Any] = {
         "piece": len(pieces),

@@ -1,6 +1,6 @@
-"""Claim: promoting experts of which none is resident reaches 0.95 of the speed of plain direct reads with the same size
-and number in flight; 0.9 with eight experts per call or with checksums. It takes no more processor time than those
-reads, and 60 ms per GB with checksums.
+"""Claim: promoting cold experts reaches 0.95 of the speed of plain direct reads with the same size and number in
+flight; 0.9 with eight experts per call or with checksums. It takes no more processor time than those reads, and 60 ms
+per GB with checksums.
 
 The records are those of the synthetic model's store, promoted layer by layer into a pool that holds one layer. The
 reference is a loop of threads that reads the same records into huge pages, and fio if it is installed, which reads the
@@ -35,8 +35,8 @@ Runs = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Promotion:
-    """``at_least``: of a plain loop's speed; ``processor``: the most of it, in ms per GB, None for what the loop
-    takes."""
+    """``at_least``: minimum fraction of a plain loop's speed. ``processor``: maximum processor time in ms per GB; None:
+    the loop's."""
 
     verify: str
     experts_per_call: int
@@ -52,9 +52,9 @@ PROMOTIONS = {
 
 
 def promote_all(folder: Path, promotion: Promotion) -> dict[str, Any]:
-    """Every record once, from a pool that has never read one."""
+    """Read every record once, into a new pool."""
     shape = open_store(folder).manifest.shape
-    # Room for one layer, and nothing in it.
+    # An empty pool for one layer.
     engine = store_engine(
         folder, slots=shape.experts, policy="lru", verify=promotion.verify, io="auto", workspace=1 << 20
     )
@@ -74,7 +74,7 @@ def promote_all(folder: Path, promotion: Promotion) -> dict[str, Any]:
 
 
 def processor_seconds() -> float:
-    """Of all threads of this process, in it and in the kernel on its behalf."""
+    """User and system time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -95,9 +95,9 @@ def fio(folder: Path) -> dict[str, Any]:
 
 
 def add_processor(report: Report, name: str, runs: Runs, loop: Runs, bound: float | None) -> None:
-    taken, by_loop = (statistics.median(run["processor"] for run in each) for each in (runs, loop))
-    reference = ("plain loop", by_loop) if bound is None else ("allowed", bound)
-    report.add(Row(f"processor, {name}", taken, "ms/GB", *reference, at_most=1.0))
+    time_taken, loop_time = (statistics.median(run["processor"] for run in each) for each in (runs, loop))
+    reference = ("plain loop", loop_time) if bound is None else ("allowed", bound)
+    report.add(Row(f"processor, {name}", time_taken, "ms/GB", *reference, at_most=1.0))
 
 
 def main() -> int:
@@ -120,8 +120,8 @@ def main() -> int:
         speeds = [run["speed"] / 1e9 for run in runs[name]]
         for reference in references:
             others = [run["speed"] / 1e9 for run in runs[reference]]
-            least = promotion.at_least
-            report.add(harness.paired_row(f"promotion, {name}", speeds, "GB/s", reference, others, at_least=least))
+            min_ratio = promotion.at_least
+            report.add(harness.paired_row(f"promotion, {name}", speeds, "GB/s", reference, others, at_least=min_ratio))
         add_processor(report, name, runs[name], runs["plain loop"], promotion.processor)
     about = runs["verify='never'"][0]["about"]
     report.notes.append(f"read with {about['io']}; {'; '.join(about['notes']) or 'nothing to note'}")

@@ -1,11 +1,11 @@
 """Claim: one row through a layer's experts takes little longer than reading their bytes: 0.9 of a plain read's speed in
 bf16 and int8 and 0.85 in int4 on one thread, 0.8 on all. Records with a checkpoint's codes are as fast as similar
-formats: mxfp4 and nvfp4 reach 0.95 of the bytes per second of lut4, fp8 0.85 of those of bf16. bf12 reaches
-1.1 of the weights per second of bf16, tcq2 and tcq3 0.8 of those of int4.
+formats: mxfp4 and nvfp4 reach 0.95 of the bytes per second of lut4, fp8 0.85 of those of bf16. bf12 reaches 1.1 of the
+weights per second of bf16, tcq2 and tcq3 0.8 of those of int4.
 
-Everything is resident. The op takes the experts in turn, top-8 of 128, so that none is in a cache. The plain read sums
-the same records in the same pages with the same threads. Op and read take turns, half a layer apart, so that neither
-finds in a cache what the other has read.
+Everything is resident. The op goes through the experts in groups, top-8 of 128, so that none is in a cache. The plain
+read sums the same records in the same pages with the same threads. Op and read alternate, half a layer apart, so that
+neither finds the other's records in a cache.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ GROUP_SIZE = 64
 ONE_THREAD = {"bf16": 0.9, "int8": 0.9, "int4": 0.85}
 ALL_THREADS = 0.8
 
-# A record is read this many turns after it was computed with, and the other way round: far enough apart for it to be in
-# no cache, and of the same pages, since some memory is faster than other.
+# The plain read and the op use a record this many calls apart, so that it is in no cache. Both use the same pages,
+# since some memory is faster than other.
 LAG = EXPERTS // TOP_K // 2
 
 
-def experts_in_turn(start: int) -> Iterator[list[int]]:
-    """Runs of k experts round and round. Each round begins one run later than the last, so that every run meets both
-    orders of the pairs, which alternate in who begins."""
-    for turn in itertools.count(start):
-        first = (turn + turn // (EXPERTS // TOP_K)) * TOP_K
+def expert_groups(start: int) -> Iterator[list[int]]:
+    """Yield groups of k experts in an endless cycle. Each round begins one group later than the last. Pairs alternate
+    in their order, so every group occurs in both orders."""
+    for index in itertools.count(start):
+        first = (index + index // (EXPERTS // TOP_K)) * TOP_K
         yield [expert % EXPERTS for expert in range(first, first + TOP_K)]
 
 
-def op_speed(layer: ResidentLayer, turns: Iterator[list[int]]) -> Callable[[], float]:
-    """What takes the next run of experts and gives GB/s."""
+def op_speed(layer: ResidentLayer, groups: Iterator[list[int]]) -> Callable[[], float]:
+    """Return a function that computes the next group of experts and returns GB/s."""
     x = torch.randn(1, HIDDEN).to(torch.bfloat16)
     topk_weights = torch.full((1, TOP_K), 1 / TOP_K)
 
     def op() -> float:
-        ids = torch.tensor([next(turns)])
+        ids = torch.tensor([next(groups)])
         begin = time.perf_counter()
         layer(x, ids, topk_weights)
         return TOP_K * layer.record_bytes / 1e9 / (time.perf_counter() - begin)
@@ -55,28 +55,28 @@ def op_speed(layer: ResidentLayer, turns: Iterator[list[int]]) -> Callable[[], f
 
 
 def bytes_per_second(layer: ResidentLayer, pairs: int) -> dict[str, list[float]]:
-    """GB/s of the op and of the plain read, pair by pair, a pair being of the same records."""
+    """GB/s of the op and of the plain read. Each pair reads the same records."""
     gigabytes = TOP_K * layer.record_bytes / 1e9
-    read_turns = experts_in_turn(0)
+    read_groups = expert_groups(0)
 
     def read() -> float:
-        experts = next(read_turns)
+        experts = next(read_groups)
         begin = time.perf_counter()
         layer.read(experts)
         return gigabytes / (time.perf_counter() - begin)
 
-    speeds = harness.interleave({"op": op_speed(layer, experts_in_turn(LAG)), "read": read}, pairs + LAG)
+    speeds = harness.interleave({"op": op_speed(layer, expert_groups(LAG)), "read": read}, pairs + LAG)
     return {"op": speeds["op"][:pairs], "read": speeds["read"][LAG:]}
 
 
 def op_speeds(layers: dict[str, ResidentLayer], pairs: int) -> dict[str, list[float]]:
-    """GB/s of layers that take turns."""
-    return harness.interleave({name: op_speed(layer, experts_in_turn(0)) for name, layer in layers.items()}, pairs)
+    """GB/s of layers that run alternately."""
+    return harness.interleave({name: op_speed(layer, expert_groups(0)) for name, layer in layers.items()}, pairs)
 
 
-def beside(
+def compare_formats(
     own: tuple[str, int],
-    its: tuple[str, int],
+    reference: tuple[str, int],
     at_least: float,
     threads: int,
     expert: tuple[torch.Tensor, torch.Tensor],
@@ -84,8 +84,8 @@ def beside(
     details: dict[str, Any],
     in_weights: bool = False,
 ) -> Row:
-    """A format with its group size beside another one's, in bytes or weights per second."""
-    layers = {"own": ResidentLayer(*own, threads, [expert]), "like": ResidentLayer(*its, threads, [expert])}
+    """Compare a (format, group size) with a reference, in bytes or weights per second."""
+    layers = {"own": ResidentLayer(*own, threads, [expert]), "like": ResidentLayer(*reference, threads, [expert])}
     op_speeds(layers, pairs // 10)
     speeds = op_speeds(layers, pairs)
     if in_weights:
@@ -94,7 +94,7 @@ def beside(
     name = f"{own[0]} (group {own[1]}), {threads} thread" + "s" * (threads > 1)
     details[f"{own[0]} {own[1]}, {threads}"] = speeds
     unit = "G weights/s" if in_weights else "GB/s"
-    return harness.paired_row(name, speeds["own"], unit, its[0], speeds["like"], at_least=at_least)
+    return harness.paired_row(name, speeds["own"], unit, reference[0], speeds["like"], at_least=at_least)
 
 
 def measure(options: Any) -> Report:
@@ -118,12 +118,16 @@ def measure(options: Any) -> Report:
                 )
             )
             report.details[f"{weights}, {threads}"] = speeds
-        for weights, group_size, like, its_group, at_least in CODES:
-            own, its = (weights, group_size), (like, its_group)
-            report.add(beside(own, its, at_least, threads, expert, options.pairs, report.details))
-        for weights, group_size, like, its_group, at_least, _ in BY_WEIGHTS:
-            own, its = (weights, group_size), (like, its_group)
-            report.add(beside(own, its, at_least, threads, expert, options.pairs, report.details, in_weights=True))
+        for weights, group_size, reference_format, reference_group, at_least in CODES:
+            own, reference = (weights, group_size), (reference_format, reference_group)
+            report.add(compare_formats(own, reference, at_least, threads, expert, options.pairs, report.details))
+        for weights, group_size, reference_format, reference_group, at_least, _ in BY_WEIGHTS:
+            own, reference = (weights, group_size), (reference_format, reference_group)
+            report.add(
+                compare_formats(
+                    own, reference, at_least, threads, expert, options.pairs, report.details, in_weights=True
+                )
+            )
     report.notes += [
         f"medians of {options.pairs} interleaved pairs; bytes are those of the packed records, scales included",
         f"seed {options.seed}, kernels {features()['isa']}",

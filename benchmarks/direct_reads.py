@@ -1,6 +1,6 @@
-"""Plain direct reads in chunks of the reader's size, as many in flight: the limit for cold reads.
+"""Plain direct reads with the reader's chunk size and number of requests in flight: the limit for cold reads.
 
-They go into huge pages that were touched before, as the pool's do: small pages split the disk's requests.
+Like the pool's reads they go into huge pages that were touched before. Small pages split the disk's requests.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from torch_mesh.planning.machine import huge_pages
 from torch_mesh.store.manifest import open_store
 
-CHUNK, DEPTH = 1 << 20, 16  # those of csrc/io/reader.h
+CHUNK, DEPTH = 1 << 20, 16  # as in csrc/io/reader.h
 BLOCK = 4096
 
-Part = tuple[int, int, int]  # of which file, from where, how many bytes
+Part = tuple[int, int, int]  # index of the file, offset, bytes
 
 
 def read_records(folder: Path) -> float:
@@ -33,37 +33,37 @@ def read_files(paths: Sequence[Path]) -> float:
 
 
 def read_parts(paths: Sequence[str | Path], parts: Iterable[Part]) -> float:
-    """Seconds to read parts of files, which begin at blocks."""
+    """Seconds to read parts of files; each part begins at a block."""
     with reader_of(paths) as seconds:
         return seconds(parts)
 
 
 @contextmanager
 def reader_of(paths: Sequence[str | Path]) -> Iterator[Callable[[Iterable[Part]], float]]:
-    """``read_parts`` of these files, to be called more than once: threads start with the first call, and all else is
-    there before."""
+    """Return ``read_parts`` for these files, for several calls. The threads start with the first call; buffers and
+    descriptors exist before."""
     pages = memoryview(huge_pages(DEPTH * CHUNK))
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for path in paths]
 
     def read(reader: int, chunks: Sequence[Part]) -> None:
         buffer = pages[reader * CHUNK : (reader + 1) * CHUNK]
         for file, offset, size in chunks:
-            blocks = buffer[: -(-size // BLOCK) * BLOCK]  # a file's last one may end early
+            blocks = buffer[: -(-size // BLOCK) * BLOCK]  # the last block of a file may be shorter
             if os.preadv(descriptors[file], [blocks], offset) < size:
-                raise RuntimeError(f"a read of {paths[file]} at {offset} came back short")
+                raise RuntimeError(f"a read of {paths[file]} at {offset} was short")
 
     try:
         with ThreadPoolExecutor(DEPTH) as readers:
 
             def seconds(parts: Iterable[Part]) -> float:
                 chunks = [
-                    (file, offset + at, min(CHUNK, size - at))
+                    (file, offset + start, min(CHUNK, size - start))
                     for file, offset, size in parts
-                    for at in range(0, size, CHUNK)
+                    for start in range(0, size, CHUNK)
                 ]
-                shares = [chunks[first::DEPTH] for first in range(min(DEPTH, len(chunks)))]
+                chunks_of_readers = [chunks[first::DEPTH] for first in range(min(DEPTH, len(chunks)))]
                 begin = time.perf_counter()
-                list(readers.map(read, range(DEPTH), shares))
+                list(readers.map(read, range(DEPTH), chunks_of_readers))
                 return time.perf_counter() - begin
 
             yield seconds

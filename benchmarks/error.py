@@ -1,11 +1,11 @@
 """Claim: one expert's relative error against float64 is at most 0.5 % in bf16, 1.8 % in int8 (group 64), 16.5 % in int4
 (group 64) and 14.5 % in int4 (group 32), 14 % in lut4 (group 64) and 12.5 % in lut4 (group 32). Records of a
-checkpoint's codes hold the weights themselves: what is left is at most 0.5 % in fp8, and with 4 bits, whose activations
+checkpoint's codes hold the weights themselves: the error is at most 0.5 % in fp8, and with 4 bits, whose activations
 are int8 in groups of the same size, 1.3 % in groups of 16 or 32 and 1.8 % in larger ones.
 
 Gaussian weights and activations, given in bf16 as a checkpoint and a model give them; hidden 2048, intermediate 768,
-silu. Few rows and many take different kernels, so both are measured. "Weights alone" is float64 arithmetic on the
-unpacked weights: what is left of the error when products are exact.
+silu. Few and many rows use different kernels, so both are measured. "Weights alone" is float64 arithmetic on the
+unpacked weights: the error with exact products.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def through_experts(layer: torch_mesh.Experts | ResidentLayer, x: torch.Tensor, 
 
 
 def unpacked(form: Format, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up and down after packing in ``form``."""
+    """Return gate_up and down after packing and unpacking in ``form``."""
     gate, up = gate_up.chunk(2)
     record = torch.ops.torch_mesh.pack(gate, up, down, None, None, None, form.weights, form.group_size)
     shape = (HIDDEN, INTERMEDIATE, True, False)
@@ -109,9 +109,9 @@ def measure(options: Any) -> Report:
         )
         record = pack((gate_up, down), weights, group_size)
         values = torch.ops.torch_mesh.unpack(record, weights, group_size, HIDDEN, INTERMEDIATE, True, False)
-        its_exact = reference(x, *values[:2])
+        codes_exact = reference(x, *values[:2])
         for rows in (1, options.tokens):
-            error = 100 * relative_error(through_experts(layer, x, rows), its_exact)
+            error = 100 * relative_error(through_experts(layer, x, rows), codes_exact)
             name = f"{weights}, group {group_size}, rows {rows}"
             report.add(Row(name, error, "%", "limit", 100 * limit, at_most=1.0))
     report.notes.append(f"seed {options.seed}")

@@ -37,8 +37,8 @@ FORMAT_MARKERS = {"bf16": "o", "int8": "s", "int4": "^"}
 
 
 def speeds(report: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second by system under torch_mesh's limit, fastest first; one compared with several others has several
-    rows of one value."""
+    """Return tokens per second by system under torch_mesh's limit, fastest first. A system that is compared with
+    several others has several rows with the same value."""
     found = {row["name"].removeprefix("decode, "): row["value"] for row in report["rows"] if row["unit"] == "tok/s"}
     equal = {name: found[name] for name in (TUNED, DEFAULTS)} | {name: found[with_equal_memory(name)] for name in PEERS}
     return dict(sorted(equal.items(), key=lambda item: -item[1]))
@@ -49,8 +49,8 @@ def draw_cold_decode(report: dict[str, Any], target: Path) -> None:
     limit = report["details"]["runs"][TUNED][0]["limit"] / 1e9
     figure, axes = plt.subplots(figsize=(8, 0.55 * len(bars) + 1.2), layout="constrained")
     colours = [OURS if name.startswith("torch_mesh") else OTHERS for name in bars]
-    drawn = axes.barh(list(bars), list(bars.values()), color=colours, height=0.62)
-    axes.bar_label(drawn, fmt="%.1f", padding=4)
+    containers = axes.barh(list(bars), list(bars.values()), color=colours, height=0.62)
+    axes.bar_label(containers, fmt="%.1f", padding=4)
     axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -77,7 +77,7 @@ class Point:
 
 
 def points(report: dict[str, Any]) -> list[Point]:
-    """Of layer_peers.py's report."""
+    """Return the points of layer_peers.py's report."""
     found = []
     for rows in (1, 512):
         for name, speeds in report["details"][f"rows/s, {rows}"].items():
@@ -103,18 +103,18 @@ def draw_roofline(report: dict[str, Any], target: Path) -> None:
 
 
 def draw_formats(report: dict[str, Any], target: Path) -> None:
-    """What formats do to a model's predictions, by bits: plain, and calibrated below it."""
+    """Draw the divergence of each format by bits, plain and calibrated."""
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     points = {tuple(name.split(" g")): point for name, point in report["details"]["points"].items()}
-    for family in ("int4", "lut4", "tcq"):  # a line each, of all its bits and group sizes
+    for family in ("int4", "lut4", "tcq"):  # one line each, over all bits and group sizes
         members = sorted((point["bits"], point) for (name, _), point in points.items() if name.startswith(family))
-        bits, all_of = [bits for bits, _ in members], [point for _, point in members]
+        bits, family_points = [bits for bits, _ in members], [point for _, point in members]
         for kind, colour in (("plain", OTHERS), ("calibrated", OURS)):
             style = "s--" if family == "int4" else "o-"
-            axes.plot(bits, [point[kind] for point in all_of], style, color=colour, linewidth=1, label=kind)
+            axes.plot(bits, [point[kind] for point in family_points], style, color=colour, linewidth=1, label=kind)
             if family != "tcq":
                 offset = (6, 0 if kind == "plain" else -7)
-                axes.annotate(family, (bits[-1], all_of[-1][kind]), offset, textcoords="offset points", **SMALL)
+                axes.annotate(family, (bits[-1], family_points[-1][kind]), offset, textcoords="offset points", **SMALL)
     for (name, group_size), point in points.items():
         if name.startswith("tcq"):
             label = f"{name}, groups of {group_size}"
@@ -131,20 +131,20 @@ def draw_formats(report: dict[str, Any], target: Path) -> None:
 
 
 def draw_roofs(axes: Axes, report: dict[str, Any]) -> None:
-    """The limits that were measured in the same rounds: a plain read of the weights, and torch's square products."""
+    """Draw the limits of the same rounds: a plain read of the weights, and torch's square products."""
     read, *products = (statistics.median(report["details"][f"limit, {name}"]) for name in ("read", *DTYPES))
     top, first, last = max(products), 0.7, 700
     axes.plot([first, top / read], [first * read, top], color="#334155", linewidth=1)
     label = f"plain read, {read:.0f} GB/s"
-    along = {"rotation": math.degrees(math.atan(read)), "rotation_mode": "anchor", "transform_rotates_text": True}
-    axes.annotate(label, (2 * first, 2 * first * read * 1.15), **along, **SMALL)
+    along_line = {"rotation": math.degrees(math.atan(read)), "rotation_mode": "anchor", "transform_rotates_text": True}
+    axes.annotate(label, (2 * first, 2 * first * read * 1.15), **along_line, **SMALL)
     for dtype, rate in zip(DTYPES, products, strict=True):
         axes.plot([rate / read, last], [rate, rate], color="#334155", linewidth=1)
         axes.annotate(f"torch's {dtype} product, {rate:.0f} GFLOP/s", (last, 1.04 * rate), ha="right", **SMALL)
 
 
 def legend(axes: Axes) -> None:
-    """Colours are systems, shapes are formats."""
+    """Add a legend: colours are systems, markers are formats."""
     for system, colour in SYSTEM_COLOURS.items():
         axes.plot([], [], "o", color=colour, label=system)
     for form, marker in FORMAT_MARKERS.items():
@@ -153,7 +153,7 @@ def legend(axes: Axes) -> None:
 
 
 def draw_gpu_timeline(report: dict[str, Any], target: Path) -> None:
-    """Of gpu_decode.py's report: who was at work when, one panel for each way that was profiled."""
+    """Draw the timelines of gpu_decode.py's report, one panel for each profiled configuration."""
     timelines = report["details"]["timeline"]
     figure, panels = plt.subplots(
         len(timelines), figsize=(10, 2.2 * len(timelines) + 0.6), layout="constrained", squeeze=False
@@ -171,7 +171,7 @@ def draw_gpu_timeline(report: dict[str, Any], target: Path) -> None:
     finish(figure, report, report["title"], target)
 
 
-DRAWN = {
+FIGURES = {
     "cold-decode": draw_cold_decode,
     "roofline": draw_roofline,
     "formats": draw_formats,
@@ -180,15 +180,15 @@ DRAWN = {
 
 
 def draw(name: str, report: dict[str, Any], target: Path) -> None:
-    """The figure ``name`` of a benchmark's report, as ``harness.as_json`` makes it."""
-    plt.rcParams["svg.hashsalt"] = "torch_mesh"  # the same input draws the same file
+    """Draw the figure ``name`` of a benchmark's report (``harness.as_json``)."""
+    plt.rcParams["svg.hashsalt"] = "torch_mesh"  # the same input gives the same file
     plt.rcParams["font.family"] = "sans-serif"
-    DRAWN[name](report, target)
+    FIGURES[name](report, target)
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("figure", choices=sorted(DRAWN))
+    arguments.add_argument("figure", choices=sorted(FIGURES))
     arguments.add_argument("report", type=Path)
     arguments.add_argument("target", type=Path)
     options = arguments.parse_args()

@@ -1,8 +1,8 @@
-"""Claim: a model that fits has 99 % hits within 1.2 x (bytes of its experts / the disk's speed) of opening, while it
-decodes, and decodes no slower meanwhile than with `residency.fill="off"`.
+"""Claim: a decoding model that fits into memory has 99 % hits after at most 1.2 x (bytes of its experts / the disk's
+speed) from opening. It decodes no slower meanwhile than with `residency.fill="off"`.
 
-The 4-layer model in int4 with every expert in memory, dense layers in int4, eager. Both variants are opened in turn,
-with none of the store in the page cache.
+The 4-layer model in int4 with every expert in memory, dense layers in int4, eager. Both variants are opened
+alternately, with none of the store in the page cache.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ FULL = 0.99
 
 @dataclass(frozen=True)
 class Start:
-    """The first tokens of a model that was just opened."""
+    """Figures of the first tokens after opening."""
 
-    seconds_to_full: (
-        float | None
-    )  # from opening to the first of ten tokens that hit so often; None: not within the tokens
+    # From opening to the first of ten tokens with FULL of their accesses hit; None: not within the tokens.
+    seconds_to_full: float | None
     tokens_per_second: float  # of all tokens decoded
 
 
@@ -45,18 +44,18 @@ def decode_from_opening(folder: Path, tokens: int, fill: str) -> Start:
     stream = torch.randint(0, synthetic.Shape.vocab, (1, PAST + tokens), generator=torch.Generator().manual_seed(1))
     past = forward(model, stream[:, :PAST])
     begin = time.perf_counter()
-    ends, rates = [], []
+    end_times, rates = [], []
     before = engine.totals()
     for at in range(PAST, PAST + tokens):
         past = forward(model, stream[:, at : at + 1], past)
         now = engine.totals()
         rates.append((now["hits"] - before["hits"]) / (now["accesses"] - before["accesses"]))
-        ends.append(time.perf_counter())
+        end_times.append(time.perf_counter())
         before = now
     full = [at for at in range(tokens - 10) if statistics.fmean(rates[at : at + 10]) >= FULL]
     del model, past
     gc.collect()
-    return Start(ends[full[0]] - opened if full else None, tokens / (ends[-1] - begin))
+    return Start(end_times[full[0]] - opened if full else None, tokens / (end_times[-1] - begin))
 
 
 def measure(options: Any) -> Report:

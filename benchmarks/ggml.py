@@ -1,4 +1,4 @@
-"""llama.cpp's own quantisers, called in its library; the environment is the one that peers.sh makes."""
+"""Call llama.cpp's quantisers in the library that peers.sh installs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import synthetic
 
-# enum ggml_type of ggml.h, which files depend on and which therefore does not change.
+# enum ggml_type of ggml.h. Files depend on it, so it does not change.
 TYPES = {
     "Q4_0": 2,
     "Q8_0": 8,
@@ -24,7 +24,7 @@ TYPES = {
     "IQ2_S": 22,
     "IQ4_XS": 23,
 }
-NEED_IMPORTANCE = ("IQ2_XXS", "IQ2_XS")  # end the process without it
+NEED_IMPORTANCE = ("IQ2_XXS", "IQ2_XS")  # without a matrix these end the process
 
 
 def _suffix(name: str) -> str:

@@ -1,6 +1,6 @@
-"""What all benchmarks share: rows with a peer or limit, interleaved rounds, a table, JSON.
+"""Shared code of all benchmarks: rows with a peer or limit, interleaved rounds, a table, JSON.
 
-Absolute figures drift by tens of per cent, so that claims are ratios to a reference of the same run.
+Absolute figures drift by tens of per cent, so claims are ratios to a reference of the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Row:
     """One measured figure. ``ratio`` is value / reference; with ``at_most`` or ``at_least`` the row is a claim.
 
-    ``low`` and ``high`` are the 10th and 90th percentile of the ratio over the pairs it is the median of.
+    ``low`` and ``high`` are the 10th and 90th percentile of the pairs' ratios, whose median is ``ratio``.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass
 class Report:
-    """The outcome of one benchmark: where it ran, its rows, and free-form details that only the JSON holds."""
+    """The result of one benchmark: the machine, its rows, and details that only the JSON has."""
 
     title: str
     rows: list[Row] = field(default_factory=list)
@@ -147,7 +147,8 @@ def describe(facts: Mapping[str, Any]) -> str:
 
 
 def interleave(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Runs every contender once a round, each round starting with another, so that drift meets all of them alike."""
+    """Run every contender once per round. Each round starts with another contender, so drift affects all of them
+    alike."""
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; at least 1 is needed")
     names = list(contenders)
@@ -169,8 +170,8 @@ def paired_row(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Row:
-    """A row of interleaved pairs. Its ratio is the median of the pairs' ratios, since both of a pair saw the same
-    moment of the machine; so the reference it shows is that which gives this ratio, not the median of the references.
+    """Return a row of interleaved pairs. Its ratio is the median of the pairs' ratios, since both runs of a pair happen
+    in the same conditions. The row's reference is the one that gives this ratio, not the median of the references.
     """
     ratios = sorted(value / reference for value, reference in zip(values, references, strict=True))
     value = statistics.median(values)

@@ -1,7 +1,7 @@
 """Run a program under a memory limit with its files evicted from the page cache.
 
-The kernel charges a page of the page cache to the group that first touches it, so that a limit bounds the pages of a
-mapped file. Libraries stay in the cache: they are charged to the first program that used them, and are not measured.
+The kernel charges a page of the page cache to the group that first touches it. So a limit bounds the pages of a mapped
+file. Libraries stay in the cache: they are charged to the first program that used them, and are not measured.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class MemoryGroup:
     def set_limit(self, limit: int) -> None:
         names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes") if self.version == 1 else ("memory.max",)
         for name in names:
-            # Swap accounting is a kernel option; where there is none, its files are missing.
+            # Without swap accounting, a kernel option, these files are missing.
             if "memsw" not in name or (self.path / name).exists():
                 (self.path / name).write_text(str(limit))
         if self.version == 2 and (self.path / "memory.swap.max").exists():
             (self.path / "memory.swap.max").write_text("0")
 
     def enter(self) -> None:
-        """Moves the calling process into the group; for the child between fork and exec."""
+        """Move the calling process into the group. Call it in the child between fork and exec."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak(self) -> int:
-        """The most that was charged to the group, page cache included."""
+        """Peak bytes charged to the group, page cache included."""
         name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
         return int((self.path / name).read_text())
 
     def killed(self) -> bool:
-        """Whether the kernel killed a process of the group for want of memory."""
+        """Whether the kernel killed a process of the group because of the limit."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         fields = dict(line.split() for line in (self.path / name).read_text().splitlines())
         return int(fields["oom_kill"]) > 0
@@ -89,7 +89,7 @@ def delegate_memory(group: Path) -> Path:
 
 
 def remove_group(path: Path) -> None:
-    """A group can be removed a moment after its last process has gone, not at once."""
+    """Remove a group. This fails until the kernel has cleaned up its last process."""
     for _ in range(100):
         try:
             path.rmdir()
@@ -116,7 +116,7 @@ def run_limited(command: Sequence[str], limit: int, time_limit: float) -> int:
 
 
 def evict(paths: Sequence[Path]) -> None:
-    """Drops files from the page cache and checks that they are gone; folders stand for the files in them."""
+    """Evict files from the page cache, and check that they are evicted. A folder means all files in it."""
     for path in paths:
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             evict_file(file)
@@ -127,13 +127,13 @@ def evict_file(path: Path) -> None:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     cached = cached_bytes(path)
-    # A few pages may be under way in another process's read-ahead.
+    # Another process's read-ahead may be reading a few pages.
     if cached > max(1 << 20, path.stat().st_size // 100):
-        raise RuntimeError(f"{path} keeps {cached} bytes in the page cache: another process has it open")
+        raise RuntimeError(f"{path} has {cached} bytes in the page cache: another process has it open")
 
 
 def cached_bytes(path: Path) -> int:
-    """How much of a file is in the page cache."""
+    """Bytes of a file in the page cache."""
     size = path.stat().st_size
     if size == 0:
         return 0

@@ -1,9 +1,9 @@
 """Claim: with int4 experts a layer is at least 3 x as fast as onnxruntime's QMoE, 1.8 x torch's int4pack and 3 x
 kt-kernel for one row, and 1.5 x each for 512.
 
-The same layer for all: 128 experts, top-8, the same weights, inputs and routing. Each system runs in a process of its
-own with all processors, and is stopped during the others' turns. The error of each one's output for one row against
-float64 shows that all compute the same.
+All systems have the same layer: 128 experts, top-8, the same weights, inputs and routing. Each runs in its own process
+with all processors, and is stopped while the others run. The error of each output for one row against float64 shows
+that all compute the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class System:
     script: str
     python: Path
     setup: dict[str, Any]
-    required: bool = True  # else it may not run on this machine, which is a note
+    required: bool = True  # if False, a failure to start is only noted
 
 
 def systems() -> list[System]:
@@ -44,13 +44,13 @@ def systems() -> list[System]:
         System(TORCH, "layer_torch.py", own, {}),
         System(TRANSFORMERS, "layer_transformers.py", own, {}),
         System(ONNX, "layer_onnxruntime.py", peers, {}),
-        # One process per form: a form that this processor cannot run ends its process.
+        # One process per form: a form that this processor does not support ends its process.
         *(System(KT, "layer_kt.py", peers, {"forms": [form]}, required=False) for form in ("int4", "int8", "bf16")),
     ]
 
 
 def bits_of(variant: str) -> str:
-    """bf16, int8 or int4, which all variants' names begin with but transformers', who are in bf16."""
+    """Return bf16, int8 or int4. Names of variants begin with it; transformers' variants are in bf16."""
     return variant[:4] if variant.startswith("int") else "bf16"
 
 
@@ -88,12 +88,12 @@ def open_contenders(options: Any, report: Report) -> list[Contender]:
     return contenders
 
 
-# How many times as fast int4 is to be, by peer, at each number of rows.
+# Required speed of int4 over each peer, by number of rows.
 ONE_ROW = {ONNX: 3.0, TORCH: 1.8, KT: 3.0}
-WANTED = {1: ONE_ROW, 512: dict.fromkeys(ONE_ROW, 1.5)}
+MIN_SPEEDUPS = {1: ONE_ROW, 512: dict.fromkeys(ONE_ROW, 1.5)}
 
 
-# What bounds the layer at each number of rows, with units.
+# The limits of the layer by number of rows, with units.
 LIMITS: dict[int, dict[str, str]] = {
     1: {"read": "GB/s"},
     4: {},
@@ -109,19 +109,18 @@ def add_limits(report: Report, rows: int, rates: dict[str, list[float]]) -> None
 
 
 def add_rows(report: Report, rows: int, contenders: Sequence[Contender], speeds: dict[str, list[float]]) -> None:
-    """Each of our formats against the fastest variant of each peer of as many bits, or in bf16 where it has no
-    other."""
+    """Compare each of our formats with each peer's fastest variant of as many bits, or in bf16 if it has no other."""
     for own in (contender for contender in contenders if contender.system == MESH):
         for peer in dict.fromkeys(contender.system for contender in contenders if contender.system != MESH):
-            rivals = [
+            candidates = [
                 c
                 for c in contenders
                 if c.system == peer and (bits_of(c.variant) == bits_of(own.variant) or peer == TRANSFORMERS)
             ]
-            if not rivals:
+            if not candidates:
                 continue
-            best = max(rivals, key=lambda rival: statistics.median(speeds[rival.name]))
-            wanted = WANTED.get(rows, {}).get(peer)
+            best = max(candidates, key=lambda candidate: statistics.median(speeds[candidate.name]))
+            min_speedup = MIN_SPEEDUPS.get(rows, {}).get(peer)
             report.add(
                 harness.paired_row(
                     f"{own.variant}, {rows} row" + "s" * (rows > 1),
@@ -129,7 +128,7 @@ def add_rows(report: Report, rows: int, contenders: Sequence[Contender], speeds:
                     "rows/s",
                     best.name,
                     speeds[best.name],
-                    at_least=wanted if own.variant == "int4" else None,
+                    at_least=min_speedup if own.variant == "int4" else None,
                 )
             )
 

@@ -1,6 +1,6 @@
 """One layer of experts in memory, without a model, for the benchmarks of ops.
 
-Qwen3-30B-A3B's shapes. The bytes of a few experts are repeated over all; each expert has memory of its own, and a
+The shapes are Qwen3-30B-A3B's. The weights of a few experts are repeated for all. Each expert has its own memory, and a
 layer's records are many times larger than any cache.
 """
 
@@ -26,8 +26,8 @@ SHAPE = Shape()
 HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate
 EXPERTS, TOP_K = SHAPE.experts, SHAPE.experts_per_token
 WEIGHTS_PER_EXPERT = 3 * HIDDEN * INTERMEDIATE
-# Records of a checkpoint's codes: format, group size, its like with group size, and the share of that one's speed to be
-# had.
+# Records of a checkpoint's codes: format, group size, reference format, its group size, and the required fraction of
+# the reference's speed.
 CODES = (
     ("mxfp4", 32, "lut4", 32, 0.95),
     ("nvfp4", 16, "lut4", 32, 0.95),
@@ -35,7 +35,8 @@ CODES = (
     ("fp8", 32, "bf16", 0, 0.85),
     ("int4_fp16", 64, "int4", 64, 0.95),
 )
-# The same of formats whose speed is counted in weights: decoding them takes arithmetic. Of one row, of many.
+# The same for formats whose speed is in weights per second, since decoding them takes arithmetic. The required
+# fractions are those of one row and of many.
 BY_WEIGHTS = (
     ("bf12", 0, "bf16", 0, 1.1, 0.95),
     ("tcq3", 128, "int4", 64, 0.8, 0.9),
@@ -60,7 +61,7 @@ def random_routing(tokens: int, generator: torch.Generator, shape: Shape = SHAPE
 
 
 class ResidentLayer:
-    """A layer whose expert e is ``experts[e % len(experts)]`` of (gate_up, down), packed and in memory for good."""
+    """A layer whose expert e is ``experts[e % len(experts)]`` of (gate_up, down), packed and always resident."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ResidentLayer:
         return torch.ops.torch_mesh.experts(x, topk_ids, topk_weights, self.handle)
 
     def read(self, experts: Sequence[int]) -> None:
-        """Reads the records of distinct experts with the threads that compute, and does nothing with them."""
+        """Read the records of distinct experts with the computing threads."""
         _testing.sum_records(self.pool.engine, 0, experts)
 
 
@@ -102,7 +103,8 @@ def _geometry(shape: Shape) -> Geometry:
 def pack(
     expert: tuple[torch.Tensor, torch.Tensor], weights: str, group_size: int, shape: Shape = SHAPE
 ) -> torch.Tensor:
-    """The record; for formats that nothing is rounded to one of random codes, drawn anew for each expert."""
+    """Return the expert's record. For formats to which values are not rounded it has random codes, different for each
+    expert."""
     gate_up, down = expert
     if weights in PASSTHROUGH_FORMATS:
         generator = torch.Generator().manual_seed(int(gate_up[0, 0].view(torch.int16)) % (1 << 16))
@@ -112,8 +114,8 @@ def pack(
 
 
 def store_engine(folder: Path, **options: Any) -> _C.Engine:
-    """An engine on the records of a converted checkpoint, with as many threads as torch; ``options`` are
-    ``_C.Engine``'s others."""
+    """Return an engine on the records of a converted checkpoint, with as many threads as torch. ``options`` are further
+    arguments of ``_C.Engine``."""
     store = open_store(folder)
     manifest, shape = store.manifest, store.manifest.shape
     return _C.Engine(

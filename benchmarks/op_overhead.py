@@ -1,6 +1,6 @@
 """Claim: with tiny shapes and everything resident, a call of the experts op takes under 15 µs in eager mode.
 
-One row, top-2 of 8 experts, hidden 64, intermediate 64: the arithmetic takes under a microsecond, so that this is the
+One row, top-2 of 8 experts, hidden 64, intermediate 64: the arithmetic takes under a microsecond, so the time is the
 op's overhead. torch's cheapest op in the same rounds shows the overhead of any call from Python.
 """
 
@@ -48,7 +48,7 @@ def main() -> int:
     arguments.add_argument("--calls", type=int, default=500, help="calls in a round")
     options = arguments.parse_args()
     torch.manual_seed(0)
-    report = Report("What a call of the experts op costs beside its arithmetic")
+    report = Report("Overhead of a call of the experts op")
     row = torch.randn(1, HIDDEN, dtype=torch.bfloat16)
     for threads in (1, harness.available_cpus()):
         torch.set_num_threads(threads)

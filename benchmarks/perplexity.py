@@ -1,8 +1,8 @@
 """Claim: the engine's perplexity is within 0.05 % of the unpatched model's in bf16, 0.2 % in int8, and 1 % in int4 and
 lut4 (group 64).
 
-The model is examples/mesh-tiny, the text held-out prose and code of its two sources; perplexity is over the first
-documents of each, of at most 512 tokens.
+The model is examples/mesh-tiny. The text is held-out prose and code of its two sources. Perplexity is over the first
+documents of each, with at most 512 tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALLOWED = {
     "lut4": 0.01,
     "tcq3": None,
     "tcq2": None,
-}  # None: what it costs is shown
+}  # None: shown without a claim
 
 
 def documents(path: Path, tokenizer: Any, count: int, length: int) -> list[torch.Tensor]:

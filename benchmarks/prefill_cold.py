@@ -1,8 +1,8 @@
 """Claim: a cold prompt of 2,048 tokens with a quarter of the experts resident takes at most 1 / 0.85 of the longer of
-reading and computing, reads no expert twice, and leaves the experts resident that decoding needs.
+reading and computing. It reads no expert twice. After it those experts are resident that decoding needs.
 
-Speed is measured with the synthetic model in int4, in pairs: computing is the prompt with everything resident, reading
-is a loop of direct reads of the same records with as many in flight as the reader has. Hit rates are those of
+Speed is measured with the synthetic model in int4, in pairs: computing is the prompt with everything resident; reading
+is a loop of direct reads of the same records with as many requests in flight as the reader has. Hit rates are those of
 mesh-tiny, whose routing is trained, on text, without lookahead.
 """
 
@@ -41,14 +41,14 @@ def forward(model: Any, ids: torch.Tensor, past: Any = None) -> Any:
 
 
 def cold_prompt(folder: Path, ids: torch.Tensor, prefill: str) -> tuple[float, Any]:
-    """Seconds of a prompt in a model that has just been opened, and its statistics."""
+    """Return the seconds of a prompt in a new model, and its statistics."""
     isolation.evict(sorted(folder.glob("mesh-*.safetensors")))
     model = open_model(folder, resident=RESIDENT, prefill=prefill, dense="int8", verify="never")
     return timed_prompt(model, ids)
 
 
 def timed_prompt(model: Any, ids: torch.Tensor) -> tuple[float, Any]:
-    # torch's own first call, of few rows and so of few experts, which are given up again.
+    # torch's first call is slow: make it with one row, and evict the few experts that it reads.
     forward(model, ids[:, :1])
     for module in patched_modules(model):
         torch.ops.torch_mesh.evict(module._mesh_handle, torch.arange(module.num_experts))
@@ -78,37 +78,40 @@ def add_speed(report: Report, options: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     for tokens in options.tokens:
         ids = torch.randint(0, synthetic.Shape.vocab, (1, tokens), generator=generator)
-        whole = open_model(folder, resident=1.0, dense="int8", verify="never")
+        resident_model = open_model(folder, resident=1.0, dense="int8", verify="never")
         for _ in range(2):
-            resident_prompt(whole, ids)
+            resident_prompt(resident_model, ids)
         runs: dict[str, list[Any]] = {"computing": [], "reading": [], "window": [], "off": []}
         for _ in range(options.rounds):
-            runs["computing"].append(resident_prompt(whole, ids))
+            runs["computing"].append(resident_prompt(resident_model, ids))
             runs["reading"].append(read_records(folder))
             for setting in ("window", "off"):
                 runs[setting].append(cold_prompt(folder, ids, "auto" if setting == "window" else "off"))
-        del whole
+        del resident_model
         gc.collect()
         bounds = [max(pair) for pair in zip(runs["computing"], runs["reading"], strict=True)]
         for setting in ("window", "off"):
             seconds = [run[0] for run in runs[setting]]
-            least = 0.85 if setting == "window" and tokens == 2048 else None
+            min_ratio = 0.85 if setting == "window" and tokens == 2048 else None
             report.add(
                 harness.paired_row(
-                    f"max(reading, computing) of {tokens} tokens", bounds, "s", setting, seconds, at_least=least
+                    f"max(reading, computing) of {tokens} tokens", bounds, "s", setting, seconds, at_least=min_ratio
                 )
             )
             stalls = [run[1].prefill.stall_seconds for run in runs[setting]]
             report.add(Row(f"waiting, {setting}, {tokens} tokens", statistics.median(stalls), "s"))
-            twice = max(max_reads(run[1]) for run in runs[setting])
+            read_count = max(max_reads(run[1]) for run in runs[setting])
             bound = 1.0 if setting == "window" else None
-            report.add(Row(f"reads of one expert, {setting}, {tokens} tokens", twice, "", "once", 1.0, at_most=bound))
+            report.add(
+                Row(f"reads of one expert, {setting}, {tokens} tokens", read_count, "", "once", 1.0, at_most=bound)
+            )
         for part in ("computing", "reading"):
             report.add(Row(f"{part}, {tokens} tokens", statistics.median(runs[part]), "s"))
 
 
 def hit_rate(folder: Path, ids: torch.Tensor, prompt: int, prefill: str) -> float:
-    """Of the last DECODED tokens; the first ``prompt`` go in at once, those between one by one."""
+    """Return the hit rate of the last DECODED tokens in %. The first ``prompt`` tokens are one forward, the others one
+    forward each."""
     model = open_model(folder, resident=RESIDENT, prefill=prefill, prefetch="off")
     past = forward(model, ids[:, :prompt]) if prompt else None
     for token in range(prompt, ids.size(1)):
@@ -134,13 +137,20 @@ def add_hits(report: Report, options: Any) -> None:
     parts = [document[:, :length] for document in documents if document.size(1) >= length][: options.texts]
     if not parts:
         raise SystemExit(f"no document of the test text has {length} tokens; ask for a shorter --prompt")
-    warmed = [hit_rate(folder, part, 0, "auto") for part in parts]
+    decoding_rates = [hit_rate(folder, part, 0, "auto") for part in parts]
     for setting in ("auto", "off"):
         rates = [hit_rate(folder, part, options.prompt, setting) for part in parts]
         name = f"hits of {DECODED} tokens after a prompt of {options.prompt}, prefill={setting!r}, mesh-tiny"
-        least = 1.0 if setting == "auto" else None
+        min_ratio = 1.0 if setting == "auto" else None
         report.add(
-            Row(name, statistics.mean(rates), "%", "warmed by decoding", statistics.mean(warmed), at_least=least)
+            Row(
+                name,
+                statistics.mean(rates),
+                "%",
+                "warmed by decoding",
+                statistics.mean(decoding_rates),
+                at_least=min_ratio,
+            )
         )
 
 
@@ -150,7 +160,7 @@ def main() -> int:
     arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
     arguments.add_argument("--tokens", type=int, nargs="*", default=[512, 2048], help="lengths of timed prompts")
     arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--prompt", type=int, default=384, help="tokens before those whose hits are counted")
+    arguments.add_argument("--prompt", type=int, default=384, help="tokens of the prompt before the counted ones")
     arguments.add_argument("--texts", type=int, default=8)
     options = arguments.parse_args()
     report = Report(f"A cold prompt with {RESIDENT:.0%} of the experts resident, int4, dense int8")

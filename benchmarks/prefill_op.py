@@ -1,11 +1,11 @@
 """Claim: 512 tokens through a layer's experts reach 0.85 of torch's rate for a square product in bf16, 1.15 in int8
 with groups of 64, 1.35 with groups of 128, and 1.0 in int4. Records with a checkpoint's codes are as fast as similar
-formats: mxfp4 and nvfp4 reach 0.95 of the rate of lut4, fp8 0.85 of that of bf16, bf12 0.95 of it, tcq2 and tcq3
-0.9 of that of int4.
+formats: mxfp4 and nvfp4 reach 0.95 of the rate of lut4, fp8 0.85 of that of bf16, bf12 0.95 of it, tcq2 and tcq3 0.9 of
+that of int4.
 
-Everything is resident, and every token takes 8 of 128 experts at random. The square products have as many operations as
-the layer. They are in bf16, or in fp32 if the processor has no bf16 arithmetic, which torch emulates at a hundredth of
-the rate.
+Everything is resident, and every token has 8 random experts of 128. The square products have as many operations as the
+layer. They are in bf16, or in fp32 if the processor has no bf16 arithmetic, which torch emulates at a hundredth of the
+rate.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def rate(operations: float, run: Callable[[], object]) -> float:
 
 
 def square_product(operations: float, dtype: torch.dtype) -> Callable[[], float]:
-    """A rate of a product of two square matrices with about this many operations."""
+    """Return a function that measures the rate of a square product with about this many operations."""
     side = round((operations / 2) ** (1 / 3) / 64) * 64
     left, right = (torch.randn(side, side).to(dtype) for _ in range(2))
     return partial(rate, 2 * side**3, partial(torch.mm, left, right))
@@ -87,12 +87,14 @@ def measure(options: Any) -> Report:
         report.add(row(product, rates["torch"], at_least=form.at_least))
     report.details["rates"] = rates
     by_weights = [(*row[:4], row[5]) for row in BY_WEIGHTS]
-    for weights, group_size, like, its_group, at_least in (*CODES, *by_weights):
-        pair = {"codes": layer_rate(weights, group_size), "like": layer_rate(like, its_group)}
+    for weights, group_size, reference_format, reference_group, at_least in (*CODES, *by_weights):
+        pair = {"codes": layer_rate(weights, group_size), "like": layer_rate(reference_format, reference_group)}
         harness.interleave(pair, 1)
         rates = harness.interleave(pair, options.rounds)
         name = f"{weights}, group {group_size}"
-        report.add(harness.paired_row(name, rates["codes"], "GFLOP/s", like, rates["like"], at_least=at_least))
+        report.add(
+            harness.paired_row(name, rates["codes"], "GFLOP/s", reference_format, rates["like"], at_least=at_least)
+        )
         report.details[name] = rates
     report.notes.append(
         f"medians of {options.rounds} interleaved rounds, {options.threads} threads, seed {options.seed}"

@@ -1,9 +1,9 @@
-"""Runs benchmarks one after the other, keeps their JSON, and ends with a table of all claims; the exit status says
-whether they hold.
+"""Run benchmarks one after the other, write their JSON, and print a table of all claims. The exit status is 1 if a
+claim does not hold.
 
-Without an option: what needs nothing but torch_mesh, in a few minutes. With ``--peers``: what is measured beside other
-systems and on large files; installs those systems first. With ``--gpu``: what needs a CUDA device; without one the exit
-status is 2. The machine should do nothing else meanwhile.
+Without an option: the benchmarks that need only torch_mesh, in a few minutes. With ``--peers``: those with other
+systems and large files; this installs the systems first. With ``--gpu``: those that need a CUDA device; without one the
+exit status is 2. The machine should do nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PEERS = (
 
 
 def run(script: str, directory: Path, report: Path) -> int:
-    """The exit status of a benchmark; a claim that does not hold is in the report, if it wrote one."""
+    """Run a benchmark, and return its exit status. A claim that does not hold is in the report, if there is one."""
     report.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / script), "--json", str(report)]
     if script in (*ON_LARGE_FILES, "gpu_decode.py"):
@@ -74,9 +74,9 @@ def claims(report: Path) -> list[Row]:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     harness.add_dir(arguments)
-    which = arguments.add_mutually_exclusive_group()
-    which.add_argument("--peers", action="store_true", help="what is measured beside other systems")
-    which.add_argument("--gpu", action="store_true", help="what is measured on a CUDA device")
+    selection = arguments.add_mutually_exclusive_group()
+    selection.add_argument("--peers", action="store_true", help="benchmarks with other systems and large files")
+    selection.add_argument("--gpu", action="store_true", help="benchmarks on a CUDA device")
     arguments.add_argument("--json-dir", type=Path, default=synthetic.ROOT / "build" / "benchmarks")
     options = arguments.parse_args()
     if options.peers:

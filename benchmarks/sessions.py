@@ -1,4 +1,4 @@
-"""Runs one session of a contender: its files cold, its memory limited, in a process of its own."""
+"""Run one session of a contender in its own process, with cold files and limited memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIME_LIMIT_SECONDS = 1800
 
 
 def run(python: Path, script: str, model: Path, limit: int, request: dict[str, Any]) -> dict[str, Any]:
-    """What the contender reports (contenders/session.py), with its limit and its control group's peak in bytes."""
+    """Return the contender's report (contenders/session.py), its limit, and its control group's peak in bytes."""
     isolation.evict([model])
     with tempfile.TemporaryDirectory() as folder:
         request_path, result_path = Path(folder) / "request.json", Path(folder) / "result.json"
@@ -26,7 +26,7 @@ def run(python: Path, script: str, model: Path, limit: int, request: dict[str, A
 
 
 def without_logits(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """The runs of each system, fit to be kept."""
+    """The runs of each system without their logits, for the report."""
     return {
         name: [{k: v for k, v in run.items() if k != "prompt_logits"} for run in runs] for name, runs in results.items()
     }

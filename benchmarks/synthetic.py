@@ -1,7 +1,7 @@
 """The checkpoint of the large benchmarks: Qwen3-30B-A3B's shapes, fewer layers, seeded random weights in bf16.
 
-The same weights can be written in each system's form: torch_mesh's store, GGUF for llama.cpp, an offload folder for
-accelerate. Files are made once below ``--dir`` and found again by name; a file with its final name is complete.
+The same weights can be written in each system's format: torch_mesh's store, GGUF for llama.cpp, an offload folder for
+accelerate. Files are created once below ``--dir`` and reused by name. A file with its final name is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PEERS_PYTHON = ROOT / "build" / "peers-venv" / "bin" / "python"
 
 # The embedding is of unit scale: with the usual 0.02 the residual stream of the later layers hardly depends on the
-# token, every token takes nearly the same experts, and any cache looks perfect.
+# token. Then every token has nearly the same experts, and any cache looks perfect.
 EMBEDDING_STD = 1.0
 WEIGHT_STD = 0.02
 
@@ -80,7 +80,7 @@ def config(shape: Shape) -> dict[str, object]:
 
 
 def layer_tensors(shape: Shape, layer: int, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, bf16 tensor) of one decoder layer, in the order of the checkpoint."""
+    """Yield (name, bf16 tensor) of one decoder layer, in the order of the checkpoint."""
     prefix = f"model.layers.{layer}."
 
     def weight(rows: int, columns: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ def outer_tensors(shape: Shape, generator: torch.Generator) -> dict[str, torch.T
 
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
-    """Writes one shard per layer; memory is bounded by one layer."""
+    """Write one shard per layer. Memory is bounded by one layer."""
     generator = torch.Generator().manual_seed(shape.seed)
     shards = shape.layers + 1
     weight_map: dict[str, str] = {}
@@ -134,7 +134,7 @@ def write_checkpoint(folder: Path, shape: Shape) -> None:
 
 
 def claim_folder(path: Path) -> Path:
-    """A fresh folder beside ``path`` to write into; renaming it to ``path`` is what makes it complete."""
+    """Return a new folder beside ``path``. Rename it to ``path`` when it is complete."""
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -142,7 +142,7 @@ def claim_folder(path: Path) -> Path:
 
 
 def checkpoint(directory: Path, shape: Shape) -> Path:
-    """The bf16 Hugging Face checkpoint."""
+    """Return the bf16 Hugging Face checkpoint."""
     path = directory / shape.name
     if not path.exists():
         partial = claim_folder(path)
@@ -152,7 +152,7 @@ def checkpoint(directory: Path, shape: Shape) -> Path:
 
 
 def gguf(directory: Path, shape: Shape, form: str) -> Path:
-    """The same weights as GGUF, ``form`` being ``Q4_0`` or ``BF16``; the peers' environment writes it."""
+    """Return the same weights as GGUF, ``form`` being ``Q4_0`` or ``BF16``. The peers' environment writes it."""
     path = directory / f"{shape.name}-{form}.gguf"
     if not path.exists():
         run_peer("write_gguf.py", str(checkpoint(directory, shape)), str(path), form)
@@ -185,7 +185,7 @@ def store_expert_bytes(folder: Path) -> int:
 
 
 def offload_folder(directory: Path, shape: Shape) -> Path:
-    """accelerate's offload folder of the experts."""
+    """Return accelerate's offload folder of the experts."""
     path = directory / f"{shape.name}-accelerate"
     if not path.exists():
         partial = claim_folder(path)

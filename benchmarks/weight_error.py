@@ -1,13 +1,14 @@
 """Claim: at equal bits per weight no format's error is larger than llama.cpp's: int4 against Q4_0, lut4 against Q4_K,
-int8 against Q8_0, all in groups of 32; tcq2 in groups of 64 and 128 has less than IQ2_XS, which has more bits, tcq3 in
-groups of 128 less than IQ3_XXS, which has 0.06 fewer. Missed: lut4 in groups of 64 against IQ4_XS of as many bits, and
-tcq3 in groups of 32 against IQ3_S, which has 0.06 fewer. tcq2 in groups of 32 has more than IQ2_S, of more bits.
+int8 against Q8_0, all in groups of 32; tcq2 in groups of 64 and 128 has less than IQ2_XS, which has more bits; tcq3 in
+groups of 128 has less than IQ3_XXS, which has 0.06 bits fewer. The claim is missed by lut4 in groups of 64 against
+IQ4_XS of as many bits, and by tcq3 in groups of 32 against IQ3_S, which has 0.06 bits fewer. tcq2 in groups of 32 has
+more error than IQ2_S, which has more bits.
 
 The error is the root mean square of the rounding error, relative to that of the weights. llama.cpp's quantisers run in
 its own library, in the same process, with an importance matrix of ones (which enables another search) and, if possible,
-without; the better result counts. Weights are Gaussian, or all experts of examples/mesh-tiny joined end to end: its
-rows of 64 and 192 are too short for a Q4_K super-block of 256. "Output" is the error of one expert's output with
-float64 arithmetic and Gaussian inputs.
+without; the better result counts. Weights are Gaussian, or all experts of examples/mesh-tiny concatenated: its rows of
+64 and 192 are too short for a Q4_K super-block of 256. "Output" is the error of one expert's output with float64
+arithmetic and Gaussian inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from safetensors import safe_open
 
 from torch_mesh import _C
 
-DEPTH = 768  # of the rows that mesh-tiny's weights are laid out in: whole groups and super-blocks
+DEPTH = 768  # row length for mesh-tiny's weights: whole groups and super-blocks
 ROWS = 1536
 
 
@@ -38,8 +39,8 @@ ROWS = 1536
 class Format:
     weights: str
     group_size: int
-    peer: str  # llama.cpp's type of about the same bits
-    claims: bool = False  # no more error; the others say what a group size buys
+    peer: str  # llama.cpp's type with about as many bits
+    claims: bool = False  # claims no more error; the others show the effect of a group size
 
     @property
     def name(self) -> str:
@@ -47,7 +48,7 @@ class Format:
 
     @property
     def bits(self) -> float:
-        """Bits per weight of an expert of Qwen3-30B-A3B, everything in its record counted."""
+        """Bits per weight of an expert of Qwen3-30B-A3B, with all bytes of its record."""
         size = (2048, 768)
         return 8 * _C.record_bytes(self.weights, self.group_size, *size, True, False) / (3 * size[0] * size[1])
 
@@ -75,7 +76,7 @@ Weights = torch.Tensor
 RoundTrip = Callable[[Weights], Weights]
 
 
-def ours(form: Format) -> RoundTrip:
+def own_format(form: Format) -> RoundTrip:
     def round_trip(weights: Weights) -> Weights:
         rows, depth = weights.shape
         record = torch.ops.torch_mesh.pack(
@@ -95,7 +96,7 @@ def peer(name: str, importance: bool) -> RoundTrip:
 
 
 def searches(name: str) -> tuple[bool, ...]:
-    """With an importance matrix or without one."""
+    """Return for which searches to run: with an importance matrix (True) or without."""
     return (True,) if name in ggml.NEED_IMPORTANCE else (False, True)
 
 
@@ -119,7 +120,7 @@ def mesh_tiny(path: Path) -> Weights:
 
 
 class OneExpert:
-    """Relative error of one expert's output when its weights went through a format and back."""
+    """Relative error of one expert's output after its weights are packed and unpacked."""
 
     def __init__(self, seed: int, tokens: int = 64) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -147,11 +148,11 @@ def measure(options: Any) -> Report:
         for name in dict.fromkeys(form.peer for form in FORMATS)
     }
     for form in FORMATS:
-        beside = f"{form.peer}, {harness.number(peer_bits(form.peer))} bits"
+        peer_label = f"{form.peer}, {harness.number(peer_bits(form.peer))} bits"
         for what, run in measures.items():
             bound = {"at_most": 1.0} if form.claims else {}
             name = f"{form.name}, {harness.number(form.bits)} bits, {what}"
-            report.add(Row(name, 100 * run(ours(form)), "%", beside, 100 * peers[form.peer][what], **bound))
+            report.add(Row(name, 100 * run(own_format(form)), "%", peer_label, 100 * peers[form.peer][what], **bound))
     report.notes.append(f"seed {options.seed}")
     report.details["llama.cpp"] = {
         name: {"bits": peer_bits(name), "errors_percent": {what: 100 * value for what, value in errors.items()}}

@@ -1,7 +1,7 @@
-"""Contenders in processes of their own, which take turns.
+"""Contenders in their own processes, which are measured alternately.
 
-A process outside its turn is stopped, so that no idle thread pool uses the other's cores. All stay open: opening a
-model takes far longer than measuring it, and turns can be short.
+A process is stopped while another is measured, so that no idle thread pool uses the other's cores. All stay open, since
+opening a model takes far longer than measuring it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ FOLDER = Path(__file__).resolve().parent / "contenders"
 
 
 class WorkerFailedError(RuntimeError):
-    """A contender's process ended; the message holds what it said last."""
+    """A contender's process ended. The message has the end of its error output."""
 
 
 class Worker:
-    """One contender (contenders/serve.py). ``facts`` is what it said after opening."""
+    """One contender (contenders/serve.py). ``facts`` is its first reply, after opening."""
 
     def __init__(self, python: Path, script: str, **setup: Any) -> None:
         if not python.exists():
             raise SystemExit(f"{python} is missing: run benchmarks/peers.sh first")
         self._name = script
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
-        # Contenders of ours share op_layer.py with the benchmarks in this folder.
+        # Our own contenders import op_layer.py from this folder.
         path = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [str(python), str(FOLDER / script)],
@@ -59,11 +59,11 @@ class Worker:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # its last words say why
+            pass  # its error output has the reason
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
             self._errors.seek(0)
-            last_words = self._errors.read()[-4000:]
-            raise WorkerFailedError(f"{self._name} ended with status {status}:\n{last_words}")
+            errors = self._errors.read()[-4000:]
+            raise WorkerFailedError(f"{self._name} ended with status {status}:\n{errors}")
         return json.loads(line)
