@@ -1,10 +1,10 @@
-"""Claim: beside other processes that compute, two threads decode at 0.85 or more of the speed of the better of one and
-two threads, and at 0.55 or more of their quiet speed beside one such process. A token takes at most 1.5 x the processor
-time of a quiet run. The same holds for prompts of 512 tokens.
+"""Claim: while other processes compute, two threads decode at 0.85 or more of the speed of the better of one and two
+threads, and at 0.55 or more of their speed on an idle machine beside one such process. A token takes at most 1.5 x the
+processor time of a run on an idle machine. The same holds for prompts of 512 tokens.
 
 The 4-layer model with every expert in memory in int4, dense layers in int4, eager. A busy process is a loop that never
-sleeps, and runs for one round of all contenders. llama.cpp with two threads is measured too if benchmarks/peers.sh has
-built it.
+sleeps, and runs for one round of all contenders. If benchmarks/peers.sh has built llama.cpp, it is measured with two
+threads too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workers import Worker
 
 SEED = 20261125
 WHAT = {"decode": 64, "prefill": 512}  # tokens of a run
-# Ends with its parent (prctl's PR_SET_PDEATHSIG, SIGKILL).
+# Ends when its parent ends (prctl's PR_SET_PDEATHSIG, SIGKILL).
 BUSY = "import ctypes; ctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
 ONE, TWO, LLAMA = "1 thread", "2 threads", "llama.cpp Q4_0, 2 threads"
 
@@ -35,7 +35,7 @@ Runs = dict[str, list[dict[str, float]]]
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Processes that want a processor all the time, and have run for a moment."""
+    """Start ``count`` processes that never sleep, and wait until they run."""
     running = [subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.DEVNULL) for _ in range(count)]
     try:
         time.sleep(0.3 if count else 0)
@@ -89,26 +89,26 @@ def median(runs: list[dict[str, float]], figure: str) -> float:
 
 def add_rows(report: Report, what: str, busy: int, runs: Runs, quiet: Runs) -> None:
     speed = {name: median(results, "tokens_per_second") for name, results in runs.items()}
-    beside = f"{what} beside {busy} busy {'process' if busy == 1 else 'processes'}"
-    better = max(ONE, TWO, key=lambda name: speed[name])
-    report.add(Row(f"{beside}, {TWO}", speed[TWO], "tok/s", f"better: {better}", speed[better], at_least=0.85))
+    label = f"{what} beside {busy} busy {'process' if busy == 1 else 'processes'}"
+    faster = max(ONE, TWO, key=lambda name: speed[name])
+    report.add(Row(f"{label}, {TWO}", speed[TWO], "tok/s", f"better: {faster}", speed[faster], at_least=0.85))
     if LLAMA in speed:
-        report.add(Row(f"{beside}, {TWO}", speed[TWO], "tok/s", LLAMA, speed[LLAMA]))
+        report.add(Row(f"{label}, {TWO}", speed[TWO], "tok/s", LLAMA, speed[LLAMA]))
     if busy == 0:
         return
-    before = median(quiet[TWO], "tokens_per_second")
-    report.add(Row(f"{beside}, {TWO}", speed[TWO], "tok/s", "quiet", before, at_least=0.55 if busy == 1 else None))
+    quiet_speed = median(quiet[TWO], "tokens_per_second")
+    report.add(Row(f"{label}, {TWO}", speed[TWO], "tok/s", "quiet", quiet_speed, at_least=0.55 if busy == 1 else None))
     milliseconds, quiet_milliseconds = (
         1e3 * median(results[TWO], "processor_seconds_per_token") for results in (runs, quiet)
     )
-    report.add(Row(f"processor time a token, {beside}", milliseconds, "ms", "quiet", quiet_milliseconds, at_most=1.5))
+    report.add(Row(f"processor time a token, {label}", milliseconds, "ms", "quiet", quiet_milliseconds, at_most=1.5))
 
 
 def measure(options: Any) -> Report:
     report = Report("4-layer Qwen3-MoE in memory, int4, beside processes that compute")
     workers = open_workers(options)
     for what in WHAT:
-        measure_under_load(workers, what, 0, 1)  # reads what is cold
+        measure_under_load(workers, what, 0, 1)  # reads cold experts
         all_runs = {busy: measure_under_load(workers, what, busy, options.rounds) for busy in options.busy}
         for busy, runs in all_runs.items():
             add_rows(report, what, busy, runs, all_runs[0])
@@ -124,11 +124,11 @@ def main() -> int:
     harness.add_dir(arguments)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument(
-        "--busy", type=int, nargs="+", default=[0, 1, 2], help="busy processes; 0 has to be among them"
+        "--busy", type=int, nargs="+", default=[0, 1, 2], help="numbers of busy processes; must include 0"
     )
     options = arguments.parse_args()
     if 0 not in options.busy:
-        arguments.error(f"--busy is {options.busy}; 0 has to be among them: the quiet speed is the reference")
+        arguments.error(f"--busy is {options.busy}; include 0: its speed is the reference")
     return measure(options).finish(options.json)
 
 

@@ -1,10 +1,10 @@
 """Claim: with 40 % of its experts' bytes in memory, torch_mesh decodes 8 x as fast as llama.cpp and 20 x as accelerate.
 
-Each system runs on the same weights in a process of its own, under a memory limit of its own anonymous memory (measured
-without a limit) + the bytes of its dense weights + 0.4 of the bytes of its experts. The others also run under
-torch_mesh's limit. torch_mesh and llama.cpp have 4-bit experts; other linear layers are 8 bits in torch_mesh and 4 bits
-in llama.cpp; accelerate has the bf16 originals. Files are evicted from the page cache before every session, and tokens
-are timed after a warm-up.
+Each system runs with the same weights in its own process under a memory limit: its anonymous memory (measured without a
+limit) + the bytes of its dense weights + 0.4 of the bytes of its experts. The other systems also run under torch_mesh's
+limit. torch_mesh and llama.cpp have 4-bit experts; other linear layers are 8 bits in torch_mesh and 4 bits in
+llama.cpp; accelerate has the bf16 originals. Files are evicted from the page cache before every session, and tokens are
+timed after a warm-up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def with_equal_memory(name: str) -> str:
 
 @dataclass(frozen=True)
 class Contender:
-    """One system: its program and interpreter, what it opens, and how many tokens it has time for."""
+    """One system: its script and interpreter, its model, and the number of its tokens."""
 
     script: str
     python: Path
@@ -63,14 +63,15 @@ class Contender:
 
 
 def limit_of(contender: Contender) -> int:
-    """Own anonymous memory, from a run without a limit, + dense bytes + 0.4 of the expert bytes + slack.
+    """Return the memory limit: anonymous memory of a run without a limit + dense bytes + 0.4 of the expert bytes +
+    slack.
 
-    The very same run: torch.compile's C++ compiler takes more memory than the model where its cache has nothing for
-    these shapes.
+    The run without a limit has the same tokens as the measured one. torch.compile's C++ compiler takes more memory than
+    the model if its cache has no code for these shapes.
     """
-    free = contender.run(sessions.NO_LIMIT, contender.measured, contender.warm_up, watch_memory=True)
-    own = free["anonymous_peak"] - free["anonymous_weights"]
-    dense = free.get("dense_bytes", contender.dense_bytes)
+    unlimited = contender.run(sessions.NO_LIMIT, contender.measured, contender.warm_up, watch_memory=True)
+    own = unlimited["anonymous_peak"] - unlimited["anonymous_weights"]
+    dense = unlimited.get("dense_bytes", contender.dense_bytes)
     return own + dense + int(RESIDENT * contender.expert_bytes) + SLACK
 
 
@@ -80,7 +81,7 @@ def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: in
     ours = synthetic.store(directory, shape, "int4")
     quantised = synthetic.gguf(directory, shape, "Q4_0")
     offloaded = synthetic.offload_folder(directory, shape)
-    # llama.cpp keeps its dense weights in 4 bits as well; what is not expert is everything else in its file.
+    # llama.cpp has its dense weights in 4 bits too; its file holds nothing but those and the experts.
     llama_experts = shape.expert_bytes_bf16 // 2 * 18 // 32
     llama = partial(
         Contender,
@@ -92,7 +93,8 @@ def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: in
         warm_up=tokens // 4,
         measured=tokens,
     )
-    llama_options = {"threads": threads, "repack": False}  # a copy of all weights is what the limit forbids
+    # Repacking copies all weights, which the limit does not allow.
+    llama_options = {"threads": threads, "repack": False}
     own_python = Path(sys.executable)
     return {
         MESH: Contender(
@@ -123,7 +125,7 @@ def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: in
             model=offloaded,
             dense_bytes=dense,
             expert_bytes=shape.expert_bytes_bf16,
-            # It reads so much for each token that few are enough.
+            # Few tokens are enough, since it reads much for each one.
             warm_up=2,
             measured=max(2, tokens // 8),
             options={"threads": threads, "checkpoint": str(source)},
@@ -139,11 +141,11 @@ def cosine(left: list[float], right: list[float]) -> float:
 def add_speed(report: Report, results: dict[str, list[dict[str, Any]]]) -> None:
     speeds = {name: [run["tokens_per_second"] for run in runs] for name, runs in results.items()}
     better_llama = max((LLAMA_MMAP, LLAMA_RANDOM), key=lambda name: statistics.median(speeds[name]))
-    least = {better_llama: 8.0, ACCELERATE: 20.0}
+    min_ratios = {better_llama: 8.0, ACCELERATE: 20.0}
     peers = [name for name in results if name not in (MESH, DEFAULTS)]
     for ours in (MESH, DEFAULTS):
         for name in peers:
-            at_least = least.get(name) if ours == MESH else None
+            at_least = min_ratios.get(name) if ours == MESH else None
             report.add(
                 harness.paired_row(f"decode, {ours}", speeds[ours], "tok/s", name, speeds[name], at_least=at_least)
             )
@@ -152,7 +154,7 @@ def add_speed(report: Report, results: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def add_conditions(report: Report, results: dict[str, list[dict[str, Any]]]) -> None:
-    """What the speeds were measured under: limits, bytes read, hit rate, and how near the systems' logits are."""
+    """Add the conditions of the speeds: limits, bytes read, hit rate, and the similarity of the systems' logits."""
 
     def median(name: str, key: str) -> float:
         return statistics.median(run[key] for run in results[name])
@@ -207,7 +209,7 @@ def measure(options: Any) -> Report:
             "Python and torch are torch_mesh's own"
         ),
         "torch_mesh's limit: the larger of its two configurations', for both",
-        "read per token: /proc/self/io read_bytes, that is, what the storage device was asked for, read-ahead included",
+        "read per token: /proc/self/io read_bytes, the bytes requested from the storage device, with read-ahead",
         f"medians of {options.rounds} interleaved rounds, ratios round by round",
         "every system is given the same seeded stream of tokens and routes them itself",
         "torch_mesh's decode step is compiled by torch.compile (fullgraph, static cache), which happens in the warm-up",

@@ -3,11 +3,11 @@ memory.
 
 All 48 layers of 128 experts in int4, 15 GB of random weights. Routing is replayed from a synthetic trace whose tokens
 share 39 % of their experts with the next one, as Qwen3's do: routers of random weights choose nearly the same experts
-for every token. llama.cpp runs beside it with the same routing on a Q4_0 file of the same shapes, under the memory that
-torch_mesh took.
+for every token. llama.cpp runs with the same routing on a Q4_0 file of the same shapes, with the memory that torch_mesh
+took.
 
-With --weights int4 tcq3 tcq2, formats in turn: of int4's bytes per token tcq3 reads 0.65 and tcq2 0.4 in 1.5 and 4 GB.
-In 1.5 GB they reach 1.3 and 1.8 times its tokens/s.
+--weights int4 tcq3 tcq2 compares formats: of int4's bytes per token tcq3 reads 0.65 and tcq2 0.4 with 1.5 and 4 GB.
+With 1.5 GB they reach 1.3 and 1.8 times its tokens/s.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ from torch_mesh.store.writer import write_store
 
 SHAPE = synthetic.Shape(layers=48, vocab=151936)
 GROUP_SIZES = {"int4": 64, "tcq3": 128, "tcq2": 128}
-# Against int4 in the same memory: bytes per token at most, where that is 4 GB or less, and tokens/s at least, where it
-# is 1.5.
+# Relative to int4 in the same memory: maximum bytes per token (up to 4 GB), and minimum tokens/s (up to 1.5 GB).
 MAX_READ, MIN_SPEED = {"tcq3": 0.65, "tcq2": 0.4}, {"tcq3": 1.3, "tcq2": 1.8}
 OVERLAP = 0.39
 DENSE = "int4"
 PROMPT, SEED = 16, 20260101
 SLACK = 32 << 20
-LAYER_MICROSECONDS, PROMOTION_MICROSECONDS = 2, 10  # of decisions, at most
-DIFFERENT_EXPERTS = 64  # of random weights; more would only take longer to pack
+LAYER_MICROSECONDS, PROMOTION_MICROSECONDS = 2, 10  # maximum of decisions
+DISTINCT_EXPERTS = 64  # with random weights; more would only take longer to pack
 
 
 def dense_shards(folder: Path, weights: str) -> None:
-    """Everything but the experts, as safetensors with an index, and the config."""
+    """Write everything but the experts as safetensors with an index, and the config."""
     generator = torch.Generator().manual_seed(0)
     without_experts = synthetic.Shape(**{**vars(SHAPE), "experts": 0})
     weight_map = {}
@@ -84,7 +83,7 @@ def random_records(weights: str) -> list[torch.Tensor]:
             weights,
             GROUP_SIZES[weights],
         )
-        for _ in range(DIFFERENT_EXPERTS)
+        for _ in range(DISTINCT_EXPERTS)
     ]
 
 
@@ -135,9 +134,9 @@ def gguf(directory: Path) -> Path:
     return path
 
 
-def planned(model: Path, resident: int, *known: str) -> dict[str, Any]:
+def run_plan(model: Path, resident: int, *plan_options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch_mesh", "plan", str(model), "--json", "--prefetch", "off"]
-    command += ["--resident", str(resident), "--dense", DENSE, *known]
+    command += ["--resident", str(resident), "--dense", DENSE, *plan_options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return json.loads(done.stdout)
 
@@ -148,7 +147,7 @@ def measure(options: Any) -> Report:
     report = Report(f"Qwen3-30B-A3B's shapes, {SHAPE.layers} layers, {formats}, dense {DENSE}, batch 1")
     tokens = PROMPT + options.warm_up + options.tokens
     request = {
-        "watch_memory": True,  # a look every 5 ms
+        "watch_memory": True,  # sampled every 5 ms
         "vocab": SHAPE.vocab,
         "prompt": PROMPT,
         "seed": SEED,
@@ -186,22 +185,22 @@ def measure(options: Any) -> Report:
             "predicted by routers)"
         ),
         "llama.cpp is limited to the memory that torch_mesh's process group had charged at its peak",
-        "stock: the mapping as it is; random: with MADV_RANDOM",
-        f"{options.llama_tokens} of its tokens after {options.llama_warm_up}, since each takes it many seconds",
+        "stock: without advice; random: with MADV_RANDOM",
+        f"{options.llama_tokens} tokens of llama.cpp after {options.llama_warm_up}, since each takes many seconds",
     ]
     return report
 
 
 def add_rows(report: Report, name: str, model: Path, resident: int, result: dict[str, Any], tokens: int) -> None:
     seconds = tokens / result["tokens_per_second"]
-    for label, known in (
+    for label, plan_options in (
         ("plan", ()),
         ("plan, told the overlap", ("--overlap", str(OVERLAP))),
         ("plan, told the hit rate it had", ("--hit-rate", str(result["hit_rate"]))),
     ):
-        plan = planned(model, resident, *known)
+        plan = run_plan(model, resident, *plan_options)
         speed = plan["tokens_per_second"]
-        # Within 25 % either way: the larger of the two over the smaller.
+        # Within 25 % in either direction: the larger over the smaller.
         ratio = max(speed, result["tokens_per_second"]) / min(speed, result["tokens_per_second"])
         report.add(Row(f"tokens/s, {name}", result["tokens_per_second"], "tok/s", label, speed))
         report.add(Row(f"off by, {name}, {label}", ratio, "x", "allowed", 1.25, at_most=1.0))
@@ -212,10 +211,10 @@ def add_rows(report: Report, name: str, model: Path, resident: int, result: dict
     report.add(Row(f"read per token, {name}", result["read_per_token"] / 1e6, "MB"))
     promoted, layers = result["promoted"] / tokens, SHAPE.layers
     report.add(Row(f"promoted per token, {name}", promoted, "experts"))
-    deciding = 1e6 * result["decision_seconds"] / tokens
-    # What a layer takes where nothing is cold, and what each promotion takes besides.
+    decision_microseconds = 1e6 * result["decision_seconds"] / tokens
+    # The time of a layer without cold experts, plus that of each promotion.
     allowed = LAYER_MICROSECONDS * layers + PROMOTION_MICROSECONDS * promoted
-    report.add(Row(f"deciding per token, {name}", deciding, "µs", "allowed", allowed, at_most=1.0))
+    report.add(Row(f"deciding per token, {name}", decision_microseconds, "µs", "allowed", allowed, at_most=1.0))
     report.add(Row(f"waiting for the disk, {name}", 100 * result["stall_seconds"] / seconds, "%"))
     report.details[name] = sessions.without_logits({"torch_mesh": [result]})
 
@@ -238,38 +237,36 @@ def add_llama(
 
 
 def add_comparison(report: Report, results: dict[tuple[str, float], dict[str, Any]]) -> None:
-    """Of formats with int4 in the same memory."""
+    """Compare formats with int4 in the same memory."""
     for (weights, gigabytes), result in results.items():
         int4 = results.get(("int4", gigabytes))
         if weights == "int4" or int4 is None:
             continue
-        most = MAX_READ[weights] if gigabytes <= 4 else None
-        least = MIN_SPEED[weights] if gigabytes <= 1.5 else None
+        max_read = MAX_READ[weights] if gigabytes <= 4 else None
+        min_speed = MIN_SPEED[weights] if gigabytes <= 1.5 else None
         name = f"{weights}, {gigabytes:g} GB"
         read, speed = ([each[entry] for each in (result, int4)] for entry in ("read_per_token", "tokens_per_second"))
-        report.add(Row(f"read per token, {name}", read[0] / 1e6, "MB", "int4", read[1] / 1e6, at_most=most))
-        report.add(Row(f"tokens/s, {name}", speed[0], "tok/s", "int4", speed[1], at_least=least))
+        report.add(Row(f"read per token, {name}", read[0] / 1e6, "MB", "int4", read[1] / 1e6, at_most=max_read))
+        report.add(Row(f"tokens/s, {name}", speed[0], "tok/s", "int4", speed[1], at_least=min_speed))
 
 
 def main() -> int:
     arguments = harness.parser(__doc__)
     harness.add_dir(arguments)
     arguments.add_argument("--resident", type=float, nargs="+", default=[1.5, 4.0, 8.0], help="GB of experts")
-    arguments.add_argument(
-        "--weights", nargs="+", choices=GROUP_SIZES, default=["int4"], help="of the experts, in turn"
-    )
+    arguments.add_argument("--weights", nargs="+", choices=GROUP_SIZES, default=["int4"], help="formats of the experts")
     arguments.add_argument("--tokens", type=int, default=64)
     arguments.add_argument("--warm-up", type=int, default=96, help="tokens that fill the pool")
     arguments.add_argument("--threads", type=int, default=harness.available_cpus())
-    arguments.add_argument("--eager", action="store_true", help="as generate does without torch_mesh.compile")
+    arguments.add_argument("--eager", action="store_true", help="eager steps, as generate without torch_mesh.compile")
     arguments.add_argument(
         "--llama",
         nargs="*",
         choices=("random", "stock"),
         default=[],
-        help="llama.cpp too, by how it maps its file of 17 GB",
+        help="measure llama.cpp too; how it maps its file of 17 GB",
     )
-    arguments.add_argument("--llama-tokens", type=int, default=8, help="timed")
+    arguments.add_argument("--llama-tokens", type=int, default=8, help="timed tokens of llama.cpp")
     arguments.add_argument("--llama-warm-up", type=int, default=24, help="tokens that fill the page cache")
     arguments.add_argument("--remove", action="store_true", help="remove each large file after its use")
     options = arguments.parse_args()

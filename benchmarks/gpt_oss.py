@@ -1,9 +1,9 @@
-"""Claim: a checkpoint of gpt-oss-20b's full size opens as it is published, in MXFP4, with the memory of `--resident`
-and the rest of the model: from its own files within seconds, and from a store that is converted at 0.6 of the disk's
+"""Claim: a checkpoint of gpt-oss-20b's full size opens as published, in MXFP4, with the memory of `--resident` and the
+rest of the model. It opens from its own files within seconds, or from a store that is converted at 0.6 of the disk's
 speed.
 
-Weights are random, in the published layout. Routers of random weights choose nearly the same experts for every token,
-so that routing is replayed from a synthetic trace whose tokens share 39 % of their experts with the next one. `--llama`
+Weights are random, in the published layout. Routers of random weights choose nearly the same experts for every token.
+So routing is replayed from a synthetic trace whose tokens share 39 % of their experts with the next one. `--llama`
 measures llama.cpp with the same types, shapes and routing in a GGUF file, under the peak memory of torch_mesh's
 processes.
 """
@@ -40,12 +40,12 @@ TOP_K, VOCABULARY = 4, 201088
 OVERLAP = 0.39
 PROMPT, SEED = 16, 20260101
 SLACK = 32 << 20
-_BLOCK = 8 << 20  # of reads by which the disk is measured
+_BLOCK = 8 << 20  # bytes of a read that measures the disk
 
 
 def write(folder: Path, layers: int, experts: int) -> Path:
-    """A layer to a file, the experts' codes drawn and their scales such that weights are about as large as trained
-    ones."""
+    """Write one file per layer. The experts' codes are random, and their scales give weights of about the size of
+    trained ones."""
     path = folder / f"gpt-oss-{layers}x{experts}"
     if path.exists():
         return path
@@ -68,7 +68,7 @@ def write(folder: Path, layers: int, experts: int) -> Path:
             tensors |= _tensors(name, shape)
         save_file(tensors, partial / file, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
-    for file in TOKENIZER.glob("tokenizer*"):  # any will do: its ids are some of gpt-oss's
+    for file in TOKENIZER.glob("tokenizer*"):  # any tokenizer whose ids are valid for gpt-oss
         shutil.copy(file, partial)
     (partial / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     partial.rename(path)
@@ -95,8 +95,8 @@ def _command(*arguments: str) -> tuple[float, str]:
     return time.perf_counter() - begin, done.stdout
 
 
-def _forget(folder: Path) -> None:
-    """Takes files out of the page cache."""
+def _evict(folder: Path) -> None:
+    """Evict files from the page cache."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -113,20 +113,20 @@ def gguf(raw: Path) -> Path:
 
 def converted(raw: Path, report: Report) -> Path:
     stored = raw.with_name(f"{raw.name}-mesh")
-    _forget(raw)
+    _evict(raw)
     seconds, _ = _command("convert", str(raw), str(stored), "--weights", "auto", "--force")
-    held = sum(path.stat().st_size for path in raw.iterdir())
+    source_bytes = sum(path.stat().st_size for path in raw.iterdir())
     disk = disk_speed([path for path in raw.iterdir() if path.suffix == ".safetensors"], _BLOCK)
-    report.add(Row("conversion", held / seconds / 1e9, "GB/s", "disk", (disk or 0) / 1e9, at_least=0.6))
-    report.add(Row("conversion", held / seconds / 1e9, "GB/s", "cp and sync", _copy_rate(raw) / 1e9))
+    report.add(Row("conversion", source_bytes / seconds / 1e9, "GB/s", "disk", (disk or 0) / 1e9, at_least=0.6))
+    report.add(Row("conversion", source_bytes / seconds / 1e9, "GB/s", "cp and sync", _copy_rate(raw) / 1e9))
     return stored
 
 
 def _copy_rate(folder: Path) -> float:
-    """Bytes per second of copying some files: a disk that writes as it reads, which a conversion asks of it, too."""
+    """Bytes per second of copying some files. Like a conversion, a copy reads and writes at the same time."""
     paths = sorted(folder.glob("*.safetensors"))
     paths = paths[: -(-len(paths) // 4)]
-    _forget(folder)
+    _evict(folder)
     with tempfile.TemporaryDirectory(dir=folder.parent) as copies:
         begin = time.perf_counter()
         for path in paths:
@@ -180,7 +180,7 @@ def measure(options: Any) -> Report:
             f"{options.tokens} timed tokens after {options.warm_up}, of llama.cpp {options.llama_tokens} after "
             f"{options.llama_warm_up}"
         ),
-        "stock: llama.cpp's mapping as it is; random: with MADV_RANDOM",
+        "stock: llama.cpp's mapping without advice; random: with MADV_RANDOM",
     ]
     return report
 
@@ -194,9 +194,9 @@ def main() -> int:
     arguments.add_argument("--tokens", type=int, default=32)
     arguments.add_argument("--warm-up", type=int, default=48, help="tokens that fill the pool")
     arguments.add_argument("--threads", type=int, default=harness.available_cpus())
-    arguments.add_argument("--convert", action=argparse.BooleanOptionalAction, default=True, help="a store too")
-    arguments.add_argument("--llama", nargs="*", choices=("random", "stock"), default=[], help="llama.cpp too")
-    arguments.add_argument("--llama-tokens", type=int, default=8, help="timed")
+    arguments.add_argument("--convert", action=argparse.BooleanOptionalAction, default=True, help="measure a store too")
+    arguments.add_argument("--llama", nargs="*", choices=("random", "stock"), default=[], help="measure llama.cpp too")
+    arguments.add_argument("--llama-tokens", type=int, default=8, help="timed tokens of llama.cpp")
     arguments.add_argument("--llama-warm-up", type=int, default=24, help="tokens that fill the page cache")
     options = arguments.parse_args()
     options.resident = int(options.resident * 1e9)

@@ -24,7 +24,7 @@ from torch_mesh.validators import parse_size
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "mesh-tiny"
 CLIENTS = 4
-LENGTH = 3000  # characters of a conversation, at which the next begins: within the model's positions
+LENGTH = 3000  # characters after which a conversation ends, within the model's positions
 
 
 def complete(address: str, prompt: str, tokens: int) -> str:
@@ -35,21 +35,21 @@ def complete(address: str, prompt: str, tokens: int) -> str:
 
 
 def converse(address: str, seed: int, seconds: float) -> int:
-    """Requests of one client until the time is over."""
-    draw = random.Random(seed)
+    """Send requests of one client for ``seconds``, and return their number."""
+    rng = random.Random(seed)
     words = (MODEL / "README.md").read_text().split()
     end, text, requests = time.monotonic() + seconds, "", 0
     while time.monotonic() < end:
-        text += " ".join(draw.choices(words, k=draw.randint(5, 120)))
-        text += complete(address, text, draw.randint(2, 40))
+        text += " ".join(rng.choices(words, k=rng.randint(5, 120)))
+        text += complete(address, text, rng.randint(2, 40))
         requests += 1
-        if len(text) > LENGTH or draw.random() < 0.2:
+        if len(text) > LENGTH or rng.random() < 0.2:
             text = ""
     return requests
 
 
-def look(server: int, address: str) -> dict[str, int]:
-    """Bytes that the process has, and that it counts as kept."""
+def sample_memory(server: int, address: str) -> dict[str, int]:
+    """Return the process's anonymous memory and its counter of kept keys, in bytes."""
     with urllib.request.urlopen(address.removesuffix("/v1") + "/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     kept = next(line.split()[1] for line in lines if line.startswith("torch_mesh_kept_keys_bytes "))
@@ -59,11 +59,12 @@ def look(server: int, address: str) -> dict[str, int]:
 
 
 def measure(limit: str, seconds: float) -> list[dict[str, int]]:
-    """Looks at a server of so much for kept keys: after each quarter of the time, with the requests so far."""
+    """Sample a server with ``limit`` for kept keys after each quarter of the time, with the number of requests so
+    far."""
     command = [sys.executable, "-m", "torch_mesh", "serve", str(MODEL), "--resident", "0.5"]
     command += ["--host", "127.0.0.1", "--port", "0", "--keep-keys", limit, "--log-level", "error"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # of a model this small more threads only wait
-    looks = []
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a model this small does not use more threads
+    samples = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     ) as server:
@@ -75,27 +76,27 @@ def measure(limit: str, seconds: float) -> list[dict[str, int]]:
                 with ThreadPoolExecutor(CLIENTS) as clients:
                     seeds = range(quarter * CLIENTS, (quarter + 1) * CLIENTS)
                     requests += sum(clients.map(lambda seed: converse(address, seed, seconds / 4), seeds))
-                looks.append(look(server.pid, address) | {"requests": requests})
+                samples.append(sample_memory(server.pid, address) | {"requests": requests})
         finally:
             server.terminate()
-    return looks
+    return samples
 
 
 def main() -> int:
     arguments = harness.parser(__doc__)
     arguments.add_argument("--keep-keys", default="20MiB")
-    arguments.add_argument("--seconds", type=float, default=50, help="that clients ask")
+    arguments.add_argument("--seconds", type=float, default=50, help="duration of the clients' requests")
     options = arguments.parse_args()
     limit = parse_size(options.keep_keys, "--keep-keys")
-    looks = measure(options.keep_keys, options.seconds)
-    rest = looks[1]["memory"] - looks[1]["kept"]
+    samples = measure(options.keep_keys, options.seconds)
+    other_memory = samples[1]["memory"] - samples[1]["kept"]
     report = Report("Memory of kept keys")
-    for when, found in zip(("a quarter", "half", "three quarters", "the end"), looks, strict=True):
-        at_most = 1.2 if when == "the end" else None
-        taken = (found["memory"] - rest) / 1e6
-        report.add(Row(f"taken at {when}", taken, "MB", "--keep-keys", limit / 1e6, at_most=at_most))
-        report.notes.append(f"counted at {when}: {found['kept'] / 1e6:.1f} MB, after {found['requests']} requests")
-    report.details["looks"] = looks
+    for moment, sample in zip(("a quarter", "half", "three quarters", "the end"), samples, strict=True):
+        at_most = 1.2 if moment == "the end" else None
+        taken = (sample["memory"] - other_memory) / 1e6
+        report.add(Row(f"taken at {moment}", taken, "MB", "--keep-keys", limit / 1e6, at_most=at_most))
+        report.notes.append(f"counted at {moment}: {sample['kept'] / 1e6:.1f} MB, after {sample['requests']} requests")
+    report.details["looks"] = samples
     return report.finish(options.json)
 
 

@@ -2,8 +2,8 @@
 first opening of the bf16 original, which converts it to int4, reaches 1 GB of experts per second, or the disk's speed
 if that is less.
 
-Every load is cold: a process of its own, files evicted from the page cache. Weights may be mapped and not yet read when
-``from_pretrained`` returns, so that the time to the end of a first prompt is shown too, and peaks include it.
+Every load is cold: in a new process, with files evicted from the page cache. Weights may be mapped and not yet read
+when ``from_pretrained`` returns. So the time to the end of a first prompt is shown too, and peaks include it.
 torch_mesh runs under a memory limit of 2 GB, which bounds memory of every kind. Conversions have no limit; the disk's
 speed is that of direct reads of the original, measured between them.
 """
@@ -31,7 +31,7 @@ CONVERSION_BYTES_PER_SECOND = 1e9
 
 def measure(options: Any) -> Report:
     shape = synthetic.Shape(layers=options.layers)
-    source, ours = synthetic.checkpoint(options.dir, shape), synthetic.store(options.dir, shape, "int4")
+    source, own_store = synthetic.checkpoint(options.dir, shape), synthetic.store(options.dir, shape, "int4")
     common = {
         "threads": harness.available_cpus(),
         "vocab": shape.vocab,
@@ -47,11 +47,13 @@ def measure(options: Any) -> Report:
 
     def first_opening(weights: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-            into = {"weights": weights, "store": str(Path(folder) / "store")}
-            return load("mesh.py", source, sessions.NO_LIMIT, resident=RESIDENT, dense="none", eager=True, **into)
+            conversion_options = {"weights": weights, "store": str(Path(folder) / "store")}
+            return load(
+                "mesh.py", source, sessions.NO_LIMIT, resident=RESIDENT, dense="none", eager=True, **conversion_options
+            )
 
     systems = {
-        "torch_mesh": partial(load, "mesh.py", ours, MAX_BYTES, resident=RESIDENT, dense="none"),
+        "torch_mesh": partial(load, "mesh.py", own_store, MAX_BYTES, resident=RESIDENT, dense="none"),
         "transformers": partial(load, "in_memory.py", source, sessions.NO_LIMIT),
     }
     systems |= {conversion(weights): partial(first_opening, weights) for weights in CONVERTED}
@@ -101,8 +103,8 @@ def add_conversion(report: Report, weights: str, results: dict[str, list[dict[st
     row = partial(harness.paired_row, conversion(weights), speeds, "GB/s")
     report.add(row("disk", reads))
     if weights == "int4":
-        wanted = [min(read, CONVERSION_BYTES_PER_SECOND / 1e9) for read in reads]
-        report.add(row("1 GB/s, at most the disk", wanted, at_least=1.0))
+        min_speeds = [min(read, CONVERSION_BYTES_PER_SECOND / 1e9) for read in reads]
+        report.add(row("1 GB/s, at most the disk", min_speeds, at_least=1.0))
     packing = statistics.median(run["load_processor_seconds"] for run in runs) / harness.available_cpus()
     reading = source_bytes / 1e9 / statistics.median(reads)
     report.notes.append(

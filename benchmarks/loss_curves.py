@@ -1,9 +1,9 @@
-"""Claim: adapters on experts that stay on disk learn as with plain PEFT: over 200 steps the losses of both differ by no
-more than those of two seeds, at any step and on average.
+"""Claim: adapters on experts on disk learn as with plain PEFT. Over 200 steps the two losses differ by no more than
+those of two seeds, at any step and on average.
 
 examples/mesh-tiny learns examples/text/ships_log.txt with LoRA of rank 8 on attention and all experts, in float32:
-patched with a quarter of its experts resident, and in plain transformers and PEFT. A seed draws the adapters and the
-order of the text, the same for both. Means over the last steps are compared, since each step draws another text.
+patched with a quarter of its experts resident, and in plain transformers and PEFT. A seed determines the adapters and
+the order of the text for both. Means over the last steps are compared, since each step has another text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (0, 1)
-WAYS = ("patched", "unpatched")
+VARIANTS = ("patched", "unpatched")
 SMOOTHED = 20  # steps
 
 
-def open_model(path: Path, way: str, resident: float) -> PreTrainedModel:
-    config = {"quantization_config": torch_mesh.MeshConfig(resident=resident)} if way == "patched" else {}
+def open_model(path: Path, variant: str, resident: float) -> PreTrainedModel:
+    config = {"quantization_config": torch_mesh.MeshConfig(resident=resident)} if variant == "patched" else {}
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **config)
 
 
@@ -65,19 +65,37 @@ def measure(options: Any) -> Report:
     )
     curves: dict[tuple[str, int], torch.Tensor] = {}
     for seed in SEEDS:
-        for way in WAYS:
-            model, begin = open_model(options.model, way, options.resident), time.perf_counter()
+        for variant in VARIANTS:
+            model, begin = open_model(options.model, variant, options.resident), time.perf_counter()
             losses = curve(model, rows, seed, options.steps, options.batch)
-            report.details[f"{way}, seed {seed}"] = {"losses": losses, "seconds": time.perf_counter() - begin}
+            report.details[f"{variant}, seed {seed}"] = {"losses": losses, "seconds": time.perf_counter() - begin}
             means = torch.tensor(losses).unfold(0, min(SMOOTHED, options.steps), 1).mean(-1)
-            curves[way, seed] = means
-            report.add(Row(f"{way}, seed {seed}: last loss", means[-1].item(), "", "first", means[0].item()))
+            curves[variant, seed] = means
+            report.add(Row(f"{variant}, seed {seed}: last loss", means[-1].item(), "", "first", means[0].item()))
     first, second = SEEDS
-    gaps = torch.stack([curves["patched", seed] - curves["unpatched", seed] for seed in SEEDS]).abs()
-    spreads = torch.stack([curves[way, first] - curves[way, second] for way in WAYS]).abs()
-    of = "of the two seeds"
-    report.add(Row("patched to unpatched: widest", gaps.max().item(), "", of, spreads.max().item(), at_most=1.0))
-    report.add(Row("patched to unpatched: mean", gaps.mean().item(), "", of, spreads.mean().item(), at_most=1.0))
+    differences = torch.stack([curves["patched", seed] - curves["unpatched", seed] for seed in SEEDS]).abs()
+    seed_differences = torch.stack([curves[variant, first] - curves[variant, second] for variant in VARIANTS]).abs()
+    reference_name = "of the two seeds"
+    report.add(
+        Row(
+            "patched to unpatched: widest",
+            differences.max().item(),
+            "",
+            reference_name,
+            seed_differences.max().item(),
+            at_most=1.0,
+        )
+    )
+    report.add(
+        Row(
+            "patched to unpatched: mean",
+            differences.mean().item(),
+            "",
+            reference_name,
+            seed_differences.mean().item(),
+            at_most=1.0,
+        )
+    )
     return report
 
 
@@ -90,7 +108,7 @@ def main() -> int:
     arguments.add_argument("--batch", type=int, default=4, help="sequences in a step")
     arguments.add_argument("--length", type=int, default=64, help="tokens in a sequence")
     options = arguments.parse_args()
-    # No claim here is of time, and on a busy machine threads of so small a model wait for each other.
+    # Time is not measured, and on a busy machine the threads of so small a model wait for each other.
     torch.set_num_threads(1)
     return measure(options).finish(options.json)
 

@@ -1,6 +1,6 @@
 """Claim: with a quarter of examples/mesh-tiny's experts resident, deferred_experts=1 costs at most 1 % of perplexity
-and halves the waits of decode steps; routing_bias=0.1 costs at most 1 %, halves them too, and reads a fifth less;
-fallback="int4" costs at most 1 %, halves them too, and reads half.
+and halves the waits of decode steps. routing_bias=0.1 has the same limits, and reads a fifth less. fallback="int4" has
+the same limits, and reads half.
 
 Each row shows perplexity, waits and reads of decode steps relative to the exact model in the same run. The tokens of
 held-out prose and code are fed one at a time, as in decoding, after the first 16 of each document.
@@ -36,9 +36,9 @@ MODES: dict[str, dict[str, Any]] = {
     "deferred_experts=1, routing_bias=0.1": {"lossy": {"deferred_experts": 1, "routing_bias": 0.1}},
     "fallback=int4": {"lossy": {"fallback": "int4"}},
 }
-# The peer of fallback: every expert in its format, in as much memory.
+# The peer of fallback: every expert in the fallback's format, in as much memory.
 ALL_INT4 = "all in int4"
-# What is claimed of a mode: the most of the exact perplexity, waits and bytes.
+# Claims of a mode: maximum perplexity, waits and bytes, relative to the exact model.
 CLAIMS = {
     "deferred_experts=1": (1.01, 0.5, None),
     "routing_bias=0.1": (1.01, 0.5, 0.8),
@@ -74,12 +74,14 @@ class Outcome:
 
 @torch.inference_mode()
 def decode(outcome: Outcome, ids: torch.Tensor) -> None:
-    """Feeds a document, a token at a time, and adds what it took to ``outcome``."""
+    """Decode a document one token at a time, and add its figures to ``outcome``."""
     cache = outcome.model(input_ids=ids[:, : PROMPT + 1], use_cache=True).past_key_values
     begin = time.perf_counter()
-    for at in range(PROMPT + 1, ids.shape[1] - 1):
-        step = outcome.model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
-        outcome.loss += torch.nn.functional.cross_entropy(step.logits[0].double(), ids[0, at + 1 : at + 2]).item()
+    for position in range(PROMPT + 1, ids.shape[1] - 1):
+        step = outcome.model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+        outcome.loss += torch.nn.functional.cross_entropy(
+            step.logits[0].double(), ids[0, position + 1 : position + 2]
+        ).item()
         outcome.tokens += 1
     outcome.seconds += time.perf_counter() - begin
 
@@ -97,7 +99,7 @@ def measure(options: Any) -> Report:
         f"prefetch={options.prefetch!r}, one token at a time"
     )
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder  # of the fallbacks
+        os.environ["XDG_CACHE_HOME"] = folder  # for the fallbacks
         stores = {name: convert(options.model, Path(folder) / name, name).store for name in ("int8", "int4")}
         outcomes = {}
 
@@ -110,9 +112,9 @@ def measure(options: Any) -> Report:
             add(name, "int8", **fields)
         memory = torch_mesh.stats(outcomes["exact"].model).slots * stores["int8"].manifest.record_bytes
         add(ALL_INT4, "int4", resident=memory)
-        turns = {name: iter(texts) for name in outcomes}
+        remaining = {name: iter(texts) for name in outcomes}
         harness.interleave(
-            {name: lambda name=name: decode(outcomes[name], next(turns[name])) for name in outcomes}, len(texts)
+            {name: lambda name=name: decode(outcomes[name], next(remaining[name])) for name in outcomes}, len(texts)
         )
         for name, outcome in outcomes.items():
             add_rows(report, name, outcome, outcomes["exact"])
@@ -148,10 +150,10 @@ def markdown(outcomes: dict[str, Outcome]) -> str:
     for name, outcome in outcomes.items():
         counts, tokens = outcome.decode, outcome.tokens
         missed = (counts.cold_misses, counts.inflight_misses, counts.deferred)
-        shares = (counts.hits, *missed, counts.rerouted, counts.fallback_accesses)
+        access_counts = (counts.hits, *missed, counts.rerouted, counts.fallback_accesses)
         cells = (
             f"× {outcome.perplexity / exact.perplexity:.4f}",
-            *(f"{count / tokens:.2f}" for count in shares),
+            *(f"{count / tokens:.2f}" for count in access_counts),
             f"{outcome.read:.0f} KiB",
             f"× {counts.stall_seconds / exact.decode.stall_seconds:.2f}" if exact.decode.stall_seconds else "-",
             f"× {exact.seconds / outcome.seconds:.2f}",
@@ -165,7 +167,7 @@ def main() -> int:
     arguments.add_argument("--model", type=Path, default=ROOT / "examples" / "mesh-tiny")
     arguments.add_argument("--text", type=Path, default=ROOT / "tests" / "data" / "text", help="folder of *.jsonl")
     arguments.add_argument("--documents", type=int, default=10, help="of each source")
-    arguments.add_argument("--length", type=int, default=144, help="tokens of a document, at most")
+    arguments.add_argument("--length", type=int, default=144, help="maximum tokens of a document")
     arguments.add_argument("--resident", type=float, default=0.25)
     arguments.add_argument("--prefetch", choices=("auto", "off"), default="auto")
     options = arguments.parse_args()

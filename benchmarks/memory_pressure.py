@@ -1,9 +1,9 @@
 """Claim: when the memory limit of a generating process halves, the pool shrinks in time, and grows back afterwards.
 
 A process with ``resident="auto"`` decodes in a memory group of its own. Version 1 of the controller: the soft limit,
-which the guard watches, halves, and a hard limit of that size is requested until the kernel grants it. Version 2:
-``memory.high`` halves and ``memory.max`` follows five seconds later. After a while both rise again. The tokens are
-compared with those of a process without a limit whose experts are all resident. Needs root.
+which the guard observes, halves, and a hard limit of that size is requested until the kernel grants it. Version 2:
+``memory.high`` halves and ``memory.max`` follows five seconds later. Later both return to their first value. The tokens
+are compared with those of a process without a limit whose experts are all resident. Needs root.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import isolation
 import synthetic
 from harness import Report, Row
 
-LIMIT = 3_200_000_000  # what all experts, the rest of the process and auto's margin take, with something to spare
-PATIENCE_SECONDS = 10.0
-SQUEEZED_SECONDS = 5.0
+LIMIT = 3_200_000_000  # more than all experts, the rest of the process and auto's margin take
+GRANT_SECONDS = 10.0
+HALVED_SECONDS = 5.0
 PROMPT, SEED = 16, 20260101
 
 
 def worker(model_path: str, resident: str, tokens: int) -> None:
-    """Decodes greedily until standard input ends, or for a number of tokens; prints a line of JSON for each."""
+    """Decode greedily until standard input ends, or ``tokens`` tokens if not 0. Print a line of JSON for each token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -66,7 +66,7 @@ def reports(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 class Limits:
-    """The hard and the soft limit of a group; ``ask`` says whether the kernel has granted the hard one."""
+    """The hard and the soft limit of a group. ``set_hard`` returns whether the kernel has granted the limit."""
 
     def __init__(self, group: isolation.MemoryGroup) -> None:
         self.group = group
@@ -76,69 +76,69 @@ class Limits:
             else ("memory.max", "memory.high")
         )
 
-    def soft(self, limit: int) -> None:
+    def set_soft(self, limit: int) -> None:
         (self.group.path / self._soft).write_text(str(limit))
 
-    def ask(self, limit: int) -> bool:
+    def set_hard(self, limit: int) -> bool:
         try:
             (self.group.path / self._hard).write_text(str(limit))
         except OSError:  # EBUSY: version 1 cannot bring the group under it; version 2 would kill
             return False
         return True
 
-    def raise_both(self, limit: int) -> None:
+    def restore(self, limit: int) -> None:
         memsw = self.group.path / "memory.memsw.limit_in_bytes"
         if memsw.exists():
             memsw.write_text(str(limit))
-        self.ask(limit)
-        self.soft(limit)
+        self.set_hard(limit)
+        self.set_soft(limit)
 
 
-def squeeze(model: Path, limit: int) -> dict[str, Any]:
-    """What happened: seconds, slots and tokens."""
+def halve_limit(model: Path, limit: int) -> dict[str, Any]:
+    """Halve the limit while a process decodes, restore it, and return times, slots and tokens."""
     with isolation.memory_group(limit) as group:
         limits = Limits(group)
         process = start(model, "auto", 0, group)
-        steps, seen = reports(process), []
-        for step in steps:  # the pool has filled and the speed settled
-            seen.append(step)
-            if len(seen) == 64:
+        steps, past_steps = reports(process), []
+        for step in steps:  # until the pool is full and the speed steady
+            past_steps.append(step)
+            if len(past_steps) == 64:
                 break
-        before = seen[-1]["slots"]
-        limits.soft(limit // 2)
+        first_slots = past_steps[-1]["slots"]
+        limits.set_soft(limit // 2)
         begin = time.monotonic()
-        granted = squeezed_at = grown_at = None
+        granted = restored_at = grown_at = None
         slowest = 0.0
         for step in steps:
-            slowest = max(slowest, step["time"] - seen[-1]["time"])
-            seen.append(step)
+            slowest = max(slowest, step["time"] - past_steps[-1]["time"])
+            past_steps.append(step)
             elapsed = time.monotonic() - begin
             if granted is None:
-                due = group.version == 1 or elapsed >= SQUEEZED_SECONDS
-                if due and limits.ask(limit // 2):
+                due = group.version == 1 or elapsed >= HALVED_SECONDS
+                if due and limits.set_hard(limit // 2):
                     granted = elapsed
-                elif elapsed > PATIENCE_SECONDS + SQUEEZED_SECONDS:
+                elif elapsed > GRANT_SECONDS + HALVED_SECONDS:
                     raise SystemExit(f"no hard limit of {limit // 2} bytes after {elapsed:.1f} s")
-            elif squeezed_at is None and elapsed > granted + SQUEEZED_SECONDS:
-                least, squeezed_at = step["slots"], elapsed
-                limits.raise_both(limit)
-            elif squeezed_at is not None and (step["slots"] == before or elapsed > squeezed_at + 30):
+            elif restored_at is None and elapsed > granted + HALVED_SECONDS:
+                min_slots, restored_at = step["slots"], elapsed
+                limits.restore(limit)
+            elif restored_at is not None and (step["slots"] == first_slots or elapsed > restored_at + 30):
                 grown_at = elapsed
                 break
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.close()
-        seen += steps
+        past_steps += steps
         killed = group.killed()
-    if granted is None or squeezed_at is None or grown_at is None:
+    if granted is None or restored_at is None or grown_at is None:
         raise SystemExit("the decoding process ended before the limits were back")
     return {
-        "tokens": [step["token"] for step in seen],
-        "before": before,
-        "squeezed": least,
-        "after": seen[-1]["slots"],
+        "tokens": [step["token"] for step in past_steps],
+        "before": first_slots,
+        "squeezed": min_slots,
+        "after": past_steps[-1]["slots"],
         "granted_seconds": granted,
-        "grown_seconds": grown_at - squeezed_at,
+        "grown_seconds": grown_at - restored_at,
         "slowest_seconds": slowest,
         "killed": killed,
     }
@@ -153,16 +153,16 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="a store, such as benchmarks/synthetic.py makes")
     parser.add_argument("--limit", type=int, default=LIMIT, help="bytes of the memory group at first")
     arguments = parser.parse_args()
-    run = squeeze(arguments.model, arguments.limit)
+    run = halve_limit(arguments.model, arguments.limit)
     expected = [step["token"] for step in reports(start(arguments.model, "1.0", len(run["tokens"])))]
-    wrong = sum(got != want for got, want in zip(run["tokens"], expected, strict=True))
+    wrong_tokens = sum(token != expected_token for token, expected_token in zip(run["tokens"], expected, strict=True))
     report = Report("A memory limit that halves under a generating process")
-    report.add(Row("half of the limit is granted after", run["granted_seconds"], "s", "at most", PATIENCE_SECONDS, 1.0))
+    report.add(Row("half of the limit is granted after", run["granted_seconds"], "s", "at most", GRANT_SECONDS, 1.0))
     report.add(Row("slots under half of the limit", run["squeezed"], "", "before", run["before"]))
     report.add(Row("slots afterwards", run["after"], "", "before", run["before"], at_least=1.0))
     report.add(Row("slots are back after", run["grown_seconds"], "s"))
     report.add(Row("slowest token meanwhile", run["slowest_seconds"], "s"))
-    report.add(Row("tokens as without a limit", len(expected) - wrong, "", "of", len(expected), at_least=1.0))
+    report.add(Row("tokens as without a limit", len(expected) - wrong_tokens, "", "of", len(expected), at_least=1.0))
     report.add(Row("processes killed", float(run["killed"]), ""))
     report.details |= run
     return report.finish(arguments.json) or int(run["killed"])

@@ -1,8 +1,8 @@
 """Claim: 32 requests of a file, computed together with a quarter of the experts resident, give at least 3 times the
-tokens per second of one at a time.
+tokens per second of one request at a time.
 
-The synthetic model in int4 with the tokenizer of examples/mesh-tiny, and prompts of token ids, by what ``torch-mesh
-run`` calls. Times are without opening the model; its files are not in the page cache at the beginning of each run.
+The synthetic model in int4 has the tokenizer of examples/mesh-tiny, prompts are token ids, and the functions are those
+of ``torch-mesh run``. Times exclude opening the model. Its files are not in the page cache at the beginning of a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESIDENT = 0.25
 
 
 def with_tokenizer(directory: Path, store: Path) -> Path:
-    """A folder of links to a store's files and to a tokenizer's."""
+    """Return a folder of links to a store's files and to a tokenizer's."""
     folder = directory / f"{store.name}-with-tokenizer"
     if not folder.exists():
         partial = synthetic.claim_folder(folder)
@@ -41,27 +41,27 @@ def with_tokenizer(directory: Path, store: Path) -> Path:
 
 
 def request_file(folder: Path, options: Any) -> Path:
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     path = folder / "requests.jsonl"
     with path.open("w") as file:
         for _ in range(options.requests):
-            length = int(torch.randint(options.tokens // 2, options.tokens + 1, (1,), generator=draw))
-            prompt = torch.randint(3, 4000, (length,), generator=draw).tolist()
+            length = int(torch.randint(options.tokens // 2, options.tokens + 1, (1,), generator=generator))
+            prompt = torch.randint(3, 4000, (length,), generator=generator).tolist()
             file.write(json.dumps({"prompt": prompt, "max_tokens": options.new, "temperature": 0}) + "\n")
     return path
 
 
-def answered(folder: Path, requests: Path, at_once: int) -> dict[str, float]:
+def run_requests(folder: Path, requests: Path, concurrent: int) -> dict[str, float]:
     """Tokens per second, and bytes read per token."""
     isolation.evict(sorted(folder.glob("mesh-*.safetensors")))
-    out = requests.with_name(f"answers-{at_once}.jsonl")
+    out = requests.with_name(f"answers-{concurrent}.jsonl")
     out.unlink(missing_ok=True)
-    asked = offline.read_requests(requests)
-    with offline.opened(str(folder), torch_mesh.MeshConfig(resident=RESIDENT), {}, at_once) as service:
-        offline.check(service, asked, requests)  # also starts what computes them
+    parsed = offline.read_requests(requests)
+    with offline.opened(str(folder), torch_mesh.MeshConfig(resident=RESIDENT), {}, concurrent) as service:
+        offline.check(service, parsed, requests)  # also starts the computing thread
         torch_mesh.reset_stats(service.model)
         begin = time.perf_counter()
-        failed = asyncio.run(offline.answer(service, asked, out, at_once, lambda done, total: None))
+        failed = asyncio.run(offline.answer(service, parsed, out, concurrent, lambda done, total: None))
         seconds = time.perf_counter() - begin
         read = torch_mesh.stats(service.model).bytes_read
     if failed:
@@ -77,7 +77,7 @@ def main() -> int:
     arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
     arguments.add_argument("--experts", type=int, default=synthetic.Shape.experts)
     arguments.add_argument("--requests", type=int, default=32)
-    arguments.add_argument("--tokens", type=int, default=128, help="of the longest prompt")
+    arguments.add_argument("--tokens", type=int, default=128, help="tokens of the longest prompt")
     arguments.add_argument("--new", type=int, default=32, help="tokens of an answer")
     arguments.add_argument("--rounds", type=int, default=3)
     options = arguments.parse_args()
@@ -85,11 +85,11 @@ def main() -> int:
     folder = with_tokenizer(options.dir, synthetic.store(options.dir, shape, "int4"))
     with tempfile.TemporaryDirectory() as scratch:
         requests = request_file(Path(scratch), options)
-        together, alone = options.requests, 1
+        batch, single = options.requests, 1
         runs = harness.interleave(
             {
-                "together": lambda: answered(folder, requests, together),
-                "alone": lambda: answered(folder, requests, alone),
+                "together": lambda: run_requests(folder, requests, batch),
+                "alone": lambda: run_requests(folder, requests, single),
             },
             options.rounds,
         )
@@ -97,11 +97,11 @@ def main() -> int:
     speeds = {name: [run["speed"] for run in found] for name, found in runs.items()}
     report.add(
         harness.paired_row(
-            f"{together} at once", speeds["together"], "tokens/s", "one at a time", speeds["alone"], at_least=3.0
+            f"{batch} at once", speeds["together"], "tokens/s", "one at a time", speeds["alone"], at_least=3.0
         )
     )
     read = {name: statistics.median(run["read"] / 1e6 for run in found) for name, found in runs.items()}
-    report.add(Row(f"read per token, {together} at once", read["together"], "MB", "one at a time", read["alone"]))
+    report.add(Row(f"read per token, {batch} at once", read["together"], "MB", "one at a time", read["alone"]))
     report.details["runs"] = runs
     return report.finish(options.json)
 

@@ -1,11 +1,11 @@
 """Claim: ranks that divide the experts reach what ``simulate --nodes`` predicts, in tokens per second, hits and bytes
 on the wire.
 
-One, two and four gloo ranks, each in a network namespace of its own, with a quarter of its own experts resident, so
-that one process has as many in all. ``relay.py`` connects the namespaces by links of ``--network``. Ranks and relay
-share this machine's cores and disk: the speeds that the simulation gets (disk, experts, rest of the model, messages)
-are measured by as many processes at once as there are ranks, in the same run. A second prediction, without the overhead
-of software per message, is shown too. Everything is cleaned up at the end, also after Ctrl-C. Needs root.
+One, two and four gloo ranks run in one network namespace each. Each has a quarter of its own experts resident, so one
+process has as many in all. ``relay.py`` connects the namespaces by links of ``--network``. Ranks and relay share this
+machine's cores and disk. So as many processes as there are ranks measure the speeds for the simulation at the same
+time: disk, experts, rest of the model, messages. A second prediction without the software's overhead per message is
+shown too. Namespaces are removed at the end, also after Ctrl-C. Needs root.
 """
 
 from __future__ import annotations
@@ -34,26 +34,29 @@ from relay import INTERFACE, address, check_machine, delayed_network
 SHAPE = synthetic.Shape(layers=6, hidden=1024, intermediate=512, experts=64, heads=16, head_dim=64, vocab=4096)
 WEIGHTS, RESIDENT = "int8", 0.25
 DISPATCHES, PREFETCH = ("all_reduce", "all_to_all"), ("off", "auto")
-SEED, FEW_TOKENS = 20260102, 48  # of the vocabulary, so that experts come back as in a text
+SEED, DISTINCT_TOKENS = 20260102, 48  # few tokens of the vocabulary, so that experts repeat as in a text
 PORT = 29500
 OPENINGS = 5
-PATIENCE_SECONDS = 300  # for all ranks of one run
+TIMEOUT_SECONDS = 300  # for one run
 
 
 def token_ids(warm_up: int, measured: int) -> list[Any]:
-    """Two sequences, given and not chosen by the model: every run routes alike."""
+    """Return two sequences, for the warm-up and the measurement. They are given, so every run has the same routing."""
     import torch
 
-    random = torch.Generator().manual_seed(SEED)
-    few = torch.randint(SHAPE.vocab, (FEW_TOKENS,), generator=random)
-    return [few[torch.randint(FEW_TOKENS, (length,), generator=random)] for length in (warm_up, measured)]
+    generator = torch.Generator().manual_seed(SEED)
+    vocabulary = torch.randint(SHAPE.vocab, (DISTINCT_TOKENS,), generator=generator)
+    return [
+        vocabulary[torch.randint(DISTINCT_TOKENS, (length,), generator=generator)] for length in (warm_up, measured)
+    ]
 
 
-# What runs on each rank.
+# Functions of each rank.
 
 
 def decode(model: Any, ids: Any) -> float:
-    """Seconds; begins a sequence with a forward of two tokens, by which a trace knows it."""
+    """Return the seconds of a sequence. It begins with a forward of two tokens, which marks a new sequence in a
+    trace."""
     import torch
 
     cache, begin = None, time.perf_counter()
@@ -74,24 +77,24 @@ def open_model(folder: str, resident: float, prefetch: str, ranks: int, dispatch
     options: dict[str, Any] = {"quantization_config": config, "dtype": torch.bfloat16}
     if ranks > 1:
         with torch.device("meta"):
-            outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        plan = dict.fromkeys(outline.tp_plan, "replicate")
+            meta_model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        plan = dict.fromkeys(meta_model.tp_plan, "replicate")
         options["distributed_config"] = DistributedConfig(
             tp_size=ranks, ep_size=ranks, tp_plan=plan, ep_implementation=dispatch
         )
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-def opening_seconds(folder: str, ranks: int, together: Callable[[], None]) -> float:
-    """From a cold store to a model that has computed one token. A first opening, which imports what transformers
-    imports late, is not timed."""
+def opening_seconds(folder: str, ranks: int, barrier: Callable[[], None]) -> float:
+    """Return the seconds from a cold store to the first token. The first opening is not timed, since transformers
+    imports modules in it."""
     import torch
 
     seconds = []
     for _ in range(1 + OPENINGS):
         if os.environ.get("RANK", "0") == "0":
             isolation.evict([Path(folder)])
-        together()
+        barrier()
         begin = time.perf_counter()
         model = open_model(folder, RESIDENT, "auto", ranks, DISPATCHES[0])
         with torch.inference_mode():
@@ -99,7 +102,7 @@ def opening_seconds(folder: str, ranks: int, together: Callable[[], None]) -> fl
         seconds.append(time.perf_counter() - begin)
         del model
         gc.collect()
-        together()
+        barrier()
     return statistics.median(seconds[1:])
 
 
@@ -108,34 +111,34 @@ def sent_bytes() -> int:
 
 
 def rank(folder: str, out: str, threads: int, warm_up: int, measured: int) -> None:
-    """Measures what a simulation wants to know, then the divided model, and writes both to a file."""
+    """Measure the speeds for the simulation and then the divided model, and write both to a file."""
     import torch
 
     import torch_mesh
     from torch_mesh.planning.machine import disk_speed, measure_speeds
     from torch_mesh.planning.sizes import find_sizes
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive a benchmark that was killed
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the benchmark, even if it is killed
     torch.set_num_threads(threads)
     ranks = int(os.environ["WORLD_SIZE"])
     if ranks > 1:
-        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_SECONDS))
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
 
-    def together() -> None:
+    def barrier() -> None:
         if ranks > 1:
             torch.distributed.barrier()
 
     warm_ids, ids = token_ids(warm_up, measured)
     sizes = find_sizes(Path(folder), torch_mesh.MeshConfig(resident=RESIDENT))
-    together()
+    barrier()
     disk = disk_speed(sizes.files, sizes.expert_bytes)
     assert disk is not None
-    together()
+    barrier()
     speeds = measure_speeds(sizes, torch_mesh.MeshConfig(), disk=disk)
     assert speeds is not None
-    found: dict[str, Any] = {"expert_bytes": sizes.expert_bytes, "disk": disk, "experts": speeds.experts, "runs": []}
-    found |= small_sums(ranks) if ranks > 1 else {"message_seconds": 0.0, "envelope_bytes": 0.0}
-    found["opening_seconds"] = opening_seconds(folder, ranks, together)
+    results: dict[str, Any] = {"expert_bytes": sizes.expert_bytes, "disk": disk, "experts": speeds.experts, "runs": []}
+    results |= small_sums(ranks) if ranks > 1 else {"message_seconds": 0.0, "envelope_bytes": 0.0}
+    results["opening_seconds"] = opening_seconds(folder, ranks, barrier)
     for dispatch in DISPATCHES if ranks > 1 else ("whole",):
         model = open_model(folder, 1.0, "auto", ranks, dispatch)
         if ranks == 1:
@@ -144,7 +147,7 @@ def rank(folder: str, out: str, threads: int, warm_up: int, measured: int) -> No
                 decode(model, ids)
         else:
             decode(model, ids)
-        together()
+        barrier()
         resident_seconds = decode(model, ids) / measured
         for prefetch in PREFETCH if dispatch != "all_to_all" else PREFETCH[-1:]:
             del model
@@ -152,13 +155,13 @@ def rank(folder: str, out: str, threads: int, warm_up: int, measured: int) -> No
             model = open_model(folder, RESIDENT, prefetch, ranks, dispatch)
             decode(model, warm_ids)
             torch_mesh.reset_stats(model)
-            together()
+            barrier()
             sent = sent_bytes() if ranks > 1 else 0
             seconds = decode(model, ids)
             sent = sent_bytes() - sent if ranks > 1 else 0
             counts = torch_mesh.stats(model).to_dict()
             phases = [counts["prefill"], counts["decode"]]
-            found["runs"].append(
+            results["runs"].append(
                 {
                     "dispatch": dispatch,
                     "prefetch": prefetch,
@@ -172,14 +175,14 @@ def rank(folder: str, out: str, threads: int, warm_up: int, measured: int) -> No
             )
         del model
         gc.collect()
-    (Path(out) / f"{ranks}-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    (Path(out) / f"{ranks}-{os.environ['RANK']}.json").write_text(json.dumps(results))
     if ranks > 1:
         torch.distributed.destroy_process_group()
 
 
 def small_sums(ranks: int) -> dict[str, float]:
-    """Of sums of one token's output: seconds of one of their 2 (N - 1) steps, and the bytes that each rank sends
-    besides its payload."""
+    """Measure all_reduce of one token's output: the seconds of one of its 2 (N - 1) steps, and the bytes that each rank
+    sends in addition to the payload."""
     import torch
 
     output = torch.zeros(SHAPE.hidden, dtype=torch.bfloat16)
@@ -194,11 +197,11 @@ def small_sums(ranks: int) -> dict[str, float]:
     }
 
 
-# What starts them.
+# Functions of the parent.
 
 
 def run_ranks(folder: Path, out: Path, names: Sequence[str], options: Any) -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """Run the ranks, and return each rank's results."""
     threads = max(1, harness.available_cpus() // len(names))
     request = [str(folder), str(out), str(threads), str(options.warm_up), str(options.tokens)]
     shared = os.environ | {
@@ -215,16 +218,16 @@ def run_ranks(folder: Path, out: Path, names: Sequence[str], options: Any) -> li
         for rank, name in enumerate(names):
             command = ["ip", "netns", "exec", name, sys.executable, __file__, "--rank", *request]
             with logs[rank].open("wb") as log:
-                own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
-        deadline = time.monotonic() + PATIENCE_SECONDS
+                environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while any(process.poll() is None for process in processes):
             ended = [rank for rank, process in enumerate(processes) if process.poll()]
             if ended or time.monotonic() > deadline:
                 said = "\n".join(
                     f"rank {rank}: {logs[rank].read_text()[-2000:]}" for rank in ended or range(len(names))
                 )
-                what = "ended" if ended else f"took more than {PATIENCE_SECONDS} s"
+                what = "ended" if ended else f"took more than {TIMEOUT_SECONDS} s"
                 raise SystemExit(f"{len(names)} ranks: {what}\n{said}")
             time.sleep(0.05)
     finally:
@@ -234,55 +237,55 @@ def run_ranks(folder: Path, out: Path, names: Sequence[str], options: Any) -> li
     return [json.loads((out / f"{len(names)}-{rank}.json").read_text()) for rank in range(len(names))]
 
 
-def predicted(trace: Any, found: list[dict[str, Any]], run: dict[str, Any], given: Any) -> tuple[Any, Any]:
-    """By ``simulate --nodes``, of what the ranks have measured besides the run itself: with messages as they measured
-    them, and as the network is ``given``."""
+def predicted(trace: Any, results: list[dict[str, Any]], run: dict[str, Any], given: Any) -> tuple[Any, Any]:
+    """Predict a run by ``simulate --nodes`` from the ranks' measured speeds: with the measured message time, and with
+    the ``given`` network's."""
     from torch_mesh.routing.cluster_simulation import Cluster, Network, simulate_nodes
     from torch_mesh.routing.simulation import Hardware
 
-    expert, memory = mean(found, "expert_bytes"), mean(found, "experts")
-    ways = {"dispatch": run["dispatch"]} if len(found) > 1 else {}
+    expert, memory = mean(results, "expert_bytes"), mean(results, "experts")
+    cluster_options = {"dispatch": run["dispatch"]} if len(results) > 1 else {}
 
     def simulated(resident: float, disk: float, other_seconds: float, network: Any) -> Any:
         hardware = Hardware(expert, disk, memory, other_seconds=other_seconds)
-        ahead = run["prefetch"] != "off"
-        # What several read ahead from one disk is not simulated: there each has its share of the disk to itself.
-        cluster = Cluster(len(found), SHAPE.hidden, hardware, network, one_disk=not ahead, **ways)
-        return simulate_nodes(trace, "auto", resident, cluster, prompts=slice(1, None), lookahead=ahead)
+        lookahead = run["prefetch"] != "off"
+        # Prefetch of several ranks from one disk is not simulated: each rank has its fraction of the disk then.
+        cluster = Cluster(len(results), SHAPE.hidden, hardware, network, one_disk=not lookahead, **cluster_options)
+        return simulate_nodes(trace, "auto", resident, cluster, prompts=slice(1, None), lookahead=lookahead)
 
-    measured = Network(given.bandwidth, mean(found, "message_seconds"))
-    # What takes time besides experts and messages, the work of transformers' dispatch included: as measured with all
-    # experts in memory.
+    measured = Network(given.bandwidth, mean(results, "message_seconds"))
+    # The time besides experts and messages, as measured with all experts in memory. It includes transformers' dispatch.
     alone = 1 / simulated(1.0, 1e15, 0.0, measured).tokens_per_second
     rest = max(0.0, run["resident_seconds"] - alone)
-    disk = mean(found, "disk") * (1 if run["prefetch"] != "off" else len(found))
+    disk = mean(results, "disk") * (1 if run["prefetch"] != "off" else len(results))
     return simulated(RESIDENT, disk, rest, measured), simulated(RESIDENT, disk, rest, given)
 
 
-def mean(found: list[dict[str, Any]], name: str) -> float:
-    return statistics.mean(rank[name] for rank in found)
+def mean(results: list[dict[str, Any]], name: str) -> float:
+    return statistics.mean(rank[name] for rank in results)
 
 
-def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, network: Any, options: Any) -> None:
-    """``report.details`` has of one process "alone", its tokens per second by prefetch, and "opening", its seconds."""
-    ranks = len(found)
+def add_rows(report: Report, results: list[dict[str, Any]], trace: Any, network: Any, options: Any) -> None:
+    """``report.details`` has two figures of one process: "alone", its tokens per second by prefetch, and "opening", its
+    seconds."""
+    ranks = len(results)
     alone = report.details.setdefault("alone", {})
-    opening = max(rank["opening_seconds"] for rank in found)
-    who = f"{ranks} ranks" if ranks > 1 else "one process"
-    of_one = report.details.setdefault("opening", opening)
-    report.add(Row(f"{who}: open, and one token", opening, "s", "one process", of_one))
-    for runs in zip(*(rank["runs"] for rank in found), strict=True):
-        row, as_given = predicted(trace, found, runs[0], network)
-        both = {"predicted": row.to_dict(), "predicted for the network alone": as_given.to_dict()}
-        report.details.setdefault("runs", []).append({"measured": runs, **both})
+    opening = max(rank["opening_seconds"] for rank in results)
+    label = f"{ranks} ranks" if ranks > 1 else "one process"
+    single_opening = report.details.setdefault("opening", opening)
+    report.add(Row(f"{label}: open, and one token", opening, "s", "one process", single_opening))
+    for runs in zip(*(rank["runs"] for rank in results), strict=True):
+        row, network_prediction = predicted(trace, results, runs[0], network)
+        predictions = {"predicted": row.to_dict(), "predicted for the network alone": network_prediction.to_dict()}
+        report.details.setdefault("runs", []).append({"measured": runs, **predictions})
         prefetch, dispatch = runs[0]["prefetch"], runs[0]["dispatch"]
-        name = f"{who}, {dispatch}" if ranks > 1 else who
+        name = f"{label}, {dispatch}" if ranks > 1 else label
         name += ", no prefetch" if prefetch == "off" else ""
         speed = options.tokens / max(run["seconds"] for run in runs)
         hits = 100 * sum(run["hits"] for run in runs) / sum(run["accesses"] for run in runs)
         read = sum(run["read"] for run in runs) / options.tokens / 1e6
         report.add(Row(f"{name}: decode", speed, "tokens/s", "predicted", row.tokens_per_second, 1.3, 0.7))
-        # What is read ahead in time is the clock's, and no claim; without it hits are the pools' decisions alone.
+        # Hits with prefetch depend on timing, so they are no claim. Without prefetch only the pools decide.
         bounds = (1.02, 0.98) if prefetch == "off" else (None, None)
         report.add(Row(f"{name}: hits", hits, "%", "predicted", 100 * row.hit_rate, *bounds))
         report.add(Row(f"{name}: read", read, "MB/token", "predicted, from the start", row.read_bytes_per_token / 1e6))
@@ -292,12 +295,12 @@ def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, network: A
         sent = sum(run["sent"] for run in runs) / options.tokens / 1e3
         payload = row.sent_bytes_per_token / 1e3
         if dispatch == "all_reduce":
-            envelopes = sum(rank["envelope_bytes"] for rank in found) * SHAPE.layers / 1e3
+            overhead = sum(rank["envelope_bytes"] for rank in results) * SHAPE.layers / 1e3
             what = f"predicted {payload:.1f} + envelopes"
-            report.add(Row(f"{name}: sent", sent, "kB/token", what, payload + envelopes, 1.1, 0.9))
+            report.add(Row(f"{name}: sent", sent, "kB/token", what, payload + overhead, 1.1, 0.9))
         else:
             report.add(Row(f"{name}: sent", sent, "kB/token", "predicted, without envelopes", payload))
-        report.add(Row(f"{name}: decode", speed, "tokens/s", options.network, as_given.tokens_per_second))
+        report.add(Row(f"{name}: decode", speed, "tokens/s", options.network, network_prediction.tokens_per_second))
         report.add(Row(f"{name}: decode", speed, "tokens/s", "one process", alone[prefetch]))
         everything = 1 / max(run["resident_seconds"] for run in runs)
         report.add(Row(f"{name}, all in memory: decode", everything, "tokens/s"))
@@ -314,17 +317,17 @@ def measure(options: Any) -> Report:
         for ranks in (1, *options.ranks):
             with delayed_network(ranks, network.bandwidth, network.latency) as links:
                 begin = time.monotonic()
-                found = run_ranks(folder, Path(out), links.names, options)
+                results = run_ranks(folder, Path(out), links.names, options)
                 relay_share = 100 * links.relay_seconds() / (time.monotonic() - begin)
-            add_rows(report, found, load_trace(Path(out) / "trace.npz"), network, options)
+            add_rows(report, results, load_trace(Path(out) / "trace.npz"), network, options)
             said = (
-                f"{ranks} at once: disk {sum(rank['disk'] for rank in found) / 1e9:.2f} GB/s in all, experts "
-                f"{mean(found, 'experts') / 1e9:.1f} GB/s"
+                f"{ranks} at once: disk {sum(rank['disk'] for rank in results) / 1e9:.2f} GB/s in all, experts "
+                f"{mean(results, 'experts') / 1e9:.1f} GB/s"
             )
             if ranks > 1:
                 said += (
-                    f", a message {1e6 * mean(found, 'message_seconds'):.0f} µs, a sum "
-                    f"{mean(found, 'envelope_bytes'):.0f} bytes from each besides its payload"
+                    f", a message {1e6 * mean(results, 'message_seconds'):.0f} µs, a sum "
+                    f"{mean(results, 'envelope_bytes'):.0f} bytes from each in addition to its payload"
                 )
                 said += f", the relay {relay_share:.1f} % of a core"
             report.notes.append(said)
@@ -338,15 +341,17 @@ def main() -> int:
         return 0
     parser = harness.parser(__doc__)
     harness.add_dir(parser)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="besides one process")
     parser.add_argument(
-        "--network", default="10Gbit/s,0.2ms", help="bandwidth and delay of each link, as simulate has them"
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks, in addition to one process"
+    )
+    parser.add_argument(
+        "--network", default="10Gbit/s,0.2ms", help="bandwidth and delay of each link, in the syntax of simulate"
     )
     parser.add_argument("--warm-up", type=int, default=32, help="tokens before those that are measured")
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
     check_machine()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as after Ctrl-C, everything is undone
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # remove the namespaces, as after Ctrl-C
     return measure(options).finish(options.json)
 
 

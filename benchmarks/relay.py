@@ -1,8 +1,9 @@
-"""Claim: a message between two network namespaces takes little more than its delay, and links keep their bandwidth.
+"""Claim: a message between two network namespaces takes little more than the link's delay, and links have their
+bandwidth.
 
 A network in this process, for kernels without ``netem``: each namespace has a TUN device, and the relay passes on a
-packet when the bandwidth of both links allows it and the delay is over. Packets are large, so that there are few. Needs
-root.
+packet when the bandwidth of both links allows it and the delay is over. Packets are large, so their number is small.
+Needs root.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MTU = 65520
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
-_LEARNED = 0.05
+_LATENESS_RATE = 0.05
 
 
 def address(rank: int) -> str:
@@ -44,21 +45,21 @@ def address(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Delayed:
-    """``names`` of the namespaces, that of rank r at ``address(r)``."""
+class DelayedNetwork:
+    """``names``: the namespaces; rank r has ``address(r)``."""
 
     names: list[str]
     _relay: int
 
     def relay_seconds(self) -> float:
-        """Of a processor, that the relay has taken so far."""
+        """Processor time of the relay so far."""
         return int(Path(f"/proc/{self._relay}/schedstat").read_text().split()[0]) / 1e9
 
 
 @contextmanager
-def delayed_network(ranks: int, bandwidth: float, delay: float) -> Iterator[Delayed]:
-    """A namespace for each of ``ranks``. ``bandwidth``: bytes/s of each link in either direction; ``delay``: seconds of
-    each packet."""
+def delayed_network(ranks: int, bandwidth: float, delay: float) -> Iterator[DelayedNetwork]:
+    """Create a namespace for each of ``ranks``, and remove it at the end. ``bandwidth``: bytes/s of each link in each
+    direction; ``delay``: seconds of each packet."""
     names = [f"mesh-{os.getpid()}-{rank}" for rank in range(ranks)]
     relay: subprocess.Popen[str] | None = None
     try:
@@ -73,16 +74,16 @@ def delayed_network(ranks: int, bandwidth: float, delay: float) -> Iterator[Dela
         relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert relay.stdout is not None
         if relay.stdout.readline() != "ready\n":
-            raise SystemExit("the relay between the namespaces has not started: what it said is above")
-        yield Delayed(names, relay.pid)
+            raise SystemExit("the relay between the namespaces has not started: see its output above")
+        yield DelayedNetwork(names, relay.pid)
         if relay.poll() is not None:
-            raise SystemExit(f"the relay between the namespaces ended with {relay.returncode}: what it said is above")
+            raise SystemExit(f"the relay between the namespaces ended with {relay.returncode}: see its output above")
     finally:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave some of them behind
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
         if relay is not None:
             relay.kill()
             relay.communicate()
-        for name in names:  # with its device
+        for name in names:  # also removes its device
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         signal.signal(signal.SIGINT, before)
 
@@ -99,48 +100,48 @@ def _tool(*words: str) -> None:
     if done.returncode != 0:
         raise SystemExit(
             f"`{' '.join(words)}` failed: {done.stderr.strip()}. This benchmark makes network namespaces with TUN "
-            "devices; a container may not let it."
+            "devices; a container may not allow it."
         )
 
 
-# What runs in a process of its own.
+# The relay's process.
 
 
 def relay(bandwidth: float, delay: float, names: Sequence[str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(_PR_SET_TIMERSLACK, 1)
-    with contextlib.suppress(PermissionError):  # where groups of processes have no part of the real-time's
+    with contextlib.suppress(PermissionError):  # a control group may have no real-time budget
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     devices = [_device(libc, name) for name in names]
     gc.disable()
     print("ready", flush=True)
     numbers = {device: rank for rank, device in enumerate(devices)}
-    sent, arrived = [0.0] * len(names), [0.0] * len(names)  # when each link is free again, in either direction
-    under_way: list[tuple[float, int, int, bytes]] = []
+    sender_free, receiver_free = [0.0] * len(names), [0.0] * len(names)  # time at which each link is free, by direction
+    in_flight: list[tuple[float, int, int, bytes]] = []
     count, late = 0, 0.0
     while True:
-        # A timer's interrupt comes late, in a virtual machine by tens of microseconds: the timer is set so much
-        # earlier, and the rest is spun.
-        wait = max(0.0, under_way[0][0] - late - time.monotonic()) if under_way else None
+        # A timer's interrupt is late, in a virtual machine by tens of microseconds. The timer is set earlier by that
+        # time, and the loop spins for the rest.
+        wait = max(0.0, in_flight[0][0] - late - time.monotonic()) if in_flight else None
         ready, _, _ = select.select(devices, [], [], wait)
         now = time.monotonic()
         if wait and not ready:
-            late = max(0.0, late + _LEARNED * (now - under_way[0][0]))
+            late = max(0.0, late + _LATENESS_RATE * (now - in_flight[0][0]))
         for device in ready:
             packet = os.read(device, _MTU + 16)
-            to = packet[19] - 1  # the last byte of the address that it is for
-            if packet[0] >> 4 != 4 or not 0 <= to < len(devices):
-                continue  # IPv6's search for neighbours
-            takes = len(packet) / bandwidth
+            destination = packet[19] - 1  # the last byte of the destination address
+            if packet[0] >> 4 != 4 or not 0 <= destination < len(devices):
+                continue  # IPv6 neighbour discovery
+            transmission = len(packet) / bandwidth
             rank = numbers[device]
-            sent[rank] = max(now, sent[rank]) + takes
-            arrived[to] = max(sent[rank] + delay, arrived[to] + takes)
+            sender_free[rank] = max(now, sender_free[rank]) + transmission
+            receiver_free[destination] = max(sender_free[rank] + delay, receiver_free[destination] + transmission)
             count += 1
-            heapq.heappush(under_way, (arrived[to], count, devices[to], packet))
-        while under_way and under_way[0][0] <= time.monotonic():
-            _, _, device, packet = heapq.heappop(under_way)
-            with contextlib.suppress(OSError):  # of a device that is down, behind which a wire would lose it, too
+            heapq.heappush(in_flight, (receiver_free[destination], count, devices[destination], packet))
+        while in_flight and in_flight[0][0] <= time.monotonic():
+            _, _, device, packet = heapq.heappop(in_flight)
+            with contextlib.suppress(OSError):  # the device is down: the packet is lost
                 os.write(device, packet)
 
 
@@ -154,9 +155,9 @@ def _device(libc: Any, name: str) -> int:
     return device
 
 
-# What measures it.
+# Measurement.
 
-_MESSAGE = 2048  # bytes, as of one token's hidden state
+_MESSAGE = 2048  # bytes, the size of one token's hidden state
 _ROUND_TRIPS = 2000
 _STREAM = 256 << 20
 _SLOW = 125e6  # bytes/s
@@ -164,7 +165,7 @@ _PORT = 29500
 
 
 def echo(port: int) -> None:
-    """Sends back what comes, until nothing does."""
+    """Answer each message of a first connection, then one long message of a second."""
     with socket.create_server(("", port)) as server:
         peer, _ = server.accept()
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -177,9 +178,9 @@ def echo(port: int) -> None:
             peer.sendall(b"x")
 
 
-def ask(host: str, port: int) -> None:
-    """Prints, after a line of input, the seconds of half a round trip and their 90th percentile; then the bytes per
-    second of a long message."""
+def measure_link(host: str, port: int) -> None:
+    """After a line of input print the median of half a round trip in seconds and its 90th percentile, then the bytes
+    per second of a long message."""
     times = []
     with _connected(host, port) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -210,19 +211,19 @@ def _connected(host: str, port: int) -> socket.socket:
 
 
 def _received(peer: socket.socket, size: int) -> bool:
-    left = size
-    while left:
-        part = len(peer.recv(min(left, 1 << 20)))
+    remaining = size
+    while remaining:
+        part = len(peer.recv(min(remaining, 1 << 20)))
         if not part:
             return False
-        left -= part
+        remaining -= part
     return True
 
 
 @dataclass(frozen=True)
 class Link:
-    """``half``: seconds of half a round trip, ``late``: their 90th percentile; ``speed``: bytes/s; ``relay``: its
-    seconds for each packet of a round trip."""
+    """``half``: median seconds of half a round trip; ``late``: 90th percentile; ``speed``: bytes/s; ``relay``: the
+    relay's seconds per packet of a round trip."""
 
     half: float
     late: float
@@ -232,18 +233,18 @@ class Link:
 
 def measured(bandwidth: float, delay: float) -> Link:
     with delayed_network(2, bandwidth, delay) as network:
-        inside = [["ip", "netns", "exec", name, sys.executable, __file__] for name in network.names]
-        with subprocess.Popen([*inside[1], "--echo", str(_PORT)]) as other:
-            command = [*inside[0], "--ask", address(1), str(_PORT)]
+        commands = [["ip", "netns", "exec", name, sys.executable, __file__] for name in network.names]
+        with subprocess.Popen([*commands[1], "--echo", str(_PORT)]) as other:
+            command = [*commands[0], "--ask", address(1), str(_PORT)]
             try:
-                with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asker:
-                    assert asker.stdin is not None and asker.stdout is not None
+                with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+                    assert client.stdin is not None and client.stdout is not None
                     begin = network.relay_seconds()
-                    asker.stdin.write("\n")
-                    asker.stdin.flush()
-                    half, late = map(float, asker.stdout.readline().split())
+                    client.stdin.write("\n")
+                    client.stdin.flush()
+                    half, late = map(float, client.stdout.readline().split())
                     taken = network.relay_seconds() - begin
-                    speed = float(asker.stdout.readline())
+                    speed = float(client.stdout.readline())
             finally:
                 other.kill()
     return Link(half, late, speed, taken / (2 * _ROUND_TRIPS))
@@ -254,16 +255,16 @@ def measure(options: Any) -> Report:
 
     network = Network.parse(options.network)
     report = Report(f"A relay between two network namespaces: {options.network}")
-    bare = measured(network.bandwidth, 0.0)
+    undelayed = measured(network.bandwidth, 0.0)
     link = measured(network.bandwidth, network.latency)
     slow = measured(_SLOW, network.latency)
-    report.add(Row("a message without delay", 1e6 * bare.half, "us"))
+    report.add(Row("a message without delay", 1e6 * undelayed.half, "us"))
     report.add(Row("a message", 1e6 * link.half, "us", "its delay", 1e6 * network.latency, 1.5, 1.0))
     report.add(Row("the slowest tenth", 1e6 * link.late, "us", "the median", 1e6 * link.half))
     report.add(Row("relay's processor time for a packet", 1e6 * link.relay, "us"))
     report.add(Row("a long message, link of 1 Gbit/s", slow.speed / 1e6, "MB/s", "the link", _SLOW / 1e6, 1.02, 0.9))
     report.add(Row("a long message", link.speed / 1e6, "MB/s", "the link", network.bandwidth / 1e6))
-    report.details["links"] = {"without delay": asdict(bare), "as given": asdict(link), "1 Gbit/s": asdict(slow)}
+    report.details["links"] = {"without delay": asdict(undelayed), "as given": asdict(link), "1 Gbit/s": asdict(slow)}
     return report
 
 
@@ -275,10 +276,10 @@ def main() -> int:
         echo(int(sys.argv[2]))
         return 0
     if sys.argv[1:2] == ["--ask"]:
-        ask(sys.argv[2], int(sys.argv[3]))
+        measure_link(sys.argv[2], int(sys.argv[3]))
         return 0
     parser = harness.parser(__doc__)
-    parser.add_argument("--network", default="10Gbit/s,0.2ms", help="bandwidth and delay, as simulate has them")
+    parser.add_argument("--network", default="10Gbit/s,0.2ms", help="bandwidth and delay, in the syntax of simulate")
     options = parser.parse_args()
     check_machine()
     return measure(options).finish(options.json)

@@ -1,11 +1,11 @@
-"""Claim: drafts by resident experts alone gain nothing. A draft that reads nothing still computes as much as a plain
-step: on examples/mesh-tiny at 25 and 50 % resident, decoding with them takes at least as long as without. Tokens are
-those of plain decoding.
+"""Claim: drafts by resident experts alone gain nothing. A draft reads nothing but computes as much as a plain step. On
+examples/mesh-tiny at 25 and 50 % resident, decoding with drafts takes at least as long as without. Tokens are those of
+plain decoding.
 
-So torch_mesh has no such drafts. Here each router takes the best of the resident experts for a few tokens, the cache is
-rewound, and one exact forward verifies them. (The mode that intercepts a router's choice costs some microseconds per
-layer.) Both sides are the same loop on a model with a pool of its own, text by text in turn. The first text of a kind
-fills the pools and is not counted.
+So torch_mesh has no such drafts. For a few tokens each router selects the best resident experts. Then the cache is
+rewound, and one exact forward verifies the tokens. (The mode that intercepts a router's selection costs some
+microseconds per layer.) Both decoders are the same loop on a model with its own pool, alternating text by text. The
+first text of a kind fills the pools and is not counted.
 """
 
 from __future__ import annotations
@@ -30,36 +30,38 @@ from torch_mesh.lossy.decoding import Selection
 from torch_mesh.models.families import ExpertsLayer, find_experts, router_module
 
 
-class ResidentAlone(Selection):
-    """A router takes resident experts, others only where these are too few."""
+class ResidentOnly(Selection):
+    """Select resident experts, and others only if these are too few."""
 
     def __init__(self, layer: ExpertsLayer) -> None:
         super().__init__(layer.num_experts, layer.top_k)
         self._handle: torch.Tensor = layer.module._mesh_handle
 
     def selected(self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> Any:
-        ids = torch.ops.torch_mesh.route(scores, ids, self._handle, 1.0, 0)  # no choice is kept
+        ids = torch.ops.torch_mesh.route(scores, ids, self._handle, 1.0, 0)  # replace any choice of the router
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
 
-class Side:
-    """A model that decodes with drafts of ``length`` tokens, 0: plainly; and what it took."""
+class Decoder:
+    """A model that decodes with drafts of ``length`` tokens (0: without drafts), and its figures."""
 
     def __init__(self, model: PreTrainedModel, length: int) -> None:
         self.model, self.length = model, length
         layers = find_experts(model)
         self._routers: list[Any] = [router_module(model, layer) for layer in layers]
-        self._leaning = [leaning(router.forward, layer) for router, layer in zip(self._routers, layers, strict=True)]
-        self.forget()
+        self._resident_forwards = [
+            resident_only_forward(router.forward, layer) for router, layer in zip(self._routers, layers, strict=True)
+        ]
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.seconds: list[float] = []
         self.tokens = self.forwards = self.drafted = self.accepted = self.read = 0
         self.stall = 0.0
 
     @torch.no_grad()
     def decode(self, ids: torch.Tensor, tokens: int) -> list[int]:
-        """The ``tokens`` [tokens] that follow ``ids`` [1, prompt]."""
+        """Return the ``tokens`` tokens that follow ``ids`` [1, prompt]."""
         cache = DynamicCache(config=self.model.config)
         text = self._next(ids, cache, 1)
         before, begin = torch_mesh.stats(self.model).decode, time.perf_counter()
@@ -67,15 +69,15 @@ class Side:
             length = min(self.length, tokens - len(text) - 1)
             drafted = self._draft(text[-1], cache, length) if length else []
             expected = self._next(torch.tensor([[text[-1], *drafted]]), cache, length + 1)
-            right = sum(
+            correct = sum(
                 1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafted, expected, strict=False))
             )
-            if right < length:
-                cache.crop(right - length)
-            text += expected[: right + 1]
+            if correct < length:
+                cache.crop(correct - length)
+            text += expected[: correct + 1]
             self.forwards += 1
             self.drafted += length
-            self.accepted += right
+            self.accepted += correct
         self.seconds.append(time.perf_counter() - begin)
         after = torch_mesh.stats(self.model).decode
         self.stall += after.stall_seconds - before.stall_seconds
@@ -84,35 +86,35 @@ class Side:
         return text
 
     def _next(self, ids: torch.Tensor, cache: DynamicCache, rows: int) -> list[int]:
-        """The token behind each of the last ``rows`` of ``ids`` [1, n]."""
+        """Return the next token after each of the last ``rows`` of ``ids`` [1, n]."""
         logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=rows).logits
         return logits[0].argmax(-1).tolist()
 
     def _draft(self, token: int, cache: DynamicCache, length: int) -> list[int]:
         drafted = [token]
-        for router, forward in zip(self._routers, self._leaning, strict=True):
+        for router, forward in zip(self._routers, self._resident_forwards, strict=True):
             router.forward = forward
         for _ in range(length):
             drafted += self._next(torch.tensor([drafted[-1:]]), cache, 1)
         for router in self._routers:
-            del router.forward  # and it has that of its class again
+            del router.forward  # restores the class's method
         cache.crop(-length)
         return drafted[1:]
 
 
-def leaning(forward: Callable[..., Any], layer: ExpertsLayer) -> Callable[..., Any]:
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        with ResidentAlone(layer):
+def resident_only_forward(forward: Callable[..., Any], layer: ExpertsLayer) -> Callable[..., Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with ResidentOnly(layer):
             return forward(*args, **kwargs)
 
-    return choose
+    return wrapped
 
 
-def opened(options: Any, resident: float, length: int) -> Side:
-    # Linear layers and attention of torch_mesh: a token has the same bits in forwards of one row and of several.
+def open_decoder(options: Any, resident: float, length: int) -> Decoder:
+    # With torch_mesh's linear layers and attention a token has the same bits in forwards of one row and of several.
     config = torch_mesh.MeshConfig(resident=resident, dense="bf16", attention="mesh", prefetch=options.prefetch)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, quantization_config=config)
-    return Side(model, length)
+    return Decoder(model, length)
 
 
 def measure(options: Any) -> Report:
@@ -123,23 +125,23 @@ def measure(options: Any) -> Report:
     )
     differ = 0
     for resident, length in itertools.product(options.resident, options.lengths):
-        plain, drafting = opened(options, resident, 0), opened(options, resident, length)
+        plain, drafting = open_decoder(options, resident, 0), open_decoder(options, resident, length)
         for text in (kind[0] for kind in texts.values()):
-            for side in (plain, drafting):
-                side.decode(text, options.tokens)
-                side.forget()
+            for decoder in (plain, drafting):
+                decoder.decode(text, options.tokens)
+                decoder.reset()
         for number, text in enumerate(itertools.chain.from_iterable(kind[1:] for kind in texts.values())):
-            sides = (plain, drafting) if number % 2 else (drafting, plain)
-            answers = {side.length: side.decode(text, options.tokens) for side in sides}
+            decoders = (plain, drafting) if number % 2 else (drafting, plain)
+            answers = {decoder.length: decoder.decode(text, options.tokens) for decoder in decoders}
             differ += answers[0] != answers[length]
         add_rows(report, f"{resident:.0%} resident, drafts of {length}", plain, drafting)
-    every = len(options.resident) * len(options.lengths) * len(texts) * options.texts
-    report.add(Row("answers that differ from plain decoding's", differ, "", "all", every, at_most=0.0))
+    total = len(options.resident) * len(options.lengths) * len(texts) * options.texts
+    report.add(Row("answers that differ from plain decoding's", differ, "", "all", total, at_most=0.0))
     report.notes.append(f"prefetch {options.prefetch}, on both sides")
     return report
 
 
-def add_rows(report: Report, name: str, plain: Side, drafting: Side) -> None:
+def add_rows(report: Report, name: str, plain: Decoder, drafting: Decoder) -> None:
     ratio = statistics.quantiles(
         [one / other for one, other in zip(drafting.seconds, plain.seconds, strict=True)], n=10
     )
@@ -157,7 +159,9 @@ def add_rows(report: Report, name: str, plain: Side, drafting: Side) -> None:
             high=ratio[-1],
         )
     )
-    reads, stalls = ([getattr(side, what) / side.tokens for side in (drafting, plain)] for what in ("read", "stall"))
+    reads, stalls = (
+        [getattr(decoder, what) / decoder.tokens for decoder in (drafting, plain)] for what in ("read", "stall")
+    )
     report.add(Row(f"{name}: read per token", reads[0] / 1024, "KiB", "plain", reads[1] / 1024))
     report.add(Row(f"{name}: waiting per token", stalls[0] * 1e3, "ms", "plain", stalls[1] * 1e3))
 
@@ -166,10 +170,10 @@ def main() -> int:
     arguments = harness.parser(__doc__)
     arguments.add_argument("--model", type=Path, default=ROOT / "examples" / "mesh-tiny")
     arguments.add_argument("--text", type=Path, default=ROOT / "tests" / "data" / "text", help="folder of *.jsonl")
-    arguments.add_argument("--texts", type=int, default=5, help="of each kind")
-    arguments.add_argument("--tokens", type=int, default=64, help="decoded of each")
+    arguments.add_argument("--texts", type=int, default=5, help="texts of each kind")
+    arguments.add_argument("--tokens", type=int, default=64, help="decoded tokens of each text")
     arguments.add_argument("--resident", type=float, nargs="+", default=[0.25, 0.5])
-    arguments.add_argument("--lengths", type=int, nargs="+", default=[2, 4, 6], help="of drafts, in tokens")
+    arguments.add_argument("--lengths", type=int, nargs="+", default=[2, 4, 6], help="tokens of a draft")
     arguments.add_argument("--prefetch", default="off")
     options = arguments.parse_args()
     options.batch = 1

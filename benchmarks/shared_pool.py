@@ -1,9 +1,9 @@
-"""Claim: workers that share a pool, and its owner, take at most 1.1 x one pool beside their memory without experts
-(PSS, from smaps).
+"""Claim: workers that share a pool, and its owner, take at most 1.1 x one pool in addition to their memory without
+experts (PSS, from smaps).
 
-Also shows, without a claim, tokens per second of all workers together, with one pool (`torch-mesh share`) and with the
-same memory divided among pools of their own. Each worker has one thread and a text of its own. The synthetic model's
-routing is nearly even, the worst case for any cache; `--store` takes another converted model.
+Without a claim it shows the tokens per second of all workers together, with one pool (`torch-mesh share`) and with the
+same memory divided among one pool per worker. Each worker has one thread and its own text. The synthetic model's
+routing is nearly uniform, the worst case for any cache; `--store` names another converted model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POOL = "memfd:torch_mesh_pool"
 
 
 def worker(folder: str, config: str, index: str) -> None:
-    """Opens the model, then decodes so many tokens for each line of stdin that names a number; answers in JSON."""
+    """Open the model. For each number on standard input decode that many tokens, and print the figures as JSON."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -38,8 +38,8 @@ def worker(folder: str, config: str, index: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=torch_mesh.MeshConfig(**json.loads(config))
     )
-    draw = torch.Generator().manual_seed(int(index))
-    prompt = torch.randint(0, model.config.vocab_size, (1, 16), generator=draw)
+    generator = torch.Generator().manual_seed(int(index))
+    prompt = torch.randint(0, model.config.vocab_size, (1, 16), generator=generator)
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
         torch_mesh.reset_stats(model)
@@ -69,23 +69,23 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"a worker ended with status {self.process.wait()}; its last words are above")
+            raise SystemExit(f"a worker ended with status {self.process.wait()}; see its output above")
         return json.loads(line)
 
 
 def pss(pid: int) -> int:
-    """Bytes of a process, those that it shares counted in parts."""
+    """Proportional set size of a process, in bytes."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return int(re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE).group(1)) * 1024
 
 
 def pool_pss(pid: int) -> int:
-    """Those of them that are of a shared pool."""
-    total, ours = 0, False
+    """The part of a process's PSS that belongs to a shared pool, in bytes."""
+    total, in_pool = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            ours = POOL in line
-        elif ours and line.startswith("Pss:"):
+            in_pool = POOL in line
+        elif in_pool and line.startswith("Pss:"):
             total += int(line.split()[1]) * 1024
     return total
 
@@ -93,14 +93,14 @@ def pool_pss(pid: int) -> int:
 def run(
     folder: Path, configs: list[dict[str, Any]], tokens: int, rounds: int, owner: int | None = None
 ) -> dict[str, Any]:
-    """Of workers with ``configs`` that decode at the same time: tokens per second together (the best round), hit rate,
-    PSS, with that of the process ``owner``; ``owner_rest``: what that one takes beside the pool."""
+    """Run workers with ``configs`` at the same time. Return their total tokens per second (the best round), hit rate,
+    and PSS with that of the process ``owner``; ``owner_rest``: the owner's PSS without the pool."""
     with ExitStack() as stack:
         workers = [stack.enter_context(closing(Worker(folder, config, index))) for index, config in enumerate(configs)]
         for each in workers:
             each.answer()
         speeds, hits = [], 0.0
-        for _ in range(1 + rounds):  # the first one fills the pools
+        for _ in range(1 + rounds):  # the first round fills the pools
             for each in workers:
                 each.begin(tokens)
             answers = [each.answer() for each in workers]
@@ -111,17 +111,17 @@ def run(
         return result if owner is None else {**result, "owner_rest": pss(owner) - pool_pss(owner)}
 
 
-def run_shared(folder: Path, share: float, count: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """The same with one pool of ``share`` of the experts for all."""
+def run_shared(folder: Path, resident: float, count: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Run ``count`` workers on one pool with the fraction ``resident`` of the experts."""
     with tempfile.TemporaryDirectory() as temporary:
         socket = f"{temporary}/socket"
         command = [sys.executable, "-m", "torch_mesh", "share", str(folder), "--socket", socket]
-        command += ["--resident", str(share), "--workers", str(count)]
+        command += ["--resident", str(resident), "--workers", str(count)]
         owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert owner.stdout is not None
             if not owner.stdout.readline():
-                raise SystemExit("torch-mesh share ended; its last words are above")
+                raise SystemExit("torch-mesh share ended; see its output above")
             return run(folder, [{"shared": socket}] * count, tokens, rounds, owner.pid)
         finally:
             owner.terminate()
@@ -131,9 +131,9 @@ def run_shared(folder: Path, share: float, count: int, tokens: int, rounds: int)
 def main() -> int:
     arguments = harness.parser(__doc__)
     harness.add_dir(arguments)
-    arguments.add_argument("--store", type=Path, help="a converted model, not the synthetic one")
-    arguments.add_argument("--layers", type=int, default=4, help="of the synthetic one")
-    arguments.add_argument("--share", type=float, default=0.5, help="of the experts, that the memory holds")
+    arguments.add_argument("--store", type=Path, help="a converted model in place of the synthetic one")
+    arguments.add_argument("--layers", type=int, default=4, help="layers of the synthetic model")
+    arguments.add_argument("--share", type=float, default=0.5, help="fraction of the experts that fits into the memory")
     arguments.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     arguments.add_argument("--tokens", type=int, default=64)
     arguments.add_argument("--rounds", type=int, default=2)
@@ -149,8 +149,10 @@ def main() -> int:
         name = f"{workers}, one pool (hits {shared['hits']:.0%})"
         reference = f"pools of their own ({own['hits']:.0%})"
         report.add(Row(name, shared["speed"], "tokens/s", reference, own["speed"]))
-        rest = own["pss"] - pool + shared["owner_rest"]
-        report.add(Row(f"{workers}, memory for experts", shared["pss"] - rest, "B", "one pool", pool, at_most=1.1))
+        other_bytes = own["pss"] - pool + shared["owner_rest"]
+        report.add(
+            Row(f"{workers}, memory for experts", shared["pss"] - other_bytes, "B", "one pool", pool, at_most=1.1)
+        )
         report.details[workers] = {"shared": shared, "own": own}
     return report.finish(given.json)
 

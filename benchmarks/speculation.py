@@ -1,11 +1,11 @@
 """Claim: with speculation="lookup" examples/mesh-tiny decodes no text at any residency more than 5 % slower than
-without. Rewriting is 1.5 x as fast with a quarter of its experts resident and 2 x with all; with a quarter a token
+without. Rewriting is 1.5 x as fast with a quarter of the experts resident and 2 x with all. With a quarter a token
 waits half as long. Greedy tokens are those of plain decoding.
 
-Prose, code, rewriting (a text twice, then its beginning) and turns of a chat, each decoded greedily by two models in
-turn, one that speculates, with pools of their own. The first text of a kind fills the pools and is not counted. If
-tokens differ, the two largest logits of the plain model at the first difference are compared. --batch sets how many
-texts of a kind are decoded at a time.
+Prose, code, rewriting (a text twice, then its beginning) and turns of a chat are decoded greedily by two models, one of
+which speculates. They have separate pools and alternate. The first text of a kind fills the pools and is not counted.
+If tokens differ, the two largest logits of the plain model at the first difference are compared. --batch is the number
+of texts of a kind that are decoded together.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import torch_mesh
 
 PROMPT = 24
 KINDS = ("prose", "code", "rewriting", "chat")
-SLOWEST = 0.95
+MIN_SPEED = 0.95
 REWRITING = {0.25: 1.5, 1.0: 2.0}
-STALL = {0.25: 0.5}
+MAX_STALL = {0.25: 0.5}
 
 
 def prompts(options: Any, tokenizer: Any) -> dict[str, list[torch.Tensor]]:
-    """Ids [batch, n] of each kind."""
+    """Return prompts [batch, n] of each kind."""
     count = (options.texts + 1) * options.batch
     prose, code = (documents(options.text / f"{name}.jsonl", tokenizer, count, 120) for name in ("prose", "code"))
     if min(len(prose), len(code)) < count:
@@ -57,13 +57,13 @@ def prompts(options: Any, tokenizer: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def batch(texts: list[torch.Tensor]) -> torch.Tensor:
-    """As many tokens of each as the shortest has, its last ones: no padding."""
+    """Stack the last tokens of each text, as many as the shortest has, so that there is no padding."""
     length = min(ids.shape[1] for ids in texts)
     return torch.cat([ids[:, -length:] for ids in texts])
 
 
 @dataclass
-class Side:
+class Decoder:
     model: PreTrainedModel
     seconds: list[float] = field(default_factory=list)
     stall: float = 0.0
@@ -81,12 +81,12 @@ class Side:
         self.tokens += tokens * len(ids)
         return answer
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.seconds, self.stall, self.read, self.tokens = [], 0.0, 0, 0
 
 
 def difference(plain: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor, found: torch.Tensor) -> str:
-    """Where two answers part, and how far apart the two largest logits are there."""
+    """Describe the first difference of two answers, with the two largest logits there."""
     differs = expected != found
     first = int(differs.any(dim=0).nonzero()[0])
     text = int(differs[:, first].nonzero()[0])
@@ -107,7 +107,7 @@ def measure(options: Any) -> Report:
     for resident in options.resident:
         common = {name: getattr(options, name) for name in ("weights", "dense", "attention")}
         plain, drafting = (
-            Side(
+            Decoder(
                 AutoModelForCausalLM.from_pretrained(
                     options.model,
                     dtype=torch.bfloat16,
@@ -119,37 +119,37 @@ def measure(options: Any) -> Report:
         for kind in KINDS:
             for number, ids in enumerate(texts[kind]):
                 if number == 1:
-                    plain.forget()
-                    drafting.forget()
+                    plain.reset()
+                    drafting.reset()
                     torch_mesh.reset_stats(drafting.model)
-                sides = (plain, drafting) if number % 2 else (drafting, plain)
-                answers = {id(side): side.decode(ids, options.tokens) for side in sides}
+                decoders = (plain, drafting) if number % 2 else (drafting, plain)
+                answers = {id(decoder): decoder.decode(ids, options.tokens) for decoder in decoders}
                 expected, found = answers[id(plain)], answers[id(drafting)]
                 if not torch.equal(expected, found):
                     differences.append(f"{resident:.0%} {kind}: {difference(plain.model, ids, expected, found)}")
             name = f"{resident:.0%} resident, {kind}"
-            add_rows(report, name, resident, kind, plain, drafting, alone=options.batch == 1)
-    every = len(options.resident) * sum(map(len, texts.values()))
-    # torch's attention gives a row other bits in forwards of several.
-    most = 0.0 if options.attention == "mesh" else None
-    report.add(Row("answers that differ from plain decoding's", len(differences), "", "all", every, at_most=most))
+            add_rows(report, name, resident, kind, plain, drafting, single=options.batch == 1)
+    total = len(options.resident) * sum(map(len, texts.values()))
+    # With torch's attention the bits of a row depend on the number of rows.
+    at_most = 0.0 if options.attention == "mesh" else None
+    report.add(Row("answers that differ from plain decoding's", len(differences), "", "all", total, at_most=at_most))
     report.notes += differences
     return report
 
 
 def add_rows(
-    report: Report, name: str, resident: float, kind: str, plain: Side, drafting: Side, *, alone: bool
+    report: Report, name: str, resident: float, kind: str, plain: Decoder, drafting: Decoder, *, single: bool
 ) -> None:
-    """``alone``: one text at a time, of which more is claimed."""
+    """``single``: one text at a time, for which there are more claims."""
     ratios = [one / other for one, other in zip(plain.seconds, drafting.seconds, strict=True)]
     speed, reference = statistics.median(ratios), 1.0
-    wanted = max(SLOWEST, REWRITING.get(resident, 0.0) if alone and kind == "rewriting" else 0.0)
+    min_speed = max(MIN_SPEED, REWRITING.get(resident, 0.0) if single and kind == "rewriting" else 0.0)
     spread = {"low": min(ratios), "high": max(ratios)}
-    report.add(Row(f"{name}: speed over plain decoding", speed, "", "plain", reference, at_least=wanted, **spread))
+    report.add(Row(f"{name}: speed over plain decoding", speed, "", "plain", reference, at_least=min_speed, **spread))
     if plain.stall:
-        most = STALL.get(resident) if alone else None
+        at_most = MAX_STALL.get(resident) if single else None
         stalls = (drafting.stall / drafting.tokens * 1e3, plain.stall / plain.tokens * 1e3)
-        report.add(Row(f"{name}: waiting per token", stalls[0], "ms", "plain", stalls[1], at_most=most))
+        report.add(Row(f"{name}: waiting per token", stalls[0], "ms", "plain", stalls[1], at_most=at_most))
     if plain.read:
         reads = (drafting.read / drafting.tokens / 1024, plain.read / plain.tokens / 1024)
         report.add(Row(f"{name}: read per token", reads[0], "KiB", "plain", reads[1]))
@@ -163,9 +163,9 @@ def main() -> int:
     arguments = harness.parser(__doc__)
     arguments.add_argument("--model", type=Path, default=ROOT / "examples" / "mesh-tiny")
     arguments.add_argument("--text", type=Path, default=ROOT / "tests" / "data" / "text", help="folder of *.jsonl")
-    arguments.add_argument("--texts", type=int, default=10, help="of each kind, times --batch")
-    arguments.add_argument("--batch", type=int, default=1, help="texts at a time, 1 to 4")
-    arguments.add_argument("--tokens", type=int, default=128, help="decoded of each")
+    arguments.add_argument("--texts", type=int, default=10, help="texts of each kind, times --batch")
+    arguments.add_argument("--batch", type=int, default=1, help="texts decoded together, 1 to 4")
+    arguments.add_argument("--tokens", type=int, default=128, help="decoded tokens of each text")
     arguments.add_argument("--resident", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0])
     arguments.add_argument("--weights", default="bf16")
     arguments.add_argument("--dense", default="auto")

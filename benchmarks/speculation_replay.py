@@ -1,13 +1,13 @@
 """Claim: drafts that are right nine, seven or five times in ten make decoding on Qwen3-30B-A3B's shapes at no residency
-more than 5 % slower than without; with --rewriting, a file written again with one name changed takes two thirds of the
-time with a quarter of the experts resident, and half with all.
+more than 5 % slower than without. With --rewriting a file that is repeated with one name changed takes two thirds of
+the time with a quarter of the experts resident, and half with all.
 
-Random weights write text that cannot be predicted, so that text and drafts are given: a logits processor chooses the
-tokens, the experts are those of a synthetic trace (as in full_size.py), and each token is drafted correctly at a seeded
-rate, or with --rewriting by lookup in the file, which is the prompt. Rows after a wrong draft take the experts of
-another token. Everything else is `generate(custom_generate=torch_mesh.speculate())` with its controller. Plain decoding
-is transformers' own loop on a model with a pool of its own, with the same text in turn; with everything resident there
-is one model for both. The time is that from the first token to the last.
+The text of random weights cannot be predicted, so text and drafts are given. A logits processor chooses the tokens, and
+the experts are those of a synthetic trace (as in full_size.py). Each token is drafted correctly at a seeded rate, or
+with --rewriting by lookup in the file, which is the prompt. Rows after a wrong draft have the experts of another token.
+Everything else is `generate(custom_generate=torch_mesh.speculate())` with its controller. Plain decoding is
+transformers' own loop with the same text on a model with its own pool; both alternate. With everything resident both
+use one model. The time is that from the first token to the last.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from torch_mesh.speculation.decoding import LENGTHS, Speculation
 from torch_mesh.speculation.drafter import Drafter
 from torch_mesh.speculation.lookup import Lookup
 
-PROMPT = 32  # more rows than a decode step has
-FILE = 512  # tokens of a file that is rewritten, at most
-SLOWEST = 0.95
+PROMPT = 32  # more tokens than a decode step has rows
+FILE = 512  # maximum tokens of a file that is rewritten
+MIN_SPEED = 0.95
 REWRITING = {0.25: 1.5, 1.0: 2.0}
 WEIGHTS = "int4"
-FOLDERS = {
+STORES = {
     4: lambda directory: synthetic.store(directory, synthetic.Shape(), WEIGHTS),
     full_size.SHAPE.layers: lambda directory: full_size.store(directory, WEIGHTS),
 }
@@ -56,14 +56,14 @@ FOLDERS = {
 @dataclass
 class Text:
     tokens: list[int]
-    prompt: int  # of them
+    prompt: int  # number of prompt tokens
     routing: torch.Tensor  # [tokens, layers, top_k]
-    right: list[bool]  # whether the token at a place is what is drafted for it
-    others: list[int]  # for each place another one of the text
+    correct: list[bool]  # whether the draft of a position is correct
+    other_positions: list[int]  # another position of the text for each position
 
 
 def texts(options: Any, shape: synthetic.Shape, vocabulary: int, rates: Sequence[float]) -> Iterator[Text]:
-    """A text for each of ``rates``."""
+    """Yield a text for each of ``rates``."""
     generator = random.Random(options.seed)
     length = PROMPT + options.tokens
     for routing, rate in zip(routings(options, shape, [length] * len(rates)), rates, strict=True):
@@ -77,15 +77,15 @@ def texts(options: Any, shape: synthetic.Shape, vocabulary: int, rates: Sequence
 
 
 def rewritten(options: Any, shape: synthetic.Shape) -> Iterator[Text]:
-    """Files of Python's library, each followed by what it is with another for the name that its beginning has most
-    often; in mesh-tiny's tokens."""
+    """Yield files of Python's library as tokens of mesh-tiny. Each is followed by itself with its most frequent name
+    replaced."""
     generator = random.Random(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "mesh-tiny")
     with (ROOT / "tests" / "data" / "text" / "code.jsonl").open() as lines:
         files = [json.loads(line)["text"] for line in lines][: 1 + options.texts]
     pairs = []
     for text in files:
-        names = re.findall(r"\b[a-z_]{4,}\b", text[: 3 * options.tokens])  # where they are changed, in what is decoded
+        names = re.findall(r"\b[a-z_]{4,}\b", text[: 3 * options.tokens])  # names in the decoded part
         name = next(name for name, _ in Counter(names).most_common() if not iskeyword(name))
         changed = re.sub(rf"\b{name}\b", f"new_{name}", text)
         before, after = (tokenizer(each).input_ids for each in (text, changed))
@@ -96,7 +96,7 @@ def rewritten(options: Any, shape: synthetic.Shape) -> Iterator[Text]:
 
 
 def routings(options: Any, shape: synthetic.Shape, lengths: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Of each text the experts [tokens, layers, top_k]."""
+    """Yield each text's experts [tokens, layers, top_k]."""
     sizes = {"layers": shape.layers, "experts": shape.experts, "top_k": shape.experts_per_token}
     trace = synthetic_trace(
         **sizes, prompts=len(lengths), prompt_tokens=2 * max(lengths), overlap=full_size.OVERLAP, seed=options.seed
@@ -106,7 +106,7 @@ def routings(options: Any, shape: synthetic.Shape, lengths: Sequence[int]) -> It
 
 
 class Replay(LogitsProcessor):
-    """Has a model write ``text`` with the experts of ``text``."""
+    """Make a model generate ``text`` with the text's experts."""
 
     text: Text
 
@@ -117,8 +117,8 @@ class Replay(LogitsProcessor):
             rows: torch.zeros(config.num_hidden_layers, rows, config.num_experts_per_tok, dtype=torch.long)
             for rows in (1, *(1 + length for length in LENGTHS))
         }
-        self.times: list[float] = []  # when each token came
-        # Of speculation: the place of its first token behind the prompt, and how many were drafted.
+        self.times: list[float] = []  # time of each token
+        # Of each verification: position of its first token after the prompt, and number of drafted tokens.
         self.steps: list[tuple[int, int]] = []
         for layer, module in enumerate(patched_modules(model)):
             module.register_forward_pre_hook(self._force(layer))
@@ -131,12 +131,12 @@ class Replay(LogitsProcessor):
         return hook
 
     def route(self, routing: torch.Tensor) -> None:
-        """Chooses the experts [rows, layers, top_k] of the next forward of so many rows."""
+        """Set the experts [rows, layers, top_k] of the next forward with that number of rows."""
         chosen = routing.transpose(0, 1).contiguous()
-        self._chosen.setdefault(len(routing), chosen).copy_(chosen)  # in place: compiled steps have it as an input
+        self._chosen.setdefault(len(routing), chosen).copy_(chosen)  # in place, since compiled steps read this tensor
 
     def begin(self, text: Text) -> torch.Tensor:
-        """The ids [1, prompt] of another text."""
+        """Begin another text, and return its prompt [1, n]."""
         self.text = text
         self.times, self.steps = [], []
         self.route(text.routing[: text.prompt])
@@ -144,61 +144,61 @@ class Replay(LogitsProcessor):
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.times.append(time.perf_counter())
-        place = ids.shape[1]
-        self.route(self.text.routing[place : place + 1])
-        scores[:, self.text.tokens[place]] = torch.inf
+        position = ids.shape[1]
+        self.route(self.text.routing[position : position + 1])
+        scores[:, self.text.tokens[position]] = torch.inf
         return scores
 
     def drafter(self, tokens: list[int]) -> Drafter:
-        return Told(self, tokens) if self.text.right else LookedUp(self, tokens)
+        return GivenDrafts(self, tokens) if self.text.correct else LookupDrafts(self, tokens)
 
-    def verify(self, place: int, drafted: Sequence[int]) -> None:
-        """Chooses the experts of a forward with what is drafted from ``place`` on."""
+    def verify(self, position: int, drafted: Sequence[int]) -> None:
+        """Set the experts of a forward that verifies ``drafted``, the draft from ``position`` on."""
         text = self.text
-        right = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, text.tokens[place:], strict=False))
+        correct = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, text.tokens[position:], strict=False))
         )
-        rows = [place + i if i < right else text.others[place + i] for i in range(len(drafted))]
-        self.route(text.routing[[place - 1, *rows]])
+        rows = [position + i if i < correct else text.other_positions[position + i] for i in range(len(drafted))]
+        self.route(text.routing[[position - 1, *rows]])
 
 
 class Replayed(Drafter):
-    """Of the text that ``replay`` has the model write."""
+    """Base of the drafters for the text of ``replay``."""
 
     def __init__(self, replay: Replay, tokens: Sequence[int]) -> None:
-        self.replay, self.place, self._drafted = replay, len(tokens), 0
+        self.replay, self.position, self._drafted = replay, len(tokens), 0
 
     def extend(self, tokens: Iterable[int]) -> None:
-        self.replay.steps.append((self.place - self.replay.text.prompt, self._drafted))
-        self.place += sum(1 for _ in tokens)
+        self.replay.steps.append((self.position - self.replay.text.prompt, self._drafted))
+        self.position += sum(1 for _ in tokens)
         self._drafted = 0
 
     def draft(self, length: int) -> list[int]:
-        drafted = self.guess(length)
+        drafted = self.propose(length)
         self._drafted = len(drafted)
         if drafted:
-            self.replay.verify(self.place, drafted)
+            self.replay.verify(self.position, drafted)
         return drafted
 
     @abstractmethod
-    def guess(self, length: int) -> list[int]:
-        """``length`` tokens, or none."""
+    def propose(self, length: int) -> list[int]:
+        """Return ``length`` draft tokens, or none."""
 
 
-class Told(Replayed):
-    """Right up to the first place at which the text says that it is not."""
+class GivenDrafts(Replayed):
+    """Draft correctly up to the first position that the text marks as wrong."""
 
-    def guess(self, length: int) -> list[int]:
+    def propose(self, length: int) -> list[int]:
         text = self.replay.text
-        drafted = text.tokens[self.place : self.place + length]
-        wrong = next((i for i in range(length) if not text.right[self.place + i]), length)
+        drafted = text.tokens[self.position : self.position + length]
+        wrong = next((i for i in range(length) if not text.correct[self.position + i]), length)
         if wrong < length:
             drafted[wrong] = (drafted[wrong] + 1) % self.replay.model.config.vocab_size
         return drafted
 
 
-class LookedUp(Replayed):
-    """By torch_mesh's own lookup."""
+class LookupDrafts(Replayed):
+    """Draft by torch_mesh's lookup."""
 
     def __init__(self, replay: Replay, tokens: Sequence[int]) -> None:
         super().__init__(replay, tokens)
@@ -213,13 +213,13 @@ class LookedUp(Replayed):
         super().extend(tokens)
         self._lookup.extend(tokens)
 
-    def guess(self, length: int) -> list[int]:
+    def propose(self, length: int) -> list[int]:
         return list(self._lookup.draft(length))
 
 
 @dataclass
-class Side:
-    """One way to decode, and what it took."""
+class Decoder:
+    """Decode with or without speculation, and collect the figures."""
 
     replay: Replay
     seconds: list[float] = field(default_factory=list)
@@ -237,7 +237,7 @@ class Side:
         answer = model.generate(ids, logits_processor=[self.replay], custom_generate=speculation, **settings)
         after = torch_mesh.stats(model).decode
         if answer[0].tolist() != text.tokens:
-            raise AssertionError("the model wrote another text than it was given")
+            raise AssertionError("the model generated a text other than the given one")
         times = self.replay.times
         self.seconds.append(times[-1] - times[0])
         self.times.append(times)
@@ -247,20 +247,20 @@ class Side:
         self.tokens += count - 1
 
 
-class Each(Controller):
-    """Drafts of all lengths in turn, which compiles what there is to compile."""
+class AllLengths(Controller):
+    """Use all draft lengths one after the other, so that all are compiled."""
 
     def choose(self, most: int, tier: int = 0) -> int:
-        self._turn = (getattr(self, "_turn", -1) + 1) % (1 + len(self.lengths))
-        length = (0, *self.lengths)[self._turn]
+        self._index = (getattr(self, "_index", -1) + 1) % (1 + len(self.lengths))
+        length = (0, *self.lengths)[self._index]
         return length if length <= most else 0
 
 
-def opened(options: Any, resident: float) -> Replay:
+def open_replay(options: Any, resident: float) -> Replay:
     config = torch_mesh.MeshConfig(
         resident=resident, dense=full_size.DENSE, attention="mesh", prefetch="off", threads=options.threads
     )
-    folder = FOLDERS[options.layers](options.dir)
+    folder = STORES[options.layers](options.dir)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     return Replay(torch_mesh.compile(model) if options.compiled else model)
 
@@ -270,34 +270,34 @@ def measure(options: Any) -> Report:
     console = Console(stderr=True)
     shape = synthetic.Shape() if options.layers == 4 else full_size.SHAPE
     steps = "compiled" if options.compiled else "eager"
-    what = "A file written again" if options.rewriting else "Drafts right at a given rate"
+    what = "A file repeated with a change" if options.rewriting else "Drafts correct at a given rate"
     report = Report(
         f"{what}, Qwen3-30B-A3B's shapes, {shape.layers} layers in {WEIGHTS}, {steps} steps, {options.tokens} tokens "
         f"of {options.texts} texts"
     )
     for resident in options.resident:
-        plain = opened(options, resident)
-        drafting = plain if resident == 1 else opened(options, resident)
+        plain = open_replay(options, resident)
+        drafting = plain if resident == 1 else open_replay(options, resident)
         if options.rewriting:
             first, *rest = rewritten(options, shape)
-            kinds = {"rewriting": max(SLOWEST, REWRITING.get(resident, 0.0))}
+            kinds = {"rewriting": max(MIN_SPEED, REWRITING.get(resident, 0.0))}
         else:
             rates = [rate for rate in options.rates for _ in range(options.texts)]
             first, *rest = texts(options, shape, plain.model.config.vocab_size, [1.0, *rates])
-            kinds = {f"{rate:.0%} right": SLOWEST for rate in options.rates}
+            kinds = {f"{rate:.0%} right": MIN_SPEED for rate in options.rates}
         for replay in {id(plain): plain, id(drafting): drafting}.values():
-            Side(replay).decode(first, None)  # which fills the pool
+            Decoder(replay).decode(first, None)  # fills the pool
             if options.compiled:
-                Side(replay).decode(first, Speculation(Each(LENGTHS), replay.drafter))
-        for number, (kind, wanted) in enumerate(kinds.items()):
+                Decoder(replay).decode(first, Speculation(AllLengths(LENGTHS), replay.drafter))
+        for number, (kind, min_speed) in enumerate(kinds.items()):
             speculation = Speculation(Controller(LENGTHS), drafting.drafter)
             torch_mesh.reset_stats(drafting.model)
-            one, other = Side(plain), Side(drafting)
+            plain_decoder, draft_decoder = Decoder(plain), Decoder(drafting)
             for turn, text in enumerate(rest[number * options.texts :][: options.texts]):
-                for side in (one, other) if turn % 2 else (other, one):
-                    side.decode(text, speculation if side is other else None)
+                for decoder in (plain_decoder, draft_decoder) if turn % 2 else (draft_decoder, plain_decoder):
+                    decoder.decode(text, speculation if decoder is draft_decoder else None)
             name = f"{resident:.0%} resident, {kind}"
-            add_rows(report, name, wanted, one, other)
+            add_rows(report, name, min_speed, plain_decoder, draft_decoder)
             console.print(f"{name}: {report.details[name]['speed']:.3f} of plain decoding's speed")
     report.notes.append(
         f"the trace's tokens share {full_size.OVERLAP:.0%} of their experts with the next; seed {options.seed}; "
@@ -307,28 +307,31 @@ def measure(options: Any) -> Report:
     return report
 
 
-def lost(plain: Side, drafting: Side, drafts: bool) -> float:
-    """What forwards with drafts, or those without, took more than plain decoding did for the same tokens; of its
-    time."""
+def additional_time(plain: Decoder, drafting: Decoder, drafts: bool) -> float:
+    """Return the additional time of forwards with drafts, or of those without, over plain decoding of the same tokens,
+    as a fraction of plain decoding's time."""
     seconds = 0.0
     for expected, found, steps in zip(plain.times, drafting.times, drafting.steps, strict=True):
-        ends = [place for place, _ in steps[1:]] + [len(found)]
-        for (place, length), end in zip(steps, ends, strict=True):
+        ends = [position for position, _ in steps[1:]] + [len(found)]
+        for (position, length), end in zip(steps, ends, strict=True):
             if (length > 0) == drafts:
-                seconds += found[end - 1] - found[place - 1] - (expected[end - 1] - expected[place - 1])
+                seconds += found[end - 1] - found[position - 1] - (expected[end - 1] - expected[position - 1])
     return seconds / sum(plain.seconds)
 
 
-def add_rows(report: Report, name: str, wanted: float, plain: Side, drafting: Side) -> None:
-    ratios = sorted(one / other for one, other in zip(plain.seconds, drafting.seconds, strict=True))
-    speeds = [side.tokens / sum(side.seconds) for side in (drafting, plain)]
+def add_rows(report: Report, name: str, min_speed: float, plain: Decoder, drafting: Decoder) -> None:
+    ratios = sorted(
+        plain_decoder / draft_decoder
+        for plain_decoder, draft_decoder in zip(plain.seconds, drafting.seconds, strict=True)
+    )
+    speeds = [decoder.tokens / sum(decoder.seconds) for decoder in (drafting, plain)]
     spread = {"low": ratios[0], "high": ratios[-1]}
-    report.add(Row(f"{name}: speed", speeds[0], "tok/s", "plain", speeds[1], at_least=wanted, **spread))
-    for drafts, which in ((True, "with drafts"), (False, "without")):
-        report.add(Row(f"{name}: lost by forwards {which}", 100 * lost(plain, drafting, drafts), "%"))
+    report.add(Row(f"{name}: speed", speeds[0], "tok/s", "plain", speeds[1], at_least=min_speed, **spread))
+    for drafts, label in ((True, "with drafts"), (False, "without")):
+        report.add(Row(f"{name}: lost by forwards {label}", 100 * additional_time(plain, drafting, drafts), "%"))
     if plain.read:
-        stalls = [side.stall / side.tokens * 1e3 for side in (drafting, plain)]
-        reads = [side.read / side.tokens / 2**20 for side in (drafting, plain)]
+        stalls = [decoder.stall / decoder.tokens * 1e3 for decoder in (drafting, plain)]
+        reads = [decoder.read / decoder.tokens / 2**20 for decoder in (drafting, plain)]
         report.add(Row(f"{name}: waiting per token", stalls[0], "ms", "plain", stalls[1]))
         report.add(Row(f"{name}: read per token", reads[0], "MiB", "plain", reads[1]))
     counts = torch_mesh.stats(drafting.replay.model).speculation
@@ -345,12 +348,14 @@ def add_rows(report: Report, name: str, wanted: float, plain: Side, drafting: Si
 def main() -> int:
     arguments = harness.parser(__doc__)
     harness.add_dir(arguments)
-    arguments.add_argument("--layers", type=int, choices=FOLDERS, default=4)
+    arguments.add_argument("--layers", type=int, choices=STORES, default=4)
     arguments.add_argument("--resident", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0])
     arguments.add_argument("--rates", type=float, nargs="+", default=[0.9, 0.7, 0.5])
-    arguments.add_argument("--rewriting", action="store_true", help="files written again, in the place of rates")
-    arguments.add_argument("--texts", type=int, default=8, help="of each rate, or that are rewritten")
-    arguments.add_argument("--tokens", type=int, default=128, help="decoded of each")
+    arguments.add_argument(
+        "--rewriting", action="store_true", help="files that are repeated with a change, in place of rates"
+    )
+    arguments.add_argument("--texts", type=int, default=8, help="texts of each rate, or rewritten files")
+    arguments.add_argument("--tokens", type=int, default=128, help="decoded tokens of each text")
     arguments.add_argument("--compiled", action="store_true", help="torch_mesh.compile")
     arguments.add_argument("--threads", type=int, default=harness.available_cpus())
     arguments.add_argument("--seed", type=int, default=0)

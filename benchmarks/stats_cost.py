@@ -1,9 +1,8 @@
-"""Claim: watching a model and writing its statistics cost under 1 % of decode time.
+"""Claim: watching a model and writing its statistics take under 1 % of decode time.
 
-Reading and drawing the counters hold Python's lock, so that they delay a decode by their own time at most. The claim is
-on that time, for a pool of Qwen3-30B-A3B's 48 layers of 128 experts, every two seconds. Also shown are the tokens per
-second of a small model with and without the view, interleaved: its decode is nearly all Python, which the lock slows
-most.
+Reading and drawing the counters hold Python's lock, so they delay a decode by their own time at most. The claim is on
+that time for a pool of Qwen3-30B-A3B's 48 layers of 128 experts, every two seconds. The tokens per second of a small
+model with and without the view are shown too, interleaved. Its decode is nearly all Python, which the lock slows most.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LAYERS, EXPERTS, TOP_K, HIDDEN = 48, 128, 8, 64
 
 
 def large_pool() -> _C.Engine:
-    """As many experts as Qwen3-30B-A3B has, each as small as can be, and each asked for once."""
+    """Return a pool with as many experts as Qwen3-30B-A3B, of minimum size, each used once."""
     shape = Shape(LAYERS, EXPERTS, TOP_K, HIDDEN, HIDDEN, gated=True, bias=False, activation="silu")
     engine = pool_of_zeros(shape, "int4", 64)
     for layer in range(LAYERS):
@@ -53,7 +52,7 @@ def milliseconds(call: Callable[[], object], calls: int = 5) -> float:
     return (time.thread_time() - begin) / calls * 1e3
 
 
-def add_looks(report: Report, rounds: int) -> None:
+def add_display_times(report: Report, rounds: int) -> None:
     engine = large_pool()
     console = Console(file=io.StringIO(), force_terminal=True, width=140)
     earlier: tuple[float, Stats] = (0.0, engine_stats([engine], experts=False))
@@ -87,10 +86,10 @@ def tokens_per_second(model: torch.nn.Module, ids: torch.Tensor, watched: bool, 
 def main() -> int:
     arguments = harness.parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=15)
-    arguments.add_argument("--tokens", type=int, default=100, help="decoded in a round")
+    arguments.add_argument("--tokens", type=int, default=100, help="decoded tokens in a round")
     options = arguments.parse_args()
     report = Report("What statistics cost")
-    add_looks(report, options.rounds)
+    add_display_times(report, options.rounds)
     config = torch_mesh.MeshConfig(resident=0.5)
     folder = Path(__file__).resolve().parents[1] / "examples" / "mesh-tiny"
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)

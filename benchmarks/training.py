@@ -1,11 +1,11 @@
 """Claim: a training step with adapters on all experts takes at most 1.5 x the time of unpatched transformers and PEFT
-in memory, is 10 x as fast at 40 % resident as accelerate's disk offload, needs at most 10 % more memory than the sum of
+in memory, is 10 x as fast at 40 % resident as accelerate's disk offload, takes at most 10 % more memory than the sum of
 its parts, and reads no expert more than twice.
 
-The synthetic model, its experts in bf16, AdamW, adapters on experts only; each system in a process of its own, after
-one step that does not count. accelerate puts adapters on offloaded experts on the meta device, where nothing trains:
-the failure is shown, and the time of the frozen experts' forward and backward alone. ``--full-size`` measures 48 layers
-in int4 instead, beside the prediction of `torch-mesh plan --train`.
+The synthetic model has experts in bf16, AdamW, and adapters on experts only. Each system runs in its own process, and
+its first step is not counted. accelerate puts adapters on offloaded experts on the meta device, where they do not
+train. So the failure is shown, and the time of the frozen experts' forward and backward alone. ``--full-size`` measures
+48 layers in int4 instead, with the prediction of `torch-mesh plan --train`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from harness import Report, Row
 from rich.console import Console
 
 PEFT, ACCELERATE = "transformers and PEFT", "accelerate disk offload, frozen experts"
-# Resident memory that a step is made of; "imported" is that of Python and its libraries before a model is opened,
-# "workspace" the kernels'.
+# The parts of a step's resident memory. "imported": Python and its libraries before a model is opened; "workspace": the
+# kernels'.
 PARTS = ("imported", "dense", "pool", "workspace", "adapter", "gradient", "optimizer", "activation")
 SEED = 20260101
 
@@ -49,7 +49,7 @@ def request_of(options: Any, tokens: int, sequences: int, vocab: int) -> dict[st
 
 
 class Runs:
-    """Runs contenders and says what each took."""
+    """Run contenders, and report their times."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -61,7 +61,9 @@ class Runs:
         stopped = " and was stopped" if result["unfinished"] else ""
         self._console.print(f"{name}: {median(result, 'seconds'):.2f} s a step{stopped}")
         if result["unfinished"]:
-            self._report.notes.append(f"{name}: stopped after {request['limit']:g} s of a step, which stands for it")
+            self._report.notes.append(
+                f"{name}: stopped after {request['limit']:g} s of a step, the lower bound of its time"
+            )
         return result
 
 
@@ -69,7 +71,7 @@ def median(result: dict[str, Any], what: str) -> float:
     return statistics.median(step[what] for step in result["steps"])
 
 
-def finished(name: str, result: dict[str, Any]) -> dict[str, Any]:
+def require_finished(name: str, result: dict[str, Any]) -> dict[str, Any]:
     if result["unfinished"]:
         raise SystemExit(f"{name} did not end a step in {result['steps'][0]['seconds']:g} s: give it a longer --limit")
     return result
@@ -83,8 +85,8 @@ def add_mesh(report: Report, name: str, result: dict[str, Any]) -> None:
     peak, of = result["peak"] / 1e9, "its parts"
     report.add(Row(f"peak memory, {name}", peak, "GB", of, sum(parts.values()) / 1e9, at_most=1.1))
     report.notes.append(f"{name}: " + ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items()))
-    most = max(step["max_reads"] for step in result["steps"])
-    report.add(Row(f"reads of one expert in a step, {name}", most, "", "one", 1.0, at_most=2.0))
+    max_reads = max(step["max_reads"] for step in result["steps"])
+    report.add(Row(f"reads of one expert in a step, {name}", max_reads, "", "one", 1.0, at_most=2.0))
     report.add(Row(f"read per step, {name}", median(result, "bytes_read") / 1e9, "GB"))
 
 
@@ -103,7 +105,7 @@ def measure(options: Any) -> Report:
     for resident in options.resident:
         name = f"{resident:.0%} resident"
         store = synthetic.store(options.dir, shape, options.weights)
-        result = finished(name, run(name, "train_mesh.py", store, request | {"resident": resident}))
+        result = require_finished(name, run(name, "train_mesh.py", store, request | {"resident": resident}))
         seconds = median(result, "seconds")
         report.add(Row(f"step, {name}", seconds, "s"))
         add_mesh(report, name, result)
@@ -133,7 +135,7 @@ def run_accelerate(
     return run(ACCELERATE, "train_accelerate.py", folder, request | {"frozen": True})
 
 
-def planned(model: Path, request: dict[str, Any]) -> dict[str, Any]:
+def run_plan(model: Path, request: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch_mesh", "plan", str(model), "--json", "--train"]
     command += ["--lora-rank", str(request["rank"]), "--tokens", str(request["tokens"])]
     command += ["--resident", str(request["resident"])]
@@ -148,11 +150,11 @@ def measure_full_size(options: Any) -> Report:
     run = Runs(report)
     model = full_size.store(options.dir, "int4")
     request = request_of(options, options.tokens, options.sequences, full_size.SHAPE.vocab)
-    # A step is minutes long: the first one is it, and what it allocates counts for little.
+    # A step takes minutes, so the first one is measured. Its allocations take little of that time.
     request |= {"resident": int(options.full_size * 1e9), "warm_up": 0, "steps": 1}
     name = f"{options.full_size:g} GB of experts"
-    result = finished(name, run(name, "train_mesh.py", model, request))
-    plan = planned(model, request)
+    result = require_finished(name, run(name, "train_mesh.py", model, request))
+    plan = run_plan(model, request)
     training = plan["training"]
     report.add(Row(f"step, {name}", median(result, "seconds"), "s", "plan", training["step_seconds"][1]))
     add_mesh(report, name, result)
@@ -167,19 +169,25 @@ def main() -> int:
     arguments = harness.parser(__doc__)
     harness.add_dir(arguments)
     arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
-    arguments.add_argument("--experts", type=int, default=synthetic.Shape.experts, help="of a layer")
+    arguments.add_argument("--experts", type=int, default=synthetic.Shape.experts, help="experts of a layer")
     arguments.add_argument("--weights", default="bf16", help="format of torch_mesh's experts")
-    arguments.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all the rest")
-    arguments.add_argument("--tokens", type=int, default=1024, help="of a step")
-    arguments.add_argument("--sequences", type=int, default=2, help="that the tokens are divided into")
+    arguments.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of all other weights"
+    )
+    arguments.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
+    arguments.add_argument("--sequences", type=int, default=2, help="sequences of a step")
     arguments.add_argument("--rank", type=int, default=8)
-    arguments.add_argument("--steps", type=int, default=3, help="timed")
-    arguments.add_argument("--resident", type=float, nargs="*", default=[1.0, 0.4], help="shares of torch_mesh's runs")
+    arguments.add_argument("--steps", type=int, default=3, help="timed steps")
+    arguments.add_argument(
+        "--resident", type=float, nargs="*", default=[1.0, 0.4], help="fractions of the experts, one per run"
+    )
     arguments.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, for every system")
-    arguments.add_argument("--experts-implementation", default="grouped_mm", help="that of plain transformers")
+    arguments.add_argument(
+        "--experts-implementation", default="grouped_mm", help="implementation of plain transformers"
+    )
     arguments.add_argument("--threads", type=int, default=harness.available_cpus())
     arguments.add_argument("--peers", nargs="*", choices=("peft", "accelerate"), default=["peft", "accelerate"])
-    arguments.add_argument("--limit", type=float, default=600, help="seconds after which a step is given up")
+    arguments.add_argument("--limit", type=float, default=600, help="seconds after which a step is aborted")
     arguments.add_argument(
         "--full-size", type=float, default=None, metavar="GB", help="48 layers, GB of experts in memory, no peers"
     )

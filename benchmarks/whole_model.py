@@ -2,10 +2,10 @@
 sequence and two at a time in bf16 at least as fast as llama.cpp's BF16, and with int4 throughout under torch.compile at
 least as fast as its Q4_0.
 
-Nothing is cold: this measures the kernels alone. Every system has the same weights, tokens and routing of its own;
-llama.cpp may repack. The layers beside the experts are torch's own with the default dense="auto", or packed as the
-experts are. Systems with weights of one width are in memory at the same time and take turns, those with packed layers
-in bf16 apart from the others. The cosine of each one's logits with those of transformers is shown.
+Nothing is cold: this measures the kernels alone. Every system has the same weights and tokens, and its own routing;
+llama.cpp may repack. The linear layers outside the experts are torch's own with the default dense="auto", or packed
+like the experts. Systems with weights of one width are in memory at the same time and alternate, except those with
+packed layers in bf16, which run separately. The cosine of each system's logits with those of transformers is shown.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from harness import Report, Row
 from workers import Worker
 
 PREFILL_TOKENS, SEED = 512, 20260101
-SEQUENCES = (1, 2)  # that are decoded at a time
+SEQUENCES = (1, 2)  # sequences that are decoded together
 GROUPED_MM = "transformers bf16, grouped_mm"
 LLAMA_FORM = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 
 
 @dataclass(frozen=True)
 class System:
-    """One process; ``modes`` maps what the contender calls its modes to what the table calls them."""
+    """One process. ``modes`` maps the contender's names of its modes to the table's names."""
 
     script: str
     python: Path
@@ -40,9 +40,9 @@ class System:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def sittings(weights: str) -> tuple[tuple[str, ...], ...]:
-    """Values of ``dense`` that are measured together: three copies of the experts in bf16, beside llama.cpp's and
-    transformers', are too many for 24 GB."""
+def dense_groups(weights: str) -> tuple[tuple[str, ...], ...]:
+    """Return groups of values of ``dense`` that are measured together. Three copies of the experts in bf16, in addition
+    to llama.cpp's and transformers', do not fit into 24 GB."""
     return (("none", "auto"), (weights,)) if weights == "bf16" else (("none", "auto", weights),)
 
 
@@ -56,13 +56,13 @@ def mesh_name(weights: str, dense: str) -> str:
     return f"torch_mesh {weights}, dense {dense}"
 
 
-def systems(directory: Path, shape: synthetic.Shape, weights: str, sitting: Sequence[str]) -> list[System]:
+def systems(directory: Path, shape: synthetic.Shape, weights: str, group: Sequence[str]) -> list[System]:
     source = synthetic.checkpoint(directory, shape)
     own = source if weights == "bf16" else synthetic.store(directory, shape, weights)
     quantised = synthetic.gguf(directory, shape, LLAMA_FORM[weights])
     in_bf16 = {"grouped_mm": GROUPED_MM, "eager": "transformers bf16, eager"}
     return [
-        *(mesh(weights, dense, own) for dense in sitting),
+        *(mesh(weights, dense, own) for dense in group),
         System("warm_llama.py", synthetic.PEERS_PYTHON, quantised, {"": f"llama.cpp {LLAMA_FORM[weights]}"}),
         System("warm_transformers.py", Path(sys.executable), source, in_bf16),
     ]
@@ -117,7 +117,7 @@ def add_prefill(report: Report, weights: str, speeds: Speeds) -> None:
 
 def add_decode(report: Report, weights: str, sequences: int, speeds: Speeds) -> None:
     llama = f"llama.cpp {LLAMA_FORM[weights]}"
-    # The same width throughout, as in llama.cpp, with the step compiled.
+    # The claim is on one width for all weights, as in llama.cpp, with a compiled step.
     claimed = f"{mesh_name(weights, weights)}, compiled"
     for own in own_names(speeds):
         row = partial(harness.paired_row, f"decode, batch {sequences}, {own}", speeds[own], "tok/s")
@@ -139,25 +139,25 @@ def cosine(left: list[float], right: list[float]) -> float:
     return dot / math.sqrt(sum(a * a for a in left) * sum(b * b for b in right))
 
 
-def measure_sitting(report: Report, weights: str, sitting: Sequence[str], options: Any) -> None:
+def measure_group(report: Report, weights: str, group: Sequence[str], options: Any) -> None:
     shape = synthetic.Shape(layers=options.layers)
-    contenders = open_contenders(systems(options.dir, shape, weights, sitting), options)
-    # Decode steps do not depend on how the prompt is read, so a compiled mode has no prefill of its own.
-    readers = {name: c for name, c in contenders.items() if c.mode != "compiled"}
-    details = {"prefill": measure_speeds(readers, options.rounds, what="prefill", tokens=PREFILL_TOKENS)}
+    contenders = open_contenders(systems(options.dir, shape, weights, group), options)
+    # A compiled mode compiles decode steps alone, so its prefill is not measured.
+    prefill_contenders = {name: c for name, c in contenders.items() if c.mode != "compiled"}
+    details = {"prefill": measure_speeds(prefill_contenders, options.rounds, what="prefill", tokens=PREFILL_TOKENS)}
     add_prefill(report, weights, details["prefill"])
     for sequences in SEQUENCES:
         request = {"what": "decode", "tokens": options.tokens, "sequences": sequences}
         speeds = details[f"decode, batch {sequences}"] = measure_speeds(contenders, options.rounds, **request)
         add_decode(report, weights, sequences, speeds)
     add_logits(report, contenders)
-    report.details[f"{weights}, dense {' '.join(sitting)}"] = details
+    report.details[f"{weights}, dense {' '.join(group)}"] = details
     for worker in {contender.worker for contender in contenders.values()}:
         worker.close()
 
 
 def measure_speeds(contenders: dict[str, Contender], rounds: int, **request: Any) -> Speeds:
-    """Tokens per second after one round that does not count: it reads what is cold, and compiles."""
+    """Return tokens per second. A first round is not counted: it reads cold experts, and compiles."""
     runs = {name: partial(contender.tokens_per_second, **request) for name, contender in contenders.items()}
     harness.interleave(runs, 1)
     return harness.interleave(runs, rounds)
@@ -166,8 +166,8 @@ def measure_speeds(contenders: dict[str, Contender], rounds: int, **request: Any
 def measure(options: Any) -> Report:
     report = Report(f"{options.layers}-layer Qwen3-MoE in memory, {options.threads} threads")
     for weights in options.weights:
-        for sitting in sittings(weights):
-            measure_sitting(report, weights, sitting, options)
+        for group in dense_groups(weights):
+            measure_group(report, weights, group, options)
     report.notes += [
         (
             f"medians of {options.rounds} interleaved rounds of one prompt of {PREFILL_TOKENS} tokens and "
