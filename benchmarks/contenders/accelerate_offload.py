@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 def prepare(source: Path, folder: Path) -> None:
-    """Writes what ``from_pretrained(device_map=…, offload_folder=folder)`` writes: one file per stacked parameter."""
+    """Write the files of ``from_pretrained(device_map=…, offload_folder=folder)``: one per stacked parameter."""
     checkpoint, config = Checkpoint(source), AutoConfig.from_pretrained(source)
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def prepare(source: Path, folder: Path) -> None:
 
         offload_weight(stack("gate_proj", "up_proj"), f"{prefix}.gate_up_proj", str(folder), index)
         offload_weight(stack("down_proj"), f"{prefix}.down_proj", str(folder), index)
-    for entry in index.values():  # relative, so that the folder may move
+    for entry in index.values():  # relative, so that the folder can be moved
         entry["safetensors_file"] = Path(entry["safetensors_file"]).name
     (folder / "index.json").write_text(json.dumps(index))
 
@@ -84,7 +84,7 @@ class AccelerateOffload(CachedTransformer):
 
 
 def device_map(model: torch.nn.Module) -> dict[str, str]:
-    """Every module that holds parameters of its own: experts on disk, the others on the CPU."""
+    """Return a device map of all modules with own parameters: experts on disk, the others on the CPU."""
     places = {}
     for name, module in model.named_modules():
         if (

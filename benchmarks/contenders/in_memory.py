@@ -1,4 +1,4 @@
-"""transformers with the whole model in memory, as most people run it."""
+"""transformers with the whole model in memory, the usual setting."""
 
 from __future__ import annotations
 

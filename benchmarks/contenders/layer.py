@@ -1,7 +1,7 @@
-"""One layer of experts, the same for every system: weights, routing, inputs, and how a call is timed.
+"""One layer of experts, the same for every system: weights, routing, inputs, and the timing of a call.
 
-NumPy only, since every contender brings its own environment. A few experts are repeated over all, each copy in memory
-of its own; one-row calls take the experts in turn, so that nothing is in a cache when its turn comes.
+NumPy only, since every contender has its own environment. A few experts are repeated for all, each copy in its own
+memory. One-row calls go through the experts in groups, so that none is in a cache when it is used.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DISTINCT = 8  # the first call's experts, for layer_output()
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the layer, every one of a token's experts weighing 1 / k.
+    """One implementation of the layer. Each of a token's experts has the weight 1 / k.
 
-    ``prepare`` turns x [tokens, hidden] in float32 and ids [tokens, k] into what ``forward`` takes; ``to_numpy`` turns
-    what it returns into [tokens, hidden]. ``weight_bytes`` is what the layer's experts take in memory.
+    ``prepare`` converts x [tokens, hidden] in float32 and ids [tokens, k] to the arguments of ``forward``; ``to_numpy``
+    converts its result to [tokens, hidden]. ``weight_bytes``: memory of the layer's experts.
     """
 
     prepare: Callable[[Array, Array], Any]
@@ -72,7 +72,7 @@ def random_ids(tokens: int, seed: int) -> Array:
     return np.argsort(generator.random((tokens, EXPERTS)), axis=1)[:, :TOP_K]
 
 
-def ids_in_turn() -> list[Array]:
+def next_ids() -> list[Array]:
     return [np.arange(first, first + TOP_K)[None] for first in range(0, EXPERTS, TOP_K)]
 
 
@@ -90,7 +90,7 @@ class Layer:
         }
 
     def measure(self, variant: str, tokens: int, calls: int) -> dict[str, Any]:
-        """The median seconds of some calls."""
+        """Return the median seconds of some calls."""
         chosen = self.variants[variant]
         key = variant, tokens
         if key not in self.arguments:
@@ -104,17 +104,17 @@ class Layer:
 
     def _prepared(self, variant: Variant, tokens: int) -> list[Any]:
         x = hidden_states(tokens, self.seed)
-        ids = ids_in_turn() if tokens == 1 else [random_ids(tokens, self.seed)]
+        ids = next_ids() if tokens == 1 else [random_ids(tokens, self.seed)]
         return [variant.prepare(x, chosen) for chosen in ids]
 
     def _first_output(self, variant: Variant) -> list[float]:
-        """Of one token through the first experts, for a comparison with layer_output()."""
+        """Return the output of one token through the first experts, to compare with layer_output()."""
         [given, *_] = self._prepared(variant, 1)
         return variant.to_numpy(variant.forward(given)).astype(np.float64).reshape(-1).tolist()
 
 
 def layer_output(seed: int) -> Array:
-    """What every variant's first output approximates, in float64."""
+    """Return the first output in float64, which every variant's approximates."""
     x = hidden_states(1, seed)[0].astype(np.float64)
     output = np.zeros(HIDDEN)
     for gate_up, down in zip(*weights(seed), strict=True):

@@ -1,7 +1,7 @@
 """kt-kernel on the layer of layer_peers.py. Runs in the peers' environment.
 
-Its raw extension, in the variant that its own detection picks for this processor: the package around it needs torch and
-a CUDA runtime, which the experts do not.
+Its extension is loaded directly, in the variant that kt-kernel selects for this processor. The package itself needs
+torch and a CUDA runtime, which the experts do not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def extension() -> ModuleType:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one forward, alive as long as their addresses are used."""
+    """The arguments of one forward, which keep their memory alive while it is used."""
 
     count: Array
     ids: Array

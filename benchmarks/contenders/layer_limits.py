@@ -1,4 +1,5 @@
-"""What bounds the layer of layer_peers.py on this machine: a plain read of its records, and torch's square products."""
+"""The limits of the layer of layer_peers.py on this machine: a plain read of its records, and torch's square
+products."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Limits:
         return {}
 
     def measure(self, limit: str, calls: int) -> dict[str, Any]:
-        """The median rate of some calls: GB/s of "read", GFLOP/s of the product in a dtype."""
+        """Return the median rate of some calls: GB/s of "read", GFLOP/s of the product in a dtype."""
         run = self._read if limit == "read" else self.products[limit]
         return {"rate": statistics.median(run() for _ in range(calls))}
 

@@ -29,7 +29,7 @@ def quantised(distinct: Array, bits: int, block: int) -> tuple[Array, Array]:
 
 
 def interleaved(gate_up: Array) -> Array:
-    """Rows g0, u0, g1, u1 ... as the fused swiglu of the CPU provider wants them."""
+    """Interleave rows as g0, u0, g1, u1 ..., the layout of the CPU provider's fused swiglu."""
     return np.stack((gate_up[:, :INTERMEDIATE], gate_up[:, INTERMEDIATE:]), 2).reshape(gate_up.shape)
 
 
@@ -67,7 +67,7 @@ def session(initializers: dict[str, Array], bits: int, block: int, accuracy: int
 
 
 def router_logits(ids: Array) -> Array:
-    """Logits whose softmax over the chosen ones is uniform."""
+    """Return logits whose softmax over the chosen experts is uniform."""
     logits = np.full((len(ids), EXPERTS), -10, dtype=np.float32)
     np.put_along_axis(logits, ids, 10, axis=1)
     return logits

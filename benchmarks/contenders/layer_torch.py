@@ -47,7 +47,8 @@ def expert(gate_up: Linear, down: Linear) -> Linear:
 
 
 def rows_by_expert(ids: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """(expert, its tokens) for each expert that is used. Made beforehand: routing is not what is measured."""
+    """Return (expert, its tokens) for each expert that is used. It is computed beforehand, since routing is not
+    measured."""
     used = ids.unique().tolist()
     return [(index, (ids == index).nonzero()[:, 0]) for index in used]
 

@@ -1,7 +1,7 @@
-"""llama.cpp on a GGUF file. ``request["random_access"]`` tells the kernel that the mapping is read at random.
+"""llama.cpp on a GGUF file. ``request["random_access"]`` tells the kernel that the mapping is read in random order.
 
-``request["repack"]`` lets llama.cpp rearrange the weights for this processor, as it does by default. That copies all of
-them into anonymous memory; without it they stay in the file mapping.
+``request["repack"]`` lets llama.cpp rearrange the weights for this processor, its default. This copies all of them into
+anonymous memory; without it they are in the file mapping.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import session
 
 
 def mappings(path: str) -> list[tuple[int, int]]:
-    """(address, length) of this process's mappings of a file."""
+    """Return (address, length) of this process's mappings of a file."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
@@ -82,7 +82,7 @@ class Llama:
             raise RuntimeError(f"llama_decode returned {status}")
 
     def _logits(self, index: int) -> np.ndarray:
-        """Those of a token of the batch."""
+        """Return the logits of a token of the batch."""
         logits = llama_cpp.llama_get_logits_ith(self.context, index)
         return np.ctypeslib.as_array(logits, shape=(self.vocab,)).copy()
 

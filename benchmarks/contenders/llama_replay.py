@@ -1,6 +1,6 @@
-"""llama.cpp with the experts of a recorded trace, instead of those that the random model's routers choose.
+"""llama.cpp with the experts of a recorded trace instead of those of the random model's routers.
 
-Its scheduler exposes each layer's chosen experts before anything reads them; they are overwritten there.
+Its scheduler exposes each layer's chosen experts before they are read, and they are overwritten there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHOSEN = b"ffn_moe_topk-"  # int32 [tokens, top_k], a part of each token's exper
 
 
 class Tensor(ctypes.Structure):
-    """The beginning of a ``ggml_tensor``."""
+    """The first fields of a ``ggml_tensor``."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -54,7 +54,7 @@ class LlamaReplay(Llama):
             return True
         tensor, layer = Tensor.from_address(address), int(name.removeprefix(CHOSEN))
         top_k, tokens = tensor.sizes[:2]
-        wanted = np.ascontiguousarray(self.chosen[-tokens:, layer])  # the last layer has those that have logits
+        wanted = np.ascontiguousarray(self.chosen[-tokens:, layer])  # the last layer has only the tokens with logits
         if wanted.shape == (tokens, top_k) and tensor.strides[0] == wanted.itemsize:
             for token, experts in enumerate(wanted):
                 ctypes.memmove(self.data(address) + token * tensor.strides[1], experts.ctypes.data, experts.nbytes)

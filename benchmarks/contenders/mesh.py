@@ -43,7 +43,7 @@ class Measured(CachedTransformer):
 
 
 class Eager(Measured):
-    """As ``generate`` does when nothing is asked for."""
+    """Eager steps, the default of ``generate``."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         super().__init__(opened(request))
@@ -51,7 +51,7 @@ class Eager(Measured):
 
 class Mesh(Measured, CompiledSteps):
     def __init__(self, request: dict[str, Any]) -> None:
-        # Processes that compile side by side stay, and would take of the memory that is limited.
+        # Processes that compile in parallel do not end, and their memory would count against the limit.
         torch._inductor.config.compile_threads = 1
         length = request["prompt"] + request["warm_up"] + request["measured"]
         CompiledSteps.__init__(self, opened(request), length, request.get("compiled", True))

@@ -1,6 +1,6 @@
-"""torch_mesh with the experts of a recorded trace, instead of those that the random model's routers choose.
+"""torch_mesh with the experts of a recorded trace instead of those of the random model's routers.
 
-Routers would predict other experts, so that prefetch is off.
+Routers would predict other experts, so prefetch is off.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch_mesh.routing.traces import load_trace
 
 
 class Forced(Measured):
-    """Before the class that opens the model and computes its steps."""
+    """A mixin before the class that opens the model and computes its steps."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         super().__init__(request)  # type: ignore[arg-type]
         trace = load_trace(request["trace"])
         self.routing = torch.from_numpy(trace.ids).long()  # [tokens, layers, top_k]
-        self.place = 0  # in it
+        self.position = 0  # the next token in the trace
         self.chosen = torch.zeros(trace.layers, 1, trace.top_k, dtype=torch.long)
         for layer, module in enumerate(patched_modules(self.model)):
             module.register_forward_pre_hook(self._force(layer))
@@ -36,12 +36,12 @@ class Forced(Measured):
         return hook
 
     def forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        wanted = self.routing[self.place : self.place + len(tokens)].transpose(0, 1)
-        self.place += len(tokens)
-        if wanted.shape == self.chosen.shape:
-            self.chosen.copy_(wanted)  # in place: compiled steps have it as an input
+        routing_rows = self.routing[self.position : self.position + len(tokens)].transpose(0, 1)
+        self.position += len(tokens)
+        if routing_rows.shape == self.chosen.shape:
+            self.chosen.copy_(routing_rows)  # in place, since compiled steps read this tensor
         else:
-            self.chosen = wanted.contiguous()
+            self.chosen = routing_rows.contiguous()
         logits = super().forward(tokens)
         if self.chosen.size(1) != 1:
             self.chosen = self.chosen[:, :1].clone()

@@ -1,7 +1,6 @@
-"""A contender that stays: a process that opens one system and then measures whenever it is asked
-(benchmarks/workers.py).
+"""A contender as a server: a process that opens one system and then measures on request (benchmarks/workers.py).
 
-Standard library only, since every contender brings its own environment. Requests and replies are lines of JSON.
+Standard library only, since every contender has its own environment. Requests and replies are lines of JSON.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ PR_SET_PDEATHSIG = 1
 
 class Contender(Protocol):
     def facts(self) -> dict[str, Any]:
-        """What the parent wants to know once, after opening."""
+        """Facts for the parent, sent once after opening."""
 
     def measure(self, **request: Any) -> dict[str, Any]:
         """One measurement."""
 
 
 def serve(open_contender: Callable[[dict[str, Any]], Contender]) -> None:
-    """Opens a contender with the first request, answers with its facts, then measures request by request."""
-    # A stopped process would outlive a benchmark that was killed, and keep its memory.
+    """Open a contender with the first request, reply with its facts, and then measure request by request."""
+    # Without it a stopped process would remain after a benchmark is killed, with its memory.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not end up among the replies
+    os.dup2(2, 1)  # output of libraries must not be mixed with the replies
 
     def reply(result: dict[str, Any]) -> None:
         replies.write(json.dumps(result) + "\n")

@@ -1,8 +1,8 @@
-"""One session of one system, in a process of its own: opens the model, reads a prompt, warms up, decodes, reports.
+"""One session of one system in its own process: open the model, read a prompt, warm up, decode, report.
 
-Standard library only, since every contender brings its own environment. Tokens come from a seeded stream instead of the
-model's own choice: all systems get the same inputs whatever their quantisation does to the logits, and no random model
-can fall into a loop of few tokens that any cache would hold. Which experts a token takes is the model's own routing.
+Standard library only, since every contender has its own environment. Tokens are a seeded stream, not the model's
+choice. So all systems have the same inputs whatever the effect of quantisation, and no random model repeats a few
+tokens whose experts any cache would hold. The routing is the model's own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Logits(Protocol):
 
 class Decoder(Protocol):
     def forward(self, tokens: Sequence[int]) -> Logits:
-        """Appends ``tokens`` to the sequence; the logits of the last one."""
+        """Append ``tokens`` to the sequence, and return the logits of the last one."""
 
     def begin(self) -> None:
         """Called once between warm-up and measurement."""
 
     def facts(self) -> dict[str, Any]:
-        """What only this system knows: hit rates, its own count of bytes, memory that holds weights anonymously."""
+        """Return figures of this system alone: hit rates, its count of bytes, anonymous memory of weights."""
 
 
 class AnonymousPeak(threading.Thread):
@@ -53,7 +53,7 @@ class AnonymousPeak(threading.Thread):
 
 
 def status_bytes(name: str) -> int:
-    """A memory figure of this process, such as VmHWM or RssAnon."""
+    """Return a memory figure of this process, such as VmHWM or RssAnon, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
@@ -61,7 +61,7 @@ def status_bytes(name: str) -> int:
 
 
 def bytes_read() -> int:
-    """Bytes this process caused to be fetched from the storage device, page faults and read-ahead included."""
+    """Return the bytes read from the storage device for this process, page faults and read-ahead included."""
     for line in Path("/proc/self/io").read_text().splitlines():
         if line.startswith("read_bytes:"):
             return int(line.split()[1])
@@ -98,7 +98,7 @@ def decode(decoder: Decoder, request: dict[str, Any]) -> dict[str, Any]:
 def run(open_decoder: Callable[[dict[str, Any]], Decoder]) -> None:
     """usage: <contender>.py REQUEST.json RESULT.json; imports are done by the time this is called and are not timed."""
     request = json.loads(Path(sys.argv[1]).read_text())
-    watch = AnonymousPeak() if request["watch_memory"] else None  # not while speed is measured
+    watch = AnonymousPeak() if request["watch_memory"] else None  # not while the speed is measured
     if watch:
         watch.start()
     start, processor = time.perf_counter(), time.process_time()

@@ -1,6 +1,6 @@
-"""One training run of one system, in a process of its own: opens the model with adapters, takes steps, reports.
+"""One training run of one system in its own process: open the model with adapters, train, report.
 
-Every system gets the same seeded tokens, AdamW, and adapters of the same rank on the same parameters.
+Every system has the same seeded tokens, AdamW, and adapters of the same rank on the same parameters.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def with_adapters(model: Any, rank: int) -> Any:
-    """On all experts, and nothing else."""
+    """Return the model with adapters on all experts, and nothing else."""
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, target_modules=[], target_parameters=PARAMETERS))
 
 
 class SavedBytes:
-    """Bytes of the distinct storages that a forward keeps for its backward, the model's own parameters aside."""
+    """Bytes of the distinct storages that a forward saves for its backward, without the model's parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # Packed weights are of a class of their own, and have no memory.
+        # Packed weights have another class, and no memory.
         parameters = [each for each in model.parameters() if type(each) is torch.nn.Parameter and not each.is_meta]
         self._own = {tensor.untyped_storage().data_ptr() for tensor in parameters}
         self._saved: dict[int, int] = {}
@@ -52,8 +52,8 @@ class SavedBytes:
 
 
 class Trained:
-    """What a run has so far. A step that takes longer than ``limit`` seconds ends the process, and stands in the result
-    with what it had taken."""
+    """The result of a run so far. A step that takes longer than ``limit`` seconds ends the process, and the result has
+    this step with ``limit`` as its time."""
 
     def __init__(self, result: Path, limit: float) -> None:
         self._path = result
@@ -70,20 +70,21 @@ class Trained:
         self._path.write_text(json.dumps(self._facts | {"peak": session.status_bytes("VmHWM")}))
 
     def limited(self) -> threading.Timer:
-        """A started timer; cancel it when the step has ended."""
-        timer = threading.Timer(self._limit, self._give_up)
+        """Start and return the timer of a step. Cancel it when the step has ended."""
+        timer = threading.Timer(self._limit, self._abort)
         timer.daemon = True
         timer.start()
         return timer
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         self._facts |= {"steps": [{"seconds": self._limit}], "unfinished": True}
         self.write()
         os._exit(0)
 
 
 def train(model: Any, request: dict[str, Any], trained: Trained, after_step: Callable[[], dict[str, Any]]) -> None:
-    """Seconds, reads and what ``after_step`` says of each step; the first ones, of ``warm_up``, do not count."""
+    """Train, and add the seconds, bytes read and ``after_step`` of each step. The first ``warm_up`` steps are not
+    counted."""
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-4)
     generator = torch.Generator().manual_seed(request["seed"])
@@ -95,7 +96,7 @@ def train(model: Any, request: dict[str, Any], trained: Trained, after_step: Cal
         ids = torch.randint(0, request["vocab"], shape, generator=generator)
         limit = trained.limited()
         read, begin = session.bytes_read(), time.perf_counter()
-        if step == 0:  # which is not timed
+        if step == 0:  # this step is not timed
             saved = SavedBytes(model)
             with saved.hooks():
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss

@@ -1,8 +1,7 @@
 """transformers with accelerate's disk offload of the experts, and PEFT.
 
-Adapters on experts do not train there: PEFT puts them on meta, as their parameters are. Where the request says
-``frozen`` they are left out, and what is timed is the forward and backward of frozen experts alone, with adapters on
-the attention.
+Adapters on experts do not train there: PEFT puts them on meta, like the experts' parameters. A request with ``frozen``
+has no such adapters. Then the forward and backward of frozen experts are timed, with adapters on the attention.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def open_model(request: dict[str, Any]) -> tuple[Any, Any]:
         )
     dense = {name: tensor.to(dtype) for name, tensor in Checkpoint(Path(request["checkpoint"])).dense().items()}
     model.load_state_dict(dense, strict=False, assign=True)
-    # Files of bf16, whatever the dtype is: converting them is faster than reading twice the bytes.
+    # The files are bf16 for every dtype: converting them is faster than reading twice the bytes.
     index = {name: entry | {"dtype": request["dtype"]} for name, entry in offload_index(Path(request["model"])).items()}
     model = accelerate.dispatch_model(model, device_map(model), offload_index=index)
     if request["frozen"]:

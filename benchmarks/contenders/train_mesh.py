@@ -22,7 +22,7 @@ def open_model(request: dict[str, Any]) -> tuple[Any, Any]:
     record_bytes = engine.describe()["record_bytes"]
 
     def after_step() -> dict[str, Any]:
-        engine.drain()  # a read ahead of the next step is none of this one's
+        engine.drain()  # reads ahead for the next step do not count for this one
         stats = torch_mesh.stats(model)
         torch_mesh.reset_stats(model)
         return {

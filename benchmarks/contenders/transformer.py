@@ -29,7 +29,7 @@ class CachedTransformer:
         return output.logits[:, -1].float()
 
     def anonymous_dense(self) -> int:
-        """Bytes of the parameters that are in anonymous memory, and not in a mapping of the checkpoint."""
+        """Return the bytes of the parameters in anonymous memory, without those in a mapping of the checkpoint."""
         regions = sorted(anonymous_regions())
         starts = [first for first, _ in regions]
         total = 0
@@ -43,12 +43,11 @@ class CachedTransformer:
 
 
 class CompiledSteps(CachedTransformer):
-    """Prompts eagerly, decode steps compiled, as ``generate`` does with a static cache, of ``length`` tokens here.
+    """Eager prompts and compiled decode steps, like ``generate`` with a static cache, here of ``length`` tokens.
 
-    Each number of sequences has a cache of its own, which the step compiled for it writes to.
+    Each number of sequences has its own cache and compiled step.
 
-    Not ``compiled``: for models whose sliding windows count tokens in Python, which would be compiled anew for each of
-    them.
+    ``compiled=False`` is for models whose sliding windows count tokens in Python: each count would be compiled again.
     """
 
     def __init__(self, model: PreTrainedModel, length: int, compiled: bool = True) -> None:
@@ -79,12 +78,12 @@ class CompiledSteps(CachedTransformer):
 
 
 def holds_values(parameter: torch.Tensor) -> bool:
-    """Not of torch_mesh's packed weights, which have the size of what they stand for."""
+    """False for torch_mesh's packed weights, which have the size of the unpacked ones."""
     return not parameter.is_meta and type(parameter) is torch.nn.Parameter
 
 
 def anonymous_regions() -> list[tuple[int, int]]:
-    """[first, last) addresses of this process's mappings that have no file."""
+    """Return the [first, last) addresses of this process's mappings without a file."""
     regions = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, _, _, _, inode, *_ = line.split(maxsplit=5)

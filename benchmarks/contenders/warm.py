@@ -1,6 +1,6 @@
-"""How fast a model that is in memory reads a prompt and decodes: the contender of whole_model.py.
+"""Measure the speed of prompts and decoding of a model in memory: the contender of whole_model.py.
 
-Standard library only. As in session.py, tokens come from a seeded stream, the same for all, and not from the model.
+Standard library only. As in session.py, all models have the same seeded stream of tokens.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ CONTEXT, WARM_UP = 16, 4
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What something took: on the clock, and of processor time by all threads of this process."""
+class Usage:
+    """Elapsed time, and processor time of all threads of this process, in seconds."""
 
     seconds: float
     processor_seconds: float
 
     @classmethod
-    def so_far(cls) -> Taken:
+    def current(cls) -> Usage:
         return cls(time.perf_counter(), time.process_time())
 
-    def until_now(self) -> Taken:
-        now = Taken.so_far()
-        return Taken(now.seconds - self.seconds, now.processor_seconds - self.processor_seconds)
+    def elapsed(self) -> Usage:
+        now = Usage.current()
+        return Usage(now.seconds - self.seconds, now.processor_seconds - self.processor_seconds)
 
 
 class Decoder(Protocol):
     def forward_rows(self, rows: Sequence[Sequence[int]]) -> Sequence[session.Logits]:
-        """Appends a row of tokens, all rows being of one length, to each of as many sequences; the logits of each one's
-        last."""
+        """Append one row of tokens to each sequence, and return the logits of each row's last token. All rows have one
+        length."""
 
     def reset(self) -> None:
         """Forgets all sequences."""
@@ -50,12 +50,12 @@ class Warm:
         self.stream = [generator.randrange(setup["vocab"]) for _ in range(4096)]
 
     def facts(self) -> dict[str, Any]:
-        """The logits of each mode after a prompt and one token more, which is what a compiled step computes."""
+        """Return the logits of each mode after a prompt and one more token, the step that may be compiled."""
         return {mode: self._first_step(decoder).tolist() for mode, decoder in self.modes.items()}
 
     def measure(self, mode: str, what: str, tokens: int, sequences: int = 1) -> dict[str, Any]:
-        """Tokens per second, and processor time a token, of all sequences. ``what`` is "prefill", ``tokens`` of each at
-        once, or "decode", one of each after the other."""
+        """Return tokens per second and processor time per token of all sequences. ``what``: "prefill", ``tokens`` of
+        each sequence in one forward, or "decode", one token of each per step."""
         rows = self._rows(sequences, CONTEXT + WARM_UP + tokens)
         taken = {"prefill": self._prefill, "decode": self._decode}[what](self.modes[mode], rows, tokens)
         count = sequences * tokens
@@ -76,17 +76,17 @@ class Warm:
         self._start(decoder, rows)
         return decoder.forward_rows([rows[0][CONTEXT:]])[0]
 
-    def _prefill(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> Taken:
+    def _prefill(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> Usage:
         decoder.reset()
-        before = Taken.so_far()
+        before = Usage.current()
         decoder.forward_rows([row[:tokens] for row in rows])
-        return before.until_now()
+        return before.elapsed()
 
-    def _decode(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> Taken:
+    def _decode(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> Usage:
         self._start(decoder, rows)
         for at in range(CONTEXT, CONTEXT + WARM_UP):
             decoder.forward_rows([[row[at]] for row in rows])
-        before = Taken.so_far()
+        before = Usage.current()
         for at in range(CONTEXT + WARM_UP, CONTEXT + WARM_UP + tokens):
             decoder.forward_rows([[row[at]] for row in rows])
-        return before.until_now()
+        return before.elapsed()

@@ -23,7 +23,7 @@ class LlamaRows(Llama):
     def _parameters(self, request: dict[str, Any]) -> Any:
         parameters = super()._parameters(request)
         parameters.n_seq_max = MAX_SEQUENCES
-        parameters.n_ctx *= MAX_SEQUENCES  # it is divided among them
+        parameters.n_ctx *= MAX_SEQUENCES  # the context is divided among the sequences
         return parameters
 
     def reset(self) -> None:
@@ -38,7 +38,7 @@ class LlamaRows(Llama):
         return [self._logits(index) for index in lasts]
 
     def _append(self, sequence: int, tokens: Sequence[int]) -> int:
-        """Puts tokens into the batch; the index in it of the last, whose logits are wanted."""
+        """Add tokens to the batch, and return the index of the last one, whose logits are requested."""
         for at, token in enumerate(tokens):
             index = self.batch.n_tokens
             self.batch.token[index], self.batch.pos[index] = token, self.position + at

@@ -12,7 +12,7 @@ from warm import Warm
 
 
 class WithExperts(CachedTransformer):
-    """The model with one of transformers' implementations of experts, which all share its weights."""
+    """The model with one of transformers' implementations of experts. All share the model's weights."""
 
     def __init__(self, model: PreTrainedModel, implementation: str) -> None:
         super().__init__(model)

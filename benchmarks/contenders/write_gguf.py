@@ -34,12 +34,12 @@ PER_LAYER = {
     "ffn_gate_inp.weight": "mlp.gate.weight",
 }
 PER_EXPERT = {"ffn_gate_exps.weight": "gate_proj", "ffn_up_exps.weight": "up_proj", "ffn_down_exps.weight": "down_proj"}
-# As llama.cpp's own converter: norms and the router stay in float32.
+# As in llama.cpp's converter norms and the router are float32.
 FLOAT32 = ("norm.weight", "ffn_gate_inp.weight")
 
 
 def sources(config: dict) -> Iterator[tuple[str, list[str]]]:
-    """(GGUF tensor, the checkpoint's tensors that are stacked to form it), in the order of the file."""
+    """Return (GGUF tensor, the checkpoint's tensors that it stacks), in the order of the file."""
     for target, source in OUTER.items():
         yield target, [source]
     for layer in range(config["num_hidden_layers"]):
@@ -58,7 +58,7 @@ def form_of(target: str, form: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizati
 
 
 def encode(tensor: LocalTensor, form: gguf.GGMLQuantizationType) -> npt.NDArray[np.uint8]:
-    """The tensor's bytes in ``form``."""
+    """Return the tensor's bytes in ``form``."""
     if tensor.dtype != "BF16":
         raise ValueError(f"tensors must be BF16, not {tensor.dtype}")
     raw = tensor.mmap_bytes()
@@ -83,7 +83,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_expert_count(config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    # Token ids go in and logits come out, so no vocabulary is needed.
+    # Inputs are token ids and outputs logits, so no vocabulary is needed.
     writer.add_tokenizer_model("no_vocab")
 
 

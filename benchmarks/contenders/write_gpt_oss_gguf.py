@@ -56,7 +56,7 @@ def form_of(name: str) -> Form:
 
 
 def values(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> npt.NDArray:
-    """Codes and scales that weights of standard deviation 0.02 might have; norms of 1."""
+    """Return random codes and scales for weights of standard deviation 0.02; norms are 1."""
     form, count = form_of(name), int(np.prod(shape))
     if form == Form.MXFP4:
         block, size = gguf.GGML_QUANT_SIZES[form]
@@ -89,7 +89,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     writer.add_expert_count(config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    # Token ids go in and logits come out, so no vocabulary is needed.
+    # Inputs are token ids and outputs logits, so no vocabulary is needed.
     writer.add_tokenizer_model("no_vocab")
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from write_gguf import FLOAT32, add_metadata, sources
 
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
-# 32 weights of standard deviation 0.02 to a block: nibbles are uniform in -8 ... 7, whose own is 4.6.
+# A block has 32 weights of standard deviation 0.02. Nibbles are uniform in -8 ... 7, with a standard deviation of 4.6.
 SCALE = np.float16(0.02 / 4.6)
 
 
