@@ -105,7 +105,8 @@ class SharedDevice:
 
         ``costs`` decides when that pays.
         """
-        self.buffers, self.up, self.uplift = (first, second), up, _C.Uplift(self.host, first, second)
+        self.buffers, self.up = (first, second), up
+        self.uplift = _C.Uplift(self.host, first, second, self.stream())
 
     def move_between(
         self, source: Tensor, slots: Tensor, table: Tensor, moving: list[bool], spare: int, *, patience: int

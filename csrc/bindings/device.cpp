@@ -281,7 +281,8 @@ class PyMover {
 
 class PyUplift {
  public:
-  PyUplift(const PyHostShare& share, const at::Tensor& first, const at::Tensor& second)
+  PyUplift(const PyHostShare& share, const at::Tensor& first, const at::Tensor& second,
+           uintptr_t stream)
       : driver_(share.driver()), buffers_{first, second} {
     const std::shared_ptr<Engine> live = live_engine(share.engine());
     const int64_t record_bytes = live->layout().bytes;
@@ -293,7 +294,8 @@ class PyUplift {
     const int32_t batch = narrowed(first.size(0));
     py::gil_scoped_release released;
     uplift_ = std::make_unique<Uplift>(driver_, share.engine(),
-                                       std::array{address(first), address(second)}, batch);
+                                       std::array{address(first), address(second)}, batch,
+                                       stream_from(stream));
   }
   ~PyUplift() {
     if (process_.forked()) {
@@ -390,8 +392,8 @@ void define_device(py::module_& module) {
       .def("stats", stats)
       .def("reset_stats", method(&HostShare::reset_stats));
   py::class_<PyUplift>(module, "Uplift")
-      .def(py::init<const PyHostShare&, const at::Tensor&, const at::Tensor&>(), py::arg("share"),
-           py::arg("first"), py::arg("second"))
+      .def(py::init<const PyHostShare&, const at::Tensor&, const at::Tensor&, uintptr_t>(),
+           py::arg("share"), py::arg("first"), py::arg("second"), py::arg("stream"))
       .def_property_readonly("batch", &PyUplift::batch)
       .def("bytes_up", &PyUplift::bytes_up)
       .def(

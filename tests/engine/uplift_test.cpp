@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -37,7 +38,8 @@ TEST_F(UpliftTest, BuffersTakeTurnsAndNobodyReadsAHalfWrittenOne) {
   std::vector<std::unique_ptr<Seen>> all;
   const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   const OwnedStream one(*device), another(*device);
-  Uplift uplift(device, cold, {address(buffers[0].data()), address(buffers[1].data())}, kTogether);
+  Uplift uplift(device, cold, {address(buffers[0].data()), address(buffers[1].data())}, kTogether,
+                one);
   for (int32_t prompt = 0; prompt < 10; ++prompt) {
     const Stream compute = prompt % 2 == 0 ? one : another;
     Uplift::Turn turn(uplift, compute);
@@ -82,6 +84,33 @@ struct UpliftBuffers {
   std::vector<std::byte> first, second;
 };
 
+// An allocator hands out memory whose last reads are still to come in the stream that it belongs to.
+TEST_F(UpliftTest, TheFirstCopiesWaitForWhatTheStreamStillReads) {
+  const std::shared_ptr<Engine> cold = model.open({.slots = 4, .threads = 2});
+  const int64_t bytes = model.record(0, 0).size();
+  UpliftBuffers buffers(bytes);
+  std::ranges::fill(buffers.first, std::byte{7});
+  std::ranges::fill(buffers.second, std::byte{7});
+  const auto device = make_simulated_device({.seed = seed(), .max_delay_us = 0});
+  const OwnedStream compute(*device);
+  std::vector<std::byte> before(static_cast<size_t>(2 * bytes));
+  device->launch_host(
+      compute, [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(50)); }, nullptr);
+  copy(*device, before.data(), buffers.first.data(), bytes, compute);
+  copy(*device, before.data() + bytes, buffers.second.data(), bytes, compute);
+  Uplift uplift(device, cold, buffers.addresses(), 1, compute);
+  {
+    Uplift::Turn turn(uplift, compute);
+    for (const int32_t expert : {0, 1}) {
+      const int32_t buffer = turn.bring(0, {&expert, 1});
+      EXPECT_EQ(buffer, expert);
+    }
+  }
+  device->synchronize(compute);
+  EXPECT_TRUE(std::ranges::all_of(before, [](std::byte byte) { return byte == std::byte{7}; }));
+  EXPECT_EQ(std::memcmp(buffers.first.data(), model.record(0, 0).data(), bytes), 0);
+}
+
 // A signal handler that runs the model, within a wait and between two.
 TEST_F(UpliftTest, APromptWithinAnotherOfTheSameThreadHasTheOtherBuffer) {
   const std::shared_ptr<Engine> cold = model.open({.slots = 5}, hooked_runtime());
@@ -90,7 +119,7 @@ TEST_F(UpliftTest, APromptWithinAnotherOfTheSameThreadHasTheOtherBuffer) {
   UpliftBuffers buffers(bytes);
   const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   const OwnedStream compute(*device);
-  Uplift uplift(device, cold, buffers.addresses(), 1);
+  Uplift uplift(device, cold, buffers.addresses(), 1, {});
   std::array<std::vector<std::byte>, 4> seen;
   seen.fill(std::vector<std::byte>(static_cast<size_t>(bytes)));
   const auto use = [&](int32_t buffer, int32_t place) {
@@ -134,7 +163,7 @@ TEST_F(UpliftTest, AThreadWaitsForAnothersTurnWhichMayEndAnywhere) {
   const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
   UpliftBuffers buffers(model.record(0, 0).size());
   const auto device = make_simulated_device();
-  Uplift uplift(device, asking, buffers.addresses(), 1);
+  Uplift uplift(device, asking, buffers.addresses(), 1, {});
   auto turn = std::make_unique<Uplift::Turn>(uplift, Stream{});
   turn->bring(0, std::array{1});
   {
@@ -162,8 +191,8 @@ TEST_F(UpliftTest, RefusesWhatDoesNotFitAndOutlivesAFailedRead) {
   std::vector<std::byte> buffer(2 * bytes);
   const auto device = make_simulated_device();
   const std::array<DeviceAddress, 2> halves{address(buffer.data()), address(buffer.data() + bytes)};
-  EXPECT_EQ(error_of([&] { Uplift(device, broken, halves, 0); }).kind(), ErrorKind::kInvalid);
-  Uplift uplift(device, broken, halves, 1);
+  EXPECT_EQ(error_of([&] { Uplift(device, broken, halves, 0, {}); }).kind(), ErrorKind::kInvalid);
+  Uplift uplift(device, broken, halves, 1, {});
   Uplift::Turn turn(uplift, {});
   EXPECT_EQ(error_of([&] { turn.bring(0, std::array{1, 2}); }).kind(), ErrorKind::kInvalid);
   EXPECT_EQ(error_of([&] { turn.bring(0, {}); }).kind(), ErrorKind::kInvalid);

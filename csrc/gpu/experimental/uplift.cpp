@@ -32,7 +32,7 @@ int32_t checked(int32_t batch) {
 }  // namespace
 
 Uplift::Uplift(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
-               std::array<DeviceAddress, 2> buffers, int32_t batch)
+               std::array<DeviceAddress, 2> buffers, int32_t batch, Stream stream)
     : driver_(std::move(driver)),
       engine_(std::move(engine)),
       runtime_(live_engine(engine_)->runtime()),
@@ -40,7 +40,9 @@ Uplift::Uplift(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
       record_bytes_(live_engine(engine_)->layout().bytes),
       copy_(*driver_),
       sides_{Side(*driver_, buffers[0]), Side(*driver_, buffers[1])},
-      staging_(*driver_, 2 * int64_t{checked(batch)} * record_bytes_) {}
+      staging_(*driver_, 2 * int64_t{checked(batch)} * record_bytes_) {
+  for (const Side& side : sides_) driver_->record(side.used, stream);
+}
 
 Uplift::~Uplift() { drain(*driver_, copy_); }  // staging goes
 

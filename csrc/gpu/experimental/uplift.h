@@ -22,9 +22,10 @@ namespace torch_mesh {
 
 class Uplift {
  public:
-  // Each of `buffers` is device memory for `batch` records.
+  // Each of `buffers` is device memory for `batch` records. They were allocated in the order of
+  // `stream`, which may still use what that memory held before: the first copies wait for it.
   Uplift(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
-         std::array<DeviceAddress, 2> buffers, int32_t batch);
+         std::array<DeviceAddress, 2> buffers, int32_t batch, Stream stream);
   ~Uplift();
   Uplift(const Uplift&) = delete;
   Uplift& operator=(const Uplift&) = delete;
