@@ -14,6 +14,8 @@ RUN := .venv/bin/python
 # Most tests keep one core busy. A module stays in one process, for the sake of its fixtures. PYTEST='-n 0' undoes it, for a debugger.
 IN_TWO := -n 2 --dist loadfile
 QUICK := -m 'not slow and not thorough'
+# Other tests need packages that a machine with a card and without a network may lack.
+ON_A_CARD := tests/gpu tests/models/test_gpu_experts.py
 BESIDE_ENGINE := tools/with_engine_tests.sh
 BOOTSTRAP := tools/bootstrap.sh
 # ThreadSanitizer needs its shadow memory where address space randomisation of more than 28 bits may put other things.
@@ -24,7 +26,7 @@ FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || e
 NOT_FOR_TSAN := Accuracy.*:Activations.*:ExpertFfn.*:Gemm.*:KernelTables.*:Linear.*:Pack*.*:RecordLayout.*:Unpack.*:ExactProducts.*:*.LockedMemoryLimitOfAnotherUser/*
 
 .NOTPARALLEL:
-.PHONY: help build build-test build-dev wheel engine-tests docs notebooks demo test test-python test-thorough test-all test-versions test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
+.PHONY: help build build-test build-gpu build-dev wheel engine-tests docs notebooks demo test test-python test-thorough test-all test-versions test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -34,6 +36,9 @@ build: ## .venv with torch, the requirements and the extension
 
 build-test:
 	@$(BOOTSTRAP) --test
+
+build-gpu:
+	@$(BOOTSTRAP) --gpu
 
 build-dev:
 	@$(BOOTSTRAP) --dev
@@ -78,10 +83,10 @@ test-asan: build-dev ## the engine's C++ tests under AddressSanitizer
 	$(RUN) setup.py engine_tests --sanitize address
 	build/engine-tests-address/engine_tests --gtest_brief=1
 
-test-gpu: build-test ## the Python tests that need a CUDA device
-	$(RUN) -m pytest -m gpu $(PYTEST)
+test-gpu: build-gpu ## the Python tests that need a CUDA device
+	$(RUN) -m pytest -m gpu $(ON_A_CARD) tests/ops/test_cuda_handover.py tests/docs $(PYTEST)
 
-test-gpu-sanitizer: build-test ## a few of them under compute-sanitizer's tools
+test-gpu-sanitizer: build-gpu ## a few of them under compute-sanitizer's tools
 	tools/gpu_sanitizer.sh $(RUN) $(PYTEST)
 
 docs: build-dev ## the pages of docs/ as a site, build/docs/index.html, which opens without a network
@@ -99,7 +104,7 @@ bench: build-dev ## what this machine's kernels reach of its limits, in under 15
 bench-peers: build-dev ## the same beside other systems, which it installs; writes 20 GB into the cache folder; needs root
 	$(RUN) benchmarks/run_all.py --peers
 
-bench-gpu: build-test ## on a CUDA device: a layer, a prompt's way up, decode with half of the experts there
+bench-gpu: build-gpu ## on a CUDA device: a layer, a prompt's way up, decode with half of the experts there
 	$(RUN) benchmarks/run_all.py --gpu
 
 clean: ## remove what was built; .venv stays

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Brings a checkout to the point where torch_mesh imports: system packages, .venv, torch, requirements, extension.
-# Usage: tools/bootstrap.sh [--test | --dev | --wheel]; --test adds what the Python tests need, --dev the engine's tests, style checks and
-# the site too, --wheel what makes a wheel.
+# Usage: tools/bootstrap.sh [--test | --gpu | --dev | --wheel]; --test adds what the Python tests need, --gpu what those on a card and
+# the benchmarks there need, --dev the engine's tests, style checks and the site too, --wheel what makes a wheel.
 # TORCH=system takes torch and every other package from where $PYTHON finds them: .venv then holds torch_mesh alone.
 # Other packages are of the releases in the last line of tools/tested.txt; LATEST=1 takes the newest.
 # Each step leaves a stamp in .venv that holds a hash of what it was made from, so a second run does nothing.
@@ -20,9 +20,10 @@ groups='build run'
 case "${1-}" in
   '') ;;
   --test) groups='build run test' ;;
+  --gpu) groups='build run gpu' ;;
   --dev) groups='build run test style docs' ;;
   --wheel) groups='build run wheel' ;;
-  *) echo "usage: $0 [--test | --dev | --wheel]" >&2; exit 2 ;;
+  *) echo "usage: $0 [--test | --gpu | --dev | --wheel]" >&2; exit 2 ;;
 esac
 
 say() { printf 'torch_mesh: %s\n' "$*" >&2; }

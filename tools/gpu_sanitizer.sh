@@ -29,17 +29,18 @@ check() {
 
 # What the driver refuses is not asked about: our own errors are exceptions, and torch probes addresses that are not the device's.
 smoke="$python -m pytest -q -m smoke -p no:cacheprovider"
+models=tests/models/test_gpu_experts.py
 # shellcheck disable=SC2086  # a list of words
 {
   # torch's allocator hands out parts of large blocks, and no tool knows where such a part ends: without it each tensor is an
   # allocation. A capture may not allocate in that way: its test is skipped then, and has a run of its own.
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-  check memcheck --tool memcheck --report-api-errors no $smoke "$@"
-  check initcheck --tool initcheck $smoke tests/gpu "$@" # no whole models: other libraries' kernels are not ours to mend
+  check memcheck --tool memcheck --report-api-errors no $smoke tests/gpu $models "$@"
+  check initcheck --tool initcheck $smoke tests/gpu "$@" # without models: other libraries' kernels are not ours to mend
   unset PYTORCH_NO_CUDA_MEMORY_CACHING
-  check 'memcheck, captured' --tool memcheck --report-api-errors no $smoke -k replayed "$@"
-  check racecheck --tool racecheck $smoke "$@"
-  check synccheck --tool synccheck $smoke "$@"
+  check 'memcheck, captured' --tool memcheck --report-api-errors no $smoke -k replayed $models "$@"
+  check racecheck --tool racecheck $smoke tests/gpu $models "$@"
+  check synccheck --tool synccheck $smoke tests/gpu $models "$@"
 }
 if [ -n "$failed" ]; then
   say "failed: ${failed#, }"

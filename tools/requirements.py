@@ -1,5 +1,5 @@
 """Prints the requirements that pyproject.toml and requirements.txt state, one a line: requirements.py
-{build,run,test,wheel,style,docs}."""
+{build,run,test,gpu,wheel,style,docs}."""
 
 import sys
 from pathlib import Path
@@ -17,6 +17,7 @@ def requirements(group: str) -> list[str]:
         "build": pyproject["build-system"]["requires"],
         "run": [line for line in (root / "requirements.txt").read_text().splitlines() if not line.startswith("#")],
         **pyproject["project"]["optional-dependencies"],
+        "gpu": pyproject["dependency-groups"]["gpu"],
     }
     if group not in groups:
         raise SystemExit(f"unknown group of requirements {group!r}; there are {', '.join(groups)}")
