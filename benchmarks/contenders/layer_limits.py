@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 import torch
-from decode_op import experts_in_turn
+from decode_op import expert_groups
 from op_layer import TOP_K, WEIGHTS_PER_EXPERT, ResidentLayer, random_expert
 from prefill_op import rate, square_product
 from serve import serve
@@ -20,7 +20,7 @@ class Limits:
         torch.set_num_threads(setup["threads"])
         expert = random_expert(torch.Generator().manual_seed(setup["seed"]))
         self.layer = ResidentLayer("int4", 64, setup["threads"], [expert])
-        self.turns = experts_in_turn(0)
+        self.groups = expert_groups(0)
         operations = 2.0 * ROWS * TOP_K * WEIGHTS_PER_EXPERT
         self.products = {name: square_product(operations, getattr(torch, name)) for name in ("float32", "bfloat16")}
 
@@ -33,7 +33,7 @@ class Limits:
         return {"rate": statistics.median(run() for _ in range(calls))}
 
     def _read(self) -> float:
-        experts = next(self.turns)
+        experts = next(self.groups)
         return rate(TOP_K * self.layer.record_bytes, lambda: self.layer.read(experts))
 
 

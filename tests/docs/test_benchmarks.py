@@ -1,4 +1,4 @@
-"""What benchmarks take from one another is there: they run for too long to be run here."""
+"""Benchmarks use names that the others define. They run for too long to be run here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-SCRIPTS = {path.stem: ast.parse(path.read_text()) for path in sorted(FOLDER.glob("*.py"))}
+SCRIPTS = {path.stem: ast.parse(path.read_text()) for path in sorted(FOLDER.rglob("*.py"))}
 
 
 def defined(tree: ast.Module) -> set[str]:
@@ -24,8 +24,16 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_it_imports_what_the_others_define(script: str) -> None:
+def test_it_uses_names_that_the_others_define(script: str) -> None:
+    modules = {}
     for node in ast.walk(SCRIPTS[script]):
-        if isinstance(node, ast.ImportFrom) and node.module in SCRIPTS:
-            missing = {alias.name for alias in node.names} - defined(SCRIPTS[node.module])
-            assert not missing, f"{script}.py takes {missing} from {node.module}.py"
+        match node:
+            case ast.Import(names=aliases):
+                modules |= {alias.asname or alias.name: alias.name for alias in aliases if alias.name in SCRIPTS}
+            case ast.ImportFrom(module=str(module), names=aliases) if module in SCRIPTS:
+                missing = {alias.name for alias in aliases} - defined(SCRIPTS[module])
+                assert not missing, f"{script}.py imports {missing} from {module}.py"
+    for node in ast.walk(SCRIPTS[script]):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in modules:
+                assert attribute in defined(SCRIPTS[modules[name]]), f"{script}.py uses {name}.{attribute}"
