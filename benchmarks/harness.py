@@ -153,8 +153,8 @@ def interleave(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[s
         raise ValueError(f"rounds is {rounds}; at least 1 is needed")
     names = list(contenders)
     results: dict[str, list[T]] = {name: [] for name in names}
-    for turn in range(rounds):
-        start = turn % len(names)
+    for index in range(rounds):
+        start = index % len(names)
         for name in names[start:] + names[:start]:
             results[name].append(contenders[name]())
     return results

@@ -318,7 +318,7 @@ def measure(options: Any) -> Report:
             with delayed_network(ranks, network.bandwidth, network.latency) as links:
                 begin = time.monotonic()
                 results = run_ranks(folder, Path(out), links.names, options)
-                relay_share = 100 * links.relay_seconds() / (time.monotonic() - begin)
+                relay_percent = 100 * links.relay_seconds() / (time.monotonic() - begin)
             add_rows(report, results, load_trace(Path(out) / "trace.npz"), network, options)
             said = (
                 f"{ranks} at once: disk {sum(rank['disk'] for rank in results) / 1e9:.2f} GB/s in all, experts "
@@ -329,7 +329,7 @@ def measure(options: Any) -> Report:
                     f", a message {1e6 * mean(results, 'message_seconds'):.0f} µs, a sum "
                     f"{mean(results, 'envelope_bytes'):.0f} bytes from each in addition to its payload"
                 )
-                said += f", the relay {relay_share:.1f} % of a core"
+                said += f", the relay {relay_percent:.1f} % of a core"
             report.notes.append(said)
     return report
 

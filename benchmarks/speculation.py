@@ -40,10 +40,10 @@ def prompts(options: Any, tokenizer: Any) -> dict[str, list[torch.Tensor]]:
         raise SystemExit(
             f"{options.text} has {len(prose)} documents of prose and {len(code)} of code; {count} are needed of each"
         )
-    turn = [tokenizer(text, return_tensors="pt").input_ids for text in ("User: ", "\nAssistant: ", "\nUser: ")]
+    turn_ids = [tokenizer(text, return_tensors="pt").input_ids for text in ("User: ", "\nAssistant: ", "\nUser: ")]
     chats = []
     for one, other in zip(prose, code, strict=True):
-        parts = [turn[0], one[:, :20], turn[1], other[:, :30], turn[2], one[:, 20:40], turn[1]]
+        parts = [turn_ids[0], one[:, :20], turn_ids[1], other[:, :30], turn_ids[2], one[:, 20:40], turn_ids[1]]
         chats.append(torch.cat(parts, dim=1))
     found = {
         "prose": [ids[:, :PROMPT] for ids in prose],

@@ -293,8 +293,8 @@ def measure(options: Any) -> Report:
             speculation = Speculation(Controller(LENGTHS), drafting.drafter)
             torch_mesh.reset_stats(drafting.model)
             plain_decoder, draft_decoder = Decoder(plain), Decoder(drafting)
-            for turn, text in enumerate(rest[number * options.texts :][: options.texts]):
-                for decoder in (plain_decoder, draft_decoder) if turn % 2 else (draft_decoder, plain_decoder):
+            for index, text in enumerate(rest[number * options.texts :][: options.texts]):
+                for decoder in (plain_decoder, draft_decoder) if index % 2 else (draft_decoder, plain_decoder):
                     decoder.decode(text, speculation if decoder is draft_decoder else None)
             name = f"{resident:.0%} resident, {kind}"
             add_rows(report, name, min_speed, plain_decoder, draft_decoder)

@@ -34,8 +34,8 @@ def extension() -> ModuleType:
     if found is None or found.origin is None:
         raise SystemExit("kt-kernel is not installed")
     folder = Path(found.origin).parent
-    wanted = module_from("_cpu_detect", folder / "_cpu_detect.py").detect_cpu_features()
-    [library] = folder.glob(f"_kt_kernel_ext_{wanted}.*.so")
+    cpu_variant = module_from("_cpu_detect", folder / "_cpu_detect.py").detect_cpu_features()
+    [library] = folder.glob(f"_kt_kernel_ext_{cpu_variant}.*.so")
     return module_from("kt_kernel_ext", library)
 
 

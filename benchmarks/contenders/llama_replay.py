@@ -54,9 +54,10 @@ class LlamaReplay(Llama):
             return True
         tensor, layer = Tensor.from_address(address), int(name.removeprefix(CHOSEN))
         top_k, tokens = tensor.sizes[:2]
-        wanted = np.ascontiguousarray(self.chosen[-tokens:, layer])  # the last layer has only the tokens with logits
-        if wanted.shape == (tokens, top_k) and tensor.strides[0] == wanted.itemsize:
-            for token, experts in enumerate(wanted):
+        # The last layer has only the tokens with logits.
+        routing_rows = np.ascontiguousarray(self.chosen[-tokens:, layer])
+        if routing_rows.shape == (tokens, top_k) and tensor.strides[0] == routing_rows.itemsize:
+            for token, experts in enumerate(routing_rows):
                 ctypes.memmove(self.data(address) + token * tensor.strides[1], experts.ctypes.data, experts.nbytes)
             self.forced.append(layer)
         return True
