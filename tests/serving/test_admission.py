@@ -261,6 +261,8 @@ def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
             with pytest.raises(openai.BadRequestError, match="--cb-num-blocks"):
                 client.completions.create(**ask | more)
         assert client.completions.create(**ask, prompt="a", max_tokens=3).usage.completion_tokens == 3
+        # Masks have a place for each pair of them, and are filled whenever batching starts.
+        assert server.engine.manager.batch_processor.max_batch_tokens <= 8192
         server.engine.manager.stop()  # as when the server ends
         with pytest.raises(openai.InternalServerError) as error:
             client.completions.create(**ask, prompt="a", max_tokens=3)

@@ -18,6 +18,7 @@ from torch_mesh.system.memory import left_bytes
 
 _LOG = logging.getLogger(__name__)
 _SHARE = 0.6  # the largest fraction of free memory that transformers gives to blocks on the CPU
+_MAX_ROWS = 8192  # tokens in a forward, transformers' default
 # Sampling options of generate, which all sequences of a batch share.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -180,6 +181,9 @@ def _that_fit(configured: dict[str, Any]) -> Any:
     from transformers import ContinuousBatchingConfig
 
     config = ContinuousBatchingConfig(**configured)
+    # transformers 5.17 would take as many tokens as their masks, of each with every other, fit in the free memory.
+    if config.num_blocks is not None and config.max_batch_tokens is None:
+        config.max_batch_tokens = _MAX_ROWS
     if config.max_memory_percent is None:
         theirs = psutil.virtual_memory().total - psutil.Process().memory_info().rss
         config.max_memory_percent = min(_SHARE, max(0, left_bytes() - RESERVE_BYTES) / theirs)
