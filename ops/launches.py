@@ -1,7 +1,8 @@
 """Launch parameters of the Triton kernels: a fixed table without autotuning.
 
-Only shapes enter, so that one call always takes one path and gives the same bits. No figure has been tuned on a GPU:
-docs/gpu.md says what ran where.
+Only shapes enter, so that one call always takes one path and gives the same bits. Measured on an H200 for bf16, int8,
+int4 and mxfp4 with 128 experts of 2048 x 768 (docs/decisions/0025-triton-experts.md); other formats have the options of
+the most similar of these.
 """
 
 from __future__ import annotations
@@ -29,17 +30,29 @@ class Launch:
     stages: int  # of the software pipeline
 
 
+_LIKE_INT4 = ("int4", "int4_fp16")
+_LIKE_MXFP4 = ("mxfp4", "nvfp4", "lut4")  # each value is taken from a table or converted
 # Few rows: each row reads the weights in 64-column blocks, split along their depth into enough programs to saturate
 # memory.
-FEW: dict[str, Launch] = {name: Launch(2, 4) if each.bits == 4 else Launch(4, 3) for name, each in _FORMATS.items()}
+FEW: dict[str, Launch] = {
+    **dict.fromkeys(_FORMATS, Launch(4, 3)),
+    "bf16": Launch(2, 3),
+    **dict.fromkeys(_LIKE_INT4, Launch(4, 1)),
+    **dict.fromkeys(_LIKE_MXFP4, Launch(1, 3)),
+}
 # Many rows: tiles of an expert's rows, through the tensor cores.
-MANY: dict[str, Launch] = {name: Launch(4, 4) if name == "bf16" else Launch(4, 3) for name in _FORMATS}
+MANY: dict[str, Launch] = {
+    **dict.fromkeys(_FORMATS, Launch(4, 3)),
+    "bf16": Launch(4, 4),
+    **dict.fromkeys(_LIKE_INT4, Launch(4, 2)),
+}
 ELEMENTWISE = Launch(4, 1)
 
-_FEW_PROGRAMS = 1024  # two waves of four on each of an H100's multiprocessors
+_FEW_PROGRAMS = 2048
 _MAX_SPLITS = 16
-_MIN_DEPTH = 256  # of a split
-TILE_ROWS = (16, 32, 64, 128)  # tl.dot needs 16
+_MIN_DEPTH = 128  # of a split
+# tl.dot needs 16. Of the sizes that were measured, 16 to 64, those that were fastest for some number of rows.
+TILE_ROWS = {**dict.fromkeys(_FORMATS, (16, 32)), "bf16": (16, 64), **dict.fromkeys(_LIKE_INT4, (16, 32, 64))}
 REDUCE_COLUMNS = 256
 
 
@@ -65,7 +78,8 @@ def splits(pairs: int, blocks: int, depth: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def tile_rows(pairs: int, experts: int) -> int:
-    """Rows of a tile: an expert's average, rounded up to the next of ``TILE_ROWS``."""
+def tile_rows(format: str, pairs: int, experts: int) -> int:
+    """Rows of a tile: an expert's average, rounded up to the next size that the format has, or the largest."""
     average = -(-pairs // experts)
-    return next((rows for rows in TILE_ROWS if rows >= average), TILE_ROWS[-1])
+    sizes = TILE_ROWS[format]
+    return next((rows for rows in sizes if rows >= average), sizes[-1])

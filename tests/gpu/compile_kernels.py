@@ -34,7 +34,6 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
     """Every kernel in every format; the tiles of most rows in every size of group, for they take the most shared
     memory."""
     found: list[tuple[Any, dict[str, Any], launches.Launch]] = []
-    most = launches.TILE_ROWS[-1]
     for index, (format, few) in enumerate(launches.FEW.items()):
         groups = FORMATS[format].group_sizes
         if format.endswith("_fp16"):
@@ -43,10 +42,10 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
         shape = {"FORMAT": format, "GROUP": groups[index % len(groups)]}
         gated = activation.startswith(("swiglu", "softcap")) or index % 3 != 2
         how = {"ACTIVATION": activation, "GATED": gated, "BIAS": index % 2 == 0}
-        many = launches.MANY[format]
+        many, (least, *_, most) = launches.MANY[format], launches.TILE_ROWS[format]
         found += [
             (kernels.gate_up_few, shape | how | {"SPLITS": 1 + 3 * (index % 2), "STAGES": few.stages}, few),
-            (kernels.gate_up_many, shape | how | {"ROWS": launches.TILE_ROWS[0]}, many),
+            (kernels.gate_up_many, shape | how | {"ROWS": least}, many),
             (kernels.gate_up_many, shape | how | {"GATED": True, "ROWS": most}, many),
         ]
         apart = groups if format == "fp8" else groups[:1]  # its scales are elsewhere in each

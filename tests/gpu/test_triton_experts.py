@@ -359,6 +359,7 @@ def test_tiles_hold_each_pair_once(data: st.DataObject, experts: int, rows: int,
 @given(pairs=st.integers(1, 5000), blocks=st.integers(1, 200), depth=st.integers(1, 20000), experts=st.integers(1, 512))
 def test_launches_follow_from_shapes(pairs: int, blocks: int, depth: int, experts: int) -> None:
     splits = launches.splits(pairs, blocks, depth)
-    assert splits in (1, 2, 4, 8, 16) and (splits == 1 or depth >= 256 * splits)
-    rows = launches.tile_rows(pairs, experts)
-    assert rows in launches.TILE_ROWS and (rows >= pairs / experts or rows == 128)
+    assert splits in (1, 2, 4, 8, 16) and (splits == 1 or depth >= 128 * splits)
+    for format, sizes in launches.TILE_ROWS.items():
+        rows = launches.tile_rows(format, pairs, experts)
+        assert rows in sizes and (rows >= pairs / experts or rows == sizes[-1])
