@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
+from torch_mesh.serving import offline
 from torch_mesh.serving.offline import read_requests, without_answer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -183,26 +188,37 @@ def test_files_that_are_empty_or_absent(folder: Path, paths: tuple[Path, Path]) 
 def test_requests_that_are_computed_together_share_reads(
     folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch_mesh
-    from torch_mesh.serving import offline
-
     requests, answers = paths
     _write(requests, [_line(f"{number}", prompt=f"Verse {number} of", max_tokens=12) for number in range(8)])
-    read = []
-    kept = offline.opened.__wrapped__
+    read, forwards = [], []
+    opened = offline.opened
 
-    def measured(*arguments: Any) -> Any:
-        made = kept(*arguments)
-        service = next(made)
-        torch_mesh.reset_stats(service.model)
-        yield service
-        read.append(torch_mesh.stats(service.model).bytes_read)
-        made.close()
+    @contextlib.contextmanager
+    def measured(model: str, config: MeshConfig, given: Any, at_once: int) -> Iterator[Any]:
+        with opened(model, config, given, at_once) as service:
+            arrived = threading.Semaphore(0)
+            add, calls = service.engine._add, []
 
-    import contextlib
+            def count(*arguments: Any) -> None:
+                add(*arguments)
+                arrived.release()
 
-    monkeypatch.setattr(offline, "opened", contextlib.contextmanager(measured))
+            def begin(*_: Any) -> None:
+                if not calls:  # the first forward waits for all requests: the second computes the rest of them
+                    assert all(arrived.acquire(timeout=60) for _ in range(at_once))
+                calls.append(1)
+
+            monkeypatch.setattr(service.engine, "_add", count)
+            hook = service.model.register_forward_pre_hook(begin)
+            torch_mesh.reset_stats(service.model)
+            yield service
+            hook.remove()
+            read.append(torch_mesh.stats(service.model).bytes_read)
+            forwards.append(len(calls))
+
+    monkeypatch.setattr(offline, "opened", measured)
     for at_once in (1, 8):
         answers.unlink(missing_ok=True)
         assert _run(folder, requests, answers, "--at-once", str(at_once)) == 0
-    assert read[1] < 0.6 * read[0]
+    assert forwards[0] == 8 * 12 and forwards[1] <= 13
+    assert read[1] < 0.7 * read[0]

@@ -186,7 +186,10 @@ class _Sized(Batches):
             some.pop()
         pages = sum(-(-tokens // _PAGE) for tokens, _ in some)
         rows = min(_MOST_ROWS, sum(prompt for _, prompt in some) + len(some))
-        self._configured = {"num_blocks": pages, "max_batch_tokens": rows, **self._configured}
+        sized: dict[str, Any] = {"num_blocks": pages, "max_batch_tokens": rows}
+        if len(some) == len(self._needs[: self._at_once]) and "num_blocks" not in self._configured:
+            sized["safety_margin"] = 0.0  # all have their blocks to the end: no prompt waits for free ones
+        self._configured = {**sized, **self._configured}
 
 
 @contextlib.contextmanager
