@@ -185,6 +185,13 @@ def test_files_that_are_empty_or_absent(folder: Path, paths: tuple[Path, Path]) 
     assert _run(folder, requests, answers) == 2
 
 
+def test_blocks_of_any_size_hold_a_request(folder: Path, paths: tuple[Path, Path]) -> None:
+    requests, answers = paths
+    _write(requests, [_line("one", prompt="In the beginning", max_tokens=40)])
+    assert _run(folder, requests, answers, "--cb-block-size", "16") == 0
+    assert _read(answers)["one"]["response"]["status_code"] == 200
+
+
 def test_requests_that_are_computed_together_share_reads(
     folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

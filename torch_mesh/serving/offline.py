@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 _KINDS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
 _FIELDS = {"custom_id", "method", "url", "body"}  # of a line of OpenAI's batch files
 _SHOWN = 5  # mistakes that an error names
-_PAGE = 256  # tokens in a block of transformers' continuous batching
+_PAGE = 256  # tokens in a block of transformers' continuous batching, unless it is given
 _MOST_ROWS = 4096  # of a forward: transformers has a mask of each with every key
 # Fields by which sequences are drawn: those of a batch have them in common.
 _DRAWN = ("temperature", "top_p", "top_k", "generation_config")
@@ -184,7 +184,8 @@ class _Sized(Batches):
         # Beside the keys there are copies of them in each layer, and masks of every row with every key.
         while len(some) > 1 and 2 * sum(admission.needs.cache(tokens) for tokens, _ in some) > free:
             some.pop()
-        pages = sum(-(-tokens // _PAGE) for tokens, _ in some)
+        page = self._configured.get("block_size") or _PAGE
+        pages = sum(-(-tokens // page) for tokens, _ in some)
         rows = min(_MOST_ROWS, sum(prompt for _, prompt in some) + len(some))
         sized: dict[str, Any] = {"num_blocks": pages, "max_batch_tokens": rows}
         if len(some) == len(self._needs[: self._at_once]) and "num_blocks" not in self._configured:
