@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "residency/lending/loan.h"
@@ -14,6 +15,11 @@ namespace {
 
 // Waking a team costs some ten microseconds: shorter waits are not worth its sleep.
 constexpr std::chrono::microseconds kShortWait{200};
+
+int64_t nanoseconds(std::chrono::steady_clock::time_point from,
+                    std::chrono::steady_clock::time_point to) {
+  return std::chrono::nanoseconds(to - from).count();
+}
 
 }  // namespace
 
@@ -45,6 +51,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
                   place_of(impl.source, id));
     }
   }
+  count_outside(impl);
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
   impl.core.begin(state_);
   impl.carry_out();
@@ -54,7 +61,24 @@ Claim::~Claim() {
   Pool::Impl& impl = *pool_.impl_;
   if (impl.owner.forked()) return;
   const Pool::Impl::Event event(impl);
+  const auto end = std::chrono::steady_clock::now();
+  impl.stats_of(state_.layer, state_.part.phase).expert_nanoseconds += nanoseconds(begin_, end);
+  impl.last_forward = {std::this_thread::get_id(), state_.layer, state_.part.phase, end};
   impl.core.end(state_);
+}
+
+// Attention, dense layers, Python: from the end of one layer's experts to the beginning of the
+// next one's, and from one decode step to the next. What is between two prompts, or before one, is
+// not the model's.
+void Claim::count_outside(Pool::Impl& impl) const {
+  const Pool::Impl::LastForward& last = impl.last_forward;
+  const Phase phase = state_.part.phase;
+  const bool follows = state_.layer > last.layer || phase == Phase::kDecode;
+  if (phase == Phase::kNone || phase != last.phase || !follows ||
+      last.thread != std::this_thread::get_id()) {
+    return;
+  }
+  impl.stats_of(state_.layer, phase).outside_nanoseconds += nanoseconds(last.end, begin_);
 }
 
 // With the lock: what is ready by now.
@@ -105,7 +129,12 @@ int32_t Claim::next(std::span<ReadyExpert> ready, int32_t team) {
       throw_invalid("no slot is left for the next expert of layer ", state_.layer,
                     " while this forward holds ", state_.held, "; release() those before next()");
     }
-    const Stopwatch stall(impl.stats_of(state_.layer, state_.part.phase).stall_nanoseconds);
+    LayerStats& counts = impl.stats_of(state_.layer, state_.part.phase);
+    const Stopwatch stall(counts.stall_nanoseconds);
+    std::optional<Stopwatch> prefetch_stall;
+    if (state_.joined > 0 && impl.core.claims().waits_for_prefetches(state_)) {
+      prefetch_stall.emplace(counts.prefetch_stall_nanoseconds);
+    }
     if (state_.joined > 0) {
       wait_for_reads(impl, lock, team);
     } else {

@@ -431,6 +431,7 @@ PoolStats Pool::detailed_stats() const {
 void Pool::reset_stats() {
   const Impl::Lock lock = impl_->locked();
   impl_->core.reset_statistics();
+  impl_->last_forward = {};
 }
 
 bool Pool::wait_for_forwards(int32_t layer, int64_t forwards,

@@ -211,7 +211,9 @@ class Claim {
   int32_t take(Pool::Impl& impl, std::span<ReadyExpert> ready, std::optional<Error>& error);
   void wait_for_slots(Pool::Impl& impl, std::unique_lock<std::mutex>& lock);
   void wait_for_reads(Pool::Impl& impl, std::unique_lock<std::mutex>& lock, int32_t team);
+  void count_outside(Pool::Impl& impl) const;
 
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   Pool& pool_;
   ClaimState state_;
 };

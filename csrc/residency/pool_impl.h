@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "base/owner_process.h"
@@ -64,6 +65,14 @@ struct Pool::Impl {
   using HintOfCore = void (Core::*)(int32_t, std::span<const int32_t>, Phase);
   void hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts, Phase phase);
 
+  // The last forward that has ended, of whatever layer.
+  struct LastForward {
+    std::thread::id thread;
+    int32_t layer = 0;
+    Phase phase = Phase::kNone;
+    std::chrono::steady_clock::time_point end;
+  };
+
   // With the lock, after every event of the core.
   void carry_out();
   // Lets go of the lock and begins what has been queued: whom that wakes may take this very core.
@@ -100,6 +109,7 @@ struct Pool::Impl {
   mutable std::condition_variable forward_ended;  // or the pool is closed
   mutable int32_t forward_waiters = 0;
   std::function<void()> progress;
+  LastForward last_forward;
   bool queued = false;                 // reads, since the last flush()
   std::vector<Loader::Ended> refused;  // by the loader
   std::vector<int64_t> leaving;        // segments

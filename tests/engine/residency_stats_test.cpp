@@ -66,6 +66,30 @@ const LayerStats& layer_of(const PoolStats& stats, Phase phase, int32_t layer = 
 constexpr ForwardPart kDecodeStep{Phase::kDecode, true};
 constexpr ForwardPart kPrompt{Phase::kPrefill, true};
 
+TEST(PoolStats, TimeOutsideIsBetweenLayersAndDecodeStepsOfOneThread) {
+  const TestStore store(3, 8);
+  Pool pool(options_of(24), {}, store.source(), nullptr);
+  const auto outside = [&](Phase phase, int32_t layer) {
+    return layer_of(pool.detailed_stats(), phase, layer).outside_nanoseconds;
+  };
+  forward(pool, 0, {0}, kDecodeStep);
+  EXPECT_EQ(outside(Phase::kDecode, 0), 0);  // what was before it is not known
+  forward(pool, 1, {0}, kDecodeStep);
+  EXPECT_GT(outside(Phase::kDecode, 1), 0);
+  forward(pool, 0, {0}, kDecodeStep);  // the next step
+  EXPECT_GT(outside(Phase::kDecode, 0), 0);
+  forward(pool, 0, {0}, kPrompt);
+  forward(pool, 2, {0}, kPrompt);
+  EXPECT_GT(outside(Phase::kPrefill, 2), 0);
+  forward(pool, 0, {0}, kPrompt);
+  EXPECT_EQ(outside(Phase::kPrefill, 0), 0);
+  std::thread([&] { forward(pool, 1, {1}, kPrompt); }).join();
+  EXPECT_EQ(outside(Phase::kPrefill, 1), 0);
+  pool.reset_stats();
+  forward(pool, 2, {1}, kPrompt);
+  EXPECT_EQ(outside(Phase::kPrefill, 2), 0);
+}
+
 TEST(PoolStats, PhasesAreKeptApartAndAddUp) {
   const TestStore store(2, 8);
   Pool pool(options_of(6), {}, store.source(), nullptr);
@@ -87,6 +111,8 @@ TEST(PoolStats, PhasesAreKeptApartAndAddUp) {
   EXPECT_EQ(layer_of(stats, Phase::kNone).cold_misses, 1);
   EXPECT_EQ(layer_of(stats, Phase::kNone).forwards, 0);
   EXPECT_GT(layer_of(stats, Phase::kDecode, 1).decision_nanoseconds, 0);
+  EXPECT_GT(layer_of(stats, Phase::kDecode, 1).expert_nanoseconds,
+            layer_of(stats, Phase::kDecode, 1).stall_nanoseconds);
 
   const std::vector<LayerStats> sums = pool.stats();
   for (int32_t layer = 0; layer < 2; ++layer) {

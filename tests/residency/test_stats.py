@@ -61,6 +61,23 @@ def test_phases_are_told_by_rows(open_model: Callable[..., PreTrainedModel]) -> 
     assert stats.evicted == sum(layer.evicted for layer in stats.per_layer) > 0
 
 
+def test_the_time_of_a_step_is_divided(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model()
+    _run(model, 1)
+    torch_mesh.reset_stats(model)  # what lies before the first step from here on is not counted
+    begin = time.perf_counter()
+    _run(model, 1, 10)
+    seconds = time.perf_counter() - begin
+    stats = torch_mesh.stats(model)
+    counts = stats.decode
+    assert 0 <= counts.prefetch_stall_seconds <= counts.stall_seconds < counts.expert_seconds
+    assert counts.outside_seconds > 0
+    times = counts.time_per_forward()
+    assert times is not None and stats.prefill.time_per_forward() is None
+    assert 0 < 10 * sum(times.values()) <= 1e3 * seconds
+    assert "a decode step: " in str(stats) and "a prefill prompt" not in str(stats)
+
+
 def test_experts_add_up_to_their_layer(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model(prefetch="off")
     _run(model, 4, 5)

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from torch_mesh.planning.bench import Measured
 
 
+# Where the time of a decode step goes, with the keys of Counters.time_per_forward().
+TIMES = (
+    ("  computing experts", "computing"),
+    ("  waiting for reads", "waiting"),
+    ("  waiting for prefetches", "prefetching"),
+    ("  outside of the experts", "outside"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures the disk and the memory, opens a model, runs a prompt and generates. Prints the result "
@@ -87,7 +96,10 @@ def _print_table(measured: Measured) -> None:
     for name, limit in (("memory", limits.memory), ("disk", limits.disk)):
         if limit is not None:
             add("", "", f"the {name} allows", f"{limit:.2f}", speed / limit)
-    add("waiting for the disk", f"{measured.stall_share:.1%}")
+    times = measured.stats.decode.time_per_forward() or {}
+    for name, key in TIMES:
+        if key in times:
+            add(name, f"{times[key]:.2f} ms of a step")
     rate = "-" if measured.hit_rate is None else f"{measured.hit_rate:.1%}"
     if planned.hit_rate is None:
         add("hit rate", rate)

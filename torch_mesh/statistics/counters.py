@@ -52,7 +52,11 @@ class Counters:
     failed: int = 0  # reads that ended in an error
     bytes_read: int = 0
     stall_seconds: float = 0.0  # time in which a forward had nothing to compute
+    prefetch_stall_seconds: float = 0.0  # of these, waiting only for reads that were begun as prefetches
     decision_seconds: float = 0.0  # under the pool's lock: choosing slots and victims, queueing reads
+    expert_seconds: float = 0.0  # forwards of layers' experts, with all of the above
+    # Between these: attention, dense layers, Python; from one decode step to the next, not before or between prompts.
+    outside_seconds: float = 0.0
     promoted: int = 0  # reads that made an expert resident
     evicted: int = 0
 
@@ -77,6 +81,22 @@ class Counters:
         """The used fraction of completed prefetches; None without any."""
         settled = self.prefetches_used + self.prefetches_unused
         return self.prefetches_used / settled if settled else None
+
+    def time_per_forward(self) -> dict[str, float] | None:
+        """Milliseconds of a forward of the model by where they went; None before the first one.
+
+        ``computing`` experts, ``waiting`` for reads that a layer asked for itself, ``prefetching``: waiting for the
+        rest of reads that were begun as prefetches, and ``outside`` of the experts.
+        """
+        if not self.forwards:
+            return None
+        seconds = {
+            "computing": self.expert_seconds - self.stall_seconds,
+            "waiting": self.stall_seconds - self.prefetch_stall_seconds,
+            "prefetching": self.prefetch_stall_seconds,
+            "outside": self.outside_seconds,
+        }
+        return {name: 1e3 * value / self.forwards for name, value in seconds.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The counts by name, the hit rates and ``prefetch_accuracy``; times in seconds, undefined rates None."""
@@ -251,6 +271,7 @@ class Stats(PhaseCounters):
         rows = self.table()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines += [_where_time_went(name, getattr(self, name)) for name in PHASES if getattr(self, name).forwards]
         if self.slots < self.max_slots or self.shrinks:
             lines.append(
                 f"{self.slots} of {self.max_slots} slots, shrunk {self.shrinks} times, grown {self.grows} times"
@@ -470,6 +491,17 @@ def _row(name: str, counters: Counters) -> tuple[str, ...]:
         f"{counters.decision_seconds * 1e3:.1f} ms",
         str(counters.promoted),
         str(counters.evicted),
+    )
+
+
+def _where_time_went(phase: str, counters: Counters) -> str:
+    times = counters.time_per_forward()
+    assert times is not None
+    what = "step" if phase == "decode" else "prompt"
+    return (
+        f"a {phase} {what}: {sum(times.values()):.1f} ms = {times['computing']:.1f} computing experts + "
+        f"{times['waiting']:.1f} waiting for reads + {times['prefetching']:.1f} for prefetches + "
+        f"{times['outside']:.1f} outside of the experts"
     )
 
 

@@ -137,6 +137,12 @@ bool Claims::waits_for_reads(const ClaimState& claim) const {
   });
 }
 
+bool Claims::waits_for_prefetches(const ClaimState& claim) const {
+  return std::ranges::all_of(claim.entries, [&](const ClaimEntry& entry) {
+    return entry.state != ClaimEntry::kJoined || slots_[entry.slot].speculative;
+  });
+}
+
 void Claims::enter_queue(ClaimState& claim) {
   claim.queue = {.next = nullptr, .previous = last_waiting_};
   (last_waiting_ != nullptr ? last_waiting_->queue.next : first_waiting_) = &claim;

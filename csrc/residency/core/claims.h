@@ -79,6 +79,8 @@ class Claims {
   size_t release(ClaimState& claim, std::span<const int32_t> indices);
   // Whether a read that it has joined is still under way, and no other has ended.
   bool waits_for_reads(const ClaimState& claim) const;
+  // Whether all reads that it waits for were begun as prefetches.
+  bool waits_for_prefetches(const ClaimState& claim) const;
   // The first slot that it waits for; -1: none.
   int32_t late_slot(const ClaimState& claim) const;
 

@@ -18,19 +18,22 @@ namespace torch_mesh {
 // Counts of one layer in one phase since the pool was opened or its counts were reset. A read is
 // counted in the phase that queued it, an eviction in the phase that needed the slot, both at the
 // expert's own layer. All that sums, shows or copies counts goes through these lists.
-#define TORCH_MESH_LAYER_COUNTS(X)                                                             \
-  X(forwards)      /* that ended, in an error too */                                           \
-  X(rerouted)      /* choices of tokens that went to a resident expert; no accesses */         \
-  X(kept_accesses) /* of the accesses: to early experts, see soft_pins.h */                    \
-  X(kept_hits)                                                                                 \
-  X(bytes_read)           /* from the disk or the page cache */                                \
-  X(prefetches_used)      /* of the prefetches: a forward came for the expert */               \
-  X(prefetches_wasted)    /* of the prefetches: evicted, or failed, before any forward came */ \
-  X(wasted_bytes)         /* read by those */                                                  \
-  X(prefetches_failed)    /* prefetch reads that ended in an error */                          \
-  X(failed)               /* reads that ended in an error and were not begun anew */           \
-  X(stall_nanoseconds)    /* forwards that had nothing to compute and waited */                \
-  X(decision_nanoseconds) /* under the lock: choosing slots, queueing reads, handing out */
+#define TORCH_MESH_LAYER_COUNTS(X)                                                                \
+  X(forwards)      /* that ended, in an error too */                                              \
+  X(rerouted)      /* choices of tokens that went to a resident expert; no accesses */            \
+  X(kept_accesses) /* of the accesses: to early experts, see soft_pins.h */                       \
+  X(kept_hits)                                                                                    \
+  X(bytes_read)        /* from the disk or the page cache */                                      \
+  X(prefetches_used)   /* of the prefetches: a forward came for the expert */                     \
+  X(prefetches_wasted) /* of the prefetches: evicted, or failed, before any forward came */       \
+  X(wasted_bytes)      /* read by those */                                                        \
+  X(prefetches_failed) /* prefetch reads that ended in an error */                                \
+  X(failed)            /* reads that ended in an error and were not begun anew */                 \
+  X(stall_nanoseconds) /* forwards that had nothing to compute and waited */                      \
+  X(prefetch_stall_nanoseconds) /* of these: only for reads that were begun as prefetches */      \
+  X(decision_nanoseconds)       /* under the lock: choosing slots, queueing reads, handing out */ \
+  X(expert_nanoseconds)  /* forwards, from their claim to their last product: all the above */    \
+  X(outside_nanoseconds) /* since the thread's last forward of this model, see claim.cpp */
 
 // Counts of one layer, and of one expert over all phases.
 #define TORCH_MESH_COMMON_COUNTS(X)                                                \
