@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def naming(weights: str) -> Iterator[None]:
+    """Prefix the message of a ValueError with the name of the weights that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{weights}: {error}") from error
+
 
 class MeshError(RuntimeError):
     """Base class. ``layer``, ``expert``, ``file`` and ``offset`` locate the error, None where unknown."""

@@ -103,18 +103,56 @@ def test_a_raw_checkpoint_is_converted_once(tmp_path: Path) -> None:
     assert open_store(tmp_path / "store").manifest.weights == "bf12"
 
 
-def test_weights_without_room_are_refused_when_a_model_opens(tmp_path: Path) -> None:
-    model = _build()
-    experts = model.model.layers[1].mlp.experts
+def _fill_with_random_bits(weight: torch.Tensor) -> None:
     with torch.no_grad():
-        experts.down_proj[2].copy_(
-            torch.randint(-(1 << 15), 1 << 15, experts.down_proj[2].shape).short().view(torch.bfloat16)
-        )
+        weight.copy_(torch.randint(-(1 << 15), 1 << 15, weight.shape).short().view(torch.bfloat16).nan_to_num())
+
+
+def _bits(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: value.view(torch.int16).clone() for name, value in model.state_dict().items()}
+
+
+def test_experts_without_room_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build()
+    _fill_with_random_bits(model.model.layers[1].mlp.experts.down_proj[2])
     model.save_pretrained(tmp_path / "raw")
-    with pytest.raises(ValueError, match="Use bf16"):
+    refused = "^model.layers.1.mlp.experts, expert 2: .*Use bf16"
+    with pytest.raises(ValueError, match=refused):
         convert(tmp_path / "raw", tmp_path / "store", "bf12")
-    with pytest.raises(ValueError, match="Use bf16"):
-        torch_mesh.patch(model, weights="bf12")
+    before = _bits(model)
+    for resident in (0.5, 1.0):
+        with pytest.raises(ValueError, match=refused):
+            torch_mesh.patch(model, weights="bf12", resident=resident)
+        assert all(torch.equal(bits, before[name]) for name, bits in _bits(model).items())
+    with pytest.raises(ValueError, match=refused):
+        _open(tmp_path / "raw", weights="bf12")
+    monkeypatch.setattr(
+        "torch_mesh.planning.choosing.choose_format",
+        lambda folder, config: (config.replace(weights="bf12", max_error=None), "the fastest"),
+    )
+    with pytest.raises(ValueError, match=f"{refused}.*in place of max_error"):
+        _open(tmp_path / "raw", max_error=0.0, resident="1MiB")
+
+
+def test_layers_without_room_are_named() -> None:
+    model = _build()
+    name = "model.layers.1.self_attn.o_proj.weight"
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    weight = model.get_parameter(name)
+    kept = weight.detach().clone()
+    _fill_with_random_bits(weight)
+    random, before = weight.detach().clone(), _bits(model)
+    with pytest.raises(ValueError, match=f"^{name}: .*Use bf16"):
+        torch_mesh.patch(model, dense="bf12")
+    assert all(torch.equal(bits, before[name]) for name, bits in _bits(model).items())
+    with torch.no_grad():
+        weight.copy_(kept)
+    torch_mesh.patch(model, dense="bf12")
+    packed: Any = model.get_parameter(name)
+    with pytest.raises(torch_mesh.MeshError, match=f"Use bf16.*{name}"):
+        packed.data.copy_(random)
+    model.load_state_dict(values)
+    assert torch.equal(packed.unpacked(), kept)
 
 
 def test_packed_layers_take_three_quarters() -> None:

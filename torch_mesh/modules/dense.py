@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from .. import _C
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, naming
 from ..formats import FORMATS
 from ..hf.compat import keep_local, modules_in_fp32
 from ..hf.torch_compat import in_forward_mode, multiplies_bf16
@@ -237,7 +237,8 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense: str, 
         weight = own_part(module.weight)
         if weight is not module.weight:
             keep_local(module)
-        module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), dense, group_size)
+        with naming(f"{path}.weight"):
+            module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), dense, group_size)
         module._mesh_shape, module._mesh_format, module._mesh_group_size = tuple(weight.shape), dense, group_size
         exact = FORMATS[dense].holds_bf16 and weight.dtype == torch.bfloat16
         module._mesh_parameters = {"weight": weight.requires_grad}

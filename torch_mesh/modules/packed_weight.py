@@ -166,7 +166,10 @@ class PackedLinearWeight(PackedWeight):
             raise self._refuse(f"A tensor of shape {list(source.shape)} cannot be copied into")
         weight = source.detach().to("cpu", self.dtype)
         narrow = weight.float() if weight.dtype == torch.float64 else weight  # packed values have at most 24 bits
-        packed = torch.ops.torch_mesh.pack_linear(narrow, self.format, self.group_size)
+        try:
+            packed = torch.ops.torch_mesh.pack_linear(narrow, self.format, self.group_size)
+        except ValueError as error:
+            raise self._refuse(f"{error}. These values cannot be copied into") from error
         if self.exact and not torch.equal(self._of(packed, self.dtype).unpacked(), weight):
             raise self._refuse(f"Values that {self.format} would round cannot be copied into")
         self.packed.copy_(packed)

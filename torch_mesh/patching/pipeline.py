@@ -13,6 +13,7 @@ from torch import nn
 from .. import _C
 from ..adapters.registration import watch as watch_peft
 from ..config import MeshConfig
+from ..errors import naming
 from ..gpu.choosing import choose_experts
 from ..gpu.placement import Placement, check_beside_gpu
 from ..gpu.placing import GPU_POOL_SLOTS, gpu_pool_bytes
@@ -97,7 +98,8 @@ def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
         device = device_of(layer.module)
         if pool.in_memory:
             for expert in range(layer.num_experts):
-                pool.fill(index, expert, layer.expert(expert))
+                with naming(f"{layer.path}, expert {expert}"):
+                    pool.fill(index, expert, layer.expert(expert))
         install(layer, pool, index)
         if pool.in_memory:
             undo.free(layer, device)

@@ -244,9 +244,17 @@ class _OfCheckpoint(_CheckpointSource):
         super().__init__(layers, config, weights, group_size, exact=FORMATS[weights].holds_bf16 and from_bf16)
 
     def prepare(self) -> None:
-        self.set_records(
-            self._as_they_are(self.weights, self.group_size) if self._raw else self._converted(self.config)
-        )
+        self.set_records(self._as_they_are(self.weights, self.group_size) if self._raw else self._converted_as_chosen())
+
+    def _converted_as_chosen(self) -> Records:
+        try:
+            return self._converted(self.config)
+        except ValueError as error:  # the chosen format has no room for these weights
+            if not self.choice:
+                raise
+            raise ValueError(
+                f"{error}. max_error= chose {self.weights}: give weights= another format in place of max_error."
+            ) from error
 
     def other_records(self, weights: str) -> Records:
         own = self._experts.own_records

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from torch_mesh.errors import naming
 from torch_mesh.store.folders import is_folder
 from torch_mesh.store.header import store_error
 from torch_mesh.store.journal import JOURNAL_NAME, Journal
@@ -194,10 +195,8 @@ class UnfinishedStore:
                 unsynced = 0
 
     def _write_record(self, layer: int, expert: int, make: RecordMaker) -> tuple[int, int, int]:
-        try:
+        with naming(f"{self._plan.modules[layer]}, expert {expert}"):
             record = make().numpy()
-        except ValueError as error:
-            raise ValueError(f"{self._plan.modules[layer]}, expert {expert}: {error}") from error
         if record.dtype != np.uint8 or record.shape != (self._record_bytes,):
             raise ValueError(
                 f"the record of layer {layer}, expert {expert} is {record.dtype} {record.shape}, not uint8 "
