@@ -248,6 +248,16 @@ def test_what_a_card_cannot_take_is_named(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_formats_without_kernels_stay_in_memory(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As patching a model places none, or refuses the number that was asked for."""
+    card = "--weights", "bf12", "--gpu-memory", "24GiB"
+    planned = run(capsys, str(mesh_tiny), "--resident", "0.25", *card)
+    assert sum(planned["gpu"]["counts"]) == 0 and "no GPU kernels for bf12" in planned["gpu"]["advice"]
+    assert planned["slots"] == 48
+    assert main(["plan", str(mesh_tiny), *GIVEN, *card, "--gpu-experts", "2"]) != 0
+    assert "no GPU kernels for bf12" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_its_memory_has_to_be_said(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(store), *GIVEN, "--gpu-experts", "auto"]) != 0

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..config import MIN_CAPABILITY, GpuFields
 from ..errors import MeshError, UnsupportedModelError
-from ..formats import FORMATS, formats_of_fewer_bits, short_name
+from ..formats import FORMATS, GPU_FORMATS, formats_of_fewer_bits, short_name
 from ..models.families import ExpertsLayer
 from ..modules.packed_weight import device_of
 from ..pool.expert_pool import record_bytes
@@ -36,6 +36,15 @@ class _RecordSizes:
 def format_on_gpu(gpu: GpuFields, weights: str) -> str:
     """The format on the GPU of experts that are in ``weights`` in memory."""
     return weights if gpu.weights == "auto" else gpu.weights
+
+
+def without_kernels(*formats: str) -> str:
+    """Why a GPU cannot compute records in these formats; empty if it can."""
+    for weights in formats:
+        if not FORMATS[weights].gpu:
+            allowed = ", ".join(map(repr, GPU_FORMATS))
+            return f"there are no GPU kernels for {short_name(weights)} records: give weights= one of {allowed}."
+    return ""
 
 
 def check_gpu_weights(gpu: GpuFields, stored: str | None = None) -> None:
@@ -178,9 +187,8 @@ def _obstacle(layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], s
         return UNFUSED
     if len({layer.fused_activation for layer in layers}) > 1:
         return SEVERAL_ACTIVATIONS
-    for weights in size.formats:
-        if not FORMATS[weights].gpu:
-            return f"there are no GPU kernels for {short_name(weights)} records: give weights='int8' or another format."
+    if problem := without_kernels(*size.formats):
+        return problem
     if importlib.util.find_spec("triton") is None:
         return "there is no triton, which CUDA builds of torch bring along: pip install triton."
     for device in dict.fromkeys(devices):

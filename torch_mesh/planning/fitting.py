@@ -7,7 +7,7 @@ from pathlib import Path
 from .. import _C
 from ..config import MeshConfig
 from ..formats import FORMATS, formats_of_fewer_bits
-from ..gpu.choosing import format_on_gpu
+from ..gpu.choosing import format_on_gpu, without_kernels
 from ..gpu.placement import check_beside_gpu
 from ..gpu.placing import GPU_POOL_SLOTS
 from ..gpu.planning import SEVERAL_ACTIVATIONS, UNFUSED, GpuPlan, plan_fields, plan_on_cpu
@@ -44,6 +44,8 @@ def on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: in
         return plan_on_cpu(config.gpu, shape.layers, UNFUSED)
     if isinstance(shape.activation, tuple):
         return plan_on_cpu(config.gpu, shape.layers, SEVERAL_ACTIVATIONS)
+    if problem := without_kernels(format_on_gpu(config.gpu, sizes.weights), sizes.weights):
+        return plan_on_cpu(config.gpu, shape.layers, problem)
     there = _gpu_record_bytes(sizes, config)
     left = free - sizes.dense_bytes_loading
     layout = shape.layers, shape.experts, shape.top_k
