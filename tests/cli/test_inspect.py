@@ -24,13 +24,15 @@ def inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, objec
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_store(tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = convert(mesh_tiny, tmp_path / "store", "int4").store
+@pytest.mark.parametrize(("weights", "group_size"), [("int4", 64), ("bf12", None)])
+def test_a_store(
+    tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str], weights: str, group_size: int | None
+) -> None:
+    store = convert(mesh_tiny, tmp_path / "store", weights).store
     held = inspect(store.folder, capsys)
-    assert (
-        held.items() >= {**SHAPE, "kind": "store", "source": "mesh-tiny", "weights": "int4", "group_size": 64}.items()
-    )
-    assert held["expert_bytes"] == _C.record_bytes("int4", 64, 192, 64, True, False)
+    of_store = {"kind": "store", "source": "mesh-tiny", "weights": weights, "group_size": group_size}
+    assert held.items() >= (SHAPE | of_store).items()
+    assert held["expert_bytes"] == _C.record_bytes(weights, group_size or 0, 192, 64, True, False)
     assert held["reads_per_expert"] == 1
 
 

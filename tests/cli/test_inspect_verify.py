@@ -9,8 +9,9 @@ from torch_mesh.store.manifest import Store
 
 
 @pytest.fixture
-def store(tmp_path: Path, mesh_tiny: Path) -> Store:
-    return convert(mesh_tiny, tmp_path / "store", "int4", max_file_bytes=1 << 20).store
+def store(tmp_path: Path, mesh_tiny: Path, request: pytest.FixtureRequest) -> Store:
+    weights = getattr(request, "param", "int4")
+    return convert(mesh_tiny, tmp_path / "store", weights, max_file_bytes=1 << 20).store
 
 
 def damage(store: Store, layer: int, expert: int) -> tuple[str, int]:
@@ -29,6 +30,7 @@ def test_a_sound_store(store: Store, capsys: pytest.CaptureFixture[str]) -> None
     assert "192 records" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("store", ["int4", "bf12"], indirect=True)
 def test_every_bad_record_is_named(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     places = {place: damage(store, *place) for place in ((0, 0), (3, 17), (5, 31))}
     assert main(["inspect", "--verify", str(store.folder)]) == 1

@@ -16,7 +16,7 @@ import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.modules.dense import packed_linears
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.store.convert import convert
+from torch_mesh.store.convert import convert, stored_expert
 from torch_mesh.store.manifest import is_store, open_store
 
 QWEN = "Qwen3MoeExperts"
@@ -56,14 +56,19 @@ def test_a_patched_model_has_the_bits_of_bf16(name: str, resident: float) -> Non
     assert torch.equal(*results)
 
 
+ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def _adapted(model: Any) -> Any:
+    fields: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "target_parameters": ON_EXPERTS, "r": 2}
+    return peft.get_peft_model(model, peft.LoraConfig(**fields, init_lora_weights=False))
+
+
 def test_losses_and_gradients_of_adapters_have_the_bits_of_bf16() -> None:
     results = []
     for weights in ("bf16", "bf12"):
         torch.manual_seed(3)
-        model = torch_mesh.patch(_build(), weights=weights, dense=weights, resident=0.4)
-        adapted = peft.get_peft_model(
-            model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        )
+        adapted = _adapted(torch_mesh.patch(_build(), weights=weights, dense=weights, resident=0.4))
         ids = torch.arange(24).view(2, 12)
         loss = adapted(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -71,6 +76,61 @@ def test_losses_and_gradients_of_adapters_have_the_bits_of_bf16() -> None:
         assert gradients and all(gradient is not None for gradient in gradients)
         results.append([loss.detach(), *gradients])
     assert all(torch.equal(of_bf16, of_bf12) for of_bf16, of_bf12 in zip(*results, strict=True))
+
+
+def test_drafts_are_accepted_as_in_bf16() -> None:
+    results = []
+    for weights in ("bf16", "bf12"):
+        torch.manual_seed(3)
+        model = torch_mesh.patch(_build(), weights=weights, dense=weights, resident=0.4, speculation="lookup")
+        prompt = torch.arange(3, 7).repeat(4)[None]
+        results.append(model.generate(prompt, max_new_tokens=16, min_new_tokens=16, do_sample=False))
+    assert torch.equal(*results)
+
+
+def test_the_shipped_model_keeps_each_bit(mesh_tiny: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch_mesh.patch(model, weights="bf12", dense="bf12")
+    packed = {name: weight for name, weight in model.named_parameters() if isinstance(weight, torch_mesh.PackedWeight)}
+    assert len(packed) > 30
+    for name, weight in packed.items():
+        assert torch.equal(weight.unpacked().view(torch.int16), before[name].view(torch.int16))
+    model.save_pretrained(tmp_path / "saved")
+    original, saved = saved_tensors(mesh_tiny), saved_tensors(tmp_path / "saved")
+    assert original.keys() == saved.keys()
+    assert all(torch.equal(original[name].view(torch.int16), saved[name].view(torch.int16)) for name in original)
+
+
+def _merged(base: Path, adapter: Path, folder: Path, weights: str = "auto") -> list[torch.Tensor]:
+    """All weights of a base with an adapter merged into it."""
+    store = torch_mesh.merge(base, adapter, folder, weights=weights).store
+    experts = [vars(stored_expert(store, *place)).values() for place in store.records()]
+    rest = saved_tensors(store.folder)
+    return [part for own in experts for part in own if part is not None] + [rest[name] for name in sorted(rest)]
+
+
+def test_merged_adapters_have_the_bits_of_bf16(tmp_path: Path) -> None:
+    model = _build()
+    model.save_pretrained(tmp_path / "raw")
+    for weights in ("bf16", "bf12"):
+        convert(tmp_path / "raw", tmp_path / weights, weights)
+    adapted = _adapted(torch_mesh.patch(model, weights="bf12"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = _merged(tmp_path / "bf16", tmp_path / "adapter", tmp_path / "merged16")
+    for base, weights in (("bf12", "auto"), ("bf12", "bf16"), ("raw", "bf12")):
+        values = _merged(tmp_path / base, tmp_path / "adapter", tmp_path / f"merged-{base}-{weights}", weights)
+        assert all(torch.equal(value, same) for value, same in zip(values, expected, strict=True))
+    assert open_store(tmp_path / "merged-bf12-auto").manifest.weights == "bf12"
+
+    name, factor = next((name, each) for name, each in adapted.named_parameters() if "experts.lora_B" in name)
+    layer = name.partition("layers.")[2].partition(".")[0]
+    with torch.no_grad():  # of expert 5; its outputs have nothing in common
+        own = factor.view(factor.size(0), -1, 8)[..., 5]
+        own.mul_(2.0 ** torch.arange(own.size(0)).remainder(64)[:, None])
+    adapted.save_pretrained(tmp_path / "large")
+    with pytest.raises(ValueError, match=f"layers.{layer}.mlp.experts, expert 5: .*Use bf16"):
+        torch_mesh.merge(tmp_path / "bf12", tmp_path / "large", tmp_path / "refused")
 
 
 def test_checkpoints_convert_open_and_are_saved_as_they_were(tmp_path: Path) -> None:

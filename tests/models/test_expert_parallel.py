@@ -177,6 +177,8 @@ QUICK = {
         "embeddings",
         "drawn",
         "packed",
+        "bf16",
+        "bf12",
         "profile",
         "auto",
         "errors",
@@ -213,6 +215,11 @@ def two_ranks(folder: Path, quick: bool) -> dict[str, Any]:
         **{
             extra: some | {"dtype": torch.float32, "whole_rest": True, "extra": extra, "config": {"resident": 0.5}}
             for extra in (*EXTRAS, "unpatched")
+        },
+        **{
+            weights: some
+            | {"folder": raw, "dtype": torch.bfloat16, "config": dict.fromkeys(("weights", "dense"), weights)}
+            for weights in ("bf16", "bf12")
         },
         "adapted": training_case(store, "qwen3_moe", "all_reduce", "adapted"),
         **{
@@ -278,6 +285,12 @@ def test_linear_layers_are_packed_whole_or_in_parts(given: Any) -> None:
     case, results = given
     assert_same(case, results)
     assert all("MeshLinear" in result["linears"] for result in results)
+
+
+def test_bf12_has_the_bits_of_bf16_on_each_rank(two: dict[str, Any]) -> None:
+    for result, same in zip(two["bf12"][1], two["bf16"][1], strict=True):
+        assert "weights=bf12" in result["model"] and result["linears"] == same["linears"]
+        assert all(torch.equal(result[name], same[name]) for name in ("logits", "generated"))
 
 
 def test_a_profile_of_the_whole_model_warms_what_is_a_ranks_own(two: dict[str, Any]) -> None:

@@ -75,6 +75,15 @@ def test_weights_whose_exponents_differ_too_much_are_refused() -> None:
         ops.pack_linear(weight, "bf12", 0)
 
 
+def test_every_upper_byte_in_one_tile() -> None:
+    """The table has 16 of 256; the other 240 are exceptions, for which 22 tiles have room and 21 have not."""
+    bits = torch.zeros(TILE, 22 * TILE, dtype=torch.int16)
+    bits[:4, :TILE] = (torch.arange(-128, 128).view(4, TILE) << 8).short()
+    _assert_exact(bits)
+    with pytest.raises(ValueError, match="room for 231 exceptions"):
+        ops.pack_linear(bits[:, : 21 * TILE].view(torch.bfloat16), "bf12", 0)
+
+
 def test_a_matrix_of_a_single_weight() -> None:
     _assert_exact(torch.tensor([[-1]]).short())
 

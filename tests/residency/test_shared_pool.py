@@ -3,6 +3,7 @@ that are killed."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -93,6 +94,15 @@ def test_the_bits_are_those_of_a_pool_of_its_own(store: Store, socket: str, shar
     del model
     gc.collect()
     assert eventually(lambda: shared.lender.workers == 0 and shared.engine.pinned() == 0)
+
+
+def test_its_bf12_has_the_bits_of_bf16(mesh_tiny: Path, tmp_path: Path, socket: str) -> None:
+    own = open_model(mesh_tiny, resident=0.25)
+    store = convert(mesh_tiny, tmp_path / "store", "bf12").store
+    with contextlib.closing(SharedPool(store, socket, 0.5, 1)), torch.no_grad():
+        model = open_model(store, shared=socket)
+        assert torch.equal(model(PROMPT).logits, own(PROMPT).logits)
+        assert generated(model) == generated(own)
 
 
 def test_after_the_owner_a_worker_gets_an_error_and_no_wrong_token(
