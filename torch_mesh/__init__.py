@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .speculation.decoding import speculate
     from .statistics.stats import reset_stats, save_profile, stats
     from .statistics.watch import watch
+    from .store.convert import convert
 
 __all__ = [
     "ChecksumError",
@@ -72,6 +73,7 @@ __all__ = [
     "cache_prefixes",
     "capture_batch_sizes",
     "compile",
+    "convert",
     "describe_training",
     "hottest_experts",
     "load_trace",
@@ -98,6 +100,7 @@ _WHERE = {
     "cache_prefixes": "serving.cached_generate",
     "capture_batch_sizes": "gpu.device_work",
     "compile": "hf.compile",
+    "convert": "store.convert",
     "describe_training": "adapters.report",
     "hottest_experts": "gpu.placement",
     "load_trace": "routing.traces",

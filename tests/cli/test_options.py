@@ -109,6 +109,9 @@ def test_a_revision_is_the_hubs(
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.model_info", lambda _, *arguments, **options: download(*arguments, **options)
+    )
     for model in ("maker/model", "maker/model/file.gguf"):
         options = ["--weights", "int8", "--revision", "v2", "--token", "secret"]
         assert main(["convert", model, str(tmp_path / "out"), *options]) == 1

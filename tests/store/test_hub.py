@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import http.server
 import itertools
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 from huggingface_hub import errors
+from loopback_hub import MODEL, LoopbackHub, loopback_hub
 
 from torch_mesh import HubError, StoreError
 from torch_mesh.cli import main
@@ -26,7 +25,6 @@ from torch_mesh.store.gguf import read_parts
 from torch_mesh.store.hub import local_folder, outline_folder
 
 HTTP: Any = sys.modules[errors.HTTPError.__module__.partition(".")[0]]  # httpx, under the name that this release has
-MODEL = "some/model"
 
 
 def answer(status: int) -> Any:
@@ -156,84 +154,36 @@ def test_the_command_line_says_the_same(
     assert capsys.readouterr().err.startswith(f"torch-mesh: {MODEL}: there is no such folder, and the hub")
 
 
-class _Files(http.server.BaseHTTPRequestHandler):
-    """Serves parts of files as the hub does, and counts the bytes that it sends."""
-
-    files: dict[str, bytes]
-    sent: list[int]
-
-    def do_HEAD(self) -> None:
-        self._answer(head=True)
-
-    def do_GET(self) -> None:
-        self._answer(head=False)
-
-    def _answer(self, head: bool) -> None:
-        data = self.files.get(self.path)
-        if data is None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.end_headers()
-            return
-        first, last = 0, len(data) - 1
-        if not head and (wanted := self.headers.get("Range")):
-            first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
-        part = data[first : last + 1]
-        self.send_response(200 if head else 206)
-        for name, value in {"ETag": '"1"', "X-Repo-Commit": "1" * 40, "Content-Length": str(len(part))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if not head:
-            self.wfile.write(part)
-            self.sent.append(len(part))
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Files]]:
-    """A hub of our own, with no files at first, and an empty cache."""
-    handler = type("Handler", (_Files,), {"files": {}, "sent": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    url = f"http://127.0.0.1:{server.server_port}"
-    template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template[template.index("/{repo_id}") :]
-    )
-    yield handler
-    server.shutdown()
-    server.server_close()
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[LoopbackHub]]:
+    with loopback_hub(str(tmp_path / "cache"), monkeypatch) as hub:
+        yield hub
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_of_a_gguf_file_the_header_alone_is_fetched(
-    parts: int, served: type[_Files], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: int, served: type[LoopbackHub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_module, "_RANGE_BYTES", 1 << 14)
     monkeypatch.setattr(gguf_module, "_CHUNK_BYTES", 1 << 12)
     sizes = {"num_experts": 16, "moe_intermediate_size": 512, "vocab_size": 512}
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", {"_exps": "Q8_0"}, parts=parts, **sizes)
     files = sorted(tmp_path.glob("*.gguf"))
-    served.files |= {f"/{MODEL}/resolve/main/{file.name}": file.read_bytes() for file in files}
+    served.files |= {file.name: file.read_bytes() for file in files}
     expected = [part.header.tensors for part in read_parts(made.path)]
     with outline_folder(f"{MODEL}/{made.path.name}") as (path, present):
         assert not present
         assert [part.header.tensors for part in read_parts(path)] == expected
         assert [file.stat().st_size for file in sorted(path.parent.iterdir())] == [f.stat().st_size for f in files]
-    assert sum(served.sent) < sum(file.stat().st_size for file in files) / 10
+    assert served.sent.total() < sum(file.stat().st_size for file in files) / 10
     assert main(["plan", f"{MODEL}/{made.path.name}", "--resident", "0.5", "--disk-speed", "1GB"]) == 0
     with pytest.raises(HubError, match="lacks a file that is needed"):
         outline(f"{MODEL}/another.gguf")
 
 
-def test_a_damaged_header_on_the_hub_is_a_store_error(served: type[_Files], tmp_path: Path) -> None:
+def test_a_damaged_header_on_the_hub_is_a_store_error(served: type[LoopbackHub], tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", {"_exps": "Q8_0"})
     data = made.path.read_bytes()
-    served.files[f"/{MODEL}/resolve/main/m.gguf"] = data[:8] + b"\xff" * 8 + data[16:]
+    served.files["m.gguf"] = data[:8] + b"\xff" * 8 + data[16:]
     with pytest.raises(StoreError, match="m.gguf: says that"):
         outline(f"{MODEL}/m.gguf")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from torch_mesh.cli.options import positive
 from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
 from torch_mesh.formats import CALIBRATED_FORMATS, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
 from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
-from torch_mesh.store.hub import local_folder
 from torch_mesh.store.progress import progress_bar
 
 
@@ -38,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"maximum number of its tokens to run (default: {CALIBRATE_TOKENS})",
     )
+    parser.add_argument(
+        "--keep-original",
+        action="store_true",
+        help="leave the weight files of a model of the hub in its cache (default: each is removed when it is used up)",
+    )
     add_store_arguments(parser, "a model", calibrates=True)
     parser.set_defaults(run=run)
 
@@ -51,14 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
         from torch_mesh.calibration.packing import on_text  # late: imports transformers
 
         calibrate = on_text(arguments.calibrate, arguments.calibrate_tokens or CALIBRATE_TOKENS)
-    folder = local_folder(arguments.source, revision=arguments.revision, token=arguments.token)
     with naming_force(), progress_bar(f"{arguments.weights} store") as progress:
         written = convert(
-            folder,
+            arguments.source,
             arguments.destination,
             arguments.weights,
             arguments.group_size,
-            name=None if os.path.exists(arguments.source) else arguments.source,
+            revision=arguments.revision,
+            token=arguments.token,
+            keep_original=arguments.keep_original,
             calibrate=calibrate,
             force=arguments.force,
             workers=arguments.threads,

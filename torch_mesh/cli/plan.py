@@ -111,6 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_mesh.planning.machine import measure_formats, measure_speeds
     from torch_mesh.planning.plan import plan
     from torch_mesh.planning.sizes import find_sizes
+    from torch_mesh.store.convert import streamed_bytes
+    from torch_mesh.store.gguf import is_gguf
+    from torch_mesh.store.manifest import is_store
 
     if arguments.gpu_memory is not None and arguments.gpu_experts is None:
         arguments.gpu_experts = "auto"
@@ -125,8 +128,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with outline_folder(arguments.model) as (folder, present):
         sizes = find_sizes(folder, config)
+        disk = None
         if not present:  # nothing to read
             sizes = dataclasses.replace(sizes, files=())
+            if not is_gguf(folder) and not is_store(folder):
+                disk = streamed_bytes(folder, config.weights, config.group_size)
         speeds = measure_speeds(sizes, config, disk=arguments.disk_speed, memory=arguments.memory_speed)
         rates = {"hit_rate": arguments.hit_rate, "overlap": arguments.overlap}
         training = None
@@ -156,9 +162,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not present:
         planned = dataclasses.replace(planned, folder=arguments.model, sizes=sizes)
     if arguments.json:
-        print(json.dumps(planned.to_dict() if training is None else planned.to_dict() | training.to_dict()))
+        said = planned.to_dict() | (training.to_dict() if training is not None else {})
+        if disk is not None:
+            said["conversion_disk"] = {"store_bytes": disk[0], "weight_file_bytes": disk[1]}
+        print(json.dumps(said))
     else:
-        _print_table(planned, training)
+        _print_table(planned, training, disk)
         if planned.format_choices:
             _print_formats(planned)
         elif arguments.max_error is not None:
@@ -219,7 +228,8 @@ def _card(given: int | None) -> tuple[int, int]:
     return torch.cuda.mem_get_info()
 
 
-def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
+def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, int] | None) -> None:
+    """``disk``: bytes of the store that torch-mesh convert would make, and of weight files beside it."""
     sizes, shape = planned.sizes, planned.sizes.shape
     every = shape.layers * shape.experts
     table = Table("", "", title=escape(planned.folder), title_justify="left", show_header=False)
@@ -246,6 +256,12 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
         )
     if sizes.conversion:
         table.add_row("conversion", escape(sizes.conversion))
+    if disk is not None:
+        store, beside = map(format_bytes, disk)
+        table.add_row(
+            "disk of torch-mesh convert",
+            f"{format_bytes(sum(disk))} at the peak: {store} of the store, {beside} of weight files beside it",
+        )
     table.add_row("the rest", _bytes(sizes.dense_bytes))
     if sizes.left_alone:
         table.add_row("of that, experts that no pool takes", escape(sizes.left_alone))

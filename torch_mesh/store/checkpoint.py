@@ -45,6 +45,7 @@ from torch_mesh.store.manifest import Shape, is_store
 from torch_mesh.store.mapping import ParameterStacks
 from torch_mesh.store.sources import check_unquantised, method_of, nearest, own_quantisation, source_of
 from torch_mesh.store.sources.layout import Nearest, Weight, nearest_to
+from torch_mesh.store.store_plan import Piece
 from torch_mesh.store.views import PARTS, expert_extents
 
 if TYPE_CHECKING:
@@ -210,11 +211,21 @@ class CheckpointExperts:
         tensors = {part: self._view(pieces, part) for part in PARTS}
         return ExpertTensors(**tensors)  # type: ignore[arg-type]  # up and down are always there
 
+    def pieces(self, layer: int, expert: int) -> list[Piece]:
+        """The ranges of files that ``read_expert`` and ``pack_kept`` read."""
+        extents = self.extents[layer, expert].tolist()
+        if not self.weights:
+            return [(self.headers[file].path, offset, size) for file, offset, size in extents]
+        return [p for extent in extents for p in self.weights[extent[0]].pieces(self._index_in_stack(*extent))]
+
     def _read_piece(self, file: int, offset: int, size: int) -> torch.Tensor:
         if not self.weights:
             return torch.frombuffer(read_range(self.files[file][0], offset, size), dtype=TORCH_DTYPES[self.dtype])
-        weight = self.weights[file]
-        return weight.read(offset // size if size < 4 * math.prod(weight.shape) else None).flatten()
+        return self.weights[file].read(self._index_in_stack(file, offset, size)).flatten()
+
+    def _index_in_stack(self, file: int, offset: int, size: int) -> int | None:
+        """The expert that an extent of a quantized weight is; None if the weight is no stack of experts."""
+        return offset // size if size < 4 * math.prod(self.weights[file].shape) else None
 
     def _view(self, pieces: Sequence[torch.Tensor], part: str) -> torch.Tensor | None:
         view = self.raw_views.get(part)
@@ -332,19 +343,29 @@ def checkpoint_fingerprint(
 ) -> str:
     """Hex digest of the files' names, sizes, modification times and safetensors headers, and of how they are to be
     read."""
+    return fingerprint_of_files(map(_identity_of, sorted(files)), quantisation, key_mapping)
+
+
+def fingerprint_of_files(
+    identities: Iterable[bytes], quantisation: Mapping[str, Any] | None, key_mapping: Mapping[str, str] | None
+) -> str:
+    """Hex digest of what identifies each file, and of how they are to be read."""
     digest = hashlib.blake2b(digest_size=16)
     if quantisation is not None:
         digest.update(json.dumps(quantisation, sort_keys=True).encode())
     if key_mapping:
         digest.update(json.dumps([*key_mapping.items()]).encode())  # order matters
-    for path in sorted(files):
-        status = path.stat()
-        header = read_gguf(path).header if is_gguf(path) else read_header(path)
-        with path.open("rb") as file:
-            raw = file.read(header.data_start)
-        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0{len(raw)}\0".encode())
-        digest.update(raw)
+    for identity in identities:
+        digest.update(identity)
     return digest.hexdigest()
+
+
+def _identity_of(path: Path) -> bytes:
+    status = path.stat()
+    header = read_gguf(path).header if is_gguf(path) else read_header(path)
+    with path.open("rb") as file:
+        raw = file.read(header.data_start)
+    return f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0{len(raw)}\0".encode() + raw
 
 
 def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -39,8 +40,11 @@ from torch_mesh.store.checkpoint import (
 from torch_mesh.store.dense_weights import dense_files, files_beside, rest_of_checkpoint, tensors_of
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error, weight_files
+from torch_mesh.store.hub import local_folder
+from torch_mesh.store.hub_shards import streamed_folder
 from torch_mesh.store.manifest import MAX_FILE_BYTES, Store
-from torch_mesh.store.store_plan import Progress, StorePlan
+from torch_mesh.store.stages import Streaming, peak_bytes, stages
+from torch_mesh.store.store_plan import NewFile, Progress, StorePlan
 from torch_mesh.store.table_files import table_files
 from torch_mesh.store.tables import tables_in_files
 from torch_mesh.store.verify import read_record
@@ -63,6 +67,9 @@ def convert(
     weights: str,
     group_size: int = 64,
     *,
+    revision: str | None = None,
+    token: str | None = None,
+    keep_original: bool = False,
     name: str | None = None,
     calibrate: Calibrate | None = None,
     force: bool = False,
@@ -71,83 +78,134 @@ def convert(
     max_file_bytes: int = MAX_FILE_BYTES,
     key_mapping: Mapping[str, str] | None = None,
 ) -> Written:
-    """Convert the checkpoint in the folder or GGUF file ``source`` to a store, expert by expert.
+    """Convert a checkpoint to a store, expert by expert.
+
+    ``source`` is its folder, a GGUF file, or a model id on the hub, with ``revision`` and ``token``. A model of the hub
+    is converted while it is downloaded, one weight file after the other: each is compared with the hub's hash, and
+    removed when all of it has been used. ``keep_original`` leaves them in the hub's cache. Files that are there already
+    are used from there and stay. With ``calibrate``, and for GGUF files, the whole model is downloaded to the cache.
 
     ``weights`` is 'bf16', 'bf12', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto' (the nearest to the
     source), or the format that holds its codes unchanged; ``group_size`` (32, 64 or 128) applies to all but bf16 and
-    bf12. ``name`` is the
-    source's name in the manifest, by default its folder; ``key_mapping`` is as in ``from_pretrained``. Memory is
-    bounded by a few experts. After an interruption the same call continues.
+    bf12. ``name`` is the source's name in the manifest, by default its folder or its model id; ``key_mapping`` is as in
+    ``from_pretrained``. Memory is bounded by a few experts. After an interruption the same call continues.
 
     ``calibrate`` packs int8, int4, lut4 and trellis records to preserve the experts' outputs on a text: see
     ``calibration.packing.on_text``. That takes layers x tokens x hidden x 2 bytes of disk while the store is written.
     Experts are then packed one at a time, on all of torch's threads, unless ``workers`` is given.
 
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files,
-    an occupied destination and a full disk; ``MeshError`` for a text that is too short and a checkpoint without a
-    tokenizer.
+    an occupied destination and a full disk; ``HubError`` for what the hub refuses and for files with another hash than
+    it states; ``MeshError`` for a text that is too short and a checkpoint without a tokenizer; ``ValueError`` for
+    formats that nothing can be rounded to, and for options of the hub with a local ``source``.
     """
-    source, destination = Path(source), Path(destination)
+    destination = Path(destination)
     if weights in ROUNDED_FORMATS:
         checked_group_size(weights, group_size)
     elif weights != "auto" and not is_passthrough(weights):
         raise ValueError(unknown_weights(weights, ("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS)))
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
-    fingerprint = fingerprint_of(source, key_mapping)  # before the headers are read
-    model = meta_model(read_config(source))
-    experts = find_checkpoint_experts(source, model, key_mapping)
-    # Raises now for what could not be read later.
-    if others := [layer for layer, _ in find_left_alone(source, model, key_mapping)]:
-        left_alone = (
-            f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
+    is_local = os.path.exists(source)
+    if is_local and keep_original:
+        raise ValueError(f"keep_original is for models of the hub, and {source} is on this machine: leave it out")
+    in_whole = is_local or is_gguf(source) or calibrate is not None
+    in_whole = is_local or is_gguf(source) or calibrate is not None
+    with (
+        contextlib.nullcontext((local_folder(source, revision=revision, token=token), None))
+        if in_whole
+        else streamed_folder(source, destination, revision=revision, token=token, keep_original=keep_original)
+    ) as (folder, shards):
+        fingerprint_now = functools.partial(fingerprint_of, key_mapping=key_mapping)
+        # Before the headers are read.
+        fingerprint = fingerprint_now(folder) if shards is None else shards.fingerprint(key_mapping)
+        model = meta_model(read_config(folder))
+        experts = find_checkpoint_experts(folder, model, key_mapping)
+        # Raises now for what could not be read later.
+        if others := [layer for layer, _ in find_left_alone(folder, model, key_mapping)]:
+            left_alone = (
+                f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
+            )
+            warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=2)
+        asked = weights
+        weights, group_size = weights_of_checkpoint(experts, weights, group_size)
+        if asked != "auto" and FORMATS[asked].holds_bf16 and not experts.fits_bf16:
+            warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
+        calibrator = None
+        if calibrate is not None:
+            _check_calibrated(experts, weights, group_size)
+            calibrator = calibrate(experts, model, weights, group_size)
+            workers = workers or 1
+
+        def pack(layer: int, expert: int) -> torch.Tensor:
+            if calibrator is not None:
+                return calibrator.pack(layer, expert)
+            return pack_from_checkpoint(experts, layer, expert, weights, group_size)
+
+        plan = StorePlan(
+            shape=experts.shape,
+            modules=experts.modules,
+            weights=weights,
+            group_size=group_size,
+            source_name=name or (source_name(folder) if is_local else os.fspath(source)),
+            source_fingerprint=fingerprint,
+            calibration=None if calibrator is None else calibrator.calibration,
         )
-        warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=2)
-    asked = weights
+        records = (
+            (layer, expert, functools.partial(pack, layer, expert))
+            for layer in range(experts.shape.layers)
+            for expert in range(experts.shape.experts)
+        )
+        return write_store(
+            destination,
+            plan,
+            records,
+            _files_beside(experts, model, plan, max_file_bytes, key_mapping),
+            force=force,
+            workers=workers,
+            progress=progress,
+            max_file_bytes=max_file_bytes,
+            # Files of the hub are compared with its hashes.
+            check_source=functools.partial(check_unchanged, folder, fingerprint, fingerprint_now)
+            if shards is None
+            else lambda: None,
+            scratch=None if calibrator is None else calibrator.scratch,
+            streaming=None if shards is None else Streaming(shards, experts.pieces),
+        )
+
+
+def _files_beside(
+    experts: CheckpointExperts,
+    model: PreTrainedModel,
+    plan: StorePlan,
+    max_file_bytes: int,
+    key_mapping: Mapping[str, str] | None,
+) -> list[NewFile]:
+    tables = [table for _, table in tables_in_files(experts.folder, model, "auto", key_mapping)]
+    rest = rest_of_checkpoint(experts, model, tables, table_files(tables, plan.source_fingerprint, max_file_bytes))
+    return files_beside(rest, model, plan, max_file_bytes)
+
+
+def _never() -> torch.Tensor:
+    raise AssertionError("a plan makes no records")
+
+
+def streamed_bytes(folder: Path, weights: str, group_size: int = 64) -> tuple[int, int]:
+    """Bytes of the store that ``convert`` makes of a model of the hub, and the most that its weight files take beside
+    it. ``folder`` needs headers alone.
+
+    Raises as ``convert`` does.
+    """
+    model = meta_model(read_config(folder))
+    experts = find_checkpoint_experts(folder, model)
     weights, group_size = weights_of_checkpoint(experts, weights, group_size)
-    if asked != "auto" and FORMATS[asked].holds_bf16 and not experts.fits_bf16:
-        warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
-    calibrator = None
-    if calibrate is not None:
-        _check_calibrated(experts, weights, group_size)
-        calibrator = calibrate(experts, model, weights, group_size)
-        workers = workers or 1
-
-    def pack(layer: int, expert: int) -> torch.Tensor:
-        if calibrator is not None:
-            return calibrator.pack(layer, expert)
-        return pack_from_checkpoint(experts, layer, expert, weights, group_size)
-
-    plan = StorePlan(
-        shape=experts.shape,
-        modules=experts.modules,
-        weights=weights,
-        group_size=group_size,
-        source_name=name or source_name(source),
-        source_fingerprint=fingerprint,
-        calibration=None if calibrator is None else calibrator.calibration,
-    )
-    tables = [table for _, table in tables_in_files(source, model, "auto", key_mapping)]
-    records = (
-        (layer, expert, functools.partial(pack, layer, expert))
-        for layer in range(experts.shape.layers)
-        for expert in range(experts.shape.experts)
-    )
-    rest = rest_of_checkpoint(experts, model, tables, table_files(tables, fingerprint, max_file_bytes))
-    return write_store(
-        destination,
-        plan,
-        records,
-        files_beside(rest, model, plan, max_file_bytes),
-        force=force,
-        workers=workers,
-        progress=progress,
-        max_file_bytes=max_file_bytes,
-        check_source=functools.partial(
-            check_unchanged, source, fingerprint, functools.partial(fingerprint_of, key_mapping=key_mapping)
-        ),
-        scratch=None if calibrator is None else calibrator.scratch,
-    )
+    plan = StorePlan(experts.shape, experts.modules, weights, group_size, source_name(folder), experts.fingerprint)
+    files = _files_beside(experts, model, plan, MAX_FILE_BYTES, None)
+    shape = experts.shape
+    records = [(layer, expert, _never) for layer in range(shape.layers) for expert in range(shape.experts)]
+    sizes = {header.path: header.file_bytes for header in experts.headers}
+    store = len(records) * plan.record_bytes + sum(file.size for file in files)
+    return store, peak_bytes(stages(sizes, experts.pieces, records, files), sizes)
 
 
 def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int) -> None:

@@ -32,7 +32,7 @@ from torch_mesh.store.header import (
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, config_text, quantization_table
 from torch_mesh.store.sources import QUANTISATION_FILES
 from torch_mesh.store.sources.layout import Weight
-from torch_mesh.store.store_plan import Chunk, NewFile, StorePlan
+from torch_mesh.store.store_plan import Chunk, NewFile, Piece, StorePlan
 from torch_mesh.store.table_files import StoredTable, is_table_file
 
 _COPY_BYTES = 8 << 20
@@ -56,6 +56,7 @@ class Dense:
 
     tensor: Tensor
     chunks: Callable[[], Iterable[Chunk]]  # each valid until the next is requested
+    pieces: tuple[Piece, ...] = ()  # what ``chunks`` reads of a checkpoint's files
 
     def read(self) -> torch.Tensor:
         data, filled = np.empty(self.tensor.bytes, dtype=np.uint8), 0
@@ -193,7 +194,12 @@ def _configs_with_experts(
 
 def _is_copied(path: Path) -> bool:
     name = path.name
-    return path.is_file() and name != "config.json" and not name.startswith(".") and _OF_WEIGHTS.fullmatch(name) is None
+    return path.is_file() and name != "config.json" and not name.startswith(".") and not is_weight_file(name)
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a checkpoint's file of this name holds weights in any format, or is an index of such files."""
+    return _OF_WEIGHTS.fullmatch(name) is not None
 
 
 def _in_memory(name: str, text: str) -> NewFile:
@@ -210,11 +216,14 @@ def _copied(path: Path) -> NewFile:
 
 
 def _spread(tensors: Iterable[Dense], max_file_bytes: int) -> list[tuple[str, list[Dense]]]:
-    """Distribute tensors over files of bounded size; within one, wide types first, for alignment."""
+    """Distribute tensors over files of bounded size; within one, wide types first, for alignment.
+
+    Tensors of different files stay apart, so that a checkpoint's files can be fetched one after the other.
+    """
     groups: list[list[Dense]] = [[]]
     size = 0
     for member in tensors:
-        if groups[-1] and size + member.tensor.bytes > max_file_bytes:
+        if groups[-1] and (size + member.tensor.bytes > max_file_bytes or _file_of(member) != _file_of(groups[-1][-1])):
             groups.append([])
             size = 0
         groups[-1].append(member)
@@ -222,6 +231,10 @@ def _spread(tensors: Iterable[Dense], max_file_bytes: int) -> list[tuple[str, li
     for group in groups:
         group.sort(key=lambda member: -DTYPE_BITS[member.tensor.dtype])
     return [(f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors", group) for number, group in enumerate(groups)]
+
+
+def _file_of(member: Dense) -> Path | None:
+    return member.pieces[0][0] if member.pieces else None
 
 
 def tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> list[Dense]:
@@ -244,7 +257,7 @@ def _tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[
             weight = weights.get(tensor.name)
             if not experts.weights or (weight is not None and weight.is_plain):
                 read = functools.partial(_read_range, header.path, tensor.offset, tensor.bytes)
-                yield Dense(tensor, read)
+                yield Dense(tensor, read, ((header.path, tensor.offset, tensor.bytes),))
             elif weight is not None:
                 yield _values(weight, dtype if dtype in DENSE_DTYPES else torch.bfloat16)
 
@@ -258,10 +271,16 @@ def _values(weight: Weight, dtype: torch.dtype) -> Dense:
         values = weight.read().to(dtype)
         return values.mT if turned else values
 
-    return written(weight.name, dtype, shape, values)
+    return written(weight.name, dtype, shape, values, weight.pieces(None))
 
 
-def written(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: Callable[[], torch.Tensor]) -> Dense:
+def written(
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    values: Callable[[], torch.Tensor],
+    pieces: tuple[Piece, ...] = (),
+) -> Dense:
     """A tensor that ``values`` makes when it is written."""
 
     def chunks() -> Iterator[memoryview]:
@@ -270,13 +289,14 @@ def written(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: Calla
             raise MeshError(f"{name} is {tuple(made.shape)}, {made.dtype}, but its file's header has {shape}, {dtype}")
         yield made.contiguous().flatten().view(torch.uint8).numpy().data
 
-    return Dense(Tensor(name, DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks)
+    return Dense(Tensor(name, DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks, pieces)
 
 
 def _dense_file(name: str, members: Sequence[Dense]) -> NewFile:
     tensors = [member.tensor for member in members]
     header = encode_header(((t.name, t.dtype, t.shape, t.bytes) for t in tensors), {"format": "pt"})
-    return NewFile(name, len(header) + sum(t.bytes for t in tensors), lambda: _dense_chunks(header, members))
+    pieces = tuple(piece for member in members for piece in member.pieces)
+    return NewFile(name, len(header) + sum(t.bytes for t in tensors), lambda: _dense_chunks(header, members), pieces)
 
 
 def _dense_chunks(header: bytes, members: Iterable[Dense]) -> Iterator[Chunk]:

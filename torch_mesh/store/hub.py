@@ -10,16 +10,22 @@ from pathlib import Path
 from typing import BinaryIO
 
 import huggingface_hub
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+)
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, validate_repo_id
 
 from torch_mesh.errors import HubError, StoreError
 from torch_mesh.store.gguf import is_gguf, parse_gguf, part_names
 from torch_mesh.store.header import (
     INDEX_NAME,
+    MAX_HEADER_BYTES,
     SINGLE_NAME,
     check_folder,
-    encode_header,
     is_index,
     named_in_config,
     only_variant,
@@ -31,7 +37,10 @@ from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
 from torch_mesh.store.sources import QUANTISATION_FILES, own_quantisation
 
-_RANGE_BYTES = 1 << 20  # of a header, at least, with each request
+# Of a header, at least, with each request. GGUF's also have the vocabulary.
+_RANGE_BYTES = 1 << 20
+HEADER_BYTES = 1 << 17
+TRIES = 3  # of a request, where the client does not try again itself
 _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.GGUF", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
 
 
@@ -50,7 +59,7 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
         return Path(source)
     if is_gguf(source):
         return _gguf_file(source, revision, token)
-    _check_model_id(source)
+    check_model_id(source)
     with _to_cache(source):
         fetched = huggingface_hub.snapshot_download(
             os.fspath(source), revision=revision, token=token, ignore_patterns=_NO_WEIGHTS
@@ -71,7 +80,7 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
         return
     model, names = _gguf_names(source) if is_gguf(source) else (os.fspath(source), [])
     if not names:
-        _check_model_id(source)
+        check_model_id(source)
     present = _cached_gguf(model, names) if names else _cached_folder(model)
     if present is not None:
         yield present, True
@@ -115,14 +124,16 @@ def _cached_gguf(model: str, names: list[str]) -> Path | None:
 class _Prefix:
     """A file of the hub, which is fetched as far as it is read and kept in a local one."""
 
-    def __init__(self, url: str, local: BinaryIO) -> None:
+    def __init__(self, url: str, local: BinaryIO, at_least: int, token: str | None = None) -> None:
         self._url = url
         self._local = local
+        self._at_least = at_least  # bytes of a request
+        self._headers = build_hf_headers(token=token)
         self._at = self._fetched = 0
 
     def read(self, size: int) -> bytes:
         if self._at + size > self._fetched:
-            self._fetch(max(self._at + size, self._fetched + _RANGE_BYTES))
+            self._fetch(max(self._at + size, self._fetched + self._at_least))
         self._local.seek(self._at)
         data = self._local.read(size)
         self._at += len(data)
@@ -133,28 +144,60 @@ class _Prefix:
         return self._at
 
     def _fetch(self, end: int) -> None:
-        headers = {**build_hf_headers(), "Range": f"bytes={self._fetched}-{end - 1}"}
-        answer = huggingface_hub.get_session().get(
-            self._url, headers=headers, follow_redirects=True, timeout=huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
-        )
-        hf_raise_for_status(answer)
-        if answer.status_code != 206:
-            raise HubError(
-                f"{self._url}: the hub sends no parts of files (status {answer.status_code}): download it, and name "
-                "the file."
-            )
-        self._local.seek(self._fetched)
-        self._fetched += self._local.write(answer.content)
+        failed = 0  # in a row, without a byte
+        while True:
+            begin = self._fetched
+            try:
+                self._receive(end)
+            except HTTPError as problem:
+                failed = failed + 1 if self._fetched == begin else 0
+                if isinstance(problem, HfHubHTTPError) or failed == TRIES:
+                    raise
+            else:
+                return
+
+    def _receive(self, end: int) -> None:
+        headers = {**self._headers, "Range": f"bytes={self._fetched}-{end - 1}"}
+        timeout = huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
+        session = huggingface_hub.get_session()
+        with session.stream("GET", self._url, headers=headers, follow_redirects=True, timeout=timeout) as answer:
+            hf_raise_for_status(answer)
+            if answer.status_code != 206:
+                raise HubError(
+                    f"{self._url}: the hub sends no parts of files (status {answer.status_code}): download it, and "
+                    "name the file."
+                )
+            self._local.seek(self._fetched)
+            for chunk in answer.iter_bytes():
+                self._fetched += self._local.write(chunk)
+
+
+def write_header(url: str, path: Path, size: int, token: str | None = None) -> None:
+    """Write the safetensors file at ``url`` with its header alone: sparse behind it, ``size`` bytes in all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w+b") as local:
+        remote = _Prefix(url, local, HEADER_BYTES, token)
+        end = len(length := remote.read(8)) + int.from_bytes(length, "little")
+        if end <= min(size, MAX_HEADER_BYTES):  # else reading the file says what is wrong
+            remote.read(end - 8)
+            local.truncate(end)
+        local.truncate(size)
+
+
+def file_size(model: str, name: str, url: str) -> int:
+    """Bytes of a file of the hub. Raises HubError if the hub does not say."""
+    size = huggingface_hub.get_hf_file_metadata(url).size
+    if size is None:
+        raise HubError(f"{model}: the hub does not say how many bytes {name} has: download it, and name the file.")
+    return size
 
 
 def _write_gguf_outline(model: str, name: str, path: Path) -> None:
     url = huggingface_hub.hf_hub_url(model, name)
-    size = huggingface_hub.get_hf_file_metadata(url).size
-    if size is None:
-        raise HubError(f"{model}: the hub does not say how many bytes {name} has: download it, and name the file.")
+    size = file_size(model, name, url)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w+b") as local:
-        parse_gguf(path, _Prefix(url, local), size)
+        parse_gguf(path, _Prefix(url, local, _RANGE_BYTES), size)
         local.truncate(size)
 
 
@@ -184,16 +227,8 @@ def _write_outline(model: str, folder: Path) -> None:
     if _fetch(hub, model, MANIFEST_NAME, folder):
         names |= {file.name for file in read_manifest(folder).record_files}
     for name in sorted(names):
-        described = hub.parse_safetensors_file_metadata(model, name)
-        tensors = sorted(described.tensors.items(), key=lambda item: item[1].data_offsets)
-        rows = [
-            (key, info.dtype, tuple(info.shape), info.data_offsets[1] - info.data_offsets[0]) for key, info in tensors
-        ]
-        header = encode_header(rows, described.metadata)
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("wb") as file:
-            file.write(header)
-            file.truncate(len(header) + sum(size for *_, size in rows))
+        url = huggingface_hub.hf_hub_url(model, name)
+        write_header(url, folder / name, file_size(model, name, url))
 
 
 def _weight_names(hub: huggingface_hub.HfApi, model: str, folder: Path) -> set[str]:
@@ -221,7 +256,7 @@ def _fetch(hub: huggingface_hub.HfApi, model: str, name: str, folder: Path) -> b
     return True
 
 
-def _check_model_id(source: str | os.PathLike[str]) -> None:
+def check_model_id(source: str | os.PathLike[str]) -> None:
     """Raises ``StoreError`` for a missing local path, before the hub complains about the form of model ids."""
     try:
         validate_repo_id(os.fspath(source))

@@ -24,9 +24,9 @@ from huggingface_hub.errors import (
 
 from torch_mesh.errors import HubError
 
-# Causes on this machine, with advice. {variable} moves the files to another folder.
-_MORE_ROOM = "free some room there, or set {variable} to a folder on another disk"
-_MORE_RIGHTS = "let this user read and write there, or set {variable} to a folder where it may"
+# Causes on this machine, with advice. {choose} begins how to take another folder.
+_MORE_ROOM = "free some room there, or {choose} a folder on another disk"
+_MORE_RIGHTS = "let this user read and write there, or {choose} a folder where it may"
 _OF_THIS_MACHINE = {
     errno.ENOSPC: _MORE_ROOM,
     errno.EDQUOT: _MORE_ROOM,
@@ -35,13 +35,14 @@ _OF_THIS_MACHINE = {
     errno.EROFS: _MORE_RIGHTS,
     errno.EMFILE: "close some, or raise the limit of this process (ulimit -n)",
     errno.ENFILE: "close some, or raise the limit of the machine (sysctl fs.file-max)",
-    errno.EIO: "look at the kernel's log (dmesg), or set {variable} to a folder on another disk",
+    errno.EIO: "look at the kernel's log (dmesg), or {choose} a folder on another disk",
 }
 
 
 @contextmanager
-def hub_errors(source: str | os.PathLike[str], folder: str | os.PathLike[str], variable: str) -> Iterator[None]:
+def hub_errors(source: str | os.PathLike[str], folder: str | os.PathLike[str], variable: str | None) -> Iterator[None]:
     """Within, errors of downloading ``source`` to ``folder``, which the environment's ``variable`` moves, get advice.
+    None: that is beside the destination.
 
     Raises ``HubError`` for the hub's answers and connection errors, and an ``OSError`` of the same number for a full or
     broken disk, missing permissions, and too many open files.
@@ -52,7 +53,7 @@ def hub_errors(source: str | os.PathLike[str], folder: str | os.PathLike[str], v
         raise _explained(os.fspath(source), problem, Path(folder), variable) from problem
 
 
-def _explained(source: str, problem: Exception, folder: Path, variable: str) -> Exception:
+def _explained(source: str, problem: Exception, folder: Path, variable: str | None) -> Exception:
     causes = list(_causes(problem))
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno in _OF_THIS_MACHINE:
@@ -75,11 +76,12 @@ def _explained(source: str, problem: Exception, folder: Path, variable: str) -> 
     )
 
 
-def _of_this_machine(source: str, problem: OSError, number: int, folder: Path, variable: str) -> OSError:
+def _of_this_machine(source: str, problem: OSError, number: int, folder: Path, variable: str | None) -> OSError:
     where = folder if problem.filename is None else Path(os.fsdecode(problem.filename))
     if not where.is_relative_to(folder):  # a file of the hub's library, such as a token
         variable = "HF_HOME"
-    said = f"{os.strerror(number)} while {source} was fetched: {_OF_THIS_MACHINE[number].format(variable=variable)}"
+    choose = "choose as destination" if variable is None else f"set {variable} to"
+    said = f"{os.strerror(number)} while {source} was fetched: {_OF_THIS_MACHINE[number].format(choose=choose)}"
     return OSError(number, said, os.fspath(where))
 
 

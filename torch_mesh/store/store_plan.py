@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 Chunk = bytes | memoryview
 RecordMaker = Callable[[], "torch.Tensor"]  # -> uint8 [record_bytes]; called from a worker thread
+Piece = tuple[Path, int, int]  # a range of a file: offset and bytes
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ class Scratch:
 @dataclass(frozen=True)
 class NewFile:
     """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call, on a worker thread.
-    A chunk may be invalid after the next."""
+    A chunk may be invalid after the next. ``pieces`` are the ranges of weight files that it reads."""
 
     name: str
     size: int
     chunks: Callable[[], Iterable[Chunk]]
+    pieces: tuple[Piece, ...] = ()

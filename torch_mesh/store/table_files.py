@@ -17,7 +17,7 @@ import torch
 
 from torch_mesh.store.header import encode_header, read_header, store_error
 from torch_mesh.store.manifest import read_manifest
-from torch_mesh.store.store_plan import Chunk, NewFile
+from torch_mesh.store.store_plan import Chunk, NewFile, Piece
 
 ROW_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DTYPE_NAMES = {dtype: name for name, dtype in ROW_DTYPES.items()}
@@ -96,7 +96,7 @@ def _table_file(name: str, table: StoredTable, first: int, rows: int, fingerprin
             count = min(each, first + rows - begin)
             yield _C.pad_rows(salt, begin, table.row_bytes, read_rows(table, begin, count)).data
 
-    return NewFile(name, len(header) + size, chunks)
+    return NewFile(name, len(header) + size, chunks, tuple(_pieces(table, first, rows)))
 
 
 def read_rows(table: StoredTable, first: int, count: int) -> npt.NDArray[np.uint8]:
@@ -104,17 +104,22 @@ def read_rows(table: StoredTable, first: int, count: int) -> npt.NDArray[np.uint
 
     Raises ``StoreError`` for a file that was cut.
     """
-    rows = np.empty((count, table.row_bytes), dtype=np.uint8)
-    filled = 0
+    rows = np.empty(count * table.row_bytes, dtype=np.uint8)
+    into = rows.data
+    for path, offset, size in _pieces(table, first, count):
+        _read_into(path, offset, into[:size])
+        into = into[size:]
+    return rows
+
+
+def _pieces(table: StoredTable, first: int, count: int) -> Iterator[Piece]:
+    """Where rows [first, first + count) of a checkpoint's table are."""
     for stretch in table.stretches:
         skipped = min(first, stretch.rows)
-        taken = min(count - filled, stretch.rows - skipped)
-        first -= skipped
+        taken = min(count, stretch.rows - skipped)
+        first, count = first - skipped, count - taken
         if taken:
-            into = rows[filled : filled + taken].reshape(-1).data
-            _read_into(stretch.path, stretch.offset + skipped * table.row_bytes, into)
-            filled += taken
-    return rows.reshape(-1)
+            yield stretch.path, stretch.offset + skipped * table.row_bytes, taken * table.row_bytes
 
 
 def _read_into(path: Path, offset: int, into: memoryview) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from torch_mesh.store.manifest import (
     file_digest,
     plan_record_files,
 )
+from torch_mesh.store.stages import Stage, Streaming
 from torch_mesh.store.store_plan import Chunk, NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.system.atomic_files import FILE_MODE
 from torch_mesh.system.background import TaskThreads
@@ -54,6 +56,7 @@ class UnfinishedStore:
             plan.shape, plan.modules, self._record_bytes, self._journal.store_id, max_file_bytes
         )
         self._descriptors: list[int] = []
+        self._intact: set[str] = set()  # files of an earlier run whose digest has been compared
         self._stopping = threading.Event()
         self._file_under_way = False
         self._one_file = threading.Lock()
@@ -71,6 +74,7 @@ class UnfinishedStore:
         progress: Progress | None,
         check_source: Callable[[], None],
         scratch: Scratch | None,
+        streaming: Streaming | None,
     ) -> None:
         names = () if scratch is None else scratch.names
         self._remove_leftovers(files, names)
@@ -84,7 +88,8 @@ class UnfinishedStore:
             counter.add(prepared - counter.done)  # less than requested, perhaps
         with _Workers(workers) as packing, _Workers(1) as syncing:
             try:
-                self._collect(packing.run(self._tasks(records, files)), syncing, counter)
+                for stage in self._stages(records, files, streaming):
+                    self._collect(packing.run(self._tasks(stage.records, stage.files)), syncing, counter)
             except BaseException:
                 self._stopping.set()  # leaving the context waits for running tasks
                 raise
@@ -135,15 +140,32 @@ class UnfinishedStore:
 
         return _C.record_checksum(self._journal.store_id, layer, expert, record)
 
+    def _stages(
+        self, records: Iterable[tuple[int, int, RecordMaker]], files: Sequence[NewFile], streaming: Streaming | None
+    ) -> Iterator[Stage]:
+        """What is still to be made, when it can be. The caller makes all of a stage before it asks for the next."""
+        if streaming is None:
+            yield Stage(None, list(records), list(files))
+            return
+        # The hub's hashes identify what is made of weights, so that these need not be fetched again.
+        self._intact = {file.name for file in files if file.pieces and self._is_intact(file)}
+        missing = [record for record in records if record[:2] not in self._journal.records]
+        unwritten = [replace(file, pieces=()) if file.name in self._intact else file for file in files]
+        yield from streaming.fetched(missing, unwritten)
+
     def _write_file(self, file: NewFile) -> OtherFile:
-        path = self._folder / file.name
-        known = self._journal.files.get(file.name)
-        # Small files are rewritten: they may have been edited in the source.
-        may_stay = known is not None and file.size == known.bytes > _SMALL_FILE and path.is_file()
         with self._one_file:
-            if known is not None and may_stay and file_digest(path, self._stop_if_asked) == known.digest:
-                return known
-            return self._write_anew(path, file)
+            # Small files are rewritten: they may have been edited in the source.
+            if file.name in self._intact or (file.size > _SMALL_FILE and self._is_intact(file)):
+                return self._journal.files[file.name]
+            return self._write_anew(self._folder / file.name, file)
+
+    def _is_intact(self, file: NewFile) -> bool:
+        """Whether an earlier run wrote it, by its digest."""
+        path, known = self._folder / file.name, self._journal.files.get(file.name)
+        if known is None or file.size != known.bytes or not path.is_file():
+            return False
+        return file_digest(path, self._stop_if_asked) == known.digest
 
     def _write_anew(self, path: Path, file: NewFile) -> OtherFile:
         digest, checksums = hashlib.blake2b(digest_size=16), []

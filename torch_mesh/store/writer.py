@@ -34,6 +34,7 @@ from torch_mesh.store.folders import (
 )
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, open_store, plan_record_files
+from torch_mesh.store.stages import Streaming
 from torch_mesh.store.store_plan import NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.store.unfinished import UnfinishedStore
 from torch_mesh.system.atomic_files import locked
@@ -63,6 +64,7 @@ def write_store(
     max_file_bytes: int = MAX_FILE_BYTES,
     check_source: Callable[[], None] = lambda: None,
     scratch: Scratch | None = None,
+    streaming: Streaming | None = None,
 ) -> Written:
     """Write the store of ``plan`` to ``folder``, or continue an earlier run of the same plan.
 
@@ -70,7 +72,8 @@ def write_store(
     ``workers`` threads (default: two more than the usable CPUs), a few at a time. ``force`` replaces an existing store.
     ``private``: no other process knows ``folder``, so that no lock is needed, which some file systems lack.
     ``check_source`` is called when everything is read, and raises if the source changed: then no store is made.
-    ``scratch`` is prepared before the first record, if one is still to be made.
+    ``scratch`` is prepared before the first record, if one is still to be made. With ``streaming`` what the records and
+    files read is fetched in turn, and ``records`` may be given in any order.
 
     Links are followed. An existing store of this plan is only checked.
 
@@ -108,6 +111,10 @@ def write_store(
                 total = sum(file.size for file in files) + sum(file.bytes for file, _ in record_files)
                 total += 0 if scratch is None else scratch.bytes
                 present = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
+                if streaming is not None:
+                    records = list(records)
+                    total += streaming.peak_bytes(records, files)
+                    present += streaming.shards.present_bytes()
                 check_free_space(partial.parent, total, present, " or smaller weights")
                 with (
                     full_disk_as_store_error(
@@ -122,6 +129,7 @@ def write_store(
                         progress,
                         check_source,
                         scratch,
+                        streaming,
                     )
             move_into_place(partial, folder)
     return Written(existing or open_store(folder), existed=existing is not None)

@@ -221,6 +221,11 @@ class Weight:
         size = tensor.bytes // tensor.shape[0]
         return path, replace(tensor, offset=tensor.offset + expert * size, bytes=size, shape=tensor.shape[1:])
 
+    def pieces(self, expert: int | None) -> tuple[tuple[Path, int, int], ...]:
+        """What ``read`` reads: file, offset and bytes of each part."""
+        found = (self.part(role, expert) for role in self.parts)
+        return tuple((path, tensor.offset, tensor.bytes) for path, tensor in found)
+
     def _headers(self) -> dict[str, Tensor]:
         return {role: tensor for role, (_, tensor) in self.parts.items()}
 
