@@ -53,7 +53,7 @@ WAYS = ("all_reduce", "all_to_all")
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def launch(folder: Path, cases: list[dict[str, Any]], ranks: int, timeout: float = 240) -> list[list[dict[str, Any]]]:
+def launch(folder: Path, cases: list[dict[str, Any]], ranks: int, timeout: float = 900) -> list[list[dict[str, Any]]]:
     """What each case gave, by rank."""
     torch.save(cases, folder / "cases.pt")
     how = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
