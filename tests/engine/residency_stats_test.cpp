@@ -184,7 +184,7 @@ TEST(PoolStats, AVisitUsesNoPrefetch) {
   forward(pool, 0, {0}, kDecodeStep);
   EXPECT_EQ(pool.stats()[0].prefetches_used, 1);
   pool.evict(0, Experts{0, 1});
-  EXPECT_EQ(pool.stats()[0].prefetches_wasted, 1);
+  EXPECT_EQ(pool.stats()[0].prefetches_unused, 1);
   pool.validate();
 }
 
@@ -288,7 +288,7 @@ TEST(PoolStats, APrefetchIsUsedOrWastedOrWaits) {
   LayerStats decode = layer_of(pool.detailed_stats(), Phase::kDecode);
   EXPECT_EQ(decode.prefetches, 4);
   EXPECT_EQ(decode.prefetches_used, 2);
-  EXPECT_EQ(decode.prefetches_wasted, 0);
+  EXPECT_EQ(decode.prefetches_unused, 0);
   EXPECT_EQ(decode.bytes_read, 4 * kRecord);
   EXPECT_EQ(layer_of(pool.detailed_stats(), Phase::kPrefill).hits, 2);
 
@@ -297,8 +297,8 @@ TEST(PoolStats, APrefetchIsUsedOrWastedOrWaits) {
   pool.validate();
   decode = layer_of(pool.detailed_stats(), Phase::kDecode);
   EXPECT_EQ(decode.prefetches_used, 2);
-  EXPECT_EQ(decode.prefetches_wasted, 2);
-  EXPECT_EQ(decode.wasted_bytes, 2 * kRecord);
+  EXPECT_EQ(decode.prefetches_unused, 2);
+  EXPECT_EQ(decode.unused_prefetch_bytes, 2 * kRecord);
   EXPECT_EQ(pool.detailed_stats().experts[2].prefetches, 1);
 }
 
@@ -313,7 +313,7 @@ TEST(PoolStats, AResetForgetsPrefetchesThatWait) {
   pool.evict(0, Experts{1});
   const LayerStats decode = layer_of(pool.detailed_stats(), Phase::kDecode);
   EXPECT_EQ(decode.prefetches_used, 0);
-  EXPECT_EQ(decode.prefetches_wasted, 0);
+  EXPECT_EQ(decode.prefetches_unused, 0);
   EXPECT_EQ(decode.hits, 1);
   pool.validate();
 }
@@ -342,8 +342,8 @@ TEST(PoolStats, AFailedPrefetchIsKeptAndReachesNoForward) {
   PoolStats stats = pool.detailed_stats();
   const LayerStats& failed = layer_of(stats, Phase::kDecode, 1);
   EXPECT_EQ(failed.prefetches_failed, 2);
-  EXPECT_EQ(failed.prefetches_wasted, 2);
-  EXPECT_EQ(failed.wasted_bytes, 0);
+  EXPECT_EQ(failed.prefetches_unused, 2);
+  EXPECT_EQ(failed.unused_prefetch_bytes, 0);
   EXPECT_EQ(failed.failed, 2);
   ASSERT_TRUE(stats.prefetch_error);
   EXPECT_EQ(stats.prefetch_error->kind(), ErrorKind::kRead);

@@ -285,7 +285,7 @@ TEST(Resize, AReadUnderWayKeepsItsBufferUntilItEnds) {
   pool.drain();
   EXPECT_TRUE(comes_true([&] { return pool.memory_bytes() == 4 * kRecord; }));
   EXPECT_LE(resident(pool), 1);
-  EXPECT_GE(pool.stats()[0].prefetches_wasted, 7);
+  EXPECT_GE(pool.stats()[0].prefetches_unused, 7);
   pool.validate();
 }
 

@@ -153,7 +153,7 @@ TEST(Window, ReadsEachExpertOnceAndThrowsNothingOutUnused) {
         }
         for (const LayerStats& layer : pool.stats()) {
           EXPECT_EQ(layer.prefetches_used, layer.prefetches);
-          EXPECT_EQ(layer.prefetches_wasted, 0);
+          EXPECT_EQ(layer.prefetches_unused, 0);
         }
       }
       EXPECT_EQ(pool.pinned(), 0);

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..hf.expert_parallel import Share
 
 PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
-# Counters that the engine has under other names.
-_OF_ENGINE = {"prefetches_wasted": "prefetches_unused", "wasted_bytes": "unused_prefetch_bytes"}
 
 _LayerCounts = Mapping[str, npt.NDArray[np.int64]]  # by counter: [layers]
 
@@ -438,8 +436,7 @@ def _layers(snapshot: _C._DetailedStats, epoch: tuple[int, ...], with_experts: b
 def _by_layer(counts: _LayerCounts) -> list[dict[str, Any]]:
     """Arguments of Counters for each layer; the engine counts nanoseconds."""
     columns: dict[str, list[Any]] = {}
-    for of_engine, values in counts.items():
-        name = _OF_ENGINE.get(of_engine, of_engine)
+    for name, values in counts.items():
         if name.endswith("_nanoseconds"):
             columns[name.replace("_nanoseconds", "_seconds")] = (values / 1e9).tolist()
         else:

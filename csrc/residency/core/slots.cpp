@@ -159,8 +159,8 @@ void SlotTable::count_read(Slot& slot, int64_t bytes) {
 
 void SlotTable::count_unused(Slot& slot) {
   LayerStats& layer = stats_of(slot);
-  ++layer.prefetches_wasted;
-  layer.wasted_bytes += slot.bytes;
+  ++layer.prefetches_unused;
+  layer.unused_prefetch_bytes += slot.bytes;
   slot.unused = false;
 }
 
@@ -326,7 +326,7 @@ void SlotTable::validate_counts() const {
       const LayerStats& at = counts.layers[phase][layer];
       check_invariant(at.hits + at.cold_misses + at.inflight_misses + at.deferred == at.accesses,
                       "hits, misses and deferrals do not add up to accesses");
-      check_invariant(at.prefetches == at.prefetches_used + at.prefetches_wasted +
+      check_invariant(at.prefetches == at.prefetches_used + at.prefetches_unused +
                                            unused[phase * layers + layer],
                       "prefetches used, wasted and waiting do not add up to those issued");
     }

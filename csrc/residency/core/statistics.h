@@ -23,13 +23,13 @@ namespace torch_mesh {
   X(rerouted)      /* choices of tokens that went to a resident expert; no accesses */            \
   X(kept_accesses) /* of the accesses: to early experts, see soft_pins.h */                       \
   X(kept_hits)                                                                                    \
-  X(bytes_read)        /* from the disk or the page cache */                                      \
-  X(prefetches_used)   /* of the prefetches: a forward came for the expert */                     \
-  X(prefetches_wasted) /* of the prefetches: evicted, or failed, before any forward came */       \
-  X(wasted_bytes)      /* read by those */                                                        \
-  X(prefetches_failed) /* prefetch reads that ended in an error */                                \
-  X(failed)            /* reads that ended in an error and were not begun anew */                 \
-  X(stall_nanoseconds) /* forwards that had nothing to compute and waited */                      \
+  X(bytes_read)            /* from the disk or the page cache */                                  \
+  X(prefetches_used)       /* of the prefetches: a forward came for the expert */                 \
+  X(prefetches_unused)     /* of the prefetches: evicted, or failed, before any forward came */   \
+  X(unused_prefetch_bytes) /* read by those */                                                    \
+  X(prefetches_failed)     /* prefetch reads that ended in an error */                            \
+  X(failed)                /* reads that ended in an error and were not begun anew */             \
+  X(stall_nanoseconds)     /* forwards that had nothing to compute and waited */                  \
   X(prefetch_stall_nanoseconds) /* of these: only for reads that were begun as prefetches */      \
   X(decision_nanoseconds)       /* under the lock: choosing slots, queueing reads, handing out */ \
   X(expert_nanoseconds)  /* forwards, from their claim to their last product: all the above */    \
