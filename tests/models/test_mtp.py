@@ -161,13 +161,20 @@ def _forwards(model: PreTrainedModel, **options: Any) -> tuple[torch.Tensor, int
     return tokens, count
 
 
+def test_right_drafts_save_forwards(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"].zero_()  # the model and its heads choose one token, whatever they compute
+    save_file(weights, file, metadata={"format": "pt"})
+    found, forwards = _forwards(_patched(folder), use_mtp=True, max_new_tokens=90)
+    assert found.shape == (1, 110) and forwards <= 46
+
+
 def test_heads_are_built_once_and_tokens_are_those_of_plain_decoding(folder: Path, loads: list[Any]) -> None:
     model = _patched(folder)
     names, parameters = set(model.state_dict()), sum(1 for _ in model.parameters())
     for _ in range(3):
         _check(model)
-    found, forwards = _forwards(model, use_mtp=True, max_new_tokens=90)
-    assert found.shape == (1, 110) and forwards < 90, "no draft was right"
     assert len(loads) == 1
     experts = next(module for module in loads[0]().modules() if hasattr(module, "_mesh_pool"))
     pool = experts._mesh_pool

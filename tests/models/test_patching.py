@@ -360,7 +360,7 @@ def test_stats_count_what_happened(ids: torch.Tensor) -> None:
     assert stats.hit_rate == stats.hits / (stats.hits + stats.cold_misses + stats.inflight_misses)
     assert sum(layer.cold_misses for layer in stats.per_layer) == stats.cold_misses
     assert stats.to_dict()["per_layer"][0]["hits"] == stats.per_layer[0].hits
-    assert [line.split()[0] for line in str(stats).splitlines()] == ["layer", "0", "1", "2", "prefill", "all"]
+    assert [row[0] for row in stats.table()] == ["layer", "0", "1", "2", "prefill", "all"]
     assert f"{stats.hit_rate:.1%}" in str(stats)
     torch_mesh.reset_stats(model)
     assert torch_mesh.stats(model) == dataclasses.replace(empty, resets=1)
