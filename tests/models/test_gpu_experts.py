@@ -323,15 +323,16 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
 def test_what_is_used_moves_up_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "_PATIENCE", 2)
     model = torch_mesh.patch(_build(), resident=0.5, gpu={"experts": 2, "placement": "dynamic"})
-    ids = _ids()[:, :1]  # of one token, whose experts are then the hottest
+    ids = _ids()
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        _logits(model, ids)
+    for step in itertools.count():
+        token = step // 50 % ids.size(1)  # for a while one token, whose experts are then the hottest
+        _logits(model, ids[:, token : token + 1])
         device = torch_mesh.stats(model).device
         assert device is not None and device.moves_failed == 0
         if device.moved >= 3:
             break
-    assert device.moved >= 3, "nothing moved in a minute"
+        assert time.monotonic() < deadline, "nothing moved in a minute"
     total = sum(find(module._mesh_handle).count for module in patched_modules(model))
     assert total <= 2 * LAYERS
     torch_mesh.synchronize(model)
