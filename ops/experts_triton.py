@@ -966,65 +966,53 @@ class _Chunk:
         group = {"GROUP": record.group_size, "BIAS": record.bias}
         how = {"ACTIVATION": record.activation, "GATED": record.gated}
 
-        sizes: tuple[int, ...]
         blocks = width // BLOCK_COLUMNS
         splits = launches.splits(pairs, blocks * record.halves, record.hidden)
         partial = torch.empty((splits, pairs, record.halves, width), dtype=torch.float32, device=device)
-        sizes = (
-            pairs,
-            self._ids.size(1),
-            experts,
-            record.hidden,
-            record.intermediate,
-            width,
-            record.steps(record.hidden),
-        )
-        offsets = record.words, record.gate_up_block, record.gate_up_bias
+        sizes = pairs, *self._gate_up_sizes(record)
         gate_up_few[pairs, blocks, splits](
-            self._x, *place, activated, partial, *sizes, *offsets, SPLITS=splits, **group, **how, **gate_up
+            self._x, *place, activated, partial, *sizes, SPLITS=splits, **group, **how, **gate_up
         )
         if splits > 1:
-            sizes = pairs, experts, record.intermediate, width, record.words, record.gate_up_bias
+            shape = pairs, experts, record.intermediate, width, record.words, record.gate_up_bias
             how |= {"BIAS": record.bias, "SPLITS": splits, **_options(launches.ELEMENTWISE)}
-            activate_splits[pairs, blocks](*place, partial, activated, *sizes, **how)
+            activate_splits[pairs, blocks](*place, partial, activated, *shape, **how)
 
         blocks = triton.cdiv(record.hidden, BLOCK_COLUMNS)
         splits = launches.splits(pairs, blocks, record.intermediate)
         products = torch.empty((splits, pairs, record.hidden), dtype=torch.float32, device=device)
-        sizes = pairs, experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
-        at = record.words, record.down, record.down_block, record.down_bias
-        down_few[pairs, blocks, splits](activated, *place, products, *sizes, *at, SPLITS=splits, **group, **down)
+        sizes = pairs, *self._down_sizes(record)
+        down_few[pairs, blocks, splits](activated, *place, products, *sizes, SPLITS=splits, **group, **down)
         return products
 
     def _many(self, record: DeviceRecord, records: Tensor, table: Tensor, activated: Tensor) -> Tensor:
         """Fills ``activated`` [pairs, width]; returns products [1, pairs, hidden]."""
         gate_up = {"FORMAT": record.gate_up_format, **_options(launches.MANY[record.gate_up_format])}
         down = {"FORMAT": record.down_format, **_options(launches.MANY[record.down_format])}
-        (pairs, width), experts = activated.shape, self._experts
+        pairs, width = activated.shape
         assert self._grouping is not None
         tiles = self._grouping[-1].numel()
         place = *self._grouping, table, records
         tile = {"GROUP": record.group_size, "BIAS": record.bias, "ROWS": self._rows}
         how = {"ACTIVATION": record.activation, "GATED": record.gated}
 
-        sizes: tuple[int, ...] = (
-            self._ids.size(1),
-            experts,
-            record.hidden,
-            record.intermediate,
-            width,
-            record.steps(record.hidden),
-        )
-        offsets = record.words, record.gate_up_block, record.gate_up_bias
         grid = tiles, width // BLOCK_COLUMNS
-        gate_up_many[grid](self._x, *place, activated, *sizes, *offsets, **tile, **how, **gate_up)
+        gate_up_many[grid](self._x, *place, activated, *self._gate_up_sizes(record), **tile, **how, **gate_up)
 
         products = torch.empty((1, pairs, record.hidden), dtype=torch.float32, device=activated.device)
-        sizes = experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
-        at = record.words, record.down, record.down_block, record.down_bias
         grid = tiles, triton.cdiv(record.hidden, BLOCK_COLUMNS)
-        down_many[grid](activated, *place, products, *sizes, *at, **tile, **down)
+        down_many[grid](activated, *place, products, *self._down_sizes(record), **tile, **down)
         return products
+
+    def _gate_up_sizes(self, record: DeviceRecord) -> tuple[int, ...]:
+        """The arguments of both gate_up kernels from ``top_k`` on."""
+        shape = record.hidden, record.intermediate, _width(record), record.steps(record.hidden)
+        return self._ids.size(1), self._experts, *shape, record.words, record.gate_up_block, record.gate_up_bias
+
+    def _down_sizes(self, record: DeviceRecord) -> tuple[int, ...]:
+        """The arguments of both down kernels from ``experts`` on."""
+        shape = record.hidden, record.intermediate, _width(record), record.steps(record.intermediate)
+        return self._experts, *shape, record.words, record.down, record.down_block, record.down_bias
 
 
 def _group(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
