@@ -327,7 +327,7 @@ def _with_apart(values, apart, FORMAT: tl.constexpr):
 
 @triton.jit
 def _of_block(sums, block, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """The sums over all steps [any, 64], times the factor of the block as a whole."""
+    """The sums over all steps [64] or [any, 64], times the factor of the block as a whole."""
     UNIT: tl.constexpr = _unit(FORMAT)
     if UNIT != 1.0:
         sums *= UNIT
@@ -335,7 +335,7 @@ def _of_block(sums, block, FORMAT: tl.constexpr, GROUP: tl.constexpr):
         factor = tl.load(block).to(tl.float32, bitcast=True)
         sums *= factor / tl.load(block + 1).to(tl.float32, bitcast=True)
     elif (FORMAT == "fp8") and (GROUP == 0):
-        sums *= tl.load(block + tl.arange(0, 64)[None, :]).to(tl.float32, bitcast=True)
+        sums *= tl.load(block + tl.arange(0, 64)).to(tl.float32, bitcast=True)
     return sums
 
 
@@ -447,9 +447,11 @@ def _row_times_blocks(
         total += part
         if HALVES == 2:
             other_total += other_part
-    result = tl.sum(_of_block(total, block, FORMAT, GROUP), 0)
+    # The block's factor f comes after the sum over threads. Before it, the compiler would fuse each thread's own product
+    # with the sum: fma(a, f, b * f) in one thread, fma(b, f, a * f) in another, which differ in their last bits.
+    result = _of_block(tl.sum(total, 0), block, FORMAT, GROUP)
     if HALVES == 2:
-        return result, tl.sum(_of_block(other_total, other_block, FORMAT, GROUP), 0)
+        return result, _of_block(tl.sum(other_total, 0), other_block, FORMAT, GROUP)
     else:
         return result, result
 

@@ -98,7 +98,7 @@ class Group(Generic[FieldsT]):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFields:
-    """Experts on the GPU of their layer. Experimental: the kernels have run on one card. docs/gpu.md."""
+    """Experts on the GPU of their layer. Experimental: the kernels have run on two cards. docs/gpu.md."""
 
     experts: str | int | tuple[tuple[bool, ...], ...] = _field(
         0,

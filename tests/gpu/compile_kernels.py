@@ -8,6 +8,7 @@ and its interpreter does not.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -77,6 +78,13 @@ def source_of(kernel: Any, constants: dict[str, Any]) -> ASTSource:
     return ASTSource(kernel, signature, constants)
 
 
+def fused_shuffles(ptx: str) -> list[str]:
+    """Fused multiply-adds that add what a shuffle brought: each of two threads then rounds the other's term, not its
+    own."""
+    shuffled = set(re.findall(r"shfl\.sync\.\S+\s+(%r\d+)", ptx))
+    return [line for line in re.findall(r"fma\.\S+\s+.*", ptx) if shuffled & set(re.findall(r"%r\d+", line))]
+
+
 def compile_for(capability: int) -> None:
     for kernel, constants, launch in variants():
         compiled = triton.compile(
@@ -85,6 +93,7 @@ def compile_for(capability: int) -> None:
             options=kernels._options(launch),
         )
         assert compiled.asm["cubin"]
+        assert not fused_shuffles(compiled.asm["ptx"]), f"{kernel.__name__} {constants}: threads disagree on a sum"
         shared = compiled.metadata.shared
         print(capability, kernel.__name__, *constants.values(), f"{shared} bytes shared", flush=True)
 
