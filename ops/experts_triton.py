@@ -447,8 +447,8 @@ def _row_times_blocks(
         total += part
         if HALVES == 2:
             other_total += other_part
-    # The block's factor f comes after the sum over threads. Before it, the compiler would fuse each thread's own product
-    # with the sum: fma(a, f, b * f) in one thread, fma(b, f, a * f) in another, which differ in their last bits.
+    # The block's factor f comes after the sum over threads. Before it, the compiler would fuse each product with the
+    # sum: fma(a, f, b * f) in one thread, fma(b, f, a * f) in another, which differ in their last bits.
     result = _of_block(tl.sum(total, 0), block, FORMAT, GROUP)
     if HALVES == 2:
         return result, _of_block(tl.sum(other_total, 0), other_block, FORMAT, GROUP)
