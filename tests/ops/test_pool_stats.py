@@ -83,34 +83,29 @@ def test_a_collection_may_close_the_engine_that_is_asked(open_pool: OpenPool, as
     """The collector runs whenever something of Python's is made, and what it closes waits for its last user."""
     arguments = {"forwards": (0,), "read_record": (0, 1)}.get(ask, ())
     failed: list[Exception] = []
-    gc.collect()
-    gc.freeze()  # what there is takes no time then
     before = gc.get_threshold()
-    try:
-        for threshold in range(-3, 30):
-            engine = open_pool(SPEC, slots=4, timeout=5.0).engine
-            call = getattr(engine, ask)
+    for threshold in range(-3, 30):
+        engine = open_pool(SPEC, slots=4, timeout=5.0).engine
+        call = getattr(engine, ask)
 
-            def close(engine: _C.Engine = engine) -> None:
-                try:
-                    engine.close()
-                except torch_mesh.MeshError as error:  # else it would be printed and forgotten
-                    failed.append(error)
-
-            gc.collect()
-            gc.disable()
-            weakref.finalize(_Dead(), close)
+        def close(engine: _C.Engine = engine) -> None:
             try:
-                gc.set_threshold(gc.get_count()[0] + threshold)
-                gc.enable()
-                call(*arguments)
-            except torch_mesh.PoolClosedError:
-                pass  # the collector was first
-            finally:
-                gc.enable()
-                gc.set_threshold(*before)
-    finally:
-        gc.unfreeze()
+                engine.close()
+            except torch_mesh.MeshError as error:  # else it would be printed and forgotten
+                failed.append(error)
+
+        gc.collect()
+        gc.disable()
+        weakref.finalize(_Dead(), close)
+        try:
+            gc.set_threshold(gc.get_count()[0] + threshold)
+            gc.enable()
+            call(*arguments)
+        except torch_mesh.PoolClosedError:
+            pass  # the collector was first
+        finally:
+            gc.enable()
+            gc.set_threshold(*before)
     assert not failed
 
 
