@@ -1,11 +1,13 @@
-"""One rank of a divided model: ``torchrun rank.py FOLDER`` opens and runs what FOLDER/cases.pt lists, and writes what
-came out beside it."""
+"""Ranks of a divided model: each opens and runs what FOLDER/cases.pt lists, and writes what came out beside it.
+
+``rank.py FOLDER RANKS`` is all of them; without RANKS the environment says which one it is, as torchrun does."""
 
 from __future__ import annotations
 
 import datetime
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -350,5 +352,26 @@ def main(folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+def fork(ranks: int) -> bool:
+    """True in each of ``ranks`` processes, which have imported everything at once. False when all have ended; the first
+    that fails ends the others."""
+    running = set()
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            return True
+        running.add(child)
+    while running:
+        ended, status = os.wait()
+        running.remove(ended)
+        if status != 0:
+            for each in running:
+                os.kill(each, signal.SIGKILL)
+            sys.exit(f"a rank ended with status {status}")
+    return False
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) < 3 or fork(int(sys.argv[2])):
+        main(Path(sys.argv[1]))

@@ -56,14 +56,19 @@ DTYPES = (torch.bfloat16, torch.float32)
 def launch(folder: Path, cases: list[dict[str, Any]], ranks: int, timeout: float = 900) -> list[list[dict[str, Any]]]:
     """What each case gave, by rank."""
     torch.save(cases, folder / "cases.pt")
-    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*how, str(RANK), str(folder)], env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    how = [sys.executable, str(RANK), str(folder), str(ranks)]
+    done = subprocess.run(how, env=_environment(folder), capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr[-20000:]
     by_rank = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
     return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Of all ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    return os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | address
 
 
 def build(folder: Path, experts: str, **fields: Any) -> tuple[str, str]:
@@ -535,11 +540,7 @@ def start(
     """The ranks by themselves: torchrun would end them all with the first. In ``namespaces`` of the network, if there
     are some."""
     torch.save(cases, folder / "cases.pt")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | environment
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    shared = _environment(folder) | environment | {"WORLD_SIZE": str(ranks)}
     if namespaces:
         shared |= {"MASTER_ADDR": "10.78.0.1", "GLOO_SOCKET_IFNAME": "mesh0"}
     how: Any = {"stderr": subprocess.PIPE, "text": True}
