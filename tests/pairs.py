@@ -35,6 +35,11 @@ def all_but_pairs_thorough(*axes: Sequence[Any]) -> list[Any]:
     ]
 
 
+def first_quick(*values: Any) -> list[Any]:
+    """All values of one parameter; the quick tests have the first."""
+    return [values[0], *(pytest.param(value, marks=pytest.mark.thorough) for value in values[1:])]
+
+
 def each_once_quick(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     """All combinations of two axes; the quick ones hold each value of ``first`` once, and those of ``second`` by
     turns."""

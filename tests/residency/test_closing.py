@@ -177,7 +177,7 @@ def test_a_ring_for_whose_entries_there_is_no_memory_is_not_used(tmp_path: Path)
 def test_a_model_that_goes_says_that_its_reads_do_not_end(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     experts = TinyExperts(Spec(), 0)
-    slow = {"seed": 6.0, "delay": 1.0, "max_delay": 6.0}
+    slow = {"seed": 6.0, "delay": 1.0, "max_delay": 4.0}
     source = _C.Source(**experts.store(tmp_path / "store").source_arguments())
     engine = open_engine(experts, source, slots=4, timeout=0.05, faults=slow)
     ops.prefetch(torch.tensor([engine.id, 0, 1]), torch.arange(2))

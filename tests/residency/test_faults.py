@@ -180,7 +180,7 @@ def test_a_bad_sector_is_an_error_each_time_and_concerns_nobody_else(served: Ser
 
 
 def test_a_late_read_is_a_timeout_and_the_next_forward_is_right(served: Served, reader: str, seed: int) -> None:
-    engine = served.open(io=reader, timeout=0.02, slots=TOP_K, faults={"seed": seed, "delay": 1, "max_delay": 1.0})
+    engine = served.open(io=reader, timeout=0.02, slots=TOP_K, faults={"seed": seed, "delay": 1, "max_delay": 0.5})
     for attempt in range(4):
         layer = attempt % SPEC.layers
         one_token = 4 * (seed % 2**20 + attempt)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import each_once_quick, first_quick
 from tiny_pools import Spec, TinyExperts, open_engine, ops
 from transformers.utils import logging as transformers_logging
 
@@ -167,6 +168,7 @@ def _without_size(pool: dict[str, int]) -> dict[str, int]:
     return {name: value for name, value in pool.items() if name not in ("slots", "slot_bytes")}
 
 
+@pytest.mark.parametrize("machine", first_quick(1, 2), indirect=True)
 def test_two_pools_answer_one_shortage_once(machine: Machine, experts: TinyExperts, tmp_path: Path) -> None:
     source = _C.Source(**experts.store(tmp_path / "store").source_arguments())
     engines = [open_engine(experts, source, slots=slots) for slots in (SLOTS, SLOTS // 2)]
@@ -199,10 +201,13 @@ def _logs_reach_pytest() -> Iterator[None]:
     transformers_logging.disable_propagation()
 
 
+@pytest.mark.parametrize(
+    ("machine", "reader"), each_once_quick([2, 1], ["uring", "threads", "buffered"]), indirect=True
+)
 def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
     machine: Machine, engine: _C.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guard = MemoryGuard(machine.proc, calm=0.5)
+    guard = MemoryGuard(machine.proc, calm=0.2)
     guard.add(engine)
     expected = [_output(engine, seed) for seed in range(12)]
     with caplog.at_level(logging.INFO, logger="torch_mesh.pool.memory_guard"):
@@ -221,6 +226,8 @@ def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
     _end(guard, engine)
 
 
+@pytest.mark.parametrize("machine", first_quick(2, 1), indirect=True)
+@pytest.mark.parametrize("reader", first_quick("uring", "threads", "buffered"), indirect=True)
 def test_files_that_cannot_be_read_are_said_once_and_disturb_nothing(
     machine: Machine, engine: _C.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -180,7 +180,7 @@ def start(store: Store, socket: str, expected: list[int]) -> tuple[ForkServerPro
     return process, results
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_killed_worker_leaves_no_pin_and_the_others_go_on(
     store: Store, socket: str, share: Callable[..., SharedPool], kills: int, seed: int
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import each_once_quick, first_quick
 from tiny_pools import Spec, TinyExperts, open_engine, ops
 from torch import Tensor
 
@@ -161,7 +162,9 @@ def in_child(action: Callable[[], None]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("threads", "reader"), each_once_quick([1, 2], ["uring", "threads", "buffered"]), indirect=["reader"]
+)
 def test_a_forked_child_is_refused_and_the_parent_goes_on(
     experts: dict[str, TinyExperts], open_cold: Open, reader: str, threads: int, seed: int
 ) -> None:
@@ -200,7 +203,8 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_no_child_hangs_wherever_its_parents_threads_are(open_cold: Open, seed: int) -> None:
+@pytest.mark.parametrize("children", first_quick(40, 150))
+def test_no_child_hangs_wherever_its_parents_threads_are(open_cold: Open, children: int, seed: int) -> None:
     """Each fork may come while another thread holds any lock: of the registry of pools, of a pool, of a workspace."""
     engine, ending = open_cold(), threading.Event()
     handle, ids = torch.tensor([engine.id, 0, 1]), torch.zeros(1, 1, dtype=torch.int64)
@@ -233,7 +237,7 @@ def test_no_child_hangs_wherever_its_parents_threads_are(open_cold: Open, seed: 
     with ThreadPoolExecutor(3) as threads:
         busy = [threads.submit(each) for each in (look, look, open_and_close)]
         try:
-            for number in range(150):
+            for number in range(children):
                 child = os.fork()
                 if child == 0:
                     try:

@@ -18,7 +18,13 @@ FAST = Hardware(expert_bytes=1e3, disk_speed=1e15, memory_speed=1e6)
 
 @pytest.mark.parametrize(
     ("prefill", "deferred", "resident"),
-    [("off", 0, 0.25), ("auto", 0, 0.4), ("window", 0, 0.25), ("off", 2, 0.4), ("window", 2, 0.25)],
+    [
+        ("auto", 0, 0.4),
+        ("window", 2, 0.25),
+        pytest.param("off", 0, 0.25, marks=pytest.mark.thorough),
+        pytest.param("window", 0, 0.25, marks=pytest.mark.thorough),
+        pytest.param("off", 2, 0.4, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_recorded_run_is_simulated_to_a_tenth_of_a_point(
     tmp_path: Path, mesh_tiny: Path, seed: int, prefill: str, deferred: int, resident: float
