@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from pairs import all_but_pairs_thorough
 from tiny_pools import ops
 from torch import Tensor
 
@@ -84,9 +85,9 @@ def _error(rows: Tensor, weights: Tensor, packed: Tensor) -> float:
     return float((rows.double() @ packed.double().T - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize(
+    ("weights", "group_size", "gated"), all_but_pairs_thorough(FORMATS, (32, 64, 128), (True, False))
+)
 def test_products_of_correlated_inputs_are_nearer(weights: str, group_size: int, gated: bool) -> None:
     for hidden, intermediate in ((192, 136), (320, 64)):
         expert = Expert.random(hidden, intermediate, gated=gated)

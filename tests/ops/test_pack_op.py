@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import all_but_pairs_thorough
 from tiny_pools import Spec, ops, relative_error
 from torch import Tensor
 
@@ -41,9 +42,9 @@ def _pack(spec: Spec, expert: dict[str, Tensor | None]) -> Tensor:
     return ops.pack(*expert.values(), spec.weights, spec.group_size)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("weights", sorted(ERROR))
+@pytest.mark.parametrize(
+    ("weights", "gated", "bias"), all_but_pairs_thorough(sorted(ERROR), (False, True), (False, True))
+)
 def test_unpack_gives_back_what_was_packed(weights: str, gated: bool, bias: bool) -> None:
     for hidden, intermediate in SHAPES:
         for group_size in (32, 64, 128):

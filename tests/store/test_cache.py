@@ -143,6 +143,7 @@ for home in (None, "/"):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="to be a user whom nobody knows needs root")
 def test_without_a_home_folder_an_error_says_what_to_set() -> None:
     ended = without_privileges([sys.executable, "-c", NO_HOME])

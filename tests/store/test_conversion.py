@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from limited_processes import small_disk
+from pairs import each_once_quick
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_checkpoints import save_tiny, tiny_model
@@ -48,8 +49,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.parent.iterdir() if path.name.startswith(f".{folder.name}."))
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize(("weights", "family"), each_once_quick(WEIGHTS, ["qwen3_moe", "gpt_oss", "nemotron_h"]))
 def test_records_are_the_packed_experts_of_the_model(tmp_path: Path, family: str, weights: str) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "source")
@@ -288,7 +288,7 @@ class KilledConversions:
         self._process.communicate()
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_a_store_is_complete_or_absent(tmp_path: Path, kills: int, seed: int) -> None:
     random_moment = random.Random(seed)
     source, destination = save_tiny(tmp_path / "source", "qwen3_moe"), tmp_path / "store"
@@ -300,7 +300,9 @@ def test_killed_at_random_moments_a_store_is_complete_or_absent(tmp_path: Path, 
         for kill in range(kills):
             if kill % 4 == 0:  # else it goes on from where the one before was killed
                 shutil.rmtree(tmp_path / ".store.partial", ignore_errors=True)
-            conversions.run(random_moment.randrange(1, lines + 1), random_moment.random() * 0.01)
+            # The first ends long before its last line: one conversion at least is killed.
+            line = random_moment.randrange(1, lines + 1) if kill else 1
+            conversions.run(line, random_moment.random() * 0.01 * (kill > 0))
             if destination.exists():
                 assert list(verify(open_store(destination))) == []
                 shutil.rmtree(destination)
@@ -371,11 +373,11 @@ print(peak[0] - before)
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("granitemoe", marks=pytest.mark.thorough)])  # fused
 def test_memory_is_bounded_by_a_few_experts(tmp_path: Path, family: str) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 2}
-    save_tiny(tmp_path / "source", family, **sizes, num_experts=48, num_local_experts=48)
+    save_tiny(tmp_path / "source", family, **sizes, num_experts=24, num_local_experts=24)
     expert_bytes = 3 * 512 * 512 * 2
     command = [sys.executable, "-c", PEAK, str(tmp_path / "source"), str(tmp_path / "store")]
     rise = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert rise < 20 * expert_bytes, f"{rise / expert_bytes:.1f} experts of 96"
+    assert rise < 20 * expert_bytes, f"{rise / expert_bytes:.1f} experts of 48"
 
 
 @pytest.mark.parametrize("made", [torch.zeros(3, 4), torch.zeros(4, 3, dtype=torch.bfloat16)])

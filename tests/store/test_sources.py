@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import each_once_quick
 from quantised import (
     KINDS,
     MIXED,
@@ -83,8 +84,9 @@ def _expect_records_of(store: Store, values: Callable[[int, int, str], torch.Ten
 
 
 # Blocks and groups that divide no matrix, as well as those that do.
-@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 384, "moe_intermediate_size": 320}])
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize(
+    ("kind", "sizes"), each_once_quick(KEPT, [{}, {"hidden_size": 384, "moe_intermediate_size": 320}])
+)
 def test_records_hold_codes_and_scales_as_they_are(kind: str, sizes: dict[str, int], tmp_path: Path) -> None:
     values = write_quantised(tmp_path / "raw", KINDS[kind](), **sizes)
     store = convert(tmp_path / "raw", tmp_path / "store", "auto").store
@@ -385,8 +387,14 @@ def test_damaged_codes_are_named(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("stem", [EXPERT, ATTENTION])
-@pytest.mark.parametrize(("kind", "suffix", "change", "problem"), DAMAGE)
+@pytest.mark.parametrize(
+    ("kind", "suffix", "change", "problem", "stem"),
+    [
+        pytest.param(*damage, stem, marks=[] if at % 2 == place else [pytest.mark.thorough])
+        for at, damage in enumerate(DAMAGE)
+        for place, stem in enumerate((EXPERT, ATTENTION))
+    ],
+)
 def test_damaged_weights_are_named(
     kind: str, suffix: str, change: Any, problem: str, stem: str, written: Any, tmp_path: Path
 ) -> None:
