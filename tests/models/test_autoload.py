@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -48,29 +49,24 @@ def _run(program: str, environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_pipeline_opens_a_converted_folder(converted: Path, environment: dict[str, str]) -> None:
-    said = _run(
-        "import sys\n"
-        "from transformers import pipeline\n"
-        "made = pipeline('text-generation', sys.argv[1])('In the beginning', max_new_tokens=3, do_sample=False)\n"
-        "print(made[0]['generated_text'])\n",
-        environment,
-        str(converted),
-    )
-    assert said.startswith("In the beginning") and len(said.strip()) > len("In the beginning")
-
-
-def test_variables_of_the_environment_say_how(converted: Path, environment: dict[str, str]) -> None:
+def test_a_pipeline_opens_a_converted_folder_as_variables_of_the_environment_say(
+    converted: Path, environment: dict[str, str]
+) -> None:
     program = (
-        "import sys\n"
-        "from transformers import AutoModelForCausalLM\n"
+        "import os, sys\n"
+        "from transformers import AutoModelForCausalLM, pipeline\n"
+        "opened = pipeline('text-generation', sys.argv[1])\n"
+        "print(repr(opened('In the beginning', max_new_tokens=3, do_sample=False)[0]['generated_text']))\n"
+        "os.environ['TORCH_MESH_RESIDENT'] = '0.75'\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
         "import torch_mesh\n"
-        "print(torch_mesh.stats(model).slots)\n"
+        "print(torch_mesh.stats(opened.model).slots, torch_mesh.stats(model).slots)\n"
     )
-    few = _run(program, environment | {"TORCH_MESH_RESIDENT": "0.25"}, str(converted))
-    many = _run(program, environment | {"TORCH_MESH_RESIDENT": "0.75"}, str(converted))
-    assert 0 < int(few) < int(many)
+    text, slots = _run(program, environment | {"TORCH_MESH_RESIDENT": "0.25"}, str(converted)).splitlines()
+    said = ast.literal_eval(text)
+    assert said.startswith("In the beginning") and len(said.strip()) > len("In the beginning")
+    few, many = map(int, slots.split())
+    assert 0 < few < many
 
 
 def test_torch_alone_imports_nothing_of_it(environment: dict[str, str]) -> None:

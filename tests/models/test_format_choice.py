@@ -34,7 +34,15 @@ def load(folder: Path, **fields: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("10%", "lut4"), (0.15, "tcq3"), ("30%", "tcq2+tcq3"), (0, "bf12")])
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (0.15, "tcq3"),
+        pytest.param(0, "bf12", marks=pytest.mark.thorough),
+        pytest.param("10%", "lut4", marks=pytest.mark.thorough),
+        pytest.param("30%", "tcq2+tcq3", marks=pytest.mark.thorough),
+    ],
+)
 def test_what_plan_names_is_taken(mesh_tiny: Path, limit: Any, expected: str) -> None:
     config = MeshConfig(resident=MEMORY, max_error=limit)
     model = load(mesh_tiny, resident=MEMORY, max_error=limit)

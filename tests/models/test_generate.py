@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import each_once_quick
 from transformers import AutoTokenizer, PreTrainedModel
 
 import torch_mesh
@@ -30,11 +31,11 @@ def _generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20}, {"cache_implementation": "static"}],
-    ids=["greedy", "beams", "sampling", "static-cache"],
+    ("options", "weights"),
+    each_once_quick(
+        [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20}, {"cache_implementation": "static"}], ["bf16", "int4"]
+    ),
 )
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
 def test_tokens_equal_those_of_the_fully_resident_model(
     original: PreTrainedModel, inputs: dict[str, torch.Tensor], weights: str, options: dict[str, Any]
 ) -> None:

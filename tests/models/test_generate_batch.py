@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
 import torch_mesh
@@ -69,11 +70,11 @@ def _assert_follow(model: Any, original: Any, prompts: list[list[int]], tokens: 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"resident": 0.25},
+        pytest.param({"resident": 0.25}, marks=pytest.mark.thorough),
         pytest.param({"resident": 0.05}, marks=pytest.mark.thorough),  # hardly more than one token needs
         {"resident": 0.25, "dense": "bf16"},
         pytest.param({"resident": 0.25, "policy": "lru", "prefetch": "off"}, marks=pytest.mark.thorough),
-        {"resident": 1.0},
+        pytest.param({"resident": 1.0}, marks=pytest.mark.thorough),
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
@@ -89,7 +90,7 @@ def test_tokens_are_those_of_the_unpatched_model(
     _assert_follow(original, original, prompts, [_alone(model, prompt) for prompt in prompts])  # it is as it was
 
 
-@pytest.mark.parametrize("way", ["raw", "converted"])
+@pytest.mark.parametrize("way", first_quick("converted", "raw"))
 def test_loaded_models(way: str, mesh_tiny: Path, prompts: list[list[int]], original: Any, tmp_path: Path) -> None:
     folder = mesh_tiny
     if way == "converted":

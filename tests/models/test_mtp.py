@@ -58,7 +58,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, str]]] = {
 }
 
 
-@pytest.fixture(params=_FAMILIES)
+@pytest.fixture(params=["Mellum", "GLM with 2", pytest.param("GLM with 1", marks=pytest.mark.thorough)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint whose heads have the last layer once more."""
     name, fields, named, others = _FAMILIES[request.param]

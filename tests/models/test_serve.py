@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_mesh
@@ -103,7 +104,7 @@ def _model(serve: Serve) -> Any:
     return timed.model
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", first_quick(True, False))
 def test_it_answers_what_the_model_says(small_pool: None, folder: Path, expected: list[str], stream: bool) -> None:
     with _served(folder) as (serve, address):
         assert next(patched_modules(_model(serve)), None) is not None
@@ -112,7 +113,7 @@ def test_it_answers_what_the_model_says(small_pool: None, folder: Path, expected
         assert stats.evicted > 0 and stats.decode.forwards > 0
 
 
-@pytest.mark.parametrize("continuous_batching", [False, True])
+@pytest.mark.parametrize("continuous_batching", first_quick(True, False))
 def test_requests_at_the_same_time_are_answered_each(
     small_pool: None, folder: Path, expected: list[str], continuous_batching: bool
 ) -> None:

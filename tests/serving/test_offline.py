@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_mesh
@@ -95,7 +96,7 @@ def test_finished_lines_are_not_computed_again(
     assert "5 of 5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("left", ["half a line", "a failed line", "both"])
+@pytest.mark.parametrize("left", first_quick("both", "half a line", "a failed line"))
 def test_what_was_cut_off_or_failed_is_computed_again(folder: Path, paths: tuple[Path, Path], left: str) -> None:
     requests, answers = paths
     _write(requests, [_line(f"{number}", prompt=f"Verse {number}", max_tokens=3) for number in range(3)])

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
+from pairs import each_once_quick
 from torch import Tensor
 from transformers import (
     DeepseekV3Config,
@@ -250,8 +251,7 @@ def test_logits_after_a_hit_differ_by_rounding_alone(
     assert (after - whole).abs().max() <= 1e-4 * whole.abs().max()  # parts of some models are in float32
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "gone", "swapped"])
-@MODELS
+@pytest.mark.parametrize(("damage", "make"), each_once_quick(["flipped", "short", "empty", "gone", "swapped"], MAKES))
 def test_damaged_files_are_computed_again(
     make: Make, damage: str, opened: Callable[..., KeptKeys], rng: np.random.Generator, cache: Path
 ) -> None:

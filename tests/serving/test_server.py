@@ -29,6 +29,7 @@ import huggingface_hub
 import psutil
 import pytest
 import transformers
+from pairs import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_mesh import MeshConfig
@@ -511,14 +512,15 @@ def test_a_model_without_a_template_says_so(
     server.stop()
 
 
-def test_sigterm_ends_it_and_what_is_under_way(folder: Path) -> None:
+@pytest.mark.parametrize("tokens", first_quick(300, 1900))  # which are done in the time that they have, or cut off
+def test_sigterm_ends_it_and_what_is_under_way(folder: Path, tokens: int) -> None:
     command = [sys.executable, "-m", "torch_mesh", "serve", str(folder), "--resident", "0.25", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
             address = said.split()[3].removesuffix("/v1,")
-            body = {"model": str(folder), "prompt": TEXTS[0], "temperature": 0, "max_tokens": 1900}
+            body = {"model": str(folder), "prompt": TEXTS[0], "temperature": 0, "max_tokens": tokens}
             request = urllib.request.Request(
                 f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
