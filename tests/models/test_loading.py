@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from routes import by_token, given_routes, recorded_routes
@@ -270,7 +271,8 @@ def _as_hub_snapshot(folder: Path, hub: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("converted", [False, True])
-def test_hub_id_offline(converted: bool, tmp_path: Path, ids: torch.Tensor) -> None:
+def test_hub_id_offline(converted: bool, tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"))
     if converted:
         convert(tmp_path / "raw", tmp_path / "store", "bf16")
@@ -295,6 +297,8 @@ def test_what_the_hub_has_of_a_converted_folder_is_fetched_if_it_is_not_there(
     convert(tmp_path / "raw", tmp_path / "store", "bf16")
     (tmp_path / "store" / missing).rename(tmp_path / missing)
     _as_hub_snapshot(tmp_path / "store", tmp_path / "hub", "someone/tiny-moe")
+    # transformers looks for an adapter in the hub all the same, time after time where there is no network.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     fetched = []
 
     def fetch(name: str, file: str, *, cache_dir: Path, revision: str) -> None:
