@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +38,13 @@ def all_but_pairs_thorough(*axes: Sequence[Any]) -> list[Any]:
 def first_quick(*values: Any) -> list[Any]:
     """All values of one parameter; the quick tests have the first."""
     return [values[0], *(pytest.param(value, marks=pytest.mark.thorough) for value in values[1:])]
+
+
+def every_other_quick(values: Iterable[Any], first: int) -> list[Any]:
+    """All values of one parameter; the quick tests have every other one from ``first`` on, which is 0 or 1."""
+    return [
+        pytest.param(value, marks=[] if at % 2 == first else [pytest.mark.thorough]) for at, value in enumerate(values)
+    ]
 
 
 def each_once_quick(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:

@@ -66,8 +66,7 @@ def test_a_checkpoint_and_its_store(mesh_tiny: Path, store: Path, capsys: pytest
     assert run(capsys, str(mesh_tiny), "--weights", "int4")["sizes"]["expert_bytes"] == sizes["expert_bytes"]
 
 
-@pytest.mark.parametrize("dense", ["none", "int8"])
-@pytest.mark.parametrize("resident", ["0.25", "1.0"])
+@pytest.mark.parametrize(("resident", "dense"), each_once_quick(["0.25", "1.0"], ["int8", "none"]))
 def test_loading_takes_what_was_planned(
     mesh_tiny: Path, capsys: pytest.CaptureFixture[str], dense: str, resident: str
 ) -> None:

@@ -369,9 +369,9 @@ def test_finders_of_any_kind_and_loaders_of_many_modules(package: MakePackage, m
     class Shared(importlib.abc.Loader):
         def exec_module(self, module: ModuleType) -> None:
             executed.append(module.__name__)
-            assert len(inspect.stack()) < depth + 20
+            assert len(inspect.stack(0)) < depth + 20
 
-    shared, depth = Shared(), len(inspect.stack())
+    shared, depth = Shared(), len(inspect.stack(0))
 
     class Finder:
         @staticmethod

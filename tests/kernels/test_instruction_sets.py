@@ -58,7 +58,11 @@ def test_every_kernel_table_has_an_object() -> None:
     assert {"scalar", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"} <= kernels
 
 
-@pytest.mark.parametrize("path", OBJECTS, ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if allowed_encodings(path) else [pytest.mark.thorough]) for path in OBJECTS],
+    ids=name_of,
+)
 def test_an_object_keeps_to_its_instruction_set(path: Path) -> None:
     code = instructions(path)
     assert code, "objdump's listing was not understood"

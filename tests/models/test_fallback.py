@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import first_quick
 from tiny_models import TINY_MODELS
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -223,7 +224,7 @@ def test_both_pools_are_closed_with_the_last_model(open_model: OpenModel) -> Non
             engine.describe()
 
 
-@pytest.mark.parametrize("source", ["checkpoint", "int8 from a checkpoint", "store"])
+@pytest.mark.parametrize("source", first_quick("int8 from a checkpoint", "checkpoint", "store"))
 def test_fallbacks_are_converted_once(source: str, mesh_tiny: Path, store: Path, cache: Path) -> None:
     folder = store if source == "store" else mesh_tiny
     weights = {"checkpoint": "bf16", "store": "auto"}.get(source, "int8")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import each_once_quick
 from routes import assert_same_layer
 from tiny_models import TINY_MODELS
 from transformers import activations
@@ -46,8 +47,7 @@ def _inputs(hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(20, hidden).bfloat16(), ids, torch.rand(20, 3)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8"])
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize(("name", "weights"), each_once_quick(sorted(FAMILIES), ["bf16", "int8"]))
 def test_a_layer_is_that_of_transformers(name: str, weights: str) -> None:
     model = _model(name)
     layer = find_experts(model)[-1]

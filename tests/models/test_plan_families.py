@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pairs import each_once_quick
 from tiny_models import TINY_MODELS
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +23,7 @@ FAMILIES = (
 )
 
 
-@pytest.mark.parametrize("dense", ["none", "int4"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "dense"), each_once_quick([*FAMILIES], ["none", "int4"]))
 def test_sizes_are_those_of_loading(name: str, dense: str, tmp_path: Path) -> None:
     TINY_MODELS[name].build().save_pretrained(tmp_path)
     config = MeshConfig(resident=0.5, dense=dense, io="threads")

@@ -21,7 +21,7 @@ import huggingface_hub
 import peft
 import pytest
 import torch
-from pairs import each_once_quick
+from pairs import each_once_quick, first_quick
 from safetensors.torch import load_file
 from saved import assert_same_checkpoint, saved_tensors
 from tiny_models import TINY_MODELS, inputs_for, output_of
@@ -310,7 +310,7 @@ def test_a_save_that_fails_leaves_what_was_there(weights: str, tmp_path: Path, m
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("earlier", ["auto", "int8"])
+@pytest.mark.parametrize("earlier", first_quick("auto", "int8"))
 def test_a_save_that_fails_on_its_way_into_place_is_taken_back(
     earlier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +377,7 @@ def test_a_save_removes_no_file_that_a_manifest_calls_its_own(tmp_path: Path) ->
     assert not is_store(tmp_path) and (tmp_path / "thesis.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", [MIXTRAL, GPT_OSS, QWEN, "MiniMaxM2Experts"])
+@pytest.mark.parametrize("name", first_quick(GPT_OSS, MIXTRAL, QWEN, "MiniMaxM2Experts"))
 def test_an_exact_store_is_saved_as_an_ordinary_checkpoint(name: str, tmp_path: Path) -> None:
     """In the family's own layout, though loading found no experts to convert."""
     TINY_MODELS[name].build().save_pretrained(tmp_path / "source")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import first_quick
 from routes import by_token, given_routes, recorded_routes
 from tiny_models import TINY_MODELS, draw_routers, inputs_for, output_of
 from transformers import AutoModelForImageTextToText, Kimi_K25Config, PreTrainedModel
@@ -124,7 +125,7 @@ def _check_formats(name: str) -> None:
 
 
 # Transposed with biases, without a gate, named w1, w3 and w2.
-@pytest.mark.parametrize("name", ["OpenAIPrivacyFilterExperts", "NemotronHExperts", "MiniMaxM2Experts"])
+@pytest.mark.parametrize("name", first_quick("OpenAIPrivacyFilterExperts", "NemotronHExperts", "MiniMaxM2Experts"))
 def test_the_tools_take_its_checkpoints(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _check_tools(name, tmp_path, lambda: capsys.readouterr().out)
 

@@ -221,8 +221,7 @@ def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
             assert torch.equal(together, alone), weights
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(("weights", "spread"), each_once_quick(WEIGHTS, [False, True]))
 def test_a_token_of_a_decode_step_has_the_bits_that_it_has_alone(
     open_pool: OpenPool, weights: str, spread: bool
 ) -> None:

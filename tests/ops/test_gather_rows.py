@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import first_quick
 from row_files import RowFiles, handle_of, padded_files, raw_files
 from tiny_pools import ops
 from torch import Tensor
@@ -164,6 +165,7 @@ def test_a_missing_or_shorter_file_is_refused(files: RowFiles) -> None:
         _C.Tables(files=sizes, tables=tables, **options)
 
 
+@pytest.mark.parametrize("files", first_quick(raw_files, padded_files), indirect=True)
 def test_slow_reads_time_out(files: RowFiles) -> None:
     tables = files.open(faults=SLOW, timeout=0.05)
     with pytest.raises(torch_mesh.ReadTimeoutError, match=r"table0\.weight"):
@@ -172,6 +174,7 @@ def test_slow_reads_time_out(files: RowFiles) -> None:
         tables.close()
 
 
+@pytest.mark.parametrize("files", first_quick(raw_files, padded_files), indirect=True)
 def test_ctrl_c_ends_a_gather(files: RowFiles) -> None:
     tables = files.open(faults=SLOW)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -180,6 +183,7 @@ def test_ctrl_c_ends_a_gather(files: RowFiles) -> None:
     tables.close()
 
 
+@pytest.mark.parametrize("files", first_quick(raw_files, padded_files), indirect=True)
 def test_close_ends_a_gather_that_waits(files: RowFiles) -> None:
     tables = files.open(faults=SLOW)
     failed: list[BaseException] = []
@@ -199,6 +203,7 @@ def test_close_ends_a_gather_that_waits(files: RowFiles) -> None:
     assert len(failed) == 1
 
 
+@pytest.mark.parametrize("files", first_quick(raw_files, padded_files), indirect=True)
 def test_forked_children_are_told_so(files: RowFiles, tables: _C.Tables) -> None:
     gather(files, tables, torch.tensor([1, 2]))
     for _ in range(20):

@@ -159,6 +159,7 @@ def test_reads_that_never_end_hold_up_neither_close_nor_del_nor_exit(reader: str
     assert run(STUCK, str(tmp_path / "store"), reader).split("\n") == ["interrupted", "at the end", ""]
 
 
+@pytest.mark.thorough
 def test_a_ring_that_may_be_made_and_not_entered_is_not_used(tmp_path: Path) -> None:
     if why := _C.features()["uring"]:
         pytest.skip(why)

@@ -117,7 +117,7 @@ def test_what_was_cut_off_or_failed_is_computed_again(folder: Path, paths: tuple
 
 def test_a_killed_run_goes_on(folder: Path, paths: tuple[Path, Path]) -> None:
     requests, answers = paths
-    _write(requests, [_line(f"{number}", prompt=f"Verse {number}", max_tokens=40) for number in range(12)])
+    _write(requests, [_line(f"{number}", prompt=f"Verse {number}", max_tokens=20) for number in range(12)])
     command = [sys.executable, "-m", "torch_mesh", "run", str(folder), str(requests), str(answers)]
     running = subprocess.Popen([*command, "--at-once", "2", "--resident", "0.3"], stdout=subprocess.DEVNULL)
     while running.poll() is None and not (answers.exists() and answers.stat().st_size):

@@ -148,8 +148,7 @@ def _layers(given: DynamicCache) -> dict[str, Tensor]:
     return cache_state.rows(given, False) | cache_state.rows(given, True) | cache_state.states(given)
 
 
-@pytest.mark.parametrize("ends_block", [False, True])
-@MODELS
+@pytest.mark.parametrize(("make", "ends_block"), each_once_quick(MAKES, [False, True]))
 def test_another_process_goes_on_where_one_has_ended(
     make: Make, ends_block: bool, opened: Callable[..., KeptKeys], rng: np.random.Generator
 ) -> None:

@@ -512,7 +512,7 @@ def test_a_model_without_a_template_says_so(
     server.stop()
 
 
-@pytest.mark.parametrize("tokens", first_quick(300, 1900))  # which are done in the time that they have, or cut off
+@pytest.mark.parametrize("tokens", first_quick(200, 1900))  # which are done in the time that they have, or cut off
 def test_sigterm_ends_it_and_what_is_under_way(folder: Path, tokens: int) -> None:
     command = [sys.executable, "-m", "torch_mesh", "serve", str(folder), "--resident", "0.25", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import small_stores
 from limited_processes import small_disk, without_privileges
+from pairs import first_quick
 from tiny_checkpoints import save_tiny
 
 from torch_mesh.errors import StoreError
@@ -126,7 +127,7 @@ class KilledReplacements:
         self._process.communicate()
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("can_exchange", first_quick(True, False))
 def test_killed_at_each_step_a_replacement_is_one_store_or_the_other(
     tmp_path: Path, finished: Path, can_exchange: bool
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import each_once_quick
+from pairs import each_once_quick, every_other_quick
 from quantised import (
     KINDS,
     MIXED,
@@ -99,7 +99,7 @@ def test_records_hold_codes_and_scales_as_they_are(kind: str, sizes: dict[str, i
 ALL = KINDS | MIXED
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", every_other_quick(ALL, 0))
 def test_auto_leaves_no_more_error_than_it_says(kind: str, tmp_path: Path) -> None:
     made = ALL[kind]()
     write_quantised(tmp_path / "raw", made)
@@ -124,7 +124,7 @@ def test_auto_leaves_no_more_error_than_it_says(kind: str, tmp_path: Path) -> No
                 assert off.norm() <= 1.4 * said.error * expected.norm(), (layer, expert, part)
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", every_other_quick(ALL, 1))
 def test_a_plan_says_what_opening_does(kind: str, tmp_path: Path) -> None:
     made = ALL[kind]()
     write_quantised(tmp_path, made)
