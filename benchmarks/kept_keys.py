@@ -14,8 +14,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import harness
 from harness import Report, Row
@@ -58,27 +61,31 @@ def sample_memory(server: int, address: str) -> dict[str, int]:
     return {"memory": int(memory) << 10, "kept": round(float(kept))}
 
 
+@contextmanager
+def serving(model: Path, *options: str, log: IO[str] | int = subprocess.DEVNULL) -> Iterator[tuple[int, str]]:
+    """The process id of a server of ``model`` and the address of its API. ``log``: where its errors go."""
+    command = [sys.executable, "-m", "torch_mesh", "serve", str(model), "--resident", "0.5"]
+    command += ["--host", "127.0.0.1", "--port", "0", "--log-level", "error", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a model this small does not use more threads
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as server:
+        try:
+            assert server.stdout is not None
+            yield server.pid, server.stdout.readline().split()[3].removesuffix(",")
+        finally:
+            server.terminate()
+
+
 def measure(limit: str, seconds: float) -> list[dict[str, int]]:
     """Sample a server with ``limit`` for kept keys after each quarter of the time, with the number of requests so
     far."""
-    command = [sys.executable, "-m", "torch_mesh", "serve", str(MODEL), "--resident", "0.5"]
-    command += ["--host", "127.0.0.1", "--port", "0", "--keep-keys", limit, "--log-level", "error"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a model this small does not use more threads
     samples = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as server:
-        try:
-            assert server.stdout is not None
-            address = server.stdout.readline().split()[3].removesuffix(",")
-            requests = 0
-            for quarter in range(4):
-                with ThreadPoolExecutor(CLIENTS) as clients:
-                    seeds = range(quarter * CLIENTS, (quarter + 1) * CLIENTS)
-                    requests += sum(clients.map(lambda seed: converse(address, seed, seconds / 4), seeds))
-                samples.append(sample_memory(server.pid, address) | {"requests": requests})
-        finally:
-            server.terminate()
+    with serving(MODEL, "--keep-keys", limit) as (server, address):
+        requests = 0
+        for quarter in range(4):
+            with ThreadPoolExecutor(CLIENTS) as clients:
+                seeds = range(quarter * CLIENTS, (quarter + 1) * CLIENTS)
+                requests += sum(clients.map(lambda seed: converse(address, seed, seconds / 4), seeds))
+            samples.append(sample_memory(server, address) | {"requests": requests})
     return samples
 
 
