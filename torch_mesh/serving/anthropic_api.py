@@ -12,7 +12,19 @@ from torch_mesh.serving.answers import Answer, Part, whole_body
 from torch_mesh.serving.errors import MissingFieldError, RequestError, describe, for_anthropic
 from torch_mesh.serving.generation import BOOL, SHARE, TEMPERATURE, Kind, whole
 from torch_mesh.serving.openai_api import event, new_id
-from torch_mesh.serving.requests import LIST, OBJECT, TEXT, check, check_model, check_values, known_fields, only, wrong
+from torch_mesh.serving.requests import (
+    LIST,
+    NAME,
+    OBJECT,
+    TEXT,
+    check,
+    check_model,
+    check_names,
+    check_values,
+    known_fields,
+    only,
+    wrong,
+)
 from torch_mesh.serving.service import Service, Tools, json_schema
 from torch_mesh.serving.tool_calls import Call, Reasoning
 
@@ -40,6 +52,14 @@ _FIELDS: dict[str, Kind] = {
     "container": only(),
     "context_management": only(),
     "mcp_servers": only([]),
+}
+# Fields of the blocks of a message, besides those that all of them have.
+_BLOCK_FIELDS = {
+    "text": ("text",),
+    "image": ("source",),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+    "tool_use": ("id", "name", "input"),
+    "thinking": ("thinking", "signature"),
 }
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -88,6 +108,10 @@ class Anthropic:
         for name in needed:
             if name not in given:
                 raise MissingFieldError(f"{name} is missing: give {_FIELDS[name].words}.", name)
+        metadata = given.get("metadata", {})
+        check_names("metadata", metadata, ("user_id",), "metadata")
+        if metadata.get("user_id") is not None:
+            check("metadata.user_id", metadata["user_id"], TEXT, "metadata")
         return given
 
     def _inputs(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tools | None]:
@@ -100,6 +124,7 @@ class Anthropic:
         arguments = self._service.template_arguments({}, output.get("effort"), "output_config")
         if (thinking := given.get("thinking")) is not None:
             kind = thinking.get("type")
+            check_names("thinking", thinking, ("type", "budget_tokens"), "thinking")
             if kind not in ("adaptive", "disabled"):
                 raise wrong("thinking", "thinking.type", kind, "adaptive or disabled: reasoning has no budget here")
             if kind == "disabled":
@@ -122,8 +147,14 @@ class Anthropic:
             where = f"tools[{index}]"
             check(where, tool, OBJECT, "tools")
             check(f"{where}.type", tool.get("type", "custom"), only("custom"), "tools")
-            check(f"{where}.name", tool.get("name"), TEXT, "tools")
+            check_names(
+                where, tool, ("type", "name", "description", "input_schema", "strict", "cache_control"), "tools"
+            )
+            check(f"{where}.name", tool.get("name"), NAME, "tools")
             check(f"{where}.input_schema", tool.get("input_schema"), OBJECT, "tools")
+            for name, form in (("description", TEXT), ("strict", BOOL)):
+                if tool.get(name) is not None:
+                    check(f"{where}.{name}", tool[name], form, "tools")
             function = {"name": tool["name"], "parameters": tool["input_schema"]}
             function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
             functions.append({"type": "function", "function": function})
@@ -133,6 +164,10 @@ class Anthropic:
         meanings: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
         if not isinstance(kind, str) or kind not in meanings:
             raise wrong("tool_choice", "tool_choice.type", kind, "auto, any, tool or none")
+        known = {"tool": ("type", "name", "disable_parallel_tool_use"), "none": ("type",)}
+        check_names("tool_choice", choice, known.get(kind, ("type", "disable_parallel_tool_use")), "tool_choice")
+        if kind == "tool":
+            check("tool_choice.name", choice.get("name"), TEXT, "tool_choice")
         alone = choice.get("disable_parallel_tool_use", False)
         check("tool_choice.disable_parallel_tool_use", alone, BOOL, "tool_choice")
         return self._service.tools(
@@ -150,6 +185,7 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Body]:
         role = message.get("role")
         if role not in ("user", "assistant"):
             raise wrong("messages", f"{where}.role", role, "user or assistant")
+        check_names(where, message, ("role", "content"), "messages")
         content = message.get("content")
         check(f"{where}.content", content, _TEXT_OR_LIST, "messages")
         if isinstance(content, str):
@@ -168,6 +204,8 @@ def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
         place = f"{where}.content[{index}]"
         check(place, block, OBJECT, "messages")
         kind = block.get("type")
+        if isinstance(kind, str) and kind in _BLOCK_FIELDS:
+            check_names(place, block, ("type", "cache_control", *_BLOCK_FIELDS[kind]), "messages")
         if kind == "text":
             check(f"{place}.text", block.get("text"), TEXT, "messages")
             parts.append({"type": "text", "text": block["text"]})
@@ -176,13 +214,17 @@ def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
         elif kind == "tool_result" and role == "user":
             check(f"{place}.tool_use_id", block.get("tool_use_id"), TEXT, "messages")
             text = _texts(f"{place}.content", block.get("content") or "", "messages")
+            failed = block.get("is_error") or False
+            check(f"{place}.is_error", failed, BOOL, "messages")
+            text = f"Error: {text}" if failed else text  # templates have no other place for it
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
             results += 1
         elif kind == "tool_use" and role == "assistant":
+            check(f"{place}.id", block.get("id"), TEXT, "messages")
             check(f"{place}.name", block.get("name"), TEXT, "messages")
             check(f"{place}.input", block.get("input"), OBJECT, "messages")
             function = {"name": block["name"], "arguments": block["input"]}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
             check(f"{place}.thinking", block.get("thinking"), TEXT, "messages")
             reasoning += block["thinking"]
@@ -207,6 +249,7 @@ def _texts(where: str, content: Any, field: str) -> str:
         place = f"{where}[{index}]"
         check(place, block, OBJECT, field)
         check(f"{place}.type", block.get("type"), only("text"), field)
+        check_names(place, block, ("type", "text", "cache_control"), field)
         check(f"{place}.text", block.get("text"), TEXT, field)
     return "\n".join(block["text"] for block in content)
 
@@ -214,9 +257,12 @@ def _texts(where: str, content: Any, field: str) -> str:
 def _address(where: str, source: Any) -> str:
     check(f"{where}.source", source, OBJECT, "messages")
     if source.get("type") == "base64":
+        check_names(f"{where}.source", source, ("type", "media_type", "data"), "messages")
+        check(f"{where}.source.media_type", source.get("media_type"), TEXT, "messages")
         check(f"{where}.source.data", source.get("data"), TEXT, "messages")
-        return f"data:{source.get('media_type')};base64,{source['data']}"
+        return f"data:{source['media_type']};base64,{source['data']}"
     check(f"{where}.source.type", source.get("type"), only("base64", "url"), "messages")
+    check_names(f"{where}.source", source, ("type", "url"), "messages")
     check(f"{where}.source.url", source.get("url"), TEXT, "messages")
     return str(source["url"])
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_mesh.serving.errors import RequestError
+from torch_mesh.serving.requests import check_names, wrong
 from torch_mesh.serving.tool_calls import Form, form_of
 
 NO_TEMPLATE = (
@@ -17,6 +19,9 @@ NO_TEMPLATE = (
     "made for chats: put one beside its tokenizer (for Qwen's models ChatML, which docs/serving.md has), or use a "
     "server's /v1/completions."
 )
+_ROLES = ("system", "user", "assistant", "tool")
+# Of a message. The template may read others.
+_NAMES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _TEXTS = ("text", "input_text", "output_text")
 # The processor's component for each kind of part, and the field with its content.
 _MEDIA = {
@@ -100,18 +105,24 @@ class Prompts:
             raise RequestError(f"This model {self._model} {NO_TEMPLATE}", asked)
         if tools and "tools" not in template:
             raise RequestError("This model's chat template has no tools: ask without them.", "tools")
+        for index, message in enumerate(messages):
+            self._check_read(f"{asked}[{index}]", message, asked)
         rendered = [self._message(message, template, asked) for message in messages]
-        try:
-            inputs = self.processor.apply_chat_template(
+
+        def render(**options: Any) -> Any:
+            return self.processor.apply_chat_template(
                 rendered,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,
-                return_tensors="pt",
-                return_dict=True,
-                tokenize=True,
+                **options,
                 **{**self._arguments, **arguments},
             )
+
+        later = {index: each for index, each in enumerate(rendered) if index and each["role"] == "system"}
+        try:
+            inputs = render(return_tensors="pt", return_dict=True, tokenize=True)
+            shown = render(tokenize=False) if later else ""
         except MemoryError:
             raise
         except Exception as error:  # templates may raise anything
@@ -120,6 +131,13 @@ class Prompts:
                 f"Change {asked}, tools or chat_template_kwargs.",
                 asked,
             ) from error
+        for index, message in later.items():
+            if not all(text.strip() in shown for text in _texts(message["content"])):
+                raise RequestError(
+                    f"{asked}[{index}] is a {messages[index]['role']} message that the model's chat template leaves "
+                    "out there: put it first.",
+                    asked,
+                )
         return dict(inputs.to(self._device))
 
     def end_of(self, inputs: Mapping[str, Any]) -> str:
@@ -129,7 +147,14 @@ class Prompts:
 
     def knows(self, variable: str) -> bool:
         """Whether the chat template reads a variable."""
-        return variable in (self.template or "")
+        return re.search(rf"\b{re.escape(variable)}\b", self.template or "") is not None
+
+    def _check_read(self, where: str, message: Mapping[str, Any], asked: str) -> None:
+        """Raises RequestError for a role and for fields of which the chat template reads nothing."""
+        role = message["role"]
+        if role not in (*_ROLES, "developer") and not re.search(rf"['\"]{re.escape(role)}['\"]", self.template or ""):
+            raise wrong(asked, f"{where}.role", role, f"{', '.join(_ROLES)} or developer")
+        check_names(where, message, [*_NAMES, *filter(self.knows, message)], asked)
 
     def _message(self, message: Mapping[str, Any], template: str, asked: str) -> dict[str, Any]:
         made = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
@@ -168,6 +193,10 @@ class Prompts:
             data, form = given["data"], given.get("format")
             return {"type": name, "url": f"data:audio/{form};base64,{data}" if form else data}
         return {"type": name, "url": given["url"] if isinstance(given, dict) else given}
+
+
+def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def response_messages(content: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:

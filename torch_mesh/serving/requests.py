@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch_mesh.serving.errors import MissingFieldError, ModelNotFoundError, RequestError, UnknownFieldError
@@ -34,6 +34,7 @@ LIST = Kind("a list", lambda value: isinstance(value, list))
 _TEXT_OR_OBJECT = Kind("text or an object", lambda value: isinstance(value, str | dict))
 _PENALTY = Kind("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)
 _TOP_LOGPROBS = Kind("a whole number from 0 to 20", lambda value: is_whole(value) and 0 <= value <= 20)
+NAME = Kind("a name", lambda value: isinstance(value, str) and value != "")
 _COUNT = Kind("a whole number from 1 to 128", lambda value: is_whole(value) and 1 <= value <= 128)
 
 
@@ -266,7 +267,10 @@ def check_values(body: Mapping[str, Any]) -> None:
 def _check_message(where: str, message: Any, field: str) -> None:
     check(where, message, OBJECT, field)
     check(f"{where}.role", message.get("role"), TEXT, field)
-    _check_content(f"{where}.content", message.get("content"), field)
+    content = message.get("content")
+    if content is None and message["role"] != "assistant":
+        raise wrong(field, f"{where}.content", content, "text, or a list of parts")
+    _check_content(f"{where}.content", content, field)
     calls = message.get("tool_calls")
     if calls is None:
         return
@@ -274,6 +278,7 @@ def _check_message(where: str, message: Any, field: str) -> None:
     for index, call in enumerate(calls):
         place = f"{where}.tool_calls[{index}]"
         check(place, call, OBJECT, field)
+        check_names(place, call, ("id", "type", "index", "function", "name", "arguments"), field)
         function = call.get("function") or call
         check(f"{place}.function", function, OBJECT, field)
         _check_call(f"{place}.function", function, field)
@@ -289,6 +294,8 @@ def _check_content(where: str, content: Any, field: str) -> None:
         kind = part.get("type")
         check(f"{place}.type", kind, TEXT, field)
         if kind in ("text", "input_text", "output_text"):
+            shown = ("annotations", "logprobs") if kind == "output_text" else ()  # of an earlier answer
+            check_names(place, part, ("type", "text", "cache_control", *shown), field)
             check(f"{place}.text", part.get("text"), TEXT, field)
         elif kind in ("image_url", "input_image", "video_url", "audio_url"):
             name = "image_url" if kind == "input_image" else kind
@@ -296,6 +303,12 @@ def _check_content(where: str, content: Any, field: str) -> None:
             # Only pictures accept a bare URL.
             address = given.get("url") if isinstance(given, dict) else given if name == "image_url" else None
             check(f"{place}.{name}", address, Kind('an address, as in {"url": "https://..."}', TEXT.fits), field)
+            check_names(place, part, ("type", name, "detail", "cache_control"), field)
+            about = given if isinstance(given, dict) else {}
+            check_names(f"{place}.{name}", about, ("url", "detail"), field)
+            for level in (part.get("detail"), about.get("detail")):
+                if level is not None:
+                    check(f"{place}.detail", level, only("auto"), field)
         elif kind == "refusal":
             check(f"{place}.refusal", part.get("refusal"), TEXT, field)
         elif kind != "input_audio":
@@ -309,6 +322,8 @@ def _check_content(where: str, content: Any, field: str) -> None:
                 Kind('sound in base64, as in {"data": "...", "format": "wav"}', TEXT.fits),
                 field,
             )
+            check_names(place, part, ("type", "input_audio", "cache_control"), field)
+            check_names(f"{place}.input_audio", given if isinstance(given, dict) else {}, ("data", "format"), field)
 
 
 def _check_call(where: str, call: Mapping[str, Any], field: str) -> None:
@@ -326,6 +341,15 @@ def _is_json_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+# Fields of the Responses API's items, besides those that all of them have.
+_ITEM_FIELDS = {
+    "message": ("role", "content"),
+    "reasoning": ("content",),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+
+
 def _check_input(content: Any) -> None:
     """The Responses API's input: text, the parts of one message, or messages and other items of earlier answers."""
     if isinstance(content, str):
@@ -338,6 +362,9 @@ def _check_input(content: Any) -> None:
         return
     for index, item in enumerate(content):
         where, kind = f"input[{index}]", item.get("type")
+        known = "message" if "role" in item else kind
+        if isinstance(known, str) and known in _ITEM_FIELDS:
+            check_names(where, item, ("type", "id", "status", *_ITEM_FIELDS[known]), "input")
         if kind == "reasoning":
             parts = item.get("content") or []
             check(f"{where}.content", parts, LIST, "input")
@@ -362,7 +389,9 @@ def _check_tool(where: str, tool: Any) -> None:
     check(f"{where}.type", tool.get("type", "function"), only("function"), "tools")
     function = tool.get("function", tool)  # of the Responses API without a level
     check(f"{where}.function", function, OBJECT, "tools")
-    check(f"{where}.function.name", function.get("name"), TEXT, "tools")
+    if function is not tool:
+        check_names(where, tool, ("type", "function", "cache_control"), "tools")
+    check(f"{where}.function.name", function.get("name"), NAME, "tools")
     for name, kind in (("parameters", OBJECT), ("description", TEXT), ("strict", BOOL)):
         if (value := function.get(name)) is not None:
             check(f"{where}.function.{name}", value, kind, "tools")
@@ -385,6 +414,7 @@ def _check_generation_config(text: str | None) -> None:
     try:
         options = json.loads(text)
         check("generation_config", options, OBJECT, "generation_config")
+        check_names("generation_config", options, vars(GenerationConfig()), "generation_config")
         check_options(options)
         GenerationConfig(**options)
     except RequestError:
@@ -416,6 +446,13 @@ def check(where: str, value: Any, kind: Kind, field: str) -> None:
     """Raises RequestError for a value of the wrong kind, with its path within ``field``."""
     if not kind.fits(value):
         raise wrong(field, where, value, kind.words)
+
+
+def check_names(where: str, value: Mapping[str, Any], known: Collection[str], field: str) -> None:
+    """Raises UnknownFieldError for a name in ``value`` that is not ``known``, unless it is null or an empty list."""
+    for name, given in value.items():
+        if name not in known and given is not None and given != []:
+            raise UnknownFieldError(f"{where} has {name!r}, which is not here: leave it out.", field)
 
 
 def wrong(field: str, where: str, value: Any, allowed: str) -> RequestError:

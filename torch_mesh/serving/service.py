@@ -20,6 +20,7 @@ from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.generation import OptionError, settle
 from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
 from torch_mesh.serving.prompts import Prompts
+from torch_mesh.serving.requests import check_names
 from torch_mesh.serving.tool_calls import Form
 
 DEFAULT_TOKENS = 1024  # the limit of an answer unless the request has one
@@ -89,7 +90,11 @@ class Service:
             return None
         if self.prompts.form.tools is None:
             raise RequestError("This server does not know how this model writes tool calls: leave tools out.", "tools")
-        schemas = {each["name"]: each.get("parameters") for each in functions}
+        schemas: dict[str, Any] = {}
+        for each in functions:
+            if each["name"] in schemas:
+                raise RequestError(f"tools has two of the name {each['name']!r}: give each its own.", "tools")
+            schemas[each["name"]] = each.get("parameters")
         if named is not None and named not in schemas:
             known = ", ".join(schemas)
             raise RequestError(f"tool_choice has the function {named!r}: give one of tools ({known}).", "tool_choice")
@@ -108,6 +113,12 @@ class Service:
     def template_arguments(self, given: Mapping[str, Any], effort: str | None, field: str) -> dict[str, Any]:
         """Variables of the chat template. ``effort``: the reasoning effort, from ``field``. Raises RequestError."""
         arguments = dict(given.get("chat_template_kwargs", {}))
+        for name in arguments:
+            if not self.prompts.knows(name):
+                raise RequestError(
+                    f"chat_template_kwargs has {name!r}, which this model's chat template does not read: leave it out.",
+                    "chat_template_kwargs",
+                )
         if effort is None:
             return arguments
         if self.prompts.knows("reasoning_effort"):
@@ -282,21 +293,27 @@ class Service:
 def json_schema(form: Mapping[str, Any], field: str) -> tuple[Mapping[str, Any], str] | None:
     """Of ``response_format``, or ``text.format`` of the Responses API. None: any text. Raises RequestError."""
     kind = form.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}, field
+    if kind in ("text", "json_object"):
+        check_names(field, form, ("type",), field)
+        return None if kind == "text" else ({"type": "object"}, field)
     if kind != "json_schema":
         raise RequestError(f"{field} has the type {kind!r}: give text, json_object or json_schema.", field)
-    schema = form.get("json_schema", form).get("schema") if isinstance(form.get("json_schema", form), dict) else None
+    about = form.get("json_schema", form)
+    schema = about.get("schema") if isinstance(about, dict) else None
     if not isinstance(schema, dict):
         raise RequestError(f"{field} has no schema: give an object, a JSON schema.", field)
+    if about is not form:
+        check_names(field, form, ("type", "json_schema"), field)
+    check_names(field, about, ("type", "name", "description", "schema", "strict"), field)
     return schema, field
 
 
 def _named_function(choice: Mapping[str, Any]) -> str:
     """Of ``{"type": "function", "function": {"name": ...}}``, in the Responses API without a level."""
     function = choice.get("function", choice)
+    check_names("tool_choice", choice, ("type", "name" if function is choice else "function"), "tool_choice")
+    if isinstance(function, dict):
+        check_names("tool_choice.function", function, ("type", "name"), "tool_choice")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
         raise RequestError(

@@ -1,0 +1,161 @@
+"""Fields within messages, tools and other objects: each is honoured, or the request is refused with its name."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_mesh import MeshConfig
+
+USER = {"role": "user", "content": "In the beginning"}
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+NEEDED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [USER], "max_tokens": 1},
+    RESPONSES: {"input": [USER], "max_output_tokens": 1},
+    MESSAGES: {"messages": [USER], "max_tokens": 1},
+}
+FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": FUNCTION}
+FLAT = {"type": "function", **FUNCTION}
+THEIRS = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def text(**more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": "a", **more}]}
+
+
+def theirs(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(blocks)}, USER]}
+
+
+# The address, the fields, and what the message names.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": [USER | {"unknown": 1}]}, "unknown"),
+    (CHAT, {"messages": [USER, {"role": "assistant", "content": "a", "audio": {"id": "1"}}]}, "audio"),
+    (CHAT, {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]}, "function_call"),
+    (CHAT, {"messages": [{"role": "assistant", "refusal": "no"}]}, "refusal"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, "wizard"),
+    (CHAT, {"messages": [{"role": "user"}]}, "content"),
+    (CHAT, {"messages": [text(unknown=1)]}, "unknown"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL | {"unknown": 1}]}]}, "unknown"),
+    (CHAT, {"tools": [TOOL | {"unknown": 1}]}, "unknown"),
+    (CHAT, {"tools": [TOOL, TOOL]}, "look"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "name"),
+    (CHAT, {"tools": [TOOL], "tool_choice": TOOL | {"function": {"name": "look", "unknown": 1}}}, "unknown"),
+    (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}, "unknown": 1}},
+        "unknown",
+    ),
+    (CHAT, {"response_format": {"type": "text", "unknown": 1}}, "unknown"),
+    (CHAT, {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "json_schema"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "unknown": 1}}}, "unknown"),
+    (CHAT, {"chat_template_kwargs": {"unknown": 1}}, "unknown"),
+    (CHAT, {"generation_config": '{"unknown": 1, "max_new_tokens": 1}'}, "unknown"),
+    (RESPONSES, {"input": [USER | {"unknown": 1}]}, "unknown"),
+    (RESPONSES, {"input": [{"role": "wizard", "content": "a"}]}, "wizard"),
+    (
+        RESPONSES,
+        {"input": [USER, {"type": "function_call", "call_id": "1", "unknown": 1, **CALL["function"]}]},
+        "unknown",
+    ),  # type: ignore[dict-item]
+    (RESPONSES, {"tools": [FLAT, FLAT]}, "look"),
+    (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "function", "name": "look", "unknown": 1}}, "unknown"),
+    (RESPONSES, {"text": {"format": {"type": "text", "unknown": 1}}}, "unknown"),
+    (MESSAGES, {"messages": [USER | {"unknown": 1}]}, "unknown"),
+    (MESSAGES, theirs({"type": "text", "text": "a", "citations": [{"type": "char_location"}]}), "citations"),
+    (MESSAGES, theirs({"type": "tool_result", "tool_use_id": "1", "unknown": 1}), "unknown"),
+    (MESSAGES, theirs({"type": "tool_result", "tool_use_id": "1", "is_error": "yes"}), "is_error"),
+    (MESSAGES, theirs({"type": "tool_use", "name": "look", "input": {}}, role="assistant"), "id"),
+    (MESSAGES, {"system": [{"type": "text", "text": "a", "unknown": 1}]}, "unknown"),
+    (MESSAGES, {"tools": [THEIRS | {"defer_loading": True}]}, "defer_loading"),
+    (MESSAGES, {"tools": [THEIRS | {"description": 7}]}, "description"),
+    (MESSAGES, {"tools": [THEIRS | {"strict": "x"}]}, "strict"),
+    (MESSAGES, {"tools": [THEIRS, THEIRS]}, "look"),
+    (MESSAGES, {"tools": [THEIRS], "tool_choice": {"type": "auto", "name": "look"}}, "name"),
+    (MESSAGES, {"tools": [THEIRS], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    (MESSAGES, {"thinking": {"type": "adaptive", "unknown": 1}}, "unknown"),
+    (MESSAGES, {"metadata": {"unknown": 1}}, "unknown"),
+    (MESSAGES, {"metadata": {"user_id": 7}}, "user_id"),
+]
+TAKEN: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [USER | {"name": "Ann"}, {"role": "assistant", "content": "a", "refusal": None}, USER]}),
+    (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": [CALL | {"index": 0}]}, USER]}),
+    (CHAT, {"messages": [text(cache_control={"type": "ephemeral"})]}),
+    (CHAT, {"messages": [USER, {"role": "assistant", "content": "a", "annotations": [], "reasoning_content": "b"}]}),
+    (CHAT, {"messages": [USER, {"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]}),
+    (CHAT, {"response_format": {"type": "text"}}),
+    (RESPONSES, {"input": [USER, {"type": "message", "id": "1", "status": "completed", **USER}]}),
+    (RESPONSES, {"input": [USER, {"type": "reasoning", "id": "1", "summary": []}, USER]}),
+    (MESSAGES, theirs({"type": "text", "text": "a", "citations": None, "cache_control": {"type": "ephemeral"}})),
+    (MESSAGES, {"tools": [THEIRS | {"cache_control": {"type": "ephemeral"}}]}),
+    (MESSAGES, {"metadata": {"user_id": "a"}}),
+]
+
+
+@pytest.fixture(scope="module")
+def server(serving: Callable[..., Any], folder: Path) -> Any:
+    return serving(folder, MeshConfig(resident=1.0))
+
+
+def _post(server: Any, path: str, fields: dict[str, Any]) -> tuple[int, Any]:
+    data = json.dumps(NEEDED[path] | fields).encode()
+    request = urllib.request.Request(server.address + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_what_is_not_honoured_is_refused_with_its_name(server: Any) -> None:
+    pytest.importorskip("llguidance")
+    for path, fields, name in REFUSED:
+        status, answer = _post(server, path, fields)
+        assert status == 400 and name in answer["error"]["message"], (path, fields, answer)
+
+
+def test_what_clients_repeat_of_answers_is_taken(server: Any) -> None:
+    for path, fields in TAKEN:
+        assert _post(server, path, fields)[0] == 200, (path, fields)
+
+
+def test_a_system_message_that_the_template_leaves_out_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = (
+        "{{ messages[0].content }}{% for each in messages[1:] if each.role != 'system' %}{{ each.content }}{% endfor %}"
+    )
+    monkeypatch.setattr(server.prompts.processor, "chat_template", first)
+    for path, field in ((CHAT, "messages"), (RESPONSES, "input")):
+        assert _post(server, path, {field: [{"role": "system", "content": "Be brief."}, USER]})[0] == 200
+        for role in ("system", "developer"):
+            status, answer = _post(server, path, {field: [USER, {"role": role, "content": "Be brief."}, USER]})
+            assert status == 400 and "put it first" in answer["error"]["message"]
+
+
+def test_variables_that_the_template_reads_are_taken(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = server.prompts.processor
+    monkeypatch.setattr(processor, "chat_template", processor.chat_template + "{{ mood }}{{ messages[0].tone }}")
+    told = {"messages": [USER | {"tone": "kind"}], "chat_template_kwargs": {"mood": "grave"}}
+    assert _post(server, CHAT, told)[0] == 200
+    assert _post(server, CHAT, {"chat_template_kwargs": {"moo": "grave"}})[0] == 400
+
+
+def test_the_model_is_told_that_a_tool_has_failed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    of_messages = server.prompts.of_messages
+
+    def watch(messages: Any, *arguments: Any) -> Any:
+        seen.extend(messages)
+        return of_messages(messages, *arguments)
+
+    monkeypatch.setattr(server.prompts, "of_messages", watch)
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "no such file"}
+    assert _post(server, MESSAGES, theirs(result | {"is_error": True}, result))[0] == 200
+    assert [each["content"] for each in seen[:2]] == ["Error: no such file", "no such file"]
