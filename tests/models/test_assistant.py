@@ -38,7 +38,7 @@ def smaller(original: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", first_quick(False, True))
 def test_tokens_are_those_of_plain_decoding(
     original: PreTrainedModel, smaller: PreTrainedModel, tokenizer: Any, sampled: bool, compiled: bool
 ) -> None:

@@ -105,13 +105,14 @@ def test_a_quantiser_that_does_not_import_is_no_error(environment: dict[str, str
     assert _run(program, environment) == "goes on\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param("import transformers.quantizers.auto", marks=pytest.mark.thorough),
-        pytest.param("import transformers.modeling_utils", marks=pytest.mark.thorough),
+        "import transformers.quantizers.auto",
+        "import transformers.modeling_utils",
         "from transformers import Qwen3MoeForCausalLM",  # after which nothing of transformers has to be imported
-        pytest.param("import torch, transformers.quantizers.auto", marks=pytest.mark.thorough),
+        "import torch, transformers.quantizers.auto",
     ],
 )
 def test_transformers_may_come_before_torch(first: str, converted: Path, environment: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from pairs import each_once_quick, first_quick
 from safetensors.torch import load_file, save_file
 from tiny_models import ALL_EXPERTS, TINY_MODELS
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -200,6 +201,7 @@ def _candidates(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tupl
         return _generate(model, use_mtp=True, max_new_tokens=90), drafted
 
 
+@pytest.mark.parametrize("folder", first_quick("GLM with 2", "GLM with 1", "Mellum"), indirect=True)
 def test_heads_that_pause_draft_as_those_that_do_not(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     model = torch_mesh.patch(_loaded(folder, **ALL_EXPERTS), resident=1.0, attention="mesh", dense="bf16")
     expected, steady = _candidates(model, monkeypatch)
@@ -218,7 +220,9 @@ def test_heads_that_pause_draft_as_those_that_do_not(folder: Path, monkeypatch: 
     assert sum(same) >= 0.8 * len(same), (steady, pausing)
 
 
-@pytest.mark.parametrize("seconds", [0.5, 4.0])
+@pytest.mark.parametrize(
+    ("folder", "seconds"), each_once_quick(["GLM with 2", "Mellum", "GLM with 1"], [0.5, 4.0]), indirect=["folder"]
+)
 def test_heads_draft_where_that_pays_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """``seconds``: of a forward that verifies; another takes 1."""
     monkeypatch.setattr(mtp, "Controller", Controller)
@@ -241,6 +245,7 @@ def test_heads_draft_where_that_pays_alone(folder: Path, monkeypatch: pytest.Mon
         assert drafts >= 0.9 * (len(took) - 6)
 
 
+@pytest.mark.parametrize("folder", first_quick("GLM with 2", "GLM with 1", "Mellum"), indirect=True)
 def test_converted_folders_have_their_heads(folder: Path, loads: list[Any], tmp_path: Path) -> None:
     fields = {"resident": 0.5, "attention": "mesh", "dense": "bf16"}
     model = _loaded(folder, quantization_config=MeshConfig(weights="int8", **fields))
@@ -268,6 +273,7 @@ def test_heads_go_with_the_patch(folder: Path, loads: list[Any]) -> None:
     assert len(loads) == before + 2, "an unpatched model does not do as transformers does"
 
 
+@pytest.mark.parametrize("folder", first_quick("Mellum", "GLM with 1", "GLM with 2"), indirect=True)
 def test_a_model_that_was_cast_has_its_heads_anew(folder: Path, loads: list[Any]) -> None:
     model = _patched(folder, dense="none", attention="model")
     _generate(model, use_mtp=True)

@@ -606,6 +606,7 @@ print(highest - before)
 """
 
 
+@pytest.mark.thorough
 def test_saving_an_exact_model_takes_the_memory_of_a_few_layers(tmp_path: Path) -> None:
     """Though all of it goes into one file."""
     config = TINY_MODELS[QWEN].build().config

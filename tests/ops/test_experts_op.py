@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import each_once_quick
+from pairs import each_once_quick, every_other_quick
 from tiny_pools import (
     ACTIVATIONS,
     FLOAT_PRODUCTS,
@@ -120,7 +120,7 @@ def test_layers_have_activations_of_their_own(open_pool: OpenPool) -> None:
             open_pool(Spec(layers=3), in_memory=True, activation=list(wrong))
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", every_other_quick(WEIGHTS, 0))
 def test_every_top_k(open_pool: OpenPool, weights: str) -> None:
     spec = Spec(weights=weights)
     pool = open_pool(spec, slots=spec.experts)
@@ -281,7 +281,7 @@ def test_sentinels_are_skipped(open_pool: OpenPool, top_k: int) -> None:
     assert not out[~here.any(1)].any()
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", every_other_quick(WEIGHTS, 1))
 def test_a_tiny_workspace_gives_equal_results(open_pool: OpenPool, weights: str) -> None:
     """Chunks of one token: only the rows per expert change."""
     spec = Spec(weights=weights)

@@ -38,6 +38,7 @@ def with_tests(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
 
 
+@pytest.mark.thorough
 def test_a_killed_patch_leaves_nothing_behind_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = subprocess.run([sys.executable, "-c", PATCH], env=with_tests(XDG_CACHE_HOME=str(tmp_path)), check=False)
     assert killed.returncode == -signal.SIGKILL

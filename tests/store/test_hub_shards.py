@@ -206,6 +206,7 @@ convert(sys.argv[1], sys.argv[2], "int8")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_id")
 def test_a_killed_conversion_continues_with_the_file_it_was_at(
     tmp_path: Path, hub: type[LoopbackHub], source: Path
