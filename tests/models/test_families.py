@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import re
 import runpy
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -214,13 +216,17 @@ def test_model_types_of_routing_bias_are_those_of_transformers() -> None:
     assert not [name for name in ROUTING_BIAS_FAMILIES if name not in CONFIG_MAPPING_NAMES]
 
 
+@functools.cache
+def _modelings() -> list[ModuleType]:
+    return [
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}") for family in supported_families()
+    ]
+
+
 @all_families
 @pytest.mark.parametrize("name", sorted({*ADAPTERS, *ROUTERS}))
 def test_adapted_classes_exist(name: str) -> None:
-    modules = [
-        importlib.import_module(f"transformers.models.{family}.modeling_{family}") for family in supported_families()
-    ]
-    assert any(isinstance(vars(module).get(name), type) for module in [*modules, torch_mesh.patching.single_layer])
+    assert any(isinstance(vars(module).get(name), type) for module in [*_modelings(), torch_mesh.patching.single_layer])
 
 
 def test_experts_that_are_tied_to_others_are_patched_after_loading(tmp_path: Path) -> None:

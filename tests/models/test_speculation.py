@@ -180,7 +180,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
 def test_the_controller_changes_no_token(original: PreTrainedModel, tokenizer: Any) -> None:
     model, speculation = _patched(original), torch_mesh.speculate()
     for text in ("chat", "rewriting"):
-        _agree(model, tokenizer(PROMPTS[text], return_tensors="pt"), speculation, max_new_tokens=150)
+        _agree(model, tokenizer(PROMPTS[text], return_tensors="pt"), speculation, max_new_tokens=100)
     assert torch_mesh.stats(model).speculation.accepted > 0
 
 
@@ -333,9 +333,9 @@ def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
         assert not speculation._controller.accepted  # which is for one text
     torch_mesh.reset_stats(model)
     speculation = torch_mesh.speculate()
-    plain = _generate(model, inputs, max_new_tokens=100)
+    plain = _generate(model, inputs, max_new_tokens=70)
     for _ in range(2):
-        assert torch.equal(plain, _generate(model, inputs, max_new_tokens=100, custom_generate=speculation))
+        assert torch.equal(plain, _generate(model, inputs, max_new_tokens=70, custom_generate=speculation))
 
 
 def test_what_pools_did_is_counted_from_a_reset(original: PreTrainedModel) -> None:
@@ -892,7 +892,7 @@ def test_other_ways_to_decode_are_as_they_were(original: PreTrainedModel, tokeni
         (inputs, {"assistant_model": original}),
         (inputs, {"assistant_model": plain}),
     ]:
-        options = {"max_new_tokens": 20} | options
+        options = {"max_new_tokens": 12} | options
         expected, found = _generate(plain, asked, **options), _generate(model, asked, **options)
         if not isinstance(expected, torch.Tensor):
             expected, found = expected.sequences, found.sequences
