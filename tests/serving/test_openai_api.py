@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_mesh import MeshConfig
@@ -190,7 +191,7 @@ def test_answers_that_are_json(client: Any, server: Any, chat: Callable[..., Any
     assert error.value.param == "response_format"
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", first_quick(True, False))
 def test_a_tool_that_has_to_be_called(stream: bool, chat: Callable[..., Any]) -> None:
     pytest.importorskip("llguidance")
 
