@@ -68,7 +68,7 @@ def test_smolagents(server: Any) -> None:
     smolagents = pytest.importorskip("smolagents")
     from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
-    class Search(smolagents.Tool):  # type: ignore[misc, name-defined]
+    class Search(smolagents.Tool):
         name = "search"
         description = "Search a book of the scriptures."
         inputs = {"book": {"type": "string", "description": "its name", "enum": ["Mark", "Luke"]}}  # noqa: RUF012

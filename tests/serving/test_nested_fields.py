@@ -65,7 +65,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         RESPONSES,
         {"input": [USER, {"type": "function_call", "call_id": "1", "unknown": 1, **CALL["function"]}]},
         "unknown",
-    ),  # type: ignore[dict-item]
+    ),
     (RESPONSES, {"tools": [FLAT, FLAT]}, "look"),
     (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "function", "name": "look", "unknown": 1}}, "unknown"),
     (RESPONSES, {"text": {"format": {"type": "text", "unknown": 1}}}, "unknown"),
