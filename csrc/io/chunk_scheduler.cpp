@@ -85,7 +85,7 @@ void ChunkScheduler::cancel() {
 
 std::optional<ChunkRead> ChunkScheduler::next() {
   for (const Urgency urgency : kUrgencies) {
-    if (urgency == Urgency::kPrefetch && prefetches_under_way() >= max_prefetches()) break;
+    if (urgency == Urgency::kPrefetch && under_way() >= max_prefetches()) break;
     int32_t chunk = ready_chunk(urgency);
     if (chunk < 0) chunk = cut(urgency);
     if (chunk >= 0) return start(chunk);
@@ -93,12 +93,8 @@ std::optional<ChunkRead> ChunkScheduler::next() {
   return std::nullopt;
 }
 
-int32_t ChunkScheduler::prefetches_under_way() const {
-  return static_cast<int32_t>(
-      std::count_if(chunks_.begin(), chunks_.end(), [&](const Chunk& chunk) {
-        return chunk.state == ChunkState::kUnderWay &&
-               requests_[chunk.request].read.urgency == Urgency::kPrefetch;
-      }));
+int32_t ChunkScheduler::under_way() const {
+  return static_cast<int32_t>(chunks_.size() - free_chunks_.size()) - ready_;
 }
 
 int32_t ChunkScheduler::ready_chunk(Urgency urgency) const {

@@ -78,10 +78,11 @@ class ChunkScheduler {
 
   IndexList& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
 
-  // What is under way cannot be overtaken, so guesses get a quarter of the depth: a demand read
-  // then waits for few of them, and a disk that does nothing else is still kept busy.
+  // What is under way cannot be overtaken, and shares the disk with what begins after it. So a
+  // guess begins where less than a quarter of the depth is under way: beside the last demand reads,
+  // which it then slows down little, and few guesses are in the way of the next ones.
   int32_t max_prefetches() const { return std::max(1, static_cast<int32_t>(chunks_.size()) / 4); }
-  int32_t prefetches_under_way() const;
+  int32_t under_way() const;
   int32_t ready_chunk(Urgency urgency) const;
   int32_t cut(Urgency urgency);
   bool skip_to_needed(Request& request) const;

@@ -823,5 +823,64 @@ TEST(Core, TheThreadedPoolDoesTheSame) {
   }
 }
 
+// One layer whose guesses are right every other time: one read of a guess before each forward.
+class Guesses {
+ public:
+  // Reads of guesses that have begun in so many forwards. `in_time`: before the forward begins.
+  int32_t reads_in(int32_t forwards, bool in_time) {
+    int32_t begun = 0;
+    for (int32_t round = 0; round < forwards; ++round) {
+      next_ = (next_ + 3) % kExperts;  // cold again by then
+      core_.expect(0, Ids{next_}, Phase::kDecode);
+      begun += take();
+      if (in_time) land();
+      const Ids used{round % 2 == 0 ? next_ : next_ + 1};
+      std::array<ClaimEntry, 1> entries;
+      ClaimState claim{
+          .layer = 0, .part = {.phase = Phase::kDecode}, .experts = used, .entries = entries};
+      core_.begin(claim);
+      take();
+      land();
+      std::array<HandedOut, 1> ready;
+      std::optional<Error> error;
+      EXPECT_EQ(core_.hand_out(claim, ready, error), 1);
+      core_.release(claim, Ids{0});
+      core_.end(claim);
+      take();
+    }
+    return begun;
+  }
+
+ private:
+  static constexpr int32_t kExperts = 63, kSlots = 8;
+
+  int32_t take() {
+    Effects& effects = core_.effects();
+    const auto begun = static_cast<int32_t>(effects.reads.size());
+    under_way_.insert(under_way_.end(), effects.reads.begin(), effects.reads.end());
+    effects.clear();
+    return begun;
+  }
+  void land() {
+    while (!under_way_.empty()) {
+      core_.landed(under_way_.front(), kRecord);
+      under_way_.pop_front();
+      take();
+    }
+  }
+
+  Core core_{{.layers = 1, .experts = kExperts, .slots = kSlots, .reads_ahead = 2},
+             make_policy("lru", {1, kExperts, kSlots})};
+  std::deque<int32_t> under_way_;
+  int32_t next_ = 0;
+};
+
+TEST(Core, AGuessHasToBeRightMoreOftenWhereItsReadEndsTooLate) {
+  Guesses guesses;
+  EXPECT_EQ(guesses.reads_in(300, true), 300);
+  EXPECT_GT(guesses.reads_in(300, false), 0);  // until it is known
+  EXPECT_EQ(guesses.reads_in(300, false), 0);
+}
+
 }  // namespace
 }  // namespace torch_mesh

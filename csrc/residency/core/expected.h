@@ -3,11 +3,13 @@
 //
 // An expert gets a slot only when its read can begin: one that still waits when its layer begins
 // has cost no slot, and is dropped if the layer does not use it. Where a guess stands in its
-// layer's ranking says how likely it is right: what stands where too few were is not read
-// (docs/decisions/0018).
+// layer's ranking says how likely it is right. How many reads have begun before it says how likely
+// it arrives in time: a wrong guess that arrives in time delays no other read. What is too unlikely
+// to be right, for its place among the reads, is not read (docs/decisions/0018).
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -27,48 +29,44 @@ class Expected {
   // Distinct experts of `layer`, the likeliest first, in position of what was expected before.
   // Those without a slot are cold.
   void set(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
-    ids_.clear();
-    cold_.clear();
+    clear();
     for (int32_t expert : experts) {
       ids_.push_back(layer * experts_ + expert);
       cold_.push_back(slots.find(ids_.back()) < 0);
     }
     layer_ = layer;
-    next_ = 0;
   }
 
   // A forward of `layer` begins, and asks for what it needs itself: `experts`. It shows which
-  // guesses were right, of what was not read, too, and whether the disk had the time.
+  // guesses were right, of what was not read, too, and which reads have ended in time.
   void begin(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
     if (layer != layer_) return;
-    bool asked = false, late = false;
-    for (size_t position = 0; position < ids_.size(); ++position) {
+    for (size_t position = 0, reads = 0; position < ids_.size(); ++position) {
       if (!cold_[position]) continue;
-      Fraction& right = right_at(position);
-      if (right.value >= min_right()) {
+      if (worth_reading(position, reads)) {
         const int32_t slot = slots.find(ids_[position]);
-        asked = true;
-        late |= slot < 0 || slots[slot].state != SlotState::kReady;
+        in_time_[std::min(reads++, kReads - 1)].learn(slot >= 0 &&
+                                                      slots[slot].state == SlotState::kReady);
       }
-      right.learn(std::ranges::find(experts, ids_[position] % experts_) != experts.end());
+      right_at(position).learn(std::ranges::find(experts, ids_[position] % experts_) !=
+                               experts.end());
     }
-    if (asked) late_.learn(late);
     clear();
   }
 
   // Adds those that are worth a read and have had no slot to `ids`, the likeliest first.
   void waiting(const SlotTable& slots, std::vector<ExpertId>& ids) {
-    for (size_t position = next_; position < ids_.size(); ++position) {
-      const bool wanted = right_at(position).value >= min_right();
-      if (wanted && slots.find(ids_[position]) < 0) ids.push_back(ids_[position]);
+    for (size_t position = next_, reads = reads_; position < ids_.size(); ++position) {
+      if (slots.find(ids_[position]) >= 0 || !worth_reading(position, reads)) continue;
+      ids.push_back(ids_[position]);
+      ++reads;
     }
   }
 
   // Begins to read the likeliest one that has no slot and is worth it. Returns its slot; -1: there
   // is no such expert, or no slot. None of those expected is evicted for it.
   int32_t read_next(SlotTable& slots, Phase phase) {
-    while (next_ < ids_.size() &&
-           (slots.find(ids_[next_]) >= 0 || right_at(next_).value < min_right())) {
+    while (next_ < ids_.size() && (slots.find(ids_[next_]) >= 0 || !worth_reading(next_, reads_))) {
       ++next_;
     }
     if (next_ == ids_.size()) return -1;
@@ -77,6 +75,7 @@ class Expected {
     // Whatever comes of its read: one that fails at once is not asked for again. Without a slot the
     // others get none either.
     next_ = slot < 0 ? ids_.size() : next_ + 1;
+    ++reads_;
     return slot;
   }
 
@@ -93,29 +92,38 @@ class Expected {
     }
   };
   static constexpr size_t kPositions = 16;  // that a ranking of any length is divided into
+  static constexpr size_t kReads = 16;      // for one layer; what comes after them is as the last
 
   Fraction& right_at(size_t position) {
     return right_[layer_ * kPositions + position * kPositions / ids_.size()];
   }
 
-  // Of guesses at a position of the ranking, for it to be read. A read in vain costs little where
-  // all that was asked for is there when its layer begins, and delays others where it is not.
-  static constexpr float kMinRightIdle = 0.45f, kMinRightBusy = 0.7f;
-  float min_right() const { return kMinRightIdle + (kMinRightBusy - kMinRightIdle) * late_.value; }
+  // How often a guess has to be right for it to be read: one that arrives in time costs an eviction
+  // if it is wrong, one that does not delays others.
+  static constexpr float kMinRightInTime = 0.3f, kMinRightLate = 0.7f;
+
+  // `reads`: those of this layer before it.
+  bool worth_reading(size_t position, size_t reads) {
+    const float in_time = in_time_[std::min(reads, kReads - 1)].value;
+    return right_at(position).value >= kMinRightLate + (kMinRightInTime - kMinRightLate) * in_time;
+  }
 
   void clear() {
     ids_.clear();
+    cold_.clear();
     layer_ = -1;
     next_ = 0;
+    reads_ = 0;
   }
 
   int32_t experts_;  // per layer
   int32_t layer_ = -1;
   std::vector<Fraction> right_;  // [layer][position]; all are read until it is known better
-  Fraction late_;                // layers that began before all that was asked for them was there
+  std::array<Fraction, kReads> in_time_;  // by the number of a layer's reads before it
   std::vector<ExpertId> ids_;
   std::vector<char> cold_;  // when they were predicted
   size_t next_ = 0;         // those before it have or had a slot
+  size_t reads_ = 0;        // that have begun
 };
 
 }  // namespace torch_mesh
