@@ -21,6 +21,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from transformers import AutoTokenizer
+from upstream import needs_ep_size
 
 from torch_mesh.cli import COMMANDS, _parser
 
@@ -71,7 +72,8 @@ def _parameter(page: Path) -> object:
     # which has tests of its own; nothing else may stand there.
     words = {words for language, words, _ in blocks(page) if language == "python"}
     assert words <= {"", "gpu", "ranks", "server"}, f"{page}: {words}"
-    marks = [pytest.mark.gpu] * ("gpu" in words) + [pytest.mark.thorough] * (page.stem not in QUICK)
+    marks = [pytest.mark.gpu] * ("gpu" in words) + [needs_ep_size] * ("ranks" in words)
+    marks += [pytest.mark.thorough] * (page.stem not in QUICK)
     return pytest.param(page, id=page.stem, marks=marks)
 
 

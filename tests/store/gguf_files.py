@@ -125,8 +125,8 @@ EACH_ARCHITECTURE = tuple(
     else name
     for name in ARCHITECTURES
 )
-# Whose weights transformers reads too: of gpt-oss neither config nor sinks, of the last ones nothing.
-READ_BY_TRANSFORMERS = tuple(name for name in ARCHITECTURES[:5] if name != "gpt-oss")
+# Whose weights transformers reads too.
+READ_BY_TRANSFORMERS = ("qwen2moe", "qwen3moe", "minimax-m2", *(["qwen35moe"] if READS_QWEN35MOE else []))
 # What the writer's package has no encoder for is drawn as bytes.
 _DRAWN = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
