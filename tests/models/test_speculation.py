@@ -300,7 +300,7 @@ def test_processors_and_ends_are_asked_for_every_token(original: PreTrainedModel
         _agree(model, inputs, always(length), **options)
 
 
-@pytest.mark.parametrize("texts", first_quick(4, 2))
+@pytest.mark.parametrize("texts", first_quick(2, 4))
 @pytest.mark.parametrize("fields", first_quick({"weights": "int4", "dense": "int4"}, {"dense": "bf16"}))
 def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
     original: PreTrainedModel, tokenizer: Any, fields: dict[str, str], texts: int
