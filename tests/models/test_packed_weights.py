@@ -259,11 +259,13 @@ def test_token_embeddings_of_every_family_can_be_resized(name: str) -> None:
         plain.resize_token_embeddings(130)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
         pytest.skip("transformers cannot resize this one, patched or not")
+    head = model.get_output_embeddings()
+    kept = 0 if head is None else len(head.weight)  # Inkling 2 has fewer than there are embeddings
     torch_mesh.patch(model, dense="bf16")
     model.resize_token_embeddings(130)
     head = model.get_output_embeddings()
     if head is not None and type(head) is nn.Linear:
-        assert torch.equal(head.weight[:120], plain.get_output_embeddings().weight[:120])
+        assert torch.equal(head.weight[:kept], plain.get_output_embeddings().weight[:kept])
 
 
 def test_a_pruned_head_of_an_assistant_gets_values() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gguf
 import gguf_files
+import mutations
 import numpy as np
 import pytest
 import torch
@@ -232,6 +233,15 @@ def test_layers_that_foretell_tokens_are_left_out(written: Callable[..., Written
     convert(made.path, tmp_path / "store", "int8")
     names = [json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("more", "store")]
     assert names[0]["weight_map"] == names[1]["weight_map"]
+
+
+@pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="this transformers does not read qwen35moe")
+def test_more_heads_than_memory_has_rows_for_are_refused(written: Callable[..., Written], tmp_path: Path) -> None:
+    """transformers makes a table with a row for each."""
+    counts = {"qwen35moe.ssm.time_step_rank": 1 << 28}
+    _rewrite(written("qwen35moe", "Q8_0").path, tmp_path / "heads.gguf", "qwen35moe", metadata=counts)
+    with mutations.limits(60, 1 << 30), pytest.raises(UnsupportedModelError, match="allocate"):
+        convert(tmp_path / "heads.gguf", tmp_path / "store", "int8")
 
 
 @pytest.mark.parametrize("parts", [2, 5])

@@ -333,9 +333,11 @@ class _FunctionNames(Names):
 def _names_of(path: Path, model: transformers.PreTrainedModel) -> Names:
     require_package()
     architecture = read_parts(path)[0].metadata["general.architecture"]
-    if architecture in FAMILIES:
-        return PackageNames(architecture, model)
-    return (_FunctionNames if architecture in _IN_FUNCTIONS else _TableNames)(architecture, model)
+    names = _FunctionNames if architecture in _IN_FUNCTIONS else _TableNames
+    try:
+        return (PackageNames if architecture in FAMILIES else names)(architecture, model)
+    except RuntimeError as problem:  # torch's, of tables with a row for each head that the metadata claim
+        raise _no_config(path, problem) from problem
 
 
 def _without_experts(state: Mapping[str, Shape], model: transformers.PreTrainedModel) -> frozenset[str]:
