@@ -84,7 +84,8 @@ struct UpliftBuffers {
   std::vector<std::byte> first, second;
 };
 
-// An allocator hands out memory whose last reads are still to come in the stream that it belongs to.
+// An allocator hands out memory whose last reads are still to come in the stream that it belongs
+// to.
 TEST_F(UpliftTest, TheFirstCopiesWaitForWhatTheStreamStillReads) {
   const std::shared_ptr<Engine> cold = model.open({.slots = 4, .threads = 2});
   const int64_t bytes = model.record(0, 0).size();
