@@ -2,7 +2,6 @@
 #include "residency/memory/arena.h"
 
 #include <gtest/gtest.h>
-
 #include <malloc.h>
 
 #include <cstdio>
