@@ -85,7 +85,7 @@ void ChunkScheduler::cancel() {
 
 std::optional<ChunkRead> ChunkScheduler::next() {
   for (const Urgency urgency : kUrgencies) {
-    if (urgency == Urgency::kPrefetch && under_way() >= max_prefetches()) break;
+    if (urgency == Urgency::kPrefetch && under_way() >= prefetch_limit()) break;
     int32_t chunk = ready_chunk(urgency);
     if (chunk < 0) chunk = cut(urgency);
     if (chunk >= 0) return start(chunk);

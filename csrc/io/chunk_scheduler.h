@@ -81,7 +81,7 @@ class ChunkScheduler {
   // What is under way cannot be overtaken, and shares the disk with what begins after it. So a
   // guess begins where less than a quarter of the depth is under way: beside the last demand reads,
   // which it then slows down little, and few guesses are in the way of the next ones.
-  int32_t max_prefetches() const { return std::max(1, static_cast<int32_t>(chunks_.size()) / 4); }
+  int32_t prefetch_limit() const { return std::max(1, static_cast<int32_t>(chunks_.size()) / 4); }
   int32_t under_way() const;
   int32_t ready_chunk(Urgency urgency) const;
   int32_t cut(Urgency urgency);

@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <optional>
 #include <random>
+#include <span>
+#include <vector>
 
 #include "reader_fixture.h"
 

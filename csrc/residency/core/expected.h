@@ -45,8 +45,7 @@ class Expected {
       if (!cold_[position]) continue;
       if (worth_reading(position, reads)) {
         const int32_t slot = slots.find(ids_[position]);
-        in_time_[std::min(reads++, kReads - 1)].learn(slot >= 0 &&
-                                                      slots[slot].state == SlotState::kReady);
+        in_time_after(reads++).learn(slot >= 0 && slots[slot].state == SlotState::kReady);
       }
       right_at(position).learn(std::ranges::find(experts, ids_[position] % experts_) !=
                                experts.end());
@@ -98,13 +97,15 @@ class Expected {
     return right_[layer_ * kPositions + position * kPositions / ids_.size()];
   }
 
+  // `reads`: those of this layer before it.
+  Fraction& in_time_after(size_t reads) { return in_time_[std::min(reads, kReads - 1)]; }
+
   // How often a guess has to be right for it to be read: one that arrives in time costs an eviction
   // if it is wrong, one that does not delays others.
   static constexpr float kMinRightInTime = 0.3f, kMinRightLate = 0.7f;
 
-  // `reads`: those of this layer before it.
   bool worth_reading(size_t position, size_t reads) {
-    const float in_time = in_time_[std::min(reads, kReads - 1)].value;
+    const float in_time = in_time_after(reads).value;
     return right_at(position).value >= kMinRightLate + (kMinRightInTime - kMinRightLate) * in_time;
   }
 
