@@ -63,8 +63,8 @@ def unsupported_reason(model: Any) -> str:
     if not all(hasattr(layer, "number_of_states") for layer in layers if has_state(layer)):
         return "linear attention needs transformers 5.23 or later"
     # Transformers 5.17 has this family's positions on the cache as a whole, where a forward appends to them.
-    indexed = [layer for layer in layers if hasattr(layer, "indexer_keys")]
-    if config.model_type == "qwen4_exp_text" and not all(hasattr(layer, _POSITIONS) for layer in indexed):
+    has_positions = all(hasattr(layer, _POSITIONS) for layer in layers if hasattr(layer, "indexer_keys"))
+    if config.model_type == "qwen4_exp_text" and not has_positions:
         return "its indexer keeps positions outside of the layers in this transformers; 5.24 does not"
     return ""
 

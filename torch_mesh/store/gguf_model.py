@@ -214,7 +214,8 @@ def rest_of_model(
 ) -> Iterator[RestOf]:
     """What all ``weights`` but ``experts`` are in ``model``, in the order of the files.
 
-    Raises ``StoreError`` if one has another size than in the model, belongs to nothing, or is missing.
+    Raises ``StoreError`` if one has another size than in the model, belongs to nothing, or is missing,
+    ``UnsupportedModelError`` for metadata of which transformers makes no names.
     """
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     own = _without_experts(state, model)
@@ -333,9 +334,10 @@ class _FunctionNames(Names):
 def _names_of(path: Path, model: transformers.PreTrainedModel) -> Names:
     require_package()
     architecture = read_parts(path)[0].metadata["general.architecture"]
-    names = _FunctionNames if architecture in _IN_FUNCTIONS else _TableNames
     try:
-        return (PackageNames if architecture in FAMILIES else names)(architecture, model)
+        if architecture in FAMILIES:
+            return PackageNames(architecture, model)
+        return (_FunctionNames if architecture in _IN_FUNCTIONS else _TableNames)(architecture, model)
     except RuntimeError as problem:  # torch's, of tables with a row for each head that the metadata claim
         raise _no_config(path, problem) from problem
 
