@@ -68,7 +68,7 @@ class DeviceRecord:
 
 
 def open_driver(device: torch.device) -> _C.Driver:
-    """Open the CUDA driver. Tests replace this with a CPU device."""
+    """The CUDA driver. Tests replace it."""
     return _C.open_cuda_driver(device.index)
 
 
@@ -93,7 +93,7 @@ class SharedDevice:
         self._counting = threading.Lock()
 
     def stream(self) -> int:
-        """torch's current stream, as the driver names it."""
+        """torch's current stream."""
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     def capturing(self) -> bool:
@@ -161,7 +161,7 @@ class DeviceLayer:
     complete: bool  # all experts of the layer are here
     workspace: int  # limit in bytes for the intermediates of one chunk of tokens
     index: int = 0  # in the pool
-    shared: SharedDevice | None = None  # required by experts_split; kernels alone need none
+    shared: SharedDevice | None = None  # for experts_split
 
     @property
     def count(self) -> int:

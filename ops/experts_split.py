@@ -2,7 +2,7 @@
 
 Implemented in Python because it launches Triton kernels. torch's stream computes the device's own experts; a second
 stream copies the host's part down to a host node and its sum back up (csrc/gpu/host_share.h). Only the device waits for
-that sum. For a prompt, some of the host's experts may be streamed to the device in batches (ops/streaming.py).
+that sum.
 
 The output is the fp32 sum of these parts, rounded once: the device's own, then each batch in order, then the host's.
 Each part adds a token's choices in their order.
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 _library = torch.library.Library("torch_mesh", "FRAGMENT")
 # x, topk_ids, topk_weights and the result as in `experts`, on the device where the layer's experts were placed. A
-# failed read or an id outside [0, experts) in the host's part makes the output NaN (for a long prompt: part of it); the
-# next forward of a layer of the same pool, or torch_mesh.synchronize(model), raises the error. If all experts are on
-# the device, ids are not checked and the token of an invalid id becomes NaN. torch.cuda.graph captures this op.
-# torch.compile breaks its own graphs around it, since they would be captured for sizes that set_capture_batch_sizes
-# does not know.
+# failed read or an id outside [0, experts) in the host's part makes the output, or a part of it, NaN; the next forward
+# of the pool, or torch_mesh.synchronize(model), raises the error. If all experts are on the device, ids are not checked
+# and the token of an invalid id becomes NaN. torch.cuda.graph captures this op. torch.compile breaks its own graphs
+# around it, since they would be captured for sizes that set_capture_batch_sizes does not know.
 _library.define(
     "experts_split(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, bool sentinels=False) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
@@ -94,8 +93,7 @@ class SplitForward:
                 forward.add(shared.up, buffer, table, self._result)
 
     def finish(self) -> Tensor:
-        """[tokens, hidden] in the dtype of ``x``. The current stream waits for the host's part; the calling thread does
-        not."""
+        """[tokens, hidden] in the dtype of ``x``. Only the current stream waits for the host's part."""
         if self.ticket is not None:
             with torch.cuda.device_of(self._like):
                 self._join()
@@ -124,7 +122,7 @@ def _on_device(x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, sent
 def _streamed(ids: Tensor, layer: DeviceLayer, shared: SharedDevice) -> tuple[Tensor, list[tuple[list[int], Tensor]]]:
     """The table for the host's part, and the batches of streamed experts, each with the table that finds them.
 
-    Waits for the device once, for prompts only: the host makes the choice.
+    Waits for the device once, for prompts only.
     """
     experts, uplift, costs = layer.table.numel(), shared.uplift, shared.costs
     if uplift is None or costs is None or not launches.uses_tiles(ids.numel(), experts) or shared.capturing():

@@ -1,12 +1,12 @@
 """A layer's experts on a GPU: Triton kernels over packed records (csrc/store/record.h), and their launches.
 
 Activations are bf16, sums fp32. Weights are exact: integers, levels, FP8 and FP4 fit bf16, and the scale multiplies a
-group's sum. Integer formats therefore round less here than on the CPU, which quantizes activations too. The order of
-every sum depends on shapes only: splits are added in order, then a token's experts choice by choice.
+group's sum. The order of every sum depends on shapes only: splits are added in order, then a token's experts choice by
+choice.
 
 Few rows (``gate_up_few``, ``down_few``): one program per (token, choice) pair, block of 64 columns and split of the
 depth, memory-bound. Many rows (``gate_up_many``, ``down_many``): a stable sort groups pairs by expert, and tiles of
-rows go through ``tl.dot``. No step synchronizes with the device, and launches depend on shapes only.
+rows go through ``tl.dot``.
 
 Requires triton; TRITON_INTERPRET=1 runs it on CPU tensors.
 """
@@ -477,8 +477,7 @@ def _tile_depth(PART: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr):
 def _tile_codes(block, step, index, block_words, FORMAT: tl.constexpr, GROUP: tl.constexpr):
     """The words of a step, or for 4-bit codes their bytes: [depth of a step / codes in an element, 64].
 
-    Loading 4-bit codes as bytes is 1.4 times as fast as taking words apart, which moves eight values between threads.
-    For two or four values in a word the loads, which cover fewer columns at once, cost more than that.
+    Loading 4-bit codes as bytes is 1.4 times as fast as taking words apart (docs/decisions/0025).
     """
     PLACES: tl.constexpr = _places(FORMAT)
     if _parts(FORMAT) == 2:
@@ -882,8 +881,8 @@ def experts(
 
 
 class DeviceForward:
-    """The rows of a forward, grouped by expert once for all records that they are multiplied with: those of ``layer``,
-    and those of a prompt's experts as they arrive."""
+    """The rows of a forward, grouped by expert once: for the records of ``layer``, and for a prompt's as they
+    arrive."""
 
     def __init__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer: DeviceLayer, sentinels: bool) -> None:
         self._layer, self._sentinels = layer, sentinels

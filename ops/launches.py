@@ -1,8 +1,7 @@
-"""Launch parameters of the Triton kernels: a fixed table without autotuning.
+"""Launch parameters of the Triton kernels: a fixed table of shapes, so that one call always gives the same bits.
 
-Only shapes enter, so that one call always takes one path and gives the same bits. Measured on an H200 for bf16, int8,
-int4 and mxfp4 with 128 experts of 2048 x 768 (docs/decisions/0025-triton-experts.md); other formats have the options of
-the most similar of these.
+Measured on an H200 for bf16, int8, int4 and mxfp4 (docs/decisions/0025-triton-experts.md); other formats have the
+options of the most similar of these.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Costs(NamedTuple):
-    """Seconds, as measured once for a placement or given in ``MeshConfig.gpu.streaming``."""
+    """Seconds each."""
 
     copy: float  # one record to the device
     row: float  # one more row of an expert on the CPU

@@ -6,9 +6,7 @@
 >>> print(torch_mesh.stats(model))
 
 Importing the package registers its ops with torch and its checkpoints with transformers, now or when these are
-imported. It imports neither until one of its names is used. Functions of transformers and PEFT are wrapped when a model
-is first patched, except for those that find a checkpoint's quantizer and map its names, which are wrapped on import.
-The wrappers pass on all calls for other models.
+imported. It imports neither until one of its names is used.
 """
 
 from __future__ import annotations

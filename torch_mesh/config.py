@@ -56,7 +56,6 @@ class Field:
     of_checkpoint: bool | tuple[Any, ...]
 
     def is_of_checkpoint(self, value: Any) -> bool:
-        """Whether a checkpoint's config.json may set it to ``value``."""
         return value in self.of_checkpoint if isinstance(self.of_checkpoint, tuple) else self.of_checkpoint
 
     @property

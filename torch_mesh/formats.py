@@ -184,7 +184,7 @@ GGUF_FORMATS = (*(name for name, each in _LISTED.items() if each.gguf), "int8_fp
 
 
 def layer_formats(weights: str) -> list[str]:
-    """The format of each layer, or that of all in a list of one. Raises KeyError for a name of neither form."""
+    """The format of each layer, or that of all in a list of one. Raises KeyError for others."""
     names, colon, digits = weights.partition(":")
     distinct = names.split("|")
     if not colon and len(distinct) == 1:

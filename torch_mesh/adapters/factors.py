@@ -66,10 +66,9 @@ def factors_of(
 ) -> Factors:
     """Views of PEFT's two weights for ``parameter`` of ``layer``; the layer's module is not used.
 
-    In lora_a [rank * experts, in] an expert's rows are adjacent; in lora_b [out, rank * experts] its columns are
-    ``experts`` apart. ``swapped``: PEFT treated the parameter as [experts, out, in]; if not, its first factor is our
-    second. With a ``share`` the weights are of all experts and the result is of the rank's own. Raises MeshError for
-    weights that do not fit ``experts``, or of different ranks.
+    lora_a is [rank * experts, in], lora_b [out, rank * experts]. ``swapped``: PEFT treated the parameter as [experts,
+    out, in]; if not, its first factor is our second. With a ``share`` the weights are of all experts and the result is
+    of the rank's own. Raises MeshError for weights that do not fit.
     """
     where = f"{layer.path}.{parameter}"
     rank = rank_of(lora_a, experts, second=False, where=where)

@@ -1,7 +1,6 @@
 """Read a folder that PEFT's ``save_pretrained`` wrote, on the meta-device outline of its base model.
 
-PEFT parses it: modules and parameters with adapters, ranks, scales and names. Base weights are placeholders without
-memory. PEFT's own layer computes the change of a weight once the weight is loaded.
+PEFT parses it, over placeholders without memory, and its own layers compute the changes of weights.
 """
 
 from __future__ import annotations
@@ -139,8 +138,7 @@ def _config(folder: Path, layers: Sequence[ExpertsLayer]) -> LoraConfig:
 
 
 def put_placeholders(model: nn.Module) -> set[int]:
-    """Replace each parameter by a one-element zero tensor, expanded, on the CPU, where PEFT creates adapters. Returns
-    their ids."""
+    """Replace each parameter by a one-element zero tensor, expanded, on the CPU. Returns their ids."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -167,7 +165,7 @@ def _load(folder: Path, model: Any, config: LoraConfig) -> PeftModel:
             )
     except KeyError as problem:
         raise store_error(folder / _WEIGHTS, f"lacks {problem}, which {_CONFIG} names") from problem
-    except Exception as problem:  # PEFT raises anything for values that it does not expect
+    except Exception as problem:
         raise store_error(folder, f"does not fit {type(model).__name__}: {_beginning(problem)}") from problem
     if result.unexpected_keys:
         raise store_error(
@@ -184,7 +182,6 @@ def _load(folder: Path, model: Any, config: LoraConfig) -> PeftModel:
 
 
 def _beginning(problem: Exception) -> str:
-    """The first line of an error that may have a line for each tensor."""
     lines = [line.strip() for line in str(problem).splitlines()]
     return " ".join(lines[:3]) + (f" And {len(lines) - 3} others." if len(lines) > 3 else "")
 

@@ -58,8 +58,7 @@ def merge(
 
     ``base`` is a checkpoint's folder, a GGUF file, a converted folder, or a model id on the hub, with ``revision`` and
     ``token``. ``weights`` and ``group_size`` set the experts' format; 'auto' keeps the base's. Sums are fp32 and
-    rounded once; experts without an adapter are copied unchanged. Memory: a few experts, the largest other tensor, and
-    the adapter. After an interruption the same call continues.
+    rounded once; experts without an adapter are copied unchanged. After an interruption the same call continues.
 
     Raises ``StoreError`` for an adapter that does not fit the base, cannot be merged or has unused parts, and as
     ``torch-mesh convert`` does; ``ValueError`` for formats that nothing can be rounded to.
@@ -98,8 +97,6 @@ def merge(
 
 @dataclass(frozen=True)
 class _Base:
-    """The base of a merge. ``weights`` and ``group_size`` are of the new store, ``layers`` by their numbers there."""
-
     model: Any
     layers: Mapping[int, ExpertsLayer]
     shape: Shape

@@ -1,7 +1,6 @@
 """Adapters with expert parallelism: each rank has the adapters of all experts and computes with those of its own.
 
-PEFT, optimizers and Trainer therefore do the same on each rank as in one process: seeds, files, moments, gradient norm.
-The backward gathers the gradients of each rank's own experts.
+The backward gathers the gradients of each rank's own experts (docs/decisions/0055).
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ class _OwnExperts(torch.autograd.Function):
 def check_same(path: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
     """Raises MeshError on all ranks unless their hidden states ``x`` and adapter ``weights`` for the parameter ``path``
     agree. A collective call.
-
-    Ranks compute one batch together, each with its own copy of the adapters; a difference would stay unnoticed.
     """
     mine = (tuple(x.shape), _sample(x), [tuple(weight.shape) for weight in weights], [_sample(w) for w in weights])
     everyone = gathered(mine, path)

@@ -1,9 +1,7 @@
 """Make PEFT use our wrapper for experts in a pool, with any LoraConfig.
 
 PEFT's extension point, ``LoraConfig._register_custom_module``, is a mapping of one config that is not saved with it. It
-is filled in when a config meets such experts. Refusals of a merge are checked before the first layer is merged. A
-swapped-in adapter of lower rank is padded with zeros behind each expert's rows; PEFT would pad behind the last
-expert's.
+is filled in when a config meets such experts.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ _MIN_PEFT = "0.21"  # its layer for a parameter takes the config
 
 @functools.cache
 def watch() -> None:
-    """Extend PEFT, now or when it is imported. Called when a model is patched."""
+    """Extend PEFT, now or when it is imported."""
     AfterImport(["peft.tuners.lora.model"], ["peft", "torch_mesh"], register).watch()
 
 
 def register() -> None:
-    """Called after PEFT's import. Never raises: an unexpected PEFT is left alone."""
+    """Never raises: an unexpected PEFT is left alone."""
     lora_model: Any = importlib.import_module("peft.tuners.lora.model").LoraModel
     create = getattr(lora_model, CREATE_MODULE, None)
     if create is None or hasattr(create, "_mesh_original"):
@@ -108,5 +106,4 @@ def _check_version() -> None:
 
 
 def _wrapper() -> Any:
-    """Imported late: it imports PEFT and transformers."""
     return importlib.import_module(".wrapper", __package__)

@@ -19,8 +19,8 @@ class MeshTrainerCallback(TrainerCallback):
     Prints ``describe_training(model)`` when training begins. Each log gets, for the forwards and backwards since the
     last log, ``mesh_hit_rate`` (fraction of accesses that found a resident expert), ``mesh_read_gb`` and
     ``mesh_wait_seconds`` (time in which a forward had nothing to compute). Evaluation counts to the next log. Trainer's
-    printed log and ``state.log_history`` have them; reporters such as W&B and TensorBoard do not, since Trainer calls
-    them before user callbacks. Raises MeshError for a model that is not patched.
+    printed log and ``state.log_history`` have them; reporters such as W&B do not. Raises MeshError for a model that is
+    not patched.
     """
 
     def __init__(self) -> None:

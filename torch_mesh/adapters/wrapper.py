@@ -1,7 +1,6 @@
 """PEFT's layer for a targeted parameter, for experts whose weights are in a pool.
 
-PEFT's own adds scaling * B · A to the whole stack of experts in each forward. This one hands both factors to the
-experts module, which adds their products to the routed experts' rows only.
+It hands both factors to the experts module, which adds their products to the routed experts' rows only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _INITIALISATIONS = (True, False, "gaussian")
 class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrappers may be nested
     """Wraps a ``MeshExperts``, or the wrapper of another of its parameters.
 
-    Weights have PEFT's names and shapes. lora_B is stored by columns, so that each expert's factor is contiguous.
+    lora_B is stored by columns, so that each expert's factor is contiguous.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
     def _get_in_out_features(self, module: Any) -> tuple[int, int] | tuple[None, None]:
         features = super()._get_in_out_features(module)
         share = self._experts._mesh_pool.share
-        if share is not None:  # each rank has the adapters of all experts: see ranks.py
+        if share is not None:
             self.num_experts = share.routed
         return features
 
@@ -140,7 +139,6 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
 
 
 def _layer_of(experts: MeshExperts) -> ExpertsLayer:
-    """The layer, without its module."""
     weight: Any = next(iter(experts._parameters[name] for name in experts._mesh_parameters))
     assert isinstance(weight, PackedExpertsWeight)
     return weight.place.layer

@@ -19,7 +19,7 @@ from .rows import LayerRows, RowFiles
 FEWEST_TOKENS = 256
 _LENGTH = 1024  # of a sequence, at most
 _TOKENS_AT_ONCE = 8192  # in one forward, which reads each expert once
-_LONGEST_TOKEN = 64  # mean characters per token: limits how much of a large file is tokenized
+_LONGEST_TOKEN = 64  # characters: limits how much of a large file is tokenized
 
 _Argument = tuple[str, int]
 _ARGUMENTS: Sequence[_Argument] = (("hidden_states", 0), ("top_k_index", 1), ("top_k_weights", 2))
@@ -30,8 +30,8 @@ def text_sequences(source: Path, text: str, tokens: int, longest: int | None) ->
     ``source``.
 
     ``text`` names a plain file, or a .jsonl file with a ``text`` in each line. All sequences have the same length; the
-    remainder is dropped. Raises MeshError for a text that is too short and for a missing tokenizer; ValueError for too
-    few ``tokens``; OSError for an unreadable file.
+    remainder is dropped. Raises MeshError for a text that is too short and for a missing tokenizer, ValueError for too
+    few ``tokens``.
     """
     if tokens < FEWEST_TOKENS:
         raise ValueError(
@@ -65,8 +65,7 @@ def collect(
     """Run the checkpoint ``source`` on ``sequences`` and write the experts' inputs to ``files`` in ``folder``; returns
     each layer's rows.
 
-    Continues after the sequences that an earlier run completed. ``done`` gets the bytes as they are written, those
-    already there first.
+    Continues after the sequences that an earlier run completed. ``done`` gets the bytes as they are written.
     """
     finished = files.resume(folder)
     if finished < len(sequences):
@@ -101,8 +100,6 @@ def _experts_of(model: Any) -> Iterator[Any]:
 
 @contextmanager
 def _watched(model: Any, see: Callable[[int, LayerRows], None]) -> Iterator[None]:
-    """Call ``see`` with the inputs of each layer's experts."""
-
     def look(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         x, ids, weights = (named[name] if name in named else positional[place] for name, place in _ARGUMENTS)
         see(module._mesh_layer, LayerRows(ids.cpu(), weights.cpu(), x.reshape(-1, x.shape[-1]).cpu()))

@@ -54,7 +54,7 @@ class Moments:
 
 
 def blended(own: Moments, shared: torch.Tensor) -> torch.Tensor:
-    """An expert's moments from ``own.rows`` own rows and the layer's ``shared`` ones."""
+    """An expert's moments from its own and the layer's."""
     prior = PRIOR * len(shared)
     share = own.rows / (own.rows + prior)
     return torch.lerp(_with_power(shared, DOUBT), own.mean(), share)
@@ -63,8 +63,7 @@ def blended(own: Moments, shared: torch.Tensor) -> torch.Tensor:
 def _with_power(moments: torch.Tensor, share: float) -> torch.Tensor:
     """``moments`` with a fraction of the inputs' median power added to the diagonal.
 
-    The median, because large models have a few inputs that are a thousand times as strong as the others. Inputs that
-    are always zero do not count.
+    The median, because large models have a few inputs that are a thousand times as strong as the others.
     """
     power = moments.diagonal()
     some = power[power > 0]
@@ -108,8 +107,8 @@ def feedback_of(moments: torch.Tensor, streams: int = 1, step: int = 1) -> Input
     # H = R R^T with R upper triangular, from the factor of H with reversed inputs.
     reverse = damped.flip(0, 1)
     factor, failed = torch.linalg.cholesky_ex(reverse)
-    # If a few inputs are many times the others and correlated, fp32 rounding exceeds the damping. Add more of each
-    # input's own power; once that equals the number of inputs no matrix fails.
+    # If a few inputs are much stronger than the others and correlated, fp32 rounding exceeds the damping. Add more of
+    # each input's own power.
     share = 2.0**-24
     while bool(failed):
         share *= 4

@@ -33,10 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def on_text(text: str | os.PathLike[str], tokens: int = CALIBRATE_TOKENS) -> Calibrate:
-    """The ``calibrate`` of ``store.convert.convert``: by a text (a plain file, or .jsonl with a ``text`` in each line).
-
-    Runs the checkpoint on its first ``tokens`` tokens.
-    """
+    """The ``calibrate`` of ``convert``: by a text (a plain file, or .jsonl with a ``text`` in each line)."""
 
     def calibrate(experts: CheckpointExperts, model: PreTrainedModel, weights: str, group_size: int) -> Calibrator:
         return Calibrator(experts, model, os.fspath(text), tokens, weights, group_size)
@@ -69,7 +66,7 @@ class Calibrator:
         top_k, rows_per_token = (shape.top_k, 1) if layers[0].block is None else (1, shape.top_k)
         self._files = RowFiles(shape.layers, top_k, shape.hidden, self._sequences.numel(), rows_per_token)
         self._folder: Path | None = None  # of the rows, once they are complete
-        self._seen: dict[int, _SeenLayer] = {}  # the last two layers: experts of both may be packed at a time
+        self._seen: dict[int, _SeenLayer] = {}  # the last two, which may be packed at a time
         self._lock = threading.Lock()
 
     @cached_property

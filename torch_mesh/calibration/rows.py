@@ -54,7 +54,7 @@ class RowFiles:
         return (_STATE, f"{_STATE}.new", *map(self._name, range(self.layers)))
 
     def resume(self, folder: Path) -> int:
-        """The number of complete sequences in ``folder``; truncates incomplete ones."""
+        """The number of complete sequences in ``folder``; drops others."""
         done, rows = self._state(folder)
         for layer, count in enumerate(rows):
             with (folder / self._name(layer)).open("ab") as stream:
@@ -62,7 +62,6 @@ class RowFiles:
         return done
 
     def rows(self, folder: Path) -> list[int]:
-        """Current rows of each layer's file."""
         return [(folder / self._name(layer)).stat().st_size // self.row_bytes for layer in range(self.layers)]
 
     def append(self, folder: Path, layer: int, rows: LayerRows) -> int:

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Command(argparse.ArgumentParser):
     """Shows the subcommand's own usage for an unknown option, where argparse would show that of all commands.
 
-    Options cannot be abbreviated: a new option would change the meaning of an abbreviation.
+    Options cannot be abbreviated.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

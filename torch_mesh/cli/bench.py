@@ -1,4 +1,4 @@
-"""``torch-mesh bench``: the measured speed of a model, beside the machine's limits and the prediction of ``plan``."""
+"""``torch-mesh bench``: the measured speed of a model."""
 
 from __future__ import annotations
 
@@ -53,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; return the exit code."""
-    # Late imports: `torch-mesh doctor` has to run without the extension.
     from torch_mesh.planning.bench import default_text, measure
 
     config = given_config(arguments)

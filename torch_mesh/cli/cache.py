@@ -48,7 +48,6 @@ def _add(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    """Print the stores; return the exit code."""
     stores = cached_stores()
     if arguments.json:
         rows = [{"name": each.name, "bytes": each.bytes, "used": each.used, "about": each.about} for each in stores]
@@ -66,7 +65,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _remove(arguments: argparse.Namespace) -> int:
-    """Remove the named stores, all or none; return the exit code."""
+    """Remove all of the named stores, or none."""
     stores = {each.name: each for each in cached_stores()}
     if unknown := [name for name in arguments.names if name not in stores]:
         there = ", ".join(stores) or "none"
@@ -75,7 +74,6 @@ def _remove(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    """Remove unused stores; return the exit code."""
     old = [each for each in cached_stores() if each.leftover or each.days > arguments.days]
     return _give_up(old, arguments.dry_run)
 

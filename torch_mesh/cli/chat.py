@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Chat until !exit; return the exit code."""
     from transformers.cli.chat import Chat, parse_generate_flags
 
     from torch_mesh.serving.server import Server

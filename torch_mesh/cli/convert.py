@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert; return the exit code."""
     if arguments.calibrate is None and arguments.calibrate_tokens is not None:
         raise ValueError("--calibrate-tokens needs a text: give --calibrate TEXT with it")
     calibrate = None

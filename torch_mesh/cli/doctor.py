@@ -65,8 +65,7 @@ class Finding:
 def report(folder: Path | None) -> list[Finding]:
     """Run all checks. ``folder`` holds the stores, None for the cache folder; it need not exist.
 
-    Never raises for what the machine lacks. Checks that need the extension are left out if it does not import, which is
-    a finding.
+    Never raises for what the machine lacks. Without the extension, checks that need it are left out.
     """
     extension, engine = _extension()
     findings = [_requirements(), extension, _quantised_checkpoints()]
@@ -97,7 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; return the exit code."""
     findings = report(arguments.folder)
     usable = not any(finding.fatal for finding in findings)
     if arguments.json:
@@ -388,7 +386,6 @@ def _existing_ancestor(folder: Path) -> Path:
 
 
 def _read(path: str) -> str | None:
-    """The text of a kernel file; None if it does not exist."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the description, or what is damaged; return the exit code."""
     if arguments.verify:
         return _verify(arguments)
     description = describe(local_folder(arguments.folder))

@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge; return the exit code."""
     from torch_mesh.adapters.merging import merge  # late: needs PEFT
 
     with naming_force(), progress_bar("merged store") as progress:

@@ -30,14 +30,12 @@ def _option(name: str) -> str:
 
 
 def positive(text: str) -> int:
-    """The ``type`` of a count."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
 def size(text: str) -> int:
-    """The ``type`` of an option such as ``--memory 8GiB``."""
     try:
         return parse_size(int(text) if text.isdigit() else text, "the size")
     except ValueError as error:

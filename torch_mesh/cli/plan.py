@@ -105,8 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; return the exit code."""
-    # Late imports: `torch-mesh doctor` has to run without the extension.
     from torch_mesh.planning.formats import why_no_choice
     from torch_mesh.planning.machine import measure_formats, measure_speeds
     from torch_mesh.planning.plan import plan

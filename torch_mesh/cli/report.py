@@ -41,8 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the reports; return the exit code."""
-    # Late imports: `torch-mesh doctor` has to run without the extension.
     from torch_mesh.statistics.page import STRETCHES, read_plan, render_page
     from torch_mesh.statistics.report import StatsFile
 

@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer what has no answer yet; return the exit code."""
     import asyncio
 
     from torch_mesh.serving import offline

@@ -102,7 +102,6 @@ def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those of how it is served that were given."""
     from torch_mesh.serving.server import OPTIONS
 
     given = ((option.name, getattr(arguments, option.name, None)) for option in OPTIONS)

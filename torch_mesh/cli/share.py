@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lend until Ctrl-C or SIGTERM; return the exit code."""
     resident = validators.resident.check("--resident", arguments.resident)
     store = open_store(arguments.store)
     ended = threading.Event()

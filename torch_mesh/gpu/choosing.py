@@ -80,9 +80,9 @@ def choose_experts(
 ) -> Placement:
     """Resolve ``gpu.experts`` for this model on its current devices.
 
-    ``weights`` and ``group_size`` are of the records in memory, which have ``stored_layers`` layers; the model's are
-    ``layer_indices`` of these. ``other_group_size`` is of records in another format. ``profile``, a file of the same
-    layers, says which experts are used most.
+    ``weights`` and ``group_size`` are of the records in memory, which have ``stored_layers`` layers,
+    ``other_group_size`` of those in another format. The model's layers are ``layer_indices`` of ``stored_layers``.
+    ``profile``: a file.
 
     Raises MeshError if experts cannot be placed (no GPU, no Triton), UnsupportedModelError for a family whose experts
     run unfused, ValueError for a mask or number that does not fit the model, MemoryError for more than the device

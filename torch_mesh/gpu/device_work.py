@@ -18,8 +18,8 @@ def synchronize(model: nn.Module) -> None:
     one.
 
     The output of a failed forward is NaN. This waits neither for the GPU nor for replays of a captured graph: call
-    ``torch.cuda.synchronize()`` first, then this raises their errors. Raises MeshError for a model that is not patched
-    or has no experts on a GPU, ReadError and the like for a failed read, ValueError for an invalid expert id.
+    ``torch.cuda.synchronize()`` first, then this raises their errors. Raises MeshError for a model without experts on a
+    GPU, and the errors of the forwards: ReadError for a failed read, ValueError for an invalid expert id.
     """
     errors = []
     for device in _devices(model):
@@ -35,8 +35,8 @@ def set_capture_batch_sizes(model: nn.Module, sizes: Iterable[int]) -> None:
     """Allocate buffers for forwards of these token counts under ``torch.cuda.graph``, replacing earlier sizes.
 
     Call it before the capture, which may not allocate. One set serves all layers and all graphs of a size; launch those
-    in one stream. Graphs captured earlier keep their buffers; ``[]`` sets none. Raises MeshError for a model that is
-    not patched or has no experts on a GPU, ValueError for sizes that are not distinct positive integers.
+    in one stream. Graphs captured earlier keep their buffers; ``[]`` sets none. Raises MeshError for a model without
+    experts on a GPU, ValueError for sizes that are not distinct positive integers.
     """
     wanted = list(sizes)
     wrong = [size for size in wanted if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 31]
@@ -59,9 +59,9 @@ def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
 
     With ``here``, bool [layers, experts], exactly those are on the GPUs when the call returns. Without, it starts the
     next step towards what routing uses, without waiting, as each eager forward of a model does; call it between replays
-    of a captured graph, in their stream. Raises MeshError for a model that is not patched, has no experts on a GPU or a
-    static placement, ValueError for a mask that does not fit the model or a GPU's slots, and the errors of reading
-    experts; earlier moves stay.
+    of a captured graph, in their stream. Raises MeshError for a model without experts on a GPU or with a static
+    placement, ValueError for a mask that does not fit the model or a GPU's slots, and the errors of reading experts;
+    earlier moves stay.
     """
     devices = [device for device in _devices(model) if device.mover is not None]
     if not devices:

@@ -12,8 +12,7 @@ import torch
 from ..routing.traces import Trace
 from ..statistics.counters import Stats
 
-# Records of each of the two streaming buffers for prompts: enough to overlap copies and products. Both take at most an
-# eighth of the slots, from 16 slots on.
+# Records of each of the two streaming buffers for prompts; both take at most an eighth of the slots, from 16 slots on.
 _MAX_BATCH = 8
 _SLOTS_PER_BATCH = 16
 # Experts that move at a time under gpu.placement="dynamic", and so the number of spare slots.
@@ -83,8 +82,8 @@ def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
     """The ``per_layer`` most used experts of each layer, as a mask for ``MeshConfig.gpu.experts``: bool [layers,
     experts].
 
-    ``usage`` is ``torch_mesh.stats(model)`` after some work, or a routing trace (``torch_mesh.load_trace``). Ties go to
-    the first. Raises ValueError if a layer has fewer experts, or without usage.
+    ``usage`` is ``torch_mesh.stats(model)`` after some work, or a trace of ``torch_mesh.load_trace``. Raises ValueError
+    if a layer has fewer experts, or without usage.
     """
     if isinstance(usage, Trace):
         counts = np.stack(
@@ -131,7 +130,7 @@ def _from_mask(mask: tuple[tuple[bool, ...], ...], layers: int, experts: int) ->
 
 
 def _hottest(uses: npt.NDArray[np.int64], count: int) -> torch.Tensor:
-    """bool [experts]: the ``count`` most used; ties go to the first."""
+    """bool [experts]: the ``count`` most used, the first of equal ones."""
     mask = torch.zeros(len(uses), dtype=torch.bool)
     mask[np.argsort(-uses, kind="stable")[:count].copy()] = True
     return mask

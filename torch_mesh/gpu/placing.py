@@ -36,8 +36,8 @@ def move_experts(
 ) -> None:
     """Copy the chosen experts of patched layers to their devices, and evict them from the pool.
 
-    ``gpu_pool`` reads their records if the formats differ. Layers switch over only when all are copied. These reads do
-    not count in statistics.
+    ``gpu_pool`` reads their records if the formats differ. Layers switch over when all are copied. Statistics do not
+    count these reads.
     """
     if placement.count == 0:
         return

@@ -126,7 +126,6 @@ def _allocated(size: int) -> int:
 
 
 def _taken(slots: int, record_bytes: int, buffers: int, up_bytes: int) -> int:
-    """Bytes of slots and streaming buffers, each an allocation of its own."""
     return _allocated(slots * record_bytes) + _allocated(buffers * up_bytes)
 
 

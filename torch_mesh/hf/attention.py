@@ -1,7 +1,6 @@
 """Attention of decode steps by torch_mesh's kernel, for models with torch's ``scaled_dot_product_attention``.
 
-torch handles each query head separately, emulates bf16 on CPUs without it, and under torch.compile repeats the keys of
-grouped heads in memory. With one token per step this costs more than the experts.
+With one token per step torch's own costs more than the experts (docs/decisions/0017).
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:
 def install_attention(model: nn.Module, *, attention: str, speculation: str) -> None:
     """Let decode steps of ``model`` use torch_mesh's attention where ``attention`` says so. See ``check_attention``.
 
-    ``"auto"`` leaves a user's replacement of "sdpa" alone. ``unpatch`` removes the attribute.
+    ``"auto"`` leaves a user's replacement of "sdpa" alone.
     """
     # With torch, a token's bits would depend on the number of drafts, and so on timing.
     wanted = (computes_dense(model) or speculation != "off") and _is_torchs_own()

@@ -33,7 +33,6 @@ class Name:
 def names_of(
     owner: str, *names: str, versions: str = "transformers>=5.17", in_source: bool = False
 ) -> tuple[Name, ...]:
-    """Names of one owner."""
     return tuple(Name(owner, name, versions, in_source) for name in names)
 
 
@@ -76,7 +75,6 @@ EXPERT_PARALLEL = "_is_expert_parallel"
 
 
 def attention_of(config: Any) -> str:
-    """The resolved ``attn_implementation`` of a config."""
     return str(config._attn_implementation)
 
 
@@ -96,7 +94,7 @@ def ignored_keys(model: Any) -> tuple[str, ...]:
 
 
 def conversions_of(model: Any) -> list[Any]:
-    """The mutable list of conversions by which a model was loaded, which saving reverts."""
+    """The mutable list of conversions by which a model was loaded."""
     conversions: list[Any] = model._weight_conversions
     return conversions
 
@@ -123,7 +121,6 @@ def keep_local(module: Any) -> None:
 
 
 def gguf_config_readers() -> dict[str, Any]:
-    """The mutable table of config readers by GGUF architecture."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
     return GGUF_CONFIG_ARCHS
@@ -185,7 +182,7 @@ def register_wrapper(lora_config: Any, kind: type[nn.Module], wrapper: type[nn.M
 
 
 def has_swapped_features(wrapper: Any) -> bool:
-    """Whether PEFT's ParamWrapper treats its parameter as [experts, out, in]."""
+    """Whether the wrapped parameter counts as [experts, out, in]."""
     return bool(wrapper._did_swap_in_out_features)
 
 

@@ -64,7 +64,6 @@ def compile(model: Model, **options: Any) -> Model:
 
 
 def uninstall_compile(model: nn.Module) -> None:
-    """Reverse ``compile``."""
     if _OPTIONS in vars(model):
         for name in (
             PREPARE_CACHE,
@@ -79,8 +78,7 @@ def uninstall_compile(model: nn.Module) -> None:
 def _prepare_cache(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces transformers' method, which ``generate`` calls once a call's arguments are settled.
-    ``generation_config`` is the call's own."""
+    """Replaces transformers' method."""
     attributes = vars(model)
     if attributes.get(_OWNER) != id(model):  # a copy, whose _compiled_call would run the original
         attributes.pop(COMPILED_STATE[0], None)
@@ -121,8 +119,7 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
     """transformers' sliding window layer, with its token count in a tensor only.
 
     The original counts in an int, which makes torch.compile recompile every step. This layer keeps ``slack`` tokens
-    more than the ``window``, hidden by the mask, so that steps may have 1 + ``slack`` tokens and up to ``slack`` of
-    them can be rewound.
+    more than the ``window``, hidden by the mask, which steps can add and rewind.
     """
 
     def __init__(self, window: int, slack: int = 0) -> None:

@@ -1,8 +1,7 @@
 """Expert parallelism: each rank has a range of each layer's experts in its own pool, behind transformers' dispatch.
 
-transformers' plan has two rules for experts: ``grouped_gemm`` divides their parameters, ``ep_dispatch_experts`` wraps
-their forward to route tokens to ranks. Here the parameters are in a pool, so we implement the first rule and keep the
-second.
+Of transformers' two rules for experts, ``grouped_gemm`` is implemented here and ``ep_dispatch_experts`` kept:
+docs/decisions/0055.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def past_dispatch(experts: nn.Module, adapters: Any, *inputs: Any) -> Any:
 
 
 def prepare_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
-    """Before transformers wraps them: late forwards for experts, and for linear layers, which ``dense=`` may change."""
+    """Before transformers wraps them: late forwards for experts and linear layers."""
     modules = [layer.module for layer in layers]
     for module in (*modules, *(module for module in model.modules() if type(module) is nn.Linear)):
         LateForward(module)
@@ -227,7 +226,7 @@ class _Forwards:
     def __init__(self, rank: str) -> None:
         self._rank = rank
         self.begun = False  # the model's forward has reached a collective
-        # A forward ended early: this rank's next collective would meet a different one of the other ranks.
+        # A forward ended early: the next collective would meet a different one of other ranks.
         self.failed = False
         self.count = 0  # successful forwards of the model
         self.compared = 0  # the last forward with compared inputs
@@ -278,8 +277,7 @@ class _WatchedModel:
             return self.__wrapped__(*args, **kwargs)
         forwards.begun = False
         try:
-            # In forwards 1, 2, 4, 8 and each sixteenth, which costs a thousandth: texts that ranks sample differently
-            # diverge at once.
+            # In forwards 1, 2, 4, 8 and each sixteenth, which costs a thousandth.
             this = forwards.count + 1
             if (this.bit_count() == 1 or this % 16 == 0) and forwards.compared < this:
                 own = _summary(args[0] if args else kwargs.get("input_ids"))

@@ -47,7 +47,7 @@ CACHE_NAME = "cache" if any(field.name == "cache" for field in fields(GenerateDe
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
-    """The cache in the arguments of a forward or of ``generate``, under any of its names; None without one."""
+    """The cache in these arguments, under any of its names; None without one."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
@@ -94,5 +94,4 @@ def can_compile(model: Any) -> bool:
 
 
 def compile_on_all_devices(config: Any) -> None:
-    """Let a CompileConfig compile on the CPU too."""
     config._compile_all_devices = True

@@ -1,7 +1,6 @@
 """Act when another package is imported, without importing it.
 
-torch_mesh registers ops with torch and a quantizer with transformers. A process that never imports those should not
-wait for them; one that imports them after torch_mesh has to find them registered.
+A program that never imports torch or transformers need not wait for them; one that does finds torch_mesh registered.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class AfterImport(MetaPathFinder):
     ``packages``.
 
     With ``in_progress`` modules of ``packages`` whose import had begun before ``watch`` are waited for too, as when
-    transformers imports torch. They end unseen; then any next import is looked at.
+    transformers imports torch.
 
     The imports of ``act`` may need modules of transformers or torch_mesh that are still partially initialized, hence
     the second condition. If ``act`` raises, the importer sees the error and the next import tries again. The finder

@@ -1,7 +1,6 @@
 """KV caches that grow in place.
 
-transformers' dynamic cache copies the keys and values of all layers for every token: with 48 layers and 1,024 tokens, a
-twelfth of a token's time (docs/decisions/0066).
+transformers' dynamic cache copies all keys and values for every token: docs/decisions/0066.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class RecordedWindow(DynamicSlidingWindowLayer):
-    """A window that returns what its mask counts after several forwards without a crop. transformers 5.17 returns all
+    """A window that returns what its mask counts after several forwards without a crop; transformers 5.17 returns all
     keys."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -110,7 +109,7 @@ def record_past(layer: Any) -> None:
 
 
 def stop_recording(layer: Any) -> None:
-    """Reverse ``record_past``. Recorded keys stay until the next forward."""
+    """Reverse ``record_past``."""
     layer.record_past = False
     if type(layer) is RecordedWindow:
         layer.__class__ = DynamicSlidingWindowLayer  # type: ignore[assignment]  # mypy narrows layer to RecordedWindow
@@ -136,7 +135,7 @@ def install_caches(model: nn.Module) -> None:
 
 
 def uninstall_caches(model: nn.Module) -> None:
-    """Reverse ``install_caches``. Existing caches stay as they are."""
+    """Reverse ``install_caches``, but for existing caches."""
     if handle := vars(model).pop(_HANDLE, None):
         handle.remove()
 

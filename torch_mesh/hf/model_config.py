@@ -40,7 +40,6 @@ def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
 
 
 def clear_config_metadata(model: nn.Module) -> None:
-    """Reverse ``set_config_metadata``."""
     for module in model.modules():
         for config, before in vars(module).get(_REPLACED, ()):
             vars(config).pop("quantization_config", None)

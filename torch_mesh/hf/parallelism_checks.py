@@ -95,10 +95,7 @@ def check_launch() -> None:
 
 
 def check_forwards(layers: Sequence[ExpertsLayer]) -> None:
-    """Raises UnsupportedModelError for experts with a replaced forward, which would hide torch_mesh's.
-
-    ``expert_parallel.finish_forwards`` checks the wrapper of expert parallelism, which calls torch_mesh's.
-    """
+    """Raises UnsupportedModelError for experts with a replaced forward, which would hide torch_mesh's."""
     for layer in layers:
         if layer.share is not None:
             continue

@@ -70,7 +70,7 @@ class PatchedModelQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return True  # hidden states and routing weights have gradients; the experts are frozen
+        return True
 
     @property
     def is_compileable(self) -> bool:
@@ -372,7 +372,7 @@ def _write_manifest(staging: Path, manifest: Manifest) -> None:
 def _move_into_place(staging: Path, folder: Path, variant: str | None) -> list[str]:
     """Move files into place; what they replace is moved aside and back if anything fails.
 
-    The manifest leaves first and comes last, so that a partially replaced folder is not taken for a store.
+    The manifest leaves first and comes last: a partly replaced folder is no store.
     """
     names = sorted((path.name for path in staging.iterdir()), key=lambda name: (name == MANIFEST_NAME, name))
     outdated = {name for name in [*_outdated(folder, variant), *names] if os.path.lexists(folder / name)}

@@ -1,8 +1,7 @@
 """Weight files whose packed weights are unpacked while they are written, a layer at a time.
 
-transformers plans a checkpoint with tensors: it converts them to the names and layout of the original checkpoints,
-assigns them to shards, and passes each shard to safetensors. Packed weights take part as ``LazyTensor`` tensors without
-memory, and ``Unpacking`` gives their values when their file is written.
+Packed weights take part in transformers' conversions and shards as ``LazyTensor``, without memory. ``Unpacking`` gives
+their values when their file is written.
 """
 
 from __future__ import annotations
@@ -193,7 +192,7 @@ being_saved: ContextVar[Unpacking | None] = ContextVar("torch_mesh_being_saved",
 def keep_conversions(model: Any, layers: Iterable[ExpertsLayer | TableLayer]) -> None:
     """Add the conversions of a loaded model's experts and tables, which loading did not read and so did not convert.
 
-    transformers reverts the conversions that were used, and would save those in the model's own layout.
+    transformers reverts the conversions that were used.
     """
     names = {f"{layer.path}.{name}" for layer in layers for name in layer.parameter_names}
     known = [_patterns(conversion) for conversion in conversions_of(model)]
@@ -216,8 +215,7 @@ def _patterns(conversion: Any) -> tuple[type, list[str], list[str]]:
 def wrap_saving() -> None:
     """Wrap two functions that save_pretrained calls, for models that are ``being_saved``.
 
-    These are the only places between its shards and safetensors, which takes a whole shard from memory, and between
-    converting weights and planning shards.
+    One is between its shards and safetensors, the other between converting weights and planning shards.
     """
     with _wrapping:
         for name, around in (("safe_save_file", _around_save), ("revert_weight_conversion", _around_revert)):

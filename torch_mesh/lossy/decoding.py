@@ -1,10 +1,9 @@
 """Modes of decode steps that trade exactness for fewer waits, each off by default.
 
-They apply without gradients only (``torch.no_grad``, as in ``generate``); grad mode is exact. Prompts, forwards of more
-than 16 rows, are exact too.
+Prompts, forwards of more than 16 rows, and grad mode are exact.
 
 - ``deferred_experts``: a token's cold experts of least weight are added one MoE layer later. After KTransformers'
-  expert deferral (SOSP 2025), which defers by rank alone.
+  expert deferral (SOSP 2025).
 - ``routing_bias``: routing prefers resident experts, after the cache prior of arXiv 2412.00099.
 - ``fallback``: cold experts are computed from records of fewer bits; see fallback.py.
 """

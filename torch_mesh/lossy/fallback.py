@@ -52,9 +52,8 @@ def split_slots(
     """The slots for ``experts`` in the main format, and those for fallback experts, in the memory of ``slots`` records
     of ``record_bytes``.
 
-    Fallback experts get three quarters of the memory, or enough for all of them, after the ``top_k`` main slots that a
-    token needs. There are none without ``fallback``, or if every expert has a slot. ``resident`` is for the error:
-    ValueError if ``top_k`` of either do not fit.
+    Fallback experts get three quarters of the memory, or enough for all of them. There are none without ``fallback``,
+    or if every expert has a slot. Raises ValueError, naming ``resident``, if ``top_k`` of either do not fit.
     """
     if fallback == "none" or slots == experts:
         return slots, 0

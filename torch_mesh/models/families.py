@@ -1,8 +1,7 @@
 """Find a model's experts: which modules hold them, in what layout, and which kernel path computes them.
 
-transformers marks experts modules of one calling convention with ``use_experts_implementation``, whose attributes on an
-instance describe its layout. Everything else about a family is an entry of ``ADAPTERS``: supporting another one changes
-no other code.
+transformers marks experts modules with ``use_experts_implementation``, whose attributes describe their layout. What
+else is special about a family is an entry of a table here.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ class RouterAdapter:
 
     ``matrix``: the linear layer with the weight, empty for the router itself; rows beyond the experts' are ignored.
     ``experts_norm``: the module that normalizes the experts' input; the router normalizes its own input without a
-    weight and scales it. ``scoring``: applied to the logits before the correction (``_CORRECTIONS``), one of
-    ``SCORINGS``; a router's ``score_fn`` names it too.
+    weight and scales it. ``scoring``: of ``SCORINGS``, applied before the correction (``_CORRECTIONS``); a router's
+    ``score_fn`` names it too.
     """
 
     matrix: str = ""
@@ -108,7 +107,7 @@ class RouterAdapter:
 _GEMMA_ROUTER = RouterAdapter(matrix="proj", experts_norm="pre_feedforward_layernorm_2")
 
 # By class name of the router beside the experts. Other routers are the one module there whose weight is [experts,
-# hidden]. The README names those without one.
+# hidden].
 ROUTERS: dict[str, RouterAdapter] = {
     "AfmoeTokenChoiceRouter": RouterAdapter(matrix="gate"),
     "DeepseekV4HashRouter": RouterAdapter(why_none="the experts follow from the token's id"),
@@ -251,7 +250,6 @@ class ExpertsLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         return self.parameters[self.parameter_names[0]].dtype
 
     @property
@@ -335,8 +333,8 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     """The experts layers of ``model`` that go into a pool, in order of registration.
 
     A pool's slots have one size. If layers differ in geometry, these are the layers of the geometry with most bytes, or
-    in a patched model those that are patched; the others are ``layers_left_alone``. Works on meta parameters too.
-    Raises UnsupportedModelError, listing the supported families, if there are none or one is unsupported.
+    in a patched model those that are patched; the others are ``layers_left_alone``. Raises UnsupportedModelError,
+    listing the supported families, if there are none or one is unsupported.
     """
     check_model(model)
     layers = list(_all_layers(model))
@@ -357,7 +355,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def layers_left_alone(model: nn.Module) -> list[ExpertsLayer]:
-    """The experts layers that stay in memory unpacked: all but those of ``find_experts``."""
+    """The experts layers that stay in memory unpacked."""
     pooled = {layer.path for layer in find_experts(model)}
     return [layer for layer in _all_layers(model) if layer.path not in pooled]
 
@@ -429,7 +427,6 @@ def router_unsupported_reason(model: nn.Module, layer: ExpertsLayer) -> str:
 
 
 def router_adapter(module: nn.Module) -> RouterAdapter | None:
-    """The entry of ``ROUTERS`` for a module, if it has one."""
     return next((ROUTERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in ROUTERS), None)
 
 
@@ -455,9 +452,7 @@ def _router(model: nn.Module, layer: ExpertsLayer) -> Router | str:
 def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: ExpertsLayer) -> Router | str:
     matrix: Any = router.get_submodule(adapter.matrix)
     if adapter.experts_norm is not None:
-        # Both normalize the same states: dividing by the experts' norm gives what the router scales. A copy, since a
-        # product with [experts, hidden] in each forward would cost more than the hint; only hints depend on its being
-        # current.
+        # Dividing by the experts' norm gives what the router scales. A copy: only hints depend on its being current.
         norm: Any = parent.get_submodule(adapter.experts_norm)
         with torch.no_grad():
             weight = norm.weight.float()
@@ -489,7 +484,6 @@ def _shape(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def common_geometry(layers: Sequence[ExpertsLayer]) -> Geometry:
-    """The one geometry of layers from ``find_experts``."""
     geometry = layers[0].geometry
     assert all(layer.geometry == geometry for layer in layers), "layers of one pool have one geometry"
     return geometry
@@ -504,8 +498,7 @@ def common_activation(layers: Sequence[ExpertsLayer]) -> str | tuple[str, ...] |
 
 
 def pool_activations(layers: Sequence[ExpertsLayer], layer_indices: Sequence[int], count: int) -> list[str] | None:
-    """Activations of a pool's ``count`` layers, of which the model's are ``layer_indices``. The others are never
-    used."""
+    """Activations of a pool's ``count`` layers, of which only ``layer_indices`` are used."""
     named = common_activation(layers)
     if named is None or isinstance(named, str):
         return None if named is None else [named] * count

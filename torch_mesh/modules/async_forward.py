@@ -27,11 +27,10 @@ class PendingExperts(ABC):
         """Wait for the layer's output, [tokens, hidden] in the dtype of ``x``. Every call returns the same.
 
         On a GPU the output belongs to the stream that was current at ``submit``; call ``result`` with that stream
-        current. Raises the error of this forward, even if another call has raised it meanwhile; on a GPU, ``submit``
-        raises a pending error of an earlier forward instead of starting this one.
+        current. Raises the error of this forward; on a GPU, ``submit`` raises a pending error of an earlier one.
 
-        A forward captured by a CUDA graph is not waited for: wait for the replay's stream, then call
-        ``torch_mesh.synchronize(model)``, which raises errors of the replay.
+        A forward captured by a CUDA graph is not waited for: ``torch_mesh.synchronize(model)`` raises errors of a
+        replay.
         """
 
 

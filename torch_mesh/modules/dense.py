@@ -1,4 +1,4 @@
-"""Linear layers outside the experts, run by the experts' kernels: attention projections, shared experts, the head."""
+"""Linear layers outside the experts: attention projections, shared experts, the head."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    # Runs for every layer of every step: comparing devices by name, in loops, took as long as a small product.
+    # Runs for every layer of every step.
     return (
         _on_cpu_in_bf16(input)
         and _on_cpu_in_bf16(weight)
@@ -251,8 +251,7 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense: str, 
 def _take_out_of_files(model: nn.Module) -> None:
     """Copy routers, norms and other small weights out of mapped files.
 
-    The rest of the mapping is unused by now, except for the embedding. Under memory pressure the kernel would drop
-    their pages and read each back with full readahead, for every token.
+    Under memory pressure the kernel would drop their pages and read each back with full readahead, for every token.
     """
     files = list(_mapped_files())
     for parameter in model.parameters():
@@ -277,7 +276,7 @@ def _mapped_files() -> Iterator[tuple[int, int]]:
 
 
 def own_part(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a weight that tensor parallelism divides; any other weight unchanged."""
+    """This rank's part of a weight that tensor parallelism divides, or the whole weight."""
     part: Any = weight
     return part.to_local() if hasattr(part, "device_mesh") else weight
 
@@ -285,8 +284,7 @@ def own_part(weight: torch.Tensor) -> torch.Tensor:
 def dense_saving(
     model: Any, layers: Sequence[ExpertsLayer], *, dense: str, group_size: int, loaded: bool = True
 ) -> int:
-    """Bytes that ``pack_dense`` saves; negative if it adds more than it frees. A model that is not ``loaded`` is on the
-    meta device."""
+    """Bytes that ``pack_dense`` saves; negative if it adds some."""
     freed, packed = dense_bytes(model, layers, dense=dense, group_size=group_size, loaded=loaded)
     return freed - packed
 

@@ -82,7 +82,7 @@ class PackedModule(nn.Module):
 class MeshExperts(PackedModule, InPool):
     """Mixed into the class of an experts module by ``install``; see ``mesh_class``.
 
-    The expert parameters are PackedWeights of the original shapes; the weights are in the pool.
+    Its expert parameters are PackedWeights.
     """
 
     # Set by the decorator or the class that is mixed in; the defaults are for experts without the decorator.
@@ -252,8 +252,7 @@ class ExpertsWithIdentities(MeshExperts):
 class InputWeightingBlock(nn.Module):
     """llama4: experts get their input times the routing weight, and their outputs are added.
 
-    The original runs all tokens through each expert, with zeros for tokens that did not choose it; this runs only the
-    chosen rows.
+    The original runs all tokens through each expert; this runs only the chosen rows.
     """
 
     hidden_dim: int
@@ -308,15 +307,14 @@ def detach_parameters(module: Any, names: Iterable[str]) -> dict[str, nn.Paramet
 
 
 def reattach_parameters(module: Any, taken: dict[str, nn.Parameter]) -> None:
-    """Reverse ``detach_parameters`` in the original order, keeping the current values of the other parameters."""
+    """Reverse ``detach_parameters``, in the original order."""
     stayed = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({name: stayed.get(name, parameter) for name, parameter in taken.items()})
 
 
 class DetachedParameters:
-    """The parameters of an experts module or a table, detached while the rest of the model is loaded so that they are
-    never materialized."""
+    """Parameters that are detached while the rest of the model is loaded, so that they are never materialized."""
 
     def __init__(self, layer: ExpertsLayer | TableLayer) -> None:
         self.layer = layer
@@ -329,7 +327,6 @@ class DetachedParameters:
         vars(module).update(dict.fromkeys(layer.parameter_names, placeholder))
 
     def end(self) -> None:
-        """Reattach them, on the meta device."""
         for name in self.layer.parameter_names:
             del vars(self.layer.module)[name]
         reattach_parameters(self.layer.module, self._parameters)
@@ -366,7 +363,6 @@ def restore(layer: ExpertsLayer, device: torch.device) -> None:
 
 
 def restored_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, nn.Parameter]:
-    """The packed parameters of a patched module as ordinary ones."""
     module: Any = layer.module
     wanted = module._mesh_parameters
     return {

@@ -31,9 +31,8 @@ aten = torch.ops.aten
 class PackedWeight(torch.Tensor):
     """A frozen weight on the CPU without memory of its own.
 
-    Other code reads a parameter's shape, dtype and device, and sometimes computes with its values. A meta tensor would
-    compute garbage silently; an op on a PackedWeight gets the values or raises MeshError. ``accept`` copies another
-    tensor into it as a whole; nothing else changes it, and views are views of a copy.
+    An op on it gets the values or raises MeshError. ``accept`` copies another tensor into it as a whole; nothing else
+    changes it, and views are views of a copy.
 
     Pickling and ``contiguous()``, which savers use, give an ordinary tensor if the values are ``exact`` and raise if
     they were rounded, since a file would pass for the original.
@@ -63,7 +62,6 @@ class PackedWeight(torch.Tensor):
         raise NotImplementedError
 
     def alias(self, dtype: torch.dtype | None = None) -> PackedWeight:
-        """The same weight in another tensor."""
         raise NotImplementedError
 
     def _for_arithmetic(self) -> torch.Tensor:
@@ -133,7 +131,7 @@ class PackedWeight(torch.Tensor):
 
 
 class PackedLinearWeight(PackedWeight):
-    """The weight of a ``MeshLinear``. Arithmetic on it unpacks it each time, much slower than the module."""
+    """The weight of a ``MeshLinear``. Arithmetic on it unpacks it each time."""
 
     packed: torch.Tensor
     group_size: int
@@ -225,8 +223,7 @@ class FrozenWeight(PackedWeight):
 
 
 class PackedExpertsWeight(FrozenWeight):
-    """A parameter of a ``MeshExperts``, with all experts of the layer. Arithmetic on it raises: it would read the whole
-    layer."""
+    """A parameter of a ``MeshExperts``. Arithmetic on it raises: it would read the whole layer."""
 
     handle: torch.Tensor
     place: _Place
@@ -293,7 +290,6 @@ class PackedExpertsWeight(FrozenWeight):
 
 
 def packed_experts(layer: ExpertsLayer, pool: ExpertPool, index: int) -> dict[str, nn.Parameter]:
-    """PackedWeights for the parameters of ``layer``, with the values of the pool's layer ``index``."""
     shapes = {name: parameter.detach().to("meta") for name, parameter in layer.parameters.items()}
     described = dataclasses.replace(layer, module=nn.Module(), block=None)  # must not keep the module alive
     packed = {}

@@ -94,7 +94,6 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
 
 
 def _is_patched(model: nn.Module) -> bool:
-    """Whether any module is patched, also if ``unpatch`` was interrupted."""
     return any(isinstance(module, PackedModule) or has_attributes(module) for module in model.modules())
 
 

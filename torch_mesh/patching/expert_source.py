@@ -1,4 +1,4 @@
-"""The sources of a model's experts: its memory, a checkpoint, a store."""
+"""The sources of a model's experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .rollback import PatchUndo, Undo
 
 @dataclasses.dataclass(frozen=True)
 class TableSource:
-    """Embeddings whose rows stay in files, and their files, in the same order."""
+    """Embeddings whose rows stay in files, and their files."""
 
     layers: Sequence[TableLayer]
     stored: Sequence[StoredTable]

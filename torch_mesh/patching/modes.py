@@ -1,7 +1,4 @@
-"""The modes of a patched model: all that it does beyond computing its experts from a pool.
-
-A new mode is a module of its own and an entry of ``MODES``.
-"""
+"""What a patched model does beyond its experts. A new mode is a module of its own and an entry of ``MODES``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Put a model's experts into a pool: the sequence that ``patch``, ``from_pretrained`` and ``Experts.from_store`` share.
 
-They differ in their ``ExpertSource``. What a patched model does beyond its experts is in ``modes.py``.
+They differ in their ``ExpertSource``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ def assemble(
 
 
 def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
-    """Open the pools and install them in the layers."""
     model, layers, config, source = patching.model, patching.layers, patching.config, patching.source
     placement: Any = patching.placement
     undo = source.undo
@@ -135,7 +134,6 @@ def _patch_heads(heads: nn.Module, *, resident: float, threads: str | int) -> No
 def _choose_slots(
     model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, source: ExpertSource, placement: Placement
 ) -> tuple[int, int]:
-    """How many experts are resident, and how many fallback experts."""
     packed: Any = {"weights": source.weights, "group_size": source.group_size}
     dense_freed, dense_taken = dense_bytes(model, layers, dense=config.dense, group_size=config.group_size)
     tables = 0 if source.tables is None else source.tables.memory(config.table_cache_bytes)
@@ -167,7 +165,6 @@ def _choose_slots(
 
 
 def _open_gpu_pool(layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records) -> ExpertPool:
-    """A pool that reads experts for GPUs in another format than in memory."""
     slots = min(GPU_POOL_SLOTS, records.layers * layers[0].num_experts)
     return open_other(layers, config.replace(residency={"guard": "off"}), records, slots=slots, min_slots=1)
 

@@ -171,7 +171,6 @@ class MeshQuantizer(PatchedModelQuantizer):
 
 
 def _name_of(model: PreTrainedModel) -> str:
-    """The name or path that ``from_pretrained`` got."""
     return model.config.name_or_path or ""
 
 
@@ -185,8 +184,6 @@ def _forget_quantization(model: Any) -> None:
 
 
 class _CheckpointSource(RecordSource):
-    """The experts of a model that is being loaded."""
-
     choice = ""  # why max_error chose their format; empty without it
     folder: Path  # of the checkpoint, or its GGUF file
 
@@ -224,8 +221,6 @@ def _cached(name: str, source: str, weights: str) -> Path:
 
 
 class _OfCheckpoint(_CheckpointSource):
-    """Experts of a checkpoint, read from its own files or from a store that they are converted to."""
-
     def __init__(
         self,
         experts: CheckpointExperts,
@@ -287,9 +282,8 @@ class _OfCheckpoint(_CheckpointSource):
 
 
 class _OfQuantised(_OfCheckpoint):
-    """Experts of a checkpoint that another tool quantised, read from its own files if a record holds their codes, else
-    from a store. Replaces ``checkpoint_files``, from which transformers reads the rest of the model, by unquantised
-    files."""
+    """Experts of a checkpoint that another tool quantised. Replaces ``checkpoint_files``, from which transformers reads
+    the rest of the model, by unquantised files."""
 
     def __init__(
         self,

@@ -59,8 +59,8 @@ class Undo:
 class PatchUndo(Undo):
     """Roll back a loaded model: restore its modules, close its pools and remove its new stores.
 
-    Keeps the replaced parameters until patching has ended, beside the pool, which ``pool_slots`` takes into account.
-    Layers whose parameters were freed get their values from their pool.
+    Keeps the replaced parameters until patching has ended. Layers whose parameters were freed get their values from
+    their pool.
     """
 
     keeps_originals = True
@@ -127,7 +127,6 @@ class PatchUndo(Undo):
             )
 
     def _go_on_with(self, stay: set[nn.Module]) -> None:
-        """Make the model one whose patched modules are ``stay`` only, without other modes."""
         for module in stay:
             any_module: Any = module
             any_module._mesh_deferred = 0  # the next layer may not be patched and cannot add deferred products

@@ -118,9 +118,9 @@ class Experts(nn.Module):
     def submit(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PendingExperts:
         """Start ``forward`` and return at once; ``.result()`` waits and returns the output.
 
-        If a GPU holds experts of the layer, both parts are ordered after the current stream. On the CPU a background
-        thread computes calls in order. ``x``, ids and weights must not change before ``.result()``, which raises the
-        errors of the forward. Raises ValueError at once for tensors that require gradients: use ``forward``.
+        If a GPU holds experts of the layer, both parts are ordered after the current stream. ``x``, ids and weights
+        must not change before ``.result()``, which raises the errors of the forward. Raises ValueError at once for
+        tensors that require gradients: use ``forward``.
         """
         return submit(cast(MeshExperts, self.experts), x, self._mapped(topk_ids), topk_weights)
 

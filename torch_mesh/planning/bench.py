@@ -66,7 +66,7 @@ class Measured:
         return None if planned is None else self.tokens_per_second / planned
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in types of JSON."""
+        """In types of JSON."""
         rest = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return rest | {
             "limits": dataclasses.asdict(self.limits),
@@ -164,8 +164,6 @@ def _generate(model: Any, prompt: Sequence[int], tokens: int) -> tuple[_Clock, S
 
 
 class _Clock:
-    """A streamer of ``generate``, which gets the prompt before the first forward, then each chosen token."""
-
     def __init__(self) -> None:
         self.times: list[float] = []
 
@@ -191,7 +189,7 @@ def _tenths(values: Sequence[float]) -> tuple[float, float]:
 
 
 class _PeakMemory(threading.Thread):
-    """The peak of this process's anonymous memory since the thread started. Mapped files can always be dropped."""
+    """The peak of this process's anonymous memory since the thread started."""
 
     def __init__(self) -> None:
         super().__init__(name="torch_mesh memory", daemon=True)

@@ -34,19 +34,17 @@ class HitRate:
 def expected_hit_rate(share: float) -> HitRate:
     """The expected hit rate if ``share`` of all experts is resident, with policy "auto" and no prefetch.
 
-    Interpolates measurements of DeepSeek-V2-Lite. Models differ: mesh-tiny hits far more often (``high``); the hit rate
-    of random routing is ``share`` (``low``).
+    Interpolates measurements of DeepSeek-V2-Lite; ``high`` are those of mesh-tiny, and ``low`` is random routing.
     """
     expected, high = (float(np.interp(share, _SHARES, hits)) for hits in (_EXPECTED_HITS, _LOCAL_HITS))
     return HitRate(expected=expected, low=share, high=high)
 
 
 def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
-    """The hit rate of policy "auto" on a synthetic trace in which ``overlap`` of a token's experts serve the next
-    token too.
+    """The hit rate of policy "auto" on a synthetic trace in which ``overlap`` of a token's experts serve the next token
+    too.
 
-    The trace has topics and drift (see ``synthetic_trace``); its first prompt only fills the pool. Takes about a
-    second. Raises ValueError for an overlap below that of random routing or above 0.95.
+    Takes about a second. Raises ValueError for an overlap below that of random routing or above 0.95.
     """
     layers = min(shape.layers, _SIMULATED_LAYERS)
     trace = synthetic_trace(

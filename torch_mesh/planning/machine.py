@@ -1,4 +1,4 @@
-"""Measure in about two seconds how fast this machine reads records and computes one token."""
+"""Measure how fast this machine reads records and computes one token."""
 
 from __future__ import annotations
 
@@ -135,8 +135,7 @@ def _read(descriptors: dict[Path, int], blocks: Sequence[tuple[Path, int]], buff
 
 
 def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
-    """An engine with all experts in memory and zeros as weights, for measurements. Layers of several formats all have
-    the largest."""
+    """An engine with all experts in memory and zeros as weights. Layers of several formats all have the largest."""
     weights = max(layer_formats(weights), key=lambda each: shape.record_bytes(each, group_size))
     engine = _C.Engine(
         layers=shape.layers,

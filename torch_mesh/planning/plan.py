@@ -56,7 +56,7 @@ class Plan:
     format_choices: tuple[FormatChoice, ...]  # empty without ``format_speeds``, or if there is no choice
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in types of JSON."""
+        """In types of JSON."""
         table = dataclasses.asdict(self)
         table["sizes"]["files"] = [str(file) for file in self.sizes.files]
         return table
@@ -160,7 +160,6 @@ def plan(
 
 
 def process_bytes() -> int:
-    """Bytes of this process: Python, torch and transformers."""
     return anonymous_bytes()
 
 

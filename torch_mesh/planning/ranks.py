@@ -42,7 +42,6 @@ def check_ranks(
 
 
 def divided(sizes: Sizes, ranks: int) -> tuple[Sizes, RankPlan]:
-    """The sizes of one rank, and its part of the plan."""
     shape = sizes.shape
     own = dataclasses.replace(shape, experts=shape.experts // ranks)
     of_rank = dataclasses.replace(sizes, shape=own, all_experts_bytes=sizes.all_experts_bytes // ranks)

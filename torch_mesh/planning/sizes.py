@@ -33,8 +33,6 @@ from ..store.tables import StoredTable, tables_in_files
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a checkpoint or store, in bytes."""
-
     shape: Shape
     weights: str
     group_size: int | None
@@ -242,7 +240,6 @@ def fallback_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
 
 
 def bytes_in(sizes: Sizes, config: MeshConfig, weights: str) -> int:
-    """Bytes of a record in the format ``weights``."""
     if weights == sizes.weights:
         return sizes.expert_bytes
     groups = sizes.group_size if FORMATS[sizes.weights].chosen_groups else None

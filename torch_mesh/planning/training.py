@@ -1,7 +1,6 @@
 """Predict what training adapters takes, before anything is loaded: memory by part, reads and seconds of a step.
 
-PEFT counts adapters on a meta model, so that their bytes are exact. Activations are estimated from the widths of the
-model's layers; docs/finetuning.md compares the estimate with measurements.
+PEFT counts adapters on a meta model. Activations are estimated from the widths of the model's layers.
 """
 
 from __future__ import annotations
@@ -134,8 +133,6 @@ def plan_training(
 
 @dataclass(frozen=True)
 class _Widths:
-    """Bytes per token of a model's activations."""
-
     layers: int
     kept_per_token: int
     hidden_per_token: int
@@ -184,8 +181,8 @@ def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
 
 
 def _operations(sizes: Sizes, width: _Widths, rows: int, tokens: int, rank: int, passes: int) -> float:
-    """Operations of a step: each forward multiplies with experts and other weights; a backward multiplies with the
-    experts again, and computes the gradients of both."""
+    """Each forward multiplies with experts and other weights; a backward multiplies with the experts again, and
+    computes the gradients of both."""
     shape = sizes.shape
     matrices = 3 if shape.gated else 2
     experts = 2 * rows * shape.layers * (matrices * shape.hidden * shape.intermediate)

@@ -1,4 +1,4 @@
-"""The pool of a model's experts: an engine and its owner."""
+"""The pool of a model's experts."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ def record_bytes(layers: Sequence[ExpertsLayer], weights: str, group_size: int) 
 class ExpertPool:
     """The resident experts of a model's MoE layers.
 
-    Every patched module holds a reference, and deep copies of a model share its pool. The engine is closed with the
-    last reference.
+    Deep copies of a model share its pool. The engine is closed with the last reference.
 
     Args:
         activations: of each layer; None if the layers run unfused, through grouped_linear.
@@ -197,7 +196,7 @@ class ExpertPool:
         self._finalizer()
 
     def end_with(self, thread: BackgroundThread) -> None:
-        """Join ``thread`` when the pool is closed. It must end when the engine is closed."""
+        """Join ``thread`` when the pool is closed."""
         self._threads.append(thread)
 
     @property
@@ -266,7 +265,6 @@ def refuse_to_pickle() -> NoReturn:
 
 
 def min_slots(layers: Sequence[ExpertsLayer]) -> int:
-    """The number of experts that one token needs in a layer."""
     return max(min(layer.top_k, layer.num_experts) for layer in layers)
 
 

@@ -33,8 +33,7 @@ def wanted_slots(left: int, pools: Sequence[dict[str, int]], sharing: int = 1) -
 
     Together they get what ``resident="auto"`` would choose now, each the same fraction of its initial size where
     possible, in whole segments. The present number is kept while between a half and five quarters of auto's margin are
-    left. ``pools`` are results of ``Engine.describe_size``. ``sharing``: the number of processes with such pools on the
-    same memory, each doing its part.
+    left. ``sharing``: the number of processes with such pools on the same memory.
     """
     present = [pool["slots"] for pool in pools]
     total = left + sharing * sum(pool["slot_bytes"] for pool in pools)
@@ -73,8 +72,7 @@ class MemoryGuard:
     for a while.
 
     Looks four times a second while engines are registered. One guard has all engines of the process, so that no two
-    react to one shortage. Its failures never disturb a forward: if the system's files are unreadable it logs that once,
-    and the pools keep their size.
+    react to one shortage. If the system's files are unreadable it logs that once, and the pools keep their size.
     """
 
     def __init__(self, proc: Path = Path("/proc"), calm: float = _CALM_SECONDS) -> None:

@@ -92,6 +92,6 @@ class SharedPool:
             raise
 
     def close(self) -> None:
-        """End all loans. Workers can go on reading what they hold; further requests raise ReadError there."""
+        """End all loans. Workers keep what they hold."""
         self.lender.close()
         self.engine.close()

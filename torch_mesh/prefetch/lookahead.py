@@ -27,7 +27,7 @@ class NextLayer:
     top_k: int
 
     def prefetch(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
-        """Starts reading what the next layer's router would choose for hidden_states [tokens, hidden]: a hint, no more.
+        """Starts reading what the next layer's router would choose for hidden_states [tokens, hidden]: a hint.
 
         ``output`` is that of the layer that looks ahead: guesses are to be read after what it needs itself.
         """

@@ -29,7 +29,7 @@ _FETCHED = (1.0, 1.5, 2.0)  # times top_k: where recall is measured
 class Predictor:
     """``weights[l]``, bfloat16 [experts, hidden], predicts the experts of MoE layer ``l`` from the input of the
     previous MoE layer's experts; for the first layer, from that of the last layer one token earlier. Biases are the
-    router's own, see ``FittedRouter``.
+    router's own.
 
     ``identity`` names the model that it was fitted to, see ``identity_of``.
     """
@@ -74,8 +74,7 @@ def fitted_routers(
 
 
 def _regressed(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[Router | None]:
-    """The routers whose logits are fitted; None for layers that are fitted to chosen experts, such as the first: the
-    last layer's hidden states predict the next token's choices better than its logits."""
+    """The routers whose logits are fitted; None for layers that are fitted to chosen experts."""
     return [find_router(model, layer) if index else None for index, layer in enumerate(layers)]
 
 
@@ -95,9 +94,8 @@ def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
     """Fit a predictor to ``model`` on ``sequences``, each a tensor of token ids [tokens].
 
     Ridge regression of each layer's router logits on the hidden states one layer before, regularized towards the
-    layer's own router: without data it equals lookahead. (arXiv 2511.10676 trains such a matrix by gradient descent.)
-    The first layer, and layers without a plain router, are regressed on the chosen experts. Takes 4 * layers * hidden *
-    (hidden + experts) bytes of memory.
+    layer's own router. (arXiv 2511.10676 trains such a matrix by gradient descent.) Takes 4 * layers * hidden * (hidden
+    + experts) bytes of memory. docs/predictor.md has the method.
 
     Raises UnsupportedModelError for a model without supported experts, MeshError for hidden states that are not finite
     and sequences without two tokens in a row, MemoryError if the sums do not fit.
@@ -192,7 +190,6 @@ def _name(layer: int) -> str:
 
 
 def _first(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Name one, for a message."""
     return next((f"{name} of {list(shape)}" for name, shape in shapes.items()), "none in BF16")
 
 
@@ -269,8 +266,6 @@ class _Sums:
 
 
 class _Hits:
-    """Counts of correct predictions for one layer."""
-
     def __init__(self, layer: ExpertsLayer, router: FittedRouter) -> None:
         self.router = router
         self.fetched = tuple(min(math.ceil(layer.top_k * share), layer.routed_experts) for share in _FETCHED)

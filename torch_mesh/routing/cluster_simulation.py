@@ -23,8 +23,7 @@ _NETWORK = re.compile(rf"([0-9.]{{1,20}})({'|'.join(_BITS)}),([0-9.]{{1,20}})({'
 
 @dataclass(frozen=True)
 class Network:
-    """``bandwidth`` of each machine's link, bytes/s in either direction; ``latency`` of a message in seconds, software
-    included."""
+    """``bandwidth`` of each machine's link in bytes/s; ``latency`` of a message in seconds."""
 
     bandwidth: float
     latency: float
@@ -107,7 +106,7 @@ def simulate_nodes(
     Raises ValueError for experts that do not divide evenly, a placement without sequences to learn from, and as
     ``simulate`` does.
     """
-    from .. import _C  # late: `torch-mesh doctor` has to run without it
+    from .. import _C
 
     if not 0 < resident <= 1:
         raise ValueError(f"resident must be in (0, 1]; got {resident}")

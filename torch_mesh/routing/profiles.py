@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FORMAT = "torch_mesh profile"
 VERSION = 1
 _LARGEST_FILE = 256 * 2**20
-_MOST = 65536  # layers, and experts of a layer
+_MOST = 65536
 # Older counts are scaled down to this many tokens of a layer, so that they fade.
 _MAX_TOKENS = 1 << 20
 
@@ -50,7 +50,6 @@ class Profile:
         return f"{self.layers} layers of {self.experts} experts, {self.top_k} of them for each token"
 
     def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Arguments for the engine."""
         return self.tokens, self.uses
 
 

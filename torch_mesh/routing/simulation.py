@@ -1,4 +1,4 @@
-"""Simulate a pool of a given size on recorded routing: the pool's own decisions in a virtual clock."""
+"""Simulate a pool of a given size on recorded routing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIMULATED = "simulated"  # a predictor of a given recall
 
 def policy_names() -> list[str]:
     """Every policy that can be simulated: "auto", those of a pool, and the bound."""
-    from .. import _C  # late: `torch-mesh doctor` has to run without it
+    from .. import _C
 
     return [*_C.policy_names(), BOUND]
 
@@ -100,9 +100,7 @@ def simulate(
     ``prompts`` limits ``hit_rate`` to some of the sequences, after those before them have warmed the pool. ``prefetch``
     experts (default top_k) are predicted ahead of each layer of a decode step. If the trace has ``forwards``, prompts
     are replayed as prompts, or with ``as_decode`` as a step for each token. ``prefill``, ``deferred_experts``,
-    ``profile`` and ``early_experts`` are as in MeshConfig. Tokens per second use the
-    virtual clock: a layer takes its part of the other weights' time, then max(its experts at ``memory_speed``, the
-    reads it waits for at ``disk_speed``).
+    ``profile`` and ``early_experts`` are as in MeshConfig. docs/traces.md describes the virtual clock.
 
     Raises ValueError for unknown names and for a fraction outside (0, 1].
     """

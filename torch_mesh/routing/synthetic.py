@@ -1,8 +1,8 @@
 """Synthetic routing with the locality of real models: per-prompt topics that drift.
 
 An expert's logit is a sum of Gaussian parts that depend on hidden states shared by all layers: the model's bias, the
-prompt's topic, and AR(1) states that drift from token to token, plus noise of each layer. Shared states correlate
-layers; the fastest one represents the token's identity. Only relative variances matter, since the largest logits win.
+prompt's topic, and AR(1) states that drift from token to token, plus noise of each layer. Only relative variances
+matter.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ def synthetic_trace(
 ) -> Trace:
     """Routing of ``prompts`` sequences of about ``prompt_tokens`` tokens each.
 
-    ``overlap`` is the fraction of a token's experts that the next token uses too, for example 0.39 for Qwen3-30B-A3B (8
-    of 128 experts); by default as in DeepSeek-V2-Lite. Raises ValueError for an overlap below chance or above 0.95, and
-    for impossible sizes.
+    ``overlap`` is the fraction of a token's experts that the next token uses too; by default as in DeepSeek-V2-Lite.
+    Raises ValueError for an overlap below chance or above 0.95, and for impossible sizes.
     """
     if min(layers, experts, top_k, prompts, prompt_tokens) < 1 or top_k > experts:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Refuse requests that exceed the model's positions or the memory for their keys and values.
 
-Otherwise a long request would take memory until the process is killed. Requests are refused, never truncated.
+Requests are refused, never truncated.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _LOG = logging.getLogger(__name__)
 RESERVE_BYTES = 256 << 20
 _PROBES = (3, 5)  # tokens: less than any window, so that all layers grow between them
 # Bytes for each head and each pair of a prompt's token with a key, where attention is not fused. Measured: 7.3 for
-# gpt-oss with eager attention, 10.8 for DeepSeek V3, whose values and keys differ in size, which torch's kernel does
-# not support.
+# gpt-oss with eager attention, 10.8 for DeepSeek V3.
 _EAGER_PAIR_BYTES = 8
 _UNEVEN_PAIR_BYTES = 11
 _MASK_PAIR_BYTES = 2  # one for all heads
@@ -104,7 +103,7 @@ class Admission:
         return free
 
     def check(self, prompt: int, new: int, *, known: int, held: int) -> None:
-        """Raises RequestTooLongError for a prompt of so many tokens with ``new`` ones to generate that does not fit.
+        """Raises RequestTooLongError for a prompt of so many tokens that does not fit with ``new`` ones.
 
         ``known``: cached tokens. ``held``: bytes of keys that can be dropped for it, or are its own.
         """

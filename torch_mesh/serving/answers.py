@@ -29,7 +29,7 @@ class Answer:
         job: the sequence's inputs and options.
         tokenizer: of transformers.
         form: how the model writes calls and reasoning. None: all text is content.
-        schemas: the parameters' JSON schema by name of the tool, for a request with tools.
+        schemas: the parameters' JSON schema by tool.
         prompt_end: text of the prompt's last tokens.
         stops: stop sequences.
         one_call: end with the first tool call.
@@ -100,8 +100,6 @@ class Answer:
 
 
 class Growing(Protocol):
-    """The form of an answer in some API, built part by part. ``add`` and ``close`` return events for a stream."""
-
     def add(self, part: Part) -> list[str]: ...
 
     def close(self) -> list[str]: ...
@@ -110,7 +108,6 @@ class Growing(Protocol):
 
 
 async def whole_body(answer: Answer, form: Growing) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
     async with contextlib.aclosing(answer.parts()) as parts:
         async for part in parts:
             form.add(part)

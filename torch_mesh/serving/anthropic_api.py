@@ -67,8 +67,7 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 class Anthropic:
     """Answers requests of this API through a Service. Each method returns a body, or the events of a stream.
 
-    Invalid requests raise RequestError before anything is computed. Errors of the computation are raised, or are the
-    last event of a stream.
+    Invalid requests raise RequestError. Errors of the computation are raised, or are the last event of a stream.
     """
 
     def __init__(self, service: Service) -> None:
@@ -311,7 +310,6 @@ class _Message:
         yield _event("message_stop")
 
     def add(self, part: Part) -> list[str]:
-        """The events of ``part``."""
         events: list[str] = []
         for piece in part.pieces:
             if isinstance(piece, Call):
@@ -330,7 +328,6 @@ class _Message:
         return events
 
     def close(self) -> list[str]:
-        """The events that close open blocks."""
         return self._close()
 
     def _begin(self, block: Body) -> list[str]:

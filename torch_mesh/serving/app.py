@@ -150,7 +150,6 @@ class _GoneError(AnsweredError):
 
 
 async def _with_its_error(parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Yield the parts of a stream, and its error, if any, as the last event."""
     try:
         async with contextlib.aclosing(parts) as several:
             async for part in several:
@@ -162,7 +161,7 @@ async def _with_its_error(parts: AsyncGenerator[str, None]) -> AsyncGenerator[st
 
 
 async def _kept_alive(parts: AsyncGenerator[str, None], comment: Callable[[], str]) -> AsyncGenerator[str, None]:
-    """Yield the parts of a stream, and comments while it is silent: proxies and clients close silent connections."""
+    """Comments while a stream is silent: proxies and clients close silent connections."""
     following = None
     async with contextlib.aclosing(parts):
         try:
@@ -182,8 +181,6 @@ async def _kept_alive(parts: AsyncGenerator[str, None], comment: Callable[[], st
 
 
 class _Key:
-    """Refuse requests without the key, except for ``/health``."""
-
     def __init__(self, app: Any, key: str) -> None:
         self._app, self._key = app, key.encode()
 
@@ -200,8 +197,6 @@ class _Key:
 
 
 class _RequestIds:
-    """Set the request id of each response: that of the request, or a new one."""
-
     def __init__(self, app: Any) -> None:
         self._app = app
 

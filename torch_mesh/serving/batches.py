@@ -17,7 +17,7 @@ from torch_mesh.serving.errors import AnsweredError, RequestError, RequestTooLon
 from torch_mesh.system.memory import left_bytes
 
 _LOG = logging.getLogger(__name__)
-_SHARE = 0.6  # the largest fraction of free memory that transformers gives to blocks on the CPU
+_SHARE = 0.6  # the largest fraction of free memory for blocks on the CPU, as in transformers
 _MAX_ROWS = 8192  # tokens in a forward, transformers' default
 # Sampling options of generate, which all sequences of a batch share.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -145,7 +145,6 @@ class Batches(Engine):
             raise BatchesEndedError("Continuous batching has ended and accepts no more requests.")
 
     def _start(self, job: Job) -> None:
-        """Start it, unless it runs."""
         with self._starting:
             if self._manager is not None:
                 return
@@ -191,8 +190,7 @@ def _that_fit(configured: dict[str, Any]) -> Any:
 
 
 def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callable[[], None]) -> int:
-    """Wait for the thread that allocates the blocks of ``batching``, and return their number of tokens. Calls ``end``
-    if it fails."""
+    """Wait for the thread that allocates the blocks of ``batching``, and return their number of tokens."""
     status = batching.background_thread_status
     while (processor := batching.batch_processor) is None and batching.is_running():
         if is_stopping():

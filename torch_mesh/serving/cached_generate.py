@@ -23,8 +23,8 @@ _HANDLE, _METHOD = "_prefix_cache", "generate"  # attributes of a model, which n
 def cache_prefixes(model: Any, size: str | int = "8GiB") -> CachedPrefixes:
     """Let ``model.generate`` keep keys and values of its sequences on disk, and read those of a prompt's beginning.
 
-    They are in the folder of ``torch-mesh cache``, for later processes too, and are written behind the calls. Calls
-    with one sequence and a dynamic cache take part, one at a time; others run as before. Copies of the model do not.
+    They are in the folder of ``torch-mesh cache``, for later processes too. Calls with one sequence and a dynamic cache
+    take part, one at a time; others run as before. Copies of the model do not.
 
     Args:
         model: of transformers, patched or not. Adapters are part of its identity. Weights that ``torch_mesh.patch`` has

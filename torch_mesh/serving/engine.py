@@ -90,8 +90,6 @@ class Worker:
 
 
 class Engine:
-    """Generates for one model, through ``kept``."""
-
     def __init__(self, kept: KeptKeys, tokenizer: Any, compiled: bool = False) -> None:
         self.kept = kept
         self.progress = Progress(kept.model, not compiled)
@@ -120,7 +118,6 @@ class Engine:
             self._streams.discard(stream)
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` in the order of jobs, and return its result."""
         if self._stopping:
             raise StoppingError
         return await asyncio.wrap_future(self.worker.submit(work))
@@ -144,7 +141,6 @@ class Engine:
         reused = self.kept.counts.reused_tokens
 
         def read() -> None:
-            """The prompt has been read. An answer may end before ``generate`` does."""
             self.progress.end()
             job.reused = self.kept.counts.reused_tokens - reused
 

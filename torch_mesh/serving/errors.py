@@ -16,8 +16,6 @@ class AnsweredError(MeshError):
 
 
 class RequestError(AnsweredError):
-    """A refused request."""
-
     status = 400
     code = "invalid_value"
 

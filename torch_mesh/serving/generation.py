@@ -1,4 +1,4 @@
-"""Validate options of ``generate``, which transformers accepts unchecked and fails on, or misreads, while computing."""
+"""Validate options of ``generate``, which transformers accepts unchecked."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Keep the KV caches of recent conversations, so that a turn only computes its new tokens.
 
-A chat sends its whole history with each turn, and ``generate`` accepts a cache that covers the beginning of its prompt.
-Recent ones are in memory. What is not there may be on disk.
+``generate`` accepts a cache that covers the beginning of its prompt. Recent ones are in memory; others may be on disk.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ _TENSOR_BYTES = 4096
 
 @dataclass(eq=False)
 class Conversation:
-    """Tokens and their cache."""
-
     tokens: Tensor  # [n]
     cache: DynamicCache
     shared: bool = False  # its memory belongs to another conversation until something is added
@@ -137,8 +134,7 @@ class KeptKeys:
     def check(self, prompt: Tensor, new: int) -> None:
         """Raises RequestTooLongError for a prompt [n] that will not fit with ``new`` tokens when its turn comes.
 
-        Callable from any thread, also while another request runs: that one's memory is free by then, or kept and can be
-        dropped.
+        Callable from any thread, also while another request runs.
         """
         if self.admission is None:
             return
@@ -231,7 +227,7 @@ class KeptKeys:
 
 
 class _Seen(StoppingCriteria):
-    """Stops nothing; records the tokens up to the last completed step."""
+    """Records the tokens up to the last completed step."""
 
     def __init__(self, prompt: Tensor) -> None:
         self.tokens = prompt

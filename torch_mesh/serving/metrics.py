@@ -70,7 +70,7 @@ class Metrics:
 
 
 def _by_phase(stats: Stats, counter: str, name: str, about: str) -> CounterMetricFamily:
-    """Omits counts of neither phase, such as reads of a backward: a server has none."""
+    """Omits counts of neither phase."""
     family = CounterMetricFamily(name, about, labels=["phase"])
     for phase in PHASES:
         family.add_metric([phase], getattr(getattr(stats, phase), counter))

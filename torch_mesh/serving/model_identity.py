@@ -48,7 +48,6 @@ class ModelIdentity:
         return self._digest
 
     def _now(self) -> Any:
-        """What differs as soon as a weight or an adapter does."""
         tensors = [(id(tensor), version_of(tensor), tensor.data_ptr()) for _, tensor in _tensors(self._model)]
         return tensors, [_adapter_state(module) for module in self._model.modules() if _has_adapters(module)]
 

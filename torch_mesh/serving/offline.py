@@ -43,8 +43,6 @@ _DRAWN = ("temperature", "top_p", "top_k", "generation_config")
 
 @dataclass(frozen=True)
 class Request:
-    """A line of the file."""
-
     line: int
     id: str
     kind: str
@@ -159,8 +157,8 @@ def without_answer(requests: Sequence[Request], out: Path) -> list[Request]:
 
 
 class _Sized(Batches):
-    """With blocks, and forwards, for the requests that are computed at once: transformers would take what memory is
-    left, and clear masks of that size for every step."""
+    """With blocks and forwards for the requests that are computed at once: transformers would take all memory that is
+    left."""
 
     def __init__(self, kept: KeptKeys, tokenizer: Any, configured: dict[str, Any], at_once: int) -> None:
         super().__init__(kept, tokenizer, configured)

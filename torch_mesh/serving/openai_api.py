@@ -30,8 +30,6 @@ def new_id(prefix: str) -> str:
 
 @dataclass
 class Collected:
-    """The text of an answer so far."""
-
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -53,7 +51,6 @@ class Collected:
 
 
 async def collect(answer: Answer) -> Collected:
-    """The whole answer."""
     found = Collected()
     async with contextlib.aclosing(answer.parts()) as parts:
         async for part in parts:
@@ -103,8 +100,7 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Part | 
 class OpenAI:
     """Answers requests of this API through a Service. Each method returns a body, or the events of a stream.
 
-    Invalid requests raise RequestError before anything is computed. Errors of the computation are raised, or are the
-    last event of a stream.
+    Invalid requests raise RequestError. Errors of the computation are raised, or are the last event of a stream.
     """
 
     def __init__(self, service: Service) -> None:
@@ -246,8 +242,7 @@ class OpenAI:
         return {**head, "object": "text_completion", "choices": choices, "usage": usage}
 
     def _completion_answers(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Answer]]:
-        """The inputs of each prompt, and the answers to all of them. For prompts that are only scored, answers that
-        nothing asks for."""
+        """The inputs of each prompt, and the answers to all of them."""
         service, prompts = self._service, given["prompt"]
         if isinstance(prompts, str) or isinstance(prompts[0], int):
             prompts = [prompts]
@@ -399,7 +394,6 @@ class _Response:
         yield self._event(f"response.{body['status']}", response=body)
 
     def add(self, part: Part) -> list[str]:
-        """The events of ``part``."""
         events = []
         tokens = [self._api._token(token.logprobs) for token in part.tokens if token.logprobs is not None]
         for piece in part.pieces:
@@ -420,7 +414,7 @@ class _Response:
         return events
 
     def close(self) -> list[str]:
-        """The events that close open items; an answer has a message or calls."""
+        """An answer has a message or calls."""
         events = []
         if not any(item["type"] != "reasoning" for item in (*self._output, *filter(None, (self._open,)))):
             events += self._close() + self._begin("message")

@@ -30,8 +30,6 @@ _ON_HUB = tuple(
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a model: a folder or repository, its revision, and a GGUF file in it."""
-
     folder: str
     revision: str | None = None
     file: str | None = None

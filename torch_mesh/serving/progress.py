@@ -47,14 +47,12 @@ class Progress:
             self.end()
 
     def end(self) -> None:
-        """The prompt has been read."""
         self.tokens = 0
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def describe(self) -> str:
-        """The progress in words."""
         if not self.tokens:
             return "waiting"
         read = f", {self.fraction:.0%} done" if self._modules else ""

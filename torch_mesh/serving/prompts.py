@@ -60,7 +60,6 @@ class Prompts:
 
     @property
     def template(self) -> str | None:
-        """The text of the chat template, or of all of them."""
         found = getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
         return "\n".join(found.values()) if isinstance(found, dict) else found
 
@@ -75,7 +74,6 @@ class Prompts:
         return form_of(self.template, self._model_type)
 
     def of_text(self, text: str) -> dict[str, Any]:
-        """Inputs for plain text."""
         return dict(self.tokenizer(text, return_tensors="pt").to(self._device))
 
     def of_tokens(self, ids: Sequence[int]) -> dict[str, Any]:
@@ -146,7 +144,6 @@ class Prompts:
         return text
 
     def knows(self, variable: str) -> bool:
-        """Whether the chat template reads a variable."""
         return re.search(rf"\b{re.escape(variable)}\b", self.template or "") is not None
 
     def _check_read(self, where: str, message: Mapping[str, Any], asked: str) -> None:

@@ -327,7 +327,6 @@ def _check_content(where: str, content: Any, field: str) -> None:
 
 
 def _check_call(where: str, call: Mapping[str, Any], field: str) -> None:
-    """Check a call of an earlier answer of the model."""
     check(f"{where}.name", call.get("name"), TEXT, field)
     check(f"{where}.arguments", call.get("arguments"), Kind("an object, as JSON text", _is_json_object), field)
 
@@ -429,7 +428,6 @@ def _check_generation_config(text: str | None) -> None:
 
 
 def _logit_bias(given: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
-    """Biases by token id."""
     biases = {}
     for token, bias in given.items():
         if not token.isdecimal() or int(token) >= vocabulary:
@@ -456,5 +454,4 @@ def check_names(where: str, value: Mapping[str, Any], known: Collection[str], fi
 
 
 def wrong(field: str, where: str, value: Any, allowed: str) -> RequestError:
-    """The error for a value that is not ``allowed``."""
     return RequestError(f"{where} is {reprlib.repr(value)}: give {allowed}.", field)

@@ -261,7 +261,6 @@ def _check_packages() -> None:
 
 
 def _template_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template for all requests."""
     text = options["chat_template_kwargs"]
     given: Any = {}
     if text:

@@ -64,7 +64,6 @@ class Service:
         self._compiled, self._batches = compiled, batches
 
     def close(self) -> None:
-        """Drop the references to the model."""
         del self.model, self.prompts, self.engine
 
     @property

@@ -302,7 +302,7 @@ class Parser:
 
     Args:
         form: of the model.
-        schemas: the parameters' JSON schema by name of the tool. None: the request has no tools, and calls are content.
+        schemas: the parameters' JSON schema by tool. None: calls are content.
         prompt_end: the end of the prompt, which may have begun the reasoning.
     """
 
@@ -323,7 +323,6 @@ class Parser:
 
     @property
     def reasons(self) -> bool:
-        """Whether the next token is reasoning."""
         return self._state == "reasoning"
 
     def push(self, text: str) -> list[Piece]:

@@ -44,8 +44,6 @@ def _without_adapters(model: Any) -> Any:
 
 
 class Assistant(Drafter):
-    """The greedy continuation by ``model``, which reads new text when asked, and rewinds rejected drafts."""
-
     def __init__(self, model: Any, tokens: Iterable[int] = ()) -> None:
         self._model = model
         self._text = list(tokens)

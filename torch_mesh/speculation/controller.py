@@ -1,7 +1,6 @@
 """Choose the draft length with the most tokens per second, or none where plain decoding is faster.
 
-After Cascade (arXiv 2506.20675): in a mixture of experts the cost of a longer forward depends on residency, and its
-gain on the text. Both are measured while decoding.
+After Cascade (arXiv 2506.20675); cost and gain are measured while decoding.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Controller:
 
     Each confidence tier of drafts (``Drafter.tier``) has utilities of its own, so that bad drafts do not hide good
     ones. A tier is tried unless a lower one has failed; tiers from 2 on also need a budget of a plain forward for each
-    tier above the first. Durations are passed in: the same observations lead to the same choices.
+    tier above the first.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -107,13 +106,12 @@ class Controller:
         return self._plain.value / _FLATTERY
 
     def begin(self) -> None:
-        """Begin another text, on which drafts may be worth something else."""
         for drafts in list(self._drafts.values()):  # another thread's text may add a tier
             drafts.begin()
         self._saved = min(self._saved, 0.0)  # earlier gains are not spent on this text
 
     def choose(self, most: int, tier: int = 0) -> int:
-        """How many tokens to draft, at most ``most``; 0: none."""
+        """How many tokens to draft, at most ``most``."""
         drafts = self._of(tier)
         lengths = [length for length in self.lengths if length <= most]
         unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
@@ -148,7 +146,6 @@ class Controller:
         return max((each for each in self.lengths if each <= length), default=0)
 
     def lose(self, seconds: float) -> None:
-        """Count the time of drafting without a result."""
         self._save(-seconds)
 
     def observe(self, length: int, accepted: int, seconds: float | None, tier: int = 0) -> None:

@@ -2,9 +2,8 @@
 
 Each row of logits becomes a token as in transformers' loop, in order: processors, argmax or a sample, streamer and
 stopping criteria. A drafted token is accepted if it equals that token; the rest of the forward after the first
-rejection is discarded. Greedy and sampled tokens therefore equal those of plain decoding: sampling and comparing is the
-rejection rule of speculative sampling (arXiv 2211.17192) for deterministic drafts, and consumes the same random
-numbers.
+rejection is discarded. Tokens therefore equal those of plain decoding: this is the rejection rule of speculative
+sampling (arXiv 2211.17192) for deterministic drafts.
 """
 
 from __future__ import annotations
@@ -291,7 +290,6 @@ class _Text:
         return tokens
 
     def result(self, cache: Any) -> Any:
-        """The return value of ``generate``."""
         if self._streamer is not None:
             self._streamer.end()
         if not self._as_dict:
@@ -306,8 +304,6 @@ class _Text:
 
 
 class _Pool:
-    """Activity of the pools of a model, if any."""
-
     def __init__(self, model: nn.Module) -> None:
         self._engines = list(
             {id(module._mesh_pool): module._mesh_pool.engine for module in patched_modules(model)}.values()

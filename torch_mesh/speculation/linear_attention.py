@@ -1,9 +1,8 @@
 """Linear attention in steps: its state after each drafted token, or after some tokens of a prompt.
 
-The state of such a layer combines all tokens so far and cannot be cut. Several tokens at once would be computed in
-chunks (of 64 tokens, padded), with another order of sums and so another state for good. Therefore drafted tokens pass
-through the mixer one by one, as in plain decoding, while experts, attention and everything else process them together.
-A prompt passes through the mixer in a few parts, to keep the states between them.
+The state of such a layer combines all tokens so far and cannot be cut. Several tokens at once would sum in another
+order. Therefore drafted tokens pass through the mixer one by one, while everything else processes them together. A
+prompt passes through the mixer in a few parts, to keep the states between them.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def _cache_name(module: nn.Module) -> str:
 class SteppedMixer(nn.Module):
     """Mixed into the class of a mixer: processes tokens as the cache's steps say, and is unchanged without any.
 
-    A mixin instead of torch's hooks, which may not change while another thread's forward runs. Copies and pickles have
-    the original class.
+    A mixin, since torch's hooks may not change while another thread's forward runs.
     """
 
     _mesh_cache_name: str
@@ -99,7 +97,6 @@ def _step_mixer(mixer: nn.Module) -> None:
 
 
 def uninstall_linear_attention(model: nn.Module) -> None:
-    """Restore the mixers' classes."""
     for module in model.modules():
         if isinstance(module, SteppedMixer):
             change_class(module, type(module).__bases__[1])
@@ -142,13 +139,13 @@ class LinearAttention:
         return torch.cat(found, dim=1)
 
     def rewind(self, tokens: int) -> None:
-        """Drop the last ``tokens`` of the last forward, which had several tokens if there are any to drop."""
+        """Drop the last ``tokens`` of the last forward."""
         for index, states in self._states.items() if tokens else ():
             _restore(self._cache.layers[index], states[-tokens])
         self._states.clear()
 
     def go_back(self) -> None:
-        """Return to before the last forward of several tokens, which failed somewhere."""
+        """Return to before the last forward of several tokens."""
         for index, states in self._states.items():
             _restore(self._cache.layers[index], states[0])
         self._states.clear()

@@ -12,8 +12,7 @@ _TIER_BOUNDS = (8, 3, 2)
 
 
 class Lookup(Drafter):
-    """Endings of a text and what followed each, after prompt lookup decoding (Apoorv Saxena, 2023), for generated text
-    too."""
+    """Prompt lookup decoding (Apoorv Saxena, 2023), of generated text too."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []

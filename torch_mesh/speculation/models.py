@@ -55,14 +55,13 @@ def check_speculation(model: nn.Module, speculation: str) -> None:
 
 
 def install_speculation(model: nn.Module, speculation: str) -> None:
-    """Let ``model.generate`` speculate, unless ``speculation`` is off. See ``check_speculation``."""
+    """Let ``model.generate`` speculate, unless ``speculation`` is off."""
     if speculation != "off":
         change_class(model, _speculating_class(type(model)))
         vars(model)["_mesh_speculation"] = speculate()
 
 
 def uninstall_speculation(model: nn.Module) -> None:
-    """Restore the classes of the model and its mixers."""
     if isinstance(model, SpeculatingModel):
         change_class(model, type(model).__bases__[1])
         vars(model).pop("_mesh_speculation", None)

@@ -1,8 +1,7 @@
 """Multi-token prediction heads of a checkpoint: ``generate(use_mtp=True)`` of patched models.
 
-transformers builds these heads anew in every ``generate``, with all their experts in the model's dtype. Here they are
-built once, and their experts go into a pool of their own in 8 bits: in 4 bits a head of GLM-5.2 was right in 4 % of its
-drafts, in 8 bits in 59 % (colibri #8). transformers drafts and verifies; the controller (controller.py) decides when.
+transformers builds these heads anew in every ``generate``. Here they are built once, and their experts go into a pool
+of their own in 8 bits (docs/decisions/0056). transformers drafts and verifies; the controller decides when.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ class PatchHeads(Protocol):
 
 
 class KeptHeads(MtpCandidateGenerator):
-    """transformers' generator with given heads, and without drafts while ``controller`` wants none.
-
-    Tokens that the heads have missed are computed all at once when they draft again.
-    """
+    """transformers' generator with given heads, and without drafts while ``controller`` wants none."""
 
     full_seq_last_hidden_states: Any  # of transformers' own, with several heads
 
@@ -101,7 +97,6 @@ class KeptHeads(MtpCandidateGenerator):
         return candidates
 
     def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
-        """Called after each forward."""
         if self._began is not None or self._drafted:
             seconds = None if self._began is None else clock() - self._began
             self._controller.observe(self._drafted, int(num_matches), seconds)

@@ -52,7 +52,7 @@ def _goes_back(layer: Any) -> bool:
 
 
 class Rewinding:
-    """A cache during drafting. Call ``rewind`` after each forward, with 0 too, and ``finish`` at the end.
+    """A cache during drafting: call ``rewind`` after each forward, with 0 too, and ``finish`` at the end.
 
     Create it after the prompt: sliding window layers keep all tokens of a forward until they are accepted.
     """
@@ -69,7 +69,6 @@ class Rewinding:
             record_past(layer)
 
     def rewind(self, tokens: int) -> None:
-        """Drop the last ``tokens``."""
         self._linear.rewind(tokens)
         for layer in self._layers:
             self._take_back(layer, tokens)

@@ -342,7 +342,6 @@ def summed(first: Stats, second: Stats) -> Stats:
 
 
 def was_reset(before: Stats, now: Stats) -> bool:
-    """Whether some counters were reset between ``before`` and ``now``."""
     pairs = itertools.zip_longest(before.per_layer, now.per_layer)
     return any(old is None or layer is None or not _goes_on(old, layer) for old, layer in pairs)
 
@@ -357,8 +356,6 @@ def _goes_on(before: LayerCounters, now: LayerCounters) -> bool:
 
 
 def _changed(layer: LayerCounters, other: LayerCounters, sign: int) -> LayerCounters:
-    """``layer`` plus or minus ``other``."""
-
     def counts(mine: Counters, theirs: Counters) -> dict[str, Any]:
         return {name: getattr(mine, name) + sign * getattr(theirs, name) for name in _NAMES}
 

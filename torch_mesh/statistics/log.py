@@ -31,8 +31,8 @@ class StatsLog:
     """Append a line to ``path`` each time that ``layer``, the model's last, has ended ``every`` more forwards.
 
     A line is ``Stats.to_dict(experts=False)`` with ``time`` (seconds since 1970), ``forward`` (ended forwards), ``run``
-    (unique to the engine) and a ``Snapshot``. A thread writes it, so that a slow or full disk does not disturb
-    forwards: lines are skipped if forwards are faster; the first failed write is warned of. Ends with the engine.
+    (unique to the engine) and a ``Snapshot``. A thread writes it: lines are skipped if forwards are faster; the first
+    failed write is warned of. Ends with the engine.
     """
 
     def __init__(

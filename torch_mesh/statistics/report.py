@@ -43,8 +43,7 @@ class Stretch:
 class Run:
     """Lines of one pool. Counts across resets are added up.
 
-    Lines name their run and number of resets. In lines of earlier versions ``forward`` rises within a run, and a
-    falling count shows a reset.
+    In lines of earlier versions ``forward`` rises within a run, and a falling count shows a reset.
     """
 
     begin: float  # of the first line
@@ -79,8 +78,6 @@ class Report:
 
 @dataclass(frozen=True)
 class _Place:
-    """A readable line, without its contents."""
-
     offset: int
     time: float
     forward: int

@@ -46,7 +46,7 @@ class Snapshot:
 def look(
     engine: _C.Engine, fallback: _C.Engine | None, layers: int, about: Mapping[str, str] | None = None
 ) -> Snapshot:
-    """Take a snapshot. Raises PoolClosedError for a closed engine."""
+    """Raises PoolClosedError for a closed engine."""
     states = [
         torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation])).numpy()
         for layer in range(layers)

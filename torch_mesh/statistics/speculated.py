@@ -101,8 +101,6 @@ class SpeculationCounters:
 
 
 class Tally:
-    """Counts of one model, while it decodes."""
-
     def __init__(self) -> None:
         self.reset()
 
@@ -131,7 +129,6 @@ class Tally:
 
 
 def tally_of(model: nn.Module) -> Tally:
-    """The counts of a model that speculates."""
     tally: Tally = vars(model).setdefault(_TALLY, Tally())
     return tally
 

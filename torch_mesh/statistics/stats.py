@@ -82,7 +82,7 @@ def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def lossy_of(model: nn.Module) -> str:
-    """The lossy modes of a patched model, as in ``print(model)``; empty: exact."""
+    """The lossy modes of a patched model, as in ``print(model)``."""
     return ", ".join(dict.fromkeys(filter(None, (module._mesh_pool.lossy for module in patched_modules(model)))))
 
 

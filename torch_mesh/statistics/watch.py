@@ -28,8 +28,7 @@ def watch(model: nn.Module, *, interval: float = 2.0, console: Console | None = 
     ...     model.generate(**inputs)
 
     Rates and percentages are of the last interval; undefined ones show ``-``. If ``console`` (default: standard output)
-    is not a terminal, one table of the whole time is printed at the end. Each update takes some milliseconds of Python
-    time.
+    is not a terminal, one table of the whole time is printed at the end.
 
     Raises MeshError for a model that is not patched, ValueError for an interval that is not positive.
     """
@@ -50,8 +49,6 @@ def _look(model: nn.Module) -> Stats:
 
 
 class _View:
-    """``latest`` compares with the previous look, ``whole`` with the beginning."""
-
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._begin = self._last = (time.monotonic(), _look(model))

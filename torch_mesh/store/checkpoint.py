@@ -1,8 +1,7 @@
 """Locate each expert in a Hugging Face checkpoint as downloaded.
 
-Experts are described by offsets and strides (``views``), to be read straight from the files; names and layouts follow
-transformers' conversions (``mapping``) or GGUF (``gguf_experts``). For quantized weights, offsets and strides refer to
-their fp32 values.
+Experts are described by offsets and strides (``views``), of quantized weights in their fp32 values; names and layouts
+follow transformers' conversions (``mapping``) or GGUF (``gguf_experts``).
 
 A function that takes the folder of a checkpoint also takes a GGUF file, the first of its parts.
 """
@@ -83,7 +82,6 @@ class CheckpointExperts:
 
     @property
     def format(self) -> str:
-        """The format of the experts."""
         if not self.weights:
             return self.dtype
         experts = self._of_experts()
@@ -92,7 +90,6 @@ class CheckpointExperts:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert in the files."""
         return self.all_experts_bytes // (self.extents.shape[0] * self.extents.shape[1])
 
     @property
@@ -103,7 +100,6 @@ class CheckpointExperts:
 
     @property
     def reads_per_expert(self) -> int:
-        """Reads for one expert."""
         if self.kept is not None:
             return int(self.kept.extents.shape[2])
         pieces = self.extents[0, 0, :, 0].tolist()
@@ -134,7 +130,6 @@ class CheckpointExperts:
 
     @property
     def expert_files(self) -> tuple[Path, ...]:
-        """The files with experts."""
         return tuple(header.path for header in self.headers if not self.names.isdisjoint(header.tensors))
 
     def nearest(self) -> Nearest:
@@ -242,7 +237,6 @@ class CheckpointExperts:
 
 
 def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
-    """The model of ``config`` on the meta device."""
     architectures = getattr(config, "architectures", None) or [""]
     model_class = getattr(transformers, architectures[0], None)
     if model_class is None and hasattr(config, "auto_map"):
@@ -260,7 +254,6 @@ def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrained
 
 
 def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
-    """The common shape of layers of one geometry."""
     geometry = common_geometry(layers)
     return Shape(
         layers=len(layers),
@@ -314,7 +307,6 @@ def find_left_alone(
 
 
 def _experts_of(folder: Path, layers: Sequence[ExpertsLayer], stacks: _Stacks) -> CheckpointExperts:
-    """The experts of layers of one geometry."""
     names = stacks.names_of(layers)
     dtype = stacks.common_dtype(names)
     placed = [stacks.layer_views(layer) for layer in layers]

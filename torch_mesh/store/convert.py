@@ -82,17 +82,16 @@ def convert(
 
     ``source`` is its folder, a GGUF file, or a model id on the hub, with ``revision`` and ``token``. A model of the hub
     is converted while it is downloaded, one weight file after the other: each is compared with the hub's hash, and
-    removed when all of it has been used. ``keep_original`` leaves them in the hub's cache. Files that are there already
-    are used from there and stay. With ``calibrate``, and for GGUF files, the whole model is downloaded to the cache.
+    removed when all of it has been used. ``keep_original`` leaves them in the hub's cache. With ``calibrate``, and for
+    GGUF files, the whole model is downloaded to the cache. docs/converting.md has more.
 
     ``weights`` is 'bf16', 'bf12', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto' (the nearest to the
     source), or the format that holds its codes unchanged; ``group_size`` (32, 64 or 128) applies to all but bf16 and
     bf12. ``name`` is the source's name in the manifest, by default its folder or its model id; ``key_mapping`` is as in
-    ``from_pretrained``. Memory is bounded by a few experts. After an interruption the same call continues.
+    ``from_pretrained``. After an interruption the same call continues.
 
     ``calibrate`` packs int8, int4, lut4 and trellis records to preserve the experts' outputs on a text: see
     ``calibration.packing.on_text``. That takes layers x tokens x hidden x 2 bytes of disk while the store is written.
-    Experts are then packed one at a time, on all of torch's threads, unless ``workers`` is given.
 
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files,
     an occupied destination and a full disk; ``HubError`` for what the hub refuses and for files with another hash than
@@ -239,8 +238,7 @@ def convert_model(
 ) -> Written:
     """Write the experts of a loaded model to a store of records only. ``private``: see ``write_store``.
 
-    Weights in memory have no identity, so that no other run can continue this. ``fingerprint`` is unique to the store;
-    ``remove_made_from`` finds it by that.
+    No other run can continue this. ``remove_made_from`` finds the store by its unique ``fingerprint``.
     """
     group_size = checked_group_size(weights, group_size)
     layers = find_experts(model)
@@ -260,7 +258,6 @@ def plan_of_model(
     group_size: int,
     fingerprint: str | None = None,
 ) -> StorePlan:
-    """The plan for experts in memory."""
     return StorePlan(
         shape=shape_of(layers),
         modules=tuple(layer.path for layer in layers),
@@ -344,7 +341,6 @@ def check_unchanged(source: Path, fingerprint: str, fingerprint_now: Callable[[P
 
 
 def source_name(source: Path) -> str:
-    """The source's name in a manifest."""
     return source.stem if is_gguf(source) else source.resolve().name
 
 

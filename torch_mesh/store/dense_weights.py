@@ -38,8 +38,7 @@ from torch_mesh.store.table_files import StoredTable, is_table_file
 _COPY_BYTES = 8 << 20
 DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 # In a converted config.json this is the name of the weights' file for transformers. Without torch_mesh, transformers
-# would ignore the unknown quantization and initialize experts randomly; an invalid file name stops it, and its error
-# repeats the name.
+# would initialize experts randomly; an invalid file name stops it, and its error repeats the name.
 WITHOUT_TORCH_MESH = (
     "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import "
     "torch_mesh` before from_pretrained"
@@ -129,7 +128,6 @@ def _config_of(experts: CheckpointExperts, model: PreTrainedModel) -> str:
 
 
 def _others_of(experts: CheckpointExperts) -> list[NewFile]:
-    """The tokenizer and other files without weights."""
     if is_gguf(experts.folder):
         return [_of_bytes(name, data) for name, data in tokenizer_files(experts.folder).items()]
     left_out = QUANTISATION_FILES if experts.weights else ()
@@ -148,7 +146,6 @@ def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weigh
 
 
 def _unquantised(text: str) -> str:
-    """A config.json without another tool's quantization."""
     table: dict[str, Any] = json.loads(text)
     parts = [table]
     for part in parts:
@@ -263,7 +260,6 @@ def _tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[
 
 
 def _values(weight: Weight, dtype: torch.dtype) -> Dense:
-    """A quantized weight, dequantized."""
     turned = weight.layout.turned
     shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if turned else weight.shape
 

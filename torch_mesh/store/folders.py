@@ -1,7 +1,7 @@
 """The destination folder of a store: locking it, moving the store into place, removing leftovers.
 
-A journal or a manifest marks a folder as ours: nothing is removed from a folder without one. The journal is removed
-last, after the rename, so that a hidden folder with a manifest and no journal is one that was replaced.
+Nothing is removed from a folder without a journal or a manifest. The journal is removed last, so that a hidden folder
+with a manifest and no journal is one that was replaced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def lock_path(folder: Path) -> Path:
 
 
 def partial_path(folder: Path) -> Path:
-    """The folder in which ``folder`` is prepared."""
     return folder.with_name(f".{folder.name}.partial")
 
 

@@ -1,8 +1,7 @@
 """Headers of safetensors files: the location of each tensor's bytes.
 
-The safetensors library does not expose offsets, which the engine needs, so the header is parsed here. Files are
-untrusted: every count, size and offset is checked, and a failure is a ``StoreError`` that names the file and the
-tensor. Independent of torch.
+Files are untrusted: every count, size and offset is checked, and a failure is a ``StoreError`` that names the file and
+the tensor. Independent of torch (docs/decisions/0003).
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: tensors lie in the file, without overlaps and gaps."""
+    """Tensors lie in the file, without overlaps and gaps."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -232,7 +231,6 @@ def _weights_name(folder: Path) -> str | None:
 
 
 def is_index(name: str) -> bool:
-    """Whether the file is an index of several."""
     return name.endswith(".json")
 
 
@@ -268,7 +266,6 @@ def only_variant(where: str | os.PathLike[str], names: Iterable[str]) -> str | N
 
 
 def _variants(names: Iterable[str]) -> dict[str, str]:
-    """By variant, its weight file or, for several, their index."""
     found: dict[str, str] = {}
     for name in sorted(names, key=is_index, reverse=True):  # transformers looks for the single file first
         match = _VARIANT.fullmatch(name)
@@ -341,7 +338,7 @@ def _is_plain(name: str) -> bool:
 
 
 class _HeaderText:
-    """Incremental parser of a header's JSON, tensor by tensor, which keeps memory small.
+    """Incremental parser of a header's JSON, tensor by tensor.
 
     ``text`` has a character for each byte: decoding would make a string four times as long for one character of another
     alphabet.

@@ -37,7 +37,7 @@ from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
 from torch_mesh.store.sources import QUANTISATION_FILES, own_quantisation
 
-# Of a header, at least, with each request. GGUF's also have the vocabulary.
+# Of a header, at least, with each request.
 _RANGE_BYTES = 1 << 20
 HEADER_BYTES = 1 << 17
 TRIES = 3  # of a request, where the client does not try again itself
@@ -232,7 +232,6 @@ def _write_outline(model: str, folder: Path) -> None:
 
 
 def _weight_names(hub: huggingface_hub.HfApi, model: str, folder: Path) -> set[str]:
-    """The files that ``weight_files`` will find; downloads the index, if any."""
     name = named_in_config(folder)
     if name is None and hub.file_exists(model, SINGLE_NAME):
         name = SINGLE_NAME

@@ -86,7 +86,6 @@ def _of_this_machine(source: str, problem: OSError, number: int, folder: Path, v
 
 
 def _answer(source: str, problem: HfHubHTTPError) -> str:
-    """The hub's answer, with advice."""
     model = "/".join(source.split("/")[:2])
     if isinstance(problem, GatedRepoError):
         page = f"{huggingface_hub.constants.ENDPOINT}/{model}"

@@ -1,9 +1,8 @@
 """A model of the Hugging Face hub whose weight files are fetched one at a time, and removed when they have been used.
 
-Everything is beside the destination of a conversion, in a folder of two parts. ``outline`` is what the conversion
-reads as a checkpoint: config, index and tokenizer, and the weight files with their headers alone. ``original`` has the
-weight files that were fetched; the outline then has links to them. After a kill, files that were fetched whole are
-used by the next run.
+A folder beside the destination of a conversion has two parts. ``outline`` is what the conversion reads as a checkpoint:
+config, index and tokenizer, and the weight files with their headers alone, or links to those in ``original`` that were
+fetched. After a kill the next run uses these.
 """
 
 from __future__ import annotations
@@ -190,7 +189,6 @@ class HubShards(Shards):
         return Path(path)
 
     def _weight_names(self) -> list[str]:
-        """The files that ``weight_files`` will find; fetches the index, if any."""
         name = (
             named_in_config(self.folder)
             or next((usual for usual in (SINGLE_NAME, INDEX_NAME) if usual in self._files), None)
@@ -276,7 +274,6 @@ def _fetched_files(staging: Path) -> list[Path]:
 
 
 def _check_ours(staging: Path) -> None:
-    """Raises ``StoreError`` if the path is occupied by something else."""
     if os.path.lexists(staging) and not (
         is_folder(staging) and {path.name for path in staging.iterdir()} <= {_OUTLINE, _ORIGINAL}
     ):

@@ -16,7 +16,7 @@ from torch_mesh.store.tables import tables_in_files
 
 
 def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Describe ``folder``. ``kind`` is 'store' or 'checkpoint'; sizes are bytes; other keys are the same for both."""
+    """``kind`` is 'store' or 'checkpoint'; sizes are bytes; other keys are the same for both."""
     folder = Path(folder)
     return _describe_store(folder) if is_store(folder) else _describe_checkpoint(folder)
 

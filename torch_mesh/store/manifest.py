@@ -124,7 +124,6 @@ class Manifest:
 
     @property
     def values_fingerprint(self) -> str:
-        """A fingerprint of the values in the records."""
         calibrated = "" if self.calibration is None else f" {self.calibration.text} {self.calibration.method}"
         return f"{self.source_fingerprint} {self.weights} {self.group_size}{calibrated}"
 
@@ -138,7 +137,6 @@ class Manifest:
         raise IndexError(f"layer {layer}, expert {expert} of {self.shape.layers} x {self.shape.experts}")
 
     def to_json(self) -> str:
-        """The text of the manifest file. Its last key is a digest of the text before it."""
         table: dict[str, object] = {"format_version": FORMATS[self.weights].version, **asdict(self)}
         if self.calibration is None:  # as in manifests of earlier builds
             del table["calibration"]
@@ -150,7 +148,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder whose manifest, files and headers agree. Records are checked when they are read."""
+    """A folder whose manifest, files and headers agree."""
 
     folder: Path
     manifest: Manifest
@@ -203,7 +201,6 @@ def block_checksum(store_id: bytes, name: str, number: int, block: bytes | memor
 
 
 def described(path: Path, store_id: bytes) -> OtherFile:
-    """The manifest's entry for a file without records."""
     digest = hashlib.blake2b(digest_size=16)
     checksums: list[str] = []
     with path.open("rb") as stream:
@@ -231,7 +228,6 @@ def quantization_table(weights: str, group_size: int) -> dict[str, Any]:
 
 
 def config_text(config: dict[str, Any]) -> str:
-    """The text of a store's config.json."""
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 

@@ -103,7 +103,6 @@ class ParameterStacks:
         )
 
     def stored(self, names: frozenset[str]) -> frozenset[str]:
-        """The stored tensors of these weights."""
         if not self.weights:
             return names
         return frozenset(t.name for name in names for _, t in self.weights[self._tensors[name][0]].parts.values())

@@ -1,7 +1,7 @@
 """Files of tensors that may go at any time: each has a checksum, and all of a folder together have a limit.
 
 A file that is missing, damaged or another one's reads as none. A killed process leaves at most a hidden file, which is
-removed later. Several processes may use a folder: files are renamed into place, and a name says what is in a file.
+removed later. Several processes may use a folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class PrefixBlocks:
         self._damaged: set[str] = set()  # and still there, since they could not be removed
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file, which may still be damaged."""
         return name not in self._damaged and os.path.exists(self.folder / name)
 
     def read(self, name: str) -> tuple[dict[str, Tensor], int] | None:

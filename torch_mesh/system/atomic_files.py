@@ -41,7 +41,7 @@ def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]
 
 
 def new_file_mode(folder: Path) -> int:
-    """The permission bits of a new file in ``folder``: by the umask, or by the folder's default ACL."""
+    """The permission bits of a new file in ``folder``."""
     path, descriptor = _unnamed_file(folder, ".torch_mesh-mode-")
     try:
         return stat.S_IMODE(os.fstat(descriptor).st_mode)

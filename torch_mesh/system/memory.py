@@ -24,8 +24,8 @@ _NOT_KNOWN = (
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int:
-    """Bytes that can be taken without swapping or being killed: the minimum over the machine and every memory cgroup
-    (v1 or v2) above this process. Droppable page cache counts as free."""
+    """Bytes that can be taken without swapping or being killed, by the machine and every memory cgroup above this
+    process. Droppable page cache counts as free."""
     return max(0, left_bytes(proc))
 
 
@@ -49,8 +49,7 @@ def anonymous_bytes(proc: Path = Path("/proc")) -> int:
 
 
 def trim_heap() -> None:
-    """Return the free pages of malloc's heaps to the operating system, including those between pages in use. Needs
-    glibc."""
+    """Return the free pages of malloc's heaps to the operating system. Needs glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -90,12 +89,11 @@ def resident_slots(
 
     ``resident`` is as in MeshConfig; "auto" takes the free memory less ``reserved`` bytes and a margin. ``freed`` bytes
     are released only after the pool is allocated, so it has to fit beside them; ``regained`` bytes are released before.
-    ``available``: free bytes; None: as of now. ``sharing``: the number of
-    processes, this one included, that take the same from it.
+    ``available``: free bytes; None: as of now. ``sharing``: the number of processes, this one included, that take the
+    same from it.
 
-    Raises ValueError for a size below ``top_k`` records of ``record_bytes``, MemoryError for a size or fraction above
-    what is free, since allocating it would end in an out-of-memory kill, and OSError for "auto" if the kernel's files
-    are unreadable; a size or fraction is not checked then.
+    Raises ValueError for a size below ``top_k`` records of ``record_bytes``, MemoryError for more than is free, and
+    OSError for "auto" if the kernel's files are unreadable; a size or fraction is not checked then.
     """
     every = layers * experts
     if available is None:
@@ -127,7 +125,6 @@ def resident_slots(
 
 
 def _affordable(slots: int, resident: str | float, record_bytes: int, free: int, sharing: int) -> int:
-    """The slots, if there is memory for them: a pool is allocated whole, before anything is freed."""
     if slots * record_bytes * sharing > free:
         each = f" for each of the {sharing} ranks on this machine" if sharing > 1 else ""
         raise MemoryError(

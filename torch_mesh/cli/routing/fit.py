@@ -43,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fit, write the file and print the gain; return the exit code."""
-    # Late imports: `torch-mesh doctor` has to run without the extension.
     from torch_mesh.prefetch.predictor import fit, recall, save_predictor
 
     config = given_config(arguments)

@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the profile and describe it; return the exit code."""
     profile = profile_of_trace(load_trace(arguments.trace), parse_prompts(arguments.prompts))
     write_profile(profile, arguments.out)
     print(f"{arguments.out}: {profile.shape}; {profile.tokens[0]} tokens")

@@ -109,7 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a table and write the JSON; return the exit code."""
     policies = policy_names() if arguments.policy == "all" else arguments.policy.split(",")
     if arguments.prefetch != "off" and arguments.policy == "all":
         policies.remove("belady")  # the bound is one without prefetch
@@ -211,7 +210,6 @@ def _counts(text: str) -> list[int]:
 
 
 def _some(text: str | None, allowed: tuple[str, ...], option: str) -> list[str]:
-    """The given names, or the first allowed one by default."""
     parts = [allowed[0]] if text is None else text.split(",")
     if set(parts) <= set(allowed):
         return parts

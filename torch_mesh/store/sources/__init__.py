@@ -74,8 +74,6 @@ _OTHER_TOOLS = (
 
 @dataclass(frozen=True)
 class Source:
-    """The format of one checkpoint."""
-
     method: str
     layouts: tuple[Layout, ...]
 
@@ -311,7 +309,6 @@ METHODS = tuple(_SOURCES)  # the supported values of quant_method
 
 
 def _parts(name: str, layout: Layout, places: Mapping[str, tuple[Path, Tensor]]) -> dict[str, str]:
-    """The names of a weight's tensors by role."""
     parts = {"codes": name}
     for role, names in layout.companions(name).items():
         there = [candidate for candidate in names if candidate in places]

@@ -306,7 +306,7 @@ def e4m3_values(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def fp4_values(codes: torch.Tensor) -> torch.Tensor:
-    """Twice as many columns: the low four bits of each byte, then its high ones."""
+    """The low four bits of each byte, then its high ones."""
     flat = codes.view(torch.uint8).flatten().int()
     return _fp4_pairs().index_select(0, flat).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
