@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 import triton
-from torch_mesh.ops import experts_triton as kernels
-from torch_mesh.ops import launches
+from torch_mesh.ops import experts_triton, launches
+from torch_mesh.ops import triton_kernels as kernels
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -90,7 +90,7 @@ def compile_for(capability: int) -> None:
         compiled = triton.compile(
             source_of(kernel, constants),
             target=GPUTarget("cuda", capability, 32),
-            options=kernels._options(launch),
+            options=experts_triton._options(launch),
         )
         assert compiled.asm["cubin"]
         assert not fused_shuffles(compiled.asm["ptx"]), f"{kernel.__name__} {constants}: threads disagree on a sum"
@@ -103,7 +103,7 @@ def lower_for(capability: int) -> None:
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     for kernel, constants, launch in variants():
-        options = backend.parse_options(kernels._options(launch))
+        options = backend.parse_options(experts_triton._options(launch))
         context = ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)

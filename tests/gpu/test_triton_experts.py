@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import quick_interpreter  # noqa: F401
-from torch_mesh.ops import experts_triton, launches
+from torch_mesh.ops import experts_triton, launches, triton_kernels
 from torch_mesh.ops.device import DeviceLayer
 
 from torch_mesh import _C
@@ -160,13 +160,13 @@ def test_every_code_is_the_number_that_it_stands_for(seed: int, weights: str, gr
     products = torch.full((depth, hidden), float("nan"), device=DEVICE)
     order, tile_rows = torch.arange(depth, device=DEVICE), torch.arange(0, depth, 128, device=DEVICE)
     grouping = order, torch.tensor([0, depth], device=DEVICE), zeros[:2], tile_rows
-    experts_triton.down_many[2, 1](rows, *grouping, layer.table, records, products, 1, *shape, **how, ROWS=128)
+    triton_kernels.down_many[2, 1](rows, *grouping, layer.table, records, products, 1, *shape, **how, ROWS=128)
     torch.testing.assert_close(products.cpu().double(), expected, rtol=2**-21, atol=0)
 
     some = torch.randperm(depth)[:few]
     products = torch.full((1, few, hidden), float("nan"), device=DEVICE)
     place = zeros[:few], layer.table, records
-    experts_triton.down_few[few, 1, 1](
+    triton_kernels.down_few[few, 1, 1](
         rows[some].contiguous(), *place, products, few, 1, *shape, **how, SPLITS=1, STAGES=2
     )
     torch.testing.assert_close(products[0].cpu().double(), expected[some], rtol=2**-21, atol=0)
