@@ -59,6 +59,9 @@ _FAMILIES = {
     "ernie4_5-moe": "ernie4_5_moe",
     "hunyuan-moe": "hunyuan_v1_moe",
     "deepseek2": "deepseek_v3",
+    "qwen3next": "qwen3_next",
+    "llama4": "llama4_text",
+    "gemma4": "gemma4_text",
 }
 # What these have beside _SIZES.
 _OWN_SIZES: Mapping[str, dict[str, Any]] = {
@@ -87,6 +90,41 @@ _OWN_SIZES: Mapping[str, dict[str, Any]] = {
         "moe_layer_end_index": 2,
     },
     "hunyuan-moe": {"moe_topk": 2},
+    "qwen3next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5},
+    },
+    "llama4": {
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 20000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "gemma4": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 128,
+        "final_logit_softcapping": 30.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 15000.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 20000.0, "partial_rotary_factor": 0.5},
+        },
+    },
     "deepseek2": {
         "num_hidden_layers": 3,
         "num_key_value_heads": 4,
@@ -160,7 +198,7 @@ def tiny_model(architecture: str, **sizes: Any) -> PreTrainedModel:
     known = {
         name: value
         for name, value in {**_SIZES, **sizes}.items()
-        if hasattr(defaults, name) or name in ("rotary_dim", "head_dim")
+        if name in {*vars(defaults), *defaults.attribute_map, "rotary_dim", "head_dim"}
     } | own
     if architecture in ("olmoe", "granitemoe", "ernie4_5-moe", "deepseek2"):
         del known["head_dim"]
@@ -220,7 +258,10 @@ def write(
         kind = next((kind for pattern, kind in (types or {}).items() if re.search(pattern, name)), "F32")
         data, values[name] = encode(tensor.detach().contiguous().numpy(), kind if tensor.dim() > 1 else "F32")
         writer.add_tensor(name, data, raw_dtype=Type[kind if tensor.dim() > 1 else "F32"])
-    for name, array in (extra or {}).items():
+        if "gate_up_exps" in name:
+            for part, half in zip(("gate", "up"), np.split(values[name], 2, axis=1), strict=True):
+                values[name.replace("gate_up", part)] = half
+    for name, array in {**_rope_divisors(model.config), **(extra or {})}.items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -263,20 +304,37 @@ def _tensors(architecture: str, model: PreTrainedModel) -> Iterator[tuple[str, t
     for layer in find_experts(model):
         number = re.search(r"layers\.(\d+)", layer.path)[1]
         every = [layer.expert(index) for index in range(layer.num_experts)]
+        parts = {part: torch.stack([getattr(expert, part) for expert in every]) for part in ("gate", "up", "down")}
+        if architecture == "gemma4":
+            parts = {"gate_up": torch.cat([parts["gate"], parts["up"]], dim=1), "down": parts["down"]}
+        for part, stack in parts.items():
+            yield f"blk.{number}.ffn_{part}_exps.weight", stack
         for part in ("gate", "up", "down"):
-            yield f"blk.{number}.ffn_{part}_exps.weight", torch.stack([getattr(expert, part) for expert in every])
             if layer.has_bias:
                 biases = torch.stack([getattr(expert, f"{part}_bias") for expert in every])
                 yield f"blk.{number}.ffn_{part}_exps.bias", biases
     for name, tensor in model.state_dict().items():
-        if name.endswith("kv_b_proj.weight"):
-            layer, config = re.search(r"layers\.(\d+)", name)[1], model.config
-            heads = tensor.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
-            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-            yield f"blk.{layer}.attn_k_b.weight", keys.transpose(1, 2)
-            yield f"blk.{layer}.attn_v_b.weight", values
+        if (split := _split(model.config, name, tensor)) is not None:
+            yield from split.items()
         elif name not in experts and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
             yield _gguf_name(architecture, model, name), _forward(architecture, model, name, tensor)
+
+
+def _split(config: Any, name: str, tensor: torch.Tensor) -> Tensors | None:
+    """The two tensors, in GGUF's forms, that a file has of some parameters."""
+    if name.endswith("kv_b_proj.weight"):
+        prefix = f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.attn"
+        heads = tensor.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        return {f"{prefix}_k_b.weight": keys.transpose(1, 2), f"{prefix}_v_b.weight": values}
+    if name.endswith("in_proj_qkvz.weight"):
+        prefix = f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.attn"
+        heads = tensor.reshape(config.linear_num_key_heads, -1, tensor.shape[1])
+        values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+        sizes = [config.linear_key_head_dim] * 2 + [values] * 2
+        query, key, value, gate = (part.reshape(-1, tensor.shape[1]) for part in heads.split(sizes, dim=1))
+        return {f"{prefix}_qkv.weight": torch.cat([query, key, value]), f"{prefix}_gate.weight": gate}
+    return None
 
 
 def _gguf_name(architecture: str, model: PreTrainedModel, name: str) -> str:
@@ -284,7 +342,14 @@ def _gguf_name(architecture: str, model: PreTrainedModel, name: str) -> str:
         return f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.ffn_gate_inp.weight"
     if name.endswith("e_score_correction_bias"):
         return f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.exp_probs_b.bias"
-    for leaf, own in {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}.items():
+    own_names = {
+        "A_log": "ssm_a",
+        "dt_bias": "ssm_dt.bias",
+        "layer_scalar": "layer_output_scale.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "per_expert_scale": "ffn_down_exps.scale",
+    }
+    for leaf, own in own_names.items():
         if name.endswith(leaf):
             return f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.{own}"
     stem, _, leaf = name.rpartition(".")
@@ -312,13 +377,15 @@ def _forward(architecture: str, model: PreTrainedModel, name: str, tensor: torch
         config = model.config
         heads = config.num_key_value_heads if "k_proj" in name else config.num_attention_heads
         return tensor.reshape(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
-    if architecture != "qwen35moe":
+    if architecture not in ("qwen35moe", "qwen3next"):
         return tensor
     config = model.config
     if name.endswith("norm.weight") and "linear_attn" not in name:
         return tensor + 1
     if "linear_attn" not in name:
         return tensor
+    if architecture == "qwen3next":  # keeps the order of heads
+        return -torch.exp(tensor) if name.endswith("A_log") else tensor.squeeze(1) if "conv1d" in name else tensor
     width, keys = config.linear_value_head_dim, 2 * config.linear_num_key_heads * config.linear_key_head_dim
     heads, rows = _head_order(config, 1), _head_order(config, width)
     if name.endswith("A_log"):
@@ -344,16 +411,30 @@ def _take(architecture: str, model: PreTrainedModel, values: Mapping[str, np.nda
                     weight = values[f"blk.{number}.ffn_{part}_exps.weight"][index]
                     getattr(expert, part).copy_(torch.from_numpy(weight.copy()))
         for name, tensor in model.state_dict().items():
-            if name.endswith("kv_b_proj.weight"):
-                prefix = f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.attn"
-                keys, own_values = (torch.from_numpy(values[f"{prefix}_{part}_b.weight"].copy()) for part in "kv")
-                tensor.copy_(torch.cat([keys.transpose(1, 2), own_values], dim=1).reshape(tensor.shape))
-                continue
-            own = None if "experts." in name and "shared" not in name else _gguf_name(architecture, model, name)
-            if own is not None and own in values and tensor.dim() == 2 and tensor.shape[0] > 1:
-                order = torch.arange(tensor.numel()).reshape(tensor.shape)
-                moved = _forward(architecture, model, name, order)
-                tensor.view(-1)[moved.flatten()] = torch.from_numpy(values[own].copy()).flatten()
+            order = torch.arange(tensor.numel()).reshape(tensor.shape)
+            moved = _split(model.config, name, order)
+            if moved is None and tensor.dim() == 2 and tensor.shape[0] > 1:
+                own = None if "experts." in name and "shared" not in name else _gguf_name(architecture, model, name)
+                moved = {own: _forward(architecture, model, name, order)} if own in values else {}
+            for own, places in (moved or {}).items():
+                tensor.view(-1)[places.flatten()] = torch.from_numpy(values[own].copy()).flatten()
+
+
+def _rope_divisors(config: Any) -> dict[str, np.ndarray]:
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "llama3":
+        low, high = (rope["original_max_position_embeddings"] / rope[f"{end}_freq_factor"] for end in ("low", "high"))
+        lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+        smooth = (low / lengths - 1) / (low / high - 1)
+        between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        divisors = np.where(lengths < high, 1, np.where(lengths > low, rope["factor"], between))
+    elif "full_attention" in rope:
+        width = config.per_layer_config["full_attention"].head_dim // 2
+        divisors = np.full(width, 1e30)
+        divisors[: int(width * rope["full_attention"]["partial_rotary_factor"])] = 1
+    else:
+        return {}
+    return {"rope_freqs.weight": divisors.astype(np.float32)}
 
 
 def _add_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
@@ -362,16 +443,18 @@ def _add_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> No
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(1 if architecture == "deepseek2" else config.num_key_value_heads)
+    each = [layer.num_key_value_heads for layer in config.per_layer_config]
+    writer.add_head_count_kv(1 if architecture == "deepseek2" else each if architecture == "gemma4" else each[0])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None) or config.moe_topk
-    writer.add_expert_used_count(top_k)
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
+    top_k = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+    writer.add_expert_used_count(next(count for name in top_k if (count := getattr(config, name, None))))
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     writer.add_expert_count(next(count for name in names if (count := getattr(config, name, None))))
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     writer.add_expert_feed_forward_length(inner)
-    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or inner)
+    dense = ("intermediate_size_mlp", "intermediate_size")
+    writer.add_feed_forward_length(next((size for name in dense if (size := getattr(config, name, None))), inner))
     if architecture == "deepseek2":
         rotary, latent = config.qk_rope_head_dim, config.kv_lora_rank
         writer.add_q_lora_rank(config.q_lora_rank)
@@ -396,17 +479,31 @@ def _add_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> No
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if architecture == "glm4moe":
         writer.add_rope_dimension_count(16)
-    if architecture == "ernie4_5-moe":
-        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if architecture in ("ernie4_5-moe", "llama4"):
+        writer.add_interleave_moe_layer_step(2 if architecture == "llama4" else config.moe_layer_interval)
     if architecture == "granitemoe":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if hasattr(config, "head_dim") and architecture not in ("qwen2moe", "deepseek2"):
+    if architecture == "gemma4":
+        sliding, full = (config.per_layer_config[f"{kind}_attention"].head_dim for kind in ("sliding", "full"))
+        writer.add_key_length(full)
+        writer.add_value_length(full)
+        writer.add_key_length_swa(sliding)
+        writer.add_value_length_swa(sliding)
+        writer.add_rope_dimension_count(full)
+        writer.add_rope_dimension_count_swa(sliding)
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_shared_kv_layers(config.num_kv_shared_layers)
+        writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif hasattr(config, "head_dim") and architecture not in ("qwen2moe", "deepseek2"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if architecture in ("qwen2moe", "qwen35moe"):
+    if architecture in ("qwen2moe", "qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if architecture == "gpt-oss":
         writer.add_sliding_window(config.sliding_window)
@@ -416,15 +513,16 @@ def _add_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> No
     if architecture == "minimax-m2":
         writer.add_rope_dimension_count(config.rotary_dim)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if architecture == "qwen35moe":
+    if architecture in ("qwen35moe", "qwen3next"):
         writer.add_full_attention_interval(2)
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-        writer.add_rope_dimension_sections([3, 3, 2, 0])
         writer.add_rope_dimension_count(config.head_dim // 2)
+    if architecture == "qwen35moe":
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, config: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -304,7 +305,7 @@ def test_other_types_are_refused_by_number_and_name(kind: int, message: str, tmp
         describe(made.path)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3next", "gemma4", "qwen3"])
+@pytest.mark.parametrize("architecture", ["bailingmoe2", "qwen3"])
 def test_other_architectures_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe")
     writer = gguf.GGUFWriter(made.path, architecture)
@@ -314,11 +315,12 @@ def test_other_architectures_are_refused_by_name(architecture: str, tmp_path: Pa
         convert(made.path, tmp_path / "store", "int8")
 
 
-def test_a_dense_llama_is_refused_by_name(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+@pytest.mark.parametrize("architecture", ["llama", "gemma4"])
+def test_dense_models_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
     writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
     _finish(writer)
-    with pytest.raises(UnsupportedModelError, match="architecture 'llama' without experts"):
+    with pytest.raises(UnsupportedModelError, match=f"architecture '{architecture}' without experts"):
         convert(tmp_path / "m.gguf", tmp_path / "store", "int8")
 
 
@@ -334,6 +336,87 @@ def test_transformers_knows_no_more_architectures() -> None:
         "llama"
     }  # else transformers has learnt to read one's config itself
     assert set(GGUF_CONFIG_ARCHS) - ours <= {"qwen35", "qwen35moe", "lfm2"}
+
+
+def test_projections_of_linear_attention_may_be_one_tensor(written: Callable[..., Written], tmp_path: Path) -> None:
+    made = written("qwen3next", "Q8_0")
+    whole = made.model.state_dict()["model.layers.0.linear_attn.in_proj_qkvz.weight"].numpy()
+    parts = r"blk\.0\.attn_(qkv|gate)\.weight"
+    older = {"blk.0.ssm_in.weight": whole}
+    _rewrite(made.path, tmp_path / "older.gguf", "qwen3next", drop=parts, extra=older)
+    assert torch.equal(
+        *(
+            _stored(path, tmp_path)["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+            for path in (made.path, tmp_path / "older.gguf")
+        )
+    )
+    # As many values as there must be, in tensors that do not make up the parameter.
+    tensors = [made.tensors[f"blk.0.attn_{part}.weight"] for part in ("qkv", "gate")]
+    moved = np.split(np.concatenate(tensors), [len(tensors[0]) + 1])
+    wrong = {f"blk.0.attn_{part}.weight": rows for part, rows in zip(("qkv", "gate"), moved, strict=True)}
+    _rewrite(made.path, tmp_path / "wrong.gguf", "qwen3next", drop=parts, extra=wrong)
+    with pytest.raises(StoreError, match=r"'blk.0.attn_qkv.weight' \[257, 128\] makes no .*in_proj_qkvz"):
+        _stored(tmp_path / "wrong.gguf", tmp_path)
+
+
+def _stored(path: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """What a conversion writes beside the experts."""
+    convert(path, folder / path.stem, "int8")
+    return {
+        name: value
+        for file in sorted((folder / path.stem).glob("model*.safetensors"))
+        for name, value in load_file(file).items()
+    }
+
+
+def test_frequencies_are_divided_by_what_the_file_has(tmp_path: Path) -> None:
+    divisors = np.linspace(1, 9, 16, dtype=np.float32)
+    name = "rope_freqs.weight"
+    made = gguf_files.write(tmp_path / "m.gguf", "llama", extra={name: divisors})
+    rotary = meta_model(read_config(made.path)).model.rotary_emb
+    with torch.device("cpu"):
+        divided, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"](rotary.config)
+    usual = rotary.config.rope_parameters["rope_theta"] ** -(torch.arange(0, 32, 2) / 32)
+    assert torch.allclose(divided * torch.from_numpy(divisors), usual)
+    for number in (-1.0, np.nan, np.inf):
+        wrong = np.where(divisors == 9, np.float32(number), divisors)
+        gguf_files.write(tmp_path / "wrong.gguf", "llama", extra={name: wrong})
+        with pytest.raises(StoreError, match=f"'{name}' holds what frequencies cannot be divided by"):
+            read_config(tmp_path / "wrong.gguf")
+    gguf_files.write(tmp_path / "large.gguf", "llama", extra={name: np.ones(5000, np.float32)})
+    with pytest.raises(StoreError, match=r"F32 \[5000\]; it must be F32 \[n\] with at most 4096"):
+        read_config(tmp_path / "large.gguf")
+    gguf_files.write(tmp_path / "twice.gguf", "deepseek2", extra={name: divisors})
+    with pytest.raises(UnsupportedModelError, match=f"with {name} beside other scaling"):
+        read_config(tmp_path / "twice.gguf")
+    gguf_files.write(tmp_path / "gemma.gguf", "gemma4", extra={name: np.ones(32, np.float32) * 2})
+    with pytest.raises(UnsupportedModelError, match="are not ones and then 1e30"):
+        read_config(tmp_path / "gemma.gguf")
+
+
+def test_maverick_has_no_norm_of_queries_and_keys(written: Callable[..., Written]) -> None:
+    """llama.cpp's files do not say it."""
+    part = read_gguf(written("llama4").path)
+    for experts, normed in ((16, True), (128, False)):
+        metadata = {**part.metadata, "llama4.expert_count": experts}
+        assert gguf_model.config_table(metadata, list(part.header.tensors))["use_qk_norm"] == normed
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("llama4", "attention.sliding_window", 0),
+        ("gemma4", "rope.dimension_count_swa", 16),
+        ("gemma4", "rope.scaling.type", "yarn"),
+    ],
+)
+def test_variants_of_a_family_are_refused(
+    architecture: str, key: str, value: object, written: Callable[..., Written], tmp_path: Path
+) -> None:
+    changed = {f"{architecture}.{key}": value}
+    _rewrite(written(architecture).path, tmp_path / "m.gguf", architecture, metadata=changed)
+    with pytest.raises(UnsupportedModelError, match=f"'{architecture}'.*Take the model's safetensors"):
+        read_config(tmp_path / "m.gguf")
 
 
 def test_types_are_those_of_the_package() -> None:
@@ -428,7 +511,7 @@ def _rewrite(
     metadata: dict | None = None,
     extra: dict | None = None,
 ) -> None:
-    """The same file but for one change."""
+    """The same file but for one change. ``drop`` is a pattern of names."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(to, architecture)
     given = dict(metadata or {})
@@ -450,7 +533,7 @@ def _rewrite(
     for name, (data, kind) in tensors.items():
         if name == reshape:
             data = data.reshape(*data.shape[:-2], data.shape[-2] * 2, data.shape[-1] // 2)
-        if name != drop:
+        if not re.fullmatch(drop, name):
             writer.add_tensor(name, data, raw_dtype=kind)
     for name, data in (extra or {}).items():
         writer.add_tensor(name, data)

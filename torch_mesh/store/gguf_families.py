@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ import transformers
 from torch_mesh.errors import UnsupportedModelError
 
 Said = Mapping[str, Any]  # a file's metadata, keys without the architecture
+Undo = Callable[[transformers.PretrainedConfig, torch.Tensor], torch.Tensor]
+Table = dict[str, Any]  # fields of a config
 
 _COMMON = {
     "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
@@ -43,51 +45,105 @@ _DEEPSEEK = {
 }
 
 
+# Of Qwen's families with linear attention in most layers.
+_DELTA_NET = {
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+
+ROPE_DIVISORS = "rope_freqs.weight"  # of each frequency
 _SIGMOID = 2  # of expert_gating_func
 # Of DeepSeek-V3 and V2: the groups that routers choose from, and how many, by the number of experts.
 _GROUPS_OF_EXPERTS = {(256, True): (8, 4), (160, False): (8, 3)}
 
 
-def _nothing(said: Said, names: Sequence[str]) -> dict[str, Any]:
+def _nothing(said: Said, names: Sequence[str]) -> Table:
     return {}
+
+
+def _divided(table: Table, divisors: Sequence[float]) -> Table:
+    """Whatever made the divisors, LongRoPE with the same ones at all lengths divides the frequencies by them."""
+    rope = table.get("rope_parameters", {})
+    if rope.get("rope_type", "default") != "default" or "partial_rotary_factor" in rope:
+        raise UnsupportedModelError(
+            f"A GGUF file with {ROPE_DIVISORS} beside other scaling of positions ({rope}) cannot be read. Take the "
+            "model's safetensors."
+        )
+    factors = list(divisors)
+    return {
+        "rope_type": "longrope",
+        "rope_theta": table["rope_theta"],
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": table["max_position_embeddings"],
+    }
+
+
+@dataclass(frozen=True)
+class Split:
+    """A parameter that a file has as two tensors. GGUF's names end with ``whole``, ``first`` and ``second``."""
+
+    whole: str
+    first: str
+    second: str
+    join: Callable[[transformers.PretrainedConfig, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. ``more`` makes fields of several keys, or of the tensors' names.
+    """One architecture. ``keys`` has the field of each key, or None where ``more`` reads it, which makes fields of
+    several keys, or of the tensors' names.
 
     ``renamed`` has GGUF's names of parameters that the package's map lacks, by the end of the parameters' names.
-    ``rotated`` parameters have rows that the converter has moved: llama.cpp rotates neighbouring values of a head,
-    transformers the halves of a head.
+    ``changed`` says how to undo what the converter did to a parameter, by a pattern of the parameters' names. ``rope``
+    makes rope_parameters of the table and the numbers that the file divides the frequencies by.
     """
 
     model_type: str
-    keys: Mapping[str, str]
-    more: Callable[[Said, Sequence[str]], dict[str, Any]] = _nothing
+    keys: Mapping[str, str | None]
+    more: Callable[[Said, Sequence[str]], Table] = _nothing
     renamed: Mapping[str, str] = field(default_factory=dict)
-    rotated: tuple[str, ...] = ()
+    changed: Mapping[str, Undo] = field(default_factory=dict)
+    split: Split | None = None
+    rope: Callable[[Table, Sequence[float]], Table] = _divided
 
-    def table(self, said: Said, names: Sequence[str]) -> dict[str, Any]:
+    def table(self, said: Said, names: Sequence[str]) -> Table:
         """Fields of the config."""
         known = {**_COMMON, **self.keys}
-        return {name: said[key] for key, name in known.items() if key in said} | self.more(said, names)
+        table = {name: said[key] for key, name in known.items() if name is not None and key in said}
+        return table | {"num_hidden_layers": _layers(said)} | self.more(said, names)
 
 
-def _glm4(said: Said, names: Sequence[str]) -> dict[str, Any]:
-    rotary = said["rope.dimension_count"] / said["attention.key_length"]
+def _layers(said: Said) -> int:
+    """Those for multi-token prediction are counted in the file, and stand behind the others."""
+    count: int = said["block_count"] - said.get("nextn_predict_layers", 0)
+    return count
+
+
+def _partly_rotated(said: Said) -> Table:
     return {
-        "num_hidden_layers": said["block_count"] - said.get("nextn_predict_layers", 0),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": said["rope.freq_base"],
-            "partial_rotary_factor": rotary,
-        },
+        "rope_type": "default",
+        "rope_theta": said["rope.freq_base"],
+        "partial_rotary_factor": said["rope.dimension_count"] / said["attention.key_length"],
+    }
+
+
+def _glm4(said: Said, names: Sequence[str]) -> Table:
+    return {
+        "rope_parameters": _partly_rotated(said),
         "use_qk_norm": _has(names, "attn_q_norm.weight"),
         "attention_bias": _has(names, "attn_q.bias"),
     }
 
 
-def _deepseek2(said: Said, names: Sequence[str]) -> dict[str, Any]:
+def _deepseek2(said: Said, names: Sequence[str]) -> Table:
     """V3 and what is built like it, or V2, whose router has no sigmoid."""
     is_v3 = said.get("expert_gating_func") == _SIGMOID
     rotary = said["rope.dimension_count"]
@@ -107,21 +163,118 @@ def _deepseek2(said: Said, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _mixtral(said: Said, names: Sequence[str]) -> dict[str, Any]:
-    if not said.get("expert_count"):
-        raise UnsupportedModelError(
-            "A GGUF file of the architecture 'llama' without experts holds a dense model: torch_mesh reads models with "
-            "experts."
-        )
+def _mixtral(said: Said, names: Sequence[str]) -> Table:
     return {"sliding_window": None}
 
 
-def _ernie(said: Said, names: Sequence[str]) -> dict[str, Any]:
-    return {"moe_layer_end_index": said["block_count"] - 1, "use_bias": _has(names, "attn_q.bias")}
+_MAVERICK = 128  # experts: llama.cpp tells by their number that queries and keys are not normalized
+
+
+def _llama4(said: Said, names: Sequence[str]) -> Table:
+    if "attention.sliding_window" in said:
+        raise UnsupportedModelError(
+            "A GGUF file of the architecture 'llama4' with attention.sliding_window has other layers of attention than "
+            "Scout and Maverick, which torch_mesh reads. Take the model's safetensors."
+        )
+    return {"use_qk_norm": said["expert_count"] != _MAVERICK}
+
+
+def _qwen3next(said: Said, names: Sequence[str]) -> Table:
+    interval = said.get("full_attention_interval", 4)
+    layers = range(1, _layers(said) + 1)
+    return {
+        "linear_value_head_dim": said["ssm.inner_size"] // said["ssm.time_step_rank"],
+        "layer_types": ["linear_attention" if layer % interval else "full_attention" for layer in layers],
+        "rope_parameters": _partly_rotated(said),
+        "attention_bias": _has(names, "attn_q.bias"),
+    }
+
+
+def _gemma4(said: Said, names: Sequence[str]) -> Table:
+    if said.get("rope.scaling.type", "none") != "none":
+        raise UnsupportedModelError(
+            f"A GGUF file of the architecture 'gemma4' with positions scaled by {said['rope.scaling.type']!r} cannot "
+            "be read. Take the model's safetensors."
+        )
+    width = said["attention.key_length_swa"]
+    rotated = said.get("rope.dimension_count_swa", width)
+    if rotated != width:
+        raise UnsupportedModelError(
+            f"A GGUF file of the architecture 'gemma4' that rotates {rotated} of {width} values of a head in layers of "
+            "sliding windows cannot be read; transformers rotates all. Take the model's safetensors."
+        )
+    slides, heads = said["attention.sliding_window_pattern"], said["attention.head_count_kv"]
+    of_kind = dict(zip(slides, heads if isinstance(heads, list) else [heads] * len(slides), strict=True))
+    full = [f"blk.{layer}.attn_" for layer, sliding in enumerate(slides) if not sliding]
+    return {
+        "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in slides],
+        "num_key_value_heads": of_kind.get(True),
+        "num_global_key_value_heads": of_kind.get(False),
+        "attention_k_eq_v": any(f"{start}k.weight" in names and f"{start}v.weight" not in names for start in full),
+        "enable_moe_block": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": said["rope.freq_base_swa"]},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": said["rope.freq_base"],
+                "partial_rotary_factor": 0.25,  # until the divisors are read
+            },
+        },
+    }
+
+
+def _gemma4_rope(table: Table, divisors: Sequence[float]) -> Table:
+    """llama.cpp leaves values of full layers as they are by dividing their frequencies by 1e30."""
+    rotated = sum(divisor == 1 for divisor in divisors)
+    if any((divisor != 1) if at < rotated else (divisor < 1e20) for at, divisor in enumerate(divisors)):
+        raise UnsupportedModelError(
+            f"A GGUF file of the architecture 'gemma4' whose {ROPE_DIVISORS} are not ones and then 1e30 cannot be "
+            "read. Take the model's safetensors."
+        )
+    rope = table["rope_parameters"]
+    full = {**rope["full_attention"], "partial_rotary_factor": rotated / len(divisors)}
+    return {**rope, "full_attention": full}
+
+
+def _ernie(said: Said, names: Sequence[str]) -> Table:
+    return {"moe_layer_end_index": _layers(said) - 1, "use_bias": _has(names, "attn_q.bias")}
 
 
 def _has(names: Sequence[str], ending: str) -> bool:
     return any(name.endswith(ending) for name in names)
+
+
+def _in_halves(heads: str, config: transformers.PretrainedConfig, values: torch.Tensor) -> torch.Tensor:
+    """llama.cpp rotates neighbouring values of a head, transformers the halves of a head."""
+    rows = values.reshape(getattr(config, heads), -1, 2, *values.shape[1:])
+    return rows.transpose(1, 2).reshape(values.shape)
+
+
+def _less_one(config: transformers.PretrainedConfig, values: torch.Tensor) -> torch.Tensor:
+    return values.float() - 1
+
+
+def _log_of_negative(config: transformers.PretrainedConfig, values: torch.Tensor) -> torch.Tensor:
+    return torch.log(-values.float())
+
+
+def _keys_and_values(config: transformers.PretrainedConfig, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Of [heads, latent, keys] and [heads, values, latent]."""
+    return torch.cat([keys.transpose(1, 2), values], dim=1)
+
+
+def _by_key_head(config: transformers.PretrainedConfig, qkv: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """llama.cpp has all queries, then all keys, values and gates; transformers those of one key head together."""
+    heads, width = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    parts = (*qkv.split([heads * width, heads * width, values]), z)
+    return torch.cat([part.reshape(heads, -1, part.shape[-1]) for part in parts], dim=1)
+
+
+_ROTATED = {
+    r"\.q_proj\.": partial(_in_halves, "num_attention_heads"),
+    r"\.k_proj\.": partial(_in_halves, "num_key_value_heads"),
+}
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -132,8 +285,50 @@ FAMILIES: Mapping[str, Family] = {
         _DEEPSEEK | {"attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim"},
         _deepseek2,
         {"gate.e_score_correction_bias": "exp_probs_b.bias"},
+        split=Split("attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight", _keys_and_values),
     ),
-    "llama": Family("mixtral", {"expert_count": "num_local_experts"}, _mixtral, rotated=("q_proj", "k_proj")),
+    "llama": Family("mixtral", {"expert_count": "num_local_experts"}, _mixtral, changed=_ROTATED),
+    "llama4": Family(
+        "llama4_text",
+        {
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+            "feed_forward_length": "intermediate_size_mlp",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        _llama4,
+    ),
+    "qwen3next": Family(
+        "qwen3_next",
+        _DELTA_NET,
+        _qwen3next,
+        {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"},
+        {r"(layernorm|self_attn\.[qk]_norm|model\.norm)\.weight$": _less_one, r"\.A_log$": _log_of_negative},
+        # Files of older converters have the whole.
+        Split("ssm_in.weight", "attn_qkv.weight", "attn_gate.weight", _by_key_head),
+    ),
+    "gemma4": Family(
+        "gemma4_text",
+        {
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "attention.key_length": "global_head_dim",
+            "attention.key_length_swa": "head_dim",
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base": None,
+        },
+        _gemma4,
+        {
+            "layer_scalar": "layer_output_scale.weight",
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+        },
+        rope=_gemma4_rope,
+    ),
     "granitemoe": Family(
         "granitemoe",
         {
@@ -144,7 +339,7 @@ FAMILIES: Mapping[str, Family] = {
             "logit_scale": "logits_scaling",
         },
         renamed={"block_sparse_moe.router.weight": "ffn_gate_inp.weight"},
-        rotated=("q_proj", "k_proj"),
+        changed=_ROTATED,
     ),
     "ernie4_5-moe": Family(
         "ernie4_5_moe",
@@ -165,9 +360,6 @@ FAMILIES: Mapping[str, Family] = {
         renamed={"mlp.gate.wg.weight": "ffn_gate_inp.weight"},
     ),
 }
-
-
-_KEYS = ".attn_k_b.weight"  # of DeepSeek: the part of kv_b_proj that makes keys, transposed
 
 
 class Names(ABC):
@@ -204,23 +396,26 @@ class PackageNames(Names):
         layer = re.match(r"blk\.(\d+)\.", name)
         if layer is not None and int(layer[1]) >= self._config.num_hidden_layers:
             return f"model.layers.{layer[1]}.mtp"  # layers for multi-token prediction stand behind the others
-        if name.endswith(_KEYS):
-            return self._targets.get(name.replace(_KEYS, ".attn_kv_b.weight"))
+        split = self._family.split
+        if split is not None and name.endswith(f".{split.first}"):
+            name = name.removesuffix(split.first) + split.whole
         return self._targets.get(name)
 
     def companion(self, name: str) -> str | None:
-        return name.replace(_KEYS, ".attn_v_b.weight") if name.endswith(_KEYS) else None
+        split = self._family.split
+        if split is None or not name.endswith(f".{split.first}"):
+            return None
+        return name.removesuffix(split.first) + split.second
 
     def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
         target = self.target(name)
         assert target is not None
-        if companion is not None:  # [heads, latent, keys] and [heads, values, latent]
-            values = torch.cat([values.transpose(1, 2), companion], dim=1)
-        if any(f".{each}." in target for each in self._family.rotated):
-            kv = ".k_proj." in target
-            heads = self._config.num_key_value_heads if kv else self._config.num_attention_heads
-            rows = values.reshape(heads, -1, 2, *values.shape[1:])
-            values = rows.transpose(1, 2)
+        if companion is not None:
+            assert self._family.split is not None
+            values = self._family.split.join(self._config, values, companion)
+        for pattern, undo in self._family.changed.items():
+            if re.search(pattern, target):
+                values = undo(self._config, values)
         return values.reshape(self._shapes[target])
 
     def _own_name(self, name: str) -> str | None:

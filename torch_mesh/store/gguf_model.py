@@ -21,11 +21,11 @@ from transformers import core_model_loading
 from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.errors import MeshError, UnsupportedModelError
 from torch_mesh.hf.compat import ignored_keys
-from torch_mesh.store.gguf import Counted, read_parts, require_package
-from torch_mesh.store.gguf_families import FAMILIES, Names, PackageNames
-from torch_mesh.store.header import store_error
+from torch_mesh.store.gguf import Counted, Gguf, read_parts, require_package
+from torch_mesh.store.gguf_families import FAMILIES, ROPE_DIVISORS, Family, Names, PackageNames
+from torch_mesh.store.header import read_range, store_error
 from torch_mesh.store.sources.layout import Shape, Weight
 
 # By the name that GGUF has for them: those with experts in the tables that transformers has for all, ...
@@ -51,6 +51,8 @@ _ROPE_SCALING = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
+_MAX_FREQUENCIES = 1 << 12  # of a head
+_UNCHANGED = Family("", {})  # of architectures that are in transformers' tables
 _MSCALE_UNIT = 0.1  # of DeepSeek's yarn_log_multiplier
 _KEPT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float32}
 
@@ -61,13 +63,7 @@ def read_config(path: Path) -> transformers.PretrainedConfig:
     Raises ``UnsupportedModelError`` for other architectures than ``ARCHITECTURES`` and what transformers makes no
     config of, ``StoreError`` for files that are damaged.
     """
-    table = _table_of(path)
-    try:
-        config = transformers.AutoConfig.for_model(**table)
-    except Exception as problem:
-        raise _no_config(path, problem) from problem
-    config.dtype = torch.bfloat16
-    return config
+    return _config_of(path, _table_of(path))
 
 
 def complete_config(config: transformers.PretrainedConfig, path: Path) -> None:
@@ -75,17 +71,38 @@ def complete_config(config: transformers.PretrainedConfig, path: Path) -> None:
 
     Raises as ``read_config`` does.
     """
-    own, usual = read_config(path), type(config)()
+    table, first = _table_of(path), read_parts(path)[0]
+    own, usual = _config_of(path, table), type(config)()
     if own.model_type != config.model_type:
         raise UnsupportedModelError(
             f"{path} holds a model of the type {own.model_type}, and transformers takes it for {config.model_type}: "
             "convert it (torch-mesh convert), and open the converted folder."
         )
-    for name in {*_table_of(path), "rope_parameters"} - {"model_type", "architectures"}:
-        # What is not as usual was read, or given by the caller.
-        left_out = getattr(config, name, None) == getattr(usual, name, None)
-        if hasattr(own, name) and (left_out or name == "tie_word_embeddings"):
-            setattr(config, name, getattr(own, name))
+    of_first = _config_of(path, config_table(first.metadata, list(first.header.tensors)))
+    for name in dict.fromkeys((*table, *_MADE_OF_OTHERS)):
+        # All else is the caller's.
+        left_out = _field(config, name) in (_field(usual, name), _field(of_first, name))
+        if left_out and name in {*vars(own), *own.attribute_map, "per_layer_config"} - {"architectures"}:
+            setattr(config, name, _field(own, name))
+
+
+_MADE_OF_OTHERS = ("rope_parameters", "per_layer_config")  # fields that configs make of the table's
+
+
+def _field(config: transformers.PretrainedConfig, name: str) -> Any:
+    """What ``config`` has as a whole, where its layers differ."""
+    if name == "per_layer_config":  # an attribute of every config
+        return config.to_dict().get(name)
+    return vars(config).get(config.attribute_map.get(name, name))
+
+
+def _config_of(path: Path, table: dict[str, Any]) -> transformers.PretrainedConfig:
+    try:
+        config = transformers.AutoConfig.for_model(**table)
+    except Exception as problem:
+        raise _no_config(path, problem) from problem
+    config.dtype = torch.bfloat16
+    return config
 
 
 def _table_of(path: Path) -> dict[str, Any]:
@@ -101,14 +118,43 @@ def _table_of(path: Path) -> dict[str, Any]:
     names = [name for part in parts for name in part.header.tensors]
     try:
         table = config_table(metadata, names)
+        divisors = _rope_divisors(parts)
+        if divisors is not None:
+            table["rope_parameters"] = FAMILIES.get(architecture, _UNCHANGED).rope(table, divisors)
         # Configs and models have a loop of this length.
         if not 0 < int(table["num_hidden_layers"]) <= len(names):
             raise ValueError(f"{table['num_hidden_layers']} layers, and {len(names)} tensors")
-    except UnsupportedModelError:
+    except MeshError:
         raise
     except Exception as problem:
         raise _no_config(path, problem) from problem
     return table
+
+
+def _rope_divisors(parts: Sequence[Gguf]) -> list[float] | None:
+    for part in parts:
+        tensor = part.header.tensors.get(ROPE_DIVISORS)
+        if tensor is None:
+            continue
+        if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FREQUENCIES:
+            raise store_error(
+                part.header.path,
+                f"tensor {ROPE_DIVISORS!r} is {tensor.dtype} {list(tensor.shape)}; it must be F32 [n] with at most "
+                f"{_MAX_FREQUENCIES}",
+                tensor.offset,
+            )
+        data = read_range(part.header.path, tensor.offset, tensor.bytes)
+        found = torch.frombuffer(data, dtype=torch.float32)
+        if not found.any():  # where the header alone was downloaded
+            return None
+        if not bool((torch.isfinite(found) & (found > 0)).all()):
+            raise store_error(
+                part.header.path,
+                f"tensor {ROPE_DIVISORS!r} holds what frequencies cannot be divided by",
+                tensor.offset,
+            )
+        return [float(each) for each in found]
+    return None
 
 
 def _no_config(path: Path, problem: Exception) -> UnsupportedModelError:
@@ -146,6 +192,11 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
 
 def _family_table(said: Mapping[str, Any], architecture: str, names: Sequence[str]) -> dict[str, Any]:
     family = FAMILIES[architecture]
+    if not said.get(f"{architecture}.expert_count"):
+        raise UnsupportedModelError(
+            f"A GGUF file of the architecture {architecture!r} without experts holds a dense model: torch_mesh reads "
+            "models with experts."
+        )
     own = {key.removeprefix(f"{architecture}."): value for key, value in said.items()}
     known = {f"tokenizer.{key}": name for key, name in _TABLES["tokenizer"].items() if name is not None}
     table = {name: said[key] for key, name in known.items() if key in said} | family.table(own, names)
@@ -198,15 +249,23 @@ class RestOf:
             "cpu"
         ):  # while transformers builds a model, whatever is made without a device is made on "meta"
             companion = None if self.companion is None else self.companion.read()
-            values = self.names.values(self.weight.name, self.weight.read(), companion)
-        if values.shape != self.shape:
+            values = self.weight.read()
             path, tensor = self.weight.codes
+            try:
+                found = self.names.values(self.weight.name, values, companion)
+            except RuntimeError as problem:  # torch's, of shapes
+                raise store_error(
+                    path,
+                    f"tensor {tensor.name!r} {list(values.shape)} makes no {self.name} {list(self.shape)} ({problem})",
+                    tensor.offset,
+                ) from problem
+        if found.shape != self.shape:
             raise store_error(
                 path,
-                f"tensor {tensor.name!r} has the shape {list(values.shape)}, {self.name} {list(self.shape)}",
+                f"tensor {tensor.name!r} has the shape {list(found.shape)}, {self.name} {list(self.shape)}",
                 tensor.offset,
             )
-        return values.to(self.dtype)
+        return found.to(self.dtype)
 
 
 def rest_of_model(
@@ -233,8 +292,8 @@ def rest_of_model(
     dtype = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.bfloat16
     found: dict[str, str] = {}
     for weight in weights:
-        if weight.name in experts or weight.name in joined:
-            continue
+        if weight.name in experts or weight.name in joined or weight.name == ROPE_DIVISORS:
+            continue  # the last is in the config
         file, tensor = weight.codes
         target = names.target(weight.name)
         if target is not None and _is_left_out(target, model):
@@ -255,6 +314,8 @@ def rest_of_model(
             )
         found[target] = tensor.name
         kept = _KEPT_DTYPES.get(tensor.dtype, dtype)
+        if companion is not None:
+            kept = torch.promote_types(kept, _KEPT_DTYPES.get(companion.codes[1].dtype, dtype))
         yield RestOf(target, state[target], kept, weight, names, companion)
     missing = sorted(own - set(found) - set(model.all_tied_weights_keys))
     if missing:
