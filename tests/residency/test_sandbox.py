@@ -3,6 +3,7 @@ kernel's."""
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import threading
@@ -23,7 +24,7 @@ from torch_mesh.planning.machine import disk_speed
 from torch_mesh.pool.memory_guard import MemoryGuard
 from torch_mesh.store.convert import convert
 from torch_mesh.store.verify import check_other_files
-from torch_mesh.system.background import BackgroundThread, TaskThreads, usable_processors
+from torch_mesh.system.background import BackgroundThread, usable_processors
 from torch_mesh.system.memory import anonymous_bytes, available_bytes, resident_slots, shortage
 
 Hide = Callable[..., None]
@@ -31,10 +32,11 @@ Hide = Callable[..., None]
 
 @pytest.fixture
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
 
 
 @pytest.fixture
@@ -74,13 +76,6 @@ def test_whatever_needs_a_thread_says_what_to_raise(
     monkeypatch.undo()
     assert guard.remove(engine) is None, "what has no thread is not guarded"
     convert(mesh_tiny, tmp_path / "other", "int4")
-
-
-def test_other_errors_of_a_pool_of_threads_stay_what_they_are() -> None:
-    threads = TaskThreads(1)
-    threads.shutdown()
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        threads.submit(int)
 
 
 @pytest.mark.parametrize("options", [{"residency": {"guard": "on"}}, {"stats": {"file": "stats.jsonl"}}])

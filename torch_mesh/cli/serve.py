@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from torch_mesh.cli.options import add_config_arguments, given_config, size_or_zero
 from torch_mesh.errors import MeshError
+from torch_mesh.system.background import Flag
 
 END = 15  # seconds from a signal on until the process is gone, whatever it still computes
 _FREEING = 3  # of those, for the kernel to free its memory
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     config = given_config(arguments)
     with Server(arguments.model, config, arguments.keep_keys, given_options(arguments)) as server:
         print(f"{server.model} answers at {server.address}/v1, and counts at {server.address}/metrics", flush=True)
-        told = threading.Event()
+        told = Flag()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: told.set())
         while server.is_alive() and not told.wait(0.5):

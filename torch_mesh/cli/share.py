@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import threading
 
 from rich.filesize import decimal as format_bytes
 
@@ -12,6 +11,7 @@ from torch_mesh import validators
 from torch_mesh.cli.options import positive
 from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.store.manifest import open_store
+from torch_mesh.system.background import Flag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     resident = validators.resident.check("--resident", arguments.resident)
     store = open_store(arguments.store)
-    ended = threading.Event()
+    ended = Flag()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         shared = SharedPool(store, arguments.socket, resident, arguments.workers)

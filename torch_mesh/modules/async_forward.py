@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 from abc import ABC, abstractmethod
@@ -46,10 +47,10 @@ class _OnWorker(PendingExperts):
     """One worker thread of the process runs these in order; the op releases the GIL."""
 
     def __init__(self, *call: Any) -> None:
-        self._future = _worker(os.getpid()).submit(_run, torch.is_inference_mode_enabled(), *call)
+        self._task = _worker(os.getpid()).submit(_run, torch.is_inference_mode_enabled(), *call)
 
     def result(self) -> Tensor:
-        return self._future.result()
+        return self._task.result()
 
 
 def _run(inference: bool, module: MeshExperts, *inputs: Tensor) -> Tensor:
@@ -60,7 +61,14 @@ def _run(inference: bool, module: MeshExperts, *inputs: Tensor) -> Tensor:
 @functools.cache
 def _worker(process: int) -> TaskThreads:
     """Keyed by process: threads do not survive a fork."""
-    return TaskThreads(max_workers=1, thread_name_prefix="torch_mesh submit")
+    threads = TaskThreads(1)
+
+    def end() -> None:
+        if os.getpid() == process:
+            threads.close()
+
+    atexit.register(end)  # no forward may run while the interpreter ends
+    return threads
 
 
 class _OnDevice(PendingExperts):

@@ -18,6 +18,7 @@ from ..config import MeshConfig
 from ..errors import MeshError
 from ..statistics.counters import Stats
 from ..statistics.stats import reset_stats, stats
+from ..system.background import Flag
 from ..system.memory import anonymous_bytes
 from ..system.timing import memory_speed
 from .machine import measure_speeds
@@ -194,7 +195,7 @@ class _PeakMemory(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="torch_mesh memory", daemon=True)
         self.bytes = anonymous_bytes()
-        self._ended = threading.Event()
+        self._ended = Flag()
         self.start()
 
     def run(self) -> None:

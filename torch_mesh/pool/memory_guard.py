@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import _C
 from ..errors import PoolClosedError, ReadTimeoutError
-from ..system.background import BackgroundThread
+from ..system.background import BackgroundThread, Flag
 from ..system.memory import auto_margin, left_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class MemoryGuard:
         self._calm = calm
         self._engines: list[_C.Engine] = []
         self._thread: BackgroundThread | None = None
-        self._stop = threading.Event()
+        self._stop = Flag()
         # Reentrant: the garbage collector may remove an engine at any moment.
         self._lock = threading.RLock()
         self._free_since: float | None = None
@@ -97,7 +97,7 @@ class MemoryGuard:
         with self._lock:
             self._sharing = max(self._sharing, sharing)
             if not self._engines:
-                self._stop = threading.Event()
+                self._stop = Flag()
                 # Before the engine counts as guarded: starting a thread may fail.
                 self._thread = BackgroundThread(partial(self._run, self._stop), "torch_mesh memory guard")
             self._engines.append(engine)
@@ -113,7 +113,7 @@ class MemoryGuard:
                     self._stop.set()
             return None if self._engines else self._thread
 
-    def _run(self, stop: threading.Event) -> None:
+    def _run(self, stop: Flag) -> None:
         pause = _INTERVAL_SECONDS
         while not stop.wait(pause):
             try:

@@ -29,7 +29,7 @@ from torch_mesh.hf import cache_state
 from torch_mesh.serving.model_identity import ModelIdentity
 from torch_mesh.speculation.linear_attention import Checkpoints
 from torch_mesh.store.prefix_blocks import PrefixBlocks, prefix_folder
-from torch_mesh.system.background import BackgroundThread, TaskThreads
+from torch_mesh.system.background import BackgroundThread, Flag, TaskThreads
 
 _LOG = logging.getLogger(__name__)
 BLOCK = 64  # tokens
@@ -238,7 +238,7 @@ class PrefixCache:
             return read[1]
 
         with TaskThreads(_READERS) as threads:
-            sizes = list(threads.map(put, blocks))
+            sizes = threads.map(put, blocks)
         return (rows, sum(sizes)) if all(sizes) else ({}, sum(sizes))
 
     def _long_messages(self, tokens: Tensor) -> list[int]:
@@ -281,7 +281,7 @@ class _Writer:
 
     def __init__(self, counts: PrefixCounts) -> None:
         self._counts = counts
-        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | Flag | None] = queue.SimpleQueue()
         self._thread: BackgroundThread | None = None
         self._lock = threading.Lock()
         self._pending = 0  # bytes
@@ -298,7 +298,7 @@ class _Writer:
 
     def flush(self) -> None:
         if self._thread is not None:
-            done = threading.Event()
+            done = Flag()
             self._jobs.put(done)
             done.wait()
 
@@ -309,7 +309,7 @@ class _Writer:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if isinstance(job, threading.Event):
+            if isinstance(job, Flag):
                 job.set()
                 continue
             try:

@@ -3,17 +3,15 @@ last."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +32,11 @@ from torch_mesh.store.manifest import (
 from torch_mesh.store.stages import Stage, Streaming
 from torch_mesh.store.store_plan import Chunk, NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.system.atomic_files import FILE_MODE
-from torch_mesh.system.background import TaskThreads
+from torch_mesh.system.background import Flag, Task, TaskThreads
 
 _SYNC_BYTES = 256 << 20  # written between two syncs, which may overlap: bounds the dirty pages
 _SMALL_FILE = 1 << 20
 
-_Result = TypeVar("_Result")
 _Written = OtherFile | tuple[int, int, int]  # a file, or layer, expert and checksum of a record
 
 
@@ -57,9 +54,10 @@ class UnfinishedStore:
         )
         self._descriptors: list[int] = []
         self._intact: set[str] = set()  # files of an earlier run whose digest has been compared
-        self._stopping = threading.Event()
+        self._stopping = Flag()
         self._file_under_way = False
         self._one_file = threading.Lock()
+        self._last_sync: Task[None] | None = None
 
     def close(self) -> None:
         for descriptor in self._descriptors:
@@ -86,10 +84,11 @@ class UnfinishedStore:
             if not self._has_all_records():
                 scratch.prepare(self._folder, counter.add)
             counter.add(prepared - counter.done)  # less than requested, perhaps
-        with _Workers(workers) as packing, _Workers(1) as syncing:
+        with TaskThreads(workers) as packing, TaskThreads(1) as syncing:
             try:
                 for stage in self._stages(records, files, streaming):
                     self._collect(packing.run(self._tasks(stage.records, stage.files)), syncing, counter)
+                self._finish_sync()
             except BaseException:
                 self._stopping.set()  # leaving the context waits for running tasks
                 raise
@@ -200,7 +199,7 @@ class UnfinishedStore:
         for file in waiting:
             yield partial(self._write_file, file)
 
-    def _collect(self, written: Iterable[_Written], syncing: _Workers, counter: _Counter) -> None:
+    def _collect(self, written: Iterable[_Written], syncing: TaskThreads, counter: _Counter) -> None:
         unsynced = 0
         for each in written:
             if isinstance(each, OtherFile):
@@ -213,8 +212,13 @@ class UnfinishedStore:
             counter.add(self._record_bytes)
             unsynced += self._record_bytes
             if unsynced >= _SYNC_BYTES:
-                syncing.begin(self._sync)  # after the last sync, while the next records are packed
+                self._finish_sync()
+                self._last_sync = syncing.submit(self._sync)  # while the next records are packed
                 unsynced = 0
+
+    def _finish_sync(self) -> None:
+        if self._last_sync is not None:
+            self._last_sync.result()
 
     def _write_record(self, layer: int, expert: int, make: RecordMaker) -> tuple[int, int, int]:
         with naming(f"{self._plan.modules[layer]}, expert {expert}"):
@@ -267,42 +271,6 @@ class UnfinishedStore:
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.rename(self._folder / MANIFEST_NAME)
-
-
-class _Workers(contextlib.AbstractContextManager["_Workers"]):
-    """Threads that get a few tasks at a time. Leaving the context waits for running tasks."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._executor = TaskThreads(count, thread_name_prefix="torch_mesh-store")
-        self._waiting: set[Future[Any]] = set()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=kind is not None)
-        if kind is None:
-            for future in self._waiting:
-                future.result()
-
-    def run(self, tasks: Iterable[Callable[[], _Result]]) -> Iterator[_Result]:
-        """Yields results in the order of completion. Raises the first error of a task."""
-        for task in tasks:
-            self._waiting.add(self._executor.submit(task))
-            if len(self._waiting) > self._count:
-                yield from self._finished()
-        while self._waiting:
-            yield from self._finished()
-
-    def begin(self, task: Callable[[], None]) -> None:
-        """Start ``task`` once a thread is free. Raises the error of an earlier one."""
-        while len(self._waiting) >= self._count:
-            for _ in self._finished():
-                pass
-        self._waiting.add(self._executor.submit(task))
-
-    def _finished(self) -> Iterator[Any]:
-        done, self._waiting = wait(self._waiting, return_when=FIRST_COMPLETED)
-        for future in done:
-            yield future.result()
 
 
 class _Counter:

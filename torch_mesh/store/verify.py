@@ -7,7 +7,6 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch_mesh.store.manifest import (
 )
 from torch_mesh.store.store_plan import Progress
 from torch_mesh.store.table_files import is_table_file
-from torch_mesh.system.background import TaskThreads, usable_processors
+from torch_mesh.system.background import Task, TaskThreads, usable_processors
 
 _CONFIG_NAME = "config.json"
 # With the config, these determine the model's output. Users edit some of the other files.
@@ -96,25 +95,21 @@ def check_other_files(store: Store, verify: str) -> None:
 def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
     """The problems of files, by their names."""
     found: dict[str, str] = {}
-    tasks: list[tuple[str, Future[str | None]]] = []
-    with TaskThreads(min(_MAX_THREADS, usable_processors())) as executor:
+    tasks: list[tuple[str, Task[str | None]]] = []
+    with TaskThreads(min(_MAX_THREADS, usable_processors())) as threads:
         for file in files:
             path = store.folder / file.name
             if problem := _size_problem(path, file):
                 found[file.name] = problem
             elif file.checksums is None:
-                tasks.append((file.name, executor.submit(_digest_problem, path, file)))
+                tasks.append((file.name, threads.submit(_digest_problem, path, file)))
             else:
                 for number, checksum in enumerate(file.checksums.split()):
-                    task = executor.submit(_block_problem, store.manifest.store_id, path, number, checksum)
+                    task = threads.submit(_block_problem, store.manifest.store_id, path, number, checksum)
                     tasks.append((file.name, task))
-        try:
-            for name, task in tasks:
-                if problem := task.result():
-                    found.setdefault(name, problem)
-        except BaseException:
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
+        for name, task in tasks:
+            if problem := task.result():
+                found.setdefault(name, problem)
     return found
 
 
