@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from drafted import Always, assert_same_answers, generate, patched
 from pairs import first_quick
 from peft import LoraConfig, get_peft_model
-from test_speculation import Always, _agree, _generate, _patched
 from tiny_models import TINY_MODELS
 from transformers import (
     GPT2Config,
@@ -42,39 +42,39 @@ def smaller(original: PreTrainedModel) -> PreTrainedModel:
 def test_tokens_are_those_of_plain_decoding(
     original: PreTrainedModel, smaller: PreTrainedModel, tokenizer: Any, sampled: bool, compiled: bool
 ) -> None:
-    model = _patched(original, dense="bf16", resident=0.3)
+    model = patched(original, dense="bf16", resident=0.3)
     if compiled:
         torch_mesh.compile(model, backend="eager")
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")
         how = {"do_sample": sampled, "disable_compile": not compiled}
-        plain = _generate(model, inputs, **how)
+        plain = generate(model, inputs, **how)
         controller = Always(3)
         speculation = Speculation(controller, functools.partial(Assistant, smaller))
-        assert torch.equal(plain, _generate(model, inputs, **how, custom_generate=speculation))
+        assert torch.equal(plain, generate(model, inputs, **how, custom_generate=speculation))
         assert sampled or sum(controller.accepted) > 1.5 * len(controller.accepted)
 
 
 def test_several_texts_have_an_assistant_each(
     original: PreTrainedModel, smaller: PreTrainedModel, tokenizer: Any
 ) -> None:
-    model = _patched(original, dense="bf16")
+    model = patched(original, dense="bf16")
     tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     speculation = Speculation(Always(3), functools.partial(Assistant, smaller))
-    assert torch.equal(_generate(model, inputs), _generate(model, inputs, custom_generate=speculation))
+    assert torch.equal(generate(model, inputs), generate(model, inputs, custom_generate=speculation))
     tally = torch_mesh.stats(model).speculation
     assert tally is not None and tally.accepted > 0.3 * tally.drafted > 0
 
 
 def test_the_controller_has_the_say(original: PreTrainedModel, smaller: PreTrainedModel, tokenizer: Any) -> None:
     """An assistant that takes as long as the model does not pay."""
-    model = _patched(original, dense="bf16", resident=1.0)
+    model = patched(original, dense="bf16", resident=1.0)
     inputs = tokenizer(PROMPTS[0], return_tensors="pt")
     speculation = torch_mesh.speculate(assistant=smaller)
     options = {"max_new_tokens": 100, "eos_token_id": None}
     assert torch.equal(
-        _generate(model, inputs, **options), _generate(model, inputs, **options, custom_generate=speculation)
+        generate(model, inputs, **options), generate(model, inputs, **options, custom_generate=speculation)
     )
     tally = torch_mesh.stats(model).speculation
     assert tally is not None and 0 < tally.drafted < 100
@@ -140,9 +140,9 @@ def test_drafted_tokens_that_the_model_does_not_have_are_cut(original: PreTraine
         def draft(self, length: int) -> list[int]:
             return [original.config.vocab_size] * length
 
-    model, inputs = _patched(original, dense="bf16"), tokenizer(PROMPTS[0], return_tensors="pt")
+    model, inputs = patched(original, dense="bf16"), tokenizer(PROMPTS[0], return_tensors="pt")
     speculation = Speculation(Always(3), functools.partial(Foreign, original))
-    assert torch.equal(_generate(model, inputs), _generate(model, inputs, custom_generate=speculation))
+    assert torch.equal(generate(model, inputs), generate(model, inputs, custom_generate=speculation))
 
 
 class Costly(Assistant):
@@ -179,12 +179,12 @@ def _costly(model: Any, smaller: Any, lengths: tuple[int, ...], tokens: list[int
 def test_drafts_cut_where_the_model_has_no_such_token(original: PreTrainedModel, tokenizer: Any, known: int) -> None:
     """Wherever that is, tokens are plain decoding's, and what was drafted in vain is a loss of drafts and of no plain
     step."""
-    model = _patched(original, dense="bf16")
+    model = patched(original, dense="bf16")
     inputs = tokenizer(PROMPTS[0], return_tensors="pt")
     options = {"max_new_tokens": 150, "eos_token_id": None}
-    expected = _generate(model, inputs, **options)
+    expected = generate(model, inputs, **options)
     speculation, now = _costly(model, original, (3, 7), [7] * known + [model.config.vocab_size])
-    assert torch.equal(expected, _generate(model, inputs, **options, custom_generate=speculation))
+    assert torch.equal(expected, generate(model, inputs, **options, custom_generate=speculation))
     assert 0 < Costly.drafts <= 4 and now[0] <= 150 + 50 * Costly.drafts
     assert speculation._controller._plain.value == 1.0
 
@@ -193,15 +193,15 @@ def test_an_assistant_that_does_not_pay_is_left_off_when_a_text_has_ended(
     original: PreTrainedModel, tokenizer: Any
 ) -> None:
     """What has ended is drafted for no more, and so is never behind."""
-    model = _patched(original, dense="bf16")
+    model = patched(original, dense="bf16")
     ids = torch.stack([tokenizer(prompt, return_tensors="pt")["input_ids"][0, :6] for prompt in PROMPTS]).repeat(1, 3)
     options = {"max_new_tokens": 150, "pad_token_id": 0}
-    free = _generate(model, {"input_ids": ids}, **options, eos_token_id=None)[:, 18:]
+    free = generate(model, {"input_ids": ids}, **options, eos_token_id=None)[:, 18:]
     ends = next(token for token in free[0, :3].tolist() if token not in free[1].tolist())
-    expected = _generate(model, {"input_ids": ids}, **options, eos_token_id=ends)
+    expected = generate(model, {"input_ids": ids}, **options, eos_token_id=ends)
     assert expected.shape[1] == 168 and (expected[0, 22:] == 0).all()
     speculation, _ = _costly(model, original, (3,), [7])
-    found = _generate(model, {"input_ids": ids}, **options, eos_token_id=ends, custom_generate=speculation)
+    found = generate(model, {"input_ids": ids}, **options, eos_token_id=ends, custom_generate=speculation)
     assert torch.equal(found, expected)
     assert 0 < Costly.drafts <= 4
 
@@ -212,9 +212,9 @@ def test_a_text_that_is_too_long_for_it_is_not_drafted_for() -> None:
     small = GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=1, n_head=2, vocab_size=120))
     assistant = Assistant(small, [5] * 12)
     assert len(assistant.draft(4)) == 4 and assistant.draft(5) == ()
-    model = _patched(TINY_MODELS[KEYS].build())
+    model = patched(TINY_MODELS[KEYS].build())
     inputs = {"input_ids": torch.randint(3, 100, (1, 10))}
-    _agree(model, inputs, Speculation(Always(3), functools.partial(Assistant, small)))
+    assert_same_answers(model, inputs, Speculation(Always(3), functools.partial(Assistant, small)))
 
 
 def test_logits_are_of_the_last_token_alone_with_adapters_too() -> None:

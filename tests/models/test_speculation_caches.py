@@ -1,0 +1,374 @@
+"""Caches that rejected drafts are taken back from: windows, states of linear attention, static ones."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from drafted import (
+    NEXT,
+    OSS,
+    PROMPTS,
+    QWEN,
+    KeptTokens,
+    Streamed,
+    always,
+    check_tokens,
+    generate,
+    generate_plainly,
+    knowing,
+    patched,
+    random_inputs,
+    rows_are_exact,
+    spread_model,
+)
+from pairs import each_once_quick
+from torch._dynamo.utils import counters
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
+
+import torch_mesh
+from torch_mesh.serving.kept_keys import KeptKeys
+from torch_mesh.speculation import linear_attention
+
+LINEAR = [
+    NEXT,
+    "Qwen3_5MoeExperts",
+    "NemotronHExperts",
+    "JambaExperts",
+    "GraniteMoeHybridExperts",
+    "KimiLinearExperts",
+    "Lfm2MoeExperts",
+    "BailingHybridExperts",
+]
+
+
+class _Gone(Streamed):
+    """A client that goes while a draft is verified."""
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.parts) == 20:
+            raise ConnectionResetError
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_text_that_ends_early_leaves_a_cache_of_its_tokens(
+    original: PreTrainedModel, tokenizer: Any, static: bool
+) -> None:
+    model, streamed = patched(original), _Gone()
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    kind = functools.partial(StaticCache, max_cache_len=400) if static else DynamicCache
+    plain, cache = generate_plainly(model, inputs, past_key_values=kind(config=model.config)), kind(config=model.config)
+    how = {"custom_generate": knowing(plain.sequences, 7), "streamer": streamed, "past_key_values": cache}
+    with pytest.raises(ConnectionResetError):
+        generate(model, inputs, **how)
+    tokens = torch.tensor([[token for part in streamed.parts for token in part]])
+    assert int(cache.get_seq_length()) == tokens.shape[1] - 1 == inputs["input_ids"].shape[1] + 18
+    rest = generate(model, {"input_ids": tokens}, past_key_values=cache, max_new_tokens=60 - 19)
+    check_tokens(model, inputs, plain, rest)
+
+
+@pytest.mark.parametrize(("length", "drafted"), each_once_quick([40, 13, 5], [15, 3]))
+def test_windows_go_back(length: int, drafted: int) -> None:
+    """The window of the tiny gpt-oss is of 16 tokens."""
+    model = torch_mesh.patch(spread_model(OSS), resident=0.5)
+    inputs = random_inputs(length)
+    plain = generate_plainly(model, inputs, eos_token_id=None)
+    cache = DynamicCache(config=model.config)
+    speculation = knowing(plain.sequences, drafted)
+    found = generate(model, inputs, eos_token_id=None, custom_generate=speculation, past_key_values=cache)
+    check_tokens(model, inputs, plain, found)
+    assert sum(speculation._controller.accepted) > 0
+    windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    assert windows and all(not layer.record_past and layer.keys.shape[-2] == 15 for layer in windows)
+
+
+def _same_states(found: Any, plain: Any) -> None:
+    """Within rounding: where it tips a value that experts round to bf16, a state moves by 0.001 of its norm.
+
+    A token too many or too few moves one by all of its norm.
+    """
+    for one, other in zip(_states(found), _states(plain), strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+
+
+def _states(cache: Any) -> list[torch.Tensor]:
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    both = (states for layer in layers for states in (layer.conv_states, layer.recurrent_states))
+    return [state for states in both for state in states.values() if state is not None]
+
+
+# Of each kind of mixer one draft that is verified in part.
+_MIXERS = (NEXT, "NemotronHExperts", "KimiLinearExperts", "Lfm2MoeExperts", "BailingHybridExperts")
+_LENGTHS = [
+    pytest.param(name, *lengths, marks=[] if name in _MIXERS and lengths == (20, 7) else [pytest.mark.thorough])
+    for name in LINEAR
+    for lengths in ((2, 3), (20, 7), (20, 15))
+]
+
+
+@pytest.mark.parametrize(("name", "length", "drafted"), _LENGTHS)
+def test_linear_attention_goes_back(name: str, length: int, drafted: int) -> None:
+    """Its state is in the end what single tokens leave: within rounding, for in fp32 torch's products of several rows
+    have other bits."""
+    model = torch_mesh.patch(spread_model(name), resident=0.5)
+    inputs = random_inputs(length)
+    plain = generate_plainly(model, inputs, eos_token_id=None)
+    speculation, cache = knowing(plain.sequences, drafted), DynamicCache(config=model.config)
+    found = generate(model, inputs, eos_token_id=None, custom_generate=speculation, past_key_values=cache)
+    check_tokens(model, inputs, plain, found)
+    accepted = speculation._controller.accepted
+    assert sum(accepted) > 0 and min(accepted) < drafted, "nothing was taken back"
+    assert _states(cache) and cache.get_seq_length() == plain.past_key_values.get_seq_length()
+    if torch.equal(found, plain.sequences):
+        _same_states(cache, plain.past_key_values)
+
+
+def test_mixers_become_what_they_were() -> None:
+    model = torch_mesh.patch(spread_model(NEXT), resident=0.5)
+    before = [type(module) for module in model.modules()]
+    inputs = random_inputs(20)
+    expected = generate(model, inputs, eos_token_id=None)
+    generate(model, inputs, eos_token_id=None, custom_generate=knowing(expected, 7))
+    mixers = [module for module in model.modules() if isinstance(module, linear_attention.SteppedMixer)]
+    assert len(mixers) == 2 and {type(mixer).__name__ for mixer in mixers} == {"Qwen3NextGatedDeltaNet"}
+    assert torch.equal(generate(model, inputs, eos_token_id=None), expected)
+    for made in (copy.deepcopy(mixers[0]), pickle.loads(pickle.dumps(mixers[0]))):
+        assert type(made) is type(mixers[0]).__bases__[1] and made.layer_idx == mixers[0].layer_idx
+    torch_mesh.unpatch(model, lossy=True)
+    assert not any(isinstance(module, linear_attention.SteppedMixer) for module in model.modules())
+    assert len(before) == len(list(model.modules()))
+
+
+def test_two_texts_at_once_have_states_of_their_own() -> None:
+    """The same mixers serve both, and one may begin or end while the other computes."""
+    model = torch_mesh.patch(spread_model(NEXT), resident=0.5)
+    prompts = [random_inputs(20), random_inputs(9)]
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = [model.generate(**inputs, **options) for inputs in prompts]
+    with ThreadPoolExecutor() as threads:
+        found = threads.map(
+            lambda inputs, answer: model.generate(**inputs, **options, custom_generate=knowing(answer, 7)),
+            prompts,
+            plain,
+        )
+        for answer, tokens, inputs in zip(plain, found, prompts, strict=True):
+            assert torch.equal(answer, tokens) or not rows_are_exact(model, inputs["input_ids"])
+
+
+@pytest.mark.parametrize("failing", [0, -1])
+def test_a_forward_that_fails_leaves_the_states_before_it(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_mesh.patch(spread_model(NEXT), resident=0.5)
+    inputs = random_inputs(20)
+    plain = generate_plainly(model, inputs, eos_token_id=None)
+    experts = [module for module in model.modules() if hasattr(module, "_mesh_pool")][failing]
+    forward, seen = type(experts).forward, KeptTokens()
+
+    def fails(self: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self is experts and len(x) == 8 and seen.count > 25:
+            raise torch_mesh.ReadError("the disk is gone")
+        return forward(self, x, *rest)
+
+    cache = DynamicCache(config=model.config)
+    with monkeypatch.context() as broken, pytest.raises(torch_mesh.ReadError):
+        broken.setattr(type(experts), "forward", fails)
+        generate(
+            model,
+            inputs,
+            eos_token_id=None,
+            custom_generate=knowing(plain.sequences, 7),
+            past_key_values=cache,
+            stopping_criteria=StoppingCriteriaList([seen]),
+        )
+    tokens = {"input_ids": plain.sequences[:, : seen.count]}
+    rest = generate(
+        model, tokens, past_key_values=cache, eos_token_id=None, max_new_tokens=plain.sequences.shape[1] - seen.count
+    )
+    check_tokens(model, inputs, plain, rest)
+
+
+class _Breaks(LogitsProcessor):
+    """Breaks at a token."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == self.at:
+            raise ZeroDivisionError("a processor that breaks")
+        return scores
+
+
+@pytest.mark.parametrize("drafted", [pytest.param(0, marks=pytest.mark.thorough), 7])
+@pytest.mark.parametrize("name", [NEXT, QWEN])
+def test_a_processor_that_breaks_leaves_a_cache_of_the_tokens_so_far(name: str, drafted: int) -> None:
+    """As in plain decoding: the last token is in it, in keys and in states."""
+    model = torch_mesh.patch(spread_model(name), resident=0.5)
+    inputs = random_inputs(20)
+    answer = generate(model, inputs, eos_token_id=None)
+    for at in range(28, 36):  # behind a prompt of 20
+        caches = []
+        for how in ({}, {"custom_generate": knowing(answer, drafted)}):
+            cache = DynamicCache(config=model.config)
+            options = {"past_key_values": cache, "logits_processor": LogitsProcessorList([_Breaks(at)])}
+            with pytest.raises(ZeroDivisionError):
+                generate(model, inputs, eos_token_id=None, **options, **how)
+            caches.append(cache)
+        plain, found = caches
+        assert found.get_seq_length() == plain.get_seq_length() == at
+        _same_states(found, plain)
+
+
+def test_a_cache_that_records_linear_attention_goes_back() -> None:
+    """transformers' own assisted decoding leaves such ones: the states of convolutions grow with each token."""
+    model = torch_mesh.patch(spread_model(NEXT), resident=0.5)
+    inputs = random_inputs(20)
+    plain = generate_plainly(model, inputs, eos_token_id=None)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    speculation = knowing(plain.sequences, 7)
+    found = generate(model, inputs, eos_token_id=None, custom_generate=speculation, past_key_values=cache)
+    check_tokens(model, inputs, plain, found)
+    accepted = speculation._controller.accepted
+    assert sum(accepted) > 0 and min(accepted) < 7, "nothing was taken back"
+    assert all(layer.record_past for layer in cache.layers if isinstance(layer, LinearAttentionLayer))
+
+
+def test_keys_that_a_server_keeps_are_kept() -> None:
+    """Of a layer with a window it keeps more than the window, to go back to where two requests part."""
+    original = spread_model(OSS)
+    model = torch_mesh.patch(copy.deepcopy(original), resident=0.5)
+    speculating = torch_mesh.patch(original, resident=0.5, speculation="lookup")
+    config = GenerationConfig(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
+    kept, plainly = KeptKeys(speculating, limit=1 << 30), KeptKeys(model, limit=1 << 30)
+    prompt = random_inputs(40)["input_ids"]
+    for turn in range(2):
+        expected = plainly.generate(input_ids=prompt, generation_config=config)
+        speculating._mesh_speculation = knowing(expected, 7)
+        found = kept.generate(input_ids=prompt, generation_config=config)
+        both = min(found.shape[1], expected.shape[1])
+        same = int((found[:, :both] == expected[:, :both]).int().cumprod(1).sum())
+        if same < both:  # rounding may tip two logits that were nearly equal
+            with torch.no_grad():
+                two = model(input_ids=expected[:, :same]).logits[0, -1].topk(2).values
+            assert two[0] - two[1] <= two[0].abs() / 16
+        else:
+            assert found.shape == expected.shape
+        windows = [
+            layer for layer in kept.conversations[-1].cache.layers if isinstance(layer, DynamicSlidingWindowLayer)
+        ]
+        assert windows and (turn > 0 or all(layer.keys.shape[-2] == found.shape[1] - 1 for layer in windows))
+        assert turn == 0 or kept.counts.reused_tokens == prompt.shape[1] - 14
+        prompt = torch.cat([found[:, :-9], random_inputs(14)["input_ids"]], dim=1)
+    assert torch_mesh.stats(speculating).speculation.accepted > 0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.thorough), OSS])
+@pytest.mark.thorough
+def test_compiled_steps_stay_compiled(name: str) -> None:
+    """Each number of drafted tokens is a graph."""
+    model = torch_mesh.compile(torch_mesh.patch(spread_model(name), resident=0.5), backend="eager", fullgraph=True)
+    seen = {0}
+    for length, drafted in [(5, 3), (20, 3), (30, 7), (12, 7), (21, 15), (9, 3)]:
+        inputs = random_inputs(length)
+        plain = generate_plainly(model, inputs, eos_token_id=None)
+        speculation = knowing(plain.sequences, drafted)
+        check_tokens(model, inputs, plain, generate(model, inputs, eos_token_id=None, custom_generate=speculation))
+        assert sum(speculation._controller.accepted) > 0
+        seen.add(drafted)
+        assert counters["stats"]["unique_graphs"] == len(seen) and not counters["graph_break"]
+
+
+def test_a_static_cache_goes_back(original: PreTrainedModel, tokenizer: Any) -> None:
+    model = patched(original)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    plain = generate(model, inputs, cache_implementation="static")
+    assert torch.equal(plain, generate(model, inputs, cache_implementation="static", custom_generate=always(15)))
+    cache = StaticCache(
+        config=model.config, max_cache_len=inputs["input_ids"].shape[1] + 59
+    )  # just as long as it has to be
+    assert torch.equal(plain, generate(model, inputs, past_key_values=cache, custom_generate=always(15)))
+    assert int(cache.get_seq_length()) == plain.shape[1] - 1
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_only_new_tokens_behind_a_padded_cache(by_itself: bool) -> None:
+    """transformers takes the tokens that the cache has not, with a mask of all."""
+    model = spread_model(QWEN)
+    plain = torch_mesh.patch(copy.deepcopy(model), resident=0.5, attention="mesh")
+    speculating = torch_mesh.patch(model, resident=0.5, attention="mesh", speculation="lookup" if by_itself else "off")
+    how = {} if by_itself else {"custom_generate": torch_mesh.speculate()}
+    ids, mask = torch.randint(3, 100, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    answers = []
+    for each, options in ((plain, {}), (speculating, how)):
+        cache = DynamicCache(config=each.config)
+        with torch.no_grad():
+            each(input_ids=ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+        inputs = {"input_ids": ids[:, 8:], "attention_mask": mask, "past_key_values": cache}
+        answers.append(generate(each, inputs, eos_token_id=None, max_new_tokens=30, **options))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_forward_that_fails_leaves_nothing_drafted(
+    original: PreTrainedModel, tokenizer: Any, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the last experts fail, every layer has the drafted tokens, and no layer is longer than another."""
+    model = patched(original)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    answer = generate(model, inputs)
+    keys: Any = (
+        DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=400)
+    )
+    last = [module for module in model.modules() if hasattr(module, "_mesh_pool")][-1]
+    forward, rows = type(last).forward, []
+
+    def fails(self: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self is last:
+            rows.append(len(x))
+            if rows[-1] == 8 and len(rows) > 3:
+                raise torch_mesh.ReadError("the disk is gone")
+        return forward(self, x, *rest)
+
+    monkeypatch.setattr(type(last), "forward", fails)
+    seen = KeptTokens()
+    with pytest.raises(torch_mesh.ReadError):
+        generate(
+            model,
+            inputs,
+            custom_generate=knowing(answer, 7),
+            past_key_values=keys,
+            stopping_criteria=StoppingCriteriaList([seen]),
+        )
+    assert {int(layer.get_seq_length()) for layer in keys.layers} == {seen.count - 1}
+
+
+def test_older_transformers_has_not_every_kind_of_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BaseQuantizedLayer", "DummyLayer"):
+        monkeypatch.delattr(f"transformers.cache_utils.{name}", raising=False)
+    source = importlib.util.find_spec("torch_mesh.speculation.rewinding")
+    assert source is not None and source.loader is not None
+    module = importlib.util.module_from_spec(source)
+    source.loader.exec_module(module)
+    assert module.rewind_unsupported_reason(torch.nn.Module(), DynamicCache()) == ""
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
+    module.Rewinding(torch.nn.Module(), cache).go_back(1)
+    assert cache.get_seq_length() == 1
