@@ -16,58 +16,14 @@ def check_shapes(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
     torch._check(topk_weights.shape == topk_ids.shape, lambda: "topk_weights must have the shape of topk_ids")
 
 
-@torch.library.register_fake("torch_mesh::experts")
-def _(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    handle: Tensor,
-    sentinels: bool = False,
-    next_router: Tensor | None = None,
-    next_handle: Tensor | None = None,
-    next_top_k: int = 0,
-    next_bias: Tensor | None = None,
-    next_scoring: str = "logits",
-) -> Tensor:
+def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *_: object, **__: object) -> Tensor:
     check_shapes(x, topk_ids, topk_weights)
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("torch_mesh::experts_deferred")
-def _(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    handle: Tensor,
-    deferred: int,
-    last_layer: bool,
-    sentinels: bool = False,
-    next_router: Tensor | None = None,
-    next_handle: Tensor | None = None,
-    next_top_k: int = 0,
-    next_bias: Tensor | None = None,
-    next_scoring: str = "logits",
-) -> Tensor:
-    check_shapes(x, topk_ids, topk_weights)
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("torch_mesh::experts_fallback")
-def _(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    handle: Tensor,
-    fallback: Tensor,
-    sentinels: bool = False,
-    next_router: Tensor | None = None,
-    next_handle: Tensor | None = None,
-    next_top_k: int = 0,
-    next_bias: Tensor | None = None,
-    next_scoring: str = "logits",
-) -> Tensor:
-    check_shapes(x, topk_ids, topk_weights)
-    return x.new_empty(x.shape)
+# They differ in the arguments that follow, of which the output's shape is independent.
+for _name in ("experts", "experts_adapted", "experts_deferred", "experts_fallback"):
+    torch.library.register_fake(f"torch_mesh::{_name}", _forward)
 
 
 @torch.library.register_fake("torch_mesh::experts_backward")
@@ -77,29 +33,6 @@ def _(
     check_shapes(x, topk_ids, topk_weights)
     torch._check(grad.shape == x.shape, lambda: "grad must have the shape of x")
     return x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape)
-
-
-@torch.library.register_fake("torch_mesh::experts_adapted")
-def _(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    handle: Tensor,
-    gate_up_a: Tensor | None,
-    gate_up_b: Tensor | None,
-    gate_up_scaling: float,
-    down_a: Tensor | None,
-    down_b: Tensor | None,
-    down_scaling: float,
-    sentinels: bool = False,
-    next_router: Tensor | None = None,
-    next_handle: Tensor | None = None,
-    next_top_k: int = 0,
-    next_bias: Tensor | None = None,
-    next_scoring: str = "logits",
-) -> Tensor:
-    check_shapes(x, topk_ids, topk_weights)
-    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("torch_mesh::experts_adapted_backward")

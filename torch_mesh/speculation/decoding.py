@@ -109,15 +109,8 @@ class Speculation:
         synced_gpus = synced_gpus or _is_synced(model, call.get("synced_gpus"))
         if reason := unsupported_reason(model, input_ids, generation_config, synced_gpus, model_kwargs):
             raise ValueError(f"torch_mesh.speculate does not support this call: {reason}. Leave custom_generate out.")
-        return self.decode(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        return self.decode(model, *arguments, streamer=streamer, **model_kwargs)
 
     def decode(
         self,

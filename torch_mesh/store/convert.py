@@ -109,7 +109,6 @@ def convert(
     if is_local and keep_original:
         raise ValueError(f"keep_original is for models of the hub, and {source} is on this machine: leave it out")
     in_whole = is_local or is_gguf(source) or calibrate is not None
-    in_whole = is_local or is_gguf(source) or calibrate is not None
     with (
         contextlib.nullcontext((local_folder(source, revision=revision, token=token), None))
         if in_whole
@@ -232,7 +231,6 @@ def convert_model(
     group_size: int = 64,
     *,
     fingerprint: str | None = None,
-    force: bool = False,
     private: bool = False,
     progress: Progress | None = None,
 ) -> Written:
@@ -248,7 +246,7 @@ def convert_model(
         for number, layer in enumerate(layers)
         for expert in range(layer.num_experts)
     )
-    return write_store(destination, plan, records, force=force, private=private, progress=progress)
+    return write_store(destination, plan, records, private=private, progress=progress)
 
 
 def plan_of_model(
