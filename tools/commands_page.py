@@ -5,15 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torch_mesh.cli import COMMANDS, _parser
+from torch_mesh.cli.options import MODEL
 from torch_mesh.config import FIELDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
-_HEAD = """\
+_HEAD = f"""\
 # The command line
 `python -m torch_mesh` does the same as `torch-mesh`, where that is not on the path. `torch-mesh --version` prints the
 version, `torch-mesh --debug COMMAND ...` an error's traceback. The exit status is 0, 1 for a failure, 2 for wrong
 usage, 130 after Ctrl-C. [Options](config.md) describes the fields of `MeshConfig` that commands take, such as
-`--group-size` and `--gpu-experts`.
+`--group-size` and `--gpu-experts`. The first argument of `inspect`, `plan`, `serve`, `chat`, `run`, `bench` and
+`routing fit` is {MODEL}.
 """
 _TAIL = """
 <!-- `python tools/commands_page.py` writes this page from the parser of `torch-mesh`; a test compares them. -->
@@ -48,7 +50,7 @@ def _commands(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str,
 def _command(name: str, parser: argparse.ArgumentParser, served: list[str]) -> str:
     """A section; options that are in ``served`` are only named."""
     left_out = argparse._HelpAction | argparse._SubParsersAction
-    actions = [action for action in parser._actions if not isinstance(action, left_out)]
+    actions = [action for action in parser._actions if not isinstance(action, left_out) and action.help != MODEL]
     fields = [
         action for action in actions if action.option_strings and action.dest in FIELDS and action.metavar == "VALUE"
     ]

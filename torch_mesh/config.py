@@ -247,15 +247,9 @@ class MeshConfig(QuantizationConfigMixin):
     weights: str = _field(
         "auto",
         validators.weights("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS),
-        'Format of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the '
-        "nearest](checkpoints.md); with "
-        "`max_error`, the fastest. bf12 has bf16's values in three quarters of its bytes. lut4 has int4's size, a "
-        "seventh less error and somewhat more arithmetic. "
-        "[tcq3 and tcq2](formats.md) have three and two bits per weight, tcq2+tcq3 two for gate and up and three for "
-        "down; their conversion takes up to half an hour. "
-        f"{in_words(PASSTHROUGH_FORMATS)} hold the codes of a [quantised checkpoint](checkpoints.md) unchanged; "
-        "nothing is "
-        "rounded to them.",
+        '[Format](formats.md) of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the '
+        f"nearest](checkpoints.md); with `max_error`, the fastest. {PASSTHROUGH_FORMATS[0]} and all after it hold "
+        "the codes of a [quantised checkpoint](checkpoints.md) unchanged; nothing is rounded to them.",
         of_checkpoint=True,
     )
     max_error: float | None = _field(
@@ -287,20 +281,16 @@ class MeshConfig(QuantizationConfigMixin):
         64,
         one_of(*GROUP_SIZES),
         "How many weights share a scale along the input. Use 128 for "
-        f"{in_words([name for name, each in FORMATS.items() if each.trellis])}. Ignored for "
-        f"{in_words([name for name, each in FORMATS.items() if not each.chosen_groups])}, and where `weights` names "
-        "the "
-        'codes of a quantised checkpoint or is `"auto"` for one.',
+        f"{in_words([name for name, each in FORMATS.items() if each.trellis])}. Ignored for [formats](formats.md) "
+        "with one size, and for the codes of a quantised checkpoint.",
         of_checkpoint=True,
     )
     tables: str | int | tuple[str, ...] = _field(
         "auto",
         validators.tables,
-        'Which embedding tables stay in their files, [row by row](tables.md). `"auto"`: those of 2^27 values (256 MiB '
-        "in bf16) or more that are neither the input embedding nor tied to the head, with a sixty-fourth of their rows "
-        "in memory, at least 16 MiB and at most 1 GiB. A size: the same tables, and so much memory for rows. Names: "
-        "the embeddings that end in them. "
-        '`"off"`: none. For `from_pretrained` of safetensors files.',
+        'Which [embedding tables](tables.md) stay in their files. `"auto"`: those of 2^27 values or more that are '
+        "neither the input embedding nor tied to the head. A size: the same tables, and so much memory for rows. "
+        'Names: the embeddings that end in them. `"off"`: none. For `from_pretrained` of safetensors files.',
     )
     store: str | None = _field(
         None,

@@ -127,7 +127,7 @@ _LISTED: Mapping[str, WeightFormat] = {
         errors={32: 0.069, 64: 0.078, 128: 0.085},
         dense=True,
         calibrated=True,
-        description="sixteen uneven levels, a zero per group",
+        description="sixteen uneven levels, a zero per group; somewhat more arithmetic than int4",
     ),
     "tcq3": WeightFormat(
         version=1,

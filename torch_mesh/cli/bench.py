@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal as format_bytes
 from rich.table import Table
 
-from torch_mesh.cli.options import add_config_arguments, given_config, positive, size
+from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive, size
 from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents
 from torch_mesh.store.hub import local_folder
 
@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "beside the machine's limits and the prediction of torch-mesh plan. The first opening converts "
         "weights in another format than the checkpoint's, and its time includes that."
     )
-    parser.add_argument(
-        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
-    )
+    add_model_argument(parser)
     parser.add_argument("--tokens", type=positive, default=64, help="tokens to generate (default: %(default)s)")
     parser.add_argument(
         "--prompt-tokens", type=positive, default=128, help="length of the prompt (default: %(default)s)"

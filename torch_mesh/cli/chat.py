@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch_mesh.cli.options import add_config_arguments, given_config
+from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config
 from torch_mesh.cli.serve import add_kept_keys, add_server_arguments, given_options
 
 _LOOPBACK = "127.0.0.1"
@@ -19,9 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Opens a model, serves it to this machine on a free port, and talks with it as transformers chat "
         "does. !help lists the commands, !exit ends it."
     )
-    parser.add_argument(
-        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "flags",
         nargs="*",

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal as format_bytes
 from rich.table import Table
 
+from torch_mesh.cli.options import add_model_argument
 from torch_mesh.store.hub import local_folder
 from torch_mesh.store.inspect import describe
 from torch_mesh.store.manifest import open_store
@@ -23,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Shows what a store or a checkpoint holds, from its headers alone. With --verify it reads all of a store, and "
         "exits with 1 if any record or file is damaged."
     )
-    parser.add_argument(
-        "folder", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
-    )
+    add_model_argument(parser, "folder")
     parser.add_argument(
         "--verify", action="store_true", help="read all of a store, and name every damaged record and file"
     )

@@ -8,6 +8,12 @@ from collections.abc import Iterable
 from torch_mesh.config import FIELDS, MeshConfig, without_links
 from torch_mesh.validators import parse_size, shown
 
+MODEL = "a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
+
+
+def add_model_argument(parser: argparse.ArgumentParser, name: str = "model") -> None:
+    parser.add_argument(name, help=MODEL)
+
 
 def add_config_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = FIELDS) -> None:
     """Add an option for each field of MeshConfig, or for those in ``names``: ``--group-size``, ``--gpu-experts``."""

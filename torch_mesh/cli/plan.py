@@ -13,7 +13,7 @@ from rich.filesize import decimal as format_bytes
 from rich.markup import escape
 from rich.table import Table
 
-from torch_mesh.cli.options import add_config_arguments, given_config, positive, size
+from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive, size
 from torch_mesh.formats import short_name
 from torch_mesh.store.hub import outline_folder
 from torch_mesh.validators import parse_size
@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "seconds. Give --disk-speed if the model is not on this disk. Exits with 1 only if the model cannot "
         "run."
     )
-    parser.add_argument(
-        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
-    )
+    add_model_argument(parser)
     parser.add_argument("--memory", type=size, help="total memory of the process (default: what is available here)")
     parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
     parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torch_mesh.cli.options import add_config_arguments, given_config, positive
+from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive
 from torch_mesh.cli.serve import add_server_arguments, given_options
 
 _OF_SERVERS = frozenset(
@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is added to the second file as it comes. Repeat an interrupted command to continue; the status is 1 if some "
         "requests have failed, which a repetition computes again."
     )
-    parser.add_argument(
-        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
-    )
+    add_model_argument(parser)
     parser.add_argument("requests", type=Path, metavar="REQUESTS", help="file of requests, one JSON object a line")
     parser.add_argument("answers", type=Path, metavar="ANSWERS", help="file of answers, in OpenAI's batch format")
     parser.add_argument(

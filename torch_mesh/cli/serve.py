@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from torch_mesh.cli.options import add_config_arguments, given_config, size_or_zero
+from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, size_or_zero
 from torch_mesh.errors import MeshError
 from torch_mesh.system.background import Flag
 
@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"otherwise, which needs --api-key or --allow-anyone. Ctrl-C and SIGTERM end it within {END} seconds; running "
         "requests have five, and then get status 503."
     )
-    parser.add_argument(
-        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
-    )
+    add_model_argument(parser)
     add_kept_keys(parser)
     add_server_arguments(parser)
     add_config_arguments(parser)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from torch_mesh.cli.options import add_config_arguments, given_config, positive
+from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive
 from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents, token_sequences
 from torch_mesh.store.hub import local_folder
 
@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Every fifth sequence is left out of the fit; the recall on those is printed beside that of the "
         "routers alone."
     )
-    parser.add_argument(
-        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "--text", nargs="+", required=True, metavar="FILE", help='plain text, or .jsonl with a "text" in each line'
     )
