@@ -1,7 +1,6 @@
 """The ops ``torch.ops.torch_mesh.*``: schemas and CPU kernels are in csrc/bindings, fakes and formulas are here.
 
-``experts_split`` is defined here as a whole: it launches Triton kernels (``experts_triton``, imported only for experts
-on a GPU).
+``experts_split`` is defined here as a whole.
 
 Importing this package registers the fake kernels.
 """

@@ -1,8 +1,7 @@
 """``experts_split``: a layer whose experts are partly on the device of the hidden states, partly in the pool.
 
-Implemented in Python because it launches Triton kernels. torch's stream computes the device's own experts; a second
-stream copies the host's part down to a host node and its sum back up (csrc/gpu/host_share.h). Only the device waits for
-that sum.
+Implemented in Python because it launches Triton kernels. A second stream copies the host's part down to a host node and
+its sum back up (csrc/gpu/host_share.h).
 
 The output is the fp32 sum of these parts, rounded once: the device's own, then each batch in order, then the host's.
 Each part adds a token's choices in their order.

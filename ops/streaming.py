@@ -1,6 +1,6 @@
 """Which experts of a prompt are streamed to the device: a function of its routing and of constants.
 
-Residency and timing do not enter, so that one prompt always takes one path and gives the same bits.
+Residency and timing do not enter: one prompt gives the same bits.
 """
 
 from __future__ import annotations

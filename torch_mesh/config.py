@@ -224,8 +224,8 @@ class MeshConfig(QuantizationConfigMixin):
 
     Fields of a group are given as a mapping, ``gpu={"experts": 8}``, and read as ``config.gpu.experts``. A field that
     is not given comes from the environment (``TORCH_MESH_RESIDENT``, ``TORCH_MESH_GPU_EXPERTS`` ...), then from what a
-    checkpoint's own config says, then from its default. docs/config.md says which ones a checkpoint may set: all others
-    are of this machine and the user's to choose. Fields "for measuring" are for comparisons, tests and benchmarks.
+    checkpoint's own config says, then from its default. docs/config.md says which ones a checkpoint may set, and which
+    are for measuring.
     """
 
     quant_method: Any = dataclasses.field(default="mesh", init=False)

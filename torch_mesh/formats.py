@@ -22,18 +22,17 @@ SCALES_ERROR = 0.0016
 class WeightFormat:
     """One format of weights. ``experts``, ``grouped_linear`` and their gradients take every format.
 
-    ``version`` is that of the packed layout, which a store's manifest states. ``bits`` is the size of one weight's
-    code. ``scale_bits`` is the size of the scale that precedes each group's codes; 0 where scales are in the header of
-    a block of columns, or where there are none. ``group_sizes`` are the weights that share a scale; 0 means one scale
-    for each output, or none.
+    ``version`` is that of the packed layout. ``bits`` is the size of one weight's code, ``scale_bits`` that of the
+    scale that precedes each group's codes; 0 where scales are in the header of a block of columns, or where there are
+    none. ``group_sizes`` are the weights that share a scale; 0 means one scale for each output, or none.
 
     ``errors`` is the relative RMS error of Gaussian weights by group size. It is empty for a format that holds the
     codes of a quantised checkpoint unchanged: no weights are rounded to it.
 
     ``dense`` is whether linear layers outside the experts can have the format, ``calibrated`` whether
     ``pack_calibrated`` packs it, ``codes`` whether a record of it can be made of a checkpoint's own codes, and ``gpu``
-    whether the Triton kernels compute with it. ``trellis`` formats have codes that depend on their neighbours. ``gguf``
-    formats are GGUF's types of these names.
+    whether the Triton kernels compute with it. In ``trellis`` formats codes depend on their neighbours; ``gguf``
+    formats are types of GGUF.
 
     ``matrices`` names the formats of gate_up and down in a record that has two.
     """

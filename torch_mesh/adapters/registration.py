@@ -1,7 +1,6 @@
 """Make PEFT use our wrapper for experts in a pool, with any LoraConfig.
 
-PEFT's extension point, ``LoraConfig._register_custom_module``, is a mapping of one config that is not saved with it. It
-is filled in when a config meets such experts.
+PEFT's extension point is a mapping of one config. It is filled in when a config meets such experts.
 """
 
 from __future__ import annotations

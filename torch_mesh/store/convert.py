@@ -81,9 +81,8 @@ def convert(
     """Convert a checkpoint to a store, expert by expert.
 
     ``source`` is its folder, a GGUF file, or a model id on the hub, with ``revision`` and ``token``. A model of the hub
-    is converted while it is downloaded, one weight file after the other: each is compared with the hub's hash, and
-    removed when all of it has been used. ``keep_original`` leaves them in the hub's cache. With ``calibrate``, and for
-    GGUF files, the whole model is downloaded to the cache. docs/converting.md has more.
+    is converted while it is downloaded, and its weight files are removed (docs/converting.md), unless ``keep_original``
+    leaves them in the hub's cache.
 
     ``weights`` is 'bf16', 'bf12', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto' (the nearest to the
     source), or the format that holds its codes unchanged; ``group_size`` (32, 64 or 128) applies to all but bf16 and
@@ -91,7 +90,7 @@ def convert(
     ``from_pretrained``. After an interruption the same call continues.
 
     ``calibrate`` packs int8, int4, lut4 and trellis records to preserve the experts' outputs on a text: see
-    ``calibration.packing.on_text``. That takes layers x tokens x hidden x 2 bytes of disk while the store is written.
+    ``calibration.packing.on_text``.
 
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files,
     an occupied destination and a full disk; ``HubError`` for what the hub refuses and for files with another hash than

@@ -72,8 +72,7 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
     """A folder with the headers, config and manifest of ``source``, and whether it has the weights too.
 
     That is ``source`` if it is a folder or a GGUF file, or the hub's cache if complete. Else it is a temporary folder,
-    or a GGUF file in one, in which files of weights are sparse behind their headers, so that kilobytes are downloaded,
-    and of GGUF files the vocabulary.
+    or a GGUF file in one, in which files of weights are sparse behind their headers.
     """
     if Path(source).exists() and (Path(source).is_dir() or is_gguf(source)):
         yield Path(source), True

@@ -1,16 +1,6 @@
 """The manifest of a converted folder, and its checks. Independent of torch.
 
-A store is a complete Hugging Face checkpoint:
-
-| file | content |
-|---|---|
-| ``config.json`` | the source's, with ``quantization_config = {"quant_method": "mesh", ...}`` |
-| tokenizer, generation config, ... | copied |
-| ``model-0000i-of-0000n.safetensors``, ``model.safetensors.index.json`` | everything but the experts |
-| ``mesh-0000i-of-0000n.safetensors`` | records: one U8 tensor per expert by layer, from a multiple of 4 KiB on |
-| ``mesh_manifest.json`` | this module's ``Manifest``; written last |
-
-A store that was written from a loaded model has only records and manifest.
+docs/architecture.md lists the files of a store. One that was written from a loaded model has only records and manifest.
 """
 
 from __future__ import annotations

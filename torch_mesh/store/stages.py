@@ -1,7 +1,7 @@
 """The order in which a store is written from weight files that are fetched one at a time.
 
-A record or a file is made as soon as all that it reads has been fetched. Of a file whose tensors are all used nothing
-stays; of others only the ranges that are still to be read.
+A record or a file is made as soon as all that it reads has been fetched. Of a fetched file only the ranges stay that
+are still to be read.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def seconds_per_call(call: Callable[[], object], seconds: float = SECONDS) -> fl
 def memory_speed(threads: int | None = None) -> float:
     """Peak read bandwidth in bytes per second: a vector times itself, on ``threads`` threads, or torch's number.
 
-    An upper bound for decoding one token at a time, which has to read the weights.
+    An upper bound for decoding, which has to read the weights.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(before if threads is None else threads)

@@ -1,7 +1,7 @@
 """Checkpoints that another tool has quantized: one module per format, chosen by the checkpoint's own config.
 
-A format defines the tensors of a weight (a ``Layout``). Everything else follows from the weights' names and shapes,
-which are those of the unquantized checkpoint: docs/decisions/0040.
+A format defines the tensors of a weight (a ``Layout``). Everything else follows from the weights' names and shapes:
+docs/decisions/0040.
 """
 
 from __future__ import annotations

@@ -108,8 +108,7 @@ class Codes:
     in_turn: str | None = None  # the part that has to show that groups are in order
 
 
-# Rounding to eight bits adds 0.5 % to the error of the source's own rounding to four or eight, which is 3 to 10 %;
-# groups of 32 have the least error for their bytes: docs/decisions/0040.
+# Groups of 32 have the least error for their bytes: docs/decisions/0040.
 _INT8_ERROR = FORMATS["int8"].errors[32]
 _INT8 = Nearest("int8", 32, _INT8_ERROR, f"which rounds by about {_INT8_ERROR:.1%} of a weight's typical size")
 IN_BF16 = Nearest("bf16", 0, 0.0, "which holds every value exactly")
