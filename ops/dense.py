@@ -1,4 +1,5 @@
-"""``linear``, ``linear_backward``, ``pack_linear`` and ``unpack_linear``: layers outside the experts.
+"""``linear``, ``linear_backward``, ``pack_linear``, ``pack_linear_blocks`` and ``unpack_linear``: layers outside the
+experts.
 
 Input and bias get gradients; the weights are frozen. Activation quantization is a straight-through estimator. The
 formula is in csrc/bindings/autograd.cpp.
@@ -33,6 +34,12 @@ def _(weight: Tensor, format: str, group_size: int) -> Tensor:
     torch._check(weight.dim() == 2, lambda: f"weight must be [out_features, in_features]; got {tuple(weight.shape)}")
     out_features, in_features = weight.shape
     return weight.new_empty(_C.linear_bytes(format, group_size, in_features, out_features), dtype=torch.uint8)
+
+
+@torch.library.register_fake("torch_mesh::pack_linear_blocks")
+def _(blocks: Tensor, in_features: int, format: str) -> Tensor:
+    torch._check(blocks.dim() == 2, lambda: f"blocks must be [out_features, bytes]; got {tuple(blocks.shape)}")
+    return blocks.new_empty(_C.linear_bytes(format, 32, in_features, blocks.shape[0]), dtype=torch.uint8)
 
 
 @torch.library.register_fake("torch_mesh::unpack_linear")

@@ -135,6 +135,9 @@ TORCH_LIBRARY(torch_mesh, m) {
       unsafe);
   // weight [out_features, in_features], any strides -> uint8, and back to float.
   m.def("pack_linear(Tensor weight, str format, int group_size) -> Tensor");
+  // The same of a GGUF file's blocks: uint8 [out_features, bytes of a row], of the type that
+  // `format` holds (Q8_0 is int8_fp16, Q4_0 int4_fp16). Groups are those of the type.
+  m.def("pack_linear_blocks(Tensor blocks, int in_features, str format) -> Tensor");
   m.def(
       "unpack_linear(Tensor packed, int in_features, int out_features, str format, int group_size) "
       "-> Tensor");

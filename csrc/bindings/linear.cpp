@@ -1,4 +1,5 @@
-// linear, linear_backward, pack_linear and unpack_linear: layers outside the experts.
+// linear, linear_backward, pack_linear, pack_linear_blocks and unpack_linear: layers outside the
+// experts.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -16,6 +17,8 @@
 #include "engine/dense_linear.h"
 #include "kernels/exact_products.h"
 #include "kernels/pack.h"
+#include "kernels/pack_codes.h"
+#include "store/gguf_types.h"
 
 namespace torch_mesh {
 namespace {
@@ -146,6 +149,59 @@ at::Tensor pack_linear(const at::Tensor& weight, c10::string_view format, int64_
   return packed;
 }
 
+// A row of GGUF's blocks: of 32 weights and a scale before them, or of the format's own type.
+CodesView blocks_view(const PackedMatrix& matrix, const std::byte* data) {
+  if (is_gguf(matrix.format)) {
+    const GgufType type = gguf_type(matrix.format);
+    return {.data = data,
+            .order = CodeOrder::kBlocks,
+            .row_bytes = int64_t{matrix.depth / type.depth} * type.bytes};
+  }
+  constexpr int32_t kBlock = 32;
+  const bool bytes = matrix.format == Format::kInt8Fp16;
+  const int64_t scale = scale_bytes(matrix.scale_type());
+  const int64_t block_bytes = scale + (bytes ? kBlock : kBlock / 2);
+  const int64_t row_bytes = matrix.depth / kBlock * block_bytes;
+  return {.data = data + scale,
+          .order = bytes ? CodeOrder::kBytes : CodeOrder::kHalves,
+          .run = kBlock,
+          .run_bytes = block_bytes,
+          .row_bytes = row_bytes,
+          .scales = {data, matrix.scale_type(), 1, kBlock, row_bytes, block_bytes}};
+}
+
+at::Tensor pack_linear_blocks(const at::Tensor& blocks, int64_t in_features,
+                              c10::string_view format) {
+  check_process();
+  constexpr int64_t kGroup = 32;  // that of Q8_0 and Q4_0; the others have their own
+  TORCH_CHECK_VALUE(
+      blocks.dim() == 2 && blocks.device().is_cpu() && blocks.scalar_type() == at::kByte &&
+          blocks.is_contiguous(),
+      "blocks must be a contiguous uint8 CPU matrix [out_features, bytes of a row]; got ",
+      blocks.scalar_type(), " of shape ", blocks.sizes(), " on ", blocks.device());
+  const PackedMatrix matrix = matrix_of(format, kGroup, in_features, blocks.size(0));
+  const bool held = is_gguf(matrix.format) || matrix.format == Format::kInt8Fp16 ||
+                    matrix.format == Format::kInt4Fp16 || matrix.format == Format::kMxfp4;
+  TORCH_CHECK_VALUE(held, format_name(matrix.format), " holds no blocks of a GGUF file");
+  TORCH_CHECK_VALUE(in_features % kGroup == 0, "in_features is ", in_features,
+                    ", no multiple of the blocks' ", kGroup, " weights");
+  const CodesView view = blocks_view(matrix, bytes_of(blocks));
+  TORCH_CHECK_VALUE(blocks.size(1) == view.row_bytes, "a row of ", in_features, " weights in ",
+                    format_name(matrix.format), " has ", view.row_bytes, " bytes; got ",
+                    blocks.size(1));
+  check_codes(matrix, view);
+  at::Tensor packed = at::empty({matrix.bytes()}, at::TensorOptions().dtype(at::kByte));
+  auto* to = reinterpret_cast<std::byte*>(packed.mutable_data_ptr());
+  parallel_for(torch_runtime(), matrix.blocks, at::get_num_threads(),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t block = begin; block < end; ++block) {
+                   pack_codes(matrix, view, static_cast<int32_t>(block) * kBlockColumns,
+                              to + block * matrix.block_bytes);
+                 }
+               });
+  return packed;
+}
+
 }  // namespace
 }  // namespace torch_mesh
 
@@ -154,5 +210,6 @@ TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
   m.impl("plain_linear", torch_mesh::op<torch_mesh::plain_linear>);
   m.impl("linear_backward", torch_mesh::op<torch_mesh::linear_backward>);
   m.impl("pack_linear", torch_mesh::op<torch_mesh::pack_linear>);
+  m.impl("pack_linear_blocks", torch_mesh::op<torch_mesh::pack_linear_blocks>);
   m.impl("unpack_linear", torch_mesh::op<torch_mesh::unpack_linear>);
 }

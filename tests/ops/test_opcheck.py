@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 51
+SAMPLES = 52
 MUTATING = {
     "experts_deferred",
     "experts_fallback",
@@ -39,7 +39,7 @@ FUNCTIONAL = {
 }
 ON_A_DEVICE = {"experts_split"}  # functional too; tests/gpu has its samples
 OF_TABLES = {"gather_rows", "prefetch_rows"}  # test_gather_rows.py has their samples
-WITHOUT_POOL = {"pack", "pack_calibrated", "unpack", "pack_linear", "unpack_linear"}
+WITHOUT_POOL = {"pack", "pack_calibrated", "unpack", "pack_linear", "pack_linear_blocks", "unpack_linear"}
 
 
 def _samples(pool: TinyPool, low: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
@@ -118,6 +118,7 @@ def _linear_samples(x: torch.Tensor) -> list[tuple[str, tuple[Any, ...]]]:
         ("plain_linear", (x.bfloat16().unsqueeze(0), weight.bfloat16(), bias.bfloat16())),
         ("plain_linear", (x[:0].bfloat16(), weight.bfloat16(), None)),
         ("pack_linear", (weight.bfloat16(), "int4", 64)),
+        ("pack_linear_blocks", (torch.zeros(40, 24 * 3, dtype=torch.uint8), 96, "q5_1")),
         ("unpack_linear", (packed, *about)),
     ]
 

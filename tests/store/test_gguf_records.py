@@ -16,7 +16,7 @@ from torch_mesh import _C
 from torch_mesh.cli import main
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import StoreError
-from torch_mesh.formats import format_of_layer, is_format, layer_formats, name_of_layers
+from torch_mesh.formats import FORMATS, format_of_layer, is_format, layer_formats, name_of_layers
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert, stored_expert, weights_of_checkpoint
@@ -71,6 +71,48 @@ def test_scales_that_are_no_numbers_are_refused(kind: str, rng: np.random.Genera
             place[0] = np.array([bits], np.uint16).view(np.uint8)
             with pytest.raises(ValueError, match="cannot hold a scale that is not a finite number"):
                 pack(gate, up, down, kind.lower(), (256, 256))
+
+
+# Of a layer outside the experts also those whose records have other names.
+OF_LINEAR = {**{kind: kind.lower() for kind in TYPES}, "Q8_0": "int8_fp16", "Q4_0": "int4_fp16", "MXFP4": "mxfp4"}
+ops = torch.ops.torch_mesh
+
+
+@pytest.mark.parametrize("kind", OF_LINEAR)
+def test_a_linear_layer_of_blocks_is_what_the_package_says(kind: str, rng: np.random.Generator) -> None:
+    format, (features, out_features) = OF_LINEAR[kind], (512, 130)
+    blocks = random_blocks(rng, kind, (out_features, features))
+    if kind == "MXFP4":
+        blocks.reshape(-1, 17)[:, 0] = rng.integers(100, 140, blocks.size // 17)
+    packed = ops.pack_linear_blocks(torch.from_numpy(blocks), features, format)
+    about = (features, out_features, format, FORMATS[format].group_sizes[0])
+    weight = gguf.dequantize(blocks, Type[kind])
+    assert np.array_equal(ops.unpack_linear(packed, *about).numpy(), weight)
+    # Of ordinary scales, as whose products all formats round their inputs to eight bits.
+    data, values = gguf_files.encode(rng.standard_normal((out_features, features)).astype(np.float32), kind)
+    packed, weight = ops.pack_linear_blocks(torch.from_numpy(data), features, format), torch.from_numpy(values).double()
+    for rows in (1, 40):
+        x = torch.randn(rows, features, requires_grad=True)
+        out = ops.linear(x, packed, None, *about)
+        exact = x.double() @ weight.T
+        assert (out - exact).norm() <= 0.013 * exact.norm()
+        (grad,) = torch.autograd.grad(out, x, out.detach())
+        assert torch.allclose(grad.double(), out.detach().double() @ weight, rtol=1e-4, atol=1e-5 * grad.abs().max())
+
+
+def test_blocks_of_a_linear_layer_have_to_fit() -> None:
+    rows = torch.zeros(70, 144, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a row of 512 weights in q4_k has 288 bytes; got 144"):
+        ops.pack_linear_blocks(rows, 512, "q4_k")
+    with pytest.raises(ValueError, match="int8 holds no blocks of a GGUF file"):
+        ops.pack_linear_blocks(rows, 256, "int8")
+    with pytest.raises(ValueError, match="in_features is 80, no multiple"):
+        ops.pack_linear_blocks(rows[:, :85].contiguous(), 80, "int8_fp16")
+    with pytest.raises(ValueError, match="contiguous uint8 CPU matrix"):
+        ops.pack_linear_blocks(rows.float(), 256, "q4_k")
+    rows[:, 1] = 0x7C
+    with pytest.raises(ValueError, match="scale that is not a finite number"):
+        ops.pack_linear_blocks(rows, 256, "q4_k")
 
 
 def test_what_no_block_fits_is_refused(rng: np.random.Generator) -> None:
