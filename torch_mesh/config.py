@@ -261,12 +261,13 @@ class MeshConfig(QuantizationConfigMixin):
     )
     dense: str = _field(
         "auto",
-        one_of("auto", "none", *DENSE_FORMATS),
+        one_of("auto", "none", "codes", *DENSE_FORMATS),
         "How the CPU computes the linear layers outside the experts (attention, shared experts, the head). "
         '`"auto"`: bf16 weights stay as they are, and torch_mesh\'s kernel multiplies with them, in inference '
         "only: up to 4 rows, or any number on CPUs without native bf16. Sums are in another order than "
         "torch's. `\"none\"`: always torch's own products. A format: the layers are packed to it when the model "
-        "is patched or loaded, and frozen.",
+        'is patched or loaded, and frozen. `"codes"`: the layers keep the codes of a [GGUF file](checkpoints.md#gguf), '
+        'frozen; those in types without a kernel are as with `"auto"`.',
     )
     attention: str = _field(
         "auto",

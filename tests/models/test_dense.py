@@ -324,7 +324,8 @@ def test_a_layer_that_is_not_in_memory_is_refused_before_anything_changes() -> N
         torch_mesh.patch(model, dense="int8")
     assert "Mesh" not in repr(model)
     with pytest.raises(
-        ValueError, match="dense='int3' is unknown; it is one of 'auto', 'none', 'bf16', 'bf12', 'int8', 'int4', 'lut4'"
+        ValueError,
+        match="dense='int3' is unknown; it is one of 'auto', 'none', 'codes', 'bf16', 'bf12', 'int8', 'int4', 'lut4'",
     ):
         MeshConfig(dense="int3")
 

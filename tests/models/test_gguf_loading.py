@@ -6,7 +6,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gguf
 import gguf_files
+import numpy as np
 import pytest
 import torch
 from pairs import every_other_quick
@@ -14,9 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, StoreError, UnsupportedModelError
+from torch_mesh.modules.dense import MeshLinear, PlainLinear
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.patching import quantizer
+from torch_mesh.planning.formats import dense_choices
+from torch_mesh.planning.sizes import find_sizes
+from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert
+from torch_mesh.store.gguf_model import blocks_of_rest
 
 IDS = torch.tensor([[5, 9, 17, 33, 2, 64, 5, 71, 90]])
 
@@ -31,8 +38,10 @@ def _logits(model: PreTrainedModel) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits.float()
 
 
-def _open(path: Path, weights: str = "bf16", store: str | None = None, **given: Any) -> PreTrainedModel:
-    config = MeshConfig(resident=0.5, weights=weights, store=store)
+def _open(
+    path: Path, weights: str = "bf16", store: str | None = None, dense: str = "auto", **given: Any
+) -> PreTrainedModel:
+    config = MeshConfig(resident=0.5, weights=weights, store=store, dense=dense)
     if path.is_dir():
         return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **given)
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, quantization_config=config, **given)
@@ -123,6 +132,100 @@ def test_experts_are_read_from_the_file_itself(kind: str, tmp_path: Path, cache:
     assert torch.equal(_logits(model), _logits(stored))
     assert _difference(_logits(model), _logits(made.model)) <= 0.06
     assert model.generate(IDS, max_new_tokens=4, do_sample=False).shape[1] > IDS.shape[1]
+
+
+# Queries and the head have a kernel for their type. Keys, values and outputs have none.
+DENSE = {"_exps": "Q8_0", "attn_output": "F16", "output": "Q6_K", "attn_(k|v)": "TQ2_0", "attn": "Q4_K"}
+DENSE_SIZES = {"hidden_size": 256, "num_attention_heads": 8}
+
+
+def _linears(model: PreTrainedModel) -> dict[str, str]:
+    return {path: module._mesh_format for path, module in model.named_modules() if isinstance(module, MeshLinear)}
+
+
+def test_the_rest_keeps_the_codes_of_the_file(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", DENSE, **DENSE_SIZES)
+    model = _open(made.path, "auto", dense="codes")
+    queries = {f"model.layers.{layer}.self_attn.q_proj": "q4_k" for layer in range(2)}
+    assert _linears(model) == queries | {"lm_head": "q6_k"}
+    assert "weights=q6_k" in repr(model) and isinstance(model.model.layers[0].self_attn.o_proj, PlainLinear)
+    for path, name in (("lm_head", "output"), ("model.layers.1.self_attn.q_proj", "blk.1.attn_q")):
+        weight = torch.ops.torch_mesh.unpack_linear(
+            model.get_submodule(path)._mesh_packed, 256, *_about(model.get_submodule(path))
+        )
+        assert torch.equal(weight, torch.from_numpy(made.tensors[f"{name}.weight"].copy()))
+    expected = made.model.state_dict()
+    assert all(torch.equal(model.state_dict()[name], expected[name].bfloat16()) for name in ("lm_head.weight",))
+    assert _difference(_logits(model), _logits(made.model)) <= 0.06
+    held = sum(module._mesh_packed.nbytes for module in model.modules() if isinstance(module, MeshLinear))
+    plain = [each for name, each in model.named_parameters() if type(each) is torch.nn.Parameter]
+    sizes = find_sizes(made.path, MeshConfig(dense="codes"))
+    assert sizes.dense_bytes == held + sum(each.nbytes for each in plain) and sizes.dense_format == "q4_k"
+    assert [choice.dense for choice in dense_choices(made.path, MeshConfig(), None, None)] == ["codes", "int8", "int4"]
+    # The same values may be put into it; others have no codes.
+    model.load_state_dict({"lm_head.weight": expected["lm_head.weight"].bfloat16()}, strict=False)
+    with pytest.raises(RuntimeError, match="Other values than those of q6_k"):
+        model.load_state_dict({"lm_head.weight": expected["lm_head.weight"].bfloat16() + 1}, strict=False)
+    model.save_pretrained(tmp_path / "saved")
+    saved = _open(tmp_path / "saved", "auto")
+    assert not _linears(saved) and torch.equal(saved.lm_head.weight, expected["lm_head.weight"].bfloat16())
+    torch_mesh.unpatch(model, lossy=True)
+    assert torch.equal(model.lm_head.weight, expected["lm_head.weight"].bfloat16())
+
+
+def _about(linear: MeshLinear) -> tuple[int, str, int]:
+    return linear._mesh_shape[0], linear._mesh_format, linear._mesh_group_size
+
+
+@pytest.mark.parametrize("architecture", gguf_files.EACH_ARCHITECTURE)
+def test_rows_that_the_converter_moved_keep_their_codes(architecture: str, tmp_path: Path) -> None:
+    types = {"_exps.weight": "Q8_0", "ssm_(alpha|beta|conv1d)": "F16", "weight": "Q5_0"}
+    made = gguf_files.write(tmp_path / "model.gguf", architecture, types)
+    if architecture == "llama":  # which transformers takes for a dense one
+        experts = find_checkpoint_experts(made.path, meta := meta_model(read_config(made.path)))
+        found = blocks_of_rest(made.path, experts.weights, experts.names, meta)
+        packed = {name: (each.read(), each.format) for name, each in found.items()}
+        values = {
+            name: gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType.Q5_0) for name, (rows, _) in packed.items()
+        }
+    else:
+        model = _open(made.path, "auto", dense="codes", dtype=torch.float32)
+        values = {f"{path}.weight": model.get_submodule(path).unpacked_weight().numpy() for path in _linears(model)}
+        columns_moved = {"qwen35moe": "out_proj", "deepseek2": "kv_b_proj"}.get(architecture, "none")
+        others = [path for path, module in model.named_modules() if type(module) in (torch.nn.Linear, PlainLinear)]
+        gates = ("gate", "router.proj", "gate.wg", "in_proj_a", "in_proj_b", "in_proj_ba", columns_moved)
+        assert all(path.endswith(gates) for path in others), others
+    expected = made.model.state_dict()
+    assert any("q_proj" in name or "q_b_proj" in name for name in values)
+    for name, value in values.items():
+        assert np.array_equal(value, expected[name].numpy()), name
+
+
+def test_codes_of_the_rest_are_those_of_a_gguf_file(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "TQ2_0", "output": "Q8_0"}, **K_SIZES)
+    model = _open(made.path, "auto", dense="codes")  # also where experts are converted
+    assert _linears(model)["lm_head"] == "int8_fp16"
+    store = convert(made.path, tmp_path / "store", "auto").store
+    for open_it in (
+        lambda: _open(store.folder, "auto", dense="codes"),
+        lambda: find_sizes(store.folder, MeshConfig(dense="codes")),
+        lambda: torch_mesh.patch(made.model, dense="codes", weights="bf16"),
+    ):
+        with pytest.raises(UnsupportedModelError, match="not opened from one: give from_pretrained gguf_file="):
+            open_it()
+    gguf_files.write(tmp_path / "floats.gguf", "qwen3moe", {"_exps": "Q8_0"})
+    with pytest.raises(UnsupportedModelError, match="this one has none in a type"):
+        _open(tmp_path / "floats.gguf", "auto", dense="codes")
+    choices = dense_choices(tmp_path / "floats.gguf", MeshConfig(), None, None)
+    assert [choice.dense for choice in choices] == ["int8", "int4"]
+
+
+def test_a_tied_head_keeps_the_codes_of_the_embedding(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "Q8_0", "token_embd": "Q8_0"}, tied=True)
+    model = _open(made.path, "auto", dense="codes")
+    assert _linears(model) == {"lm_head": "int8_fp16"} and isinstance(model.model.embed_tokens, torch.nn.Embedding)
+    assert torch.equal(model.lm_head.unpacked_weight(), model.model.embed_tokens.weight)
+    assert _difference(_logits(model), _logits(made.model)) <= 0.06
 
 
 def test_layers_of_several_types_are_one_model(tmp_path: Path, cache: Path) -> None:

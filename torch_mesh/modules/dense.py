@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from ..store.convert import checked_group_size
 from .experts import PackedModule, change_class, restore_class
 from .packed_weight import PackedLinearWeight, as_parameter
 
+if TYPE_CHECKING:
+    from ..store.gguf_model import RowBlocks
+
 # Gates and other tiny projections stay exact: they cost nothing and decide routing.
 _SMALLEST = 32
 _LARGEST = 1 << 20  # rows or columns that a kernel supports
@@ -29,6 +33,8 @@ _LARGEST = 1 << 20  # rows or columns that a kernel supports
 _FEW_ROWS = 4
 _WIDENED = 1 << 23  # weights that are in fp32 at a time
 _SMALL_BYTES = 4 << 20
+# ``dense``: layers keep the codes that a GGUF file has of them, where there is a format for them.
+CODES = "codes"
 _MAPPINGS = Path("/proc/self/maps")
 
 # Linear layers whose weight is multiplied by the class around them: packed, every forward would unpack them.
@@ -168,8 +174,8 @@ def packs(dense: str) -> bool:
 
 
 def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense: str, speculation: str) -> None:
-    """``dense="auto"``: keep the weights, and multiply with torch_mesh where that is faster."""
-    if dense == "auto":
+    """``dense="auto"``, and what "codes" leaves: keep weights, and multiply with torch_mesh where that is faster."""
+    if dense in ("auto", CODES):
         most = None
         if not torch_emulates_bf16():  # verification has to give the bits of plain decoding
             most = _FEW_ROWS if speculation == "off" else _C.MAX_DECODE_ROWS
@@ -177,7 +183,7 @@ def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense:
         for linear in taken:
             change_class(linear, PlainLinear)
             vars(linear)["_mesh_max_rows"] = most
-        for linear in taken[-1:]:  # the head, if there is one
+        for linear in taken[-1:] if dense == "auto" else ():  # the head, if there is one
             vars(linear)["_mesh_shows_formats"] = True
 
 
@@ -223,29 +229,114 @@ def _linears(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.L
     ]
 
 
-def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense: str, group_size: int) -> None:
-    """Pack what ``find_dense`` finds, one by one; each layer's weight is freed at once."""
-    if not packs(dense):
+@dataclass(frozen=True)
+class _Packing:
+    """A layer that ``pack_dense`` packs, and to what. ``blocks``: from these, instead of rounding the weight."""
+
+    path: str
+    linear: nn.Linear
+    format: str
+    group_size: int
+    blocks: RowBlocks | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's."""
+        return own_part(self.linear.weight)
+
+    @property
+    def nbytes(self) -> int:
+        return _C.linear_bytes(self.format, self.group_size, *tuple(self.weight.shape)[::-1])
+
+    def packed(self) -> torch.Tensor:
+        """uint8. Raises StoreError, and ValueError for weights that the format cannot hold."""
+        if self.blocks is not None:
+            return torch.ops.torch_mesh.pack_linear_blocks(self.blocks.read(), self.weight.size(1), self.format)
+        return torch.ops.torch_mesh.pack_linear(self.weight.detach(), self.format, self.group_size)
+
+    @property
+    def exact(self) -> bool:
+        return self.blocks is not None or (
+            FORMATS[self.format].holds_bf16 and self.linear.weight.dtype == torch.bfloat16
+        )
+
+
+Blocks = Mapping[str, "RowBlocks"]  # by the names of parameters
+
+
+def check_dense(dense: str, blocks: Blocks | None) -> None:
+    """Raises UnsupportedModelError for ``dense="codes"`` without any. ``blocks``: None where there is no GGUF file."""
+    if dense != CODES or blocks:
         return
-    group_size = checked_group_size(dense, group_size)
-    found = find_dense(model, layers)
-    dtypes = {linear.weight.dtype for _, linear in found} - {torch.bfloat16}
-    if FORMATS[dense].holds_bf16 and dtypes:
-        warnings.warn(f"Linear layers in {', '.join(map(str, dtypes))} are rounded to bf16.", stacklevel=2)
+    why = (
+        "this model is not opened from one: give from_pretrained gguf_file="
+        if blocks is None
+        else "this one has none in a type that linear layers can have"
+    )
+    raise UnsupportedModelError(
+        f'dense="{CODES}" keeps the codes that a GGUF file has of the layers outside the experts, and {why}, or set '
+        'dense to "auto" or a format.'
+    )
+
+
+def _packings(
+    model: Any,
+    layers: Sequence[ExpertsLayer],
+    *,
+    dense: str,
+    group_size: int,
+    blocks: Blocks | None,
+    loaded: bool = True,
+) -> list[_Packing]:
+    if not packs(dense):
+        return []
+    found = find_dense(model, layers, loaded)
+    if dense != CODES:
+        group_size = checked_group_size(dense, group_size)
+        return [_Packing(path, linear, dense, group_size) for path, linear in found]
+    check_dense(dense, blocks)
+    assert blocks is not None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # a tied head has the embedding's
+    packings = []
     for path, linear in found:
-        module: Any = linear
-        weight = own_part(module.weight)
+        own = blocks.get(names[id(linear.weight)])
+        # A rank has a part of the rows, or of each row.
+        if own is not None and own_part(linear.weight) is linear.weight and max(linear.weight.shape) <= _LARGEST:
+            packings.append(_Packing(path, linear, own.format, own.group_size, own))
+    return packings
+
+
+def pack_dense(
+    model: nn.Module,
+    layers: Sequence[ExpertsLayer],
+    *,
+    dense: str,
+    group_size: int,
+    blocks: Blocks | None = None,
+) -> None:
+    """Pack what ``find_dense`` finds, one by one; each layer's weight is freed at once.
+
+    ``blocks``: for ``dense="codes"``. Layers without any stay as they are.
+    """
+    packings = _packings(model, layers, dense=dense, group_size=group_size, blocks=blocks)
+    dtypes = {each.linear.weight.dtype for each in packings} - {torch.bfloat16}
+    if dense != CODES and packings and FORMATS[dense].holds_bf16 and dtypes:
+        warnings.warn(f"Linear layers in {', '.join(map(str, dtypes))} are rounded to bf16.", stacklevel=2)
+    for each in packings:
+        module: Any = each.linear
+        weight, name = each.weight, f"{each.path}.weight"
         if weight is not module.weight:
             keep_local(module)
-        with naming(f"{path}.weight"):
-            module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), dense, group_size)
-        module._mesh_shape, module._mesh_format, module._mesh_group_size = tuple(weight.shape), dense, group_size
-        exact = FORMATS[dense].holds_bf16 and weight.dtype == torch.bfloat16
+        with naming(name):
+            module._mesh_packed = each.packed()
+        module._mesh_shape = tuple(weight.shape)
+        module._mesh_format, module._mesh_group_size = each.format, each.group_size
         module._mesh_parameters = {"weight": weight.requires_grad}
-        packed: Any = module._mesh_packed, weight.shape, weight.dtype, f"{path}.weight", dense, group_size, exact
+        packed: Any = module._mesh_packed, weight.shape, weight.dtype, name, each.format, each.group_size, each.exact
         module._parameters["weight"] = as_parameter(PackedLinearWeight(*packed))
         change_class(module, MeshLinear)
-    _take_out_of_files(model)
+    if packings:
+        _take_out_of_files(model)
 
 
 def _take_out_of_files(model: nn.Module) -> None:
@@ -282,26 +373,42 @@ def own_part(weight: torch.Tensor) -> torch.Tensor:
 
 
 def dense_saving(
-    model: Any, layers: Sequence[ExpertsLayer], *, dense: str, group_size: int, loaded: bool = True
+    model: Any,
+    layers: Sequence[ExpertsLayer],
+    *,
+    dense: str,
+    group_size: int,
+    blocks: Blocks | None = None,
+    loaded: bool = True,
 ) -> int:
     """Bytes that ``pack_dense`` saves; negative if it adds some."""
-    freed, packed = dense_bytes(model, layers, dense=dense, group_size=group_size, loaded=loaded)
+    freed, packed = dense_bytes(model, layers, dense=dense, group_size=group_size, blocks=blocks, loaded=loaded)
     return freed - packed
 
 
 def dense_bytes(
-    model: Any, layers: Sequence[ExpertsLayer], *, dense: str, group_size: int, loaded: bool = True
+    model: Any,
+    layers: Sequence[ExpertsLayer],
+    *,
+    dense: str,
+    group_size: int,
+    blocks: Blocks | None = None,
+    loaded: bool = True,
 ) -> tuple[int, int]:
     """Bytes that ``pack_dense`` frees, and that it takes. A model that is not ``loaded`` is on the meta device."""
-    if not packs(dense):
-        return 0, 0
-    group_size = checked_group_size(dense, group_size)
-    embedding = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else None
-    linears = [linear for _, linear in find_dense(model, layers, loaded)]
+    packings = _packings(model, layers, dense=dense, group_size=group_size, blocks=blocks, loaded=loaded)
+    embedding = model.get_input_embeddings().weight if packings and hasattr(model, "get_input_embeddings") else None
     # A head that is tied to the embedding frees nothing.
-    freed = sum(own_part(linear.weight).nbytes for linear in linears if linear.weight is not embedding)
-    sizes = (tuple(own_part(linear.weight).shape)[::-1] for linear in linears)
-    return freed, sum(_C.linear_bytes(dense, group_size, *size) for size in sizes)
+    freed = sum(each.weight.nbytes for each in packings if each.linear.weight is not embedding)
+    return freed, sum(each.nbytes for each in packings)
+
+
+def dense_formats(
+    model: Any, layers: Sequence[ExpertsLayer], *, dense: str, group_size: int, blocks: Blocks | None
+) -> dict[str, str]:
+    """What ``pack_dense`` packs the layers of a model on the meta device to, by path."""
+    packings = _packings(model, layers, dense=dense, group_size=group_size, blocks=blocks, loaded=False)
+    return {each.path: each.format for each in packings}
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:

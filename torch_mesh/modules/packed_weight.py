@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
+from ..formats import is_passthrough
 from ..hf.torch_compat import (
     DDP_IGNORED,
     arguments_of,
@@ -163,6 +164,10 @@ class PackedLinearWeight(PackedWeight):
         if source.shape != self.shape:
             raise self._refuse(f"A tensor of shape {list(source.shape)} cannot be copied into")
         weight = source.detach().to("cpu", self.dtype)
+        if is_passthrough(self.format):  # to which nothing is rounded
+            if not torch.equal(self.unpacked(), weight):
+                raise self._refuse(f"Other values than those of {self.format} cannot be copied into")
+            return
         narrow = weight.float() if weight.dtype == torch.float64 else weight  # packed values have at most 24 bits
         try:
             packed = torch.ops.torch_mesh.pack_linear(narrow, self.format, self.group_size)

@@ -16,6 +16,7 @@ from ..formats import FORMATS
 from ..hf.expert_parallel import Share
 from ..models.families import ExpertsLayer
 from ..models.tables import TableLayer
+from ..modules.dense import Blocks
 from ..pool.row_tables import RowTables, tables_memory
 from ..pool.secondary_pool import Records, other_config, packed_format
 from ..store.convert import checked_group_size, convert_model
@@ -66,6 +67,7 @@ class ExpertSource:
     freed: int = 0  # bytes that the model frees when the pool is open
     staging: int = 0  # bytes of reading buffers beside the pool
     tables: TableSource | None = None  # embeddings whose rows stay in files
+    blocks: Blocks | None = None  # of a GGUF file's matrices outside the experts, if they are kept
 
     def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
         """The records in ``weights``. Open them in the context: an open file outlives a temporary store."""

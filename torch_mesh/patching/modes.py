@@ -21,7 +21,7 @@ from ..hf.saving import PatchedModelQuantizer, attach_quantizer, detach_quantize
 from ..lossy.decoding import check_lossy, install_lossy, uninstall_lossy
 from ..lossy.fallback import check_fallback
 from ..models.families import ExpertsLayer
-from ..modules.dense import install_products, pack_dense, restore_dense
+from ..modules.dense import check_dense, install_products, pack_dense, restore_dense
 from ..modules.early_rows import install_early_rows, uninstall_early_rows
 from ..modules.tables import install_table, restore_tables
 from ..pool.expert_pool import ExpertPool
@@ -95,7 +95,10 @@ MODES = (
     ),
     Mode(
         "dense",
-        install=lambda p: pack_dense(p.model, p.layers, dense=p.config.dense, group_size=p.config.group_size),
+        check=lambda p: check_dense(p.config.dense, p.source.blocks),
+        install=lambda p: pack_dense(
+            p.model, p.layers, dense=p.config.dense, group_size=p.config.group_size, blocks=p.source.blocks
+        ),
         uninstall=lambda model, device: restore_dense(model, device),
         before_pool=True,
     ),

@@ -135,7 +135,9 @@ def _choose_slots(
     model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, source: ExpertSource, placement: Placement
 ) -> tuple[int, int]:
     packed: Any = {"weights": source.weights, "group_size": source.group_size}
-    dense_freed, dense_taken = dense_bytes(model, layers, dense=config.dense, group_size=config.group_size)
+    dense_freed, dense_taken = dense_bytes(
+        model, layers, dense=config.dense, group_size=config.group_size, blocks=source.blocks
+    )
     tables = 0 if source.tables is None else source.tables.memory(config.table_cache_bytes)
     gpu_pool = gpu_pool_bytes(layers, placement, source.weights, config.group_size)
     kept = source.undo.keeps_originals  # until patching is done

@@ -28,6 +28,7 @@ from ..hf.saving import PatchedModelQuantizer
 from ..hf.streaming_save import keep_conversions
 from ..models.families import ExpertsLayer, Geometry, common_geometry, find_experts
 from ..models.tables import TableLayer, embeddings
+from ..modules.dense import CODES
 from ..modules.experts import DetachedParameters, PackedModule, patched_modules
 from ..pool.secondary_pool import Records, other_config, packed_format
 from ..store.checkpoint import (
@@ -51,7 +52,7 @@ from ..store.dense_weights import WITHOUT_TORCH_MESH
 from ..store.disk_cache import cache_folder, note_use
 from ..store.gguf import gguf_files, is_gguf
 from ..store.gguf_families import FAMILIES
-from ..store.gguf_model import READ_BY_TABLES, complete_config, config_table
+from ..store.gguf_model import READ_BY_TABLES, blocks_of_rest, complete_config, config_table
 from ..store.header import store_error, weight_files
 from ..store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from ..store.progress import progress_bar
@@ -304,6 +305,8 @@ class _OfQuantised(_OfCheckpoint):
         super().__init__(experts, model, layers, config, weights, group_size)
         if is_gguf(folder):  # its folder may have several
             self._name = source_name(folder)
+            if config.dense == CODES:
+                self.blocks = blocks_of_rest(folder, experts.weights, experts.names, model)
 
     def prepare(self) -> None:
         super().prepare()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
-from ..formats import BF16_ERROR, FORMATS, ROUNDED_FORMATS
+from ..formats import BF16_ERROR, DENSE_FORMATS, FORMATS, ROUNDED_FORMATS
+from ..modules.dense import CODES
 from ..store.convert import checked_group_size
+from ..store.gguf import is_gguf
 from ..store.manifest import Shape, is_store
 from .fitting import fitting_slots
 from .hit_rates import HitRate, known_or_expected
@@ -55,21 +57,25 @@ def dense_choices(
     folder: Path, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None
 ) -> Iterator[DenseChoice]:
     """``dense`` in fewer bits, read at the same speed, with the same experts resident."""
-    if config.dense not in ("auto", "none") and not FORMATS[config.dense].holds_bf16:
+    if config.dense == CODES or (config.dense in DENSE_FORMATS and not FORMATS[config.dense].holds_bf16):
         return
-    for dense in ("int8", "int4"):
+    for dense in (*((CODES,) if is_gguf(folder) else ()), "int8", "int4"):
         try:
             sizes = find_sizes(folder, config.replace(dense=dense))
-        except UnsupportedModelError:  # no linear layer of the rest is large enough to be packed
-            return
+        except UnsupportedModelError:  # no linear layer of the rest is large enough, or in such codes
+            continue
         if sizes.dense_bytes is None:
             return
         seconds = None
         if rate is not None and speeds is not None:
             seconds = token_seconds(sizes, speeds, rate.expected, config.prefetch != "off")
         yield DenseChoice(
-            dense, FORMATS[dense].errors[config.group_size], sizes.dense_bytes, None if seconds is None else 1 / seconds
+            dense, _error_of(dense, config.group_size), sizes.dense_bytes, None if seconds is None else 1 / seconds
         )
+
+
+def _error_of(dense: str, group_size: int) -> float:
+    return 0.0 if dense == CODES else FORMATS[dense].errors[group_size]
 
 
 def format_choices(

@@ -190,7 +190,8 @@ def _experts_speed(sizes: Sizes) -> float:
 
 def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
     """Bytes per second of one row times large matrices, as ``dense=`` computes it."""
-    hidden = sizes.shape.hidden
+    form = sizes.dense_format or form
+    hidden = -(-sizes.shape.hidden // 256) * 256  # in whole blocks of every format
     rows = max(64, min(_MAX_ROWS, LARGE_BYTES // (2 * hidden) // 64 * 64))
     count = max(1, LARGE_BYTES // (2 * hidden * rows))
     x = torch.randn(1, hidden, dtype=torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ..config import MeshConfig
 from ..formats import FORMATS, layer_formats, short_name
 from ..models.families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
 from ..models.tables import TableLayer
-from ..modules.dense import dense_saving, kept_in_fp32, packs
+from ..modules.dense import CODES, Blocks, check_dense, dense_formats, dense_saving, kept_in_fp32
 from ..pool.row_tables import tables_memory
 from ..store.checkpoint import (
     TORCH_DTYPES,
@@ -27,6 +28,7 @@ from ..store.checkpoint import (
 )
 from ..store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
 from ..store.gguf import is_gguf
+from ..store.gguf_model import blocks_of_rest
 from ..store.manifest import Shape, is_store, open_store
 from ..store.tables import StoredTable, tables_in_files
 
@@ -41,6 +43,7 @@ class Sizes:
     dense_bytes: int | None  # all other weights in memory, packed by ``dense=``; None: unknown without a config.json
     dense_bytes_loading: int | None  # the same before packing
     dense_bytes_per_token: int | None  # of those that a token reads: without the embedding and ``left_alone``
+    dense_format: str  # that ``dense=`` packs most weights to; empty: none
     left_alone_bytes: int | None  # experts of other shapes, which stay outside the pool
     left_alone: str  # their description
     tables: str  # embedding tables that stay in files
@@ -87,7 +90,8 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
             f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at "
             "'auto', or give the original checkpoint."
         )
-    dense: tuple[int | None, int | None, int | None] = (None, None, None)
+    dense: _Rest | None = None
+    check_dense(config.dense, None)
     tables: list[tuple[TableLayer, StoredTable]] = []
     others: list[ExpertsLayer] | None = None
     shape = manifest.shape
@@ -119,6 +123,10 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     model = meta_model(read_config(folder))
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)
+    blocks = None
+    if config.dense == CODES and is_gguf(folder):
+        blocks = blocks_of_rest(folder, experts.weights, experts.names, model)
+    check_dense(config.dense, blocks)
     weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
     unconverted = config.store is None
     raw = unconverted and experts.reads_as(weights, group_size)
@@ -130,7 +138,7 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
         shape_of(layers),
         weights,
         group_size,
-        _dense_bytes(model, layers, tables, config, _dense_dtype(model, experts)),
+        _dense_bytes(model, layers, tables, config, _dense_dtype(model, experts), blocks),
         layers_left_alone(model),
         tables,
         config,
@@ -172,7 +180,7 @@ def _sizes(
     shape: Shape,
     weights: str,
     group_size: int,
-    dense: tuple[int | None, int | None, int | None],
+    dense: _Rest | None,
     others: list[ExpertsLayer] | None,
     tables: list[tuple[TableLayer, StoredTable]],
     config: MeshConfig,
@@ -191,9 +199,10 @@ def _sizes(
         group_size=group_size or None,
         expert_bytes=record,
         all_experts_bytes=record * shape.layers * shape.experts,
-        dense_bytes=dense[0],
-        dense_bytes_loading=dense[1],
-        dense_bytes_per_token=dense[2],
+        dense_bytes=None if dense is None else dense.packed,
+        dense_bytes_loading=None if dense is None else dense.loading,
+        dense_bytes_per_token=None if dense is None else dense.per_token,
+        dense_format="" if dense is None else dense.format,
         left_alone_bytes=None if others is None else sum(layer.nbytes for layer in others),
         left_alone=describe_left_alone(others or ()),
         tables=", ".join(layer.path for layer, _ in tables),
@@ -209,14 +218,25 @@ def _sizes(
     )
 
 
+@dataclass(frozen=True)
+class _Rest:
+    """Bytes of all but the pooled experts: packed, as loaded, and read by a token; and the format of most of it."""
+
+    packed: int
+    loading: int
+    per_token: int
+    format: str
+
+
 def _dense_bytes(
     model: Any,
     layers: list[ExpertsLayer],
     tables: list[tuple[TableLayer, StoredTable]],
     config: MeshConfig,
     dtype: torch.dtype,
-) -> tuple[int, int, int]:
-    """Bytes of all but the pooled experts of a model on the meta device: packed, as loaded, and read by a token."""
+    blocks: Blocks | None = None,
+) -> _Rest:
+    """Of a model on the meta device."""
     model.to(dtype)
     for name, parameter in model.named_parameters():
         if kept_in_fp32(model, name, dtype):
@@ -225,13 +245,20 @@ def _dense_bytes(
     in_files = {id(layer.weight) for layer, _ in tables}
     kept = [parameter for parameter in model.parameters() if id(parameter) not in experts | in_files]
     loading = sum(parameter.nbytes for parameter in kept)
-    packed = loading - dense_saving(model, layers, dense=config.dense, group_size=config.group_size, loaded=False)
+    how: Any = {"dense": config.dense, "group_size": config.group_size, "blocks": blocks}
+    packed = loading - dense_saving(model, layers, **how, loaded=False)
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding and not packs(config.dense)
+    tied = head is not None and head.weight is embedding
+    formats: Counter[str] = Counter()
+    for path, format in dense_formats(model, layers, **how).items():
+        linear = model.get_submodule(path)
+        formats[format] += linear.weight.numel()
+        tied = tied and linear is not head  # packed, it is a weight of its own
     not_read = 0 if tied or id(embedding) in in_files else embedding.nbytes
     left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
-    return packed, loading, packed - left_alone - not_read
+    most = formats.most_common(1)
+    return _Rest(packed, loading, packed - left_alone - not_read, most[0][0] if most else "")
 
 
 def fallback_record_bytes(sizes: Sizes, config: MeshConfig) -> int:

@@ -82,7 +82,7 @@ def kept_codes(
     held = None
     if None not in codes:
         every_codes = [each for each in codes if each is not None]
-        held = _record_of(every_codes) or _mixture_of(
+        held = record_of(every_codes) or _mixture_of(
             [_formats_in(pieces[layout], raw_views) for layout in layouts], layers
         )
     if held is None or len(dtypes) > 1 or not dtypes <= RAW_DTYPES.keys():
@@ -136,7 +136,7 @@ def _pieces(weights: Sequence[Weight]) -> list[_Piece]:
     return pieces
 
 
-def _record_of(codes: Sequence[Codes]) -> tuple[str, tuple[int, ...], float] | None:
+def record_of(codes: Sequence[Codes]) -> tuple[str, tuple[int, ...], float] | None:
     """The record format for all of these codes, its group sizes, and the error of its scales; None if there is none."""
     kinds = {each.kind for each in codes}
     groups = tuple(group for group in codes[0].groups if all(group in each.groups for each in codes))
@@ -156,13 +156,13 @@ def _formats_in(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> s
     """The format of a record that has one for gate and up and another for down, of types of GGUF; None if none does."""
     codes = {part: pieces[view["piece"]].codes for part, view in raw_views.items() if not part.endswith("_bias")}
     down = codes.pop("down")
-    held = [_record_of([each for each in matrices if each]) for matrices in (list(codes.values()), [down])]
+    held = [record_of([each for each in matrices if each]) for matrices in (list(codes.values()), [down])]
     names = [record[0] for record in held if record is not None and record[0] in GGUF_FORMATS]
     return None if len(names) < 2 else name_of_matrices(*names)
 
 
 def _mixture_of(formats: Sequence[str | None], layers: int) -> tuple[str, tuple[int, ...], float] | None:
-    """As ``_record_of``, of the format of each expert of each layer."""
+    """As ``record_of``, of the format of each expert of each layer."""
     each = len(formats) // layers
     own = [set(formats[layer * each : (layer + 1) * each]) for layer in range(layers)]
     names = [next(iter(found)) for found in own]

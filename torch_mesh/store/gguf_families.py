@@ -374,8 +374,29 @@ class Names(ABC):
         return None
 
     @abstractmethod
+    def undone(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
+        """What the converter made ``values``, and those of its companion, of; the parameter's shape may differ."""
+
     def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
         """What the parameter is where the file has ``values``, and those of its companion."""
+        return self.undone(name, values, companion)
+
+    def row_order(self, name: str, rows: int, of_companion: int = 0) -> torch.Tensor | None:
+        """Which rows of the matrix, and behind them of its companion, are those of the parameter: int64 [rows].
+
+        None where it has no whole rows of theirs.
+        """
+        index = torch.arange(rows + of_companion, dtype=torch.float32)
+        marked = torch.stack([2 * index, 2 * index + 1], dim=1)  # two columns, which must stay beside each other
+        companion = marked[rows:] if of_companion else None
+        try:
+            found = self.undone(name, marked[:rows], companion).reshape(-1, 2)
+        except (RuntimeError, IndexError):  # of columns that are not there
+            return None
+        order = found[:, 0] / 2
+        if not torch.equal(found[:, 1], found[:, 0] + 1) or not torch.equal(order.sort().values, index):
+            return None
+        return order.long()
 
 
 class PackageNames(Names):
@@ -407,7 +428,7 @@ class PackageNames(Names):
             return None
         return name.removesuffix(split.first) + split.second
 
-    def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
+    def undone(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
         target = self.target(name)
         assert target is not None
         if companion is not None:
@@ -416,7 +437,12 @@ class PackageNames(Names):
         for pattern, undo in self._family.changed.items():
             if re.search(pattern, target):
                 values = undo(self._config, values)
-        return values.reshape(self._shapes[target])
+        return values
+
+    def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
+        target = self.target(name)
+        assert target is not None
+        return self.undone(name, values, companion).reshape(self._shapes[target])
 
     def _own_name(self, name: str) -> str | None:
         for ending, own in self._family.renamed.items():

@@ -22,11 +22,13 @@ from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torch_mesh.errors import MeshError, UnsupportedModelError
+from torch_mesh.formats import GGUF_FORMATS
 from torch_mesh.hf.compat import ignored_keys
+from torch_mesh.store.codes import record_of
 from torch_mesh.store.gguf import Counted, Gguf, read_parts, require_package
 from torch_mesh.store.gguf_families import FAMILIES, ROPE_DIVISORS, Family, Names, PackageNames
 from torch_mesh.store.header import read_range, store_error
-from torch_mesh.store.sources.layout import Shape, Weight
+from torch_mesh.store.sources.layout import Shape, Weight, read_tensor
 
 # By the name that GGUF has for them: those with experts in the tables that transformers has for all, ...
 READ_BY_TABLES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
@@ -267,6 +269,47 @@ class RestOf:
             )
         return found.to(self.dtype)
 
+    def blocks(self) -> RowBlocks | None:
+        """Its blocks in the file, if it is a matrix of whole rows of them in a type that linear layers can have."""
+        parts = (self.weight,) if self.companion is None else (self.weight, self.companion)
+        codes = [part.codes_as_they_are() for part in parts]
+        if len(self.shape) != 2 or any(
+            each is None or len(part.shape) != 2 for each, part in zip(codes, parts, strict=True)
+        ):
+            return None
+        held = record_of([each for each in codes if each is not None])
+        if held is None or held[0] not in GGUF_FORMATS:
+            return None
+        order = self.names.row_order(self.weight.name, *(part.shape[0] for part in parts))
+        return None if order is None or len(order) != self.shape[0] else RowBlocks(held[0], held[1][0], parts, order)
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """A matrix [out, in] as the file has it: rows of blocks that ``pack_linear_blocks`` makes ``format`` of."""
+
+    format: str
+    group_size: int
+    parts: tuple[Weight, ...]
+    order: torch.Tensor  # int64 [out]: which of the parts' rows each is
+
+    def read(self) -> torch.Tensor:
+        """uint8 [out, bytes of a row], read now. Raises ``StoreError``."""
+        parts = [read_tensor(*part.codes) for part in self.parts]
+        rows = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return rows if torch.equal(self.order, torch.arange(len(rows))) else rows[self.order]
+
+
+def blocks_of_rest(
+    path: Path, weights: Sequence[Weight], experts: frozenset[str], model: transformers.PreTrainedModel
+) -> dict[str, RowBlocks]:
+    """The parameters of ``rest_of_model`` that linear layers can keep in the file's codes, by name.
+
+    Raises as ``rest_of_model``.
+    """
+    found = {part.name: part.blocks() for part in rest_of_model(path, weights, experts, model)}
+    return {name: blocks for name, blocks in found.items() if blocks is not None}
+
 
 def rest_of_model(
     path: Path, weights: Sequence[Weight], experts: frozenset[str], model: transformers.PreTrainedModel
@@ -360,7 +403,7 @@ class _TableNames(Names):
         # Of a parameter that is no layer's, such as a sink, GGUF's name ends with .weight too.
         return self._map.get(name) or self._map.get(name.removesuffix(".weight"))
 
-    def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
+    def undone(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
         processed = self._processor.process(
             weights=values.numpy(), name=name, tensor_key_mapping=self._map, parsed_parameters={"tensors": {}}
         )
@@ -381,7 +424,7 @@ class _FunctionNames(Names):
     def target(self, name: str) -> str | None:
         return core_model_loading.rename_source_key(name, self._renamings, self._converters)[0]
 
-    def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
+    def undone(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
         target, pattern = core_model_loading.rename_source_key(name, self._renamings, self._converters)
         if pattern is None:
             return values
