@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import torch_mesh
 from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.hf import attention
 
 # Grouped heads, multi-head latent attention, sliding windows, linear attention between, a scale of its own.
 FAMILIES = [
@@ -54,6 +56,59 @@ def _steps(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None 
         cache = out.past_key_values
         logits.append(out.logits[:, -1].float())
     return torch.stack(logits[1:], 1)
+
+
+@torch.no_grad()
+def _packed_attention(queries: list[int], keys: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Of sequences side by side, with one mask, as continuous batching calls it: the result by ``attention="mesh"``,
+    which is compared with torch's in float64; that of each sequence alone; and how often torch_mesh's kernel ran."""
+    module = torch.nn.Module()
+    groups, dtype = 2, torch.bfloat16
+    module.num_key_value_groups = groups
+    vars(module)[attention._TAKEN] = True
+    forward = attention._around(sdpa_attention_forward)
+    tokens, heads, width = sum(queries), 2 * groups, 16
+    query = torch.randn(1, heads, tokens, width, dtype=dtype)
+    key, value = torch.randn(2, 1, 2, sum(keys), width, dtype=dtype)
+    ends = [torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32) for counts in (queries, keys)]
+    mask = torch.full((1, 1, tokens, sum(keys)), torch.finfo(dtype).min, dtype=dtype)
+    apart = []
+    for (first, end), (first_key, end_key) in zip(*(itertools.pairwise(end.tolist()) for end in ends), strict=True):
+        block = mask[:, :, first:end, first_key:end_key]
+        block.triu_(1 + (end_key - first_key) - (end - first))
+        if end > first:
+            of_keys = slice(first_key, end_key)
+            alone = (query[:, :, first:end], key[:, :, of_keys], value[:, :, of_keys], block)
+            apart.append(forward(module, *alone, dropout=0.0, scaling=0.3)[0])
+    named = {"cu_seq_lens_q": ends[0], "cu_seq_lens_k": ends[1], "dropout": 0.0, "scaling": 0.3, "is_causal": False}
+    with Calls() as calls:
+        together, _ = forward(module, query, key, value, mask, **named)
+    visible = torch.where(mask == 0, 0.0, -torch.inf).double()
+    exact, _ = sdpa_attention_forward(module, query.double(), key.double(), value.double(), visible, scaling=0.3)
+    # Rounding of the result, and of probabilities where torch computes, each by at most 2**-9 of the largest value.
+    assert (together - exact).abs().max() <= 2**-7 * value.abs().max()
+    return together, torch.cat(apart, 1), calls.count
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "computed"),
+    [
+        ([1, 1, 1], [9, 1, 40], 3),
+        ([5, 1, 30, 0, 1], [5, 17, 30, 0, 64], 3),  # a prompt in torch's hands, and a sequence without tokens
+        ([3, 20], [50, 20], 1),  # a chunk of a prompt
+        ([20, 17], [20, 17], 0),
+    ],
+)
+def test_sequences_side_by_side_are_computed_one_by_one(queries: list[int], keys: list[int], computed: int) -> None:
+    together, apart, calls = _packed_attention(queries, keys)
+    assert calls == computed
+    assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [([40], [40]), ([1], [40])])
+def test_one_sequence_is_no_batch(queries: list[int], keys: list[int]) -> None:
+    together, apart, calls = _packed_attention(queries, keys)
+    assert calls == (queries == [1]) and torch.equal(together, apart)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

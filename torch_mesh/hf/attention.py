@@ -6,6 +6,7 @@ With one token per step torch's own costs more than the experts (docs/decisions/
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -50,12 +51,60 @@ def _decode_step(
     return torch.ops.torch_mesh.attention(query, key, value, attention_mask, scale)
 
 
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> list[tuple[int, int]] | None:
+    """The ends of the sequences that continuous batching packs into one: of queries and of keys.
+
+    None for other forwards, and for arguments of which a part would have to be cut out.
+    """
+    if cu_seq_lens_q is None or not isinstance(cu_seq_lens_k, Tensor) or torch.compiler.is_compiling():
+        return None
+    tokens, keys = query.shape[2], key.shape[2]
+    if attention_mask is None or attention_mask.shape != (1, 1, tokens, keys) or query.device.type != "cpu":
+        return None
+    if any(kwargs.get(name) is not None for name in _FOREIGN):
+        return None
+    ends = list(zip(cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist(), strict=True))
+    return ends if len(ends) > 2 and ends[-1] == (tokens, keys) else None  # else it is one sequence, or padded
+
+
+def _by_sequence(
+    forward: Callable[..., tuple[Tensor, None]],
+    ends: list[tuple[int, int]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """Each sequence by itself: together, each token would be multiplied by the keys of all sequences and masked."""
+    kwargs |= {"cu_seq_lens_q": None, "cu_seq_lens_k": None}
+    outputs = []
+    for (first, first_key), (end, end_key) in itertools.pairwise(ends):
+        if end > first:
+            keys = slice(first_key, end_key)
+            mask = attention_mask[:, :, first:end, keys]
+            outputs.append(forward(query[:, :, first:end], key[:, :, keys], value[:, :, keys], mask, **kwargs)[0])
+    return torch.cat(outputs, dim=1)
+
+
 def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement for transformers' "sdpa": torch_mesh's kernel in decode steps of marked modules, else ``theirs``."""
 
     @functools.wraps(theirs)
     def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        computed = _decode_step(*args, **kwargs) if getattr(module, _TAKEN, False) else None
+        if not getattr(module, _TAKEN, False):
+            return theirs(module, *args, **kwargs)
+        if (ends := _packed(*args, **kwargs)) is not None:
+            return _by_sequence(functools.partial(attention_forward, module), ends, *args, **kwargs), None
+        computed = _decode_step(*args, **kwargs)
         return theirs(module, *args, **kwargs) if computed is None else (computed, None)
 
     attention_forward._mesh_original = theirs  # type: ignore[attr-defined]
