@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..config import LossyFields
 from ..errors import UnsupportedModelError
 from ..models.families import ExpertsLayer, router_module
-from ..modules.experts import change_class, restore_class
+from ..modules.experts import change_class, mixed_class, restore_class
 
 # Model types with routers that routing_bias supports; tests check the list.
 ROUTING_BIAS_FAMILIES: tuple[str, ...] = (
@@ -196,16 +196,7 @@ def install_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], lossy: Lossy
         for layer, module in zip(layers, modules, strict=True):
             router: Any = _selecting_router(model, layer, lossy.routing_bias)
             router._mesh_selection = (layer.num_experts, layer.top_k, module._mesh_handle, lossy.routing_bias)
-            change_class(router, _leaning_class(type(router)))
-
-
-def _leaning_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _leaning_classes:
-        _leaning_classes[cls] = type(f"Mesh{cls.__name__}", (LeaningRouter, cls), {"__module__": __name__})
-    return _leaning_classes[cls]
-
-
-_leaning_classes: dict[type[nn.Module], type[nn.Module]] = {}
+            change_class(router, mixed_class(LeaningRouter, type(router)))
 
 
 def uninstall_lossy(model: nn.Module) -> None:

@@ -277,20 +277,25 @@ BLOCKS: dict[str, type[nn.Module]] = {"Llama4TextMoe": InputWeightingBlock}
 
 def mesh_class(cls: type[nn.Module]) -> type[MeshExperts]:
     """``MeshQwen3MoeExperts`` for ``Qwen3MoeExperts``: a subclass of the class that it replaces."""
-    return _mixed(_named_in(_MIXINS, cls) or MeshExperts, cls)
+    return mixed_class(_named_in(_MIXINS, cls) or MeshExperts, cls)
 
 
-def _mixed(mixin: type[nn.Module], cls: type[nn.Module]) -> Any:
-    if cls not in _mesh_classes:
-        _mesh_classes[cls] = type(f"Mesh{cls.__name__}", (mixin, cls), {"__module__": __name__})
-    return _mesh_classes[cls]
+def mixed_class(mixin: type[nn.Module], cls: type[nn.Module], keeps_name: bool = False) -> Any:
+    """A subclass of both. ``keeps_name``: under the name of ``cls``, which transformers writes into config.json."""
+    if (mixin, cls) not in _mixed_classes:
+        names = {"__module__": mixin.__module__}
+        if keeps_name:
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__ or ""}
+        name = cls.__name__ if keeps_name else f"Mesh{cls.__name__}"
+        _mixed_classes[mixin, cls] = type(name, (mixin, cls), names)
+    return _mixed_classes[mixin, cls]
+
+
+_mixed_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _named_in(table: dict[str, Any], cls: type[nn.Module]) -> Any:
     return next((table[base.__name__] for base in cls.__mro__ if base.__name__ in table), None)
-
-
-_mesh_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
@@ -350,7 +355,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
     change_class(module, mesh_class(type(module)))
     if layer.block is not None:
-        change_class(layer.block, _mixed(_named_in(BLOCKS, type(layer.block)), type(layer.block)))
+        change_class(layer.block, mixed_class(_named_in(BLOCKS, type(layer.block)), type(layer.block)))
 
 
 def restore(layer: ExpertsLayer, device: torch.device) -> None:

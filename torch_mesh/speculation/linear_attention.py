@@ -19,7 +19,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from ..hf.cache_state import layer_states
 from ..hf.generation_compat import CACHE_NAMES
-from ..modules.experts import change_class
+from ..modules.experts import change_class, mixed_class
 
 _STEPS = "_mesh_steps"  # attribute of a cache whose mixers process their tokens in steps
 _State = list[dict[int, Tensor | None]]
@@ -89,11 +89,9 @@ def _step_mixer(mixer: nn.Module) -> None:
         cls = type(mixer)
         if issubclass(cls, SteppedMixer):
             return
-        if cls not in _stepped_classes:
-            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            attributes = names | {"_mesh_cache_name": _cache_name(mixer)}
-            _stepped_classes[cls] = type(cls.__name__, (SteppedMixer, cls), attributes)
-        change_class(mixer, _stepped_classes[cls])
+        stepped = mixed_class(SteppedMixer, cls, keeps_name=True)
+        stepped._mesh_cache_name = _cache_name(mixer)
+        change_class(mixer, stepped)
 
 
 def uninstall_linear_attention(model: nn.Module) -> None:
@@ -103,7 +101,6 @@ def uninstall_linear_attention(model: nn.Module) -> None:
 
 
 _lock = threading.Lock()
-_stepped_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class LinearAttention:

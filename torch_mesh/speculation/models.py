@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from ..modules.experts import change_class
+from ..modules.experts import change_class, mixed_class
 from .decoding import Speculation, speculate, unsupported_reason
 from .linear_attention import uninstall_linear_attention
 from .suitability import standalone_unsupported_reason
@@ -57,7 +57,7 @@ def check_speculation(model: nn.Module, speculation: str) -> None:
 def install_speculation(model: nn.Module, speculation: str) -> None:
     """Let ``model.generate`` speculate, unless ``speculation`` is off."""
     if speculation != "off":
-        change_class(model, _speculating_class(type(model)))
+        change_class(model, mixed_class(SpeculatingModel, type(model), keeps_name=True))
         vars(model)["_mesh_speculation"] = speculate()
 
 
@@ -66,14 +66,3 @@ def uninstall_speculation(model: nn.Module) -> None:
         change_class(model, type(model).__bases__[1])
         vars(model).pop("_mesh_speculation", None)
     uninstall_linear_attention(model)
-
-
-def _speculating_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Keeps the name, which transformers writes into config.json."""
-    if cls not in _speculating_classes:
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        _speculating_classes[cls] = type(cls.__name__, (SpeculatingModel, cls), names)
-    return _speculating_classes[cls]
-
-
-_speculating_classes: dict[type[nn.Module], type[nn.Module]] = {}
