@@ -393,7 +393,8 @@ def _combined(
 ) -> Stats:
     seen = zip(snapshots, epochs, strict=True)
     per_layer = [layer for snapshot, epoch in seen for layer in _layers(snapshot, epoch, with_experts)]
-    sizes: dict[str, Any] = {name: sum(_sizes(snapshot)[name] for snapshot in snapshots) for name in SIZES}
+    counts: Sequence[Mapping[str, Any]] = snapshots
+    sizes = {name: sum(each[name] for each in counts) for name in SIZES}
     errors = [snapshot["prefetch_error"] for snapshot in snapshots if snapshot["prefetch_error"] is not None]
     return Stats(
         **_whole(per_layer),
@@ -403,11 +404,6 @@ def _combined(
         lossy=lossy,
         prefetch_error=errors[-1] if errors else None,
     )
-
-
-def _sizes(snapshot: _C._DetailedStats) -> dict[str, int]:
-    counts: Mapping[str, Any] = snapshot
-    return {name: counts["max_slots" if name == "max_slots" else name] for name in SIZES}
 
 
 def _sum(layers: Sequence[Counters]) -> dict[str, Any]:
