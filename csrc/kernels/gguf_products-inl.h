@@ -30,6 +30,15 @@ inline Words moved(Words words) {
   }
 }
 
+// The levels of a type as bytes.
+struct LevelBytes {
+  alignas(16) uint8_t bytes[16];
+
+  explicit constexpr LevelBytes(const int8_t* levels) : bytes{} {
+    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(levels[i]);
+  }
+};
+
 // The codes of kLanes columns, whose words of a part begin at `words`.
 template <Format kFormat>
 struct GgufCodes {
@@ -61,14 +70,12 @@ struct GgufCodes {
       const Words own = moved<kSingleBit - kFour>(word(words, kSingles));
       codes = codes | (own & broadcast_word(0x01010101u << kSingleBit));
     }
-    if constexpr (kType.iq4) codes = look_up_bytes(kIq4Bytes, codes);
+    if constexpr (kType.levels != nullptr) {
+      static constexpr LevelBytes kLevels(kType.levels);
+      codes = look_up_bytes(kLevels.bytes, codes);
+    }
     return codes;
   }
-
- private:
-  alignas(16) static constexpr uint8_t kIq4Bytes[16] = {0x81, 0x98, 0xad, 0xbf, 0xcf, 0xdd,
-                                                        0xea, 0xf6, 0x01, 0x0d, 0x19, 0x26,
-                                                        0x35, 0x45, 0x59, 0x71};
 };
 
 // take(Constant<i>, low, high) for inputs [8 i, 8 i + 8) of a part, from kFirst on.
@@ -94,6 +101,8 @@ struct GgufSteps {
       return d * words_to_floats(load_signed_bytes(steps));
     } else if constexpr (kType.mins == GgufMins::kNibbles) {
       return d * words_to_floats(load_bytes(steps) & broadcast_word(15));
+    } else if constexpr (kType.unit != 1) {
+      return d * words_to_floats(load_bytes(steps)) * broadcast(kType.unit);
     } else {
       return d * words_to_floats(load_bytes(steps));
     }
@@ -322,9 +331,9 @@ inline void dequantize_gguf(const SquareOfBlock& from, float* square) {
       for (int32_t j = 0; j < kType.group / 4; ++j) {
         float* to = square + (first + 4 * j) * kBlockColumns + c;
         // Signed levels as SignedBytes has them.
-        const Words turned = broadcast_word(kType.iq4 ? 0x80808080 : 0);
+        const Words turned = broadcast_word(kType.levels != nullptr ? 0x80808080 : 0);
         const Words part = load_words(codes + (j * kBlockColumns + c) * 4) ^ turned;
-        store_part(part, broadcast_word(kType.iq4 ? 128 : kType.zero), scale, to);
+        store_part(part, broadcast_word(kType.levels != nullptr ? 128 : kType.zero), scale, to);
         if constexpr (kType.has_mins()) {
           for (int i = 0; i < 4; ++i) {
             float* at = to + i * kBlockColumns;

@@ -1,10 +1,12 @@
 #include "kernels/pack_gguf.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <string>
 
 #include "base/error.h"
+#include "kernels/gguf_grids.h"
 #include "kernels/small_floats.h"
 
 namespace torch_mesh {
@@ -122,6 +124,90 @@ void take_iq4_xs(const std::byte* from, GgufBlock& to) {
   }
 }
 
+// Eight signs of seven bits, the last of which makes the number of ones even.
+uint32_t eight_signs(uint32_t bits) {
+  bits &= 127;
+  return bits | (static_cast<uint32_t>(std::popcount(bits)) & 1) << 7;
+}
+
+// Codes of `count` weights: magnitudes of `bits` from an entry of a grid, and a sign above each.
+void put_grid(uint32_t entry, uint32_t signs, int32_t bits, int32_t count, uint8_t* codes) {
+  const uint32_t mask = (1u << bits) - 1;
+  for (int32_t i = 0; i < count; ++i) {
+    codes[i] = static_cast<uint8_t>((entry >> bits * i & mask) | (signs >> i & 1) << bits);
+  }
+}
+
+// Eight weights of two entries of IQ3.
+void put_two_of_iq3(uint32_t first, uint32_t second, uint32_t signs, uint8_t* codes) {
+  put_grid(first, signs, 3, 4, codes);
+  put_grid(second, signs >> 4, 3, 4, codes + 4);
+}
+
+// A half and as much as a nibble says, in halves.
+uint8_t odd_step(uint32_t nibble) { return static_cast<uint8_t>(2 * (nibble & 15) + 1); }
+
+void take_iq3_xxs(const std::byte* from, GgufBlock& to) {
+  const uint8_t* grid = bytes_of(from) + 2;
+  for (int32_t group = 0; group < 8; ++group) {
+    const auto signs = read_as<uint32_t>(from + 66 + group * 4);
+    to.steps[group] = odd_step(signs >> 28);
+    for (int32_t i = 0; i < 4; ++i, grid += 2) {
+      put_two_of_iq3(kIq3XxsGrid[grid[0]], kIq3XxsGrid[grid[1]], eight_signs(signs >> 7 * i),
+                     to.codes + group * 32 + i * 8);
+    }
+  }
+}
+
+void take_iq3_s(const std::byte* from, GgufBlock& to) {
+  const uint8_t *low = bytes_of(from) + 2, *high = low + 64, *signs = high + 8;
+  const uint8_t* steps = signs + 32;
+  for (int32_t group = 0; group < 8; ++group) {
+    to.steps[group] = odd_step(steps[group / 2] >> group % 2 * 4);
+    const auto entry = [&](int32_t i) {
+      return kIq3SGrid[low[group * 8 + i] | (high[group] >> i & 1) << 8];
+    };
+    for (int32_t i = 0; i < 4; ++i) {
+      put_two_of_iq3(entry(2 * i), entry(2 * i + 1), signs[group * 4 + i],
+                     to.codes + group * 32 + i * 8);
+    }
+  }
+}
+
+void take_iq2_xxs(const std::byte* from, GgufBlock& to) {
+  for (int32_t group = 0; group < 8; ++group) {
+    const std::byte* at = from + 2 + group * 8;
+    const auto signs = read_as<uint32_t>(at + 4);
+    to.steps[group] = odd_step(signs >> 28);
+    for (int32_t i = 0; i < 4; ++i) {
+      put_grid(kIq2XxsGrid[bytes_of(at)[i]], eight_signs(signs >> 7 * i), 2, 8,
+               to.codes + group * 32 + i * 8);
+    }
+  }
+}
+
+// Of IQ2_XS and IQ2_S: a nibble for each 16 weights.
+void put_steps_of_four(const uint8_t* from, GgufBlock& to) {
+  for (int32_t i = 0; i < 16; ++i) to.steps[i] = odd_step(from[i / 2] >> i % 2 * 4);
+}
+
+void take_iq2_xs(const std::byte* from, GgufBlock& to) {
+  put_steps_of_four(bytes_of(from) + 66, to);
+  for (int32_t i = 0; i < 32; ++i) {
+    const uint32_t bits = read_as<uint16_t>(from + 2 + i * 2);
+    put_grid(kIq2XsGrid[bits & 511], eight_signs(bits >> 9), 2, 8, to.codes + i * 8);
+  }
+}
+
+void take_iq2_s(const std::byte* from, GgufBlock& to) {
+  const uint8_t *low = bytes_of(from) + 2, *signs = low + 32, *high = signs + 32;
+  put_steps_of_four(high + 8, to);
+  for (int32_t i = 0; i < 32; ++i) {
+    put_grid(kIq2SGrid[low[i] | (high[i / 4] >> i % 4 * 2 & 3) << 8], signs[i], 2, 8,
+             to.codes + i * 8);
+  }
+}
+
 void take_block(Format format, const std::byte* from, GgufBlock& to) {
   to.d = read_as<uint16_t>(from);
   to.min = 0;
@@ -138,6 +224,16 @@ void take_block(Format format, const std::byte* from, GgufBlock& to) {
       return take_q6_k(from, to);
     case Format::kIq4Xs:
       return take_iq4_xs(from, to);
+    case Format::kIq3Xxs:
+      return take_iq3_xxs(from, to);
+    case Format::kIq3S:
+      return take_iq3_s(from, to);
+    case Format::kIq2Xxs:
+      return take_iq2_xxs(from, to);
+    case Format::kIq2Xs:
+      return take_iq2_xs(from, to);
+    case Format::kIq2S:
+      return take_iq2_s(from, to);
     default:
       return take_block_of_32(gguf_type(format), from, to);
   }

@@ -117,7 +117,7 @@ inline void block_products_trellis(const BlockProducts& products) {
 
 // Signed is a Dot of int8, Unsigned one of levels.
 template <typename Signed, template <typename> typename Unsigned, Format kFormat>
-using GgufDot = std::conditional_t<gguf_type(kFormat).iq4, OfSignedBytes<Signed>,
+using GgufDot = std::conditional_t<gguf_type(kFormat).levels != nullptr, OfSignedBytes<Signed>,
                                    Unsigned<CodesFrom<gguf_type(kFormat).zero>>>;
 
 template <typename Dot, Format kFormat>

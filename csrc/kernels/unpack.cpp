@@ -129,11 +129,12 @@ float gguf_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int
       min *= static_cast<float>(step >> 4);
       step &= 15;
     }
-    scale *= static_cast<float>(step);
+    scale *= static_cast<float>(step) * type.unit;
   }
   const std::byte* own = words + column / 16 * type.bits * 16 * 4 + column % 16 * 4;
   const int32_t code = gguf_code(type.bits, own, k % kGgufPart);
-  const float value = scale * static_cast<float>(type.iq4 ? kIq4Levels[code] : code - type.zero);
+  const int32_t level = type.levels != nullptr ? type.levels[code] : code - type.zero;
+  const float value = scale * static_cast<float>(level);
   return type.has_mins() ? value - min : value;
 }
 

@@ -1,11 +1,14 @@
 // GGUF's types in blocks whose records hold each block's scales and a code for each weight:
 //
-//   weight = scale * (code - zero) - min         or    scale * kIq4Levels[code] of the IQ4 types
+//   weight = scale * (code - zero) - min         or    scale * levels[code] of the IQ types
 //
 // A file's block has `depth` weights of a row. With steps it has a half d, and a byte or less for
-// each `group` weights: scale = d * step, in fp32, and min = dmin * its step likewise. Without them
-// scale is d itself, and min a half of the block's. All products but the last are exact in fp32, so
-// that the gguf package's values are these to the bit. docs/decisions/0069.
+// each `group` weights: scale = d * step * unit, in fp32, and min = dmin * its step likewise.
+// Without them scale is d itself, and min a half of the block's. All products but the last are
+// exact in fp32, so that the gguf package's values are these to the bit. docs/decisions/0069.
+//
+// The codes of IQ2 and IQ3 name the magnitudes of several weights at once: a record has a code of
+// its own for each weight, whose last bit is the sign.
 //
 // In a record a block of 64 columns is a row of stretches of `depth` inputs:
 //   64 halves d | 64 halves dmin, if there are mins | a part for each 32 inputs:
@@ -29,6 +32,14 @@ inline constexpr int32_t kMaxGgufDepth = 256;  // of a stretch
 // Where the mins come from.
 enum class GgufMins : uint8_t { kNone, kHalves, kBytes, kNibbles };
 
+alignas(16) inline constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                      1,    13,   25,  38,  53,  69,  89,  113};
+alignas(16) inline constexpr int8_t kIq3SLevels[16] = {1,  3,  5,  7,  9,  11,  13,  15,
+                                                       -1, -3, -5, -7, -9, -11, -13, -15};
+alignas(16) inline constexpr int8_t kIq3XxsLevels[16] = {4,  12,  20,  28,  36,  44,  52,  62,
+                                                         -4, -12, -20, -28, -36, -44, -52, -62};
+alignas(16) inline constexpr int8_t kIq2Levels[16] = {8, 25, 43, 0, -8, -25, -43, 0};
+
 struct GgufType {
   int32_t depth;   // weights of a file's block
   int32_t bytes;   // of it
@@ -37,8 +48,9 @@ struct GgufType {
   bool steps;      // a scale is d times one
   bool is_signed;  // of steps
   GgufMins mins;
-  int32_t zero;  // the code of a weight of zero, but for its min
-  bool iq4;      // codes name levels
+  int32_t zero;          // the code of a weight of zero, but for its min
+  const int8_t* levels;  // [16] that codes name; nullptr: none
+  float unit = 1;        // a power of two that scales are multiplied by
 
   constexpr bool has_mins() const { return mins != GgufMins::kNone; }
   constexpr int32_t part_groups() const { return kGgufPart / group; }
@@ -57,29 +69,36 @@ constexpr GgufType gguf_type(Format format) {
   using enum GgufMins;
   switch (format) {
     case Format::kQ4_1:
-      return {32, 20, 4, 32, false, false, kHalves, 0, false};
+      return {32, 20, 4, 32, false, false, kHalves, 0, nullptr};
     case Format::kQ5_0:
-      return {32, 22, 5, 32, false, false, kNone, 16, false};
+      return {32, 22, 5, 32, false, false, kNone, 16, nullptr};
     case Format::kQ5_1:
-      return {32, 24, 5, 32, false, false, kHalves, 0, false};
+      return {32, 24, 5, 32, false, false, kHalves, 0, nullptr};
     case Format::kQ2K:
-      return {256, 84, 2, 16, true, false, kNibbles, 0, false};
+      return {256, 84, 2, 16, true, false, kNibbles, 0, nullptr};
     case Format::kQ3K:
-      return {256, 110, 3, 16, true, true, kNone, 4, false};
+      return {256, 110, 3, 16, true, true, kNone, 4, nullptr};
     case Format::kQ4K:
-      return {256, 144, 4, 32, true, false, kBytes, 0, false};
+      return {256, 144, 4, 32, true, false, kBytes, 0, nullptr};
     case Format::kQ5K:
-      return {256, 176, 5, 32, true, false, kBytes, 0, false};
+      return {256, 176, 5, 32, true, false, kBytes, 0, nullptr};
     case Format::kQ6K:
-      return {256, 210, 6, 16, true, true, kNone, 32, false};
+      return {256, 210, 6, 16, true, true, kNone, 32, nullptr};
     case Format::kIq4Nl:
-      return {32, 18, 4, 32, false, false, kNone, 0, true};
-    default:  // kIq4Xs
-      return {256, 136, 4, 32, true, true, kNone, 0, true};
+      return {32, 18, 4, 32, false, false, kNone, 0, kIq4Levels};
+    case Format::kIq4Xs:
+      return {256, 136, 4, 32, true, true, kNone, 0, kIq4Levels};
+    case Format::kIq3Xxs:
+      return {256, 98, 4, 32, true, false, kNone, 0, kIq3XxsLevels, 0.25f};
+    case Format::kIq3S:
+      return {256, 110, 4, 32, true, false, kNone, 0, kIq3SLevels};
+    case Format::kIq2Xxs:
+      return {256, 66, 3, 32, true, false, kNone, 0, kIq2Levels, 0.125f};
+    case Format::kIq2Xs:
+      return {256, 74, 3, 16, true, false, kNone, 0, kIq2Levels, 0.125f};
+    default:  // kIq2S
+      return {256, 82, 3, 16, true, false, kNone, 0, kIq2Levels, 0.125f};
   }
 }
-
-alignas(16) inline constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                                      1,    13,   25,  38,  53,  69,  89,  113};
 
 }  // namespace torch_mesh

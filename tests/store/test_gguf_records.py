@@ -23,7 +23,10 @@ from torch_mesh.store.convert import convert, stored_expert, weights_of_checkpoi
 from torch_mesh.store.gguf import read_gguf
 
 HIDDEN, INTERMEDIATE = 512, 256
-TYPES = ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+TYPES = (
+    *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+    *("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"),
+)
 # Of a half: zeros, subnormal ones, the smallest normal one, ordinary ones and the largest, with both signs.
 _HALVES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x1234, 0x9E21, 0x3C00, 0xC4D1, 0x7BFF, 0xFBFF)
 
@@ -157,7 +160,7 @@ def test_each_layer_of_a_mixed_file_keeps_its_types(tmp_path: Path, capsys: pyte
 
 
 def test_types_without_records_are_rounded_with_the_others(tmp_path: Path) -> None:
-    types = {"blk.0.ffn_down_exps": "IQ2_XS", "_exps": "Q4_K"}
+    types = {"blk.0.ffn_down_exps": "TQ2_0", "_exps": "Q4_K"}
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", types, **SIZES)
     experts = find_checkpoint_experts(made.path, meta_model(read_config(made.path)))
     assert weights_of_checkpoint(experts, "auto") == ("int8", 32)
