@@ -68,9 +68,13 @@ def serve_turns(folder: Path, cached: bool, prompts: list[list[int]]) -> list[di
 
 def in_process(folder: Path, cache: Path, cached: bool, prompts: list[list[int]]) -> list[dict[str, Any]]:
     isolation.evict(sorted(path for path in (*folder.iterdir(), *cache.rglob("*")) if path.is_file()))
-    command = [sys.executable, __file__, "--child", json.dumps([str(folder), cached, prompts])]
     process = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"XDG_CACHE_HOME": str(cache)}
+        [sys.executable, __file__, "--child"],
+        check=True,
+        input=json.dumps([str(folder), cached, prompts]),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
     )
     found: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])
     return found
@@ -155,7 +159,7 @@ def add_kind(report: Report, kind: str, options: Any) -> None:
 def main() -> int:
     arguments = harness.parser(__doc__)
     harness.add_dir(arguments)
-    arguments.add_argument("--child", help=argparse.SUPPRESS)
+    arguments.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments.add_argument("--tokens", type=int, default=8000, help="tokens of tools")
     arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
     arguments.add_argument("--experts", type=int, default=synthetic.Shape.experts)
@@ -165,7 +169,7 @@ def main() -> int:
     arguments.add_argument("--kinds", nargs="*", default=["full", "windows", "linear"])
     options = arguments.parse_args()
     if options.child:
-        folder, cached, prompts = json.loads(options.child)
+        folder, cached, prompts = json.load(sys.stdin)
         print(json.dumps(serve_turns(Path(folder), cached, prompts)))
         return 0
     report = Report(f"Prompts with {options.tokens:,} tokens of tools, {RESIDENT:.0%} of the experts resident")
