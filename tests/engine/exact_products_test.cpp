@@ -128,7 +128,7 @@ TEST(ExactProducts, AgreeWithFloat64AndAcrossTables) {
     SCOPED_TRACE(name_of(shape));
     const RecordLayout layout = shape.layout();
     const Weights weights(layout, random);
-    const Bytes record = weights.pack(kScalarTable);
+    const Bytes record = weights.pack(kernel_table());
     const Unpacked unpacked(layout, record);
     test_projection(
         {layout.gate_up, layout.halves(), record.data() + layout.gate_up_offset, &unpacked.gate_up},

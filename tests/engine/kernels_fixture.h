@@ -354,5 +354,12 @@ inline std::vector<const KernelTable*> all_tables() {
   return tables;
 }
 
+// All but the scalar one, which the others are compared with.
+inline std::vector<const KernelTable*> vector_tables() {
+  std::vector<const KernelTable*> tables = all_tables();
+  std::erase(tables, &kScalarTable);
+  return tables;
+}
+
 }  // namespace testing
 }  // namespace torch_mesh
