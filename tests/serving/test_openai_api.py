@@ -170,9 +170,13 @@ def test_usage_at_the_end_of_a_stream(chat: Callable[..., Any], complete: Callab
         assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_max_completion_tokens_goes_before_max_tokens(chat: Callable[..., Any]) -> None:
-    answer = chat(max_completion_tokens=3)
-    assert answer.usage.completion_tokens == 3 and answer.choices[0].finish_reason == "length"
+def test_an_answer_has_one_limit(chat: Callable[..., Any]) -> None:
+    for limit in ({"max_tokens": None}, {"max_tokens": 3}):
+        answer = chat(max_completion_tokens=3, **limit)
+        assert answer.usage.completion_tokens == 3 and answer.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(max_completion_tokens=3, max_tokens=4)
+    assert refused.value.param == "max_completion_tokens"
 
 
 def test_answers_that_are_json(client: Any, server: Any, chat: Callable[..., Any]) -> None:

@@ -180,6 +180,10 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
             _check_message(f"messages[{index}]", message, "messages")
         if given.get("top_logprobs") is not None and not given.get("logprobs"):
             raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
+        limits = {name: given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+        if len(set(limits.values())) > 1:
+            both = " and ".join(f"{name} is {value}" for name, value in limits.items())
+            raise RequestError(f"{both}: give one of them.", "max_completion_tokens")
     elif kind == RESPONSES:
         _check_input(given["input"])
     elif kind == COMPLETIONS:
