@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from upstream import needs_ep_size
 import torch_mesh
 from torch_mesh import LostRankError, MeshConfig, ReadError
 from torch_mesh.hf import expert_parallel
+from torch_mesh.models import tables as finding
 from torch_mesh.planning.plan import plan
 from torch_mesh.store.convert import convert
 
@@ -48,6 +50,9 @@ RANK = Path(__file__).with_name("rank.py")
 FAMILIES = {"qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts"}
 if "MuseSparkExperts" in TINY_MODELS:  # an older transformers has none
     FAMILIES["muse_spark"] = "MuseSparkExperts"
+# Of a family whose plan divides its embedding tables by columns, and whether the tables then stay in files.
+TABLES = {"tables": True, "replicated tables": True, "loaded tables": False}
+OF_TABLES = "Qwen4ExpTextExperts"
 EXTRAS: dict[str, Any] = {"trained": trained, "traced": traced, "compiled": compiled}
 WAYS = ("all_reduce", "all_to_all")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -192,6 +197,8 @@ QUICK = {
         "drafts",
         "megamoe",
         "traced",
+        "tables",
+        "loaded tables",
     ),
     "qwen3_moe-all_reduce-25%-bfloat16",
 }
@@ -237,8 +244,23 @@ def two_ranks(folder: Path, quick: bool) -> dict[str, Any]:
         "drafts": {"folder": raw, "model": some["model"], "config": {"speculation": "lookup"}},
         "megamoe": {"folder": raw, "model": some["model"], "distributed": {"ep_implementation": "deepgemm_megamoe"}},
     }
+    if OF_TABLES in TINY_MODELS:
+        cases |= table_cases(folder / "tables", some)
     cases = {name: case for name, case in cases.items() if (name in QUICK) == quick}
     return dict(zip(cases, zip(cases.values(), launch(folder, list(cases.values()), 2), strict=True), strict=True))
+
+
+def table_cases(folder: Path, some: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    folder.mkdir()
+    with mock.patch.object(finding, "MIN_VALUES", 1):
+        raw, store = build(folder, OF_TABLES)
+    some = some | {"model": model_of(OF_TABLES), "dtype": torch.float32}
+    in_files = {"resident": 0.5, "tables": "ngram_embedding"}
+    return {
+        "tables": some | {"folder": raw, "config": in_files},
+        "replicated tables": some | {"folder": store, "config": in_files, "whole_rest": True},
+        "loaded tables": some | {"folder": store, "config": {"resident": 0.5, "tables": "off"}},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +312,14 @@ def test_linear_layers_are_packed_whole_or_in_parts(given: Any) -> None:
     case, results = given
     assert_same(case, results)
     assert all("MeshLinear" in result["linears"] for result in results)
+
+
+@pytest.mark.skipif(OF_TABLES not in TINY_MODELS, reason="the installed transformers lacks the family")
+@pytest.mark.parametrize("name", slow_but(TABLES))
+def test_each_rank_has_whole_tables_whatever_the_plan_says(given: Any, name: str) -> None:
+    case, results = given
+    assert_same(case, results)
+    assert [("rows from files" in result["model"]) for result in results] == [TABLES[name]] * 2
 
 
 def test_bf12_has_the_bits_of_bf16_on_each_rank(two: dict[str, Any]) -> None:

@@ -115,6 +115,13 @@ def is_hooked(module: Any) -> bool:
     return bool(getattr(module, "_is_hooked", False))
 
 
+def unhook(module: Any) -> None:
+    """Remove the wrapper that transformers' parallelism put around the forward of ``module``, if it did."""
+    if is_hooked(module):
+        del module._is_hooked
+        vars(module).pop("forward", None)
+
+
 def keep_local(module: Any) -> None:
     """For a layer with a rank's plain part of a weight: its hooks then pass local tensors."""
     module._hf_quantized_needs_local_tp = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from ..errors import LostRankError, MeshError, UnsupportedModelError
 from ..models.families import ExpertsLayer, layers_left_alone
 from ..system.memory import available_bytes
-from .compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules
+from .compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules, unhook
 from .parallelism_checks import dispatches
 
 _SHARE = "_mesh_share"  # attribute of an experts module; models/families.py reads it too
@@ -200,11 +200,13 @@ def prepare_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
         LateForward(module)
 
 
-def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
+def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer], undivided: Iterable[nn.Module]) -> None:
     """After transformers' wrapping: check the dispatch, and let every collective of the model fail with
-    ``LostRankError``."""
+    ``LostRankError``. ``undivided``: modules with all of their weights on each rank, whatever rule the plan has."""
     for module in model.modules():
         LateForward.remove(module)
+    for module in undivided:
+        unhook(module)
     for layer in layers:
         forward = vars(layer.module).get("forward")
         if not getattr(forward, "__qualname__", "").startswith(_DISPATCH):

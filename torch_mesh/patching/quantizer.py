@@ -158,10 +158,11 @@ class MeshQuantizer(PatchedModelQuantizer):
             with contextlib.closing(open_tables([stored for _, stored in whole], source.config)) as reader:
                 load_tables([layer for layer, _ in whole], reader)
         _forget_quantization(model)
-        if source.share is not None:
-            finish_forwards(model, layers)
         tables = [] if source.tables is None else [*source.tables.layers]
-        keep_conversions(model, [*(layers if source.stored else ()), *tables, *(layer for layer, _ in whole)])
+        tables += [layer for layer, _ in whole]
+        if source.share is not None:
+            finish_forwards(model, layers, [table.module for table in tables])
+        keep_conversions(model, [*(layers if source.stored else ()), *tables])
         assemble(model, layers, source.config, source, self)
         if source.share is not None:
             for module in model.modules():
