@@ -280,14 +280,16 @@ def mesh_class(cls: type[nn.Module]) -> type[MeshExperts]:
     return mixed_class(_named_in(_MIXINS, cls) or MeshExperts, cls)
 
 
-def mixed_class(mixin: type[nn.Module], cls: type[nn.Module], keeps_name: bool = False) -> Any:
-    """A subclass of both. ``keeps_name``: under the name of ``cls``, which transformers writes into config.json."""
+def mixed_class(mixin: type[nn.Module], cls: type[nn.Module], keeps_name: bool = False, is_behind: bool = False) -> Any:
+    """A subclass of both, ``mixin`` first. ``keeps_name``: under the name of ``cls``, which transformers writes into
+    config.json. ``is_behind``: ``mixin`` after ``cls``, whose methods then call it, unless it is a subclass of it."""
     if (mixin, cls) not in _mixed_classes:
         names = {"__module__": mixin.__module__}
         if keeps_name:
             names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__ or ""}
         name = cls.__name__ if keeps_name else f"Mesh{cls.__name__}"
-        _mixed_classes[mixin, cls] = type(name, (mixin, cls), names)
+        bases = (cls, mixin) if is_behind and not issubclass(mixin, cls) else (mixin, cls)
+        _mixed_classes[mixin, cls] = type(name, bases, names)
     return _mixed_classes[mixin, cls]
 
 

@@ -12,7 +12,7 @@ from ..errors import MeshError
 from ..models.tables import TableLayer
 from ..pool.row_tables import RowTables
 from ..system.memory import shortage
-from .experts import PackedModule, change_class, drop_attributes
+from .experts import PackedModule, change_class, drop_attributes, mixed_class
 from .packed_weight import FrozenWeight, as_parameter
 
 _ROWS_AT_ONCE = 1 << 16
@@ -118,7 +118,7 @@ def install_table(table: TableLayer, tables: RowTables, index: int) -> None:
     module._mesh_parameters = {"weight": weight.requires_grad}
     module._mesh_class = type(module)
     module._parameters["weight"] = as_parameter(packed_table(table, tables, index))
-    change_class(module, _mesh_class(type(module)))
+    change_class(module, mixed_class(MeshEmbedding, type(module), is_behind=True))
 
 
 def packed_table(table: TableLayer, tables: RowTables, index: int) -> PackedTableWeight:
@@ -145,14 +145,3 @@ def restore_tables(model: nn.Module, device: torch.device) -> None:
             )
         change_class(module, module._mesh_class)
         drop_attributes(module)
-
-
-def _mesh_class(cls: type[nn.Module]) -> Any:
-    """``MeshGemma4TextScaledWordEmbedding`` for ``Gemma4TextScaledWordEmbedding``: a subclass of it."""
-    if cls not in _mesh_classes:
-        bases: tuple[type[nn.Module], ...] = (MeshEmbedding,) if cls is nn.Embedding else (cls, MeshEmbedding)
-        _mesh_classes[cls] = type(f"Mesh{cls.__name__}", bases, {"__module__": __name__})
-    return _mesh_classes[cls]
-
-
-_mesh_classes: dict[type[nn.Module], type[nn.Module]] = {}
