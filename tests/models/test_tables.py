@@ -266,6 +266,13 @@ def test_damaged_rows_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         reopen(model, tmp_path / "store")
 
 
+def test_what_a_frozen_table_refuses_names_the_option(tmp_path: Path) -> None:
+    model = save("Gemma4TextExperts", tmp_path)
+    opened = reopen(model, tmp_path, tables="embed_tokens_per_layer")
+    with pytest.raises(MeshError, match="tables='off'"):
+        embeddings(opened)[0].weight.requires_grad_(True)
+
+
 def test_plan_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(QWEN, tmp_path)
     weights = [weight for name, weight in model.named_parameters() if "ngram_embedding" in name]

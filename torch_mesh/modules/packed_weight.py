@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ class PackedWeight(torch.Tensor):
     path: str  # as in model.named_parameters(), for errors
     format: str
     exact: bool  # whether unpacking gives the very values that were packed
+    otherwise: ClassVar[str] = "if dense= packs it, set dense='none'"  # for errors: what else makes it ordinary
     _identity: torch.Tensor  # shared by all aliases of one weight
 
     @staticmethod
@@ -84,7 +85,7 @@ class PackedWeight(torch.Tensor):
     def _refuse(self, what: str) -> MeshError:
         return MeshError(
             f"{what} {self.path}, which is packed ({self.format}) and frozen. Call torch_mesh.unpatch(model) to make "
-            "it an ordinary weight; if dense= packs it, set dense='none'."
+            f"it an ordinary weight; {self.otherwise}."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:

@@ -49,6 +49,7 @@ class MeshEmbedding(PackedModule, nn.Embedding):
 class PackedTableWeight(FrozenWeight):
     """The weight of a ``MeshEmbedding``. Arithmetic on it raises: it would read the whole table."""
 
+    otherwise = "or open the model with tables='off'"
     handle: torch.Tensor
     tables: RowTables
     table: int
