@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, MeshError, StoreError, UnsupportedModelError
+from torch_mesh import MeshConfig, MeshError, StoreError, UnsupportedModelError, merge
+from torch_mesh.cli import main
 from torch_mesh.models import tables as finding
 from torch_mesh.modules.packed_weight import PackedWeight
 from torch_mesh.modules.tables import MeshEmbedding, table_modules, tables_of
@@ -264,6 +266,80 @@ def test_damaged_rows_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.unlink()
     with pytest.raises(StoreError, match="missing"):
         reopen(model, tmp_path / "store")
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, **fields: Any) -> PeftModel:
+    adapted = get_peft_model(model, LoraConfig(**{"r": 2, "init_lora_weights": False, **fields}))
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+@pytest.mark.parametrize("base", ["raw", "store"])
+def test_a_merged_store_has_the_tables_of_its_base(
+    family: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, count = FAMILIES[family]
+    model = save(family, tmp_path / "raw")
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    save_adapter(reopen(model, tmp_path / base), tmp_path / "adapter", target_modules=["q_proj"])
+    merged = merge(tmp_path / base, tmp_path / "adapter", tmp_path / "merged", max_file_bytes=1 << 16).store
+    assert any(is_table_file(file.name) for file in merged.manifest.other_files)
+    assert not list(verify(merged))
+    in_files, in_memory = (reopen(model, tmp_path / "merged", tables=tables) for tables in ("auto", "off"))
+    assert len(embeddings(in_files)) == count and not embeddings(in_memory)
+    for path, embedding in table_modules(in_files):
+        rows = model.get_submodule(path)(torch.arange(embedding.num_embeddings))
+        assert torch.equal(embedding(torch.arange(embedding.num_embeddings)), rows)
+    inputs = inputs_for(model)
+    assert torch.equal(output_of(in_files, inputs), output_of(in_memory, inputs))
+
+
+def test_an_adapter_on_a_table_is_merged_into_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, family = "embed_tokens_per_layer", "Gemma4TextExperts"
+    model = save(family, tmp_path / "raw")
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    save_adapter(reopen(model, tmp_path / "raw"), tmp_path / "adapter", target_modules=[name])
+    merged = merge(tmp_path / "raw", tmp_path / "adapter", tmp_path / "merged").store
+    assert not list(verify(merged))
+    expected = PeftModel.from_pretrained(copy.deepcopy(model).float(), tmp_path / "adapter").merge_and_unload()
+    opened = reopen(model, tmp_path / "merged")
+    [embedding] = embeddings(opened)
+    ids = torch.arange(embedding.num_embeddings)
+    weight = expected.model.embed_tokens_per_layer.weight
+    assert torch.equal(torch.nn.functional.embedding(ids, weight.bfloat16()) * embedding.embed_scale, embedding(ids))
+    with pytest.raises(StoreError, match="cannot be merged"):
+        merge(tmp_path / "store", tmp_path / "adapter", tmp_path / "other")
+
+
+def test_a_damaged_table_is_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(QWEN, tmp_path / "raw")
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    store = convert(tmp_path / "raw", tmp_path / "store", "bf16").store
+    save_adapter(reopen(model, tmp_path / "raw"), tmp_path / "adapter", target_modules=["q_proj"])
+    path = tmp_path / "store" / next(file.name for file in store.manifest.other_files if is_table_file(file.name))
+    with path.open("r+b") as file:
+        file.seek(4096 + 5)
+        file.write(b"damage")
+    with pytest.raises(StoreError, match="was changed since the conversion"):
+        merge(tmp_path / "store", tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_inspect_finds_damaged_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(QWEN, tmp_path / "raw")
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    store = convert(tmp_path / "raw", tmp_path / "store", "bf16").store
+    assert main(["inspect", "--verify", str(store.folder)]) == 0
+    path = store.folder / next(file.name for file in store.manifest.other_files if is_table_file(file.name))
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)  # of what pads the last row, which no look-up reads
+        file.write(b"x")
+    assert main(["inspect", "--verify", str(store.folder)]) != 0
+    assert path.name in "".join(capsys.readouterr().out.split())
 
 
 def test_what_a_frozen_table_refuses_names_the_option(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from ..store.hub import local_folder
 from ..store.manifest import MAX_FILE_BYTES, Shape, is_store, open_store
 from ..store.mapping import model_names
 from ..store.store_plan import Progress, StorePlan
+from ..store.table_files import table_files
+from ..store.tables import tables_in_files
 from ..store.verify import check_other_files
 from ..store.writer import Written, write_store
 from .factors import Factors
@@ -81,7 +83,8 @@ def merge(
     )
     outline = meta_model(read_config(source))
     read = read_adapter(folder, outline, find_experts(outline))
-    rest = replace(found.rest, tensors=_changed_tensors(source, folder, found, read.rest))
+    of_base = found.rest(read.rest, max_file_bytes)
+    rest = replace(of_base, tensors=_changed_tensors(source, folder, found.model, of_base.tensors, read.rest))
     return write_store(
         destination,
         plan,
@@ -104,7 +107,7 @@ class _Base:
     weights: str
     group_size: int
     fingerprint: str
-    rest: Rest
+    rest: Callable[[Container[str], int], Rest]  # for changed parameters and the most bytes of a file
     expert: Callable[[int, int], ExpertTensors]
     unchanged: Callable[[int, int], torch.Tensor]  # the record of an expert without an adapter
 
@@ -124,6 +127,12 @@ def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, gro
             warnings.simplefilter("ignore")  # their causes are refused
         weights, group_size = weights_of_checkpoint(experts, weights, group_size)
     _check_rounds(source, weights)
+
+    def rest(changed: Container[str], max_file_bytes: int) -> Rest:
+        # A table that the adapter changes is written as other tensors are: its rows are no longer the base's.
+        tables = [table for _, table in tables_in_files(source, model, "auto") if table.name not in changed]
+        return rest_of_checkpoint(experts, model, tables, table_files(tables, fingerprint, max_file_bytes))
+
     return _Base(
         model=model,
         layers=dict(enumerate(find_experts(model))),
@@ -132,7 +141,7 @@ def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, gro
         weights=weights,
         group_size=group_size,
         fingerprint=fingerprint,
-        rest=rest_of_checkpoint(experts, model),
+        rest=rest,
         expert=experts.read_expert,
         unchanged=lambda layer, expert: pack_from_checkpoint(experts, layer, expert, weights, group_size),
     )
@@ -159,7 +168,7 @@ def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_si
         weights=becomes[0],
         group_size=becomes[1],
         fingerprint=fingerprint,
-        rest=rest_of_store(store),
+        rest=lambda changed, max_file_bytes: rest_of_store(store),
         expert=functools.partial(stored_expert, store),
         unchanged=unchanged,
     )
@@ -227,16 +236,17 @@ def _tied(model: Any) -> dict[str, str]:
     return {**pairs, **{source: tied for tied, source in pairs.items()}}
 
 
-def _changed_tensors(source: Path, folder: Path, base: _Base, changes: Mapping[str, Change]) -> list[Dense]:
-    tensors = base.rest.tensors
-    names = {} if is_gguf(source) else model_names(base.model, [dense.tensor.name for dense in tensors])
+def _changed_tensors(
+    source: Path, folder: Path, model: Any, tensors: Sequence[Dense], changes: Mapping[str, Change]
+) -> list[Dense]:
+    names = {} if is_gguf(source) else model_names(model, [dense.tensor.name for dense in tensors])
     places: dict[str, Dense] = {}
     for dense in tensors:
         parameter, whole = names.get(dense.tensor.name, (dense.tensor.name, True))
         if parameter in changes and whole:
             places[parameter] = dense
     for parameter in changes:
-        _check_place(source, folder, base.model, parameter, places.get(parameter))
+        _check_place(source, folder, model, parameter, places.get(parameter))
     changed = {
         places[parameter].tensor.name: _changed(folder, places, parameter, change)
         for parameter, change in changes.items()

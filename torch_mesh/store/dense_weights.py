@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from torch_mesh.store.header import (
     store_error,
     weight_files,
 )
-from torch_mesh.store.manifest import MANIFEST_NAME, Store, config_text, quantization_table
+from torch_mesh.store.manifest import MANIFEST_NAME, OtherFile, Store, config_text, quantization_table
 from torch_mesh.store.sources import QUANTISATION_FILES
 from torch_mesh.store.sources.layout import Weight
 from torch_mesh.store.store_plan import Chunk, NewFile, Piece, StorePlan
@@ -94,12 +95,9 @@ def rest_of_store(store: Store) -> Rest:
         for path in weight_files(folder)
         for tensor in read_header(path).tensors.values()
     ]
-    others = [
-        path
-        for path in sorted(folder.iterdir())
-        if (_is_copied(path) and path.name != MANIFEST_NAME) or is_table_file(path.name)
-    ]
-    return Rest((folder / "config.json").read_text(encoding="utf-8"), tensors, [_copied(path) for path in others])
+    others = [_copied(path) for path in sorted(folder.iterdir()) if _is_copied(path) and path.name != MANIFEST_NAME]
+    rows = [_copied_rows(folder / file.name, file) for file in store.manifest.other_files if is_table_file(file.name)]
+    return Rest((folder / "config.json").read_text(encoding="utf-8"), tensors, [*others, *rows])
 
 
 def files_beside(rest: Rest, model: PreTrainedModel, plan: StorePlan, max_file_bytes: int) -> list[NewFile]:
@@ -210,6 +208,20 @@ def _of_bytes(name: str, data: bytes) -> NewFile:
 def _copied(path: Path) -> NewFile:
     size = path.stat().st_size
     return NewFile(path.name, size, lambda: _read_range(path, 0, size))
+
+
+def _copied_rows(path: Path, file: OtherFile) -> NewFile:
+    """A store's file of rows, of which opening the store has checked the size alone."""
+
+    def chunks() -> Iterator[Chunk]:
+        digest = hashlib.blake2b(digest_size=16)
+        for chunk in _read_range(path, 0, file.bytes):
+            digest.update(chunk)
+            yield chunk
+        if digest.hexdigest() != file.digest:
+            raise store_error(path, "was changed since the conversion: copy or convert the model again")
+
+    return NewFile(file.name, file.bytes, chunks)
 
 
 def _spread(tensors: Iterable[Dense], max_file_bytes: int) -> list[tuple[str, list[Dense]]]:
