@@ -158,6 +158,18 @@ void forward_that_defers(Pool& pool) {
 
 constexpr ForwardPart kVisit{.kind = ClaimKind::kVisit};
 
+TEST(PoolStats, AnExpertThatIsNamedTwiceIsReadOnce) {
+  const TestStore store(1, 8);
+  Pool pool(options_of(6), {}, store.source(), nullptr);
+  forward(pool, 0, {3, 1, 3}, kDecodeStep);
+  const PoolStats stats = pool.detailed_stats();
+  const LayerStats& decode = layer_of(stats, Phase::kDecode);
+  EXPECT_EQ(decode.accesses, 3);
+  EXPECT_EQ(decode.cold_misses, 2);
+  EXPECT_EQ(decode.inflight_misses, 1);
+  EXPECT_EQ(decode.promoted, 2);
+}
+
 TEST(PoolStats, AVisitIsNoAccessAndNoForward) {
   const TestStore store(2, 8);
   Pool pool(options_of(4), {}, store.source(), nullptr);
@@ -358,6 +370,34 @@ TEST(PoolStats, AFailedPrefetchIsKeptAndReachesNoForward) {
   pool.reset_stats();
   EXPECT_FALSE(pool.detailed_stats().prefetch_error);
   pool.validate();
+}
+
+// One buffer, which a prefetch holds while a prefetch and then a forward's read queue for it.
+TEST(PoolStats, AForwardGetsABufferBeforeAPrefetch) {
+  const TestStore store(1, 8);
+  std::promise<void> queued;
+  std::vector<int32_t> packed;
+  const auto pack = [&](int32_t, std::span<const std::byte* const> pieces, std::byte* record) {
+    if (packed.empty()) queued.get_future().wait();
+    packed.push_back(static_cast<int32_t>(pieces[0][0]));
+    std::memcpy(record, pieces[0], kRecord);
+  };
+  PoolOptions options = options_of(8);
+  options.staging = 1;
+  Pool pool(options, {}, store.raw(), pack);
+  pool.prefetch(0, Experts{1}, Phase::kDecode);
+  pool.prefetch(0, Experts{2}, Phase::kDecode);
+  const Experts experts{3};
+  std::array<Claim::Entry, 1> entries;
+  std::array<ReadyExpert, 1> ready;
+  {
+    Claim claim(pool, 0, experts, entries, kDecodeStep);
+    queued.set_value();
+    ASSERT_EQ(claim.next(ready), 1);
+    release(claim, 0);
+  }
+  pool.drain();
+  EXPECT_EQ(packed, (std::vector<int32_t>{1, 3, 2}));
 }
 
 // The first packing of expert 2 fails, after a forward has come to wait for it.
