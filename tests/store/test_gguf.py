@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -400,6 +401,23 @@ def test_maverick_has_no_norm_of_queries_and_keys(written: Callable[..., Written
     for experts, normed in ((16, True), (128, False)):
         metadata = {**part.metadata, "llama4.expert_count": experts}
         assert gguf_model.config_table(metadata, list(part.header.tensors))["use_qk_norm"] == normed
+
+
+@pytest.mark.parametrize("architecture", ["qwen3next", "llama4", "gemma4"])
+@pytest.mark.parametrize(
+    "value", [(1 << 31) - 1, *(pytest.param(each, marks=pytest.mark.thorough) for each in (0, 7, "x"))]
+)
+def test_a_wrong_value_of_any_key_is_a_typed_error_or_a_model(
+    architecture: str, value: object, written: Callable[..., Written], tmp_path: Path
+) -> None:
+    path = written(architecture).path
+    for key in [key for key in read_gguf(path).metadata if key.startswith(f"{architecture}.")]:
+        _rewrite(path, tmp_path / "m.gguf", architecture, metadata={key: value})
+        with contextlib.suppress(MeshError):
+            model = meta_model(read_config(tmp_path / "m.gguf"))
+            experts = find_checkpoint_experts(tmp_path / "m.gguf", model)
+            for part in gguf_model.rest_of_model(tmp_path / "m.gguf", experts.weights, experts.names, model):
+                assert part.values().shape == part.shape
 
 
 @pytest.mark.parametrize(

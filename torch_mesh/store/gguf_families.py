@@ -57,6 +57,7 @@ _DELTA_NET = {
 }
 
 ROPE_DIVISORS = "rope_freqs.weight"  # of each frequency
+_MAX_LAYERS = 1 << 12
 _SIGMOID = 2  # of expert_gating_func
 # Of DeepSeek-V3 and V2: the groups that routers choose from, and how many, by the number of experts.
 _GROUPS_OF_EXPERTS = {(256, True): (8, 4), (160, False): (8, 3)}
@@ -124,6 +125,8 @@ class Family:
 def _layers(said: Said) -> int:
     """Those for multi-token prediction are counted in the file, and stand behind the others."""
     count: int = said["block_count"] - said.get("nextn_predict_layers", 0)
+    if not 0 < count <= _MAX_LAYERS:  # lists are made of this length before the tensors are counted
+        raise ValueError(f"{count} layers; at most {_MAX_LAYERS} are accepted")
     return count
 
 
