@@ -403,17 +403,19 @@ def test_maverick_has_no_norm_of_queries_and_keys(written: Callable[..., Written
         assert gguf_model.config_table(metadata, list(part.header.tensors))["use_qk_norm"] == normed
 
 
-@pytest.mark.parametrize("architecture", ["qwen3next", "llama4", "gemma4"])
+@pytest.mark.parametrize("architecture", ["qwen3next", "llama4", "gemma4", "qwen35moe"])
 @pytest.mark.parametrize(
     "value", [(1 << 31) - 1, *(pytest.param(each, marks=pytest.mark.thorough) for each in (0, 7, "x"))]
 )
 def test_a_wrong_value_of_any_key_is_a_typed_error_or_a_model(
     architecture: str, value: object, written: Callable[..., Written], tmp_path: Path
 ) -> None:
+    if architecture not in gguf_files.ARCHITECTURES:
+        pytest.skip("this transformers does not read qwen35moe")
     path = written(architecture).path
     for key in [key for key in read_gguf(path).metadata if key.startswith(f"{architecture}.")]:
         _rewrite(path, tmp_path / "m.gguf", architecture, metadata={key: value})
-        with contextlib.suppress(MeshError):
+        with mutations.limits(60, 1 << 30), contextlib.suppress(MeshError):
             model = meta_model(read_config(tmp_path / "m.gguf"))
             experts = find_checkpoint_experts(tmp_path / "m.gguf", model)
             for part in gguf_model.rest_of_model(tmp_path / "m.gguf", experts.weights, experts.names, model):

@@ -442,7 +442,7 @@ def _names_of(path: Path, model: transformers.PreTrainedModel) -> Names:
         if architecture in FAMILIES:
             return PackageNames(architecture, model)
         return (_FunctionNames if architecture in _IN_FUNCTIONS else _TableNames)(architecture, model)
-    except RuntimeError as problem:  # torch's, of tables with a row for each head that the metadata claim
+    except Exception as problem:  # such as tables with a row for each of the heads that the metadata claim, or for none
         raise _no_config(path, problem) from problem
 
 
