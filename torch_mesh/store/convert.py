@@ -44,7 +44,7 @@ from torch_mesh.store.hub import local_folder
 from torch_mesh.store.hub_shards import streamed_folder
 from torch_mesh.store.manifest import MAX_FILE_BYTES, Store
 from torch_mesh.store.stages import Streaming, peak_bytes, stages
-from torch_mesh.store.store_plan import NewFile, Progress, StorePlan
+from torch_mesh.store.store_plan import NewFile, Packer, Progress, StorePlan
 from torch_mesh.store.table_files import table_files
 from torch_mesh.store.tables import tables_in_files
 from torch_mesh.store.verify import read_record
@@ -53,10 +53,8 @@ from torch_mesh.store.writer import Written, write_folder, write_store
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from torch_mesh.calibration.packing import Calibrator
-
     # Takes a checkpoint's experts, its model on the meta device, a format and a group size.
-    Calibrate = Callable[[CheckpointExperts, PreTrainedModel, str, int], Calibrator]
+    Calibrate = Callable[[CheckpointExperts, PreTrainedModel, str, int], Packer]
 
 CALIBRATE_TOKENS = 16384
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_mesh.formats import FORMATS
 from torch_mesh.store.manifest import Calibration, Manifest, Shape
@@ -77,6 +77,19 @@ class Scratch:
     names: tuple[str, ...]
     bytes: int
     prepare: Callable[[Path, Callable[[int], None]], None]
+
+
+class Packer(Protocol):
+    """Packs records by what their experts compute: ``calibration.packing.Calibrator``."""
+
+    @property
+    def calibration(self) -> Calibration: ...
+
+    @property
+    def scratch(self) -> Scratch: ...
+
+    def pack(self, layer: int, expert: int) -> torch.Tensor:
+        """Returns uint8 [record_bytes]. Called from a worker thread."""
 
 
 @dataclass(frozen=True)
