@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from saved import assert_same_checkpoint
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,6 +171,30 @@ def test_speculation_of_ngram_layers_is_refused(tmp_path: Path) -> None:
     assert "rewound" in standalone_unsupported_reason(opened)
     with pytest.raises(UnsupportedModelError, match="cannot be rewound"):
         reopen(model, tmp_path, tables="ngram_embedding", speculation="lookup")
+
+
+def test_drafts_are_checked_with_rows_from_files(tmp_path: Path) -> None:
+    """Of a table that no state follows: the per-layer embeddings are those of the tokens of a draft."""
+    model = save("Gemma4TextExperts", tmp_path)
+    ids = torch.randint(3, 100, (1, 9)).repeat(1, 3)  # there is something to draft from
+    made = []
+    for tables in ("off", "embed_tokens_per_layer"):
+        opened = reopen(model, tmp_path, tables=tables, speculation="lookup")
+        made.append(opened.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1))
+    assert torch.equal(*made)
+    [table] = torch_mesh.stats(opened).tables
+    assert table.lookups >= 27 + 19
+
+
+def test_saving_a_store_gives_the_checkpoint(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _ = FAMILIES[family]
+    model = save(family, tmp_path / "raw")
+    with monkeypatch.context() as small:
+        small.setattr(finding, "MIN_VALUES", 1)
+        convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    for tables in (name, "off"):
+        reopen(model, tmp_path / "store", tables=tables).save_pretrained(tmp_path / tables)
+        assert_same_checkpoint(tmp_path / tables, tmp_path / "raw")
 
 
 def test_auto_takes_large_tables_that_are_only_looked_up(

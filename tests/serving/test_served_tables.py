@@ -1,0 +1,133 @@
+"""Models whose embedding tables stay in files, served and run: they say what the same models say with tables in
+memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from torch_mesh import MeshConfig
+from torch_mesh.cli import main
+
+openai = pytest.importorskip("openai")
+
+TEXTS = ["And it came to pass in those days, that", "def main():\n    parser =", "In the beginning", "import os\n"]
+TOKENS = 8
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "eos_token_id": 4095,
+}
+NGRAMS = {
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 48,
+    "layer_types": ["linear_attention", "qwen_sparse_attention", "linear_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 96,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 400,
+    "split_ngram_parts": 4,
+}
+PER_LAYER = {
+    "top_k_experts": 3,
+    "enable_moe_block": True,
+    "vocab_size_per_layer_input": 4096,
+    "hidden_size_per_layer_input": 8,
+}
+# The table, and the family of transformers; without one, the small trained model with a head of its own.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ngram_embedding": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", NGRAMS),
+    "embed_tokens_per_layer": ("Gemma4TextConfig", "Gemma4ForCausalLM", PER_LAYER),
+    "embed_tokens": ("", "", {}),
+}
+
+
+def _built(table: str, mesh_tiny: Path) -> PreTrainedModel:
+    config, model, fields = MODELS[table]
+    if not config:
+        untied = AutoModelForCausalLM.from_pretrained(mesh_tiny, tie_word_embeddings=False)
+        untied.lm_head.weight.data.copy_(untied.model.embed_tokens.weight)
+        return untied
+    if not hasattr(transformers, model):
+        pytest.skip(f"the installed transformers has no {model}")
+    built = getattr(transformers, model)(getattr(transformers, config)(**SIZES, **fields))
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.1)
+    return built.bfloat16()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def table(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def model(table: str, mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(1)
+    _built(table, mesh_tiny).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(mesh_tiny).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(serving: Callable[..., Any], model: Path, table: str) -> list[Any]:
+    """With tables in memory, and in files."""
+    return [serving(model, MeshConfig(resident=0.5, tables=tables)) for tables in ("off", table)]
+
+
+def _answers(server: Any) -> list[str]:
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        ask = {"model": server.model, "max_tokens": TOKENS, "temperature": 0}
+        return [client.completions.create(prompt=text, **ask).choices[0].text for text in TEXTS]
+
+
+def test_a_server_says_what_it_says_with_tables_in_memory(servers: list[Any]) -> None:
+    for _ in range(2):  # the second time with keys of earlier prompts
+        expected, found = map(_answers, servers)
+        assert found == expected and any(found)
+
+
+@pytest.mark.parametrize("table", ["embed_tokens"], indirect=True)
+def test_requests_of_a_file_are_computed_at_once(model: Path, table: str, tmp_path: Path) -> None:
+    """By continuous batching, of which transformers has no caches for the other families."""
+    requests = tmp_path / "requests.jsonl"
+    lines = [json.dumps({"prompt": text, "max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
+    requests.write_text("".join(f"{line}\n" for line in lines))
+    said = []
+    for tables in ("off", table):
+        answers = tmp_path / f"{tables}.jsonl"
+        command = ["run", str(model), str(requests), str(answers), "--resident", "0.5", "--tables", tables]
+        assert main([*command, "--at-once", "4"]) == 0
+        found = {
+            each["custom_id"]: each["response"]["body"] for each in map(json.loads, answers.read_text().splitlines())
+        }
+        said.append([found[f"line-{number + 1}"]["choices"][0]["text"] for number in range(len(TEXTS))])
+    assert said[0] == said[1] and any(said[0])
