@@ -33,12 +33,14 @@ class PyTables {
   int64_t generation() const { return generation_; }
 
   // What `see` returns of the tables, without the GIL. They are let go of before anything of
-  // Python's is made of that (see PyEngine::look). Throws Error(kClosed) after close().
+  // Python's is made of that (see PyEngine::look). Throws Error(kClosed) after close(), and
+  // Error(kForked) in a child.
   template <typename See>
   std::invoke_result_t<See, Tables&> look(const See& see) const {
     const std::shared_ptr<LiveTables> live = live_;
     if (live == nullptr) throw Error(ErrorKind::kClosed, "these tables are closed");
     const pybind11::gil_scoped_release released;
+    live->tables->check_owner();
     return see(*live->tables);
   }
 

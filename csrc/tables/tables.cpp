@@ -261,26 +261,28 @@ int64_t Tables::memory_bytes() const {
 }
 
 TableStats Tables::stats(int32_t table) const {
-  owner_.check("these tables");
+  check_owner();
   const Lock lock(mutex_);
   return stats_[table];
 }
 
 void Tables::reset_stats() {
-  owner_.check("these tables");
+  check_owner();
   const Lock lock(mutex_);
   std::fill(stats_.begin(), stats_.end(), TableStats{});
 }
 
+void Tables::check_owner() const { owner_.check("these tables"); }
+
 void Tables::close() {
-  if (owner_.forked()) return;
+  check_owner();
   const Lock lock(mutex_);
   closed_ = true;
   changed_.notify_all();
 }
 
 void Tables::gather(int32_t table, std::span<const int64_t> ids, std::byte* out) {
-  owner_.check("these tables");
+  check_owner();
   Gather gather(table, ids, out, row_bytes(table));
   Lock lock(mutex_);
   TableStats& stats = stats_[table];
@@ -302,7 +304,7 @@ void Tables::gather(int32_t table, std::span<const int64_t> ids, std::byte* out)
 }
 
 void Tables::prefetch(int32_t table, std::span<const int64_t> ids) {
-  owner_.check("these tables");
+  check_owner();
   {
     const Lock lock(mutex_);
     if (closed_ || caches_[table].capacity() == 0) return;

@@ -326,12 +326,18 @@ TEST_P(TablesTest, AForkedChildIsRefusedAndEnds) {
   const int status = status_of_child([&] {
     std::vector<std::byte> out(320);
     const std::vector<int64_t> ids{1};
-    try {
-      tables->gather(0, ids, out.data());
-    } catch (const Error& error) {
-      return error.kind() == ErrorKind::kForked ? 7 : 1;
-    }
-    return 2;
+    const auto is_refused = [](const auto& call) {
+      try {
+        call();
+      } catch (const Error& error) {
+        return error.kind() == ErrorKind::kForked;
+      }
+      return false;
+    };
+    const bool refused = is_refused([&] { tables->gather(0, ids, out.data()); }) &&
+                         is_refused([&] { tables->prefetch(0, ids); }) &&
+                         is_refused([&] { tables->close(); });
+    return refused ? 7 : 1;
   });
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
   expect_rows(*tables, 0, {1, 4});

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import torch_mesh
 from torch_mesh import _C
 
 ROWS, DIM = 1000, 160
+PATIENCE = 60  # seconds: under a busy machine a child or a thread may take long; a hang takes for ever
 # With this seed the first read takes about half of it.
 SLOW = {"seed": 0, "delay": 1, "max_delay": 3.0}
 
@@ -203,6 +207,83 @@ def test_close_ends_a_gather_that_waits(files: RowFiles) -> None:
     assert len(failed) == 1
 
 
+# Gathers, closings and the end of a process whose reads last for a day.
+STUCK = """
+import functools, os, signal, sys, threading, time
+from pathlib import Path
+import torch
+from row_files import handle_of, padded_files
+from tiny_pools import ops
+from torch_mesh import _C, _testing, PoolClosedError, ReadTimeoutError
+from torch_mesh.pool.row_tables import RowTables
+from torch_mesh.store.table_files import RowStretch, StoredTable
+
+NEVER = {"seed": 1, "delay": 1, "max_delay": 86400.0}
+files = padded_files(Path(sys.argv[1]), torch.randn(100, 160).bfloat16())
+
+def gather(handle):
+    ops.gather_rows(torch.tensor([1]), handle, 160, torch.bfloat16)
+
+def open_stuck(timeout):
+    tables = files.open(faults=NEVER, timeout=timeout, io=sys.argv[2])
+    ops.prefetch_rows(torch.arange(40), handle_of(tables))
+    time.sleep(0.5)  # what the I/O thread has not begun is dropped
+    return tables
+
+tables = open_stuck(0.5)
+try:
+    tables.close()
+except ReadTimeoutError as error:
+    assert "what they read into is freed when they end" in str(error), error
+else:
+    raise AssertionError("reads that last for a day have ended")
+
+tables, failed = open_stuck(2.0), []
+def gather_late():
+    try:
+        gather(handle)
+    except PoolClosedError as error:
+        failed.append(error)
+handle = handle_of(tables)
+thread = threading.Thread(target=gather_late)
+thread.start()
+while tables.stats()[0]["gathers"] == 0:
+    assert thread.is_alive(), failed
+    time.sleep(0.001)
+del tables  # under a gather that waits for its own read
+thread.join()
+assert failed
+
+tables = open_stuck(1e6)
+try:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    tables.close()
+except KeyboardInterrupt:
+    print("interrupted")
+
+_C.Tables = functools.partial(_C.Tables, interpose=_testing.faults(**NEVER))
+about = files.described[0]
+stored = StoredTable(
+    about["name"], 160, torch.bfloat16, about["stride"], about["salt"], (RowStretch(files.files[0], 0, 100),), ()
+)
+tables = RowTables([stored], cache_bytes=1 << 20, verify="always", timeout=1e6, io=sys.argv[2])
+ops.prefetch_rows(torch.arange(40), tables.handle(0))
+time.sleep(0.5)
+print("at the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("io", first_quick("threads", "uring", "buffered"))
+def test_reads_that_never_end_hold_up_neither_close_nor_del_nor_exit(io: str, tmp_path: Path) -> None:
+    if io == "uring" and (why := _C.features()["uring"]):
+        pytest.skip(why)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", STUCK, str(tmp_path), io]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["interrupted", "at the end"]
+
+
 @pytest.mark.parametrize("files", first_quick(raw_files, padded_files), indirect=True)
 def test_forked_children_are_told_so(files: RowFiles, tables: _C.Tables) -> None:
     gather(files, tables, torch.tensor([1, 2]))
@@ -218,6 +299,63 @@ def test_forked_children_are_told_so(files: RowFiles, tables: _C.Tables) -> None
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert torch.equal(gather(files, tables, torch.tensor([1, 3])), files.tables[0][[1, 3]])
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("files", [raw_files], indirect=True)
+@pytest.mark.parametrize("children", first_quick(40, 400))
+def test_no_child_hangs_wherever_its_parents_threads_are(files: RowFiles, tables: _C.Tables, children: int) -> None:
+    """Each fork may come while another thread holds a lock: of the registry, of tables, or of their reader."""
+    ending = threading.Event()
+    handle = handle_of(tables)
+
+    def gather_and_request(number: int) -> None:
+        draw = torch.Generator().manual_seed(number)
+        while not ending.is_set():
+            ids = torch.randint(ROWS, (20,), generator=draw)
+            ops.prefetch_rows(ids, handle)
+            assert torch.equal(gather(files, tables, ids), files.tables[0][ids])
+
+    def open_and_close() -> None:
+        while not ending.is_set():
+            files.open().close()
+
+    calls: list[Callable[[], object]] = [
+        lambda: ops.prefetch_rows(torch.tensor([1]), handle),
+        lambda: gather(files, tables, torch.tensor([1])),
+        tables.stats,
+        tables.describe,
+        tables.reset_stats,
+        tables.close,
+    ]
+
+    def is_refused(call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except torch_mesh.ForkedProcessError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(3) as threads:
+        busy = [threads.submit(gather_and_request, 0), threads.submit(gather_and_request, 1)]
+        busy.append(threads.submit(open_and_close))
+        try:
+            for number in range(children):
+                child = os.fork()
+                if child == 0:
+                    try:
+                        signal.alarm(PATIENCE)  # ends it where it hangs
+                        os._exit(sum(1 << at for at, call in enumerate(calls) if not is_refused(call)))
+                    finally:
+                        os._exit(255)
+                status = os.waitpid(child, 0)[1]
+                assert status == 0, f"child {number}: {status}"
+        finally:
+            ending.set()
+        for each in busy:
+            each.result(PATIENCE)
+    last = torch.tensor([1, 3])
+    assert torch.equal(gather(files, tables, last), files.tables[0][last])
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 4), (0,)])
