@@ -53,7 +53,8 @@ TEST(Pack, TakesEveryTypeAndView) {
     Weights weights(layout, random);
     const size_t count = weights.gate.size();
     for (auto* matrix : {&weights.gate, &weights.up, &weights.down}) {
-      for (float& w : *matrix) w = std::round(w * 1000) / 64;  // at most 8 bits: exact in all types
+      // At most 8 bits: exact in all types.
+      for (float& w : *matrix) w = std::clamp(std::round(w * 1000), -255.0f, 255.0f) / 64;
     }
     const Bytes expected = weights.pack(*all_tables().back());
 
