@@ -38,8 +38,7 @@ int32_t Window::narrow() const {
 }
 
 void Window::read_next_layer(const ClaimState& claim) {
-  // A step follows a step.
-  const int32_t layer = claim.step ? (claim.layer + 1) % layers_ : claim.layer + 1;
+  const int32_t layer = claim.layer + 1;
   if (!claim.window || !claim.part.last || claim.waiting > 0 || layer == layers_) return;
   const auto ids = std::views::iota(layer * experts_, (layer + 1) * experts_);
   int32_t missing = 0, ahead = 0;
