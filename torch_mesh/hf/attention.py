@@ -44,8 +44,7 @@ def _decode_step(
 
     None for prompts, in training, and for unsupported arguments.
     """
-    known = dropout == 0 and all(kwargs.get(name) is None for name in _FOREIGN)
-    if not known or not _runs(query, key, value, attention_mask):
+    if dropout != 0 or _has_foreign(kwargs) or not _runs(query, key, value, attention_mask):
         return None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return torch.ops.torch_mesh.attention(query, key, value, attention_mask, scale)
@@ -69,7 +68,7 @@ def _packed(
     tokens, keys = query.shape[2], key.shape[2]
     if attention_mask is None or attention_mask.shape != (1, 1, tokens, keys) or query.device.type != "cpu":
         return None
-    if any(kwargs.get(name) is not None for name in _FOREIGN):
+    if _has_foreign(kwargs):
         return None
     ends = list(zip(cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist(), strict=True))
     return ends if len(ends) > 2 and ends[-1] == (tokens, keys) else None  # else it is one sequence, or padded
@@ -93,6 +92,10 @@ def _by_sequence(
             mask = attention_mask[:, :, first:end, keys]
             outputs.append(forward(query[:, :, first:end], key[:, :, keys], value[:, :, keys], mask, **kwargs)[0])
     return torch.cat(outputs, dim=1)
+
+
+def _has_foreign(arguments: dict[str, Any]) -> bool:
+    return any(arguments.get(name) is not None for name in _FOREIGN)
 
 
 def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:

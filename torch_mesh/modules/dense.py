@@ -372,20 +372,6 @@ def own_part(weight: torch.Tensor) -> torch.Tensor:
     return part.to_local() if hasattr(part, "device_mesh") else weight
 
 
-def dense_saving(
-    model: Any,
-    layers: Sequence[ExpertsLayer],
-    *,
-    dense: str,
-    group_size: int,
-    blocks: Blocks | None = None,
-    loaded: bool = True,
-) -> int:
-    """Bytes that ``pack_dense`` saves; negative if it adds some."""
-    freed, packed = dense_bytes(model, layers, dense=dense, group_size=group_size, blocks=blocks, loaded=loaded)
-    return freed - packed
-
-
 def dense_bytes(
     model: Any,
     layers: Sequence[ExpertsLayer],

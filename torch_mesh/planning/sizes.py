@@ -15,7 +15,7 @@ from ..config import MeshConfig
 from ..formats import FORMATS, layer_formats, short_name
 from ..models.families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
 from ..models.tables import TableLayer
-from ..modules.dense import CODES, Blocks, check_dense, dense_formats, dense_saving, kept_in_fp32
+from ..modules.dense import CODES, Blocks, check_dense, dense_bytes, dense_formats, kept_in_fp32
 from ..pool.row_tables import tables_memory
 from ..store.checkpoint import (
     TORCH_DTYPES,
@@ -246,7 +246,8 @@ def _dense_bytes(
     kept = [parameter for parameter in model.parameters() if id(parameter) not in experts | in_files]
     loading = sum(parameter.nbytes for parameter in kept)
     how: Any = {"dense": config.dense, "group_size": config.group_size, "blocks": blocks}
-    packed = loading - dense_saving(model, layers, **how, loaded=False)
+    freed, taken = dense_bytes(model, layers, **how, loaded=False)
+    packed = loading - freed + taken
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
