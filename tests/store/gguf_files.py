@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from torch_mesh.models.families import find_experts
+from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
+from torch_mesh.store.gguf import read_gguf
+from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
 
 Tensors = dict[str, torch.Tensor]
 _SIZES: dict[str, Any] = {
@@ -291,6 +295,41 @@ def encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
         blocks[:, 48:56].view(np.uint16)[:] |= np.array([0x7000, 0xF000, 0x1000, 0x0000], np.uint16)
     data = blocks.reshape(*values.shape[:-1], values.shape[-1] // count * size)
     return data, gguf.quants.dequantize(data, Type[kind])
+
+
+def with_number(data: bytes, path: Path, key: str, value: int) -> bytes:
+    """``data`` of the file at ``path`` with another number under ``key``, of 64 bits; of an array, as each element."""
+    header = read_gguf(path).header
+    keyed = struct.pack("<Q", len(key)) + key.encode()
+    at = data.index(keyed) + len(keyed)
+    kind, element = struct.unpack_from("<II", data, at)
+    is_array = kind == gguf.GGUFValueType.ARRAY
+    count = struct.unpack_from("<Q", data, at + 8)[0] if is_array else 1
+    size = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 7: 1, 10: 8, 11: 8}[element if is_array else kind]
+    end = at + (16 if is_array else 4) + count * size
+    wide = struct.pack("<I", gguf.GGUFValueType.INT64 if value < 0 else gguf.GGUFValueType.UINT64)
+    array = struct.pack("<I", kind) + wide + struct.pack("<Q", count) if is_array else wide
+    changed = array + struct.pack("<q", value) * count
+    name = list(header.tensors)[-1]
+    named = struct.pack("<Q", len(name)) + name.encode()
+    last = data.rindex(named, 0, header.data_start) + len(named)
+    last += 4 + 8 * struct.unpack_from("<I", data, last)[0] + 4 + 8
+    made = data[:at] + changed + data[end:last]
+    return made + bytes(-len(made) % 32) + data[header.data_start :]
+
+
+def read_whole(path: Path, tokenizer: bool = True) -> None:
+    """The whole way, from the metadata to the values of every tensor."""
+    model = meta_model(read_config(path))
+    experts = find_checkpoint_experts(path, model)
+    last = experts.shape.layers - 1, experts.shape.experts - 1
+    experts.read_expert(*last)
+    if experts.kept is not None:
+        experts.pack_kept(*last, experts.kept.group_size)
+    for part in rest_of_model(path, experts.weights, experts.names, model):
+        assert part.values().shape == part.shape
+    if tokenizer:
+        tokenizer_files(path)
 
 
 def _name_map(architecture: str, layers: int) -> gguf.TensorNameMap:

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch_mesh.errors import MeshError
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.gguf import BLOCK_TYPES, read_gguf
-from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
 from torch_mesh.store.header import read_header
 from torch_mesh.store.sources import own_quantisation, source_of
 from torch_mesh.store.sources.gguf import gguf_weights
@@ -131,15 +130,7 @@ def test_gguf_models(count: int, seed: int, folder: Path) -> None:
         data = rng.choice(list(seeds))
         header = mutations.mutate([data[: seeds[data]]], rng, in_place=True)
         path.write_bytes(header + data[seeds[data] :])
-        model = meta_model(read_config(path))
-        experts = find_checkpoint_experts(path, model)
-        last = experts.shape.layers - 1, experts.shape.experts - 1
-        experts.read_expert(*last)
-        if experts.kept is not None:
-            experts.pack_kept(*last, experts.kept.group_size)
-        for part in rest_of_model(path, experts.weights, experts.names, model):
-            part.values()
-        tokenizer_files(path)
+        gguf_files.read_whole(path)
 
     with mutations.limits(60 + count, _EXTRA_BYTES):
         _fuzz(seed, count, run)

@@ -237,15 +237,6 @@ def test_layers_that_foretell_tokens_are_left_out(written: Callable[..., Written
     assert names[0]["weight_map"] == names[1]["weight_map"]
 
 
-@pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="this transformers does not read qwen35moe")
-def test_more_heads_than_memory_has_rows_for_are_refused(written: Callable[..., Written], tmp_path: Path) -> None:
-    """transformers makes a table with a row for each."""
-    counts = {"qwen35moe.ssm.time_step_rank": 1 << 28}
-    _rewrite(written("qwen35moe", "Q8_0").path, tmp_path / "heads.gguf", "qwen35moe", metadata=counts)
-    with mutations.limits(60, 1 << 30), pytest.raises(UnsupportedModelError, match="allocate"):
-        convert(tmp_path / "heads.gguf", tmp_path / "store", "int8")
-
-
 @pytest.mark.parametrize("parts", [2, 5])
 def test_a_model_in_parts_is_one(parts: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -404,9 +395,7 @@ def test_maverick_has_no_norm_of_queries_and_keys(written: Callable[..., Written
 
 
 @pytest.mark.parametrize("architecture", ["qwen3next", "llama4", "gemma4", "qwen35moe"])
-@pytest.mark.parametrize(
-    "value", [(1 << 31) - 1, *(pytest.param(each, marks=pytest.mark.thorough) for each in (0, 7, "x"))]
-)
+@pytest.mark.parametrize("value", [7, pytest.param("x", marks=pytest.mark.thorough)])
 def test_a_wrong_value_of_any_key_is_a_typed_error_or_a_model(
     architecture: str, value: object, written: Callable[..., Written], tmp_path: Path
 ) -> None:
@@ -416,10 +405,7 @@ def test_a_wrong_value_of_any_key_is_a_typed_error_or_a_model(
     for key in [key for key in read_gguf(path).metadata if key.startswith(f"{architecture}.")]:
         _rewrite(path, tmp_path / "m.gguf", architecture, metadata={key: value})
         with mutations.limits(60, 1 << 30), contextlib.suppress(MeshError):
-            model = meta_model(read_config(tmp_path / "m.gguf"))
-            experts = find_checkpoint_experts(tmp_path / "m.gguf", model)
-            for part in gguf_model.rest_of_model(tmp_path / "m.gguf", experts.weights, experts.names, model):
-                assert part.values().shape == part.shape
+            gguf_files.read_whole(tmp_path / "m.gguf", tokenizer=False)
 
 
 @pytest.mark.parametrize(
@@ -462,9 +448,9 @@ def test_types_are_those_of_the_package() -> None:
         ({"drop": "blk.1.attn_q.weight"}, "no tensor holds model.layers.1.self_attn.q_proj.weight: incomplete"),
         ({"drop": "blk.1.ffn_up_exps.weight"}, "'blk.1.ffn_up_exps.weight', which model.layers.1.mlp.experts needs"),
         ({"reshape": "blk.0.ffn_up_exps.weight"}, r"has the shape \[4, 128, 64\], .* needs \[4, 64, 128\]"),
-        ({"reshape": "token_embd.weight", "drop": "output.weight"}, "no tensor has a side|has the shape"),
-        ({"metadata": {"qwen3moe.block_count": 1 << 30}}, "1073741824 layers"),
-        ({"metadata": {"qwen3moe.embedding_length": 1 << 31}}, "needs|no tensor has a side"),
+        ({"reshape": "token_embd.weight", "drop": "output.weight"}, "has the shape"),
+        ({"metadata": {"qwen3moe.block_count": 1 << 30}}, "block_count is 1073741824, .* 1 to 1024 layers"),
+        ({"metadata": {"qwen3moe.embedding_length": 1 << 31}}, "an integer from 0 to the largest side"),
         ({"metadata": {"qwen3moe.attention.head_count": 0}}, "transformers makes no config|describes no causal"),
         ({"metadata": {"qwen3moe.rope.scaling.type": "longrope"}}, "positions scaled by 'longrope'"),
     ],

@@ -52,7 +52,8 @@ from ..store.dense_weights import WITHOUT_TORCH_MESH
 from ..store.disk_cache import cache_folder, note_use
 from ..store.gguf import gguf_files, is_gguf
 from ..store.gguf_families import FAMILIES
-from ..store.gguf_model import READ_BY_TABLES, blocks_of_rest, complete_config, config_table
+from ..store.gguf_model import READ_BY_FUNCTIONS, READ_BY_TABLES, blocks_of_rest, complete_config, config_table
+from ..store.gguf_sizes import limit_layers
 from ..store.header import store_error, weight_files
 from ..store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from ..store.progress import progress_bar
@@ -559,6 +560,18 @@ def _merging(theirs: Any) -> Any:
     return classmethod(merged)
 
 
+def _with_few_layers(read: Any) -> Any:
+    """Wrap transformers' reader of a GGUF file's config, which makes a list of as many layers as the file states."""
+
+    @functools.wraps(read)
+    def limited(metadata: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        limit_layers(metadata, metadata["general.architecture"])
+        config: dict[str, Any] = read(metadata, *args, **kwargs)
+        return config
+
+    return limited
+
+
 # transformers calls these for every model. They pass models without a MeshConfig through.
 wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", _merging)
 wrap("transformers.modeling_utils", "get_hf_quantizer", _with_gguf)
@@ -567,3 +580,6 @@ wrap("transformers.modeling_utils", "get_model_conversion_mapping", _with_key_ma
 # since transformers reads its dense models.
 for _architecture in (*READ_BY_TABLES, *(name for name in FAMILIES if name != "llama")):
     gguf_config_readers().setdefault(_architecture, config_table)
+for _architecture in READ_BY_FUNCTIONS:
+    if _architecture in gguf_config_readers():  # not up to transformers 5.17
+        gguf_config_readers()[_architecture] = _with_few_layers(gguf_config_readers()[_architecture])

@@ -57,7 +57,6 @@ _DELTA_NET = {
 }
 
 ROPE_DIVISORS = "rope_freqs.weight"  # of each frequency
-_MAX_LAYERS = 1 << 12
 _SIGMOID = 2  # of expert_gating_func
 # Of DeepSeek-V3 and V2: the groups that routers choose from, and how many, by the number of experts.
 _GROUPS_OF_EXPERTS = {(256, True): (8, 4), (160, False): (8, 3)}
@@ -125,8 +124,6 @@ class Family:
 def _layers(said: Said) -> int:
     """Those for multi-token prediction are counted in the file, and stand behind the others."""
     count: int = said["block_count"] - said.get("nextn_predict_layers", 0)
-    if not 0 < count <= _MAX_LAYERS:  # lists are made of this length before the tensors are counted
-        raise ValueError(f"{count} layers; at most {_MAX_LAYERS} are accepted")
     return count
 
 
@@ -417,7 +414,7 @@ class PackageNames(Names):
         self._targets = {own: name for name in self._shapes if (own := self._own_name(name)) is not None}
 
     def target(self, name: str) -> str | None:
-        layer = re.match(r"blk\.(\d+)\.", name)
+        layer = re.match(r"blk\.([0-9]{1,9})\.", name)
         if layer is not None and int(layer[1]) >= self._config.num_hidden_layers:
             return f"model.layers.{layer[1]}.mtp"  # layers for multi-token prediction stand behind the others
         split = self._family.split

@@ -27,14 +27,15 @@ from torch_mesh.hf.compat import ignored_keys
 from torch_mesh.store.codes import record_of
 from torch_mesh.store.gguf import Counted, Gguf, read_parts, require_package
 from torch_mesh.store.gguf_families import FAMILIES, ROPE_DIVISORS, Family, Names, PackageNames
+from torch_mesh.store.gguf_sizes import check_sizes, limit_layers
 from torch_mesh.store.header import read_range, store_error
 from torch_mesh.store.sources.layout import Shape, Weight, read_tensor
 
 # By the name that GGUF has for them: those with experts in the tables that transformers has for all, ...
 READ_BY_TABLES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
 # ... and those that it has functions for.
-_IN_FUNCTIONS = ("qwen35moe",)
-ARCHITECTURES = (*READ_BY_TABLES, *_IN_FUNCTIONS, *FAMILIES)
+READ_BY_FUNCTIONS = ("qwen35moe",)
+ARCHITECTURES = (*READ_BY_TABLES, *READ_BY_FUNCTIONS, *FAMILIES)
 # What the tables leave out: a model of another size than the config's default would not fit its file.
 _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "qwen2moe": {
@@ -117,15 +118,13 @@ def _table_of(path: Path) -> dict[str, Any]:
             f"it or transformers {transformers.__version__} knows the GGUF names: {', '.join(ARCHITECTURES)}. Take the "
             "model's safetensors."
         )
+    check_sizes(parts, architecture)
     names = [name for part in parts for name in part.header.tensors]
     try:
         table = config_table(metadata, names)
         divisors = _rope_divisors(parts)
         if divisors is not None:
             table["rope_parameters"] = FAMILIES.get(architecture, _UNCHANGED).rope(table, divisors)
-        # Configs and models have a loop of this length.
-        if not 0 < int(table["num_hidden_layers"]) <= len(names):
-            raise ValueError(f"{table['num_hidden_layers']} layers, and {len(names)} tensors")
     except MeshError:
         raise
     except Exception as problem:
@@ -171,7 +170,8 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         key: value.count if isinstance(value, Counted) else value for key, value in metadata.items()
     }
     architecture = said["general.architecture"]
-    if architecture in _IN_FUNCTIONS:
+    limit_layers(said, architecture)  # also where transformers reads the first part of a model by itself
+    if architecture in READ_BY_FUNCTIONS:
         from transformers.integrations.gguf import get_gguf_config
 
         return get_gguf_config(said, tuple(names))
@@ -321,17 +321,17 @@ def rest_of_model(
     """
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     own = _without_experts(state, model)
+    held = sum(math.prod(weight.shape) for weight in weights if weight.name not in experts)
+    for name in sorted(own):  # before names, with whose tables heads are put in order
+        if math.prod(state[name]) > held:
+            raise store_error(
+                path,
+                f"its metadata make {name} {list(state[name])}, and all tensors but the experts' have {held} values",
+            )
     names = _names_of(path, model)
     by_name = {weight.name: weight for weight in weights}
     companions = {weight.name: by_name.get(names.companion(weight.name) or "") for weight in weights}
     joined = {companion.name for companion in companions.values() if companion is not None}
-    sides = [max(weight.shape) for weight in weights]
-    largest = max(sides + [math.prod(by_name[name].shape) * 2 for name in joined])
-    for name in own:
-        if max(state[name], default=1) > largest:
-            raise store_error(
-                path, f"its metadata make {name} {list(state[name])}, and no tensor has a side of more than {largest}"
-            )
     dtype = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.bfloat16
     found: dict[str, str] = {}
     for weight in weights:
@@ -441,7 +441,7 @@ def _names_of(path: Path, model: transformers.PreTrainedModel) -> Names:
     try:
         if architecture in FAMILIES:
             return PackageNames(architecture, model)
-        return (_FunctionNames if architecture in _IN_FUNCTIONS else _TableNames)(architecture, model)
+        return (_FunctionNames if architecture in READ_BY_FUNCTIONS else _TableNames)(architecture, model)
     except Exception as problem:  # such as tables with a row for each of the heads that the metadata claim, or for none
         raise _no_config(path, problem) from problem
 
