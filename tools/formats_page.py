@@ -23,8 +23,8 @@ def page() -> str:
 
 def _table() -> list[str]:
     lines = [
-        "| `weights` | `group_size` | bits per weight | error, Gaussian weights | description |\n",
-        "|---|---|---|---|---|\n",
+        "| `weights` | `group_size` | bits per weight | error, Gaussian weights | rows of tables | description |\n",
+        "|---|---|---|---|---|---|\n",
     ]
     for name, each in FORMATS.items():
         groups = " / ".join(map(str, each.group_sizes)) if any(each.group_sizes) else "–"
@@ -34,7 +34,8 @@ def _table() -> list[str]:
             f"{100 * each.errors[group]:.{2 if each.bits == 8 else 1}f}" for group in each.group_sizes if each.errors
         )
         error = f"{errors} %" if any(each.errors.values()) else "none of bf16 weights" if each.errors else "none"
-        lines.append(f"| `{name}` | {groups} | {bits} | {error} | {each.description} |\n")
+        rows = {None: "–", 0: "a scale per row"}.get(each.table_group, f"a scale per {each.table_group} values")
+        lines.append(f"| `{name}` | {groups} | {bits} | {error} | {rows} | {each.description} |\n")
     return lines
 
 

@@ -357,7 +357,10 @@ class Table(TypedDict):
     order of the table."""
 
     name: str
-    row_bytes: int
+    row_bytes: int  # in the file
+    # The format of codes, the dtype of their values ('bf16', 'fp16', 'fp32') and the values of a row; None: rows are
+    # their values.
+    codes: tuple[str, str, int] | None
     stride: int  # bytes from one row to the next
     has_checksums: bool  # each row is followed by its own, as ``pad_rows`` writes it
     salt: bytes  # 16, of those: rows of another table do not pass
@@ -405,6 +408,14 @@ def padded_row_bytes(row_bytes: int) -> int:
 
 def pad_rows(salt: bytes, first_row: int, row_bytes: int, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Consecutive rows of a checkpoint, as a store keeps them. Raises ValueError for what are no whole rows."""
+
+def coded_row_bytes(weights: str, dim: int) -> int:
+    """Bytes of a row of ``dim`` values in the format ``weights``, see csrc/tables/row_codes.h. Raises ValueError for a
+    format that rows of tables cannot have."""
+
+def code_rows(weights: str, first_row: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """[rows, dim] rounded to codes: [rows, coded_row_bytes(weights, dim)]. Raises ValueError for a value that is not
+    finite, with its row, counted from ``first_row``."""
 
 class Engine:
     """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers

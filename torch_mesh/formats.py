@@ -35,6 +35,9 @@ class WeightFormat:
     formats are types of GGUF.
 
     ``matrices`` names the formats of gate_up and down in a record that has two.
+
+    ``table_group`` is how many values share a scale in rows of embedding tables (csrc/tables/row_codes.h), which
+    ``torch-mesh convert --tables`` rounds to it: 0 is the whole row, None that no table has the format.
     """
 
     version: int
@@ -50,6 +53,7 @@ class WeightFormat:
     gguf: bool = False
     gpu: bool = True
     matrices: tuple[str, str] | None = None
+    table_group: int | None = None
 
     @property
     def rounded(self) -> bool:
@@ -107,6 +111,7 @@ _LISTED: Mapping[str, WeightFormat] = {
         dense=True,
         calibrated=True,
         codes=True,
+        table_group=0,
         description="integers, a scale per group",
     ),
     "int4": WeightFormat(
@@ -117,6 +122,7 @@ _LISTED: Mapping[str, WeightFormat] = {
         dense=True,
         calibrated=True,
         codes=True,
+        table_group=32,
         description="the same",
     ),
     "lut4": WeightFormat(
@@ -245,6 +251,7 @@ PASSTHROUGH_FORMATS = tuple(name for name, each in FORMATS.items() if not each.r
 GPU_FORMATS = tuple(name for name, each in FORMATS.items() if each.rounded and each.gpu)
 DENSE_FORMATS = tuple(name for name, each in FORMATS.items() if each.dense)
 CALIBRATED_FORMATS = tuple(name for name, each in FORMATS.items() if each.calibrated)
+TABLE_FORMATS = tuple(name for name, each in FORMATS.items() if each.table_group is not None)
 
 
 def is_format(weights: object) -> TypeGuard[str]:

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -35,6 +36,18 @@ TableHandle table_of(const at::Tensor& handle) {
   return {std::move(live), static_cast<int32_t>(ids.layer)};
 }
 
+at::ScalarType dtype_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::kBf16:
+      return at::kBFloat16;
+    case ScalarType::kFloat16:
+      return at::kHalf;
+    case ScalarType::kFloat32:
+      break;
+  }
+  return at::kFloat;
+}
+
 // int64 and contiguous. Raises what torch's embedding raises for ids that are no rows.
 at::Tensor checked_ids(const at::Tensor& ids, int64_t rows) {
   TORCH_CHECK_VALUE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
@@ -52,10 +65,13 @@ at::Tensor gather_rows(const at::Tensor& ids, const at::Tensor& handle, int64_t 
                        at::ScalarType dtype) {
   const TableHandle table = table_of(handle);
   Tables& tables = table.tables();
-  const int64_t bytes = tables.row_bytes(table.table);
+  const int64_t bytes = tables.value_bytes(table.table);
   const auto width = static_cast<int64_t>(c10::elementSize(dtype));
   TORCH_CHECK_VALUE(dim > 0 && bytes % width == 0 && dim == bytes / width, "the table's rows have ",
                     bytes, " bytes, which are not ", dim, " values of ", dtype);
+  const std::optional<RowCodes>& codes = tables.codes(table.table);
+  TORCH_CHECK_VALUE(!codes || dtype_of(codes->type) == dtype, "the table's codes stand for values ",
+                    "of ", dtype_of(codes->type), ", not of ", dtype);
   const at::Tensor checked = checked_ids(ids, tables.rows(table.table));
   at::DimVector shape(ids.sizes().begin(), ids.sizes().end());
   shape.push_back(dim);

@@ -24,13 +24,6 @@ namespace py = pybind11;
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using UInt64Array = py::array_t<uint64_t, py::array::c_style>;
 
-ScalarType raw_type(const std::string& name) {
-  if (name == "bf16") return ScalarType::kBf16;
-  if (name == "fp16") return ScalarType::kFloat16;
-  if (name == "fp32") return ScalarType::kFloat32;
-  invalid("raw_dtype is '" + name + "'; allowed: 'bf16', 'fp16', 'fp32'");
-}
-
 template <typename T>
 T number(const py::dict& table, const char* name, T otherwise) {
   return table.contains(name) ? table[name].cast<T>() : otherwise;
@@ -105,7 +98,7 @@ RawCodes codes_from(const py::dict& table, int32_t pieces) {
 
 RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t pieces) {
   RawViews result;
-  result.type = raw_type(dtype);
+  result.type = scalar_type_from("raw_dtype", dtype);
   const std::map<std::string, std::pair<RawView*, RawCodes*>> known = {
       {"gate", {&result.gate, &result.gate_codes}}, {"up", {&result.up, &result.up_codes}},
       {"down", {&result.down, &result.down_codes}}, {"gate_bias", {&result.gate_bias, nullptr}},
@@ -305,6 +298,13 @@ CodesView codes_view(const RawCodes& codes, std::span<const std::byte* const> pi
 }
 
 }  // namespace
+
+ScalarType scalar_type_from(const std::string& what, const std::string& name) {
+  if (name == "bf16") return ScalarType::kBf16;
+  if (name == "fp16") return ScalarType::kFloat16;
+  if (name == "fp32") return ScalarType::kFloat32;
+  invalid(what + " is '" + name + "'; allowed: 'bf16', 'fp16', 'fp32'");
+}
 
 std::array<uint8_t, 16> store_id_from(const py::bytes& bytes) {
   const std::string_view view = bytes;

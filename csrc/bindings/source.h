@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "engine/engine.h"
@@ -60,6 +61,8 @@ struct PySource {
 };
 
 std::array<uint8_t, 16> store_id_from(const pybind11::bytes& bytes);
+// Throws Error(kInvalid), naming `what`.
+ScalarType scalar_type_from(const std::string& what, const std::string& name);
 
 void define_source(pybind11::module_& module);
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <exception>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -26,6 +27,7 @@ namespace {
 
 namespace py = pybind11;
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using Floats = py::array_t<float, py::array::c_style>;
 
 Table table_from(const py::dict& given) {
   const auto copy = py::reinterpret_steal<py::kwargs>(PyDict_Copy(given.ptr()));
@@ -33,6 +35,12 @@ Table table_from(const py::dict& given) {
   Table table;
   table.name = keys.take<std::string>("name");
   table.row_bytes = keys.take<int64_t>("row_bytes");
+  using Codes = std::tuple<std::string, std::string, int32_t>;
+  if (const auto codes = keys.take<std::optional<Codes>>("codes")) {
+    const auto& [format, type, dim] = *codes;
+    table.codes =
+        RowCodes{format_from_name(format), scalar_type_from("the dtype of codes", type), dim};
+  }
   table.stride = keys.take<int64_t>("stride");
   table.has_checksums = keys.take<bool>("has_checksums");
   table.salt = store_id_from(keys.take<py::bytes>("salt"));
@@ -127,6 +135,24 @@ Bytes padded_rows(const py::bytes& salt, int64_t first_row, int64_t row_bytes, c
   return padded;
 }
 
+Bytes coded_rows(const std::string& weights, int64_t first_row, const Floats& values) {
+  const Format format = format_from_name(weights);
+  if (values.ndim() != 2) invalid("rows of values have two dimensions");
+  const int64_t rows = values.shape(0), dim = values.shape(1);
+  const int64_t row_bytes = coded_row_bytes(format, dim);
+  Bytes coded({rows, row_bytes});
+  auto* to = reinterpret_cast<std::byte*>(coded.mutable_data());
+  const std::span from(values.data(), static_cast<size_t>(values.size()));
+  const py::gil_scoped_release released;
+  for (int64_t row = 0; row < rows; ++row) {
+    if (!encode_row(format, from.subspan(row * dim, dim), to + row * row_bytes)) {
+      invalid("row " + std::to_string(first_row + row) + " has a value that is not finite, and " +
+              weights + " has no code for it");
+    }
+  }
+  return coded;
+}
+
 }  // namespace
 
 PyTables::PyTables(const py::kwargs& given) {
@@ -168,6 +194,13 @@ void define_tables(py::module_& module) {
   module.def("padded_row_bytes", padded_row_bytes, py::arg("row_bytes"));
   module.def("pad_rows", padded_rows, py::arg("salt"), py::arg("first_row"), py::arg("row_bytes"),
              py::arg("rows"));
+  module.def(
+      "coded_row_bytes",
+      [](const std::string& weights, int64_t dim) {
+        return coded_row_bytes(format_from_name(weights), dim);
+      },
+      py::arg("weights"), py::arg("dim"));
+  module.def("code_rows", coded_rows, py::arg("weights"), py::arg("first_row"), py::arg("values"));
   py::class_<PyTables>(module, "Tables")
       .def(py::init<const py::kwargs&>())
       .def_property_readonly("id", &PyTables::id)

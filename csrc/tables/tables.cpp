@@ -37,6 +37,12 @@ void check(const TablesOptions& options) {
              std::to_string(table.stride) + "; a row takes 1 byte or more, a step at least " +
              std::to_string(bytes));
     }
+    if (table.codes && table.row_bytes != coded_row_bytes(table.codes->format, table.codes->dim)) {
+      refuse(table.name + ": rows of " + std::to_string(table.codes->dim) + " values in " +
+             format_name(table.codes->format) + " take " +
+             std::to_string(coded_row_bytes(table.codes->format, table.codes->dim)) +
+             " bytes, not " + std::to_string(table.row_bytes));
+    }
     if (table.stretches.empty()) refuse(table.name + " has no rows");
     int64_t rows = 0;
     for (const RowStretch& stretch : table.stretches) {
@@ -123,8 +129,12 @@ struct Tables::Gather {
     int64_t position;
   };
 
-  Gather(int32_t table, std::span<const int64_t> ids, std::byte* out, int64_t row_bytes)
-      : table(table), out(out), row_bytes(row_bytes), wanted(ids.size()) {
+  Gather(const Tables& tables, int32_t table, std::span<const int64_t> ids, std::byte* out)
+      : table(table),
+        codes(tables.codes(table)),
+        out(out),
+        value_bytes(tables.value_bytes(table)),
+        wanted(ids.size()) {
     for (size_t position = 0; position < ids.size(); ++position) {
       wanted[position] = {ids[position], static_cast<int64_t>(position)};
     }
@@ -145,15 +155,24 @@ struct Tables::Gather {
   bool has_more() const { return next < groups() || !again.empty(); }
   bool is_done() const { return !has_more() && joined.empty() && under_way == 0; }
 
+  // The values of a row, as it is in the file.
   void copy(int32_t group, const std::byte* bytes) {
-    for (int64_t index = begins[group]; index < begins[group + 1]; ++index) {
-      std::memcpy(out + wanted[index].position * row_bytes, bytes, static_cast<size_t>(row_bytes));
+    int64_t index = begins[group];
+    if (codes) {
+      std::byte* made = to(index++);
+      decode_row(*codes, bytes, made);
+      bytes = made;
+    }
+    for (; index < begins[group + 1]; ++index) {
+      std::memcpy(to(index), bytes, static_cast<size_t>(value_bytes));
     }
   }
+  std::byte* to(int64_t index) const { return out + wanted[index].position * value_bytes; }
 
   const int32_t table;
+  const std::optional<RowCodes>& codes;
   std::byte* const out;
-  const int64_t row_bytes;
+  const int64_t value_bytes;
   std::vector<Wanted> wanted;
   std::vector<int64_t> begins;  // by group, in `wanted`; and the end
 
@@ -254,6 +273,11 @@ Tables::~Tables() = default;
 
 void Tables::FreeAligned::operator()(std::byte* memory) const { std::free(memory); }
 
+int64_t Tables::value_bytes(int32_t table) const {
+  const Table& of = options_.tables[table];
+  return of.codes ? of.codes->value_bytes() : of.row_bytes;
+}
+
 int64_t Tables::memory_bytes() const {
   int64_t bytes = buffer_bytes_ * kRowsPerRead * std::ssize(reads_);
   for (const RowCache& cache : caches_) bytes += cache.bytes();
@@ -283,7 +307,7 @@ void Tables::close() {
 
 void Tables::gather(int32_t table, std::span<const int64_t> ids, std::byte* out) {
   check_owner();
-  Gather gather(table, ids, out, row_bytes(table));
+  Gather gather(*this, table, ids, out);
   Lock lock(mutex_);
   TableStats& stats = stats_[table];
   ++stats.gathers;

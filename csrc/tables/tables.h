@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_set>
@@ -25,6 +26,7 @@
 #include "store/extent.h"
 #include "store/source.h"
 #include "tables/row_cache.h"
+#include "tables/row_codes.h"
 
 namespace torch_mesh {
 
@@ -36,8 +38,9 @@ struct RowStretch {
 };
 
 struct Table {
-  std::string name;  // of the parameter, for errors
-  int64_t row_bytes = 0;
+  std::string name;                // of the parameter, for errors
+  int64_t row_bytes = 0;           // in the file
+  std::optional<RowCodes> codes;   // none: a row is its values
   int64_t stride = 0;              // bytes from one row to the next
   bool has_checksums = false;      // each row is followed by its own, see row_checksum()
   std::array<uint8_t, 16> salt{};  // of those, so that rows of another table do not pass
@@ -87,9 +90,9 @@ class Tables {
   Tables(const Tables&) = delete;
   Tables& operator=(const Tables&) = delete;
 
-  // Rows `ids` of a table, each within [0, rows(table)), one after the other to `out`. Throws
-  // Error(kRead), (kChecksum), (kTimeout), (kInterrupted), (kClosed) or (kForked); later gathers
-  // work again once the cause is gone.
+  // The values of rows `ids` of a table, each within [0, rows(table)), one after the other to
+  // `out`, which is aligned for them. Throws Error(kRead), (kChecksum), (kTimeout), (kInterrupted),
+  // (kClosed) or (kForked); later gathers work again once the cause is gone.
   void gather(int32_t table, std::span<const int64_t> ids, std::byte* out);
   // Begins to read those that the cache lacks into it, as many as there are buffers for. A hint:
   // waits for nothing, and failed reads are dropped.
@@ -102,7 +105,8 @@ class Tables {
 
   int32_t tables() const { return static_cast<int32_t>(options_.tables.size()); }
   int64_t rows(int32_t table) const { return first_rows_[table].back(); }
-  int64_t row_bytes(int32_t table) const { return options_.tables[table].row_bytes; }
+  const std::optional<RowCodes>& codes(int32_t table) const { return options_.tables[table].codes; }
+  int64_t value_bytes(int32_t table) const;  // of a row as gather() writes it
   int64_t cache_rows(int32_t table) const { return caches_[table].capacity(); }
   int64_t memory_bytes() const;  // of caches and staging buffers
   std::chrono::milliseconds timeout() const { return options_.timeout; }

@@ -132,7 +132,7 @@ def test_few_modules_are_at_the_top() -> None:
 
 
 # Of csrc/, from the bottom up.
-ROOMS = ("base", "store", "io", "tables", "kernels", "residency", "engine", "gpu", "bindings", "testing")
+ROOMS = ("base", "store", "io", "kernels", "tables", "residency", "engine", "gpu", "bindings", "testing")
 
 
 def test_rooms_of_the_engine_include_what_is_below_them() -> None:

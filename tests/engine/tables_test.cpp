@@ -96,7 +96,7 @@ class TableFile {
 };
 
 void expect_rows(Tables& tables, int32_t table, const std::vector<int64_t>& ids) {
-  const int64_t bytes = tables.row_bytes(table);
+  const int64_t bytes = tables.value_bytes(table);
   std::vector<std::byte> out(ids.size() * bytes, std::byte{0x5a});
   tables.gather(table, ids, out.data());
   for (size_t index = 0; index < ids.size(); ++index) {

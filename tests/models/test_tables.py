@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from row_files import decoded
 from saved import assert_same_checkpoint
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from torch import nn
@@ -19,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, MeshError, StoreError, UnsupportedModelError, merge
+from torch_mesh import _C, MeshConfig, MeshError, StoreError, UnsupportedModelError, merge
 from torch_mesh.cli import main
+from torch_mesh.formats import TABLE_FORMATS
 from torch_mesh.models import tables as finding
 from torch_mesh.modules.packed_weight import PackedWeight
 from torch_mesh.modules.tables import MeshEmbedding, table_modules, tables_of
@@ -270,6 +272,106 @@ def test_a_conversion_pads_rows(family: str, tmp_path: Path, monkeypatch: pytest
         assert torch.equal(output_of(opened, inputs), expected)
     state = torch_mesh.unpatch(opened).state_dict()
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+
+
+def rounded(weights: str, table: torch.Tensor) -> torch.Tensor:
+    """A table in codes, as csrc/tables makes them, and back in float64."""
+    values = decoded(weights, _C.code_rows(weights, 0, table.detach().float().numpy()), table.size(1))
+    return torch.from_numpy(values).to(table.dtype)
+
+
+def convert_rounded(folder: Path, destination: Path, weights: str) -> Any:
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(finding, "MIN_VALUES", 1)
+        return convert(folder, destination, "bf16", tables=weights, max_file_bytes=1 << 16)
+
+
+@pytest.mark.parametrize("weights", TABLE_FORMATS)
+def test_a_conversion_rounds_rows_where_it_is_asked_to(family: str, weights: str, tmp_path: Path) -> None:
+    name, count = FAMILIES[family]
+    model = save(family, tmp_path / "raw")
+    written = convert_rounded(tmp_path / "raw", tmp_path / "store", weights)
+    assert not list(verify(written.store)) and written.store.manifest.tables == weights
+    assert convert_rounded(tmp_path / "raw", tmp_path / "store", weights).existed
+    with pytest.raises(StoreError, match="has another store"):
+        convert_rounded(tmp_path / "raw", tmp_path / "store", "exact")
+    opened, whole = (reopen(model, tmp_path / "store", tables=tables) for tables in (name, "off"))
+    assert len(embeddings(opened)) == count and not embeddings(whole)
+    for path, embedding in table_modules(opened):
+        original, in_memory = (each.get_submodule(path) for each in (model, whole))
+        values = rounded(weights, original.weight)
+        assert torch.equal(in_memory.weight, values) and not torch.equal(values, original.weight)
+        ids = torch.randint(len(values), (2, 7))
+        assert torch.equal(embedding(ids), in_memory(ids))
+        assert f"rows from files in {weights}" in repr(embedding)
+    inputs = inputs_for(model)
+    assert torch.equal(output_of(opened, inputs), output_of(whole, inputs))
+    counted = torch_mesh.stats(opened)
+    assert counted.tables[0].weights == weights and f"weight in {weights}" in str(counted)
+
+
+@pytest.mark.parametrize("weights", TABLE_FORMATS)
+def test_rounded_rows_are_not_taken_for_the_original(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save("Gemma4TextExperts", tmp_path / "raw")
+    convert_rounded(tmp_path / "raw", tmp_path / "store", weights)
+    opened = reopen(model, tmp_path / "store", tables="embed_tokens_per_layer")
+    path, embedding = next(table_modules(opened))
+    values = rounded(weights, model.get_submodule(path).weight)
+    with pytest.raises(MeshError, match=f"rounded to {weights}"):
+        pickle.dumps(embedding.weight)
+    with pytest.warns(UserWarning, match=f"rows were rounded to {weights}, is saved as an ordinary weight"):
+        opened.save_pretrained(tmp_path / "saved")
+    saved = type(model).from_pretrained(tmp_path / "saved").get_submodule(path).weight
+    assert torch.equal(saved, values)
+    with pytest.raises(MeshError, match=f"rounded to {weights}"):
+        torch_mesh.unpatch(opened)
+    assert torch.equal(torch_mesh.unpatch(opened, lossy=True).get_submodule(path).weight, values)
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    save_adapter(reopen(model, tmp_path / "store"), tmp_path / "adapter", target_modules=["q_proj"])
+    merged = merge(tmp_path / "store", tmp_path / "adapter", tmp_path / "merged").store
+    assert not list(verify(merged)) and merged.manifest.tables == weights
+    assert torch.equal(embeddings(reopen(model, tmp_path / "merged"))[0].weight.unpacked(), values)
+
+
+def test_a_plan_and_a_description_of_rounded_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save(QWEN, tmp_path / "raw")
+    rows = sum(weight.shape[0] for name, weight in model.named_parameters() if "ngram_embedding" in name)
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    sizes = {}
+    for weights in ("exact", *TABLE_FORMATS):
+        store = tmp_path / weights
+        assert main(["convert", str(tmp_path / "raw"), str(store), "--weights", "bf16", "--tables", weights]) == 0
+        sizes[weights] = find_sizes(store, MeshConfig()).table_bytes
+        capsys.readouterr()
+        for command in (["inspect", str(store)], ["plan", str(store), "--memory", "8GiB", "--disk-speed", "1GB/s"]):
+            main(command)
+            shown = "".join(capsys.readouterr().out.split())
+            assert (f"Bin{weights}" in shown or f"bytesin{weights}" in shown) == (weights != "exact")
+        assert describe(store)["table_weights"] == (None if weights == "exact" else weights)
+    assert sizes == {"exact": rows * 48, "int8": rows * 26, "int4": rows * 14}
+
+
+def test_a_table_whose_values_have_no_codes(tmp_path: Path) -> None:
+    model = TINY_MODELS["Gemma4TextExperts"].build().bfloat16()
+    with torch.no_grad():
+        model.model.embed_tokens_per_layer.weight[7, 3] = float("nan")
+    model.save_pretrained(tmp_path / "raw")
+    with pytest.raises(StoreError, match=r"embed_tokens_per_layer\.weight: row 7 has a value that is not finite"):
+        convert_rounded(tmp_path / "raw", tmp_path / "store", "int4")
+    assert not (tmp_path / "store").exists()
+    assert convert_rounded(tmp_path / "raw", tmp_path / "store", "exact").store.manifest.tables == ""
+
+
+def test_formats_of_tables_that_cannot_be_had(tmp_path: Path) -> None:
+    save(QWEN, tmp_path / "raw")
+    with pytest.raises(ValueError, match=r"tables='int8', and .* has no embedding table that stays in files"):
+        convert(tmp_path / "raw", tmp_path / "store", "bf16", tables="int8")
+    with pytest.raises(ValueError, match=r"tables='fp8' is unknown; it is one of 'exact', 'int8', 'int4'"):
+        convert(tmp_path / "raw", tmp_path / "store", "bf16", tables="fp8")
 
 
 def test_damaged_rows_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torch_mesh import _C, _testing
+from torch_mesh.formats import FORMATS
 from torch_mesh.store.header import read_header
 
 
@@ -70,10 +71,40 @@ def padded_files(folder: Path, *tables: Tensor) -> RowFiles:
     return RowFiles(tables, [path], described)
 
 
+def coded_files(weights: str, folder: Path, *tables: Tensor) -> RowFiles:
+    """As a store has them, in codes. ``tables`` of the result are their values."""
+    path, described, content, values = folder / weights, [], np.zeros(4096, np.uint8), []
+    for number, table in enumerate(tables):
+        coded = _C.code_rows(weights, 0, table.float().numpy())
+        row_bytes = coded.shape[1]
+        padded = _C.pad_rows(_salt(number), 0, row_bytes, coded.reshape(-1))
+        about = _description(number, table, _C.padded_row_bytes(row_bytes), True, [(0, len(content), len(table))])
+        dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[table.dtype]
+        described.append(about | {"row_bytes": row_bytes, "codes": (weights, dtype, table.size(1))})
+        content = np.concatenate([content, padded, np.zeros(-len(padded) % 4096, np.uint8)])
+        values.append(torch.from_numpy(decoded(weights, coded, table.size(1))).to(table.dtype))
+    path.write_bytes(content.tobytes())
+    return RowFiles(values, [path], described)
+
+
+def decoded(weights: str, coded: Any, dim: int) -> Any:
+    """[rows, dim] float64: what rows of codes stand for, by the layout of csrc/tables/row_codes.h."""
+    group = FORMATS[weights].table_group or dim
+    scales_bytes = 2 * -(-dim // group)
+    words = np.ascontiguousarray(coded[:, :scales_bytes]).view(np.uint16).astype(np.uint32) << 16
+    scales = np.repeat(words.view(np.float32).astype(np.float64), group, axis=1)[:, :dim]
+    codes = coded[:, scales_bytes:]
+    if weights == "int4":
+        nibbles = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)[:, :dim]
+        return (nibbles.astype(np.float64) - 8) * scales
+    return codes.view(np.int8).astype(np.float64) * scales
+
+
 def _description(number: int, table: Tensor, stride: int, checked: bool, stretches: list[Any]) -> dict[str, Any]:
     return {
         "name": f"table{number}.weight",
         "row_bytes": table[0].nbytes,
+        "codes": None,
         "stride": stride,
         "has_checksums": checked,
         "salt": _salt(number),

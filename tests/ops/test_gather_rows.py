@@ -12,16 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pairs import first_quick
-from row_files import RowFiles, handle_of, padded_files, raw_files
+from row_files import RowFiles, coded_files, decoded, handle_of, padded_files, raw_files
 from tiny_pools import ops
 from torch import Tensor
 from torch.nn import functional
 
 import torch_mesh
 from torch_mesh import _C
+from torch_mesh.formats import FORMATS, TABLE_FORMATS
 
 ROWS, DIM = 1000, 160
 PATIENCE = 60  # seconds: under a busy machine a child or a thread may take long; a hang takes for ever
@@ -60,6 +62,87 @@ def test_rows_are_those_of_an_embedding(files: RowFiles, cache: int, io: str) ->
         strided = torch.randint(len(weight), (6, 8)).t()[::2]
         assert torch.equal(gather(files, tables, strided, number), functional.embedding(strided, weight))
     assert tables.describe()["io"] == io
+    tables.close()
+
+
+@pytest.mark.parametrize("io", ["uring", "threads"])
+@pytest.mark.parametrize("weights", TABLE_FORMATS)
+def test_rows_in_codes_become_their_values(weights: str, io: str, tmp_path: Path) -> None:
+    if io == "uring" and (why := _C.features()["uring"]):
+        pytest.skip(why)
+    made = [torch.randn(300, DIM).bfloat16(), torch.randn(50, 33), torch.randn(9, 8193).half(), torch.randn(7, 1)]
+    made[0][5] = 0
+    files = coded_files(weights, tmp_path, *made)
+    for cache in (0, 20_000, 1 << 20):
+        tables = files.open(cache=cache, io=io)
+        for number, values in enumerate(files.tables):
+            for shape in ((), (0,), (2, 9, 16)):
+                ids = torch.randint(len(values), shape)
+                assert torch.equal(gather(files, tables, ids, number), functional.embedding(ids, values))
+            strided = torch.arange(len(values)).repeat(2).flip(0)
+            ops.prefetch_rows(strided, handle_of(tables, number))
+            assert torch.equal(gather(files, tables, strided, number), values[strided])
+        assert not gather(files, tables, torch.tensor([5])).any()
+        tables.close()
+
+
+@pytest.mark.parametrize("weights", TABLE_FORMATS)
+@pytest.mark.parametrize("dim", [1, 31, 33, 160, 1000])
+def test_codes_are_the_nearest_of_their_scale(weights: str, dim: int) -> None:
+    """In float64. Halfway between two codes either is."""
+    values = (torch.randn(40, dim) * torch.logspace(-20, 20, 40)[:, None]).numpy()
+    coded = _C.code_rows(weights, 0, values)
+    group = FORMATS[weights].table_group or dim
+    bits = dim * FORMATS[weights].bits
+    assert coded.shape[1] == _C.coded_row_bytes(weights, dim) == -(-bits // 8) + -(-dim // group) * 2
+    words = np.ascontiguousarray(coded[:, : -(-dim // group) * 2]).view(np.uint16).astype(np.uint32) << 16
+    scales = np.repeat(words.view(np.float32).astype(np.float64), group, axis=1)[:, :dim]
+    low, high = (-127, 127) if weights == "int8" else (-8, 7)
+    nearest = np.clip(np.rint(values / scales), low, high) * scales
+    error = np.abs(decoded(weights, coded, dim) - values)
+    assert (error <= np.abs(nearest - values) * (1 + 1e-6) + np.abs(values) * 1e-7).all()
+    if weights == "int8":
+        assert (error <= np.abs(scales) / 2).all()
+
+
+@pytest.mark.parametrize("weights", TABLE_FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_values_without_a_code(weights: str, bad: float) -> None:
+    values = torch.randn(9, 33)
+    values[6, 32] = bad
+    with pytest.raises(ValueError, match=rf"row 106 has a value that is not finite, and {weights} has no code for it"):
+        _C.code_rows(weights, 100, values.numpy())
+
+
+def test_wrong_codes(tmp_path: Path) -> None:
+    files = coded_files("int8", tmp_path, torch.randn(9, 40).half())
+    tables = files.open()
+    with pytest.raises(ValueError, match="stand for values of Half, not of BFloat16"):
+        ops.gather_rows(torch.tensor([1]), handle_of(tables), 40, torch.bfloat16)
+    with pytest.raises(ValueError, match="rows have 80 bytes"):
+        ops.gather_rows(torch.tensor([1]), handle_of(tables), 20, torch.half)
+    tables.close()
+    for codes, message in (
+        (("int8", "fp16", 41), "rows of 41 values in int8 take 43 bytes, not 42"),
+        (("int8", "fp64", 40), "'fp64'; allowed: 'bf16', 'fp16', 'fp32'"),
+        (("lut4", "fp16", 40), "no rows of 40 values in lut4"),
+    ):
+        files.described[0]["codes"] = codes
+        with pytest.raises(ValueError, match=message):
+            files.open()
+
+
+@pytest.mark.parametrize("weights", TABLE_FORMATS)
+def test_a_damaged_row_of_codes_is_not_returned(weights: str, tmp_path: Path) -> None:
+    files = coded_files(weights, tmp_path, torch.randn(100, DIM).bfloat16())
+    with files.files[0].open("r+b") as file:
+        file.seek(4096 + 12 * files.described[0]["stride"] + 5)
+        file.write(b"damage")
+    tables = files.open()
+    with pytest.raises(torch_mesh.ChecksumError, match=r"row 12 of table0\.weight"):
+        gather(files, tables, torch.tensor([11, 12, 13]))
+    rest = torch.tensor([11, 13, 99])
+    assert torch.equal(gather(files, tables, rest), files.tables[0][rest])
     tables.close()
 
 

@@ -80,6 +80,7 @@ def merge(
         group_size=found.group_size,
         source_name=f"{os.fspath(base) if not os.path.exists(base) else source_name(source)} + {folder.resolve().name}",
         source_fingerprint=f"{found.fingerprint} + {of_adapter}",
+        tables=found.tables,
     )
     outline = meta_model(read_config(source))
     read = read_adapter(folder, outline, find_experts(outline))
@@ -110,6 +111,7 @@ class _Base:
     rest: Callable[[Container[str], int], Rest]  # for changed parameters and the most bytes of a file
     expert: Callable[[int, int], ExpertTensors]
     unchanged: Callable[[int, int], torch.Tensor]  # the record of an expert without an adapter
+    tables: str = ""  # the format that rows of embedding tables are rounded to
 
 
 def _base_of(source: Path, weights: str, group_size: int) -> _Base:
@@ -171,6 +173,7 @@ def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_si
         rest=lambda changed, max_file_bytes: rest_of_store(store),
         expert=functools.partial(stored_expert, store),
         unchanged=unchanged,
+        tables=manifest.tables,
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from torch_mesh.cli.options import positive
 from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
-from torch_mesh.formats import CALIBRATED_FORMATS, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
+from torch_mesh.formats import CALIBRATED_FORMATS, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, TABLE_FORMATS, in_words
 from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
 from torch_mesh.store.progress import progress_bar
 
@@ -41,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave the weight files of a model of the hub in its cache (default: each is removed when it is used up)",
     )
+    parser.add_argument(
+        "--tables",
+        choices=("exact", *TABLE_FORMATS),
+        default="exact",
+        help=f"format of the rows of embedding tables that stay in files: as they are, or rounded to "
+        f"{in_words(TABLE_FORMATS, 'or')} (default: %(default)s)",
+    )
     add_store_arguments(parser, "a model", calibrates=True)
     parser.set_defaults(run=run)
 
@@ -63,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             token=arguments.token,
             keep_original=arguments.keep_original,
             calibrate=calibrate,
+            tables=arguments.tables,
             force=arguments.force,
             workers=arguments.threads,
             progress=progress,

@@ -263,7 +263,9 @@ def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, 
         table.add_row("of that, experts that no pool takes", escape(sizes.left_alone))
     if sizes.tables:
         in_memory = f"{format_bytes(sizes.table_memory_bytes)} in memory for rows"
-        table.add_row("tables in files", f"{format_bytes(sizes.table_bytes)}, {in_memory}: {escape(sizes.tables)}")
+        rounded = f" in {sizes.table_weights}" if sizes.table_weights else ""
+        held = f"{format_bytes(sizes.table_bytes)}{rounded}"
+        table.add_row("tables in files", f"{held}, {in_memory}: {escape(sizes.tables)}")
     table.add_row(
         "memory",
         f"{format_bytes(planned.memory_bytes)}, of which Python and torch take {format_bytes(planned.process_bytes)}",

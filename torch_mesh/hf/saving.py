@@ -33,7 +33,7 @@ from ..errors import MeshError, StoreError
 from ..models.families import ExpertsLayer, find_experts, layers_left_alone
 from ..modules.dense import packed_linears
 from ..modules.experts import MeshExperts, patched_modules, unpacked_parameters
-from ..modules.tables import check_room, table_modules
+from ..modules.tables import PackedTableWeight, check_room, table_modules
 from ..pool.expert_pool import ExpertPool
 from ..store.convert import plan_of_model
 from ..store.dense_weights import mesh_config, plain_config
@@ -195,8 +195,15 @@ def _unpacking(
     for path, table in table_modules(model):
         name, weight = f"{path}.weight", table.weight
         parts.append(_part({name: weight}, state, functools.partial(_unpacked_table, name, weight)))
-        if parts[-1].weights:
-            check_room(weight)
+        if not parts[-1].weights:
+            continue
+        check_room(weight)
+        if isinstance(weight, PackedTableWeight) and not weight.exact:
+            warnings.warn(
+                f"{path}, an embedding table whose rows were rounded to {weight.format}, is saved as an ordinary "
+                "weight with its rounded values.",
+                stacklevel=4,
+            )
     return Unpacking(model, state, parts, original_format, separate)
 
 

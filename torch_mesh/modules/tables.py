@@ -59,7 +59,8 @@ class PackedTableWeight(FrozenWeight):
     ) -> None:
         self.handle = self._identity = handle
         self.tables, self.table = tables, table
-        self.path, self.format, self.exact = tables.tables[table].name, "rows in files", True
+        self.path, self.format = tables.tables[table].name, tables.tables[table].weights or "rows in files"
+        self.exact = not tables.tables[table].weights
 
     def unpacked(self) -> torch.Tensor:
         """Reads the whole table. Raises MemoryError where it does not fit into memory."""

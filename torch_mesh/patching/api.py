@@ -17,7 +17,7 @@ from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_exp
 from ..modules.dense import packed_linears
 from ..modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
 from ..modules.packed_weight import device_of
-from ..modules.tables import check_room, table_modules
+from ..modules.tables import PackedTableWeight, check_room, table_modules
 from .expert_source import LoadedModelSource
 from .modes import MODES
 from .pipeline import assemble, check
@@ -111,6 +111,8 @@ def _check_not_adapted(model: nn.Module) -> None:
 def _check_exact(model: nn.Module) -> None:
     rounded = {module._mesh_pool.weights for module in patched_modules(model) if not module._mesh_pool.exact}
     rounded |= {linear._mesh_format for _, linear in packed_linears(model) if not linear.exact}
+    weights: list[Any] = [table.weight for _, table in table_modules(model)]
+    rounded |= {weight.format for weight in weights if isinstance(weight, PackedTableWeight) and not weight.exact}
     if rounded and all(map(is_passthrough, rounded)):
         raise MeshError(
             f"The weights are the checkpoint's codes ({' and '.join(sorted(map(short_name, rounded)))}), not values of "

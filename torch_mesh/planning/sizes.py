@@ -47,6 +47,7 @@ class Sizes:
     left_alone_bytes: int | None  # experts of other shapes, which stay outside the pool
     left_alone: str  # their description
     tables: str  # embedding tables that stay in files
+    table_weights: str  # the format that their rows are rounded to; empty: they are as they were
     table_bytes: int  # their size in the files
     table_memory_bytes: int  # their cached rows and buffers
     staging_bytes: int  # buffers of raw records
@@ -206,6 +207,7 @@ def _sizes(
         left_alone_bytes=None if others is None else sum(layer.nbytes for layer in others),
         left_alone=describe_left_alone(others or ()),
         tables=", ".join(layer.path for layer, _ in tables),
+        table_weights=next((stored.weights for _, stored in tables if stored.weights), ""),
         table_bytes=sum(stored.nbytes for _, stored in tables),
         table_memory_bytes=tables_memory([stored.nbytes for _, stored in tables], config.table_cache_bytes),
         staging_bytes=staging_bytes,

@@ -17,6 +17,7 @@ from .expert_pool import close_engine, notice_exit
 # The fraction of rows that "auto" caches: n-grams repeat as words do, so that few rows serve most look-ups.
 _CACHED_FRACTION = 64
 _MIN_CACHE, _MAX_CACHE = 16 << 20, 1 << 30
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # The buffers that rows are read into (csrc/tables/tables.cpp).
 STAGING_BYTES = 8 << 20
 
@@ -54,6 +55,7 @@ class RowTables:
                 {
                     "name": table.name,
                     "row_bytes": table.row_bytes,
+                    "codes": (table.weights, _DTYPE_NAMES[table.dtype], table.dim) if table.weights else None,
                     "stride": table.stride,
                     "has_checksums": table.salt is not None,
                     "salt": table.salt or bytes(16),
@@ -80,15 +82,15 @@ class RowTables:
         return torch.tensor([self.engine.id, table, self.engine.generation], dtype=torch.int64)
 
     def read(self, table: int, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) as they are in the files."""
+        """Rows [first, last): their values as in the files, or what their codes stand for."""
         about = self.tables[table]
         return torch.ops.torch_mesh.gather_rows(torch.arange(first, last), self.handle(table), about.dim, about.dtype)
 
     def describe(self, table: int) -> str:
         """Part of a line for print(model)."""
         about = self.engine.describe()
-        cached = about["cache_rows"][table]
-        return f"rows from files, {cached} of {self.tables[table].rows} cached"
+        cached, weights = about["cache_rows"][table], self.tables[table].weights
+        return f"rows from files{f' in {weights}' if weights else ''}, {cached} of {self.tables[table].rows} cached"
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowTables:
         return self

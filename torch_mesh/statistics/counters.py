@@ -188,6 +188,7 @@ class TableCounters:
     """Counters of an embedding whose table is in files. ``str()`` is a line."""
 
     name: str  # of the parameter
+    weights: str = ""  # the format of its rows; empty: their values
     gathers: int = 0  # forwards of the embedding
     lookups: int = 0  # ids
     distinct: int = 0  # of those, in each forward
@@ -207,8 +208,9 @@ class TableCounters:
         return {**dataclasses.asdict(self), "hit_rate": self.hit_rate}
 
     def __str__(self) -> str:
+        name = f"{self.name} in {self.weights}" if self.weights else self.name
         return (
-            f"rows of {self.name}: {self.lookups} looked up, {self.distinct} of them distinct, hit rate "
+            f"rows of {name}: {self.lookups} looked up, {self.distinct} of them distinct, hit rate "
             f"{percent(self.hit_rate)}, {self.bytes_read / 2**20:.1f} MiB read, waited {self.wait_seconds * 1e3:.1f} ms"
         )
 

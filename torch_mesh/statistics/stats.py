@@ -115,7 +115,7 @@ def _table_counters(model: nn.Module) -> tuple[TableCounters, ...]:
         for table, counts in zip(tables.tables, tables.engine.stats(), strict=True):
             counts = dict(counts)
             seconds = counts.pop("wait_nanoseconds") / 1e9
-            counted.append(TableCounters(table.name, **counts, wait_seconds=seconds))
+            counted.append(TableCounters(table.name, table.weights, **counts, wait_seconds=seconds))
     return tuple(counted)
 
 

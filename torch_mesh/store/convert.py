@@ -21,6 +21,7 @@ from torch_mesh.formats import (
     GROUP_SIZES,
     PASSTHROUGH_FORMATS,
     ROUNDED_FORMATS,
+    TABLE_FORMATS,
     format_of_layer,
     is_passthrough,
     short_name,
@@ -75,6 +76,7 @@ def convert(
     progress: Progress | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     key_mapping: Mapping[str, str] | None = None,
+    tables: str = "exact",
 ) -> Written:
     """Convert a checkpoint to a store, expert by expert.
 
@@ -87,15 +89,23 @@ def convert(
     bf12. ``name`` is the source's name in the manifest, by default its folder or its model id; ``key_mapping`` is as in
     ``from_pretrained``. After an interruption the same call continues.
 
+    ``tables`` is the format of the rows of embedding tables that stay in files (docs/tables.md): 'exact', or 'int8' or
+    'int4', to which they are rounded.
+
     ``calibrate`` packs int8, int4, lut4 and trellis records to preserve the experts' outputs on a text: see
     ``calibration.packing.on_text``.
 
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files,
     an occupied destination and a full disk; ``HubError`` for what the hub refuses and for files with another hash than
     it states; ``MeshError`` for a text that is too short and a checkpoint without a tokenizer; ``ValueError`` for
-    formats that nothing can be rounded to, and for options of the hub with a local ``source``.
+    formats that nothing can be rounded to, for options of the hub with a local ``source``, and for a format of tables
+    where there are none.
     """
     destination = Path(destination)
+    if tables not in ("exact", *TABLE_FORMATS):
+        raise ValueError(
+            f"tables={tables!r} is unknown; it is one of {', '.join(map(repr, ('exact', *TABLE_FORMATS)))}."
+        )
     if weights in ROUNDED_FORMATS:
         checked_group_size(weights, group_size)
     elif weights != "auto" and not is_passthrough(weights):
@@ -145,6 +155,7 @@ def convert(
             source_name=name or (source_name(folder) if is_local else os.fspath(source)),
             source_fingerprint=fingerprint,
             calibration=None if calibrator is None else calibrator.calibration,
+            tables="" if tables == "exact" else tables,
         )
         records = (
             (layer, expert, functools.partial(pack, layer, expert))
@@ -177,7 +188,13 @@ def _files_beside(
     key_mapping: Mapping[str, str] | None,
 ) -> list[NewFile]:
     tables = [table for _, table in tables_in_files(experts.folder, model, "auto", key_mapping)]
-    rest = rest_of_checkpoint(experts, model, tables, table_files(tables, plan.source_fingerprint, max_file_bytes))
+    if plan.tables and not tables:
+        raise ValueError(
+            f"tables={plan.tables!r}, and {experts.folder} has no embedding table that stays in files "
+            "(docs/tables.md): leave it out."
+        )
+    rows = table_files(tables, plan.source_fingerprint, max_file_bytes, plan.tables)
+    rest = rest_of_checkpoint(experts, model, tables, rows)
     return files_beside(rest, model, plan, max_file_bytes)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_mesh.errors import StoreError
-from torch_mesh.formats import FORMATS, GROUP_SIZES, is_format
+from torch_mesh.formats import FORMATS, GROUP_SIZES, TABLE_FORMATS, is_format
 from torch_mesh.store.header import (
     ALIGNMENT,
     MAX_TENSORS,
@@ -35,6 +35,7 @@ MAX_FILE_BYTES = 4 << 30
 BLOCK_BYTES = 16 << 20  # block size of the checksums of files without records
 _MAX_PATH = 512
 _MAX_SIZE = 1 << 20  # hidden, intermediate: as in csrc/store/record.h
+_OPTIONAL = {"calibration", "tables"}  # not in manifests of earlier builds
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Manifest:
     other_files: tuple[OtherFile, ...]
     checksums: npt.NDArray[np.uint64]
     calibration: Calibration | None = None
+    tables: str = ""  # the format that rows of embedding tables are rounded to; empty: they are as in the source
 
     @property
     def values_fingerprint(self) -> str:
@@ -130,6 +132,8 @@ class Manifest:
         table: dict[str, object] = {"format_version": FORMATS[self.weights].version, **asdict(self)}
         if self.calibration is None:  # as in manifests of earlier builds
             del table["calibration"]
+        if not self.tables:
+            del table["tables"]
         table["store_id"] = self.store_id.hex()
         table["checksums"] = [" ".join(f"{value:016x}" for value in row) for row in self.checksums.tolist()]
         table["digest"] = _digest(table)
@@ -294,9 +298,9 @@ def _parse_manifest(path: Path, table: object) -> Manifest:
         raise store_error(path, f"is a JSON {type(table).__name__}, not an object")
     _check_version(path, table)
     keys = {field.name for field in fields(Manifest)} | {"format_version", "digest"}
-    if set(table) | {"calibration"} != keys:
+    if set(table) | _OPTIONAL != keys:
         raise store_error(
-            path, f"lacks {sorted(keys - {'calibration'} - set(table))} and has the unknown {sorted(set(table) - keys)}"
+            path, f"lacks {sorted(keys - _OPTIONAL - set(table))} and has the unknown {sorted(set(table) - keys)}"
         )
     if table["digest"] != _digest(table):
         raise store_error(path, "was changed after it was written: its digest differs")
@@ -366,7 +370,14 @@ def _typed_manifest(path: Path, table: dict[str, Any]) -> Manifest:
         other_files=other_files,
         checksums=_typed_checksums(table["checksums"], shape),
         calibration=_typed_calibration(table["calibration"]) if "calibration" in table else None,
+        tables=_typed_tables(table["tables"]) if "tables" in table else "",
     )
+
+
+def _typed_tables(weights: object) -> str:
+    if weights not in TABLE_FORMATS:
+        raise ValueError(f"'tables' is {weights!r}; this release reads {', '.join(TABLE_FORMATS)}")
+    return str(weights)
 
 
 def _typed_calibration(table: dict[str, Any]) -> Calibration:

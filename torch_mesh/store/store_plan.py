@@ -30,6 +30,7 @@ class StorePlan:
     source_name: str
     source_fingerprint: str
     calibration: Calibration | None = None
+    tables: str = ""  # the format that rows of embedding tables are rounded to; empty: none
 
     @property
     def record_bytes(self) -> int:
@@ -40,6 +41,8 @@ class StorePlan:
         del table["source_name"]  # a folder may move
         if self.calibration is None:
             del table["calibration"]
+        if not self.tables:
+            del table["tables"]
         if isinstance(self.shape.activation, tuple):  # JSON in the journal has lists
             table["shape"]["activation"] = list(self.shape.activation)
         return {"format_version": FORMATS[self.weights].version, **table, "modules": list(self.modules)}
@@ -52,6 +55,7 @@ class StorePlan:
             self.group_size,
             self.source_fingerprint,
             self.calibration,
+            self.tables,
         )
         shape = manifest.shape
         if shape.activation is None:  # perhaps a layer that was not fused yet when the same records were written
@@ -63,6 +67,7 @@ class StorePlan:
             manifest.group_size,
             manifest.source_fingerprint,
             manifest.calibration,
+            manifest.tables,
         )
 
 

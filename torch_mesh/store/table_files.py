@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torch_mesh.formats import TABLE_FORMATS
 from torch_mesh.store.header import encode_header, read_header, store_error
 from torch_mesh.store.manifest import read_manifest
 from torch_mesh.store.store_plan import Chunk, NewFile, Piece
@@ -40,11 +41,12 @@ class StoredTable:
 
     name: str  # of the parameter
     dim: int
-    dtype: torch.dtype  # of the values in the files
+    dtype: torch.dtype  # of the values
     stride: int  # from one row to the next
     salt: bytes | None  # of the checksum that follows each row; None: there are none
     stretches: tuple[RowStretch, ...]  # in the order of the rows
     tensors: tuple[str, ...]  # of the checkpoint, that hold it; empty in a store's own files
+    weights: str = ""  # the format of codes that stand for the values; empty: the values themselves
 
     @property
     def rows(self) -> int:
@@ -52,7 +54,10 @@ class StoredTable:
 
     @property
     def row_bytes(self) -> int:
-        return self.dim * self.dtype.itemsize
+        """Of a row in the files."""
+        from torch_mesh import _C
+
+        return _C.coded_row_bytes(self.weights, self.dim) if self.weights else self.dim * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -64,26 +69,38 @@ def is_table_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def table_files(tables: Sequence[StoredTable], fingerprint: str, max_file_bytes: int) -> list[NewFile]:
-    """The files of a store for tables of a checkpoint, which ``fingerprint`` identifies."""
+def table_files(
+    tables: Sequence[StoredTable], fingerprint: str, max_file_bytes: int, weights: str = ""
+) -> list[NewFile]:
+    """The files of a store for tables of a checkpoint, which ``fingerprint`` identifies. ``weights``: the format that
+    their rows are rounded to; empty: they stay as they are.
+
+    Making them raises ``StoreError`` for a value that is not finite and has no code.
+    """
     from torch_mesh import _C
 
     parts = []
     for table in tables:
-        rows = max(1, max_file_bytes // _C.padded_row_bytes(table.row_bytes))
+        row_bytes = replace(table, weights=weights).row_bytes
+        rows = max(1, max_file_bytes // _C.padded_row_bytes(row_bytes))
         parts += [(table, first, min(rows, table.rows - first)) for first in range(0, table.rows, rows)]
     return [
-        _table_file(f"mesh-tables-{number + 1:05d}-of-{len(parts):05d}.safetensors", *part, fingerprint)
+        _table_file(f"mesh-tables-{number + 1:05d}-of-{len(parts):05d}.safetensors", *part, fingerprint, weights)
         for number, part in enumerate(parts)
     ]
 
 
-def _table_file(name: str, table: StoredTable, first: int, rows: int, fingerprint: str) -> NewFile:
+def _table_file(name: str, table: StoredTable, first: int, rows: int, fingerprint: str, weights: str) -> NewFile:
     from torch_mesh import _C
 
-    stride = _C.padded_row_bytes(table.row_bytes)
-    salt = hashlib.blake2b(f"{fingerprint}\0{table.name}".encode(), digest_size=16).digest()
-    about = {"first_row": first, "dim": table.dim, "dtype": _DTYPE_NAMES[table.dtype], "salt": salt.hex()}
+    row_bytes = replace(table, weights=weights).row_bytes
+    stride = _C.padded_row_bytes(row_bytes)
+    identity = f"{fingerprint}\0{table.name}" + (f"\0{weights}" if weights else "")
+    salt = hashlib.blake2b(identity.encode(), digest_size=16).digest()
+    dtype = _DTYPE_NAMES[table.dtype]
+    # Releases that know no codes look for "dtype", and refuse the file.
+    values = {"weights": weights, "values": dtype} if weights else {"dtype": dtype}
+    about = {"first_row": first, "dim": table.dim, **values, "salt": salt.hex()}
     size = rows * stride
     header = encode_header(
         [(table.name, "U8", (rows, stride), size)], {"format": "torch_mesh", "table": json.dumps(about)}
@@ -94,7 +111,10 @@ def _table_file(name: str, table: StoredTable, first: int, rows: int, fingerprin
         each = max(1, _CHUNK_BYTES // table.row_bytes)
         for begin in range(first, first + rows, each):
             count = min(each, first + rows - begin)
-            yield _C.pad_rows(salt, begin, table.row_bytes, read_rows(table, begin, count)).data
+            made = read_rows(table, begin, count)
+            if weights:
+                made = _coded(table, begin, made, weights)
+            yield _C.pad_rows(salt, begin, row_bytes, made).data
 
     return NewFile(name, len(header) + size, chunks, tuple(_pieces(table, first, rows)))
 
@@ -110,6 +130,20 @@ def read_rows(table: StoredTable, first: int, count: int) -> npt.NDArray[np.uint
         _read_into(path, offset, into[:size])
         into = into[size:]
     return rows
+
+
+def _coded(table: StoredTable, first: int, rows: npt.NDArray[np.uint8], weights: str) -> npt.NDArray[np.uint8]:
+    """Rows of values, from row ``first`` on, as codes."""
+    from torch_mesh import _C
+
+    values = torch.from_numpy(rows).view(table.dtype).view(-1, table.dim).float()
+    try:
+        return _C.code_rows(weights, first, values.numpy()).reshape(-1)
+    except ValueError as problem:
+        path = next(_pieces(table, first, 1))[0]
+        raise store_error(
+            path, f"{table.name}: {problem}. Leave --tables out to keep the table's rows as they are"
+        ) from None
 
 
 def _pieces(table: StoredTable, first: int, count: int) -> Iterator[Piece]:
@@ -150,12 +184,15 @@ def _read_part(path: Path) -> tuple[int, StoredTable]:
         (tensor,) = header.tensors.values()
         about: dict[str, Any] = json.loads(header.metadata["table"])
         rows, stride = tensor.shape
-        dtype, salt = ROW_DTYPES[about["dtype"]], bytes.fromhex(about["salt"])
+        weights = about.get("weights", "")
+        if weights not in ("", *TABLE_FORMATS):
+            raise ValueError(f"{weights!r} rows; this release reads {', '.join(TABLE_FORMATS)}")
+        dtype, salt = ROW_DTYPES[about["values" if weights else "dtype"]], bytes.fromhex(about["salt"])
         first, dim = int(about["first_row"]), int(about["dim"])
     except (KeyError, ValueError, TypeError) as problem:
         raise store_error(path, f"is no file of a table's rows ({problem}): convert the model again") from None
     stretches = (RowStretch(path, tensor.offset, rows),)
-    return first, StoredTable(tensor.name, dim, dtype, stride, salt, stretches, ())
+    return first, StoredTable(tensor.name, dim, dtype, stride, salt, stretches, (), weights)
 
 
 def _joined(folder: Path, parts: Sequence[tuple[int, StoredTable]]) -> StoredTable:

@@ -264,6 +264,7 @@ class UnfinishedStore:
             other_files=tuple(journal.files[file.name] for file in files),
             checksums=checksums,
             calibration=plan.calibration,
+            tables=plan.tables,
         )
         unfinished = self._folder / f"{MANIFEST_NAME}.new"
         with unfinished.open("w", encoding="utf-8") as stream:
