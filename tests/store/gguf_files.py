@@ -174,6 +174,11 @@ _DRAWN = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
     *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "NVFP4"),
 )
+# Of which records hold the blocks.
+RECORD_TYPES = (
+    *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+    *("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"),
+)
 # Where the fp16 scales of a block are.
 SCALES = {
     "Q4_1": (0, 2),
@@ -285,16 +290,31 @@ def encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
         return data, gguf.quants.dequantize(data, Type[kind])
     count, size = gguf.GGML_QUANT_SIZES[Type[kind]]
     blocks = np.random.randint(0, 256, (values.size // count, size), dtype=np.uint8)
-    for at in SCALES.get(kind, (0,)):
-        scale = np.full(len(blocks), 3e-5, np.float16).view(np.uint8).reshape(-1, 2)
-        blocks[:, at : at + 2] = scale
     if kind == "NVFP4":
         blocks[:, :4] = np.random.randint(1, 40, (len(blocks), 4))
-    if kind == "IQ1_M":  # four bits of its scale are in each of four words
-        blocks[:, 48:56].view(np.uint16)[:] &= 0x0FFF
-        blocks[:, 48:56].view(np.uint16)[:] |= np.array([0x7000, 0xF000, 0x1000, 0x0000], np.uint16)
+    else:
+        set_scales(kind, blocks, np.float16(3e-5).view(np.uint16))
     data = blocks.reshape(*values.shape[:-1], values.shape[-1] // count * size)
     return data, gguf.quants.dequantize(data, Type[kind])
+
+
+def scales(kind: str, blocks: np.ndarray) -> np.ndarray:
+    """float16 [blocks, scales] of uint8 [blocks, bytes]."""
+    if kind == "IQ1_M":  # four bits of its scale are in each of four words
+        words = blocks[:, 48:56].copy().view(np.uint16) >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
+        return words.sum(axis=1, dtype=np.uint16)[:, None].view(np.float16)
+    return np.concatenate([blocks[:, at : at + 2].copy().view(np.float16) for at in SCALES.get(kind, (0,))], axis=1)
+
+
+def set_scales(kind: str, blocks: np.ndarray, halves: np.ndarray) -> None:
+    """Every scale of uint8 [blocks, bytes] to one of ``halves``, uint16 [blocks, scales] or fewer."""
+    halves = np.broadcast_to(halves, (len(blocks), len(SCALES.get(kind, (0,)))))
+    for number, at in enumerate(SCALES.get(kind, (0,))):
+        if kind == "IQ1_M":
+            quarters = halves >> np.arange(0, 16, 4, dtype=np.uint16) << 12
+            blocks[:, 48:56] = (blocks[:, 48:56].copy().view(np.uint16) & 0x0FFF | quarters).view(np.uint8)
+        else:
+            blocks[:, at : at + 2] = halves[:, number].copy().view(np.uint8).reshape(-1, 2)
 
 
 def with_number(data: bytes, path: Path, key: str, value: int) -> bytes:

@@ -21,6 +21,7 @@ from quantised import KINDS
 from safetensors.torch import save_file
 
 from torch_mesh.errors import MeshError
+from torch_mesh.formats import FORMATS
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.gguf import BLOCK_TYPES, read_gguf
 from torch_mesh.store.header import read_header
@@ -163,6 +164,42 @@ def test_gguf_blocks(count: int, seed: int, folder: Path) -> None:
 
     with mutations.limits(60 + count // 20, _EXTRA_BYTES):
         _fuzz(seed, count, run)
+
+
+@_runs(100, 32_000)
+def test_gguf_blocks_of_every_type(count: int, seed: int) -> None:
+    """Of 64 blocks in each run one or all are damaged: an error if a scale is no number, and else what the package
+    makes of them, to the bit."""
+    ops = torch.ops.torch_mesh
+    rows = 64
+    refused = [0]
+
+    def run(rng: random.Random) -> None:
+        kind = rng.choice(gguf_files.RECORD_TYPES)
+        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        drawn = np.random.default_rng(rng.getrandbits(64))
+        blocks = drawn.integers(0, 256, (rows, size), dtype=np.uint8)
+        gguf_files.set_scales(kind, blocks, drawn.integers(0, 0x7C00, (rows, 1), dtype=np.uint16))
+        for row in range(rows) if rng.random() < 0.5 else [rng.randrange(rows)]:
+            mutated = mutations.mutate([blocks[row].tobytes(), bytes(size), b"\xff" * size], rng, in_place=True)
+            blocks[row] = np.frombuffer(mutated, np.uint8)
+        rows_of_blocks = torch.from_numpy(blocks.reshape(rows * values // 256, -1))
+        finite = bool(np.isfinite(gguf_files.scales(kind, blocks)).all())
+        try:
+            packed = ops.pack_linear_blocks(rows_of_blocks, 256, kind.lower())
+        except ValueError as problem:
+            assert not finite and "cannot hold a scale that is not a finite number" in str(problem), (kind, problem)
+            refused[0] += 1
+            return
+        assert finite, kind
+        group = FORMATS[kind.lower()].group_sizes[0]
+        found = ops.unpack_linear(packed, 256, len(rows_of_blocks), kind.lower(), group).numpy()
+        expected = gguf.dequantize(rows_of_blocks.numpy(), gguf.GGMLQuantizationType[kind])
+        assert np.array_equal(found.view(np.int32), expected.view(np.int32)), kind
+
+    with mutations.limits(60 + count // 20, _EXTRA_BYTES):
+        _fuzz(seed, count, run)
+    assert 0 < refused[0] < count
 
 
 @_runs(1500, 1_000_000)

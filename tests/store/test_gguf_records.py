@@ -23,10 +23,7 @@ from torch_mesh.store.convert import convert, stored_expert, weights_of_checkpoi
 from torch_mesh.store.gguf import read_gguf
 
 HIDDEN, INTERMEDIATE = 512, 256
-TYPES = (
-    *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
-    *("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"),
-)
+TYPES = gguf_files.RECORD_TYPES
 # Of a half: zeros, subnormal ones, the smallest normal one, ordinary ones and the largest, with both signs.
 _HALVES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x1234, 0x9E21, 0x3C00, 0xC4D1, 0x7BFF, 0xFBFF)
 
@@ -37,8 +34,8 @@ def random_blocks(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // values, size), dtype=np.uint8)
     for byte in (0x00, 0x7F, 0x80, 0xFF, 0x0F, 0xF0):
         blocks[rng.integers(len(blocks))] = byte
-    for at in gguf_files.SCALES.get(kind, (0,)):
-        blocks[:, at : at + 2] = rng.choice(np.array(_HALVES, np.uint16), len(blocks)).view(np.uint8).reshape(-1, 2)
+    shape_of_scales = gguf_files.scales(kind, blocks).shape
+    gguf_files.set_scales(kind, blocks, rng.choice(np.array(_HALVES, np.uint16), shape_of_scales))
     return blocks.reshape(shape[0], -1)
 
 
@@ -66,12 +63,14 @@ def test_records_are_what_the_package_says_to_the_bit(kind: str, rng: np.random.
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_scales_that_are_no_numbers_are_refused(kind: str, rng: np.random.Generator) -> None:
-    for at in gguf_files.SCALES.get(kind, (0,)):
+    size = gguf.GGML_QUANT_SIZES[Type[kind]][1]
+    for number in range(gguf_files.scales(kind, np.zeros((1, size), np.uint8)).shape[1]):
         for bits in (0x7C00, 0xFC00, 0x7E01, 0xFFFF):
             gate, up, down = (random_blocks(rng, kind, (256, 256)) for _ in range(3))
-            size = gguf.GGML_QUANT_SIZES[Type[kind]][1]
-            place = down.reshape(-1, size)[rng.integers(len(down)) :, at : at + 2]
-            place[0] = np.array([bits], np.uint16).view(np.uint8)
+            blocks = down.reshape(-1, size)
+            scales = gguf_files.scales(kind, blocks).view(np.uint16)
+            scales[rng.integers(len(blocks)), number] = bits
+            gguf_files.set_scales(kind, blocks, scales)
             with pytest.raises(ValueError, match="cannot hold a scale that is not a finite number"):
                 pack(gate, up, down, kind.lower(), (256, 256))
 
