@@ -5,7 +5,8 @@ what ships. A wheel is for the minor version of torch that it was built against,
 requirements.
 
 ``python setup.py engine_tests [--sanitize thread|address]`` builds the torch-free engine with its GoogleTest suite and
-prints the path of the program.
+prints the path of the program. ``python setup.py engine_objects`` compiles what the extension links of the engine, for
+which torch need not be installed yet.
 """
 
 from __future__ import annotations
@@ -199,11 +200,15 @@ class NinjaFile:
 
     def link(self, target: Path) -> None:
         self.lines.append(f"build {_escape(target)}: link {' '.join(self.objects)}")
-        self.folder.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        build = self.folder / f"{target.name}.ninja"
+        self.make(target.name, str(target))
+
+    def make(self, name: str, *targets: str) -> None:
+        """Build ``targets``, or all objects, from a ninja file of that name."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        build = self.folder / f"{name}.ninja"
         build.write_text("\n".join(self.lines) + "\n")
-        command = [_ninja(), "-f", str(build), str(target), *_jobs()]
+        command = [_ninja(), "-f", str(build), *targets, *_jobs()]
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode != 0:
             raise SystemExit("torch_mesh: the build failed; the compiler's messages stand above")
 
@@ -282,6 +287,20 @@ class BuildExtension(build_ext):
             build.compile(testing_sources())
             build.compile([TESTING_MODULE, CSRC / "bindings" / "runtime.cpp"], torch_flags)
         build.link(Path(self.get_ext_fullpath(ext.name)).resolve())
+
+
+class EngineObjects(Command):
+    description = "compile the engine's part of the extension, without torch"
+    user_options: ClassVar = []
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        shipped([]).make("engine_objects")
 
 
 class EngineTests(Command):
@@ -369,5 +388,5 @@ setup(
     package_dir={"torch_mesh.ops": "ops"},
     package_data={"torch_mesh": ["py.typed", "_C.pyi", "statistics/page.html"]},
     ext_modules=[Extension(EXTENSIONS[0], sources=[])],
-    cmdclass={"build_ext": BuildExtension, "engine_tests": EngineTests},
+    cmdclass={"build_ext": BuildExtension, "engine_objects": EngineObjects, "engine_tests": EngineTests},
 )

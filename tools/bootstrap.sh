@@ -143,6 +143,25 @@ install_requirements() {
   if [ -z "$latest" ]; then stamp "$name" "$key"; fi
 }
 
+# While pip unpacks torch on one core, the others compile what needs no torch. If that fails, build_extension says why.
+engine=
+begin_engine() {
+  if [ "$torch" = system ] || ls torch_mesh/_C*.so >/dev/null 2>&1; then return; fi
+  say "compiling the engine beside the next steps"
+  "$venv_python" tools/requirements.py build >.venv/requirements.txt
+  "$venv_python" -m pip install -q -r .venv/requirements.txt
+  setsid nice -n 19 "$venv_python" setup.py -q engine_objects >.venv/engine.log 2>&1 &
+  engine=$!
+  trap 'kill -- "-$engine" 2>/dev/null || :' EXIT
+  trap 'exit 130' INT TERM
+}
+
+end_engine() {
+  [ -n "$engine" ] || return 0
+  wait "$engine" || true
+  trap - EXIT INT TERM
+}
+
 build_extension() {
   key=$({
     find csrc setup.py pyproject.toml requirements.txt torch_mesh/version.py -type f -exec sha256sum {} + | LC_ALL=C sort -k 2
@@ -159,6 +178,8 @@ build_extension() {
 check_python
 install_system_packages
 make_venv
+begin_engine
 install_torch
 install_requirements
+end_engine
 build_extension
