@@ -47,9 +47,9 @@ def _runs(quick: int, whole: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("count", [quick, pytest.param(whole, marks=pytest.mark.slow)])
 
 
-def _fuzz(seed: int, count: int, run: Callable[[random.Random], None]) -> None:
+def _fuzz(seed: int, count: int, run: Callable[[random.Random], None], least: int = 1) -> None:
     """Runs ``run`` that often; what it raises but typed errors is a failure, which names the draw, and so is that
-    nothing could be read."""
+    fewer than ``least`` could be read."""
     succeeded = 0
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
@@ -64,7 +64,7 @@ def _fuzz(seed: int, count: int, run: Callable[[random.Random], None]) -> None:
             where = "".join(traceback.format_exception(problem)[-6:])
             pytest.fail(f"mutation {number} of seed {seed}: {type(problem).__name__}\n{where}")
     print(f"{count} mutations, {succeeded} of them read")
-    assert succeeded > 0
+    assert succeeded >= least
 
 
 def _written(writer: gguf.GGUFWriter) -> None:
@@ -125,6 +125,7 @@ def test_gguf_models(count: int, seed: int, folder: Path) -> None:
         types = {"_exps.weight": "Q8_0", "attn_q.weight": "Q4_0"}
         made = gguf_files.write(folder / f"{architecture}.gguf", architecture, types, **sizes)
         seeds[made.path.read_bytes()] = read_gguf(made.path).header.data_start
+        gguf_files.read_whole(made.path)
     path = folder / "mutated.gguf"
 
     def run(rng: random.Random) -> None:
@@ -134,7 +135,7 @@ def test_gguf_models(count: int, seed: int, folder: Path) -> None:
         gguf_files.read_whole(path)
 
     with mutations.limits(60 + count, _EXTRA_BYTES):
-        _fuzz(seed, count, run)
+        _fuzz(seed, count, run, least=count // 100)  # one in fourteen can be, and of a few perhaps none
 
 
 def _with_length(text: bytes, data: bytes) -> bytes:
