@@ -487,6 +487,8 @@ def test_plan_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert whole.dense_bytes_per_token - sizes.dense_bytes_per_token == table_bytes
     planned = plan(tmp_path, MeshConfig(tables="ngram_embedding", resident=0.5), memory=8 << 30)
     assert planned.to_dict()["sizes"]["table_memory_bytes"] == sizes.table_memory_bytes > 8 << 20
+    running = planned.pool_bytes + planned.workspace_bytes + sizes.dense_bytes + sizes.staging_bytes
+    assert planned.peak_bytes - planned.process_bytes == running + sizes.table_memory_bytes
     opened = reopen(model, tmp_path, tables="ngram_embedding")
     [tables] = tables_of(opened)
     assert tables.engine.describe()["memory_bytes"] <= sizes.table_memory_bytes

@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
+from torch_mesh.store.convert import convert
 
 openai = pytest.importorskip("openai")
 
@@ -76,7 +78,7 @@ def _built(table: str, mesh_tiny: Path, **sizes: int) -> PreTrainedModel:
         return untied
     if not hasattr(transformers, model):
         pytest.skip(f"the installed transformers has no {model}")
-    configured = getattr(transformers, config)(**SIZES, **fields | sizes)
+    configured = getattr(transformers, config)(**SIZES | fields | sizes)
     built = getattr(transformers, model)._from_config(configured, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in built.parameters():
@@ -201,3 +203,114 @@ def test_a_table_of_three_times_the_memory(mesh_tiny: Path, tmp_path: Path) -> N
     of_raw, weights, of_store, tokens, peak, *in_memory, whole = json.loads(done.stdout.splitlines()[-1])
     assert (weights, tokens, [of_raw, of_store]) == ("int8", 4, in_memory)
     assert peak < ALLOWED and whole > 3 * ALLOWED, f"{peak:,} and {whole:,} bytes"
+
+
+# Of the process: experts, rows of tables, workspace and what else a model takes. The other options are of what could
+# grow beside them.
+PLANNED = {"resident": 0.5, "tables": "64MiB", "workspace": "8MiB", "dense": "bf16", "threads": 1}
+# What a process allocates that is no part of any model, and so vanishes beside a large one: objects of Python and
+# transformers, threads, the buffers of activations and keys of a short prompt.
+SMALL_MODEL_SLACK = 32 << 20
+# glibc keeps freed activations otherwise (docs/finetuning.md), in a heap for each thread.
+RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}
+
+# Opens or serves, fills row cache, pool and workspace, and prints the most memory of its own that it had, what plan
+# says, and the modules that were imported.
+FILLED = """
+import json, sys, threading, urllib.request
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.modules.tables import table_modules
+from torch_mesh.planning.plan import plan
+from torch_mesh.serving.server import Server
+from torch_mesh.system.memory import anonymous_bytes
+
+folder, serves, fields = sys.argv[1], sys.argv[2] == "serve", json.loads(sys.argv[3])
+torch.set_num_threads(1)
+config = MeshConfig(**fields)
+planned = plan(Path(folder), config)
+peak, done = [0], threading.Event()
+
+def watch():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], anonymous_bytes())
+
+def fill(model):
+    [(_, embedding)] = table_modules(model)
+    [rows] = embedding._mesh_tables.engine.describe()["cache_rows"]
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3 * rows // 2000 + 1):  # each set of the cache is full then, but for one in many millions
+        embedding(torch.randint(embedding.num_embeddings, (2000,), generator=draw))
+    return torch.randint(5, 4000, (1, planned.tokens_per_chunk), generator=draw)
+
+watching = threading.Thread(target=watch)
+watching.start()
+if serves:
+    with Server(folder, config, 1 << 20, {"host": "127.0.0.1", "port": 0}) as server:
+        prompt = fill(server.kept.model)[0].tolist()
+        body = json.dumps({"model": server.model, "prompt": prompt, "max_tokens": 2}).encode()
+        request = urllib.request.Request(
+            f"{server.address}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        assert json.load(urllib.request.urlopen(request))["usage"]["prompt_tokens"] == len(prompt)
+else:
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    model.generate(fill(model), max_new_tokens=2, do_sample=False)
+done.set()
+watching.join()
+states = {
+    "peak": planned.peak_bytes - planned.process_bytes,
+    "pool": planned.pool_bytes,
+    "tables": planned.sizes.table_memory_bytes,
+    "dense": planned.sizes.dense_bytes,
+    "workspace": planned.workspace_bytes,
+}
+print(json.dumps([peak[0], states, list(sys.modules)]))
+"""
+
+# The memory that modules take, whose names are in its input.
+IMPORTED = """
+import contextlib, importlib, json, sys
+import torch
+torch.set_num_threads(1)
+for name in json.load(sys.stdin):
+    if name not in sys.modules and name != "__main__":
+        with contextlib.suppress(ImportError):  # some are made by others as these are imported
+            importlib.import_module(name)
+from torch_mesh.system.memory import anonymous_bytes
+print(anonymous_bytes())
+"""
+
+
+def _said(program: str, *arguments: str, given: str = "") -> Any:
+    command = [sys.executable, "-c", program, *arguments]
+    environment = os.environ | RETURNS_FREED
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_memory_is_what_plan_states(mesh_tiny: Path, tmp_path: Path) -> None:
+    raw, store = tmp_path / "raw", tmp_path / "store"
+    sizes = {"ple_embed_dim": 960, "ngram_vocab_size_base": 3 * ALLOWED // 480 // 4, "split_ngram_parts": 16}
+    experts = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 16}
+    built = _built("ngram_embedding", mesh_tiny, **sizes, **experts)
+    mapped = built.get_input_embeddings().weight.nbytes  # of the file, and so not anonymous
+    built.save_pretrained(raw)
+    AutoTokenizer.from_pretrained(mesh_tiny).save_pretrained(raw)
+    del built
+    convert(raw, store, "bf16", workers=1)
+    for folder, how in ((raw, "open"), (store, "open"), (store, "serve")):
+        peak, states, modules = _said(FILLED, str(folder), how, json.dumps(PLANNED))
+        imports = _said(IMPORTED, given=json.dumps(modules))
+        stated = states["peak"] - mapped
+        assert stated < ALLOWED
+        assert sum(states[name] for name in ("pool", "tables", "dense", "workspace")) <= states["peak"]
+        measured = peak - imports
+        found = f"{how} {folder.name}: {measured:,} bytes, {stated:,} planned of {states}"
+        print(found)
+        assert 0.95 * stated <= measured <= 1.05 * stated + SMALL_MODEL_SLACK, found

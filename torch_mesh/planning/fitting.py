@@ -125,9 +125,8 @@ def peak_bytes(sizes: Sizes, config: MeshConfig, process: int, slots: int | None
     None if unknown."""
     if slots is None or sizes.dense_bytes is None or sizes.dense_bytes_loading is None:
         return None
-    running = (
-        sizes.dense_bytes + slots * sizes.expert_bytes + fallback_bytes + sizes.staging_bytes + config.workspace_bytes
-    )
+    pool = slots * sizes.expert_bytes + fallback_bytes + sizes.staging_bytes
+    running = sizes.dense_bytes + pool + sizes.table_memory_bytes + config.workspace_bytes
     return process + max(running, sizes.dense_bytes_loading)
 
 
