@@ -185,6 +185,8 @@ _LISTED: Mapping[str, WeightFormat] = {
     "iq2_s": _gguf(3, 9, 16, "IQ2_S, likewise"),
     "iq2_xs": _gguf(3, 9, 16, "IQ2_XS, likewise"),
     "iq2_xxs": _gguf(3, 10, 32, "IQ2_XXS, likewise"),
+    "iq1_m": _gguf(3, 9, 16, "IQ1_M, likewise"),
+    "iq1_s": _gguf(2, 10, 32, "IQ1_S, likewise"),
     "q5_1": _gguf(5, 32, 32, "Q5_1"),
     "q5_0": _gguf(5, 16, 32, "Q5_0"),
     "q4_1": _gguf(4, 32, 32, "Q4_1"),

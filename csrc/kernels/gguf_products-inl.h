@@ -99,7 +99,7 @@ struct GgufSteps {
       return d;
     } else if constexpr (kType.is_signed) {
       return d * words_to_floats(load_signed_bytes(steps));
-    } else if constexpr (kType.mins == GgufMins::kNibbles) {
+    } else if constexpr (kType.has_nibbles()) {
       return d * words_to_floats(load_bytes(steps) & broadcast_word(15));
     } else if constexpr (kType.unit != 1) {
       return d * words_to_floats(load_bytes(steps)) * broadcast(kType.unit);
@@ -107,8 +107,12 @@ struct GgufSteps {
       return d * words_to_floats(load_bytes(steps));
     }
   }
+  // `d` of the mins, or where there are none of the scales.
   static Floats min(Floats d, const std::byte* steps) {
-    if constexpr (kType.mins == GgufMins::kBytes) {
+    if constexpr (kType.mins == GgufMins::kEighths) {
+      const Floats eighths = words_to_floats(shift_right<4>(load_bytes(steps)));
+      return scale(d, steps) * eighths * broadcast(kGgufEighth);
+    } else if constexpr (kType.mins == GgufMins::kBytes) {
       return d * words_to_floats(load_bytes(steps + kBlockColumns));
     } else if constexpr (kType.mins == GgufMins::kNibbles) {
       return d * words_to_floats(shift_right<4>(load_bytes(steps)));
@@ -144,8 +148,8 @@ struct GgufPlace {
     return GgufSteps<kFormat>::scale(load_half(header + column * 2), steps + column);
   }
   Floats min(int32_t column) const {
-    return GgufSteps<kFormat>::min(load_half(header + (kBlockColumns + column) * 2),
-                                   steps + column);
+    constexpr int32_t kFirst = kType.has_half_mins() ? kBlockColumns : 0;
+    return GgufSteps<kFormat>::min(load_half(header + (kFirst + column) * 2), steps + column);
   }
 
   // Words of four codes of the group, [group / 4][kBlockColumns].
@@ -206,17 +210,19 @@ struct GgufGroup {
   alignas(64) float min_[kBlockColumns];
 };
 
-// What all groups of a stretch have scales and mins from, in fp32.
+// What all groups of a stretch have scales and mins from, in fp32. GgufSteps takes `of_mins`.
 template <Format kFormat>
 struct GgufHeader {
   static constexpr GgufType kType = gguf_type(kFormat);
   alignas(64) float d[kBlockColumns];
   alignas(64) float min[kBlockColumns];
 
+  const float* of_mins() const { return kType.has_half_mins() ? min : d; }
+
   explicit GgufHeader(const std::byte* stretch) {
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       store(d + c, load_half(stretch + c * 2));
-      if constexpr (kType.has_mins()) {
+      if constexpr (kType.has_half_mins()) {
         store(min + c, load_half(stretch + (kBlockColumns + c) * 2));
       }
     }
@@ -306,7 +312,7 @@ inline void gguf_row(const BlockProducts& products) {
           add_scaled(to, sums.of(g), row_scale[g], scale);
           if constexpr (kType.has_mins()) {
             subtract_min(to, row_scale[g], row_sum[g],
-                         GgufSteps<kFormat>::min(load(header.min + c), steps));
+                         GgufSteps<kFormat>::min(load(header.of_mins() + c), steps));
           }
         }
       }

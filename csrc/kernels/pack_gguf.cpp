@@ -208,6 +208,39 @@ void take_iq2_s(const std::byte* from, GgufBlock& to) {
   }
 }
 
+// Of IQ1: which eight magnitudes, by eight bits and three.
+uint32_t iq1_entry(uint8_t low, uint32_t high) { return kIq1Grid[low | (high & 7) << 8]; }
+
+void take_iq1_s(const std::byte* from, GgufBlock& to) {
+  const uint8_t* low = bytes_of(from) + 2;
+  for (int32_t group = 0; group < 8; ++group) {
+    const uint32_t bits = read_as<uint16_t>(from + 34 + group * 2);
+    // Magnitudes begin with -1: an eighth more is seven eighths below them.
+    const uint32_t eighths = bits >> 15 == 0 ? 7 : 9;
+    to.steps[group] = static_cast<uint8_t>(odd_step(bits >> 12 & 7) | eighths << 4);
+    for (int32_t i = 0; i < 4; ++i) {
+      put_grid(iq1_entry(low[group * 4 + i], bits >> 3 * i), 0, 2, 8,
+               to.codes + group * 32 + i * 8);
+    }
+  }
+}
+
+void take_iq1_m(const std::byte* from, GgufBlock& to) {
+  const uint8_t *low = bytes_of(from), *high = low + 32;
+  uint32_t d = 0;
+  for (int32_t i = 0; i < 16; ++i) {
+    const uint32_t steps = read_as<uint16_t>(from + 48 + i / 4 * 2);
+    to.steps[i] = odd_step(steps >> i % 4 * 3 & 7);
+    if (i % 4 == 0) d |= steps >> 12 << i;
+    for (int32_t half = 0; half < 2; ++half) {
+      const uint32_t bits = high[i] >> 4 * half;
+      put_grid(iq1_entry(low[2 * i + half], bits), (bits & 8) != 0 ? 0xff : 0, 2, 8,
+               to.codes + i * 16 + half * 8);
+    }
+  }
+  to.d = static_cast<uint16_t>(d);
+}
+
 void take_block(Format format, const std::byte* from, GgufBlock& to) {
   to.d = read_as<uint16_t>(from);
   to.min = 0;
@@ -234,6 +267,10 @@ void take_block(Format format, const std::byte* from, GgufBlock& to) {
       return take_iq2_xs(from, to);
     case Format::kIq2S:
       return take_iq2_s(from, to);
+    case Format::kIq1S:
+      return take_iq1_s(from, to);
+    case Format::kIq1M:
+      return take_iq1_m(from, to);
     default:
       return take_block_of_32(gguf_type(format), from, to);
   }
@@ -290,7 +327,7 @@ void put_part(const GgufType& type, const GgufBlock& from, int32_t part, int32_t
 
 void put_block(const GgufType& type, const GgufBlock& from, int32_t column, std::byte* stretch) {
   std::memcpy(stretch + column * 2, &from.d, 2);
-  if (type.has_mins()) std::memcpy(stretch + (kBlockColumns + column) * 2, &from.min, 2);
+  if (type.has_half_mins()) std::memcpy(stretch + (kBlockColumns + column) * 2, &from.min, 2);
   for (int32_t part = 0; part < type.depth / kGgufPart; ++part) {
     put_part(type, from, part, column, stretch + type.header_bytes() + part * type.part_bytes());
   }

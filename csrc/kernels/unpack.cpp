@@ -120,22 +120,24 @@ float gguf_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int
   const std::byte* steps =
       part + k % kGgufPart / type.group * kBlockColumns * type.step_bytes() + column;
   float scale = half_at(stretch, column);
-  float min = type.has_mins() ? half_at(stretch, kBlockColumns + column) : 0;
+  float min = type.has_half_mins() ? half_at(stretch, kBlockColumns + column) : 0;
+  int32_t eighths = 0;
   if (type.steps) {
     auto step = static_cast<int32_t>(*steps);
     if (type.is_signed) step = static_cast<int8_t>(*steps);
     if (type.mins == GgufMins::kBytes) min *= static_cast<float>(steps[kBlockColumns]);
-    if (type.mins == GgufMins::kNibbles) {
-      min *= static_cast<float>(step >> 4);
-      step &= 15;
-    }
+    if (type.mins == GgufMins::kNibbles) min *= static_cast<float>(step >> 4);
+    if (type.mins == GgufMins::kEighths) eighths = step >> 4;
+    if (type.has_nibbles()) step &= 15;
     scale *= static_cast<float>(step) * type.unit;
   }
   const std::byte* own = words + column / 16 * type.bits * 16 * 4 + column % 16 * 4;
   const int32_t code = gguf_code(type.bits, own, k % kGgufPart);
   const int32_t level = type.levels != nullptr ? type.levels[code] : code - type.zero;
+  // As the package has it, of which a scale of zero leaves the sign.
+  if (eighths > 0) return scale * (static_cast<float>(8 * level - eighths) * kGgufEighth);
   const float value = scale * static_cast<float>(level);
-  return type.has_mins() ? value - min : value;
+  return type.has_half_mins() ? value - min : value;
 }
 
 // As store/bf12.h defines it.

@@ -7,12 +7,15 @@
 // Without them scale is d itself, and min a half of the block's. All products but the last are
 // exact in fp32, so that the gguf package's values are these to the bit. docs/decisions/0069.
 //
-// The codes of IQ2 and IQ3 name the magnitudes of several weights at once: a record has a code of
-// its own for each weight, whose last bit is the sign.
+// The codes of IQ1, IQ2 and IQ3 name the magnitudes of several weights at once: a record has a code
+// of its own for each weight, whose last bit is the sign. Weights of IQ1 are -1, 0 or 1 and an
+// eighth more or less: which of them is a bit of each code of IQ1_M. Of IQ1_S, where it is the same
+// for a group, the min is the scale's multiple in eighths.
 //
 // In a record a block of 64 columns is a row of stretches of `depth` inputs:
 //   64 halves d | 64 halves dmin, if there are mins | a part for each 32 inputs:
-//     for each group 64 steps, and behind them the 64 of its mins (of q2_k in the upper nibble) |
+//     for each group 64 steps, and behind them the 64 of its mins (of q2_k and iq1_s in the upper
+//     nibble) |
 //     [4][bits][16] words
 // A word holds the codes of one column, 16 of which stand beside each other. Codes of four bits and
 // more have their lower four in the first four words as int4's (eight inputs each); of those of two
@@ -29,8 +32,9 @@ namespace torch_mesh {
 inline constexpr int32_t kGgufPart = 32;       // inputs
 inline constexpr int32_t kMaxGgufDepth = 256;  // of a stretch
 
-// Where the mins come from.
-enum class GgufMins : uint8_t { kNone, kHalves, kBytes, kNibbles };
+// Where the mins come from: halves; halves times bytes or nibbles; scales times nibbles.
+enum class GgufMins : uint8_t { kNone, kHalves, kBytes, kNibbles, kEighths };
+inline constexpr float kGgufEighth = 0.125f;
 
 alignas(16) inline constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                                       1,    13,   25,  38,  53,  69,  89,  113};
@@ -39,6 +43,7 @@ alignas(16) inline constexpr int8_t kIq3SLevels[16] = {1,  3,  5,  7,  9,  11,  
 alignas(16) inline constexpr int8_t kIq3XxsLevels[16] = {4,  12,  20,  28,  36,  44,  52,  62,
                                                          -4, -12, -20, -28, -36, -44, -52, -62};
 alignas(16) inline constexpr int8_t kIq2Levels[16] = {8, 25, 43, 0, -8, -25, -43, 0};
+alignas(16) inline constexpr int8_t kIq1Levels[16] = {-7, 1, 9, 0, -9, -1, 7, 0};
 
 struct GgufType {
   int32_t depth;   // weights of a file's block
@@ -53,10 +58,17 @@ struct GgufType {
   float unit = 1;        // a power of two that scales are multiplied by
 
   constexpr bool has_mins() const { return mins != GgufMins::kNone; }
+  constexpr bool has_half_mins() const { return has_mins() && mins != GgufMins::kEighths; }
+  // A step and what makes the min in one byte.
+  constexpr bool has_nibbles() const {
+    return mins == GgufMins::kNibbles || mins == GgufMins::kEighths;
+  }
   constexpr int32_t part_groups() const { return kGgufPart / group; }
   // Of one column of a group.
   constexpr int32_t step_bytes() const { return !steps ? 0 : mins == GgufMins::kBytes ? 2 : 1; }
-  constexpr int64_t header_bytes() const { return int64_t{kBlockColumns} * (has_mins() ? 4 : 2); }
+  constexpr int64_t header_bytes() const {
+    return int64_t{kBlockColumns} * (has_half_mins() ? 4 : 2);
+  }
   constexpr int64_t part_bytes() const {
     return int64_t{kBlockColumns} * (part_groups() * step_bytes() + 4 * bits);
   }
@@ -96,8 +108,12 @@ constexpr GgufType gguf_type(Format format) {
       return {256, 66, 3, 32, true, false, kNone, 0, kIq2Levels, 0.125f};
     case Format::kIq2Xs:
       return {256, 74, 3, 16, true, false, kNone, 0, kIq2Levels, 0.125f};
-    default:  // kIq2S
+    case Format::kIq2S:
       return {256, 82, 3, 16, true, false, kNone, 0, kIq2Levels, 0.125f};
+    case Format::kIq1S:
+      return {256, 50, 2, 32, true, false, kEighths, 0, nullptr};
+    default:  // kIq1M
+      return {256, 56, 3, 16, true, false, kNone, 0, kIq1Levels, kGgufEighth};
   }
 }
 

@@ -19,9 +19,10 @@ void check_size(const char* name, int32_t value) {
 
 // By Format.
 constexpr const char* kNames[kFormats] = {
-    "bf16",   "bf12",   "int8",    "int4",  "lut4",    "int8_fp16", "int4_fp16", "mxfp4", "nvfp4",
-    "fp8",    "q4_1",   "q5_0",    "q5_1",  "q2_k",    "q3_k",      "q4_k",      "q5_k",  "q6_k",
-    "iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs",    "iq2_s",     "tcq2",  "tcq3"};
+    "bf16",  "bf12",  "int8",   "int4",   "lut4",    "int8_fp16", "int4_fp16", "mxfp4",
+    "nvfp4", "fp8",   "q4_1",   "q5_0",   "q5_1",    "q2_k",      "q3_k",      "q4_k",
+    "q5_k",  "q6_k",  "iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s",     "iq2_xxs",   "iq2_xs",
+    "iq2_s", "iq1_s", "iq1_m",  "tcq2",   "tcq3"};
 
 constexpr int64_t weight_bits(Format format) {
   switch (format) {

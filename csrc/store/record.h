@@ -32,7 +32,7 @@
 //          with its scales, filled up to 64 bytes:
 //            group 128: a float for each 128 k-values of the block; group 0: one for each column;
 //            group 32:  64 E8M0 bytes for each 32 k-values
-//   q2_k to q6_k, iq2_xxs to iq4_xs, q4_1, q5_0, q5_1: GGUF's types of these names,
+//   q2_k to q6_k, iq1_s to iq4_xs, q4_1, q5_0, q5_1: GGUF's types of these names,
 //          store/gguf_types.h
 //
 // These have codes of two and three bits that say less than their weights (store/trellis.h), and
@@ -78,13 +78,15 @@ enum class Format : uint8_t {
   kIq2Xxs,
   kIq2Xs,
   kIq2S,
+  kIq1S,
+  kIq1M,
   kTcq2,
   kTcq3,
 };
 
-inline constexpr int kFormats = 27;
+inline constexpr int kFormats = 29;
 inline constexpr Format kFirstGguf = Format::kQ4_1;
-inline constexpr int kGgufTypes = 15;
+inline constexpr int kGgufTypes = 17;
 
 enum class ScaleType : uint8_t { kBf16, kFp16, kFp32, kE8m0, kE4m3 };
 

@@ -51,7 +51,7 @@ class Codes {
   void set_halves(int32_t at, uint16_t bits) {
     const GgufType type = gguf_type(format_);
     for (size_t block = 0; block < codes_.size(); block += static_cast<size_t>(type.bytes)) {
-      std::memcpy(codes_.data() + block + at, &bits, sizeof(bits));
+      put_half(codes_.data() + block + at, bits);
     }
   }
   // Where they have d, and dmin or a min; -1: nowhere.
@@ -63,8 +63,10 @@ class Codes {
         return {108, -1};
       case Format::kQ6K:
         return {208, -1};
+      case Format::kIq1M:
+        return {48, -1};
       default:
-        return {0, gguf_type(format_).has_mins() ? 2 : -1};
+        return {0, gguf_type(format_).has_half_mins() ? 2 : -1};
     }
   }
 
@@ -77,6 +79,20 @@ class Codes {
   static bool is_nibbles(Format format) {
     return format == Format::kInt4 || format == Format::kInt4Fp16 || format == Format::kMxfp4 ||
            format == Format::kNvfp4;
+  }
+
+  // Of IQ1_M in the upper four bits of each of four words.
+  void put_half(std::byte* to, uint16_t bits) const {
+    if (format_ != Format::kIq1M) {
+      std::memcpy(to, &bits, sizeof(bits));
+      return;
+    }
+    for (int i = 0; i < 4; ++i) {
+      uint16_t word;
+      std::memcpy(&word, to + 2 * i, sizeof(word));
+      word = static_cast<uint16_t>((word & 0xfff) | (bits >> 4 * i & 15) << 12);
+      std::memcpy(to + 2 * i, &word, sizeof(word));
+    }
   }
 
   // What the code stands for, without its scale.
@@ -123,7 +139,7 @@ class Codes {
     for (size_t block = 0; block < codes_.size(); block += static_cast<size_t>(type.bytes)) {
       for (int32_t at : {d, min}) {
         const auto bits = static_cast<uint16_t>((below(2) << 15) | (0x1000 + below(0x800)));
-        if (at >= 0) std::memcpy(codes_.data() + block + at, &bits, sizeof(bits));
+        if (at >= 0) put_half(codes_.data() + block + at, bits);
       }
     }
   }

@@ -105,9 +105,9 @@ inline constexpr Format kAllFormats[] = {Format::kBf16,     Format::kBf12,  Form
                                          Format::kFp8,      Format::kTcq2,  Format::kTcq3};
 
 inline constexpr Format kGgufFormats[] = {
-    Format::kQ4_1,   Format::kQ5_0, Format::kQ5_1,   Format::kQ2K,   Format::kQ3K,
-    Format::kQ4K,    Format::kQ5K,  Format::kQ6K,    Format::kIq4Nl, Format::kIq4Xs,
-    Format::kIq3Xxs, Format::kIq3S, Format::kIq2Xxs, Format::kIq2Xs, Format::kIq2S};
+    Format::kQ4_1,   Format::kQ5_0,  Format::kQ5_1,  Format::kQ2K,   Format::kQ3K,    Format::kQ4K,
+    Format::kQ5K,    Format::kQ6K,   Format::kIq4Nl, Format::kIq4Xs, Format::kIq3Xxs, Format::kIq3S,
+    Format::kIq2Xxs, Format::kIq2Xs, Format::kIq2S,  Format::kIq1S,  Format::kIq1M};
 
 struct Shape {
   Format format = Format::kBf16;

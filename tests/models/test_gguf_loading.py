@@ -117,7 +117,9 @@ MIXED = {"blk.0.ffn_down_exps": "Q6_K", "_exps.weight": "Q4_K"}
 
 @pytest.mark.parametrize(
     "kind",
-    every_other_quick(["Q4_0", "Q8_0", "MXFP4", "Q5_1", "IQ3_S", "Q6_K", "IQ2_XXS", "Q4_K", "mixed", "IQ4_XS"], 0),
+    every_other_quick(
+        ["Q4_0", "Q8_0", "MXFP4", "Q5_1", "IQ3_S", "Q6_K", "IQ2_XXS", "Q4_K", "mixed", "IQ1_S", "IQ4_XS", "IQ1_M"], 0
+    ),
 )
 def test_experts_are_read_from_the_file_itself(kind: str, tmp_path: Path, cache: Path) -> None:
     types = MIXED if kind == "mixed" else {"_exps.weight": kind}

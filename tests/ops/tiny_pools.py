@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from codes import pack_random_codes
 from gguf import GGMLQuantizationType
-from gguf_files import SCALES
+from gguf_files import set_scales
 from torch import Tensor
 
 from torch_mesh import _C, _testing
@@ -349,11 +349,9 @@ def _random_blocks(spec: Spec, kind: GGMLQuantizationType, generator: torch.Gene
         ("down", spec.hidden, spec.intermediate),
     ):
         blocks = torch.randint(256, (rows * columns // values, size), dtype=torch.uint8, generator=generator).numpy()
-        for at in SCALES.get(kind.name, (0,)):
-            blocks[:, at : at + 2] = np.array([1], np.float16).view(np.uint8)
+        set_scales(kind.name, blocks, np.float16(1).view(np.uint16))
         scale = np.float16(1.5 * columns**-0.5 / gguf.dequantize(blocks.reshape(rows, -1), kind).std())
-        for at in SCALES.get(kind.name, (0,)):
-            blocks[:, at : at + 2] = np.array([scale]).view(np.uint8)
+        set_scales(kind.name, blocks, scale.view(np.uint16))
         if name == "gate" and not spec.gated:
             continue
         views[name] = {"piece": len(pieces), "offset": 0, "order": "blocks", "row_bytes": columns // values * size}
