@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
@@ -28,6 +29,8 @@ from transformers.core_model_loading import dot_natural_key
 import torch_mesh
 from torch_mesh import HubError, StoreError
 from torch_mesh.cli import main
+from torch_mesh.store import gguf as gguf_module
+from torch_mesh.store import hub as hub_module
 from torch_mesh.store import journal
 from torch_mesh.store.convert import convert, streamed_bytes
 from torch_mesh.store.hub import HEADER_BYTES, outline_folder
@@ -135,6 +138,70 @@ def test_quantised_checkpoints_give_the_store_of_the_local_folder(
     convert(tmp_path / "source", tmp_path / "expected", "int8")
     convert(MODEL, tmp_path / "streamed", "int8")
     assert_equal_stores(tmp_path / "expected", tmp_path / "streamed")
+
+
+@pytest.fixture
+def gguf_source(tmp_path: Path, hub: type[LoopbackHub], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GGUF model whose files divide layers, with a tensor that the config is made of, and small headers."""
+    pytest.importorskip("gguf")
+    import gguf_files
+
+    monkeypatch.setattr(hub_module, "_RANGE_BYTES", 1 << 14)
+    monkeypatch.setattr(gguf_module, "_CHUNK_BYTES", 1 << 12)
+    (tmp_path / "source").mkdir()
+    divisors = {"rope_freqs.weight": np.linspace(1, 9, 16, dtype=np.float32)}
+    sizes = {"num_local_experts": 8, "intermediate_size": 1024, "num_hidden_layers": 4}
+    made = gguf_files.write(
+        tmp_path / "source" / "m.gguf", "llama", {"_exps": "Q8_0"}, parts=12, extra=divisors, **sizes
+    )
+    serve(hub, tmp_path / "source")
+    assert len(hub.files) > 8
+    return made.path
+
+
+@pytest.mark.usefixtures("one_id")
+@pytest.mark.parametrize(("keep_original", "folder"), [(False, ""), (False, "UD-Q8/"), (True, "UD-Q8/")])
+def test_gguf_files_give_the_store_of_the_local_file(
+    tmp_path: Path, hub: type[LoopbackHub], gguf_source: Path, keep_original: bool, folder: str
+) -> None:
+    convert(gguf_source, tmp_path / "expected", "auto")
+    hub.files = {f"{folder}{name}": data for name, data in hub.files.items()}
+    name = f"{MODEL}/{folder}{gguf_source.name}"
+    hub.breaks_after = 200_000
+    peak = Peak(hub, tmp_path / "streamed")
+    written = convert(name, tmp_path / "streamed", "auto", keep_original=keep_original)
+    assert written.store.manifest.source_name == name
+    assert_equal_stores(tmp_path / "expected", tmp_path / "streamed")
+    assert list(verify(written.store)) == [] and others(tmp_path / "streamed") == []
+    files = {name: len(data) for name, data in hub.files.items()}
+    kept = [f"{folder}{path.name}" for path in (tmp_path / "cache").rglob("*.gguf")]
+    assert sorted(kept) == (sorted(files) if keep_original else [])
+    for file, size in files.items():
+        assert hub.sent[file] <= 2 * size, "each try has to continue the one before"
+    if not keep_original:
+        assert 0.5 * max(files.values()) < peak.weights < 1.8 * max(files.values()) < 0.7 * sum(files.values())
+    hub.sent.clear()
+    assert convert(name, tmp_path / "streamed", "auto").existed
+    assert hub.sent.total() < sum(files.values()) / 4  # headers
+
+
+def test_what_a_gguf_file_lacks_on_the_hub(tmp_path: Path, hub: type[LoopbackHub], gguf_source: Path) -> None:
+    name = f"{MODEL}/{gguf_source.name}"
+    third = sorted(hub.files)[2]
+    hub.damaged = {third}
+    with pytest.raises(HubError, match=f"{third} has the hash .* run the same command again"):
+        convert(name, tmp_path / "store", "auto")
+    hub.damaged = set()
+    assert list(verify(convert(name, tmp_path / "store", "auto").store)) == []
+    data = hub.files.pop(third)
+    with pytest.raises(HubError, match=f"lacks {third}, part of the named file"):
+        convert(name, tmp_path / "other", "auto")
+    hub.files[third] = data[: len(data) // 2]
+    with pytest.raises(StoreError, match="truncated"):
+        convert(name, tmp_path / "other", "auto")
+    with pytest.raises(StoreError, match=r"is part 2 of \d+ of a model: name the first"):
+        convert(f"{MODEL}/{sorted(hub.files)[1]}", tmp_path / "other", "auto")
+    assert others(tmp_path / "other") == [] and not (tmp_path / "other").exists()
 
 
 def divide(folder: Path, file_of: Callable[[str], int]) -> None:

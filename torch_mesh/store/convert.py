@@ -115,7 +115,7 @@ def convert(
     is_local = os.path.exists(source)
     if is_local and keep_original:
         raise ValueError(f"keep_original is for models of the hub, and {source} is on this machine: leave it out")
-    in_whole = is_local or is_gguf(source) or calibrate is not None
+    in_whole = is_local or calibrate is not None
     with (
         contextlib.nullcontext((local_folder(source, revision=revision, token=token), None))
         if in_whole

@@ -257,7 +257,9 @@ def tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> list[Dense
 def _tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[Dense]:
     if is_gguf(experts.folder):
         for part in rest_of_model(experts.folder, experts.weights, experts.names, model):
-            yield written(part.name, part.dtype, part.shape, part.values)
+            made_of = [part.weight] if part.companion is None else [part.weight, part.companion]
+            pieces = tuple(piece for each in made_of for piece in each.pieces(None))
+            yield written(part.name, part.dtype, part.shape, part.values, pieces)
         return
     weights = {weight.codes[1].name: weight for weight in experts.weights}
     dtype = getattr(model.config.get_text_config(), "dtype", None)

@@ -29,6 +29,8 @@ from torch_mesh.store.header import (
 )
 
 SUFFIX = ".gguf"
+ROPE_DIVISORS = "rope_freqs.weight"  # a tensor of which the config is made: a number for each frequency
+MAX_FREQUENCIES = 1 << 12  # of a head
 # In blocks, which the package can undo. All but these and whole numbers and floats are refused.
 BLOCK_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),

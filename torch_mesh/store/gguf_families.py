@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.store.gguf import ROPE_DIVISORS
 
 Said = Mapping[str, Any]  # a file's metadata, keys without the architecture
 Undo = Callable[[transformers.PretrainedConfig, torch.Tensor], torch.Tensor]
@@ -56,7 +57,6 @@ _DELTA_NET = {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 
-ROPE_DIVISORS = "rope_freqs.weight"  # of each frequency
 _SIGMOID = 2  # of expert_gating_func
 # Of DeepSeek-V3 and V2: the groups that routers choose from, and how many, by the number of experts.
 _GROUPS_OF_EXPERTS = {(256, True): (8, 4), (160, False): (8, 3)}

@@ -25,8 +25,8 @@ from torch_mesh.errors import MeshError, UnsupportedModelError
 from torch_mesh.formats import GGUF_FORMATS
 from torch_mesh.hf.compat import ignored_keys
 from torch_mesh.store.codes import record_of
-from torch_mesh.store.gguf import Counted, Gguf, read_parts, require_package
-from torch_mesh.store.gguf_families import FAMILIES, ROPE_DIVISORS, Family, Names, PackageNames
+from torch_mesh.store.gguf import MAX_FREQUENCIES, ROPE_DIVISORS, Counted, Gguf, read_parts, require_package
+from torch_mesh.store.gguf_families import FAMILIES, Family, Names, PackageNames
 from torch_mesh.store.gguf_sizes import check_sizes, limit_layers
 from torch_mesh.store.header import read_range, store_error
 from torch_mesh.store.sources.layout import Shape, Weight, read_tensor
@@ -54,7 +54,6 @@ _ROPE_SCALING = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-_MAX_FREQUENCIES = 1 << 12  # of a head
 _UNCHANGED = Family("", {})  # of architectures that are in transformers' tables
 _MSCALE_UNIT = 0.1  # of DeepSeek's yarn_log_multiplier
 _KEPT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float32}
@@ -137,17 +136,15 @@ def _rope_divisors(parts: Sequence[Gguf]) -> list[float] | None:
         tensor = part.header.tensors.get(ROPE_DIVISORS)
         if tensor is None:
             continue
-        if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FREQUENCIES:
+        if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FREQUENCIES:
             raise store_error(
                 part.header.path,
                 f"tensor {ROPE_DIVISORS!r} is {tensor.dtype} {list(tensor.shape)}; it must be F32 [n] with at most "
-                f"{_MAX_FREQUENCIES}",
+                f"{MAX_FREQUENCIES}",
                 tensor.offset,
             )
         data = read_range(part.header.path, tensor.offset, tensor.bytes)
         found = torch.frombuffer(data, dtype=torch.float32)
-        if not found.any():  # where the header alone was downloaded
-            return None
         if not bool((torch.isfinite(found) & (found > 0)).all()):
             raise store_error(
                 part.header.path,

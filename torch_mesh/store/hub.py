@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, validate_repo_id
 
 from torch_mesh.errors import HubError, StoreError
-from torch_mesh.store.gguf import is_gguf, parse_gguf, part_names
+from torch_mesh.store.gguf import MAX_FREQUENCIES, ROPE_DIVISORS, is_gguf, parse_gguf, part_names
 from torch_mesh.store.header import (
     INDEX_NAME,
     MAX_HEADER_BYTES,
@@ -77,7 +77,7 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
     if Path(source).exists() and (Path(source).is_dir() or is_gguf(source)):
         yield Path(source), True
         return
-    model, names = _gguf_names(source) if is_gguf(source) else (os.fspath(source), [])
+    model, names = gguf_names(source) if is_gguf(source) else (os.fspath(source), [])
     if not names:
         check_model_id(source)
     present = _cached_gguf(model, names) if names else _cached_folder(model)
@@ -97,14 +97,15 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
 def _gguf_file(source: str | os.PathLike[str], revision: str | None = None, token: str | None = None) -> Path:
     if Path(source).exists():
         return Path(source)
-    model, names = _gguf_names(source)
+    model, names = gguf_names(source)
     with _to_cache(source):
         folder = huggingface_hub.snapshot_download(model, revision=revision, token=token, allow_patterns=names)
     return Path(folder) / names[0]
 
 
-def _gguf_names(source: str | os.PathLike[str]) -> tuple[str, list[str]]:
-    """The model id of the hub that ``source`` names, and the files of it, from the first on."""
+def gguf_names(source: str | os.PathLike[str]) -> tuple[str, list[str]]:
+    """The model id of the hub that ``source`` names, and the files of it, from the first on. Raises ``StoreError`` for
+    a missing local path and for another part than the first."""
     maker, _, rest = os.fspath(source).partition("/")
     model, _, name = rest.partition("/")
     if not name or os.path.isabs(source):
@@ -121,14 +122,14 @@ def _cached_gguf(model: str, names: list[str]) -> Path | None:
 
 
 class _Prefix:
-    """A file of the hub, which is fetched as far as it is read and kept in a local one."""
+    """A file of the hub, which from ``begin`` on is fetched as far as it is read and kept in a local one."""
 
-    def __init__(self, url: str, local: BinaryIO, at_least: int, token: str | None = None) -> None:
+    def __init__(self, url: str, local: BinaryIO, at_least: int, token: str | None = None, begin: int = 0) -> None:
         self._url = url
         self._local = local
         self._at_least = at_least  # bytes of a request
         self._headers = build_hf_headers(token=token)
-        self._at = self._fetched = 0
+        self._at = self._fetched = begin
 
     def read(self, size: int) -> bytes:
         if self._at + size > self._fetched:
@@ -193,10 +194,21 @@ def file_size(model: str, name: str, url: str) -> int:
 
 def _write_gguf_outline(model: str, name: str, path: Path) -> None:
     url = huggingface_hub.hf_hub_url(model, name)
-    size = file_size(model, name, url)
+    write_gguf_header(url, path, file_size(model, name, url))
+
+
+def write_gguf_header(url: str, path: Path, size: int, token: str | None = None) -> None:
+    """Write the GGUF file at ``url`` with its header and the tensor that the config is made of alone: sparse behind
+    them, ``size`` bytes in all. Raises as ``read_gguf`` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w+b") as local:
-        parse_gguf(path, _Prefix(url, local, _RANGE_BYTES), size)
+        remote = _Prefix(url, local, _RANGE_BYTES, token)
+        header = parse_gguf(path, remote, size).header
+        remote.seek(header.data_start - 1)
+        remote.read(1)
+        divisors = header.tensors.get(ROPE_DIVISORS)
+        if divisors is not None and divisors.bytes <= 4 * MAX_FREQUENCIES:  # else reading the config says what is wrong
+            _Prefix(url, local, 0, token, divisors.offset).read(divisors.bytes)
         local.truncate(size)
 
 

@@ -2,7 +2,7 @@
 
 A folder beside the destination of a conversion has two parts. ``outline`` is what the conversion reads as a checkpoint:
 config, index and tokenizer, and the weight files with their headers alone, or links to those in ``original`` that were
-fetched. After a kill the next run uses these.
+fetched; or a GGUF file and its further parts. After a kill the next run uses these.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch_mesh.errors import HubError
 from torch_mesh.store.checkpoint import find_quantisation, fingerprint_of_files
 from torch_mesh.store.dense_weights import is_weight_file
 from torch_mesh.store.folders import is_folder, lock_of, real_folder
+from torch_mesh.store.gguf import is_gguf, read_gguf
 from torch_mesh.store.header import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -33,7 +34,7 @@ from torch_mesh.store.header import (
     read_range,
     store_error,
 )
-from torch_mesh.store.hub import TRIES, check_model_id, local_folder, write_header
+from torch_mesh.store.hub import TRIES, check_model_id, gguf_names, local_folder, write_gguf_header, write_header
 from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.sources import method_of, own_quantisation
 from torch_mesh.store.stages import Shards
@@ -55,15 +56,16 @@ def streamed_folder(
     token: str | None = None,
     keep_original: bool = False,
 ) -> Iterator[tuple[Path, HubShards | None]]:
-    """The outline of a model of the hub, and its weight files, which are fetched on request.
+    """The outline of a model of the hub, or of a GGUF file of one, and the weight files, which are fetched on request.
 
     If the hub cannot be asked, a folder of its cache, and None; also for weights whose shapes are no part of the
     headers (bitsandbytes), which are downloaded to the cache. ``keep_original`` fetches weight files to the cache.
 
     Raises ``StoreError`` for a missing local path, and as ``hub_errors``.
     """
-    model = os.fspath(source)
-    check_model_id(source)
+    model, parts = gguf_names(source) if is_gguf(source) else (os.fspath(source), [])
+    if not parts:
+        check_model_id(source)
     folder = real_folder(destination)
     staging = folder.with_name(f".{folder.name}.download")
     with hub_errors(model, staging, None):
@@ -74,12 +76,12 @@ def streamed_folder(
     with lock_of(staging, None):
         _check_ours(staging)
         try:
-            shards = HubShards(model, listing, staging, revision, token, keep_original)
-            quantisation = own_quantisation(shards.folder)
+            shards = HubShards(model, listing, staging, revision, token, keep_original, parts)
+            quantisation = None if parts else own_quantisation(shards.folder)
             if quantisation is not None and method_of(quantisation) == "bitsandbytes":
                 yield local_folder(source, revision=revision, token=token), None
             else:
-                yield shards.folder, shards
+                yield shards.checkpoint, shards
         except BaseException:
             shutil.rmtree(staging / _OUTLINE, ignore_errors=True)
             if not any(_fetched_files(staging)):
@@ -101,10 +103,18 @@ def _listing(model: str, revision: str | None, token: str | None) -> Any:
 
 
 class HubShards(Shards):
-    """The weight files of one commit. The constructor fetches their headers, and all other files."""
+    """The weight files of one commit. The constructor fetches their headers, and all other files; with ``parts`` of a
+    GGUF model, the headers of those alone."""
 
     def __init__(
-        self, model: str, listing: Any, staging: Path, revision: str | None, token: str | None, keep_original: bool
+        self,
+        model: str,
+        listing: Any,
+        staging: Path,
+        revision: str | None,
+        token: str | None,
+        keep_original: bool,
+        parts: Sequence[str] = (),
     ) -> None:
         self.folder = staging / _OUTLINE
         self._model = model
@@ -117,13 +127,19 @@ class HubShards(Shards):
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         with hub_errors(model, staging, None):
-            for name in sorted(self._files):
+            for name in () if parts else sorted(self._files):
                 if "/" not in name and not name.startswith(".") and not is_weight_file(name):
                     self._fetch_small(name)
-            self._names = self._weight_names()
+            self._names = self._existing(parts or self._weight_names())
             for name in self._names:
                 self._outline(name)
         self._remove_leftovers()
+
+    @property
+    def checkpoint(self) -> Path:
+        """What a conversion reads: a folder, or the first file of a GGUF model."""
+        first = self.folder / self._names[0]
+        return first if is_gguf(first) else self.folder
 
     @property
     def sizes(self) -> dict[Path, int]:
@@ -136,7 +152,7 @@ class HubShards(Shards):
     def fingerprint(self, key_mapping: Mapping[str, str] | None) -> str:
         """As ``checkpoint_fingerprint``, by the hub's hashes."""
         identities = (f"{name}\0{self._files[name].size}\0{self._stated_hash(name)}\0".encode() for name in self._names)
-        return fingerprint_of_files(identities, find_quantisation(self.folder), key_mapping)
+        return fingerprint_of_files(identities, find_quantisation(self.checkpoint), key_mapping)
 
     def fetch(self, path: Path) -> None:
         """Raises ``HubError`` for a file with another hash than the hub states."""
@@ -199,14 +215,16 @@ class HubShards(Shards):
                 f"{self._model}: the hub's model has neither {SINGLE_NAME} nor {INDEX_NAME}, and torch_mesh reads "
                 "safetensors: name another model, or maker/model/file.gguf."
             )
-        names = sorted(set(read_index(self._fetch_small(name)).values())) if is_index(name) else [name]
+        return sorted(set(read_index(self._fetch_small(name)).values())) if is_index(name) else [name]
+
+    def _existing(self, names: Sequence[str]) -> list[str]:
         for each in names:
             if each not in self._files:
+                whose = "part of the named file" if is_gguf(each) else "a weight file that it names itself"
                 raise HubError(
-                    f"{self._model}: the hub's model lacks {each}, a weight file that it names itself: name another "
-                    "--revision, or another model."
+                    f"{self._model}: the hub's model lacks {each}, {whose}: name another --revision, or another model."
                 )
-        return names
+        return list(names)
 
     def _outline(self, name: str) -> None:
         path = self.folder / name
@@ -216,7 +234,8 @@ class HubShards(Shards):
             path.symlink_to(cached.absolute())
             return
         url = huggingface_hub.hf_hub_url(self._model, name, revision=self._commit)
-        write_header(url, path, self._files[name].size, self._token)
+        write = write_gguf_header if is_gguf(name) else write_header
+        write(url, path, self._files[name].size, self._token)
 
     def _download(self, name: str) -> Path:
         folder = None if self._keep_original else self._staging / _ORIGINAL
@@ -256,7 +275,7 @@ class HubShards(Shards):
 
     def _check_header(self, name: str, outline: Path, fetched: Path) -> None:
         """Raises ``HubError`` if the header that the conversion goes by is not that of the file."""
-        size = read_header(outline).data_start
+        size = (read_gguf(outline).header if is_gguf(name) else read_header(outline)).data_start
         if read_range(outline, 0, size).tobytes() != read_range(fetched, 0, size).tobytes():
             raise HubError(f"{self._model}: the header of {name} was damaged on its way: run the same command again.")
 
@@ -270,7 +289,7 @@ class HubShards(Shards):
 
 
 def _fetched_files(staging: Path) -> list[Path]:
-    return [path for path in (staging / _ORIGINAL).rglob("*.safetensors") if path.is_file()]
+    return [path for path in (staging / _ORIGINAL).rglob("*") if path.is_file() and is_weight_file(path.name)]
 
 
 def _check_ours(staging: Path) -> None:
