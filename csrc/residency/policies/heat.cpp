@@ -12,11 +12,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <utility>
 
-#include "residency/policies/policy.h"
+#include "residency/policies/coldest_by_layer.h"
 
 namespace torch_mesh {
 namespace {
@@ -52,19 +51,14 @@ constexpr int64_t kMaxPriorTicks = 1000;
 // alike take turns: twice the reads, and fewer hits (docs/decisions/0028).
 constexpr float kPreferenceMargin = 2.f;
 
-class Heat final : public Policy {
+class Heat final : public ColdestByLayer<Heat> {
  public:
   explicit Heat(const PolicyOptions& options)
-      : Policy(options.all()),
-        layers_(options.layers),
-        experts_(options.experts),
+      : ColdestByLayer(options),
         ticks_(static_cast<size_t>(layers_), 0),
         fraction_(ticks_.size(), 0.f),
         observed_(ticks_.size(), 0),
         last_count_(ticks_.size(), 0),
-        coldest_(ticks_.size(), kNoExpert),
-        stale_(ticks_.size(), false),
-        evictable_(ticks_.size(), 0),
         windows_(ticks_.size() * experts_ * kWindows, 0.f),
         life_(ticks_.size() * experts_, 0.f),
         scores_(life_.size(), 0.f),
@@ -80,12 +74,12 @@ class Heat final : public Policy {
     ExpertId last = kNoExpert;
     float longest = -1.f;
     for (int32_t layer = 0; layer < layers_; ++layer) {
-      if (evictable_[layer] == 0) continue;
-      if (stale_[layer]) find_coldest(layer);
-      const float wait = expected_wait(coldest_[layer], layer);
+      const ExpertId coldest = coldest_of(layer);
+      if (coldest == kNoExpert) continue;
+      const float wait = expected_wait(coldest, layer);
       if (wait <= longest) continue;
       longest = wait;
-      last = coldest_[layer];
+      last = coldest;
     }
     return last;
   }
@@ -148,44 +142,18 @@ class Heat final : public Policy {
     }
     last_count_[layer] = 0;
     predict(layer);
-    stale_[layer] = true;
+    order_changed(layer);
   }
 
  private:
+  friend ColdestByLayer;
+  bool colder(ExpertId a, ExpertId b) const { return probability_[a] < probability_[b]; }
+
   float expected_wait(ExpertId id, int32_t layer) const {
     const int32_t ahead = layer - now_;
     const auto distance = static_cast<float>(ahead > 0 ? ahead : ahead + layers_);
     const float p = std::max(probability_[id], kMinProbability);
     return distance + (1.f / p - 1.f) * static_cast<float>(layers_);
-  }
-
-  void gained(ExpertId id) override {
-    const int32_t layer = id / experts_;
-    ++evictable_[layer];
-    if (evictable_[layer] == 1) {
-      coldest_[layer] = id;
-      stale_[layer] = false;
-    } else if (!stale_[layer] && probability_[id] < probability_[coldest_[layer]]) {
-      coldest_[layer] = id;
-    }
-  }
-
-  void lost(ExpertId id) override {
-    const int32_t layer = id / experts_;
-    --evictable_[layer];
-    if (coldest_[layer] == id) stale_[layer] = true;
-  }
-
-  void find_coldest(int32_t layer) {
-    ExpertId coldest = kNoExpert;
-    float least = std::numeric_limits<float>::infinity();
-    for (ExpertId id = layer * experts_; id < (layer + 1) * experts_; ++id) {
-      if (!evictable(id) || probability_[id] >= least) continue;
-      least = probability_[id];
-      coldest = id;
-    }
-    coldest_[layer] = coldest;
-    stale_[layer] = false;
   }
 
   bool is_expert(int64_t id) const { return id >= 0 && id < experts_; }
@@ -196,7 +164,7 @@ class Heat final : public Policy {
     learn(layer);
     remember(layer, experts);
     predict(layer);
-    stale_[layer] = true;
+    order_changed(layer);
   }
 
   // What advance() with each of these tokens would leave in the means, in one pass. It neither
@@ -329,17 +297,12 @@ class Heat final : public Policy {
     return &windows_[(static_cast<size_t>(layer) * kWindows + window) * experts_];
   }
 
-  int32_t layers_;
-  int32_t experts_;
   int32_t now_ = 0;  // the layer that runs
   // By layer.
   std::vector<int64_t> ticks_;
   std::vector<float> fraction_;    // of the layer's experts that a forward uses, on average
   std::vector<int32_t> observed_;  // tokens whose scores wait for the next tick
   std::vector<int32_t> last_count_;
-  std::vector<ExpertId> coldest_;  // among the evictable, unless stale_
-  std::vector<bool> stale_;
-  std::vector<int32_t> evictable_;
   // [layers][windows][experts], then by expert id.
   std::vector<float> windows_;
   std::vector<float> life_;

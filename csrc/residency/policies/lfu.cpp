@@ -4,9 +4,8 @@
 //
 // Nothing is ever decayed. Instead one use weighs 1/kDecay more with every tick of its layer, and
 // heat is read relative to the present weight of the layer. Within a layer the order of experts
-// then changes only when one of them is used, so each layer keeps a heap, and a victim is the least
-// of the layers' heads.
-#include "residency/policies/policy.h"
+// then changes only when one of them is used.
+#include "residency/policies/coldest_by_layer.h"
 
 namespace torch_mesh {
 namespace {
@@ -16,34 +15,27 @@ constexpr double kDecay = 0.97;
 constexpr double kScoreHeat = 1.0;
 constexpr double kMaxWeight = 0x1p400;
 
-class Lfu final : public Policy {
+class Lfu final : public ColdestByLayer<Lfu> {
  public:
   explicit Lfu(const PolicyOptions& options)
-      : Policy(options.all()),
-        experts_(options.experts),
+      : ColdestByLayer(options),
         weight_(static_cast<size_t>(options.layers), 1.0),
-        heap_size_(static_cast<size_t>(options.layers), 0),
-        heat_(static_cast<size_t>(options.layers) * options.experts, 0.0),
-        last_use_(heat_.size(), 0),
-        position_(heat_.size(), 0),
-        heap_(heat_.size(), kNoExpert) {}
+        heat_(static_cast<size_t>(options.all()), 0.0),
+        last_use_(heat_.size(), 0) {}
 
   void admitted(ExpertId id) override { last_use_[id] = ++clock_; }
-  void gained(ExpertId id) override { push(id); }
-  void lost(ExpertId id) override { erase(id); }
 
   void touch(ExpertId id) override {
     heat_[id] += weight_[id / experts_];
     last_use_[id] = ++clock_;
-    if (evictable(id)) sink(id / experts_, position_[id]);
+    grew_hotter(id);
   }
 
   ExpertId victim() override {
     ExpertId coldest = kNoExpert;
-    for (size_t layer = 0; layer < weight_.size(); ++layer) {
-      if (heap_size_[layer] == 0) continue;
-      const ExpertId id = head(static_cast<int32_t>(layer))[0];
-      if (coldest == kNoExpert || colder(id, coldest)) coldest = id;
+    for (int32_t layer = 0; layer < layers_; ++layer) {
+      const ExpertId id = coldest_of(layer);
+      if (id != kNoExpert && (coldest == kNoExpert || colder(id, coldest))) coldest = id;
     }
     return coldest;
   }
@@ -53,7 +45,7 @@ class Lfu final : public Policy {
     for (int32_t expert = 0; expert < experts_; ++expert) {
       heat_[first + expert] += weight_[layer] * kScoreHeat * static_cast<double>(scores[expert]);
     }
-    restore_order(layer);
+    order_changed(layer);
   }
 
   void tick(int32_t layer, std::span<const int32_t>) override {
@@ -65,7 +57,7 @@ class Lfu final : public Policy {
     for (int32_t expert = 0; expert < experts_; ++expert) {
       heat_[layer * experts_ + expert] /= kMaxWeight;
     }
-    restore_order(layer);
+    order_changed(layer);
   }
 
   // What uses at these rates would have come to.
@@ -76,8 +68,10 @@ class Lfu final : public Policy {
   }
 
  private:
+  friend ColdestByLayer;
+
   // Equally cold: the one that was used longer ago. Within a layer heat is compared as it is
-  // stored, so that rounding cannot make the order of a heap depend on the weight of the moment.
+  // stored, so that rounding cannot make the order depend on the weight of the moment.
   bool colder(ExpertId a, ExpertId b) const {
     const int32_t layer_a = a / experts_, layer_b = b / experts_;
     const bool same = layer_a == layer_b;
@@ -86,63 +80,11 @@ class Lfu final : public Policy {
     return heat_a != heat_b ? heat_a < heat_b : last_use_[a] < last_use_[b];
   }
 
-  ExpertId* head(int32_t layer) { return &heap_[static_cast<size_t>(layer) * experts_]; }
-
-  void put(ExpertId* heap, int32_t at, ExpertId id) {
-    heap[at] = id;
-    position_[id] = at;
-  }
-
-  void rise(int32_t layer, int32_t at) {
-    ExpertId* heap = head(layer);
-    const ExpertId id = heap[at];
-    for (; at > 0 && colder(id, heap[(at - 1) / 2]); at = (at - 1) / 2) {
-      put(heap, at, heap[(at - 1) / 2]);
-    }
-    put(heap, at, id);
-  }
-
-  void restore_order(int32_t layer) {
-    for (int32_t at = heap_size_[layer] / 2; at-- > 0;) sink(layer, at);
-  }
-
-  void sink(int32_t layer, int32_t at) {
-    ExpertId* heap = head(layer);
-    const int32_t size = heap_size_[layer];
-    const ExpertId id = heap[at];
-    for (int32_t child = 2 * at + 1; child < size; child = 2 * at + 1) {
-      if (child + 1 < size && colder(heap[child + 1], heap[child])) ++child;
-      if (!colder(heap[child], id)) break;
-      put(heap, at, heap[child]);
-      at = child;
-    }
-    put(heap, at, id);
-  }
-
-  void push(ExpertId id) {
-    const int32_t layer = id / experts_;
-    put(head(layer), heap_size_[layer], id);
-    rise(layer, heap_size_[layer]++);
-  }
-
-  void erase(ExpertId id) {
-    const int32_t layer = id / experts_, at = position_[id];
-    const ExpertId moved = head(layer)[--heap_size_[layer]];
-    if (moved == id) return;
-    put(head(layer), at, moved);
-    rise(layer, at);
-    sink(layer, position_[moved]);
-  }
-
-  int32_t experts_;
   uint64_t clock_ = 0;
-  std::vector<double> weight_;      // [layers] of one use, now
-  std::vector<int32_t> heap_size_;  // [layers]
+  std::vector<double> weight_;  // [layers] of one use, now
   // By expert id.
   std::vector<double> heat_;
   std::vector<uint64_t> last_use_;
-  std::vector<int32_t> position_;  // in its layer's heap
-  std::vector<ExpertId> heap_;     // [layers][experts]: evictable ids, the coldest first
 };
 
 }  // namespace

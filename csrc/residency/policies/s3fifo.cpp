@@ -3,7 +3,7 @@
 // when they come back. The main queue gives an expert another round for each of its last uses.
 #include <algorithm>
 
-#include "residency/policies/policy.h"
+#include "residency/policies/queues.h"
 
 namespace torch_mesh {
 namespace {
@@ -14,34 +14,20 @@ class S3Fifo final : public Policy {
  public:
   explicit S3Fifo(const PolicyOptions& options)
       : Policy(options.all()),
-        queue_of_(static_cast<size_t>(options.all()), Queue::kUnknown),
-        used_(queue_of_.size(), false),
-        reuses_(queue_of_.size(), 0),
-        links_(options.all()),
-        small_(links_),
-        ghosts_(links_),
-        main_(links_) {
+        used_(static_cast<size_t>(options.all()), false),
+        reuses_(used_.size(), 0),
+        queues_(options.all()) {
     resize(options.slots);
   }
 
   void admitted(ExpertId id) override {
-    const bool known = queue_of_[id] == Queue::kGhost;
-    if (known) ghosts_.erase(id);
-    queue_of_[id] = known ? Queue::kMain : Queue::kSmall;
-    (known ? main_ : small_).push_back(id);
+    queues_.move(id, queues_.of(id) == Queue::kGhosts ? Queue::kMain : Queue::kSmall);
     used_[id] = false;
     reuses_[id] = 0;
   }
 
   void removed(ExpertId id) override {
-    if (queue_of_[id] == Queue::kMain) {
-      main_.erase(id);
-      queue_of_[id] = Queue::kUnknown;
-      return;
-    }
-    small_.erase(id);
-    queue_of_[id] = Queue::kGhost;
-    ghosts_.push_back(id);
+    queues_.move(id, queues_.of(id) == Queue::kMain ? Queue::kNone : Queue::kGhosts);
     forget_overflow();
   }
 
@@ -54,8 +40,8 @@ class S3Fifo final : public Policy {
   ExpertId victim() override {
     if (!any_evictable()) return kNoExpert;
     promote_reused();
-    const ExpertId newcomer = first_evictable(small_);
-    if (small_.size() > small_capacity_ && newcomer != kNoExpert) return newcomer;
+    const ExpertId newcomer = first_evictable(queues_[Queue::kSmall]);
+    if (small_overflows() && newcomer != kNoExpert) return newcomer;
     const ExpertId established = from_main();
     return established != kNoExpert ? established : newcomer;
   }
@@ -67,44 +53,37 @@ class S3Fifo final : public Policy {
   }
 
  private:
-  enum class Queue : uint8_t { kUnknown, kSmall, kGhost, kMain };
+  enum class Queue : uint8_t { kNone, kSmall, kGhosts, kMain, kCount };
 
-  void forget_overflow() {
-    while (ghosts_.size() > ghost_capacity_) queue_of_[ghosts_.pop_front()] = Queue::kUnknown;
-  }
+  bool small_overflows() const { return queues_[Queue::kSmall].size() > small_capacity_; }
+  void forget_overflow() { queues_.shorten(Queue::kGhosts, ghost_capacity_, Queue::kNone); }
 
   void promote_reused() {
-    while (small_.size() > small_capacity_) {
-      const ExpertId id = first_evictable(small_);
+    while (small_overflows()) {
+      const ExpertId id = first_evictable(queues_[Queue::kSmall]);
       if (id == kNoExpert || reuses_[id] <= 1) return;
-      small_.erase(id);
-      queue_of_[id] = Queue::kMain;
       reuses_[id] = 0;
-      main_.push_back(id);
+      queues_.move(id, Queue::kMain);
     }
   }
 
   // Ends: each round takes one from the reuses of every expert that is not pinned.
   ExpertId from_main() {
-    for (int32_t left = main_.size() * (kMaxUses + 1); left > 0; --left) {
-      const ExpertId id = main_.front();
+    const IndexList& main = queues_[Queue::kMain];
+    for (int32_t left = main.size() * (kMaxUses + 1); left > 0; --left) {
+      const ExpertId id = main.front();
       if (!pinned(id) && reuses_[id] == 0) return id;
       if (!pinned(id)) --reuses_[id];
-      main_.erase(id);
-      main_.push_back(id);
+      queues_.move(id, Queue::kMain);
     }
     return kNoExpert;
   }
 
   int32_t small_capacity_ = 1;
   int32_t ghost_capacity_ = 1;
-  std::vector<Queue> queue_of_;
   std::vector<bool> used_;  // since admission
   std::vector<uint8_t> reuses_;
-  IndexLinks links_;
-  IndexList small_;  // oldest first, as are the others
-  IndexList ghosts_;
-  IndexList main_;
+  Queues<Queue> queues_;
 };
 
 }  // namespace

@@ -3,52 +3,35 @@
 // recently used. The layers scan the pool cyclically: this is what keeps them apart.
 #include <algorithm>
 
-#include "residency/policies/policy.h"
+#include "residency/policies/queues.h"
 
 namespace torch_mesh {
 namespace {
 
 class TwoQueues final : public Policy {
  public:
-  explicit TwoQueues(const PolicyOptions& options)
-      : Policy(options.all()),
-        queue_of_(static_cast<size_t>(options.all()), Queue::kUnknown),
-        links_(options.all()),
-        recent_(links_),
-        ghosts_(links_),
-        main_(links_) {
+  explicit TwoQueues(const PolicyOptions& options) : Policy(options.all()), queues_(options.all()) {
     resize(options.slots);
   }
 
   void admitted(ExpertId id) override {
-    const bool known = queue_of_[id] == Queue::kGhost;
-    if (known) ghosts_.erase(id);
-    queue_of_[id] = known ? Queue::kMain : Queue::kRecent;
-    (known ? main_ : recent_).push_back(id);
+    queues_.move(id, queues_.of(id) == Queue::kGhosts ? Queue::kMain : Queue::kRecent);
   }
 
   void removed(ExpertId id) override {
-    if (queue_of_[id] == Queue::kMain) {
-      main_.erase(id);
-      queue_of_[id] = Queue::kUnknown;
-      return;
-    }
-    recent_.erase(id);
-    queue_of_[id] = Queue::kGhost;
-    ghosts_.push_back(id);
+    queues_.move(id, queues_.of(id) == Queue::kMain ? Queue::kNone : Queue::kGhosts);
     forget_overflow();
   }
 
   void touch(ExpertId id) override {
-    if (queue_of_[id] != Queue::kMain) return;
-    main_.erase(id);
-    main_.push_back(id);
+    if (queues_.of(id) == Queue::kMain) queues_.move(id, Queue::kMain);
   }
 
   ExpertId victim() override {
-    const ExpertId recent = first_evictable(recent_), main = first_evictable(main_);
+    const ExpertId recent = first_evictable(queues_[Queue::kRecent]);
+    const ExpertId main = first_evictable(queues_[Queue::kMain]);
     if (recent == kNoExpert || main == kNoExpert) return std::max(recent, main);
-    return recent_.size() > recent_capacity_ ? recent : main;
+    return queues_[Queue::kRecent].size() > recent_capacity_ ? recent : main;
   }
 
   void resize(int32_t slots) override {
@@ -59,19 +42,13 @@ class TwoQueues final : public Policy {
 
  private:
   // A ghost is not resident any more; only its id is remembered.
-  enum class Queue : uint8_t { kUnknown, kRecent, kGhost, kMain };
+  enum class Queue : uint8_t { kNone, kRecent, kGhosts, kMain, kCount };
 
-  void forget_overflow() {
-    while (ghosts_.size() > ghost_capacity_) queue_of_[ghosts_.pop_front()] = Queue::kUnknown;
-  }
+  void forget_overflow() { queues_.shorten(Queue::kGhosts, ghost_capacity_, Queue::kNone); }
 
   int32_t recent_capacity_ = 1;
   int32_t ghost_capacity_ = 1;
-  std::vector<Queue> queue_of_;
-  IndexLinks links_;
-  IndexList recent_;  // oldest first, as are the others
-  IndexList ghosts_;
-  IndexList main_;
+  Queues<Queue> queues_;
 };
 
 }  // namespace

@@ -4,7 +4,7 @@
 // each one, so no sketch is needed; all counts are halved every ten uses per slot.
 #include <algorithm>
 
-#include "residency/policies/policy.h"
+#include "residency/policies/queues.h"
 
 namespace torch_mesh {
 namespace {
@@ -13,43 +13,38 @@ class WTinyLfu final : public Policy {
  public:
   explicit WTinyLfu(const PolicyOptions& options)
       : Policy(options.all()),
-        queue_of_(static_cast<size_t>(options.all()), Queue::kWindow),
-        used_(queue_of_.size(), false),
-        uses_(queue_of_.size(), 0),
-        links_(options.all()),
-        window_(links_),
-        probation_(links_),
-        protected_(links_) {
+        used_(static_cast<size_t>(options.all()), false),
+        uses_(used_.size(), 0),
+        queues_(options.all()) {
     resize(options.slots);
   }
 
   void admitted(ExpertId id) override {
-    queue_of_[id] = Queue::kWindow;
+    queues_.move(id, Queue::kWindow);
     used_[id] = false;
-    window_.push_back(id);
-    const bool room = probation_.size() + protected_.size() < main_capacity_;
-    if (room && window_.size() > window_capacity_) leave_window(window_.front());
+    const IndexList& window = queues_[Queue::kWindow];
+    const int32_t main = queues_[Queue::kProbation].size() + queues_[Queue::kProtected].size();
+    if (main < main_capacity_ && window.size() > window_capacity_) leave_window(window.front());
   }
 
-  void removed(ExpertId id) override { list(id).erase(id); }
+  void removed(ExpertId id) override { queues_.move(id, Queue::kNone); }
 
   // As in slru, the use that an expert was read for does not promote it.
   void touch(ExpertId id) override {
     ++uses_[id];
     if (++counted_ >= sample_) halve();
-    list(id).erase(id);
-    if (queue_of_[id] == Queue::kProbation && used_[id]) queue_of_[id] = Queue::kProtected;
+    const bool promoted = queues_.of(id) == Queue::kProbation && used_[id];
+    queues_.move(id, promoted ? Queue::kProtected : queues_.of(id));
     used_[id] = true;
-    list(id).push_back(id);
     demote_overflow();
   }
 
   ExpertId victim() override {
-    const ExpertId newcomer = first_evictable(window_);
-    ExpertId established = first_evictable(probation_);
-    if (established == kNoExpert) established = first_evictable(protected_);
+    const ExpertId newcomer = first_evictable(queues_[Queue::kWindow]);
+    ExpertId established = first_evictable(queues_[Queue::kProbation]);
+    if (established == kNoExpert) established = first_evictable(queues_[Queue::kProtected]);
     if (newcomer == kNoExpert || established == kNoExpert) return std::max(newcomer, established);
-    if (window_.size() <= window_capacity_) return established;
+    if (queues_[Queue::kWindow].size() <= window_capacity_) return established;
     if (uses_[newcomer] <= uses_[established]) return newcomer;
     leave_window(newcomer);
     return established;
@@ -64,26 +59,12 @@ class WTinyLfu final : public Policy {
   }
 
  private:
-  enum class Queue : uint8_t { kWindow, kProbation, kProtected };
-
-  IndexList& list(ExpertId id) {
-    if (queue_of_[id] == Queue::kWindow) return window_;
-    return queue_of_[id] == Queue::kProbation ? probation_ : protected_;
-  }
+  enum class Queue : uint8_t { kNone, kWindow, kProbation, kProtected, kCount };
 
   void demote_overflow() {
-    while (protected_.size() > protected_capacity_) {
-      const ExpertId demoted = protected_.pop_front();
-      queue_of_[demoted] = Queue::kProbation;
-      probation_.push_back(demoted);
-    }
+    queues_.shorten(Queue::kProtected, protected_capacity_, Queue::kProbation);
   }
-
-  void leave_window(ExpertId id) {
-    window_.erase(id);
-    queue_of_[id] = Queue::kProbation;
-    probation_.push_back(id);
-  }
+  void leave_window(ExpertId id) { queues_.move(id, Queue::kProbation); }
 
   void halve() {
     counted_ /= 2;
@@ -95,13 +76,9 @@ class WTinyLfu final : public Policy {
   int32_t protected_capacity_ = 0;
   int64_t sample_ = 1;
   int64_t counted_ = 0;
-  std::vector<Queue> queue_of_;
   std::vector<bool> used_;  // since admission
   std::vector<int32_t> uses_;
-  IndexLinks links_;
-  IndexList window_;  // least recently used first, as are the others
-  IndexList probation_;
-  IndexList protected_;
+  Queues<Queue> queues_;  // least recently used first
 };
 
 }  // namespace
