@@ -36,7 +36,7 @@ class Backend {
   virtual ~Backend() = default;
 
   // Throws Error(kInvalid) when this backend cannot work here, with the reason.
-  virtual void start() = 0;
+  virtual void start() {}
   // Takes a chunk over without waiting for it. At most capacity() are under way at a time.
   virtual void submit(const ChunkRead& read) = 0;
   // Completed chunks, as many as fit into `results`. Returns early, perhaps with none, on wake()
@@ -44,21 +44,22 @@ class Backend {
   virtual int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) = 0;
   // From any thread: ends the current wait(), or the next one if none is under way.
   virtual void wake() = 0;
-  // Memory that reads may go into from now on, or no more: a backend that pins memory pins it, or
-  // lets go of it. Nothing may be under way into it. Must not throw: a note that there is no memory
-  // for is lost.
-  virtual void register_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
-  virtual void unregister_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
+  // Memory that reads may go into from now on (`attached`) or no more: a backend that pins memory
+  // pins it, or lets go of it. Nothing may be under way into it. Must not throw: a note that there
+  // is no memory for is lost.
+  virtual void change_buffer(const MemoryRegion& buffer, bool attached) {
+    (void)buffer, (void)attached;
+  }
   // The reader closes, and waits for what is under way. A backend that waits for others, and not
   // for the kernel, ends it now. May be called again.
   virtual void cancel() {}
   // Gives everything back; nothing may be under way. May be called again.
-  virtual void stop() = 0;
+  virtual void stop() {}
 
   virtual const char* name() const = 0;
   virtual int32_t capacity() const = 0;
   // What was tried and fell back from, in words.
-  virtual std::vector<std::string> notes() const = 0;
+  virtual std::vector<std::string> notes() const { return {}; }
 };
 
 std::unique_ptr<Backend> make_threads_backend(std::shared_ptr<const FileTable> files,

@@ -22,7 +22,6 @@ ChunkScheduler::ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t align
     : chunk_bytes_(chunk_bytes), alignment_(alignment), retries_(retries) {
   assert(depth > 0 && chunk_bytes > 0 && chunk_bytes % alignment == 0);
   requests_.reserve(kReservedRequests);
-  free_requests_.reserve(kReservedRequests);
   by_tag_.reserve(kReservedRequests);
   links_.resize(kReservedRequests);
   chunks_.resize(depth);
@@ -33,18 +32,13 @@ void ChunkScheduler::add(const ReadRequest& read) {
   assert(read.pieces >= 1 && read.pieces <= kMaxPieces);
   const auto low = static_cast<uint32_t>(read.tag);
   if (low >= by_tag_.size()) by_tag_.resize(size_t{low} + 1, -1);
-  if (free_requests_.empty()) {
+  if (free_.empty()) {
+    if (links_.size() == std::ssize(requests_)) links_.resize(2 * links_.size());
     requests_.emplace_back();
-    free_requests_.reserve(requests_.capacity());  // so that taking a finished one cannot fail
-    if (links_.size() < std::ssize(requests_)) links_.resize(std::ssize(requests_));
-    free_requests_.push_back(static_cast<int32_t>(requests_.size() - 1));
+    free_.push_back(static_cast<int32_t>(requests_.size() - 1));
   }
-  const int32_t index = free_requests_.back();
-  free_requests_.pop_back();
-  Request& request = requests_[index];
-  request = Request{};
-  request.read = read;
-  request.state = RequestState::kQueued;
+  const int32_t index = free_.pop_front();
+  requests_[index] = {.read = read, .state = RequestState::kQueued, .result = {.tag = read.tag}};
   by_tag_[low] = index;
   queue_of(read.urgency).push_back(index);
   ++live_;
@@ -134,10 +128,6 @@ int32_t ChunkScheduler::cut(Urgency urgency) {
                          .offset = piece.from.offset + request.cut_offset,
                          .bytes = bytes,
                          .needed = std::min(bytes, piece.needed - request.cut_offset),
-                         .landed = 0,
-                         .resume = 0,
-                         .retries = 0,
-                         .stalls = 0,
                          .to = piece.to + request.cut_offset};
   ++ready_;
   ++stats_.chunks;
@@ -172,35 +162,32 @@ void ChunkScheduler::complete(int32_t index, int64_t result) {
     return;
   }
   const int error = static_cast<int>(-result);
-  const Recovery recovery = recovery_for(error);
-  const bool again = recovery == Recovery::kRepeat  ? ++chunk.stalls <= kMaxInterruptions
-                     : recovery == Recovery::kRetry ? ++chunk.retries <= retries_
-                                                    : false;
-  if (again) {
-    repeat(index);
+  if (may_repeat(chunk, error)) {  // it is ready already, and next() will find it
+    ++stats_.retries;
+    if (unwanted(chunk)) fail(index, ECANCELED);
   } else {
     // ENODATA is how the block layer names a medium error; to our callers it is the file's end.
     fail(index, error == ENODATA ? EIO : error);
   }
 }
 
-ChunkScheduler::Recovery ChunkScheduler::recovery_for(int error) {
+bool ChunkScheduler::may_repeat(Chunk& chunk, int error) const {
   switch (error) {
     case EINTR:      // a signal came first
     case EAGAIN:     // the kernel ran out of something for a moment
     case EBUSY:      // likewise
     case ENOMEM:     // likewise; memory may come back
     case ECANCELED:  // the kernel dropped it, not this process
-      return Recovery::kRepeat;
+      return ++chunk.stalls <= kMaxInterruptions;
     case EIO:        // the disk; the next attempt may be served by its own error correction
     case ENODATA:    // medium error, from the block layer
     case EREMOTEIO:  // target error
     case ETIMEDOUT:  // the device did not answer in time
     case ENOLINK:    // the path to it went away
     case EILSEQ:     // its protection information did not match
-      return Recovery::kRetry;
+      return ++chunk.retries <= retries_;
     default:  // EINVAL, EFAULT, EBADF, EISDIR, ESTALE …: the same again would fail the same way
-      return Recovery::kFail;
+      return false;
   }
 }
 
@@ -227,21 +214,13 @@ void ChunkScheduler::advance(int32_t index, int64_t bytes) {
   }
 }
 
-// The chunk is ready already and next() will find it, unless it is not wanted any more.
-void ChunkScheduler::repeat(int32_t index) {
-  ++stats_.retries;
-  if (unwanted(chunks_[index])) fail(index, ECANCELED);
-}
-
 bool ChunkScheduler::unwanted(const Chunk& chunk) const {
-  return canceled_ || requests_[chunk.request].error != 0;
+  return canceled_ || requests_[chunk.request].result.error != 0;
 }
 
 void ChunkScheduler::record_error(Request& request, int error, int32_t file, int64_t offset) {
-  if (request.error != 0) return;
-  request.error = error;
-  request.file = file;
-  request.offset = offset;
+  if (request.result.error != 0) return;
+  request.result = {.tag = request.read.tag, .error = error, .file = file, .offset = offset};
 }
 
 void ChunkScheduler::fail(int32_t index, int error) {
@@ -284,14 +263,10 @@ void ChunkScheduler::finish_if_complete(int32_t index) {
 std::optional<ReadResult> ChunkScheduler::take_finished() {
   if (finished_.empty()) return std::nullopt;
   const int32_t index = finished_.pop_front();
-  Request& request = requests_[index];
-  request.state = RequestState::kFree;
-  free_requests_.push_back(index);
+  requests_[index].state = RequestState::kFree;
+  free_.push_back(index);
   --live_;
-  return ReadResult{.tag = request.read.tag,
-                    .error = request.error,
-                    .file = request.file,
-                    .offset = request.offset};
+  return requests_[index].result;
 }
 
 }  // namespace torch_mesh

@@ -48,18 +48,13 @@ class ChunkScheduler {
     kReady,     // cut, to be started (again)
     kUnderWay,  // with the backend
   };
-  // What a failed attempt asks for.
-  enum class Recovery : uint8_t { kRepeat, kRetry, kFail };
-
   struct Request {
     ReadRequest read;
     RequestState state;
-    int32_t cut_piece;   // the next bytes to cut
-    int64_t cut_offset;  // within that piece
-    int32_t chunks;      // cut and not back
-    int error;
-    int32_t file;    // of the first error
-    int64_t offset;  // of the first error
+    ReadResult result;       // with its first error
+    int32_t cut_piece = 0;   // the next bytes to cut
+    int64_t cut_offset = 0;  // within that piece
+    int32_t chunks = 0;      // cut and not back
   };
   struct Chunk {
     ChunkState state;
@@ -68,19 +63,17 @@ class ChunkScheduler {
     int64_t offset;
     int64_t bytes;
     int64_t needed;
-    int64_t landed;   // bytes that are there, from the front
-    int64_t resume;   // where the next attempt starts: `landed`, aligned down
-    int32_t retries;  // after errors of the disk
-    int32_t stalls;   // attempts in a row without progress
     std::byte* to;
+    int64_t landed = 0;   // bytes that are there, from the front
+    int64_t resume = 0;   // where the next attempt starts: `landed`, aligned down
+    int32_t retries = 0;  // after errors of the disk
+    int32_t stalls = 0;   // attempts in a row without progress
   };
-  static Recovery recovery_for(int error);
-
   IndexList& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
 
   // What is under way cannot be overtaken, and shares the disk with what begins after it. So a
-  // guess begins where less than a quarter of the depth is under way: beside the last demand reads,
-  // which it then slows down little, and few guesses are in the way of the next ones.
+  // prediction begins where less than a quarter of the depth is under way: beside the last demand
+  // reads, which it then slows down little, and few predictions are in the way of the next ones.
   int32_t prefetch_limit() const { return std::max(1, static_cast<int32_t>(chunks_.size()) / 4); }
   int32_t under_way() const;
   int32_t ready_chunk(Urgency urgency) const;
@@ -88,12 +81,12 @@ class ChunkScheduler {
   bool skip_to_needed(Request& request) const;
   ChunkRead start(int32_t chunk);
   void advance(int32_t chunk, int64_t bytes);
-  void repeat(int32_t chunk);
+  bool may_repeat(Chunk& chunk, int error) const;
   bool unwanted(const Chunk& chunk) const;
   void fail(int32_t chunk, int error);
   void release(int32_t chunk);
   void stop_cutting(int32_t request);
-  void record_error(Request& request, int error, int32_t file, int64_t offset);
+  static void record_error(Request& request, int error, int32_t file, int64_t offset);
   void finish_if_complete(int32_t request);
 
   const int64_t chunk_bytes_;
@@ -104,12 +97,12 @@ class ChunkScheduler {
   std::vector<Request> requests_;
   std::vector<int32_t> by_tag_;  // by the low bits of tags: the last request that had it
   std::vector<Chunk> chunks_;    // `depth` of them, never more
-  std::vector<int32_t> free_requests_;
   std::vector<int32_t> free_chunks_;
   IndexLinks links_{0};
   std::array<IndexList, kUrgencies.size()> queued_{IndexList(links_), IndexList(links_),
                                                    IndexList(links_)};  // by urgency
   IndexList finished_{links_};
+  IndexList free_{links_};  // requests
   int32_t ready_ = 0;
   int64_t live_ = 0;
   ReaderStats stats_{};

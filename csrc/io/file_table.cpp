@@ -9,8 +9,8 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
-#include "base/descriptor.h"
 #include "base/error.h"
 #include "io/reader.h"
 
@@ -96,21 +96,13 @@ void check_size(const File& file, int descriptor) {
 }  // namespace
 
 FileTable::FileTable(std::span<const File> files, bool direct) {
-  descriptors_.reserve(files.size());
-  buffered_.reserve(files.size());
-  try {
-    for (const File& file : files) open_one(file, direct);
-  } catch (...) {
-    close_all();
-    throw;
-  }
+  for (const File& file : files) open_one(file, direct);
 }
 
-FileTable::~FileTable() { close_all(); }
-
-void FileTable::close_all() {
-  for (const int descriptor : descriptors_) ::close(descriptor);
-  descriptors_.clear();
+void FileTable::add(Descriptor opened, bool buffered) {
+  descriptors_.push_back(opened.get());
+  opened_.push_back(std::move(opened));
+  buffered_.push_back(buffered);
 }
 
 void FileTable::open_one(const File& file, bool direct) {
@@ -137,9 +129,7 @@ void FileTable::open_one(const File& file, bool direct) {
                            std::to_string(reported) + "); reading in units of 4096 bytes");
         }
         alignment_ = std::max(alignment_, alignment);
-        descriptors_.push_back(opened.release());
-        buffered_.push_back(false);
-        return;
+        return add(std::move(opened), false);
       }
     }
     notes_.push_back(
@@ -152,8 +142,7 @@ void FileTable::open_one(const File& file, bool direct) {
   check_size(file, opened.get());
   // Else a read at random brings as much again as the disk's read-ahead is set to.
   posix_fadvise(opened.get(), 0, 0, POSIX_FADV_RANDOM);
-  descriptors_.push_back(opened.release());
-  buffered_.push_back(true);
+  add(std::move(opened), true);
 }
 
 bool FileTable::buffered() const { return std::ranges::find(buffered_, true) != buffered_.end(); }

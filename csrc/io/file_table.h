@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/descriptor.h"
 #include "store/extent.h"
 
 namespace torch_mesh {
@@ -16,9 +17,6 @@ class FileTable {
   // that is no file or has a negative size. Files are read through the page
   // cache unless `direct` asks for O_DIRECT and the file system takes it; notes() says so.
   FileTable(std::span<const File> files, bool direct);
-  ~FileTable();
-  FileTable(const FileTable&) = delete;
-  FileTable& operator=(const FileTable&) = delete;
 
   std::span<const int> descriptors() const { return descriptors_; }
   // Of offsets, lengths and memory; 1 when every file is read through the page cache.
@@ -32,9 +30,10 @@ class FileTable {
 
  private:
   void open_one(const File& file, bool direct);
-  void close_all();
+  void add(Descriptor opened, bool buffered);
 
-  std::vector<int> descriptors_;
+  std::vector<Descriptor> opened_;
+  std::vector<int> descriptors_;  // theirs
   std::vector<bool> buffered_;
   int64_t alignment_ = 1;
   std::vector<std::string> notes_;

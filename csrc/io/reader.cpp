@@ -34,7 +34,7 @@ constexpr int64_t kMaxChunk = int64_t{1} << 30;
 
 struct BufferChange {
   MemoryRegion buffer;
-  bool comes;
+  bool attached;
   Reader::Then then;
 };
 
@@ -49,12 +49,6 @@ class IoLoop {
         done_(std::move(done)),
         scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(), options.retries),
         results_(backend_->capacity()) {
-    inbox_.requests.reserve(kReservedMessages);
-    inbox_.raised.reserve(kReservedMessages);
-    taken_.requests.reserve(kReservedMessages);
-    taken_.raised.reserve(kReservedMessages);
-    inbox_.predicted.reserve(kReservedMessages);
-    taken_.predicted.reserve(kReservedMessages);
     thread_ = start_thread("the I/O thread", [this] { run(); });
   }
 
@@ -136,6 +130,11 @@ class IoLoop {
     std::vector<BufferChange> buffers;
     std::vector<Extent> predicted;
 
+    Messages() {
+      requests.reserve(kReservedMessages);
+      raised.reserve(kReservedMessages);
+      predicted.reserve(kReservedMessages);
+    }
     bool empty() const {
       return requests.empty() && raised.empty() && buffers.empty() && predicted.empty();
     }
@@ -225,11 +224,7 @@ class IoLoop {
   }
 
   void carry_out(const BufferChange& change) {
-    if (change.comes) {
-      backend_->register_buffer(change.buffer);
-    } else {
-      backend_->unregister_buffer(change.buffer);
-    }
+    backend_->change_buffer(change.buffer, change.attached);
     copy_notes();
     change.then();
   }
@@ -316,21 +311,20 @@ class EngineReader final : public Reader {
 
   void register_buffer(const MemoryRegion& buffer, Then then) override {
     check_process();
-    loop_->change_buffer({.buffer = buffer, .comes = true, .then = std::move(then)});
+    loop_->change_buffer({.buffer = buffer, .attached = true, .then = std::move(then)});
   }
 
   void unregister_buffer(const MemoryRegion& buffer, Then then) override {
     check_process();
-    loop_->change_buffer({.buffer = buffer, .comes = false, .then = std::move(then)});
+    loop_->change_buffer({.buffer = buffer, .attached = false, .then = std::move(then)});
   }
 
   void close() override {
     if (forked()) return;
     if (loop_->on_io_thread()) {
-      throw Error(
-          ErrorKind::kInvalid,
-          "close() was called from the completion callback, which it would wait for; call it "
-          "from another thread");
+      throw_invalid(
+          "close() was called from the completion callback, which it would wait for; call it from "
+          "another thread");
     }
     loop_->close();
   }
@@ -351,18 +345,17 @@ class EngineReader final : public Reader {
 
   void check_process() const { owner_.check("this reader"); }
 
-  [[noreturn]] void refuse(const std::string& message) const {
-    throw_invalid("a read request ", message);
+  template <typename... Parts>
+  [[noreturn]] static void refuse(const Parts&... parts) {
+    throw_invalid("a read request ", parts...);
   }
 
   void check(const ReadRequest& request) const {
     if (request.pieces < 1 || request.pieces > kMaxPieces) {
-      refuse("has " + std::to_string(request.pieces) + " pieces; 1 to " +
-             std::to_string(kMaxPieces) + " are allowed");
+      refuse("has ", request.pieces, " pieces; 1 to ", kMaxPieces, " are allowed");
     }
     if (static_cast<uint32_t>(request.tag) >= kMaxTags) {
-      refuse("has tag " + std::to_string(request.tag) + "; its low 32 bits must be below " +
-             std::to_string(kMaxTags));
+      refuse("has tag ", request.tag, "; its low 32 bits must be below ", kMaxTags);
     }
     for (int32_t piece = 0; piece < request.pieces; ++piece) check(request.piece[piece]);
   }
@@ -371,26 +364,23 @@ class EngineReader final : public Reader {
     const Extent& from = piece.from;
     const int64_t files = std::ssize(files_->descriptors());
     if (from.file < 0 || from.file >= files) {
-      refuse("names file " + std::to_string(from.file) + "; the reader has files 0 to " +
-             std::to_string(files - 1));
+      refuse("names file ", from.file, "; the reader has files 0 to ", files - 1);
     }
     if (from.offset < 0 || from.bytes < 1 ||
         from.bytes > std::numeric_limits<int64_t>::max() - from.offset) {
-      refuse("asks for " + std::to_string(from.bytes) + " bytes at offset " +
-             std::to_string(from.offset) + "; an offset is 0 or more and a length 1 or more");
+      refuse("asks for ", from.bytes, " bytes at offset ", from.offset,
+             "; an offset is 0 or more and a length 1 or more");
     }
     if (piece.needed < 1 || piece.needed > from.bytes) {
-      refuse("needs " + std::to_string(piece.needed) + " of " + std::to_string(from.bytes) +
+      refuse("needs ", piece.needed, " of ", from.bytes,
              " bytes; it must need 1 or more and at most all");
     }
     if (piece.to == nullptr) refuse("has no memory to read into");
     const int64_t unit = files_->alignment();
-    if (from.offset % unit != 0 || from.bytes % unit != 0 ||
-        reinterpret_cast<uintptr_t>(piece.to) % unit != 0) {
-      refuse("asks for " + std::to_string(from.bytes) + " bytes at offset " +
-             std::to_string(from.offset) + " into " +
-             std::to_string(reinterpret_cast<uintptr_t>(piece.to)) +
-             "; with direct I/O all three must be multiples of " + std::to_string(unit));
+    const auto to = reinterpret_cast<uintptr_t>(piece.to);
+    if (from.offset % unit != 0 || from.bytes % unit != 0 || to % unit != 0) {
+      refuse("asks for ", from.bytes, " bytes at offset ", from.offset, " into ", to,
+             "; with direct I/O all three must be multiples of ", unit);
     }
   }
 
@@ -417,7 +407,7 @@ void check(const ReaderOptions& options, int64_t files, const Reader::Done& done
     throw_invalid("the reader's chunk_bytes is ", options.chunk_bytes,
                   "; it must be a multiple of ", kChunkUnit);
   }
-  if (!done) throw Error(ErrorKind::kInvalid, "the reader has no completion callback");
+  if (!done) throw_invalid("the reader has no completion callback");
 }
 
 std::unique_ptr<Reader> open_with(std::unique_ptr<Backend> backend, const ReaderOptions& options,
@@ -439,7 +429,7 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<cons
   }
   for (const MemoryRegion& buffer : buffers) {
     if (buffer.data == nullptr || buffer.bytes == 0) {
-      throw Error(ErrorKind::kInvalid, "a buffer of the reader is empty; leave it out");
+      throw_invalid("a buffer of the reader is empty; leave it out");
     }
   }
   const auto table = std::make_shared<const FileTable>(files, options.direct);

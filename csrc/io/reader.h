@@ -42,10 +42,10 @@ struct ReadRequest {
 };
 
 struct ReadResult {
-  uint64_t tag;
-  int error;  // 0, or an errno; ENODATA: the file ended before `needed` bytes
-  int32_t file;
-  int64_t offset;  // where it failed
+  uint64_t tag = 0;
+  int error = 0;  // or an errno; ENODATA: the file ended before `needed` bytes
+  int32_t file = 0;
+  int64_t offset = 0;  // where it failed
 };
 
 struct MemoryRegion {

@@ -80,7 +80,6 @@ class ThreadsBackend final : public Backend {
 
   const char* name() const override { return "threads"; }
   int32_t capacity() const override { return capacity_; }
-  std::vector<std::string> notes() const override { return {}; }
 
  private:
   void work() {

@@ -156,10 +156,7 @@ class UringBackend final : public Backend {
     }
     made_ = true;
     if ((ring_.flags & IORING_SETUP_DEFER_TASKRUN) == 0) {
-      note([] {
-        return "this kernel's io_uring does not know DEFER_TASKRUN, so completions cost more CPU "
-               "time";
-      });
+      note("this kernel's io_uring does not know DEFER_TASKRUN, so completions cost more CPU time");
     }
     register_files();
     register_buffers();
@@ -189,8 +186,17 @@ class UringBackend final : public Backend {
     return reap(results);
   }
 
-  void register_buffer(const MemoryRegion& region) override { change(region, true); }
-  void unregister_buffer(const MemoryRegion& region) override { change(region, false); }
+  void change_buffer(const MemoryRegion& region, bool attached) override {
+    for (size_t index = 0; buffers_registered_ && index < buffers_.size(); ++index) {
+      const auto* data = static_cast<const std::byte*>(buffers_[index].iov_base);
+      const bool inside = data >= region.data && data < region.data + region.bytes;
+      if (inside && attached != (registrations_[index] == Registration::kUsed)) {
+        change(index, attached);
+      } else if (!inside && registrations_[index] == Registration::kStuck) {
+        change(index, false);
+      }
+    }
+  }
 
   void wake() override { wake_up_.wake(); }
 
@@ -228,10 +234,8 @@ class UringBackend final : public Backend {
         -io_uring_register_files(&ring_, files.data(), static_cast<unsigned>(files.size()));
     files_registered_ = error == 0;
     if (files_registered_) return;
-    note([&] {
-      return "io_uring did not register " + std::to_string(files.size()) + " files (" +
-             std::strerror(error) + "); naming them in every read";
-    });
+    note("io_uring did not register ", files.size(), " files (", std::strerror(error),
+         "); naming them in every read");
   }
 
   void register_buffers() {
@@ -246,43 +250,30 @@ class UringBackend final : public Backend {
     if (buffers_registered_) return;
     // Both are the answer of a kernel whose limit of locked memory is too low.
     const bool locked = error == ENOMEM || error == EPERM;
-    note([&] {
-      return "io_uring did not register " + std::to_string(bytes) + " bytes of buffers (" +
-             std::strerror(error) + "), so reads cost more CPU time" +
-             (locked ? "; raise the memlock limit (ulimit -l, LimitMEMLOCK) above that size" : "");
-    });
-  }
-
-  void change(const MemoryRegion& region, bool comes) {
-    for (size_t index = 0; buffers_registered_ && index < buffers_.size(); ++index) {
-      const auto* data = static_cast<const std::byte*>(buffers_[index].iov_base);
-      const bool inside = data >= region.data && data < region.data + region.bytes;
-      if (inside && comes != (registrations_[index] == Registration::kUsed)) {
-        change(index, comes);
-      } else if (!inside && registrations_[index] == Registration::kStuck) {
-        change(index, false);
-      }
-    }
+    note("io_uring did not register ", bytes, " bytes of buffers (", std::strerror(error),
+         "), so reads cost more CPU time",
+         locked ? "; raise the memlock limit (ulimit -l, LimitMEMLOCK) above that size" : "");
   }
 
   // Each buffer keeps its index, with nothing behind it while it is not registered.
-  void change(size_t index, bool comes) {
-    const iovec buffer = comes ? buffers_[index] : iovec{.iov_base = nullptr, .iov_len = 0};
+  void change(size_t index, bool attached) {
+    const iovec buffer = attached ? buffers_[index] : iovec{.iov_base = nullptr, .iov_len = 0};
     // Counts what it changed. Without tags it is what IORING_REGISTER_BUFFERS_UPDATE does.
     const __u64 no_tag = 0;
     const int changed = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(index),
                                                              &buffer, &no_tag, 1);
     if (changed == 1) {
-      registrations_[index] = comes ? Registration::kUsed : Registration::kNone;
-    } else if (comes) {  // and it is read into as other memory is
-      note_refusal(buffers_[index].iov_len, "register", "have come back to the pool", -changed,
-                   "so reads into them cost more CPU time");
+      registrations_[index] = attached ? Registration::kUsed : Registration::kNone;
+    } else if (attached) {  // and it is read into as other memory is
+      note("io_uring did not register ", buffers_[index].iov_len,
+           " bytes that have come back to the pool (", strerror(-changed),
+           "), so reads into them cost more CPU time");
     } else if (changed == -EINVAL) {  // the call is unknown
       unregister_all(changed);
     } else {  // such as ENOMEM; tried again with the next change
       registrations_[index] = Registration::kStuck;
-      note_refusal(buffers_[index].iov_len, "unregister", "the pool has freed", -changed,
-                   "so they stay locked");
+      note("io_uring did not unregister ", buffers_[index].iov_len,
+           " bytes that the pool has freed (", strerror(-changed), "), so they stay locked");
     }
   }
 
@@ -295,25 +286,15 @@ class UringBackend final : public Backend {
     }
     io_uring_unregister_buffers(&ring_);
     buffers_registered_ = false;
-    note([&] {
-      return std::string("io_uring cannot unregister one buffer (") + strerror(-error) +
-             "), so all were when the pool shrank, and reads cost more CPU time";
-    });
-  }
-
-  void note_refusal(size_t bytes, const char* what, const char* which, int error,
-                    const char* consequence) {
-    note([&] {
-      return std::string("io_uring did not ") + what + " " + std::to_string(bytes) +
-             " bytes that " + which + " (" + strerror(error) + "), " + consequence;
-    });
+    note("io_uring cannot unregister one buffer (", strerror(-error),
+         "), so all were when the pool shrank, and reads cost more CPU time");
   }
 
   // A note that there is no memory for is lost: nothing that it is about may end half-way.
-  template <typename Text>
-  void note(const Text& text) {
+  template <typename... Parts>
+  void note(const Parts&... parts) {
     try {
-      std::string words = text();
+      std::string words = concat(parts...);
       if (std::find(notes_.begin(), notes_.end(), words) != notes_.end()) return;
       notes_.push_back(std::move(words));
     } catch (const std::bad_alloc&) {

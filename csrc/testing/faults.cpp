@@ -74,8 +74,9 @@ class FaultyBackend final : public Backend {
   }
 
   void wake() override { inner_->wake(); }
-  void register_buffer(const MemoryRegion& buffer) override { inner_->register_buffer(buffer); }
-  void unregister_buffer(const MemoryRegion& buffer) override { inner_->unregister_buffer(buffer); }
+  void change_buffer(const MemoryRegion& buffer, bool attached) override {
+    inner_->change_buffer(buffer, attached);
+  }
   void cancel() override { inner_->cancel(); }
   void stop() override { inner_->stop(); }
   const char* name() const override { return inner_->name(); }
