@@ -165,10 +165,8 @@ class LendingTest : public ::testing::Test {
   // A connection of whoever writes what he likes.
   Descriptor stranger() const {
     Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    const lending::Address address(path());
-    EXPECT_EQ(connect(socket.get(), reinterpret_cast<const sockaddr*>(address.bytes.data()),
-                      address.size),
-              0);
+    const sockaddr_un address = lending::address_of(path());
+    EXPECT_EQ(connect(socket.get(), lending::generic(address), sizeof(address)), 0);
     const timeval patience{.tv_sec = 20, .tv_usec = 0};
     setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
     Welcome welcome;
@@ -473,10 +471,10 @@ TEST_F(LendingTest, NobodyThereOrNobodyWhoAnswers) {
   EXPECT_EQ(nobody.kind(), ErrorKind::kRead);
   EXPECT_NE(std::string(nobody.what()).find("torch-mesh share STORE --socket"), std::string::npos);
 
-  const lending::Address address(path());
-  const auto* at = reinterpret_cast<const sockaddr*>(address.bytes.data());
+  const sockaddr_un address = lending::address_of(path());
+  const auto* at = lending::generic(address);
   const Descriptor silent(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  ASSERT_EQ(bind(silent.get(), at, address.size), 0);
+  ASSERT_EQ(bind(silent.get(), at, sizeof(address)), 0);
   ASSERT_EQ(listen(silent.get(), 8), 0);
   const auto late = error_of([&] { loan(100ms); });
   EXPECT_EQ(late.kind(), ErrorKind::kTimeout) << late.what();
@@ -496,10 +494,9 @@ TEST_F(LendingTest, NobodyThereOrNobodyWhoAnswers) {
 
 TEST_F(LendingTest, ASocketLeftBehindIsReplacedAndAFileIsNot) {
   {
-    const lending::Address address(path());
+    const sockaddr_un address = lending::address_of(path());
     const Descriptor dead(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    ASSERT_EQ(
-        bind(dead.get(), reinterpret_cast<const sockaddr*>(address.bytes.data()), address.size), 0);
+    ASSERT_EQ(bind(dead.get(), lending::generic(address), sizeof(address)), 0);
   }
   lend(4, 2);
   EXPECT_EQ(std::filesystem::status(path()).permissions(),
@@ -575,10 +572,8 @@ class SilentOwner {
       const std::string& path, const Welcome& welcome, std::vector<int> descriptors,
       std::function<void()> before = [] {})
       : listening_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
-    const lending::Address address(path);
-    EXPECT_EQ(bind(listening_.get(), reinterpret_cast<const sockaddr*>(address.bytes.data()),
-                   address.size),
-              0);
+    const sockaddr_un address = lending::address_of(path);
+    EXPECT_EQ(bind(listening_.get(), lending::generic(address), sizeof(address)), 0);
     EXPECT_EQ(listen(listening_.get(), 8), 0);
     thread_ = std::thread(
         [this, welcome, descriptors = std::move(descriptors), before = std::move(before)] {
@@ -710,15 +705,15 @@ TEST_F(LendingTest, AForkedChildDoesNotKeepThePlacesOfAPoolThatIsClosed) {
 }
 
 TEST_F(LendingTest, AFullQueueCanBeLeft) {
-  const lending::Address address(path());
-  const auto* at = reinterpret_cast<const sockaddr*>(address.bytes.data());
+  const sockaddr_un address = lending::address_of(path());
+  const auto* at = lending::generic(address);
   const Descriptor silent(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  ASSERT_EQ(bind(silent.get(), at, address.size), 0);
+  ASSERT_EQ(bind(silent.get(), at, sizeof(address)), 0);
   ASSERT_EQ(listen(silent.get(), 0), 0);
   std::vector<Descriptor> waiting;
   do {
     waiting.emplace_back(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  } while (connect(waiting.back().get(), at, address.size) == 0);
+  } while (connect(waiting.back().get(), at, sizeof(address)) == 0);
   ASSERT_EQ(errno, EAGAIN);
   const auto begin = std::chrono::steady_clock::now();
   const auto late = error_of([&] { loan(300ms); });
@@ -734,11 +729,9 @@ TEST_F(LendingTest, OneOfSeveralOwnersGetsASocketLeftBehind) {
   constexpr int32_t kOwners = 4;
   for (int32_t round = 0; round < 50; ++round) {
     {
-      const lending::Address address(path());
+      const sockaddr_un address = lending::address_of(path());
       const Descriptor dead(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-      ASSERT_EQ(
-          bind(dead.get(), reinterpret_cast<const sockaddr*>(address.bytes.data()), address.size),
-          0);
+      ASSERT_EQ(bind(dead.get(), lending::generic(address), sizeof(address)), 0);
     }
     PoolOptions options = options_of(2);
     options.sharing = Sharing::kShared;

@@ -4,7 +4,6 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sys/file.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -27,7 +26,6 @@
 namespace torch_mesh {
 namespace {
 
-using lending::Address;
 using lending::Answer;
 using lending::Poller;
 using lending::Request;
@@ -41,12 +39,7 @@ constexpr std::chrono::seconds kLockPatience{10};
 
 [[noreturn]] void throw_system(const std::string& path, const char* what) {
   const int error = errno;
-  throw Error(ErrorKind::kRead, concat("cannot ", what, " ", path, ": ", strerror(error)),
-              {-1, -1, path, -1}, error);
-}
-
-const sockaddr* as_sockaddr(const Address& address) {
-  return reinterpret_cast<const sockaddr*>(address.bytes.data());
+  lending::throw_refused(path, error, "cannot ", what, " ", path, ": ", strerror(error));
 }
 
 // One record that is lent, or will be when it is there.
@@ -118,7 +111,7 @@ Descriptor lock_folder(const std::string& path) {
 }
 
 // Takes the slot of a socket that no process answers at.
-void make_room(const std::string& path, const Address& address) {
+void make_room(const std::string& path, const sockaddr_un& address) {
   struct stat about {};
   if (lstat(path.c_str(), &about) != 0) {
     if (errno == ENOENT) return;
@@ -129,7 +122,8 @@ void make_room(const std::string& path, const Address& address) {
   }
   const Descriptor probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (probe.get() < 0) throw_system(path, "make a socket for");
-  if (connect(probe.get(), as_sockaddr(address), address.size) == 0 || errno != ECONNREFUSED) {
+  if (connect(probe.get(), lending::generic(address), sizeof(address)) == 0 ||
+      errno != ECONNREFUSED) {
     throw_invalid("a process answers at ", path, " already; end it, or give another --socket");
   }
   if (unlink(path.c_str()) != 0 && errno != ENOENT) throw_system(path, "replace");
@@ -156,7 +150,7 @@ struct Lender::Impl {
     all.reserve(static_cast<size_t>(max));
     events.resize(2 + 2 * static_cast<size_t>(max));
     if (wake_up.get() < 0) throw_system(path, "make an event for");
-    listen_at(Address(path));
+    listen_at(lending::address_of(path));
     try {
       if (!poller.add(wake_up.get(), EPOLLIN, &wake_up) ||
           !poller.add(listening.get(), EPOLLIN, &listening)) {
@@ -171,13 +165,14 @@ struct Lender::Impl {
     }
   }
 
-  void listen_at(const Address& address) {
+  void listen_at(const sockaddr_un& address) {
     const Descriptor locked = lock_folder(path);
     make_room(path, address);
     listening.reset(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (listening.get() < 0) throw_system(path, "make a socket for");
     // No process can connect before listen(): the mode is there by then.
-    if (bind(listening.get(), as_sockaddr(address), address.size) != 0) throw_system(path, "bind");
+    if (bind(listening.get(), lending::generic(address), sizeof(address)) != 0)
+      throw_system(path, "bind");
     struct stat about {};
     if (chmod(path.c_str(), 0600) != 0 || listen(listening.get(), 64) != 0 ||
         lstat(path.c_str(), &about) != 0) {

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,10 +10,9 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <functional>
+#include <map>
 #include <span>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 
 #include "base/error.h"
@@ -28,6 +26,7 @@ namespace {
 
 using lending::Answer;
 using lending::Request;
+using lending::throw_refused;
 using lending::Welcome;
 
 constexpr int32_t kUnderWay = 32;      // requests
@@ -35,34 +34,24 @@ constexpr int kAskMilliseconds = 100;  // how often the interrupt hook is asked
 constexpr std::chrono::milliseconds kRetryTime{20};
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// How long to wait for an owner, with a look at the interrupt hook now and then.
-class Patience {
- public:
-  Patience(const std::string& path, std::chrono::milliseconds timeout, const Runtime& runtime)
-      : path_(path), timeout_(timeout), runtime_(runtime) {}
-
-  // To be called after each wait of kAskMilliseconds at most.
-  void check() const {
-    check_interrupted(runtime_, "connecting to " + path_);
-    if (std::chrono::steady_clock::now() < deadline_) return;
+// Calls ready() until it is true, with a look at the interrupt hook now and then: ready() takes
+// kAskMilliseconds at most.
+template <typename Ready>
+void wait_for_owner(const std::string& path, std::chrono::milliseconds timeout,
+                    const Runtime& runtime, const Ready& ready) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (!ready()) {
+    check_interrupted(runtime, "connecting to " + path);
+    if (std::chrono::steady_clock::now() < deadline) continue;
     throw Error(ErrorKind::kTimeout,
-                concat("the owner of the pool at ", path_, " did not answer in ", timeout_.count(),
+                concat("the owner of the pool at ", path, " did not answer in ", timeout.count(),
                        " ms; is it stopped?"));
   }
-
- private:
-  const std::string& path_;
-  const std::chrono::milliseconds timeout_;
-  const Runtime& runtime_;
-  const std::chrono::steady_clock::time_point deadline_ =
-      std::chrono::steady_clock::now() + timeout_;
-};
+}
 
 [[noreturn]] void throw_no_descriptors(const std::string& path, int error) {
-  throw Error(ErrorKind::kRead,
-              concat("cannot connect to ", path, ": ", strerror(error),
-                     "; this process has too many open files, raise its limit (ulimit -n)"),
-              {-1, -1, path, -1}, error);
+  throw_refused(path, error, "cannot connect to ", path, ": ", strerror(error),
+                "; this process has too many open files, raise its limit (ulimit -n)");
 }
 
 }  // namespace
@@ -71,17 +60,15 @@ Loan::Loan(const std::string& path, const Source& source, int64_t record_bytes,
            std::chrono::milliseconds timeout, const Runtime& runtime)
     : path_(path) {
   if (source.raw) {
-    throw Error(ErrorKind::kInvalid,
-                "only the records of a converted store can be shared; convert this checkpoint and "
-                "share that folder");
+    throw_invalid(
+        "only the records of a converted store can be shared; convert this checkpoint and share "
+        "that folder");
   }
   connect_within(timeout, runtime);
   receive_welcome(timeout, runtime);
   if (welcome_.borrowed == 0) {
-    throw Error(ErrorKind::kRead,
-                concat("all slots of the pool at ", path,
-                       " are taken by other workers; start its owner with more --workers"),
-                {-1, -1, path, -1}, EBUSY);
+    throw_refused(path, EBUSY, "all slots of the pool at ", path,
+                  " are taken by other workers; start its owner with more --workers");
   }
   if (welcome_.fingerprint != lending::fingerprint(source) ||
       welcome_.record_bytes != record_bytes || welcome_.layers != source.layers ||
@@ -110,29 +97,24 @@ void Loan::unmap() {
 
 // While the owner's queue is full, connect() has to be repeated.
 void Loan::connect_within(std::chrono::milliseconds timeout, const Runtime& runtime) {
-  const lending::Address address(path_);
-  const auto* to = reinterpret_cast<const sockaddr*>(address.bytes.data());
+  const sockaddr_un address = lending::address_of(path_);
   socket_.reset(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (socket_.get() < 0) throw_no_descriptors(path_, errno);
-  const Patience patience(path_, timeout, runtime);
-  while (connect(socket_.get(), to, address.size) != 0) {
+  wait_for_owner(path_, timeout, runtime, [&] {
+    if (connect(socket_.get(), lending::generic(address), sizeof(address)) == 0) return true;
     const int error = errno;
-    if (error == EAGAIN || error == EINTR) {
-      std::this_thread::sleep_for(kRetryTime);
-      patience.check();
-      continue;
+    if (error != EAGAIN && error != EINTR) {
+      throw_refused(path_, error, "no process shares a pool at ", path_, " (", strerror(error),
+                    "); start its owner: torch-mesh share STORE --socket ", path_);
     }
-    throw Error(ErrorKind::kRead,
-                concat("no process shares a pool at ", path_, " (", strerror(error),
-                       "); start its owner: torch-mesh share STORE --socket ", path_),
-                {-1, -1, path_, -1}, error);
-  }
+    std::this_thread::sleep_for(kRetryTime);
+    return false;
+  });
 }
 
 void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& runtime) {
   pollfd polled{socket_.get(), POLLIN, 0};
-  const Patience patience(path_, timeout, runtime);
-  while (poll(&polled, 1, kAskMilliseconds) <= 0) patience.check();
+  wait_for_owner(path_, timeout, runtime, [&] { return poll(&polled, 1, kAskMilliseconds) > 0; });
   iovec part{&welcome_, sizeof(welcome_)};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> beside{};
   msghdr header{};
@@ -159,10 +141,8 @@ void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& run
   if (count == 0 || (count < 0 && errno == ECONNRESET) ||
       getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 ||
       peer.uid != geteuid()) {
-    throw Error(ErrorKind::kRead,
-                concat("the owner of the pool at ", path_,
-                       " closed the connection: it is ending, or runs as another user"),
-                {-1, -1, path_, -1}, ECONNRESET);
+    throw_refused(path_, ECONNRESET, "the owner of the pool at ", path_,
+                  " closed the connection: it is ending, or runs as another user");
   }
   if (cut && received == 0) throw_no_descriptors(path_, EMFILE);
   if (received > 1) shared_.reset();
@@ -217,8 +197,6 @@ class LentBackend final : public Backend {
     }
   }
 
-  void start() override {}
-
   void submit(const ChunkRead& read) override {
     Request request = experts_.at({read.file, read.offset});
     request.slot = static_cast<int32_t>((read.to - loan_.destinations_) / kRecordAlignment);
@@ -255,25 +233,13 @@ class LentBackend final : public Backend {
   void cancel() override { lose(ECANCELED); }
 
   void wake() override { wake_up_.wake(); }
-  void stop() override {}
   const char* name() const override { return "shared"; }
   int32_t capacity() const override { return kUnderWay; }
-  std::vector<std::string> notes() const override { return {}; }
 
  private:
   struct UnderWay {
     int32_t chunk = -1;  // -1: none
     int64_t bytes = 0;
-  };
-  struct Where {
-    int32_t file;
-    int64_t offset;
-    bool operator==(const Where&) const = default;
-  };
-  struct Hash {
-    size_t operator()(const Where& where) const {
-      return std::hash<int64_t>()(where.offset ^ (int64_t{where.file} << 48));
-    }
   };
 
   void end(int32_t slot, int64_t result) {
@@ -323,10 +289,10 @@ class LentBackend final : public Backend {
   Loan& loan_;
   const lending::Poller poller_;
   const WakeUp wake_up_;
-  std::unordered_map<Where, Request, Hash> experts_;
-  std::vector<UnderWay> reads_;     // by slot
-  std::vector<ChunkResult> ended_;  // to be told by wait()
-  int lost_ = 0;                    // an errno: the owner answers no more
+  std::map<std::pair<int32_t, int64_t>, Request> experts_;  // by file and offset
+  std::vector<UnderWay> reads_;                             // by slot
+  std::vector<ChunkResult> ended_;                          // to be told by wait()
+  int lost_ = 0;                                            // an errno: the owner answers no more
 };
 
 std::byte* Loan::destination(int64_t slot) const { return destinations_ + slot * kRecordAlignment; }

@@ -1,13 +1,8 @@
 #include "residency/lending/protocol.h"
 
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
-
+#include <array>
 #include <cstring>
 #include <vector>
-
-#include "base/error.h"
 
 namespace torch_mesh::lending {
 
@@ -41,9 +36,8 @@ bool send_with(int socket, const Welcome& message, int descriptor) {
          static_cast<ssize_t>(sizeof(message));
 }
 
-Address::Address(const std::string& path) {
+sockaddr_un address_of(const std::string& path) {
   sockaddr_un address{};
-  static_assert(sizeof(address) == sizeof(bytes));
   if (path.empty() || path.size() >= sizeof(address.sun_path) ||
       path.find('\0') != std::string::npos) {
     throw_invalid("the path of a socket has 1 to ", sizeof(address.sun_path) - 1, " bytes; '", path,
@@ -51,8 +45,7 @@ Address::Address(const std::string& path) {
   }
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path, path.data(), path.size());
-  std::memcpy(bytes.data(), &address, sizeof(address));
-  size = sizeof(address);
+  return address;
 }
 
 }  // namespace torch_mesh::lending

@@ -7,12 +7,14 @@
 // A loan ends with the next one of its slot, or when the borrower is gone.
 #pragma once
 
-#include <array>
-#include <cstddef>
+#include <sys/socket.h>
+#include <sys/un.h>
+
 #include <cstdint>
 #include <string>
 #include <type_traits>
 
+#include "base/error.h"
 #include "store/source.h"
 
 namespace torch_mesh::lending {
@@ -53,10 +55,16 @@ uint64_t fingerprint(const Source& source);
 bool send_with(int socket, const Welcome& message, int descriptor);
 
 // An address of the file system; throws Error(kInvalid) for a path that is too long for one.
-struct Address {
-  explicit Address(const std::string& path);
-  alignas(8) std::array<std::byte, 110> bytes{};
-  uint32_t size = 0;
-};
+sockaddr_un address_of(const std::string& path);
+// For connect() and bind().
+inline const sockaddr* generic(const sockaddr_un& address) {
+  return reinterpret_cast<const sockaddr*>(&address);
+}
+
+// Error(kRead) for what the system refused at `path`: `parts` are the message, `error` an errno.
+template <typename... Parts>
+[[noreturn]] void throw_refused(const std::string& path, int error, const Parts&... parts) {
+  throw Error(ErrorKind::kRead, concat(parts...), {-1, -1, path, -1}, error);
+}
 
 }  // namespace torch_mesh::lending
