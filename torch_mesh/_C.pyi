@@ -452,7 +452,7 @@ class Engine:
         # These, see csrc/residency/core/soft_pins.h.
         early_layers: int = 0,
         early_experts: int = 0,
-        elsewhere: list[bool] = [],  # of layers * experts: neither warmed nor pinned
+        on_gpu: list[bool] = [],  # of layers * experts: neither warmed nor pinned
         fill_empty: bool = False,  # read experts into empty slots while the disk is idle
         lendable: bool = False,  # slots in shared memory, for a Lender
         lender: str | None = None,  # the socket of a Lender, which sets the number of slots
@@ -476,7 +476,7 @@ class Engine:
 
     def reset_stats(self) -> None: ...
     def warm_up(self) -> None:
-        """Begin to read the profile's experts, if ``elsewhere`` was given; otherwise that began with the engine."""
+        """Begin to read the profile's experts, if ``on_gpu`` was given; otherwise that began with the engine."""
 
     def model_use(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens int64 [layers] and uses int64 [layers, experts] since the engine was made, added to its profile; never

@@ -96,7 +96,7 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   const auto early_layers = given.take<int32_t>("early_layers", 0);
   options.soft_pins =
       soft_pin_options(profile, early_layers, given.take<int32_t>("early_experts", 0));
-  options.soft_pins.elsewhere = given.take<std::vector<bool>>("elsewhere", {});
+  options.soft_pins.on_gpu = given.take<std::vector<bool>>("on_gpu", {});
   options.soft_pins.fill = given.take<bool>("fill_empty", false);
   options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
   options.verify = verify_from(given.take<std::string>("verify"));

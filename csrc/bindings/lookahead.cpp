@@ -75,7 +75,7 @@ Lookahead::Lookahead(const at::Tensor& x, RouterTensors router, const at::Tensor
 
 // The residual stream changes little from one layer to the next, so the next layer's router, asked
 // with this layer's hidden states, names most of the experts that it will choose (FATE, arXiv
-// 2502.12224). A wrong guess costs a read.
+// 2502.12224). A wrong prediction costs a read.
 void Lookahead::prefetch() const {
   Pool& pool = next_.engine().pool();
   const bool all_resident = pool.slots() == pool.layers() * pool.experts();

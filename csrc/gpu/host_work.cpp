@@ -100,8 +100,8 @@ bool HostWork::compute(const HostCall& call) {
     any |= here;
   }
   // A profile shall know of what the device computes, too.
-  live->pool().count_elsewhere(device.layer, ids, device.top_k,
-                               {buffers.table(), static_cast<size_t>(experts)}, !any);
+  live->pool().count_on_gpu(device.layer, ids, device.top_k,
+                            {buffers.table(), static_cast<size_t>(experts)}, !any);
   if (!any) {
     std::fill_n(buffers.out(), int64_t{device.tokens} * call.hidden, 0.0f);
     return false;

@@ -326,13 +326,11 @@ std::optional<Error> Loader::pack_record(int32_t slot) const {
   try {
     pack_(id, {pieces.data(), static_cast<size_t>(source_.pieces)}, memory_.piece(slot));
     return std::nullopt;
-  } catch (const Error& error) {
-    return Error(error.kind(), concat("cannot pack ", describe(source_, id), ": ", error.what()),
-                 place_of(source_, id));
   } catch (const std::bad_alloc&) {
     throw;
   } catch (const std::exception& error) {
-    return Error(ErrorKind::kInvalid,
+    const auto* own = dynamic_cast<const Error*>(&error);
+    return Error(own != nullptr ? own->kind() : ErrorKind::kInvalid,
                  concat("cannot pack ", describe(source_, id), ": ", error.what()),
                  place_of(source_, id));
   }

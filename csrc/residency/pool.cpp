@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/at_end.h"
 #include "base/interrupts.h"
 #include "residency/lending/loan.h"
 #include "residency/pool_impl.h"
@@ -69,14 +70,6 @@ int64_t reads_ahead(const PoolOptions& options) {
   const int64_t chunks =
       (options.record_bytes + options.reader.chunk_bytes - 1) / options.reader.chunk_bytes;
   return 1 + (options.reader.depth / 4 + chunks - 1) / chunks;
-}
-
-// Its experts have names, as those of any source.
-Source nothing_to_read(int32_t layers, int32_t experts) {
-  Source source;
-  source.layers = layers;
-  source.experts = experts;
-  return source;
 }
 
 std::shared_ptr<SlotMemory> make_memory(const PoolOptions& options) {
@@ -163,7 +156,7 @@ void Pool::Impl::carry_out() {
     }
     refused.clear();
     for (int64_t segment : leaving) {
-      if (!let_go(segment)) core.sizing().stays(segment);
+      if (!detach(segment)) core.sizing().detach_failed(segment);
     }
   }
 }
@@ -184,38 +177,32 @@ void Pool::Impl::on_ended(Loader::Ended ended) {
 }
 
 // The I/O thread takes the segment from the ring, then drops its pages.
-bool Pool::Impl::let_go(int64_t segment) {
+bool Pool::Impl::detach(int64_t segment) {
   const auto error = caught([&] {
-    loader->reader().unregister_buffer(memory->segments()[segment],
-                                       [this, segment] { on_dropped(segment); });
+    loader->reader().unregister_buffer(memory->segments()[segment], [this, segment] {
+      memory->drop(segment);
+      const Event event(*this);
+      core.sizing().detached(segment);
+    });
   });
   return !error;  // if the reader is closed all goes with the pool
 }
 
-void Pool::Impl::on_dropped(int64_t segment) {
-  memory->drop(segment);
-  const Event event(*this);
-  core.sizing().gone(segment);
-}
-
-void Pool::Impl::on_registered(int64_t segment) {
-  const Event event(*this);
-  core.sizing().came(segment);
-}
-
 bool Pool::Impl::grow(Lock& lock) {
-  const int64_t segment = core.sizing().next_to_come();
+  const int64_t segment = core.sizing().next_to_attach();
   if (segment < 0) return false;
   lock.unlock();
   const auto error = caught([&] {
     memory->fault_in(segment);
-    loader->reader().register_buffer(memory->segments()[segment],
-                                     [this, segment] { on_registered(segment); });
+    loader->reader().register_buffer(memory->segments()[segment], [this, segment] {
+      const Event event(*this);
+      core.sizing().attached(segment);
+    });
   });
   if (error) memory->drop(segment);
   lock.lock();
   if (!error) return true;
-  core.sizing().failed(segment);
+  core.sizing().attach_failed(segment);
   carry_out();
   throw *error;
 }
@@ -242,15 +229,10 @@ bool Pool::Impl::wait(Lock& lock, std::condition_variable& condition, Patience& 
   const auto now = Clock::now();
   if (now < patience.ask) return true;
   patience.ask = now + kInterruptSlice;
-  struct PassedOver {
-    ClaimState* claim;
-    explicit PassedOver(ClaimState* queued) : claim(queued) {
-      if (claim != nullptr) claim->passed_over = true;
-    }
-    ~PassedOver() {
-      if (claim != nullptr) claim->passed_over = false;
-    }
-  } const passed_over(queued);
+  if (queued != nullptr) queued->passed_over = true;
+  const AtEnd asked([queued] {
+    if (queued != nullptr) queued->passed_over = false;
+  });
   check_interrupted(runtime, "waiting for experts", lock);
   return true;
 }
@@ -261,7 +243,8 @@ Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, Pa
 }
 
 Pool::Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts)
-    : impl_(std::make_unique<Impl>(options, runtime, nothing_to_read(layers, experts), nullptr)) {
+    : impl_(std::make_unique<Impl>(options, runtime, Source{.layers = layers, .experts = experts},
+                                   nullptr)) {
   if (options.slots == layers * experts) return;
   throw_invalid("a pool without a source holds every expert: slots must be ", layers * experts,
                 ", got ", options.slots);
@@ -369,10 +352,7 @@ void Pool::observe(int32_t layer, std::span<const float> scores) {
   impl_->core.observe(layer, scores);
 }
 
-ModelUse Pool::model_use() const {
-  const Impl::Lock lock = impl_->locked();
-  return impl_->core.use();
-}
+ModelUse Pool::model_use() const { return impl_->locked_core()->use(); }
 
 void Pool::warm_up() {
   const Impl::Event event(*impl_);
@@ -380,13 +360,13 @@ void Pool::warm_up() {
   impl_->core.warm_up();
 }
 
-void Pool::count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
-                           std::span<const int32_t> elsewhere, bool alone) {
+void Pool::count_on_gpu(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
+                        std::span<const int32_t> on_gpu, bool alone) {
   impl_->check_process();
   impl_->check_experts(layer, {});
   const bool prompt = phase_of(static_cast<int64_t>(ids.size()) / top_k) == Phase::kPrefill;
   const Impl::Lock lock(impl_->mutex);
-  impl_->core.use().count_elsewhere(layer, ids, top_k, elsewhere, prompt, alone);
+  impl_->core.use().count_on_gpu(layer, ids, top_k, on_gpu, prompt, alone);
 }
 
 void Pool::count_rerouted(int32_t layer, int64_t replaced) {
@@ -398,25 +378,18 @@ void Pool::check_process() const { impl_->check_process(); }
 
 SlotState Pool::state(int32_t layer, int32_t expert) const {
   impl_->check_experts(layer, {&expert, 1});
-  const Impl::Lock lock = impl_->locked();
-  return impl_->core.state(impl_->core.id_of(layer, expert));
+  return impl_->locked_core()->state(impl_->core.id_of(layer, expert));
 }
 
 void Pool::states(int32_t layer, std::span<SlotState> states) const {
   impl_->check_experts(layer, {});
-  const Impl::Lock lock = impl_->locked();
-  impl_->core.states(layer, states);
+  impl_->locked_core()->states(layer, states);
 }
 
 std::vector<LayerStats> Pool::stats() const {
-  const Impl::Lock lock = impl_->locked();
-  return impl_->core.statistics().by_layer();
+  return impl_->locked_core()->statistics().by_layer();
 }
-
-PoolTotals Pool::totals() const {
-  const Impl::Lock lock = impl_->locked();
-  return impl_->core.statistics().totals();
-}
+PoolTotals Pool::totals() const { return impl_->locked_core()->statistics().totals(); }
 
 PoolStats Pool::detailed_stats() const {
   impl_->check_process();
@@ -450,8 +423,7 @@ bool Pool::wait_for_forwards(int32_t layer, int64_t forwards,
 
 int64_t Pool::forwards(int32_t layer) const {
   impl_->check_experts(layer, {});
-  const Impl::Lock lock = impl_->locked();
-  return impl_->core.statistics().forwards(layer);
+  return impl_->locked_core()->statistics().forwards(layer);
 }
 
 void Pool::drain() {
@@ -506,16 +478,8 @@ int32_t Pool::segment_slots() const {
   return std::max(1, static_cast<int32_t>(impl_->memory->first_of(1)));
 }
 int32_t Pool::max_slots() const { return impl_->options.slots; }
-
-int32_t Pool::slots() const {
-  const Impl::Lock lock = impl_->locked();
-  return impl_->core.slots().limit();
-}
-
-int32_t Pool::pinned() const {
-  const Impl::Lock lock = impl_->locked();
-  return impl_->core.slots().pinned();
-}
+int32_t Pool::slots() const { return impl_->locked_core()->slots().limit(); }
+int32_t Pool::pinned() const { return impl_->locked_core()->slots().pinned(); }
 
 int64_t Pool::memory_bytes() const {
   const Impl::Lock lock = impl_->locked();

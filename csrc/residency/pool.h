@@ -79,9 +79,9 @@ class Pool {
   // and throws as a forward would.
   void promote(int32_t layer, std::span<const int32_t> experts);
   // Hint: queues prefetch reads into empty or evictable slots, and returns. Never throws for a full
-  // pool. At most half of the slots are loading prefetches at a time, so that a wrong guess cannot
-  // hold up the forwards. A read that fails is kept in stats() and reaches no forward: one that
-  // waits for it gets a read of its own.
+  // pool. At most half of the slots are loading prefetches at a time, so that a wrong prediction
+  // cannot hold up the forwards. A read that fails is kept in stats() and reaches no forward: one
+  // that waits for it gets a read of its own.
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
   // Hint of a forward: `layer` is the next one, and likely to use these, the likeliest first.
   // Prefetches them one after the other as reads end, until the layer begins or another one is
@@ -91,13 +91,13 @@ class Pool {
   // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   void observe(int32_t layer, std::span<const float> scores);
-  // Begins to read what the profile names, where that was put off: see SoftPinOptions::elsewhere.
+  // Begins to read what the profile names, where that was put off: see SoftPinOptions::on_gpu.
   void warm_up();
   // By forwards of whatever phase since the pool was opened, on top of what its profile says.
   ModelUse model_use() const;
-  // What it does not see, as ModelUse::count_elsewhere() has it: `elsewhere` by expert.
-  void count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
-                       std::span<const int32_t> elsewhere, bool alone);
+  // What it does not see, as ModelUse::count_on_gpu() has it: `on_gpu` by expert.
+  void count_on_gpu(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
+                    std::span<const int32_t> on_gpu, bool alone);
 
   // Keeps `slots` records from now on, from min_slots to as many as the options say, while
   // forwards and reads go on: none fails or loses its place for it. Returns the number of slots, or
@@ -119,7 +119,7 @@ class Pool {
   PoolStats detailed_stats() const;
   // So many choices of decode steps went to resident experts instead, see core/deferral.h.
   void count_rerouted(int32_t layer, int64_t replaced);
-  // What is prefetched and unused at this moment will count neither as used nor as wasted.
+  // What is prefetched and unused at this moment will count neither as used nor as unused.
   void reset_stats();
   // Waits until `layer` has seen `forwards` forwards end since the pool was opened; false when the
   // pool is closed first, or at the end of `patience`.
@@ -208,13 +208,13 @@ class Claim {
   bool window() const { return state_.window; }
 
  private:
-  int32_t take(Pool::Impl& impl, std::span<ReadyExpert> ready, std::optional<Error>& error);
-  void wait_for_slots(Pool::Impl& impl, std::unique_lock<std::mutex>& lock);
-  void wait_for_reads(Pool::Impl& impl, std::unique_lock<std::mutex>& lock, int32_t team);
-  void count_outside(Pool::Impl& impl) const;
+  int32_t take(std::span<ReadyExpert> ready, std::optional<Error>& error);
+  void wait_for_slots(std::unique_lock<std::mutex>& lock);
+  void wait_for_reads(std::unique_lock<std::mutex>& lock, int32_t team);
+  void count_outside() const;
 
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-  Pool& pool_;
+  Pool::Impl& impl_;
   ClaimState state_;
 };
 

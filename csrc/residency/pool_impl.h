@@ -46,6 +46,18 @@ struct Pool::Impl {
     return Lock(mutex);
   }
 
+  // The core as it is, with the lock until the end of the expression.
+  class LockedCore {
+   public:
+    explicit LockedCore(const Impl& impl) : lock_(impl.locked()), core_(impl.core) {}
+    const Core* operator->() const { return &core_; }
+
+   private:
+    const Lock lock_;
+    const Core& core_;
+  };
+  LockedCore locked_core() const { return LockedCore(*this); }
+
   // One call of the pool: an event of the core under the lock, and what comes of it.
   class Event {
    public:
@@ -118,9 +130,7 @@ struct Pool::Impl {
 
  private:
   void on_ended(Loader::Ended ended);
-  void on_dropped(int64_t segment);
-  void on_registered(int64_t segment);
-  bool let_go(int64_t segment);
+  bool detach(int64_t segment);
 };
 
 }  // namespace torch_mesh

@@ -3,21 +3,9 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "residency/core/model_use.h"
 
 namespace torch_mesh {
-
-int32_t rank(std::span<const float> values, std::vector<int32_t>& order, std::span<int32_t> out) {
-  order.clear();
-  for (int32_t i = 0; i < static_cast<int32_t>(values.size()); ++i) {
-    if (values[i] > 0) order.push_back(i);
-  }
-  const size_t count = std::min(order.size(), out.size());
-  std::partial_sort(
-      order.begin(), order.begin() + static_cast<int64_t>(count), order.end(),
-      [&](int32_t a, int32_t b) { return values[a] != values[b] ? values[a] > values[b] : a < b; });
-  std::copy_n(order.begin(), count, out.begin());
-  return static_cast<int32_t>(count);
-}
 
 namespace {
 

@@ -29,8 +29,4 @@ class Predictor {
 // Else Error(kInvalid).
 std::unique_ptr<Predictor> make_predictor(std::string_view name, int32_t layers, int32_t experts);
 
-// The indices of the largest positive values, as many as fit into `out`; equal ones in order of
-// their index. `order` is scratch.
-int32_t rank(std::span<const float> values, std::vector<int32_t>& order, std::span<int32_t> out);
-
 }  // namespace torch_mesh

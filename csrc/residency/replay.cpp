@@ -110,24 +110,17 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
 class Belady final : public Policy {
  public:
   explicit Belady(const RoutingTrace& trace)
-      : Policy(int64_t{trace.layers} * trace.experts), experts_(trace.experts) {
-    const auto all = static_cast<size_t>(trace.layers) * trace.experts;
-    first_.assign(all + 1, 0);
-    const auto for_each_use = [&](auto&& act) {
-      for (int64_t forward = 0; forward < trace.forward_count(); ++forward) {
-        for (int32_t layer = 0; layer < trace.layers; ++layer) {
-          for (int32_t expert : experts_of(trace, forward, layer)) {
-            act(layer * experts_ + expert, forward * trace.layers + layer);
-          }
+      : Policy(int64_t{trace.layers} * trace.experts),
+        experts_(trace.experts),
+        uses_(static_cast<size_t>(trace.layers) * trace.experts),
+        used_(uses_.size(), 0) {
+    for (int64_t forward = 0; forward < trace.forward_count(); ++forward) {
+      for (int32_t layer = 0; layer < trace.layers; ++layer) {
+        for (int32_t expert : experts_of(trace, forward, layer)) {
+          uses_[layer * experts_ + expert].push_back(forward * trace.layers + layer);
         }
       }
-    };
-    for_each_use([&](ExpertId id, int64_t) { ++first_[id + 1]; });
-    for (size_t id = 0; id < all; ++id) first_[id + 1] += first_[id];
-    uses_.resize(first_[all]);
-    position_.assign(first_.begin(), first_.end() - 1);
-    for_each_use([&](ExpertId id, int64_t step) { uses_[position_[id]++] = step; });
-    position_.assign(first_.begin(), first_.end() - 1);
+    }
   }
 
   void gained(ExpertId id) override { evictable_.insert({next_use(id), id}); }
@@ -138,7 +131,7 @@ class Belady final : public Policy {
       const ExpertId id = layer * experts_ + expert;
       const bool listed = evictable(id);
       if (listed) evictable_.erase({next_use(id), id});
-      ++position_[id];
+      ++used_[id];
       if (listed) evictable_.insert({next_use(id), id});
     }
   }
@@ -149,14 +142,14 @@ class Belady final : public Policy {
 
  private:
   int64_t next_use(ExpertId id) const {
-    return position_[id] < first_[id + 1] ? uses_[position_[id]]
-                                          : std::numeric_limits<int64_t>::max();
+    return used_[id] < uses_[id].size() ? uses_[id][used_[id]]
+                                        : std::numeric_limits<int64_t>::max();
   }
 
   int32_t experts_;
-  std::vector<int64_t> first_;     // of the uses of each expert
-  std::vector<int64_t> position_;  // of its next use
-  std::vector<int64_t> uses_;      // in steps, one for each layer of each forward
+  // By expert.
+  std::vector<std::vector<int64_t>> uses_;  // in steps, one for each layer of each forward
+  std::vector<size_t> used_;                // so many of them have passed
   std::set<std::pair<int64_t, ExpertId>> evictable_;
 };
 
@@ -166,7 +159,7 @@ class Predictions {
   Predictions(const RoutingTrace& trace, const ReplayOptions& options)
       : trace_(trace), options_(options), random_(options.seed) {
     if (options.predictor != "off" && options.predictor != "lookahead" &&
-        options.predictor != "standin") {
+        options.predictor != "simulated") {
       learned_ = make_predictor(options.predictor, trace.layers, trace.experts);
     }
   }
@@ -180,16 +173,12 @@ class Predictions {
 
   int32_t predict(int64_t step, std::span<int32_t> out) {
     if (learned_) return learned_->predict(static_cast<int32_t>(step % trace_.layers), out);
-    if (options_.predictor == "lookahead") return by_scores(step, out);
-    return drawn(step, out);
-  }
-
- private:
-  // A layer without a prediction has no positive scores.
-  int32_t by_scores(int64_t step, std::span<int32_t> out) {
+    if (options_.predictor != "lookahead") return drawn(step, out);
+    // A layer without a prediction has no positive scores.
     return rank(trace_.lookahead.subspan(step * trace_.experts, trace_.experts), order_, out);
   }
 
+ private:
   double draw() { return static_cast<double>(random_() >> 11) * 0x1p-53; }
 
   int32_t drawn(int64_t step, std::span<int32_t> out) {
@@ -218,7 +207,7 @@ class Predictions {
 };
 
 // One disk, which reads one record at a time: what a forward waits for first, then what a window
-// reads, then guesses.
+// reads, then predictions.
 class Disk {
  public:
   // free_at: until then it reads, for whichever of the ranks that share it.
@@ -276,8 +265,8 @@ class Replay {
                   : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
         disk_(disk_free_at),
         predictions_(trace, options),
-        guess_(options.prefetch),
-        guessed_(trace.layers * trace.experts, -1) {
+        predicted_(options.prefetch),
+        predicted_for_(trace.layers * trace.experts, -1) {
     result_.hits.assign(trace.tokens, 0);
     result_.accesses_of.assign(trace.tokens, 0);
     result_.seconds_of.assign(trace.tokens, 0);
@@ -337,7 +326,7 @@ class Replay {
     const Phase phase = phase_of(last - first);
     predictions_.observe(layer, experts);
     for (int32_t expert : experts) {
-      result_.predicted_right += guessed_[core_.id_of(layer, expert)] == forward;
+      result_.predicted_right += predicted_for_[core_.id_of(layer, expert)] == forward;
     }
     const size_t distinct = experts.size();
     ForwardPart part{.phase = phase, .rows = last - first, .streams = true};
@@ -391,7 +380,7 @@ class Replay {
     std::array<HandedOut, 64> ready;
     std::optional<Error> error;  // none: this disk does not fail
     for (;;) {
-      const int32_t count = core_.hand_out(claim, ready, error);
+      const int32_t count = core_.claims().hand_out(claim, ready, error);
       for (int32_t i = 0; i < count; ++i) held.push_back(ready[i].index);
       if (count > 0) continue;
       if (claim.joined > 0) {
@@ -450,10 +439,10 @@ class Replay {
     if (forward == trace_.forward_count()) return;
     const int64_t token = trace_.first_token(forward);
     if (trace_.first_token(forward + 1) != token + 1) return;
-    const int32_t count = predictions_.predict(token * trace_.layers + layer, guess_);
-    const std::span<const int32_t> guess = std::span<const int32_t>(guess_).first(count);
-    for (int32_t expert : guess) guessed_[core_.id_of(layer, expert)] = forward;
-    core_.expect(layer, guess, Phase::kDecode);
+    const int32_t count = predictions_.predict(token * trace_.layers + layer, predicted_);
+    const std::span<const int32_t> predicted = std::span<const int32_t>(predicted_).first(count);
+    for (int32_t expert : predicted) predicted_for_[core_.id_of(layer, expert)] = forward;
+    core_.expect(layer, predicted, Phase::kDecode);
     carry_out();
   }
 
@@ -491,8 +480,8 @@ class Replay {
   Core core_;
   Disk disk_;
   Predictions predictions_;
-  std::vector<int32_t> guess_;
-  std::vector<int64_t> guessed_;  // by expert id: the last forward that it was predicted for
+  std::vector<int32_t> predicted_;
+  std::vector<int64_t> predicted_for_;  // by expert id: the last forward that it was predicted for
   std::vector<ClaimEntry> entries_;
   std::vector<int64_t> prompt_;  // ids of a prompt's tokens
   std::vector<int32_t> late_;    // what the last layer left for this one

@@ -14,7 +14,7 @@ namespace torch_mesh {
 inline constexpr int32_t kMaxPieces = 16;
 
 struct Source {
-  std::vector<File> files;
+  std::vector<File> files = {};
   int32_t layers = 0;
   int32_t experts = 0;  // per layer
   // The first of them by the number that it has in the model, whose routers choose among
@@ -25,14 +25,14 @@ struct Source {
   int32_t pieces = 1;  // extents per expert: 1 in a store, 2 to kMaxPieces in a raw checkpoint
 
   // [layers][experts][pieces], row-major.
-  std::vector<Extent> extents;
+  std::vector<Extent> extents = {};
 
   // A record as stored lands in its slot and is used as it is. Raw weights land in a staging
   // buffer, piece by piece, and are packed from there.
   bool raw = false;
 
   // [layers][experts]; empty: the source has none, and the first read of each record sets its own.
-  std::vector<uint64_t> checksums;
+  std::vector<uint64_t> checksums = {};
   // Hashed before each record's bytes together with layer and the model's expert, so that the right
   // bytes in the wrong place do not pass.
   std::array<uint8_t, 16> store_id{};

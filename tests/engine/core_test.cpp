@@ -226,7 +226,7 @@ class Driver {
     std::array<HandedOut, 3> ready;
     std::optional<Error> error;
     const int32_t count =
-        core_.hand_out(claim, std::span(ready).first(1 + below(ready.size())), error);
+        core_.claims().hand_out(claim, std::span(ready).first(1 + below(ready.size())), error);
     ASSERT_TRUE(!error || count == 0);
     live.handed_out += count + error.has_value();
     for (int32_t i = 0; i < count; ++i) {
@@ -241,7 +241,7 @@ class Driver {
       if (live.held.empty()) end(live);
     } else if (claim.joined == 0 && claim.held == 0) {
       seen_(core_.claims().queued() ? Seen::kQueuedBehind : Seen::kQueuedFirst);
-      core_.enter_queue(claim);
+      core_.claims().enter_queue(claim);
       live.queued = true;
       queue_.push_back(&live);
       after("enter_queue()");
@@ -265,7 +265,7 @@ class Driver {
     } else {
       seen_(queue_.front() == &live ? Seen::kLeftQueueFromFront : Seen::kLeftQueueFromWithin);
     }
-    core_.leave_queue(live.state);
+    core_.claims().leave_queue(live.state);
     live.queued = false;
     std::erase(queue_, &live);
     after("leave_queue()");
@@ -349,30 +349,30 @@ class Driver {
       const int64_t segment = leaving_.front();
       leaving_.pop_front();
       if (one_in(8)) {
-        sizing.stays(segment);
+        sizing.detach_failed(segment);
         sizing.resize(target_);  // the next one finds it
         seen_(Seen::kSegmentStays);
-        return after("stays()");
+        return after("detach_failed()");
       }
-      sizing.gone(segment);
+      sizing.detached(segment);
       seen_(Seen::kSegmentGone);
-      return after("gone()");
+      return after("detached()");
     }
     if (coming_ >= 0) {
       const int64_t segment = std::exchange(coming_, -1);
       if (one_in(6)) {
-        sizing.failed(segment);
+        sizing.attach_failed(segment);
         seen_(Seen::kSegmentNotToBeHad);
         return after("no memory");
       }
-      sizing.came(segment);
+      sizing.attached(segment);
       const bool late = !core_.effects().vacant.empty();
       seen_(late ? Seen::kSegmentThereTooLate : Seen::kSegmentThere);
-      return after("came()");
+      return after("attached()");
     }
-    coming_ = sizing.next_to_come();
+    coming_ = sizing.next_to_attach();
     if (coming_ >= 0) seen_(Seen::kSegmentComes);
-    after("next_to_come()");
+    after("next_to_attach()");
   }
 
   void before() {
@@ -449,8 +449,8 @@ class Driver {
     EXPECT_TRUE(!freed || queue_.empty() || effects.freed) << event << " wakes nobody who queues";
     EXPECT_TRUE(loading == 0 || core_.slots().loading() > 0 || effects.idle)
         << event << " wakes nobody who waits for quiet";
-    const bool sized = event == "gone()" || event == "came()" || event == "resize()" ||
-                       event == "no memory" || event == "stays()";
+    const bool sized = event == "detached()" || event == "attached()" || event == "resize()" ||
+                       event == "no memory" || event == "detach_failed()";
     EXPECT_TRUE(!sized || effects.resized) << event << " wakes nobody who resizes";
     EXPECT_TRUE(event != "the end of a forward" || effects.forward_ended);
   }
@@ -673,7 +673,7 @@ class OnCore final : public Target {
     for (;;) {
       drain();
       core_.advance(claim);
-      const int32_t count = core_.hand_out(claim, ready, error);
+      const int32_t count = core_.claims().hand_out(claim, ready, error);
       if (count == 0 && claim.waiting + claim.joined == 0) break;
       ASSERT_TRUE(count > 0 || claim.joined > 0);
       Ids indices;
@@ -701,9 +701,9 @@ class OnCore final : public Target {
     core_.sizing().resize(slots);
     drain();
     while (!core_.sizing().settled()) {
-      const int64_t segment = core_.sizing().next_to_come();
+      const int64_t segment = core_.sizing().next_to_attach();
       ASSERT_GE(segment, 0);
-      core_.sizing().came(segment);
+      core_.sizing().attached(segment);
       drain();
     }
   }
@@ -735,7 +735,7 @@ class OnCore final : public Target {
     }
     const std::vector<int64_t> leaving = effects.vacant;
     effects.clear();
-    for (int64_t segment : leaving) core_.sizing().gone(segment);
+    for (int64_t segment : leaving) core_.sizing().detached(segment);
     core_.effects().clear();
   }
 
@@ -843,7 +843,7 @@ class Guesses {
       land();
       std::array<HandedOut, 1> ready;
       std::optional<Error> error;
-      EXPECT_EQ(core_.hand_out(claim, ready, error), 1);
+      EXPECT_EQ(core_.claims().hand_out(claim, ready, error), 1);
       core_.release(claim, Ids{0});
       core_.end(claim);
       take();

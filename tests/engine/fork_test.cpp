@@ -69,10 +69,10 @@ class ForkTest : public ::testing::Test {
 
 TEST_F(ForkTest, NoCountIsWaitedForInAChild) {
   const std::vector<int64_t> ids{0, 1, 2};
-  const std::vector<int32_t> elsewhere(kExperts, 0);
+  const std::vector<int32_t> on_gpu(kExperts, 0);
   expect_refused({
       [&] { pool_.count_rerouted(0, 1); },
-      [&] { pool_.count_elsewhere(0, ids, 3, elsewhere, true); },
+      [&] { pool_.count_on_gpu(0, ids, 3, on_gpu, true); },
       [&] { static_cast<void>(pool_.detailed_stats()); },
   });
 }

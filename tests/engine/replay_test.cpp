@@ -76,7 +76,7 @@ TEST(Replay, NoPolicyBeatsTheBoundAndNothingIsLost) {
       ReplayOptions options{.policy = std::string(name), .slots = slots};
       const ReplayResult plain = replay(routing.trace(), options);
       EXPECT_LE(hits(plain), bound);
-      for (const char* predictor : {"off", "previous", "coactivation", "standin"}) {
+      for (const char* predictor : {"off", "previous", "coactivation", "simulated"}) {
         options.predictor = predictor;
         options.prefetch = routing.top_k;
         const ReplayResult result = replay(routing.trace(), options);
@@ -99,7 +99,7 @@ TEST(Replay, APerfectPredictorOfAFastDiskHidesAllButTheFirstLayer) {
   }
   const ReplayResult result = replay(routing.trace(), {.policy = "lru",
                                                        .slots = 16,
-                                                       .predictor = "standin",
+                                                       .predictor = "simulated",
                                                        .prefetch = 2,
                                                        .recall = 1,
                                                        .read_seconds = .25,
@@ -118,7 +118,7 @@ TEST(Replay, ASlowDiskIsWaitedForAndDemandGoesFirst) {
   ReplayOptions options{.policy = "lru", .slots = 4, .read_seconds = 3};
   const double alone = replay(routing.trace(), options).virtual_seconds;
   EXPECT_DOUBLE_EQ(alone, 8 * 3.);
-  options.predictor = "standin";
+  options.predictor = "simulated";
   options.recall = 0;
   options.prefetch = 4;
   const ReplayResult misled = replay(routing.trace(), options);
@@ -132,7 +132,7 @@ TEST(Replay, WhatIsNotBegunWhenItsLayerBeginsIsNotRead) {
   const Routing routing{4, 2, 8, 1, {0, 0, 1, 1, 2, 2, 3, 3}};
   const ReplayResult result =
       replay(routing.trace(),
-             {.policy = "lru", .slots = 16, .predictor = "standin", .prefetch = 8, .recall = 1});
+             {.policy = "lru", .slots = 16, .predictor = "simulated", .prefetch = 8, .recall = 1});
   EXPECT_EQ(result.predicted_right, 7);
   EXPECT_GE(result.counts.prefetches_used, 1);
   EXPECT_LE(result.counts.prefetches + result.counts.cold_misses, 8 + 1);
@@ -223,7 +223,7 @@ TEST(ReplayRanks, DisksGoOnWhileTheirRankWaits) {
   const ReplayOptions options{.policy = "lru",
                               .slots = 2,  // of which half may be read ahead
 
-                              .predictor = "standin",
+                              .predictor = "simulated",
                               .prefetch = 1,
                               .recall = 1,
                               .read_seconds = 3,

@@ -105,7 +105,7 @@ TEST(SoftPins, RefusesOptionsThatMakeNoSense) {
   EXPECT_NE(message_of({.profile = odd}, 2, 4).find("expert 2 by 100 tokens of layer 1"), -1ul);
   odd.uses[6] = -1;
   EXPECT_NE(message_of({.profile = odd}, 2, 4).find("-1 uses"), -1ul);
-  EXPECT_NE(message_of({.elsewhere = {true}}, 2, 4).find("1 entries for 8 experts"), -1ul);
+  EXPECT_NE(message_of({.on_gpu = {true}}, 2, 4).find("1 entries for 8 experts"), -1ul);
 }
 
 // Whatever happens to slots and to what is kept, no victim is kept and the table stays whole.
@@ -255,9 +255,9 @@ TEST(Warm, TheHottestAreReadWhileSlotsAreEmpty) {
 
 TEST(Warm, LeavesOutWhatIsElsewhereAndWaitsUntilItIsThere) {
   const TestStore store(2, 12);
-  SoftPinOptions kept{.profile = falling(2, 12), .elsewhere = std::vector<bool>(24)};
+  SoftPinOptions kept{.profile = falling(2, 12), .on_gpu = std::vector<bool>(24)};
   kept.early_layers = 1, kept.early_experts = 2;
-  for (const int32_t id : {0, 1, 13}) kept.elsewhere[id] = true;
+  for (const int32_t id : {0, 1, 13}) kept.on_gpu[id] = true;
   Pool pool(options_of(10, kept), {}, store.source(), nullptr);
   pool.drain();
   EXPECT_TRUE(resident(pool, 0).empty() && resident(pool, 1).empty());
@@ -295,9 +295,9 @@ TEST(Warm, APoolThatIsToBeFullReadsAnEqualNumberOfEachLayer) {
     EXPECT_EQ(std::ssize(resident(pool, 0)), (slots + 1) / 2);
     EXPECT_EQ(std::ssize(resident(pool, 1)), slots / 2);
   }
-  // The hottest of a profile come first, and what is elsewhere not at all.
-  SoftPinOptions kept{.profile = falling(2, 12), .elsewhere = std::vector<bool>(24), .fill = true};
-  kept.elsewhere[11] = true;
+  // The hottest of a profile come first, and what is on the GPU not at all.
+  SoftPinOptions kept{.profile = falling(2, 12), .on_gpu = std::vector<bool>(24), .fill = true};
+  kept.on_gpu[11] = true;
   Pool pool(options_of(24, kept), {}, store.source(), nullptr);
   pool.warm_up();
   pool.drain();

@@ -172,7 +172,7 @@ class ExpertPool:
             profile=pool_profile(config.profile, layers, geometry.num_experts, self.top_k, layer_indices, share),
             early_layers=config.residency.early[0],
             early_experts=config.residency.early[1],
-            elsewhere=[] if on_gpu is None else on_gpu.flatten().tolist(),
+            on_gpu=[] if on_gpu is None else on_gpu.flatten().tolist(),
             fill_empty=config.residency.fill == "on" and config.shared is None,
             lender=config.shared,
         )

@@ -124,7 +124,7 @@ def simulate(
         forwards=None if as_decode else trace.forwards,
         prefill=prefill,
         deferred=deferred_experts,
-        predictor="standin" if predictor == _SIMULATED else predictor,  # the engine's name of it
+        predictor=predictor,
         prefetch=asked,
         recall=recall,
         seed=seed,

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "base/at_end.h"
 #include "base/error.h"
 #include "base/interrupts.h"
 #include "base/start_thread.h"
@@ -350,10 +351,7 @@ void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, S
   }
   const auto engine = live_engine(engine_);
   begin_move(engine->runtime());
-  struct End {
-    Mover& mover;
-    ~End() { mover.end_move(); }
-  } const end{*this};
+  const AtEnd end([this] { end_move(); });
   const auto wait = [&](Event event) {
     wait_for(*driver_, event, engine->runtime(), "experts on their way to the device");
   };

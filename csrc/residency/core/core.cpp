@@ -15,7 +15,7 @@ Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
       soft_pins_(options.soft_pins, options.layers, options.experts, slots_),
       use_(options.soft_pins.profile.tokens.empty() ? ModelUse(options.layers, options.experts)
                                                     : options.soft_pins.profile),
-      warming_(options.soft_pins.elsewhere.empty()),
+      warming_(options.soft_pins.on_gpu.empty()),
       last_phase_(static_cast<size_t>(options.layers), Phase::kNone),
       last_rows_(last_phase_.size(), 0),
       expected_(options.layers, options.experts),
@@ -26,7 +26,7 @@ Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
 }
 
 Effects& Core::effects() {
-  if (slots_.take_emptied()) sizing_.let_go();
+  if (slots_.take_emptied()) sizing_.detach_vacant();
   return effects_;
 }
 
@@ -99,7 +99,7 @@ void Core::end(ClaimState& claim) {
   effects_.forward_ended = true;
 }
 
-// Claims that queue for slots come before all of it. Guesses have half of the slots at most, so
+// Claims that queue for slots come before all of it. Predictions have half of the slots at most, so
 // that wrong ones cannot hold up the forwards.
 bool Core::admits(ReadAhead what) const {
   if (closed_ || !options_.reads || claims_.queued()) return false;

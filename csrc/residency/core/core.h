@@ -25,7 +25,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -74,14 +73,8 @@ class Core {
   void begin(ClaimState& claim);
   // Takes what slots it can get by now, and reads ahead for the next layer.
   void advance(ClaimState& claim);
-  // As Claims::hand_out().
-  int32_t hand_out(ClaimState& claim, std::span<HandedOut> ready, std::optional<Error>& error) {
-    return claims_.hand_out(claim, ready, error);
-  }
   size_t release(ClaimState& claim, std::span<const int32_t> indices);  // as Claims::release()
   void end(ClaimState& claim);
-  void enter_queue(ClaimState& claim) { claims_.enter_queue(claim); }
-  void leave_queue(ClaimState& claim) { claims_.leave_queue(claim); }
 
   // What became of an effect's load; bytes: that were read for it.
   void landed(int32_t slot, int64_t bytes);
@@ -109,6 +102,7 @@ class Core {
   ExpertId id_of(int32_t layer, int32_t expert) const { return layer * options_.experts + expert; }
   const CoreOptions& options() const { return options_; }
   const SlotTable& slots() const { return slots_; }
+  Claims& claims() { return claims_; }  // to hand out, and for the queue
   const Claims& claims() const { return claims_; }
   Sizing& sizing() { return sizing_; }
   const Sizing& sizing() const { return sizing_; }

@@ -14,12 +14,12 @@ struct Effects {
   std::vector<int32_t> reads;
   std::vector<int32_t> raised;      // slots whose reads have become demand
   std::vector<ExpertId> predicted;  // have no slot, and are likely to be read next
-  std::vector<int64_t> vacant;      // segments whose memory may go; each ends in gone() or stays()
+  std::vector<int64_t> vacant;      // segments to detach: detached() or detach_failed() follows
   bool landed = false;              // a read that claims have joined has ended
   bool freed = false;               // a slot may be reused, or the head of the queue has changed
   bool idle = false;                // no read is under way
   bool forward_ended = false;
-  bool resized = false;  // a segment has come or gone
+  bool resized = false;  // a segment was attached or detached
 
   // Room for what one event may ask for, so that no event takes memory. `experts`: of a layer.
   Effects(int32_t slots, int32_t experts, int64_t segments) {

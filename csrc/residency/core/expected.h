@@ -2,10 +2,10 @@
 // the caller holds the pool's lock.
 //
 // An expert gets a slot only when its read can begin: one that still waits when its layer begins
-// has cost no slot, and is dropped if the layer does not use it. Where a guess stands in its
+// has cost no slot, and is dropped if the layer does not use it. Where a prediction stands in its
 // layer's ranking says how likely it is right. How many reads have begun before it says how likely
-// it arrives in time: a wrong guess that arrives in time delays no other read. What is too unlikely
-// to be right, for its place among the reads, is not read (docs/decisions/0018).
+// it arrives in time: a wrong prediction that arrives in time delays no other read. What is too
+// unlikely to be right, for its place among the reads, is not read (docs/decisions/0018).
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ class Expected {
   }
 
   // A forward of `layer` begins, and asks for what it needs itself: `experts`. It shows which
-  // guesses were right, of what was not read, too, and which reads have ended in time.
+  // predictions were right, of what was not read, too, and which reads have ended in time.
   void begin(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
     if (layer != layer_) return;
     for (size_t position = 0, reads = 0; position < ids_.size(); ++position) {
@@ -100,8 +100,8 @@ class Expected {
   // `reads`: those of this layer before it.
   Fraction& in_time_after(size_t reads) { return in_time_[std::min(reads, kReads - 1)]; }
 
-  // How often a guess has to be right for it to be read: one that arrives in time costs an eviction
-  // if it is wrong, one that does not delays others.
+  // How often a prediction has to be right for it to be read: one that arrives in time costs an
+  // eviction if it is wrong, one that does not delays others.
   static constexpr float kMinRightInTime = 0.3f, kMinRightLate = 0.7f;
 
   bool worth_reading(size_t position, size_t reads) {

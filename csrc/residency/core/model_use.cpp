@@ -23,34 +23,40 @@ void check(const ModelUse& use, int32_t layers, int32_t experts) {
   }
 }
 
-void ModelUse::count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
-                               std::span<const int32_t> elsewhere, bool prompt, bool alone) {
+void ModelUse::count_on_gpu(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
+                            std::span<const int32_t> on_gpu, bool prompt, bool alone) {
   const int32_t all = experts();
   int64_t* of_layer = &uses[static_cast<size_t>(layer) * all];
   if (alone) tokens[layer] += prompt ? static_cast<int64_t>(ids.size()) / top_k : 1;
   for (size_t i = 0; i < ids.size(); ++i) {
     const int64_t id = ids[i];
-    if (id < 0 || id >= all || elsewhere[id] < 0) continue;
+    if (id < 0 || id >= all || on_gpu[id] < 0) continue;
     const auto before = ids.first(i);
     if (prompt || std::ranges::find(before, id) == before.end()) ++of_layer[id];
   }
 }
 
-std::vector<int32_t> hottest(const ModelUse& use, int32_t most,
-                             const std::vector<bool>& elsewhere) {
-  std::vector<int32_t> ids;
-  for (size_t id = 0; id < use.uses.size(); ++id) {
-    if (!elsewhere.empty() && elsewhere[id]) continue;
-    if (use.uses[id] > 0) ids.push_back(static_cast<int32_t>(id));
+std::vector<int32_t> hottest(const ModelUse& use, int32_t most, const std::vector<bool>& on_gpu) {
+  std::vector<float> rates(use.uses.size());
+  for (size_t id = 0; id < rates.size(); ++id) {
+    if (on_gpu.empty() || !on_gpu[id]) rates[id] = use.rate(static_cast<int64_t>(id));
   }
-  const auto count = std::min<size_t>(ids.size(), static_cast<size_t>(most));
-  std::partial_sort(ids.begin(), ids.begin() + static_cast<int64_t>(count), ids.end(),
-                    [&](int32_t a, int32_t b) {
-                      const float rate_a = use.rate(a), rate_b = use.rate(b);
-                      return rate_a != rate_b ? rate_a > rate_b : a < b;
-                    });
-  ids.resize(count);
+  std::vector<int32_t> order, ids(std::min(rates.size(), static_cast<size_t>(most)));
+  ids.resize(rank(rates, order, ids));
   return ids;
+}
+
+int32_t rank(std::span<const float> values, std::vector<int32_t>& order, std::span<int32_t> out) {
+  order.clear();
+  for (int32_t i = 0; i < static_cast<int32_t>(values.size()); ++i) {
+    if (values[i] > 0) order.push_back(i);
+  }
+  const size_t count = std::min(order.size(), out.size());
+  std::partial_sort(
+      order.begin(), order.begin() + static_cast<int64_t>(count), order.end(),
+      [&](int32_t a, int32_t b) { return values[a] != values[b] ? values[a] > values[b] : a < b; });
+  std::copy_n(order.begin(), count, out.begin());
+  return static_cast<int32_t>(count);
 }
 
 }  // namespace torch_mesh

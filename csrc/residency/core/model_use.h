@@ -26,10 +26,10 @@ struct ModelUse {
   }
 
   // Uses of what is not counted by count(), since something else computes it: ids of experts whose
-  // entry in `elsewhere` is not negative, top_k for each token. `alone`: nothing else of these
+  // entry in `on_gpu` is not negative, top_k for each token. `alone`: nothing else of these
   // tokens is counted. Those of a `prompt` count each, those of a decode step once.
-  void count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
-                       std::span<const int32_t> elsewhere, bool prompt, bool alone);
+  void count_on_gpu(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
+                    std::span<const int32_t> on_gpu, bool prompt, bool alone);
 
   // Arguments as those of Policy::tick_prompt(); without `ids` one token used `chosen`.
   void count(int32_t layer, std::span<const int32_t> chosen, std::span<const int64_t> ids,
@@ -52,9 +52,13 @@ struct ModelUse {
 // more often than there were tokens. `tokens` may be empty: nothing is known.
 void check(const ModelUse& use, int32_t layers, int32_t experts);
 
-// Ids that were used at all and are not `elsewhere`, the most used per token first; `most` of them
+// Ids that were used at all and are not `on_gpu`, the most used per token first; `most` of them
 // at most.
 std::vector<int32_t> hottest(const ModelUse& use, int32_t most,
-                             const std::vector<bool>& elsewhere = {});
+                             const std::vector<bool>& on_gpu = {});
+
+// The indices of the largest positive values, as many as fit into `out`; equal ones in order of
+// their index. Returns how many. `order` is scratch.
+int32_t rank(std::span<const float> values, std::vector<int32_t>& order, std::span<int32_t> out);
 
 }  // namespace torch_mesh

@@ -15,11 +15,16 @@ Sizing::Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins,
       effects_(effects) {
   if (slots_per_segment == 0) return;
   segments_.assign(static_cast<size_t>((target_ + slots_per_segment - 1) / slots_per_segment),
-                   State::kPresent);
+                   State::kAttached);
 }
 
 int32_t Sizing::first_of(int64_t segment) const {
   return static_cast<int32_t>(std::min<int64_t>(slots_.size(), segment * slots_per_segment_));
+}
+
+int64_t Sizing::first_not_attached() const {
+  const auto present = [](State state) { return state == State::kAttached; };
+  return std::ranges::find_if_not(segments_, present) - segments_.begin();
 }
 
 bool Sizing::vacant(int64_t segment) const {
@@ -29,59 +34,51 @@ bool Sizing::vacant(int64_t segment) const {
   return true;
 }
 
-void Sizing::let_go() {
-  for (int64_t segment = 0; segment < std::ssize(segments_); ++segment) let_go(segment);
+void Sizing::detach_vacant() {
+  for (int64_t segment = 0; segment < std::ssize(segments_); ++segment) detach_vacant(segment);
 }
 
 // Nothing reads into an EMPTY slot.
-void Sizing::let_go(int64_t segment) {
-  if (segments_[segment] != State::kPresent || !vacant(segment)) return;
-  segments_[segment] = State::kLeaving;
+void Sizing::detach_vacant(int64_t segment) {
+  if (segments_[segment] != State::kAttached || !vacant(segment)) return;
+  segments_[segment] = State::kDetaching;
   effects_.vacant.push_back(segment);
 }
 
-void Sizing::gone(int64_t segment) {
-  segments_[segment] = State::kAbsent;
+void Sizing::detached(int64_t segment) {
+  segments_[segment] = State::kDetached;
   effects_.resized = true;
 }
 
-void Sizing::stays(int64_t segment) { segments_[segment] = State::kPresent; }
+void Sizing::detach_failed(int64_t segment) { segments_[segment] = State::kAttached; }
 
-int64_t Sizing::next_to_come() {
-  if (coming_) return -1;
-  // From the first one up, as slots can only be used without a gap below them: one that is leaving
-  // is waited for.
-  const auto missing = std::ranges::find_if(
-      segments_, [](State state) { return state == State::kAbsent || state == State::kLeaving; });
-  if (missing == segments_.end() || *missing == State::kLeaving) return -1;
-  const int64_t segment = missing - segments_.begin();
+int64_t Sizing::next_to_attach() {
+  if (std::ranges::find(segments_, State::kAttaching) != segments_.end()) return -1;
+  // From the first one up, as slots can only be used without a gap below them: one that is
+  // being detached is waited for.
+  const int64_t segment = first_not_attached();
+  if (segment == std::ssize(segments_) || segments_[segment] == State::kDetaching) return -1;
   if (first_of(segment) >= target_) return -1;
-  *missing = State::kComing;
-  coming_ = true;
+  segments_[segment] = State::kAttaching;
   return segment;
 }
 
-void Sizing::came(int64_t segment) {
-  coming_ = false;
-  segments_[segment] = State::kPresent;
+void Sizing::attached(int64_t segment) {
+  segments_[segment] = State::kAttached;
   raise_limit();
-  let_go(segment);  // if it is too late
+  detach_vacant(segment);  // if it is too late
   effects_.resized = true;
 }
 
-void Sizing::failed(int64_t segment) {
-  coming_ = false;
-  segments_[segment] = State::kAbsent;
+void Sizing::attach_failed(int64_t segment) {
+  segments_[segment] = State::kDetached;
   target_ = std::min(target_, first_of(segment));
   effects_.resized = true;
 }
 
 void Sizing::raise_limit() {
-  const auto missing =
-      std::ranges::find_if(segments_, [](State state) { return state != State::kPresent; });
-  const int32_t limit = missing == segments_.end()
-                            ? target_
-                            : std::min(target_, first_of(missing - segments_.begin()));
+  const int32_t limit =
+      segments_.empty() ? target_ : std::min(target_, first_of(first_not_attached()));
   if (limit <= slots_.limit()) return;
   statistics_.counts().grows += !std::exchange(grown_, true);
   set_limit(limit);
@@ -107,20 +104,20 @@ void Sizing::resize(int32_t wanted) {
     }
   }
   raise_limit();
-  let_go();
+  detach_vacant();
   effects_.resized = true;
 }
 
 bool Sizing::settled() const {
   return slots_.limit() == target_ && std::ranges::none_of(segments_, [](State state) {
-           return state == State::kLeaving || state == State::kComing;
+           return state == State::kDetaching || state == State::kAttaching;
          });
 }
 
 void Sizing::validate(bool closed) const {
   check_invariant(slots_.limit() <= target_, "more slots are in use than were asked for");
   for (int64_t segment = 0; segment < std::ssize(segments_); ++segment) {
-    const bool present = segments_[segment] == State::kPresent;
+    const bool present = segments_[segment] == State::kAttached;
     check_invariant(present || vacant(segment), "a slot is in use without memory");
     check_invariant(!present || closed || !vacant(segment), "a segment that is not in use stays");
   }

@@ -1,6 +1,6 @@
-// How many slots may be used, and which segments of their memory there are: it comes and goes in
-// pieces of some slots each. A slot beyond the limit is retired: never reserved, and emptied as
-// soon as it is not in use; a segment whose slots are all retired and EMPTY may go.
+// How many slots may be used, and which segments of their memory, of some slots each, are attached.
+// A slot beyond the limit is retired: never reserved, and emptied as soon as it is not in use. A
+// segment whose slots are all retired and EMPTY may be detached.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace torch_mesh {
 
 class Sizing {
  public:
-  // slots_per_segment 0: there are no segments, memory neither comes nor goes.
+  // slots_per_segment 0: there are no segments, all memory stays attached.
   Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins, Statistics& statistics,
          Effects& effects);
 
@@ -22,41 +22,42 @@ class Sizing {
   // Whether that has come true, but for segments whose slots are still in use: those leave by
   // themselves.
   bool settled() const;
-  // The first segment that is wanted back, which is then to come() or to fail(); -1: none now.
-  int64_t next_to_come();
-  void came(int64_t segment);
-  void failed(int64_t segment);  // there is no memory for it: the target is what there is
+  // The first segment that is wanted back, of which attached() or attach_failed() is to be told;
+  // -1: none now.
+  int64_t next_to_attach();
+  void attached(int64_t segment);
+  void attach_failed(int64_t segment);  // there is no memory for it: the target is what there is
   // What becomes of a segment that Effects::vacant named.
-  void gone(int64_t segment);
-  void stays(int64_t segment);  // until the next resize()
-  // Lets segments go that are not in use.
-  void let_go();
+  void detached(int64_t segment);
+  void detach_failed(int64_t segment);  // until the next resize()
+  // Begins to detach the segments that are not in use.
+  void detach_vacant();
 
   // Slots of `segment` have memory, or will soon.
-  bool held(int64_t segment) const { return segments_[segment] != State::kAbsent; }
-  // `closed`: what is vacant stays.
+  bool held(int64_t segment) const { return segments_[segment] != State::kDetached; }
+  // `closed`: what is vacant stays attached.
   void validate(bool closed) const;
 
  private:
-  // Only one that is kPresent has slots below SlotTable::limit().
+  // Only one that is kAttached has slots below SlotTable::limit().
   enum class State : uint8_t {
-    kPresent,
-    kLeaving,  // its slots are retired and EMPTY
-    kAbsent,
-    kComing,
+    kAttached,
+    kDetaching,  // its slots are retired and EMPTY
+    kDetached,
+    kAttaching,  // one at most
   };
 
   int32_t first_of(int64_t segment) const;
+  int64_t first_not_attached() const;  // not kAttached; behind the last: none
   bool vacant(int64_t segment) const;
-  void let_go(int64_t segment);
+  void detach_vacant(int64_t segment);
   void raise_limit();  // up to the target, or to the first segment without memory
   void set_limit(int32_t slots);
 
   const int32_t slots_per_segment_;
   std::vector<State> segments_;
-  int32_t target_;       // slots that the last resize() asked for
-  bool grown_ = false;   // it has made the pool larger
-  bool coming_ = false;  // some segment, until it is there
+  int32_t target_;      // slots that the last resize() asked for
+  bool grown_ = false;  // it has made the pool larger
   SlotTable& slots_;
   SoftPins& soft_pins_;
   Statistics& statistics_;

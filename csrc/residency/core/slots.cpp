@@ -328,7 +328,7 @@ void SlotTable::validate_counts() const {
                       "hits, misses and deferrals do not add up to accesses");
       check_invariant(at.prefetches == at.prefetches_used + at.prefetches_unused +
                                            unused[phase * layers + layer],
-                      "prefetches used, wasted and waiting do not add up to those issued");
+                      "prefetches used, unused and waiting do not add up to those issued");
     }
   }
 }

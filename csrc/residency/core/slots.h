@@ -98,8 +98,8 @@ class SlotTable {
   ExpertId victim(bool stuck = false);  // of the next read; kNoExpert: none
   void raise_priority(int32_t slot);    // its read has become a demand read
   void landed(int32_t slot, int64_t bytes);
-  // A read that was begun as a guess and that a forward has joined is begun anew instead: a forward
-  // must not fail for a read that it had not asked for.
+  // A read that was begun as a prediction and that a forward has joined is begun anew instead: a
+  // forward must not fail for a read that it had not asked for.
   void failed(int32_t slot, int64_t bytes, Error error);
   // Where nothing is read: an empty slot for a record, and that the record is there.
   int32_t reserve(ExpertId id);

@@ -16,8 +16,8 @@ constexpr float kDecay = .99f;
 void check(const SoftPinOptions& options, int32_t layers, int32_t experts) {
   check(options.profile, layers, experts);
   if (const size_t all = static_cast<size_t>(layers) * experts;
-      !options.elsewhere.empty() && options.elsewhere.size() != all) {
-    throw_invalid("elsewhere has ", options.elsewhere.size(), " entries for ", all, " experts");
+      !options.on_gpu.empty() && options.on_gpu.size() != all) {
+    throw_invalid("on_gpu has ", options.on_gpu.size(), " entries for ", all, " experts");
   }
   if (options.early_layers < 0 || options.early_experts < 0) {
     throw_invalid("early_layers and early_experts must be 0 or more; got ", options.early_layers,
@@ -34,19 +34,19 @@ SoftPins::SoftPins(const SoftPinOptions& options, int32_t layers, int32_t expert
       order_(static_cast<size_t>(experts)) {
   if (!options.profile.tokens.empty()) {
     for (size_t id = 0; id < recent_.size(); ++id) {
-      if (!options.elsewhere.empty() && options.elsewhere[id]) continue;
+      if (!options.on_gpu.empty() && options.on_gpu[id]) continue;
       recent_[id] = options.profile.rate(static_cast<int64_t>(id)) / (1 - kDecay);
     }
     slots.policy().start_from(options.profile);
   }
   resize();
-  warm_ = hottest(options.profile, layers * experts, options.elsewhere);
+  warm_ = hottest(options.profile, layers * experts, options.on_gpu);
   std::stable_partition(warm_.begin(), warm_.end(), [&](ExpertId id) { return slots.early(id); });
-  if (options.fill) append_others(layers, options.elsewhere);
+  if (options.fill) append_others(layers, options.on_gpu);
 }
 
-void SoftPins::append_others(int32_t layers, const std::vector<bool>& elsewhere) {
-  std::vector<bool> named = elsewhere;
+void SoftPins::append_others(int32_t layers, const std::vector<bool>& on_gpu) {
+  std::vector<bool> named = on_gpu;
   named.resize(static_cast<size_t>(layers) * experts_);
   for (const ExpertId id : warm_) named[id] = true;
   for (int32_t expert = 0; expert < experts_; ++expert) {

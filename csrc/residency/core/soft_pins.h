@@ -17,9 +17,9 @@ namespace torch_mesh {
 // What a pool knows of its model before the first forward.
 struct SoftPinOptions {
   ModelUse profile = {};  // of earlier runs; or empty
-  // [layers * experts]: something else is to hold them, so that they are not warmed, and warming
-  // waits for Pool::warm_up(). Or empty: none.
-  std::vector<bool> elsewhere = {};
+  // [layers * experts]: a GPU is to hold them, so that they are not warmed, and warming waits for
+  // Pool::warm_up(). Or empty: none.
+  std::vector<bool> on_gpu = {};
   // What the profile does not name is read too while slots are empty.
   bool fill = false;
   int32_t early_layers = 0;   // of so many first layers
@@ -46,7 +46,7 @@ class SoftPins {
 
  private:
   void pin_hottest(int32_t layer);
-  void append_others(int32_t layers, const std::vector<bool>& elsewhere);
+  void append_others(int32_t layers, const std::vector<bool>& on_gpu);
 
   const int32_t experts_;
   const int32_t early_layers_, max_early_;

@@ -109,8 +109,8 @@ class Statistics {
   }
   LayerStats& of_layer_of(ExpertId id, Phase phase) { return of(id / experts_, phase); }
   ExpertStats& of(ExpertId id) { return counts_.experts[id]; }
-  // `kept`: it is an early expert, which is soft-pinned.
-  void count(ExpertId id, Phase phase, AccessCount how, bool kept);
+  // `early`: it is an early expert, which is soft-pinned.
+  void count(ExpertId id, Phase phase, AccessCount how, bool early);
   void end_forward(int32_t layer, Phase phase) {
     ++of(layer, phase).forwards;
     ++forwards_[layer];

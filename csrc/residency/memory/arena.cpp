@@ -138,10 +138,6 @@ int64_t fitting_pieces(int64_t count, int64_t bytes, int32_t nodes, int64_t segm
   return std::max<int64_t>(1, std::min(fit, of_node));
 }
 
-void unmap(std::span<const MemoryRegion> segments) {
-  for (const MemoryRegion& segment : segments) munmap(segment.data, segment.bytes);
-}
-
 }  // namespace
 
 // Makes an arena without memory first: whatever ends this one gives back what it has by then.
@@ -209,7 +205,7 @@ void Arena::release() {
   if (shared_.data != nullptr) {
     munmap(shared_.data, shared_.bytes);
   } else {
-    unmap(segments_);
+    for (const MemoryRegion& segment : segments_) munmap(segment.data, segment.bytes);
   }
   shared_ = {nullptr, 0};
   segments_.clear();

@@ -22,10 +22,6 @@ std::string first_line(const std::string& path) {
   return line;
 }
 
-bool contains(std::span<const int32_t> list, int32_t value) {
-  return std::find(list.begin(), list.end(), value) != list.end();
-}
-
 std::vector<int32_t> allowed_cpus() {
   std::array<cpu_set_t, kMaxCpus / CPU_SETSIZE> sets{};
   std::vector<int32_t> cpus;
@@ -76,11 +72,11 @@ Topology Topology::read(const std::string& folder, std::span<const int32_t> cpus
   topology.kernel_nodes_.clear();
   topology.current_cpu_ = current_cpu;
   for (const int32_t node : parse_cpu_list(first_line(folder + "/online"))) {
-    if (!contains(memory, node)) continue;
+    if (std::ranges::find(memory, node) == memory.end()) continue;
     bool computes = false;
     const std::string file = folder + "/node" + std::to_string(node) + "/cpulist";
     for (const int32_t cpu : parse_cpu_list(first_line(file))) {
-      if (!contains(cpus, cpu)) continue;
+      if (std::ranges::find(cpus, cpu) == cpus.end()) continue;
       computes = true;
       auto& node_of_cpu = topology.node_of_cpu_;
       if (cpu >= std::ssize(node_of_cpu)) node_of_cpu.resize(cpu + 1, -1);
