@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..hf.expert_parallel import Share
 from ..models.families import ExpertsLayer
+from ..models.share import Share
 from .ranks import own_experts
 
 

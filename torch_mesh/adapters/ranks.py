@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import MeshError
-from ..hf.expert_parallel import Share, gathered, lost_ranks
+from ..models.share import Share
+from ..system.collectives import gathered, lost_ranks
 
 _SAMPLED = 64  # values that ranks compare
 _TOLERANCE = 0.01  # relative to the largest: different CPUs round differently

@@ -6,12 +6,9 @@ docs/decisions/0055.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,98 +16,21 @@ from torch import nn
 
 from ..errors import LostRankError, MeshError, UnsupportedModelError
 from ..models.families import ExpertsLayer, layers_left_alone
-from ..system.memory import available_bytes
+from ..models.share import OPENING, SHARE, Share
+from ..system.collectives import gathered, lost_ranks, this_machine, this_rank
 from .compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules, unhook
 from .parallelism_checks import dispatches
 
-_SHARE = "_mesh_share"  # attribute of an experts module; models/families.py reads it too
 _DISPATCH = "EpDispatchExpertsParallel.install_forward.<locals>"  # transformers' wrapper of a forward
 _ADAPTERS = "_mesh_adapters"  # attribute of an experts module, while its dispatch runs
-_OPENING = "the opening of the model"
 _OWN_EXPERTS = "deepgemm_megamoe"  # the one dispatch that does not call the module's forward
-# gloo raises plain RuntimeErrors; each message names its source file.
-_OF_GLOO = "gloo"
-
-
-@dataclass(frozen=True)
-class Share:
-    """The experts of each layer on a rank: the range ``experts`` out of ``routed``.
-
-    ``neighbours`` ranks, this one included, are on this machine and share its memory.
-    """
-
-    rank: int
-    ranks: int
-    routed: int
-    neighbours: int
-
-    @property
-    def count(self) -> int:
-        return self.routed // self.ranks
-
-    @property
-    def experts(self) -> range:
-        return range(self.rank * self.count, (self.rank + 1) * self.count)
-
-    def __str__(self) -> str:
-        return f"experts {self.experts[0]} to {self.experts[-1]} of {self.routed}, rank {self.rank} of {self.ranks}"
-
-    def to_dict(self) -> dict[str, int]:
-        return {"rank": self.rank, "ranks": self.ranks, "first_expert": self.experts[0], "experts": self.count}
-
-    def free_bytes(self) -> int:
-        """Bytes that the ranks on this machine may take together: the minimum over what they see. A collective call."""
-        here = _this_machine()
-        seen = gathered((here, available_bytes()), _OPENING)
-        return min(free for machine, free in seen if machine == here)
-
-    def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a ``Source`` with this rank's experts only, from those of one with all."""
-        own = slice(self.experts.start, self.experts.stop)
-        of_experts = {name: arguments.get(name) for name in ("checksums", "raw_views_of")}
-        return {
-            **arguments,
-            "extents": arguments["extents"][:, own].copy(),
-            **{name: None if values is None else values[:, own].copy() for name, values in of_experts.items()},
-            "first_expert": self.experts.start,
-            "routed_experts": self.routed,
-        }
-
-    def own_file(self, path: str) -> str:
-        """``stats.rank1.jsonl`` for ``stats.jsonl``: ranks may share a folder."""
-        whole = Path(path)
-        return str(whole.with_name(f"{whole.stem}.rank{self.rank}{whole.suffix}"))
 
 
 def share_of(ranks: int, layers: Sequence[ExpertsLayer]) -> Share:
     """This rank's share. A collective call."""
-    machines = gathered(_this_machine(), _OPENING)
+    machines = gathered(this_machine(), OPENING)
     # check_divisible only accepts groups of all ranks of the job.
-    return Share(torch.distributed.get_rank(), ranks, layers[0].num_experts, machines.count(_this_machine()))
-
-
-def _this_machine() -> str:
-    """An identifier that containers and processes on one machine share."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def gathered(value: Any, where: str) -> list[Any]:
-    """The values of all ranks, by rank. A collective call; ``where`` is for errors."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    with lost_ranks(where):
-        torch.distributed.all_gather_object(values, value)
-    return values
-
-
-@contextlib.contextmanager
-def lost_ranks(where: str) -> Iterator[None]:
-    """Within, collectives raise LostRankError if another rank is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        if lost := _lost_rank(where, error):
-            raise lost from error
-        raise
+    return Share(torch.distributed.get_rank(), ranks, layers[0].num_experts, machines.count(this_machine()))
 
 
 def check_divisible(
@@ -157,7 +77,7 @@ def divide(model: Any, layers: Sequence[ExpertsLayer], share: Share) -> list[Exp
             own = torch.empty((share.count, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
             module._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
         module.num_experts = share.count
-        vars(module).update({EXPERT_PARALLEL: True, _SHARE: share})
+        vars(module).update({EXPERT_PARALLEL: True, SHARE: share})
     of_experts = tuple(f"{layer.kind}." for layer in layers)
     keep_ep_rules(model, lambda name: not name.startswith(of_experts))
     return [dataclasses.replace(layer, num_experts=share.count, share=share) for layer in layers]
@@ -214,7 +134,7 @@ def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer], undivided:
                 f"No rule of ep_plan dispatches tokens to {layer.path}, which has {layer.share}. Leave ep_plan out, "
                 f"or add {{{layer.kind!r}: 'ep_dispatch_experts'}} to it."
             )
-    forwards = _Forwards(_this_rank())
+    forwards = _Forwards(this_rank())
     for path, module in model.named_modules():
         forward = vars(module).get("forward")
         if forward is not None and is_hooked(module):
@@ -254,14 +174,10 @@ class _Watched:
         self._forwards.begun = True
         # torch's checkpointing ends a repeated forward by an exception of another type.
         try:
-            return self._forward(*args, **kwargs)
-        except (MeshError, KeyboardInterrupt):
+            with lost_ranks(self._path):
+                return self._forward(*args, **kwargs)
+        except (RuntimeError, MeshError, KeyboardInterrupt):
             self._forwards.failed = True
-            raise
-        except RuntimeError as error:
-            self._forwards.failed = True
-            if lost := _lost_rank(self._path, error):
-                raise lost from error
             raise
 
 
@@ -313,20 +229,3 @@ def _check_same_inputs(everyone: Sequence[tuple[list[int], int] | None]) -> None
                 f"Ranks 0 and {rank} got different input_ids ({shapes[0]} and {shapes[1]}). Give all ranks the same "
                 "batch; where generate samples tokens, call torch.manual_seed with the same seed on each first."
             )
-
-
-def _this_rank() -> str:
-    return f"Rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}"
-
-
-def _lost_rank(where: str, error: RuntimeError) -> LostRankError | None:
-    """None if the error has another cause."""
-    if isinstance(error, MeshError) or not (  # our own messages may name a path with that word
-        isinstance(error, torch.distributed.DistError) or _OF_GLOO in str(error)
-    ):
-        return None
-    first = str(error).splitlines()[0]
-    return LostRankError(
-        f"{_this_rank()}, in {where}: another rank has ended, or has not answered within the process group's time-out "
-        f"({first}). See the first errors of the other ranks, end all ranks and restart them."
-    )

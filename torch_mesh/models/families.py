@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -21,9 +21,7 @@ from transformers import activations
 from ..errors import MeshError, UnsupportedModelError
 from ..hf.compat import EXPERT_PARALLEL, default_apply_gate
 from .activations import gate_named, limit_before_silu, softcap, swiglu
-
-if TYPE_CHECKING:
-    from ..hf.expert_parallel import Share
+from .share import SHARE, Share
 
 # Config attributes with the number of experts per token, in the order in which they are tried.
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
@@ -574,7 +572,7 @@ def _describe(path: str, module: Any) -> ExpertsLayer:
         activation=_activation(module),
         has_post_expert_norm=getattr(module, "has_post_expert_norm", False),
         expert_parallel=getattr(module, EXPERT_PARALLEL, False),
-        share=vars(module).get("_mesh_share"),
+        share=vars(module).get(SHARE),
     )
 
 

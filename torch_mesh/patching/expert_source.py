@@ -13,8 +13,8 @@ from torch import nn
 from .. import _C
 from ..config import MeshConfig
 from ..formats import FORMATS
-from ..hf.expert_parallel import Share
 from ..models.families import ExpertsLayer
+from ..models.share import Share
 from ..models.tables import TableLayer
 from ..modules.dense import Blocks
 from ..pool.row_tables import RowTables, tables_memory

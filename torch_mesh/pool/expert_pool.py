@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +21,7 @@ from ..config import MeshConfig
 from ..errors import MeshError, ReadTimeoutError
 from ..formats import FORMATS, short_name
 from ..models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
+from ..models.share import Share
 from ..ops.device import DeviceLayer, SharedDevice
 from ..routing.profiles import pool_profile
 from ..store.convert import pack_expert, unpack_record
@@ -28,9 +29,6 @@ from ..store.manifest import Store
 from ..system.background import BackgroundThread
 from ..system.memory import resident_slots
 from .memory_guard import MemoryGuard
-
-if TYPE_CHECKING:
-    from ..hf.expert_parallel import Share
 
 _LOG = logging.getLogger(__name__)
 

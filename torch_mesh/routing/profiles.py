@@ -7,18 +7,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import MeshError
 from ..models.families import ExpertsLayer
+from ..models.share import Share
 from ..system.atomic_files import new_file
 from .traces import Trace
-
-if TYPE_CHECKING:
-    from ..hf.expert_parallel import Share
 
 FORMAT = "torch_mesh profile"
 VERSION = 1

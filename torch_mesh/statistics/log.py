@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from .. import _C
 from ..errors import PoolClosedError
 from ..formats import FORMATS
+from ..models.share import Share
 from ..system.atomic_files import FILE_MODE
 from ..system.background import BackgroundThread
 from .counters import engine_stats
@@ -20,7 +21,6 @@ from .machine import describe_machine
 from .snapshot import look
 
 if TYPE_CHECKING:
-    from ..hf.expert_parallel import Share
     from ..pool.expert_pool import ExpertPool
 
 # The thread's longest sleep; closing the engine wakes it at once.

@@ -1,0 +1,63 @@
+"""The experts of each layer that a rank has, where several ranks divide them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..system.collectives import gathered, this_machine
+from ..system.memory import available_bytes
+
+SHARE = "_mesh_share"  # the attribute of an experts module with its Share
+OPENING = "the opening of the model"  # where its collective calls are
+
+
+@dataclass(frozen=True)
+class Share:
+    """The experts of each layer on a rank: the range ``experts`` out of ``routed``.
+
+    ``neighbours`` ranks, this one included, are on this machine and share its memory.
+    """
+
+    rank: int
+    ranks: int
+    routed: int
+    neighbours: int
+
+    @property
+    def count(self) -> int:
+        return self.routed // self.ranks
+
+    @property
+    def experts(self) -> range:
+        return range(self.rank * self.count, (self.rank + 1) * self.count)
+
+    def __str__(self) -> str:
+        return f"experts {self.experts[0]} to {self.experts[-1]} of {self.routed}, rank {self.rank} of {self.ranks}"
+
+    def to_dict(self) -> dict[str, int]:
+        return {"rank": self.rank, "ranks": self.ranks, "first_expert": self.experts[0], "experts": self.count}
+
+    def free_bytes(self) -> int:
+        """Bytes that the ranks on this machine may take together: the minimum over what they see. A collective call."""
+        here = this_machine()
+        seen = gathered((here, available_bytes()), OPENING)
+        return min(free for machine, free in seen if machine == here)
+
+    def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a ``Source`` with this rank's experts only, from those of one with all."""
+        own = slice(self.experts.start, self.experts.stop)
+        of_experts = {name: arguments.get(name) for name in ("checksums", "raw_views_of")}
+        return {
+            **arguments,
+            "extents": arguments["extents"][:, own].copy(),
+            **{name: None if values is None else values[:, own].copy() for name, values in of_experts.items()},
+            "first_expert": self.experts.start,
+            "routed_experts": self.routed,
+        }
+
+    def own_file(self, path: str) -> str:
+        """``stats.rank1.jsonl`` for ``stats.jsonl``: ranks may share a folder."""
+        whole = Path(path)
+        return str(whole.with_name(f"{whole.stem}.rank{self.rank}{whole.suffix}"))
