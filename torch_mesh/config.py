@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import validators
 from .formats import DENSE_FORMATS, FORMATS, GPU_FORMATS, GROUP_SIZES, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
-from .validators import Values, count, one_of, parse_size, path, reader, share, shown
+from .validators import Values, count, one_of, parse_size, path, reader, shown
 
 # The lowest compute capability of a GPU with experts: tl.dot needs it for bf16.
 MIN_CAPABILITY = (8, 0)
@@ -143,7 +143,7 @@ class LossyFields:
     )
     routing_bias: float = _field(
         0.0,
-        share(1, "a share of the spread of scores: give a number in [0, 1]; 0 is exact"),
+        validators.bias,
         "In decode steps a resident expert replaces a cold one whose score is higher by less than this "
         "fraction of the spread of the token's scores. The first of a token's choices stay. 0 is exact; 1 "
         "replaces wherever possible. For the model types in `torch_mesh.lossy.ROUTING_BIAS_FAMILIES`.",

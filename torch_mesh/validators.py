@@ -117,14 +117,14 @@ def count(of: str, least: int = 0, give: str = "0 or a positive number") -> Valu
     return Values(f"a number of {of}", check)
 
 
-def share(most: float, words: str) -> Values:
-    def check(name: str, value: Any) -> float:
-        number = _real(value)
-        if number is None or not 0 <= number <= most:
-            raise ValueError(f"{name}={value!r} is not {words}.")
-        return number
-
-    return Values(f"a number in [0, {most}]", check)
+@partial(Values, "a number in [0, 1]")
+def bias(name: str, value: Any) -> float:
+    number = _real(value)
+    if number is None or not 0 <= number <= 1:
+        raise ValueError(
+            f"{name}={value!r} is not a share of the spread of scores: give a number in [0, 1]; 0 is exact."
+        )
+    return number
 
 
 def path(kind: str) -> Values:

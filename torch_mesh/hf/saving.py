@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi
@@ -183,7 +183,7 @@ def _unpacking(
         if tied.get(name) in state:  # a head is packed on its own, and the embedding is saved
             state.pop(name, None)
             continue
-        part = _part({name: linear.weight}, state, functools.partial(_unpacked_linear, name, linear))
+        part = _part({name: linear.weight}, state, functools.partial(_unpacked_one, name, linear.unpacked_weight))
         parts.append(part)
         if part.weights and not linear.exact:
             rounded = linear._mesh_format
@@ -193,8 +193,8 @@ def _unpacking(
                 stacklevel=4,
             )
     for path, table in table_modules(model):
-        name, weight = f"{path}.weight", table.weight
-        parts.append(_part({name: weight}, state, functools.partial(_unpacked_table, name, weight)))
+        name, weight = f"{path}.weight", cast(Any, table.weight)
+        parts.append(_part({name: weight}, state, functools.partial(_unpacked_one, name, weight.unpacked)))
         if not parts[-1].weights:
             continue
         check_room(weight)
@@ -225,12 +225,8 @@ def _unpacked_experts(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
     return {f"{layer.path}.{name}": value for name, value in unpacked_parameters(layer, torch.device("cpu")).items()}
 
 
-def _unpacked_linear(name: str, linear: Any) -> dict[str, torch.Tensor]:
-    return {name: linear.unpacked_weight()}
-
-
-def _unpacked_table(name: str, weight: Any) -> dict[str, torch.Tensor]:
-    return {name: weight.unpacked()}
+def _unpacked_one(name: str, unpack: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: unpack()}
 
 
 def _write_plainly(original: Any, call: inspect.BoundArguments, unpacking: Unpacking, folder: Path) -> None:

@@ -69,13 +69,8 @@ def dense_choices(
         seconds = None
         if rate is not None and speeds is not None:
             seconds = token_seconds(sizes, speeds, rate.expected, config.prefetch != "off")
-        yield DenseChoice(
-            dense, _error_of(dense, config.group_size), sizes.dense_bytes, None if seconds is None else 1 / seconds
-        )
-
-
-def _error_of(dense: str, group_size: int) -> float:
-    return 0.0 if dense == CODES else FORMATS[dense].errors[group_size]
+        error = 0.0 if dense == CODES else FORMATS[dense].errors[config.group_size]
+        yield DenseChoice(dense, error, sizes.dense_bytes, None if seconds is None else 1 / seconds)
 
 
 def format_choices(

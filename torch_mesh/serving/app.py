@@ -60,31 +60,23 @@ def build_app(
         parts = _kept_alive(_with_its_error(found), service.engine.progress.describe)
         return StreamingResponse(parts, media_type="text/event-stream")
 
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(request: Request, body: dict[str, Any]) -> Response:
-        return await answer(request, openai.chat(body))
-
-    @app.post("/v1/completions", response_model=None)
-    async def completions(request: Request, body: dict[str, Any]) -> Response:
-        return await answer(request, openai.completions(body))
-
-    @app.post("/v1/responses", response_model=None)
-    async def responses(request: Request, body: dict[str, Any]) -> Response:
-        return await answer(request, openai.responses(body))
-
-    @app.post("/v1/messages", response_model=None)
-    async def messages(request: Request, body: dict[str, Any]) -> Response:
-        return await answer(request, anthropic.messages(body))
-
-    @app.post("/v1/messages/count_tokens", response_model=None)
-    async def count_tokens(request: Request, body: dict[str, Any]) -> Response:
-        return await answer(request, anthropic.count_tokens(body))
-
+    posts = {
+        "/v1/chat/completions": openai.chat,
+        "/v1/completions": openai.completions,
+        "/v1/responses": openai.responses,
+        "/v1/messages": anthropic.messages,
+        "/v1/messages/count_tokens": anthropic.count_tokens,
+    }
     if decisions is not None:
+        posts["/v1/systemone"] = decisions.answer
 
-        @app.post("/v1/systemone", response_model=None)
-        async def systemone(request: Request, body: dict[str, Any]) -> Response:
-            return await answer(request, decisions.answer(body))
+    def add_post(path: str, make: Callable[[dict[str, Any]], Any]) -> None:
+        @app.post(path, response_model=None)
+        async def post(request: Request, body: dict[str, Any]) -> Response:
+            return await answer(request, make(body))
+
+    for path, make in posts.items():
+        add_post(path, make)
 
     def about() -> dict[str, Any]:
         return {"id": service.served, "object": "model", "created": started, "owned_by": "torch_mesh"}

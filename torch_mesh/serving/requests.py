@@ -235,15 +235,10 @@ def known_fields(body: Mapping[str, Any], fields: Mapping[str, Kind]) -> dict[st
     return given
 
 
-def check_model_name(model: Any, served: str) -> None:
-    """Raises RequestError for an invalid name; None stands for the served model."""
-    if model is not None and not isinstance(model, str):
-        raise wrong("model", "model", model, f"{served!r}, or leave it out")
-
-
 def check_model(model: Any, served: str) -> None:
     """Raises RequestError for an invalid name, ModelNotFoundError for another model; None is the served one."""
-    check_model_name(model, served)
+    if model is not None and not isinstance(model, str):
+        raise wrong("model", "model", model, f"{served!r}, or leave it out")
     if model not in (None, served):
         raise ModelNotFoundError(
             f"The model {model!r} is not here. This server has {served!r} and opens no other model.", "model"

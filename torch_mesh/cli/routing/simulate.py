@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
             deferred_experts=arguments.deferred_experts,
         )
         for trace in _traces(arguments)
-        for resident in _fractions(arguments.resident, "--resident")
+        for resident in _fractions(arguments.resident)
         for policy in policies
     ]
     _write_json(arguments, rows)
@@ -193,7 +193,7 @@ def _simulate_nodes(
             as_decode=arguments.as_decode,
         )
         for trace in _traces(arguments)
-        for resident in _fractions(arguments.resident, "--resident")
+        for resident in _fractions(arguments.resident)
         for policy in policies
         for nodes in _counts(arguments.nodes)
         # One machine has all experts, and exchanges nothing.
@@ -247,11 +247,11 @@ def _synthetic(shape: str, seed: int) -> Trace:
     return synthetic_trace(**sizes, overlap=given, seed=seed)
 
 
-def _fractions(text: str, option: str) -> list[float]:
+def _fractions(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} is '{text}'; allowed: fractions such as 0.1,0.25,0.5") from None
+        raise ValueError(f"--resident is '{text}'; allowed: fractions such as 0.1,0.25,0.5") from None
 
 
 def parse_prompts(text: str | None) -> slice | None:
