@@ -475,6 +475,14 @@ class Engine:
         """All counts, atomically."""
 
     def reset_stats(self) -> None: ...
+    def record_misses(self, count: int) -> None:
+        """Record when the next ``count`` misses (up to 2^20) were claimed, read and computed; 0: no more."""
+
+    def misses(self) -> npt.NDArray[np.int64]:
+        """Those recorded, as [misses, 7]: layer, expert, and nanoseconds of ``time.monotonic_ns()`` at which a forward
+        claimed the expert, its read began, its read ended, it was handed over, and it was computed. 0: unknown, or not
+        yet."""
+
     def warm_up(self) -> None:
         """Begin to read the profile's experts, if ``on_gpu`` was given; otherwise that began with the engine."""
 

@@ -180,6 +180,22 @@ py::dict detailed_stats(const PyEngine& self) {
   return result;
 }
 
+py::array_t<int64_t> misses(const PyEngine& self) {
+  const auto found = self.look([](Engine& engine) { return engine.pool().misses(); });
+  py::array_t<int64_t> result({std::ssize(found), py::ssize_t{7}});
+  auto rows = result.mutable_unchecked<2>();
+  for (py::ssize_t i = 0; i < std::ssize(found); ++i) {
+    const Miss& miss = found[i];
+    rows(i, 0) = miss.layer;
+    rows(i, 1) = miss.expert;
+    py::ssize_t column = 2;
+    for (const auto time : {miss.claimed, miss.begun, miss.landed, miss.handed, miss.released}) {
+      rows(i, column++) = std::chrono::nanoseconds(time.time_since_epoch()).count();
+    }
+  }
+  return result;
+}
+
 ProfileArrays model_use(const PyEngine& self) {
   return profile_arrays(self.look([](Engine& engine) { return engine.pool().model_use(); }));
 }
@@ -371,6 +387,10 @@ void define_engine(py::module_& module) {
       .def("totals", totals)
       .def("detailed_stats", detailed_stats)
       .def("reset_stats", method(+[](Engine& engine) { engine.pool().reset_stats(); }))
+      .def("record_misses",
+           method(+[](Engine& engine, int32_t count) { engine.pool().record_misses(count); }),
+           py::arg("count"))
+      .def("misses", misses)
       .def("model_use", model_use)
       .def("warm_up", method(+[](Engine& engine) { engine.pool().warm_up(); }))
       .def("forwards",

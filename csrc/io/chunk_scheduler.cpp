@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
+#include <chrono>
 
 namespace torch_mesh {
 
@@ -145,6 +146,10 @@ ChunkRead ChunkScheduler::start(int32_t index) {
   assert(chunk.state == ChunkState::kReady);
   chunk.state = ChunkState::kUnderWay;
   --ready_;
+  ReadResult& result = requests_[chunk.request].result;
+  if (result.begun == std::chrono::steady_clock::time_point{}) {
+    result.begun = std::chrono::steady_clock::now();
+  }
   return ChunkRead{.chunk = index,
                    .file = chunk.file,
                    .offset = chunk.offset + chunk.resume,
@@ -257,6 +262,7 @@ void ChunkScheduler::finish_if_complete(int32_t index) {
   Request& request = requests_[index];
   if (request.state != RequestState::kCut || request.chunks > 0) return;
   request.state = RequestState::kFinished;
+  request.result.ended = std::chrono::steady_clock::now();
   finished_.push_back(index);
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -45,7 +46,9 @@ struct ReadResult {
   uint64_t tag = 0;
   int error = 0;  // or an errno; ENODATA: the file ended before `needed` bytes
   int32_t file = 0;
-  int64_t offset = 0;  // where it failed
+  int64_t offset = 0;                                // where it failed
+  std::chrono::steady_clock::time_point begun = {};  // its first chunk; unset: never
+  std::chrono::steady_clock::time_point ended = {};  // its last one
 };
 
 struct MemoryRegion {

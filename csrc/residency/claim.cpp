@@ -91,6 +91,7 @@ int32_t Claim::take(std::span<ReadyExpert> ready, std::optional<Error>& error) {
   for (int32_t i = 0; i < count; ++i) {
     const auto [index, slot] = handed[i];
     ready[i] = {index, impl_.memory->piece(slot), impl_.memory->node(slot)};
+    impl_.timeline.handed(slot, state_.layer, state_.experts[index], begin_);
   }
   impl_.carry_out();
   return count;
@@ -208,6 +209,9 @@ void Claim::release(std::span<const ReadyExpert> done) {
     for (size_t i = 0; i < count; ++i) indices[i] = done[i].index;
     const Stopwatch decision(impl_.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
     const size_t released = impl_.core.release(state_, std::span(indices).first(count));
+    for (size_t i = 0; i < released; ++i) {
+      impl_.timeline.released(state_.layer, state_.experts[indices[i]]);
+    }
     impl_.carry_out();
     if (released == count) continue;
     throw_invalid("release(", indices[released],

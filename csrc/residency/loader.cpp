@@ -295,9 +295,9 @@ void Loader::finish(const ReadResult& result, std::vector<Ended>& refused) {
     error = kNoMemory;
   }
   if (again) {
-    read_again(slot, refused);
+    read_again(slot, result, refused);
   } else {
-    end(slot, std::move(error), refused);
+    end(slot, std::move(error), result, refused);
   }
 }
 
@@ -351,7 +351,7 @@ bool Loader::checksum_matches(int32_t slot) {
 }
 
 // Without the lock.
-void Loader::read_again(int32_t slot, std::vector<Ended>& refused) {
+void Loader::read_again(int32_t slot, const ReadResult& last, std::vector<Ended>& refused) {
   Read& read = reads_[slot];
   for (int32_t piece = 0; piece < read.request.pieces; ++piece) {
     reader_->forget(read.request.piece[piece].from);
@@ -367,15 +367,16 @@ void Loader::read_again(int32_t slot, std::vector<Ended>& refused) {
     if (error) error = refusal(*error, read.expert);
   }
   if (error) {
-    end(slot, std::move(error), refused);
+    end(slot, std::move(error), last, refused);
   } else {
     reader_->flush();
   }
 }
 
 // Without the lock.
-void Loader::end(int32_t slot, std::optional<Error> error, std::vector<Ended>& refused) {
-  Ended ended{slot, reads_[slot].bytes, std::move(error)};
+void Loader::end(int32_t slot, std::optional<Error> error, const ReadResult& read,
+                 std::vector<Ended>& refused) {
+  Ended ended{slot, reads_[slot].bytes, std::move(error), read};
   {
     const Lock lock(mutex_);
     Read& read = reads_[slot];

@@ -56,6 +56,7 @@ class Loader {
     int32_t slot;
     int64_t bytes;  // that were read for it
     std::optional<Error> error;
+    ReadResult read = {};  // the last one, where it was not refused
   };
   // Called once per read, on a thread of the loader's. Must not throw. It may call begin(),
   // raise_priority() and flush().
@@ -120,8 +121,9 @@ class Loader {
   std::optional<Error> outcome(const ReadResult& result, bool& again);
   std::optional<Error> pack_record(int32_t slot) const;
   bool checksum_matches(int32_t slot);
-  void read_again(int32_t slot, std::vector<Ended>& refused);
-  void end(int32_t slot, std::optional<Error> error, std::vector<Ended>& refused);
+  void read_again(int32_t slot, const ReadResult& last, std::vector<Ended>& refused);
+  void end(int32_t slot, std::optional<Error> error, const ReadResult& read,
+           std::vector<Ended>& refused);
   Error read_error(int32_t slot, const ReadResult& result) const;
   Error checksum_error(ExpertId id) const;
   void run_finisher();

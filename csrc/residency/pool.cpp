@@ -172,6 +172,7 @@ void Pool::Impl::on_ended(Loader::Ended ended) {
   if (ended.error) {
     core.failed(ended.slot, ended.bytes, std::move(*ended.error));
   } else {
+    timeline.landed(ended.slot, ended.read);
     core.landed(ended.slot, ended.bytes);
   }
 }
@@ -405,6 +406,19 @@ void Pool::reset_stats() {
   const Impl::Lock lock = impl_->locked();
   impl_->core.reset_statistics();
   impl_->last_forward = {};
+}
+
+void Pool::record_misses(int32_t count) {
+  if (count < 0 || count > kMaxMisses) {
+    throw_invalid("a pool records 0 to ", kMaxMisses, " misses; got ", count);
+  }
+  const Impl::Lock lock = impl_->locked();
+  impl_->timeline.start(count, impl_->options.slots);
+}
+
+std::vector<Miss> Pool::misses() const {
+  const Impl::Lock lock = impl_->locked();
+  return impl_->timeline.misses();
 }
 
 bool Pool::wait_for_forwards(int32_t layer, int64_t forwards,

@@ -28,6 +28,7 @@
 #include "residency/loader.h"
 #include "residency/memory/arena.h"
 #include "residency/memory/topology.h"
+#include "residency/timeline.h"
 #include "store/source.h"
 
 namespace torch_mesh {
@@ -121,6 +122,9 @@ class Pool {
   void count_rerouted(int32_t layer, int64_t replaced);
   // What is prefetched and unused at this moment will count neither as used nor as unused.
   void reset_stats();
+  // Records when the next `count` misses of forwards were claimed, read and computed; 0: no more.
+  void record_misses(int32_t count);
+  std::vector<Miss> misses() const;
   // Waits until `layer` has seen `forwards` forwards end since the pool was opened; false when the
   // pool is closed first, or at the end of `patience`.
   bool wait_for_forwards(int32_t layer, int64_t forwards, std::chrono::milliseconds patience) const;

@@ -122,6 +122,7 @@ struct Pool::Impl {
   mutable int32_t forward_waiters = 0;
   std::function<void()> progress;
   LastForward last_forward;
+  Timeline timeline;
   bool queued = false;                 // reads, since the last flush()
   std::vector<Loader::Ended> refused;  // by the loader
   std::vector<int64_t> leaving;        // segments

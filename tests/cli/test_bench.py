@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,32 @@ def test_it_measures_what_it_was_asked_for(
     table = " ".join(capsys.readouterr().out.split())
     for words in ("prompt of 40", "decoding 12", "plan", "the disk allows", "memory at the peak", "1.0 GB/s"):
         assert words in table
+
+
+def test_a_timeline_has_the_misses_of_decode_steps(
+    mesh_tiny: Path, tmp_path: Path, speeds: Speeds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timeline = tmp_path / "timeline.csv"
+    arguments = ["--resident", "0.25", "--tokens", "12", "--prompt-tokens", "40", "--prefetch", "off"]
+    measured = bench(mesh_tiny, tmp_path, *arguments, "--timeline", str(timeline))
+    header, *rows = csv.reader(timeline.open())
+    assert header == ["layer", "expert", "claimed", "begun", "landed", "handed", "computed"]
+    misses = [list(map(int, row)) for row in rows]
+    assert len(misses) == measured["stats"]["decode"]["cold_misses"] > 0
+    assert {row[0] for row in misses} <= set(range(6)) and {row[1] for row in misses} <= set(range(32))
+    assert all(row[2:] == sorted(row[2:]) for row in misses)  # each after the one before
+    assert min(row[2] for row in misses) == 0
+    said = capsys.readouterr().out
+    for words in ("a cold expert: queued", "being read", "ready, not taken", "being computed"):
+        assert words in said
+
+
+def test_a_timeline_of_what_is_resident_is_empty(mesh_tiny: Path, tmp_path: Path, speeds: Speeds) -> None:
+    timeline = tmp_path / "timeline.csv"
+    arguments = ["--resident", "1.0", "--tokens", "3", "--prompt-tokens", "40", "--prefetch", "off"]
+    measured = bench(mesh_tiny, tmp_path, *arguments, "--timeline", str(timeline))
+    misses = list(csv.reader(timeline.open()))[1:]
+    assert len(misses) == measured["stats"]["decode"]["cold_misses"]
 
 
 def test_memory_decides_what_is_resident(mesh_tiny: Path, tmp_path: Path, speeds: Speeds) -> None:

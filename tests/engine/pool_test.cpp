@@ -44,6 +44,53 @@ TEST(Pool, CountsHitsAndMissesExactly) {
   EXPECT_EQ(total(pool).accesses, 0);
 }
 
+TEST(Pool, RecordsWhenMissesWereClaimedReadAndComputed) {
+  const TestStore store(2, 8);
+  Pool pool(options_of(6), {}, store.source(), nullptr);
+  forward(pool, 1, std::vector<int32_t>{0, 1});
+  EXPECT_TRUE(pool.misses().empty());
+  const auto before = Miss::Time::clock::now();
+  pool.record_misses(3);
+  forward(pool, 1, std::vector<int32_t>{1, 2, 3});  // 1 is a hit
+  forward(pool, 0, std::vector<int32_t>{5, 6});     // 6 is beyond what is recorded
+  const auto after = Miss::Time::clock::now();
+  const std::vector<Miss> misses = pool.misses();
+  std::vector<std::pair<int32_t, int32_t>> found;
+  for (const Miss& miss : misses) {
+    found.emplace_back(miss.layer, miss.expert);
+    EXPECT_LE(before, miss.claimed);
+    EXPECT_LE(miss.claimed, miss.begun);
+    EXPECT_LE(miss.begun, miss.landed);
+    EXPECT_LE(miss.landed, miss.handed);
+    EXPECT_LE(miss.handed, miss.released);
+    EXPECT_LE(miss.released, after);
+  }
+  ASSERT_EQ(found.size(), 3U);
+  std::sort(found.begin(), found.begin() + 2);  // in whatever order they landed
+  EXPECT_EQ(found[0], std::pair(1, 2));
+  EXPECT_EQ(found[1], std::pair(1, 3));
+  EXPECT_EQ(found[2].first, 0);
+  pool.record_misses(0);
+  forward(pool, 0, std::vector<int32_t>{7});
+  EXPECT_TRUE(pool.misses().empty());
+  EXPECT_EQ(error_of([&] { pool.record_misses(-1); }).kind(), ErrorKind::kInvalid);
+}
+
+TEST(Timeline, AReadThatEndedBeforeTheClaimIsAHit) {
+  const Miss::Time begun = Miss::Time::clock::now();
+  const Miss::Time ended = begun + 2ms;
+  Timeline timeline;
+  timeline.start(8, 4);
+  timeline.landed(2, {.begun = begun, .ended = ended});
+  timeline.handed(2, 0, 5, ended + 1ms);
+  EXPECT_TRUE(timeline.misses().empty());
+  timeline.handed(2, 0, 5, begun + 1ms);  // of a forward that came during the read
+  ASSERT_EQ(timeline.misses().size(), 1U);
+  EXPECT_EQ(timeline.misses()[0].begun, begun);
+  EXPECT_EQ(timeline.misses()[0].claimed, begun + 1ms);
+  EXPECT_EQ(timeline.misses()[0].landed, ended);
+}
+
 TEST(Pool, AVictimIsNeverNeededByTheSameClaim) {
   const TestStore store(1, 8);
   Pool pool(options_of(4), {}, store.source(), nullptr);

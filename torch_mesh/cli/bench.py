@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +19,7 @@ from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents
 from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
-    from torch_mesh.planning.bench import Measured
+    from torch_mesh.planning.bench import Measured, Miss
 
 
 # Where the time of a decode step goes, with the keys of Counters.time_per_forward().
@@ -46,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", type=size, help="total memory of the process, for --resident auto")
     parser.add_argument("--json", metavar="OUT", help="also write everything to this file")
+    parser.add_argument(
+        "--timeline",
+        metavar="OUT",
+        help="also write a table (CSV) of when each cold expert of a decode step was claimed, read, handed over and "
+        "computed, in microseconds",
+    )
     add_config_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -67,7 +76,33 @@ def run(arguments: argparse.Namespace) -> int:
     _print_table(measured)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(measured.to_dict(), indent=1) + "\n")
+    if arguments.timeline:
+        _write_timeline(measured, Path(arguments.timeline))
     return 0
+
+
+def _times_of_misses(misses: Sequence[Miss]) -> Iterator[tuple[str, float]]:
+    """What a cold expert waited for, one after the other: median seconds."""
+    for name, begin, end in (
+        ("a cold expert: queued", "claimed", "begun"),
+        ("  being read", "begun", "landed"),
+        ("  ready, not taken", "landed", "handed"),
+        ("  being computed", "handed", "computed"),
+    ):
+        times = [(getattr(miss, begin), getattr(miss, end)) for miss in misses]
+        known = [max(0.0, after - before) for before, after in times if before is not None and after is not None]
+        if known:
+            yield name, statistics.median(known)
+
+
+def _write_timeline(measured: Measured, path: Path) -> None:
+    from torch_mesh.planning.bench import Miss
+
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(Miss._fields)
+        for layer, expert, *times in measured.misses:
+            table.writerow((layer, expert, *("" if each is None else round(1e6 * each) for each in times)))
 
 
 def _print_table(measured: Measured) -> None:
@@ -96,6 +131,8 @@ def _print_table(measured: Measured) -> None:
     for name, key in TIMES:
         if key in times:
             add(name, f"{times[key]:.2f} ms of a step")
+    for name, seconds in _times_of_misses(measured.misses):
+        add(name, f"{1e3 * seconds:.2f} ms, median")
     rate = "-" if measured.hit_rate is None else f"{measured.hit_rate:.1%}"
     if planned.hit_rate is None:
         add("hit rate", rate)

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..config import MeshConfig
 from ..errors import MeshError
+from ..modules.experts import patched_modules
 from ..statistics.counters import Stats
 from ..statistics.stats import reset_stats, stats
 from ..system.background import Flag
@@ -26,6 +28,7 @@ from .plan import Plan, plan
 from .sizes import find_sizes
 
 _AVERAGED_TOKENS = 16  # if a forward gives several tokens
+_MAX_MISSES = 1 << 16
 _LOOK_SECONDS = 0.02  # between samples of the memory
 
 
@@ -35,6 +38,20 @@ class Limits:
 
     disk: float | None  # None: nothing was read, or the disk's speed is unknown
     memory: float | None  # each weight that a token needs is read once; None: their size is unknown
+
+
+class Miss(NamedTuple):
+    """When a cold expert of a decode step was claimed by the forward, its read began and ended, it was handed over
+    (packed and checked, with what was computed before it done), and it was computed: seconds since the first claim. A
+    read that began ahead of the claim has an earlier ``begun``. None: unknown."""
+
+    layer: int
+    expert: int
+    claimed: float | None
+    begun: float | None
+    landed: float | None
+    handed: float | None
+    computed: float | None
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,7 @@ class Measured:
     limits: Limits
     plan: Plan
     stats: Stats
+    misses: tuple[Miss, ...]  # of decoding, the first _MAX_MISSES
 
     @property
     def ratio_to_plan(self) -> float | None:
@@ -68,7 +86,7 @@ class Measured:
 
     def to_dict(self) -> dict[str, Any]:
         """In types of JSON."""
-        rest = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        rest = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name != "misses"}
         return rest | {
             "limits": dataclasses.asdict(self.limits),
             "plan": self.plan.to_dict(),
@@ -109,7 +127,7 @@ def measure(
         begin = time.perf_counter()
         model = open_model(folder, config)
         opened = time.perf_counter() - begin
-        clock, counted = _generate(model, prompt, tokens)
+        clock, counted, misses = _generate(model, prompt, tokens)
     finally:
         peak.stop()
     steps = clock.steps()
@@ -140,6 +158,7 @@ def measure(
         limits=Limits(disk=speeds.disk / read if speeds is not None and read else None, memory=through),
         plan=planned,
         stats=counted,
+        misses=misses,
     )
 
 
@@ -149,9 +168,10 @@ def _means(steps: Sequence[float], count: int) -> list[float]:
     return [statistics.fmean(run) for run in runs]
 
 
-def _generate(model: Any, prompt: Sequence[int], tokens: int) -> tuple[_Clock, Stats]:
+def _generate(model: Any, prompt: Sequence[int], tokens: int) -> tuple[_Clock, Stats, tuple[Miss, ...]]:
     ids = torch.tensor([list(prompt)], device=model.device)
-    clock = _Clock()
+    engine = next(patched_modules(model))._mesh_pool.engine
+    clock = _Clock(lambda: engine.record_misses(_MAX_MISSES))
     reset_stats(model)
     model.generate(
         input_ids=ids,
@@ -161,15 +181,27 @@ def _generate(model: Any, prompt: Sequence[int], tokens: int) -> tuple[_Clock, S
         do_sample=False,
         streamer=clock,
     )
-    return clock, stats(model)
+    return clock, stats(model), _misses(engine.misses())
+
+
+def _misses(rows: np.ndarray) -> tuple[Miss, ...]:
+    """From ``_C.Engine.misses()``."""
+    first = rows[:, 2].min(initial=np.iinfo(np.int64).max)
+    times = [[(each - first) / 1e9 if each else None for each in row] for row in rows[:, 2:].tolist()]
+    return tuple(Miss(layer, expert, *own) for (layer, expert), own in zip(rows[:, :2].tolist(), times, strict=True))
 
 
 class _Clock:
-    def __init__(self) -> None:
+    """A streamer that records the time of the prompt and of each token, and calls ``after_prompt``."""
+
+    def __init__(self, after_prompt: Callable[[], None]) -> None:
         self.times: list[float] = []
+        self._after_prompt = after_prompt
 
     def put(self, _: torch.Tensor) -> None:
         self.times.append(time.perf_counter())
+        if len(self.times) == 2:  # the prompt, its first token
+            self._after_prompt()
 
     def end(self) -> None:
         pass

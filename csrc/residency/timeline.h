@@ -1,0 +1,65 @@
+// When the misses of forwards were claimed, read, handed over and computed: off unless it is asked
+// for.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "io/reader.h"
+
+namespace torch_mesh {
+
+struct Miss {
+  using Time = std::chrono::steady_clock::time_point;
+
+  int32_t layer = 0;
+  int32_t expert = 0;
+  Time claimed = {};   // by a forward
+  Time begun = {};     // its first chunk went to the disk, maybe ahead of the claim; 0: unknown
+  Time landed = {};    // its last chunk was read
+  Time handed = {};    // to the forward: packed and checked, with the other ready ones computed
+  Time released = {};  // computed; 0: not yet
+};
+
+inline constexpr int32_t kMaxMisses = 1 << 20;  // that one timeline has
+
+// With the pool's lock.
+class Timeline {
+ public:
+  // Forgets what is recorded, and records the next `misses`; 0: none.
+  void start(int32_t misses, int32_t slots) {
+    misses_.clear();
+    misses_.reserve(static_cast<size_t>(misses));
+    reads_.assign(misses > 0 ? static_cast<size_t>(slots) : 0, {});
+  }
+  void landed(int32_t slot, const ReadResult& read) {
+    if (reads_.empty()) return;
+    reads_[slot] = {.begun = read.begun, .landed = read.ended};
+  }
+  // An expert in `slot` whose read ended before the claim was a hit.
+  void handed(int32_t slot, int32_t layer, int32_t expert, Miss::Time claimed) {
+    if (reads_.empty() || misses_.size() == misses_.capacity()) return;
+    Miss miss = reads_[slot];
+    if (miss.landed <= claimed) return;
+    miss.layer = layer;
+    miss.expert = expert;
+    miss.claimed = claimed;
+    miss.handed = Miss::Time::clock::now();
+    misses_.push_back(miss);
+  }
+  void released(int32_t layer, int32_t expert) {
+    const auto own = std::find_if(misses_.rbegin(), misses_.rend(), [&](const Miss& miss) {
+      return miss.layer == layer && miss.expert == expert && miss.released == Miss::Time{};
+    });
+    if (own != misses_.rend()) own->released = Miss::Time::clock::now();
+  }
+  const std::vector<Miss>& misses() const { return misses_; }
+
+ private:
+  std::vector<Miss> misses_;
+  std::vector<Miss> reads_;  // by slot: the last read into it; empty: off
+};
+
+}  // namespace torch_mesh
