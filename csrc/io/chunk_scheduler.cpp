@@ -15,6 +15,10 @@ constexpr size_t kReservedRequests = 4096;
 // a block, must end in an error and not in a loop.
 constexpr int32_t kMaxInterruptions = 1000;
 constexpr int32_t kMaxShortStalls = 8;
+// Reads that are under way together share the disk and end together, and all that they bring is
+// computed after the last. So many bytes keep a disk of 28 GB/s busy for 0.2 ms, as long as its
+// answer takes; more only delay the first record.
+constexpr int64_t kMaxBytesUnderWay = 6 << 20;
 
 }  // namespace
 
@@ -79,6 +83,7 @@ void ChunkScheduler::cancel() {
 }
 
 std::optional<ChunkRead> ChunkScheduler::next() {
+  if (bytes_under_way_ >= kMaxBytesUnderWay) return std::nullopt;
   for (const Urgency urgency : kUrgencies) {
     if (urgency == Urgency::kPrefetch && under_way() >= prefetch_limit()) break;
     int32_t chunk = ready_chunk(urgency);
@@ -150,6 +155,7 @@ ChunkRead ChunkScheduler::start(int32_t index) {
   if (result.begun == std::chrono::steady_clock::time_point{}) {
     result.begun = std::chrono::steady_clock::now();
   }
+  bytes_under_way_ += chunk.bytes - chunk.resume;
   return ChunkRead{.chunk = index,
                    .file = chunk.file,
                    .offset = chunk.offset + chunk.resume,
@@ -162,6 +168,7 @@ void ChunkScheduler::complete(int32_t index, int64_t result) {
   assert(chunk.state == ChunkState::kUnderWay);
   chunk.state = ChunkState::kReady;
   ++ready_;
+  bytes_under_way_ -= chunk.bytes - chunk.resume;
   if (result >= 0) {
     advance(index, result);
     return;

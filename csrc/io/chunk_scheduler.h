@@ -104,6 +104,7 @@ class ChunkScheduler {
   IndexList finished_{links_};
   IndexList free_{links_};  // requests
   int32_t ready_ = 0;
+  int64_t bytes_under_way_ = 0;
   int64_t live_ = 0;
   ReaderStats stats_{};
 };
