@@ -11,13 +11,14 @@ import torch
 
 from .. import _C
 from ..errors import MeshError
+from ..store.checkpoint import TORCH_DTYPES
 from ..store.tables import StoredTable
 from .expert_pool import close_engine, notice_exit
 
 # The fraction of rows that "auto" caches: n-grams repeat as words do, so that few rows serve most look-ups.
 _CACHED_FRACTION = 64
 _MIN_CACHE, _MAX_CACHE = 16 << 20, 1 << 30
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # The buffers that rows are read into (csrc/tables/tables.cpp).
 STAGING_BYTES = 8 << 20
 
