@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +113,7 @@ def store(directory: Path, weights: str) -> Path:
         write_store(
             path,
             plan,
-            (
-                (layer, expert, partial(records.__getitem__, (layer * SHAPE.experts + expert) % len(records)))
-                for layer in range(SHAPE.layers)
-                for expert in range(SHAPE.experts)
-            ),
+            lambda layer, expert: records[(layer * SHAPE.experts + expert) % len(records)],
             [file_of(each) for each in sorted(Path(folder).iterdir())],
         )
     return path

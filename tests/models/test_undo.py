@@ -279,7 +279,7 @@ def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 @pytest.mark.parametrize(
-    ("owner", "name"), [(convert, "_pack_from_layer"), (writer, "move_into_place"), (convert, "write_store")]
+    ("owner", "name"), [(convert, "pack_expert"), (writer, "move_into_place"), (convert, "write_store")]
 )
 def test_a_named_store_that_was_not_finished_is_gone_too(
     owner: Any,
@@ -291,7 +291,7 @@ def test_a_named_store_that_was_not_finished_is_gone_too(
 ) -> None:
     model = _build()
     with monkeypatch.context() as faulty:
-        count = 5 if name == "_pack_from_layer" else 1
+        count = 5 if name == "pack_expert" else 1
         _at_call(faulty, owner, name, count, error, after=name == "write_store" or bool(rng.integers(2)))
         with pytest.raises(error, match="injected"):
             torch_mesh.patch(model, store=tmp_path / "store", resident=0.4)
@@ -301,7 +301,7 @@ def test_a_named_store_that_was_not_finished_is_gone_too(
 def test_what_another_conversion_left_unfinished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, partial = _build(), tmp_path / ".store.partial"
     with monkeypatch.context() as faulty:
-        _at_call(faulty, convert, "_pack_from_layer", 5, KeyboardInterrupt, after=False)
+        _at_call(faulty, convert, "pack_expert", 5, KeyboardInterrupt, after=False)
         with pytest.raises(KeyboardInterrupt):
             convert.convert_model(model, tmp_path / "store", "int8")
     left = sorted(path.name for path in partial.iterdir())

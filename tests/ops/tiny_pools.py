@@ -170,12 +170,7 @@ class TinyExperts:
                 source_name="tiny",
                 source_fingerprint="tiny",
             )
-            records = (
-                (layer, expert, functools.partial(self.records[layer].__getitem__, expert))
-                for layer in range(spec.layers)
-                for expert in range(spec.experts)
-            )
-            self._store = write_store(folder, plan, records, workers=1).store
+            self._store = write_store(folder, plan, lambda layer, expert: self.records[layer][expert], workers=1).store
         return self._store
 
     def reference(

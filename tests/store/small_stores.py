@@ -16,9 +16,9 @@ _SHAPE = Shape(layers=1, experts=3, top_k=1, hidden=64, intermediate=32, gated=T
 def write(folder: str | Path, weights: str, *, force: bool = False) -> Store:
     """Writes one with a file beside its records, or finds that it is there."""
     plan = StorePlan(_SHAPE, ("layers.0.experts",), weights, 64, source_name="none", source_fingerprint="none")
-    records = (
-        (0, expert, lambda expert=expert: torch.full((plan.record_bytes,), expert, dtype=torch.uint8))
-        for expert in range(_SHAPE.experts)
-    )
+
+    def pack(layer: int, expert: int) -> torch.Tensor:
+        return torch.full((plan.record_bytes,), expert, dtype=torch.uint8)
+
     file = NewFile("notes.txt", len(weights), lambda: [weights.encode()])
-    return write_store(folder, plan, records, [file], force=force).store
+    return write_store(folder, plan, pack, [file], force=force).store

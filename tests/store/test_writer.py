@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from torch_mesh.errors import StoreError
 from torch_mesh.store import unfinished
 from torch_mesh.store.manifest import Shape, Store
-from torch_mesh.store.store_plan import NewFile, RecordMaker, StorePlan
+from torch_mesh.store.store_plan import NewFile, StorePlan
 from torch_mesh.store.verify import verify
 from torch_mesh.store.writer import write_store
 
@@ -32,9 +32,11 @@ def _record(expert: int) -> torch.Tensor:
     return torch.full((_PLAN.record_bytes,), expert, dtype=torch.uint8)
 
 
-def _write(folder: Path, files: list[NewFile], **records: RecordMaker) -> Store:
-    makers = [records.get(f"expert_{expert}", partial(_record, expert)) for expert in range(EXPERTS)]
-    return write_store(folder, _PLAN, [(0, expert, make) for expert, make in enumerate(makers)], files, workers=3).store
+def _write(folder: Path, files: list[NewFile], **makers: Callable[[], torch.Tensor]) -> Store:
+    def pack(layer: int, expert: int) -> torch.Tensor:
+        return makers.get(f"expert_{expert}", partial(_record, expert))()
+
+    return write_store(folder, _PLAN, pack, files, workers=3).store
 
 
 def _file(name: str, chunk: bytes, count: int) -> NewFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def merge(
     return write_store(
         destination,
         plan,
-        _records(folder, found, read),
+        functools.partial(_record, folder, found, read),
         files_beside(rest, found.model, plan, max_file_bytes),
         force=force,
         workers=workers,
@@ -199,15 +199,9 @@ def _check_unchanged(source: Path, of_source: str, folder: Path, of_adapter: str
     check_unchanged(folder, of_adapter, adapter_fingerprint)
 
 
-def _records(folder: Path, base: _Base, adapter: Adapter) -> Iterator[tuple[int, int, Callable[[], torch.Tensor]]]:
-    for number in range(base.shape.layers):
-        layer = base.layers[number]
-        factors = [adapter.experts.get((layer.path, name)) for name in layer.parameter_names[:2]]
-        for expert in range(base.shape.experts):
-            yield number, expert, functools.partial(_record, folder, base, factors, number, expert)
-
-
-def _record(folder: Path, base: _Base, factors: list[Factors | None], layer: int, expert: int) -> torch.Tensor:
+def _record(folder: Path, base: _Base, adapter: Adapter, layer: int, expert: int) -> torch.Tensor:
+    described = base.layers[layer]
+    factors = (adapter.experts.get((described.path, name)) for name in described.parameter_names[:2])
     gate_up, down = (None if of is None else _product(of, expert) for of in factors)
     if gate_up is None and down is None:
         return base.unchanged(layer, expert)

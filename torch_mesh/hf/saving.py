@@ -313,21 +313,17 @@ def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
     layers = _patched_layers(model)
     plan = plan_of_model(model, layers, pool.weights, pool.group_size)
     check_free_space(staging, beside + plan.shape.layers * plan.shape.experts * plan.record_bytes)
-    records = (
-        (number, expert, functools.partial(_record, layer.module, expert))
-        for number, layer in enumerate(layers)
-        for expert in range(layer.num_experts)
-    )
+
+    def record(layer: int, expert: int) -> torch.Tensor:
+        module: Any = layers[layer].module
+        return torch.from_numpy(module._mesh_pool.engine.read_record(module._mesh_layer, expert))
+
     with progress_bar(f"Writing experts in {pool.weights}") as progress:
-        store = write_store(staging / "records", plan, records, private=True, progress=progress).store
+        store = write_store(staging / "records", plan, record, private=True, progress=progress).store
     for file in store.manifest.record_files:
         (store.folder / file.name).rename(staging / file.name)
     shutil.rmtree(store.folder)
     return store.manifest
-
-
-def _record(module: Any, expert: int) -> torch.Tensor:
-    return torch.from_numpy(module._mesh_pool.engine.read_record(module._mesh_layer, expert))
 
 
 def _link(source: Path, target: Path, mode: int) -> bool:

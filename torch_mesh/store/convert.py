@@ -157,15 +157,10 @@ def convert(
             calibration=None if calibrator is None else calibrator.calibration,
             tables="" if tables == "exact" else tables,
         )
-        records = (
-            (layer, expert, functools.partial(pack, layer, expert))
-            for layer in range(experts.shape.layers)
-            for expert in range(experts.shape.experts)
-        )
         return write_store(
             destination,
             plan,
-            records,
+            pack,
             _files_beside(experts, model, plan, max_file_bytes, key_mapping),
             force=force,
             workers=workers,
@@ -198,10 +193,6 @@ def _files_beside(
     return files_beside(rest, model, plan, max_file_bytes)
 
 
-def _never() -> torch.Tensor:
-    raise AssertionError("a plan makes no records")
-
-
 def streamed_bytes(folder: Path, weights: str, group_size: int = 64) -> tuple[int, int]:
     """Bytes of the store that ``convert`` makes of a model of the hub, and the most that its weight files take beside
     it. ``folder`` needs headers alone.
@@ -213,8 +204,7 @@ def streamed_bytes(folder: Path, weights: str, group_size: int = 64) -> tuple[in
     weights, group_size = weights_of_checkpoint(experts, weights, group_size)
     plan = StorePlan(experts.shape, experts.modules, weights, group_size, source_name(folder), experts.fingerprint)
     files = _files_beside(experts, model, plan, MAX_FILE_BYTES, None)
-    shape = experts.shape
-    records = [(layer, expert, _never) for layer in range(shape.layers) for expert in range(shape.experts)]
+    records = list(plan.shape.records())
     sizes = {header.path: header.file_bytes for header in experts.headers}
     store = len(records) * plan.record_bytes + sum(file.size for file in files)
     return store, peak_bytes(stages(sizes, experts.pieces, records, files), sizes)
@@ -255,12 +245,11 @@ def convert_model(
     group_size = checked_group_size(weights, group_size)
     layers = find_experts(model)
     plan = plan_of_model(model, layers, weights, group_size, fingerprint)
-    records = (
-        (number, expert, functools.partial(_pack_from_layer, layer, expert, weights, group_size))
-        for number, layer in enumerate(layers)
-        for expert in range(layer.num_experts)
-    )
-    return write_store(destination, plan, records, private=private, progress=progress)
+
+    def pack(layer: int, expert: int) -> torch.Tensor:
+        return pack_expert(layers[layer].expert(expert).on_cpu(), weights, group_size)
+
+    return write_store(destination, plan, pack, private=private, progress=progress)
 
 
 def plan_of_model(
@@ -302,11 +291,11 @@ def convert_store(
         source_name=manifest.source_name,
         source_fingerprint=manifest.values_fingerprint,
     )
-    records = (
-        (layer, expert, functools.partial(_pack_from_store, store, layer, expert, weights, group_size))
-        for layer, expert in store.records()
-    )
-    return write_store(destination, plan, records, progress=progress)
+
+    def pack(layer: int, expert: int) -> torch.Tensor:
+        return pack_expert(stored_expert(store, layer, expert), weights, group_size)
+
+    return write_store(destination, plan, pack, progress=progress)
 
 
 def weights_of_checkpoint(experts: CheckpointExperts, weights: str, group_size: int = 64) -> tuple[str, int]:
@@ -409,14 +398,6 @@ def pack_from_checkpoint(
     if experts.kept is not None and experts.reads_as(weights, group_size):
         return experts.pack_kept(layer, expert, group_size)
     return pack_expert(experts.read_expert(layer, expert), weights, group_size)
-
-
-def _pack_from_layer(layer: ExpertsLayer, expert: int, weights: str, group_size: int) -> torch.Tensor:
-    return pack_expert(layer.expert(expert).on_cpu(), weights, group_size)
-
-
-def _pack_from_store(store: Store, layer: int, expert: int, weights: str, group_size: int) -> torch.Tensor:
-    return pack_expert(stored_expert(store, layer, expert), weights, group_size)
 
 
 def stored_expert(store: Store, layer: int, expert: int) -> ExpertTensors:

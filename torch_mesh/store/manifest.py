@@ -6,6 +6,7 @@ docs/architecture.md lists the files of a store. One that was written from a loa
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -54,6 +55,10 @@ class Shape:
 
     def activation_of(self, layer: int) -> str | None:
         return self.activation[layer] if isinstance(self.activation, tuple) else self.activation
+
+    def records(self) -> Iterator[tuple[int, int]]:
+        """(layer, expert) in the order of the records of a store."""
+        return itertools.product(range(self.layers), range(self.experts))
 
     def record_bytes(self, weights: str, group_size: int) -> int:
         """Bytes of one packed expert, padding included."""
@@ -160,9 +165,7 @@ class Store:
         }
 
     def records(self) -> Iterator[tuple[int, int]]:
-        """(layer, expert) in the order of the records."""
-        shape = self.manifest.shape
-        return ((layer, expert) for layer in range(shape.layers) for expert in range(shape.experts))
+        return self.manifest.shape.records()
 
     def layer_of(self, path: str) -> int:
         """The number of a model's layer. A part of the stored model, such as the text model, has other prefixes.

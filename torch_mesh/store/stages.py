@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch_mesh.store.store_plan import NewFile, Piece, RecordMaker
+from torch_mesh.store.store_plan import NewFile, Piece, Record
 
-Record = tuple[int, int, RecordMaker]  # layer, expert
 PiecesOf = Callable[[int, int], Iterable[Piece]]  # of the record of a layer and an expert
 
 
@@ -93,7 +92,7 @@ def stages(
         return every[number]
 
     for record in records:
-        stage_for(pieces_of(*record[:2])).records.append(record)
+        stage_for(pieces_of(*record)).records.append(record)
     for file in files:
         stage_for(file.pieces).files.append(file)
     for path, number in last.items():

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 Chunk = bytes | memoryview
-RecordMaker = Callable[[], "torch.Tensor"]  # -> uint8 [record_bytes]; called from a worker thread
+Record = tuple[int, int]  # layer, expert
+Pack = Callable[[int, int], "torch.Tensor"]  # layer, expert -> uint8 [record_bytes]; called from a worker thread
 Piece = tuple[Path, int, int]  # a range of a file: offset and bytes
 
 

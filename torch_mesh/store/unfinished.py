@@ -30,7 +30,7 @@ from torch_mesh.store.manifest import (
     plan_record_files,
 )
 from torch_mesh.store.stages import Stage, Streaming
-from torch_mesh.store.store_plan import Chunk, NewFile, Progress, RecordMaker, Scratch, StorePlan
+from torch_mesh.store.store_plan import Chunk, NewFile, Pack, Progress, Record, Scratch, StorePlan
 from torch_mesh.system.atomic_files import FILE_MODE
 from torch_mesh.system.background import Flag, Task, TaskThreads
 
@@ -66,7 +66,7 @@ class UnfinishedStore:
 
     def run(
         self,
-        records: Iterable[tuple[int, int, RecordMaker]],
+        pack: Pack,
         files: Sequence[NewFile],
         workers: int,
         progress: Progress | None,
@@ -81,13 +81,13 @@ class UnfinishedStore:
         self._drop_damaged_records(counter)
         if scratch is not None:
             prepared = counter.done + scratch.bytes
-            if not self._has_all_records():
+            if self._missing_records():
                 scratch.prepare(self._folder, counter.add)
             counter.add(prepared - counter.done)  # less than requested, perhaps
         with TaskThreads(workers) as packing, TaskThreads(1) as syncing:
             try:
-                for stage in self._stages(records, files, streaming):
-                    self._collect(packing.run(self._tasks(stage.records, stage.files)), syncing, counter)
+                for stage in self._stages(files, streaming):
+                    self._collect(packing.run(self._tasks(pack, stage.records, stage.files)), syncing, counter)
                 self._finish_sync()
             except BaseException:
                 self._stopping.set()  # leaving the context waits for running tasks
@@ -99,9 +99,8 @@ class UnfinishedStore:
             (self._folder / name).unlink(missing_ok=True)
         self._write_manifest(files)
 
-    def _has_all_records(self) -> bool:
-        shape = self._plan.shape
-        return len(self._journal.records) == shape.layers * shape.experts
+    def _missing_records(self) -> list[Record]:
+        return [record for record in self._plan.shape.records() if record not in self._journal.records]
 
     def _remove_leftovers(self, files: Sequence[NewFile], others: Iterable[str]) -> None:
         """Remove files of an earlier run that this one does not continue."""
@@ -139,16 +138,14 @@ class UnfinishedStore:
 
         return _C.record_checksum(self._journal.store_id, layer, expert, record)
 
-    def _stages(
-        self, records: Iterable[tuple[int, int, RecordMaker]], files: Sequence[NewFile], streaming: Streaming | None
-    ) -> Iterator[Stage]:
+    def _stages(self, files: Sequence[NewFile], streaming: Streaming | None) -> Iterator[Stage]:
         """What is still to be made, when it can be. The caller makes all of a stage before it asks for the next."""
+        missing = self._missing_records()
         if streaming is None:
-            yield Stage(None, list(records), list(files))
+            yield Stage(None, missing, list(files))
             return
         # The hub's hashes identify what is made of weights, so that these need not be fetched again.
         self._intact = {file.name for file in files if file.pieces and self._is_intact(file)}
-        missing = [record for record in records if record[:2] not in self._journal.records]
         unwritten = [replace(file, pieces=()) if file.name in self._intact else file for file in files]
         yield from streaming.fetched(missing, unwritten)
 
@@ -185,17 +182,15 @@ class UnfinishedStore:
         return OtherFile(file.name, written, digest.hexdigest(), " ".join(checksums))
 
     def _tasks(
-        self, records: Iterable[tuple[int, int, RecordMaker]], files: Sequence[NewFile]
+        self, pack: Pack, records: Iterable[Record], files: Sequence[NewFile]
     ) -> Iterator[Callable[[], _Written]]:
         """One file beside the records at a time, since a file may hold a whole tensor in memory."""
         waiting = deque(files)
-        for layer, expert, make in records:
-            if (layer, expert) in self._journal.records:
-                continue
+        for record in records:
             if waiting and not self._file_under_way:
                 self._file_under_way = True
                 yield partial(self._write_file, waiting.popleft())
-            yield partial(self._write_record, layer, expert, make)
+            yield partial(self._write_record, pack, *record)
         for file in waiting:
             yield partial(self._write_file, file)
 
@@ -220,9 +215,9 @@ class UnfinishedStore:
         if self._last_sync is not None:
             self._last_sync.result()
 
-    def _write_record(self, layer: int, expert: int, make: RecordMaker) -> tuple[int, int, int]:
+    def _write_record(self, pack: Pack, layer: int, expert: int) -> tuple[int, int, int]:
         with naming(f"{self._plan.modules[layer]}, expert {expert}"):
-            record = make().numpy()
+            record = pack(layer, expert).numpy()
         if record.dtype != np.uint8 or record.shape != (self._record_bytes,):
             raise ValueError(
                 f"the record of layer {layer}, expert {expert} is {record.dtype} {record.shape}, not uint8 "
@@ -245,9 +240,6 @@ class UnfinishedStore:
     def _write_manifest(self, files: Sequence[NewFile]) -> None:
         plan, journal = self._plan, self._journal
         shape = plan.shape
-        missing = shape.layers * shape.experts - len(journal.records)
-        if missing:
-            raise ValueError(f"{missing} of {shape.layers * shape.experts} records were not given")
         checksums = np.empty((shape.layers, shape.experts), dtype=np.uint64)
         for place, checksum in journal.records.items():
             checksums[place] = checksum

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from torch_mesh.store.folders import (
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, open_store, plan_record_files
 from torch_mesh.store.stages import Streaming
-from torch_mesh.store.store_plan import NewFile, Progress, RecordMaker, Scratch, StorePlan
+from torch_mesh.store.store_plan import NewFile, Pack, Progress, Scratch, StorePlan
 from torch_mesh.store.unfinished import UnfinishedStore
 from torch_mesh.system.atomic_files import locked
 from torch_mesh.system.background import usable_processors
@@ -54,7 +54,7 @@ class Written:
 def write_store(
     folder: str | os.PathLike[str],
     plan: StorePlan,
-    records: Iterable[tuple[int, int, RecordMaker]],
+    pack: Pack,
     files: Sequence[NewFile] = (),
     *,
     force: bool = False,
@@ -68,12 +68,12 @@ def write_store(
 ) -> Written:
     """Write the store of ``plan`` to ``folder``, or continue an earlier run of the same plan.
 
-    ``records`` gives every (layer, expert) once, with a callable that makes its packed record; callables run on
-    ``workers`` threads (default: two more than the usable CPUs), a few at a time. ``force`` replaces an existing store.
+    ``pack`` makes the record of a layer and an expert; it runs on ``workers`` threads (default: two more than the
+    usable CPUs), a few at a time. ``force`` replaces an existing store.
     ``private``: no other process knows ``folder``, so that no lock is needed, which some file systems lack.
     ``check_source`` is called when everything is read, and raises if the source changed: then no store is made.
     ``scratch`` is prepared before the first record, if one is still to be made. With ``streaming`` what the records and
-    files read is fetched in turn, and ``records`` may be given in any order.
+    files read is fetched in turn.
 
     Links are followed. An existing store of this plan is only checked.
 
@@ -112,8 +112,7 @@ def write_store(
                 total += 0 if scratch is None else scratch.bytes
                 present = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
                 if streaming is not None:
-                    records = list(records)
-                    total += streaming.peak_bytes(records, files)
+                    total += streaming.peak_bytes(plan.shape.records(), files)
                     present += streaming.shards.present_bytes()
                 check_free_space(partial.parent, total, present, " or smaller weights")
                 with (
@@ -123,7 +122,7 @@ def write_store(
                     contextlib.closing(UnfinishedStore(partial, plan, max_file_bytes)) as conversion,
                 ):
                     conversion.run(
-                        records,
+                        pack,
                         files,
                         workers or usable_processors() + _THREADS_READING,
                         progress,
