@@ -55,14 +55,14 @@ def milliseconds(call: Callable[[], object], calls: int = 5) -> float:
 def add_display_times(report: Report, rounds: int) -> None:
     engine = large_pool()
     console = Console(file=io.StringIO(), force_terminal=True, width=140)
-    earlier: tuple[float, Stats] = (0.0, engine_stats([engine], experts=False))
+    earlier: tuple[float, Stats] = (0.0, engine_stats([[engine]], experts=False))
 
     def draw() -> None:
-        console.print(render(earlier, (1.0, engine_stats([engine], experts=False))))
+        console.print(render(earlier, (1.0, engine_stats([[engine]], experts=False))))
 
     def line() -> str:
-        counted = engine_stats([engine], experts=False).to_dict(experts=False)
-        return json.dumps(look(engine, None, LAYERS).to_dict() | counted)
+        counted = engine_stats([[engine]], experts=False).to_dict(experts=False)
+        return json.dumps(look([engine], LAYERS, {}).to_dict() | counted)
 
     times = harness.interleave({"look": lambda: milliseconds(draw), "line": lambda: milliseconds(line)}, rounds)
     interval = 2e3

@@ -153,7 +153,7 @@ def test_deferred_experts_are_counted_apart(pool: TinyPool) -> None:
     ops.experts_deferred(x, ids, weights, pool.handle(0), 2, False)
     ops.experts_deferred(*_inputs(), pool.handle(1), 0, False)
     left_out = _left_out(ids, weights, ~torch.isin(ids, resident), 2)
-    layer, following, _ = engine_stats([pool.engine]).per_layer
+    layer, following, _ = engine_stats([[pool.engine]]).per_layer
     assert layer.deferred == layer.decode.deferred == len(set(ids[left_out].tolist())) > 0
     assert layer.accesses == len(set(ids.flatten().tolist())) == layer.promoted + layer.hits
     assert (layer.hits + layer.cold_misses + layer.deferred, layer.inflight_misses) == (layer.accesses, 0)

@@ -36,7 +36,7 @@ def test_a_failed_prefetch_is_shown_and_disturbs_no_forward(open_pool: OpenPool)
     pool = open_pool(SPEC, slots=8, faults={"eio_always": 1.0, "seed": 3})
     ops.prefetch(pool.handle(), torch.tensor([1]))
     pool.engine.drain()
-    stats = engine_stats([pool.engine])
+    stats = engine_stats([[pool.engine]])
     error = stats.prefetch_error
     assert isinstance(error, torch_mesh.ReadError)
     assert (error.layer, error.expert, error.errno) == (0, 1, 5)
@@ -45,14 +45,14 @@ def test_a_failed_prefetch_is_shown_and_disturbs_no_forward(open_pool: OpenPool)
     assert shown["type"] == "ReadError" and shown["file"] == error.file and shown["offset"] == error.offset
     assert f"last failed prefetch: {error}" in str(stats)
     pool.engine.reset_stats()
-    assert engine_stats([pool.engine]).prefetch_error is None
+    assert engine_stats([[pool.engine]]).prefetch_error is None
 
 
 def test_everything_is_in_the_dict_and_what_was_not_asked_is_not_zero(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=8)
     ids, weights = routing(SPEC, 2, 2)
     ops.experts(torch.randn(2, SPEC.hidden), ids, weights, pool.handle(0))
-    stats = engine_stats([pool.engine])
+    stats = engine_stats([[pool.engine]])
     table = json.loads(json.dumps(stats.to_dict()))
     assert set(table) == {field for field in vars(stats)} | {
         "hit_rate",

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..config import MeshConfig
 from ..formats import FORMATS
-from ..modules.experts import patched_modules
+from ..modules.experts import patched_modules, pools_of
 from ..modules.packed_weight import PackedLinearWeight, PackedWeight
 from .torch_compat import DDP_IGNORED
 
@@ -81,10 +81,10 @@ def _memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
     held: list[Any] = [each for each in model.parameters() if not isinstance(each, PackedWeight)]
     held += [each.packed for each in model.parameters() if isinstance(each, PackedLinearWeight)]
     held += model.buffers() if return_buffers else []
-    pools = {id(module._mesh_pool): module._mesh_pool for module in patched_modules(model)}
-    pools |= {id(pool.fallback): pool.fallback for pool in list(pools.values()) if pool.fallback is not None}
-    pools |= {id(pool.moves_from): pool.moves_from for pool in list(pools.values()) if pool.moves_from is not None}
-    held += [layer.records for pool in pools.values() for layer in pool.device_layers]
+    main = pools_of(model)
+    others = [each for pool in main for each in (pool.fallback, pool.moves_from) if each is not None]
+    pools = dict.fromkeys([*main, *others])
+    held += [layer.records for pool in pools for layer in pool.device_layers]
     each_once = {(tensor.device, tensor.data_ptr()): tensor.nbytes for tensor in held if not tensor.is_meta}
-    in_pools: list[Any] = [pool.engine.describe()["pool_bytes"] for pool in pools.values()]
+    in_pools: list[Any] = [pool.engine.describe()["pool_bytes"] for pool in pools]
     return sum(each_once.values()) + sum(in_pools)

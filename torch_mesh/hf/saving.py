@@ -32,7 +32,7 @@ from transformers.utils.hub import create_and_tag_model_card
 from ..errors import MeshError, StoreError
 from ..models.families import ExpertsLayer, find_experts, layers_left_alone
 from ..modules.dense import packed_linears
-from ..modules.experts import MeshExperts, patched_modules, unpacked_parameters
+from ..modules.experts import MeshExperts, patched_modules, pools_of, unpacked_parameters
 from ..modules.tables import PackedTableWeight, check_room, table_modules
 from ..pool.expert_pool import ExpertPool
 from ..store.convert import plan_of_model
@@ -146,15 +146,15 @@ def _saves_here(is_main_process: bool) -> bool:
 
 def _rounded_pool(model: nn.Module) -> ExpertPool | None:
     """The pool of experts that were rounded, which have to be saved as a store."""
-    pools = {id(module._mesh_pool): module._mesh_pool for module in patched_modules(model)}
-    if all(pool.exact for pool in pools.values()):
+    pools = pools_of(model)
+    if all(pool.exact for pool in pools):
         return None
     if len(pools) > 1:
         raise MeshError(
             f"{type(model).__name__} has rounded experts in {len(pools)} pools, but a folder holds one: save the "
             "inner models one by one, or call torch_mesh.unpatch(model, lossy=True) first."
         )
-    return next(iter(pools.values()))
+    return pools[0]
 
 
 def _unpacking(

@@ -305,6 +305,11 @@ def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
     return (module for module in model.modules() if isinstance(module, MeshExperts))
 
 
+def pools_of(model: nn.Module) -> list[ExpertPool]:
+    """Each pool of a patched model, once; none for another model."""
+    return list(dict.fromkeys(module._mesh_pool for module in patched_modules(model)))
+
+
 def detach_parameters(module: Any, names: Iterable[str]) -> dict[str, nn.Parameter]:
     """Remove the parameters ``names``; returns all parameters for ``reattach_parameters``."""
     parameters = dict(module._parameters)

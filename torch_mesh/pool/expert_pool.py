@@ -198,6 +198,10 @@ class ExpertPool:
         self._threads.append(thread)
 
     @property
+    def with_fallback(self) -> list[ExpertPool]:
+        return [self] if self.fallback is None else [self, self.fallback]
+
+    @property
     def shared_devices(self) -> list[SharedDevice]:
         """The shared state of each GPU with experts of this pool, in order."""
         return list(dict.fromkeys(layer.shared for layer in self.device_layers if layer.shared is not None))

@@ -29,7 +29,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from ..hf.compile import SLACK
 from ..hf.generation_compat import CACHE_NAME, compiles_steps, decoding, next_kwargs, pad_token, prefill
 from ..hf.torch_compat import raise_recompile_limit
-from ..modules.experts import patched_modules
+from ..modules.experts import pools_of
 from ..statistics.speculated import tally_of
 from .assistant import Assistant, check_assistant
 from .controller import Controller
@@ -298,9 +298,7 @@ class _Text:
 
 class _Pool:
     def __init__(self, model: nn.Module) -> None:
-        self._engines = list(
-            {id(module._mesh_pool): module._mesh_pool.engine for module in patched_modules(model)}.values()
-        )
+        self._engines = [pool.engine for pool in pools_of(model)]
         self._before = [engine.totals() for engine in self._engines]
 
     def since(self) -> tuple[float, int]:

@@ -296,27 +296,20 @@ class Stats(PhaseCounters):
 
 
 def engine_stats(
-    engines: Iterable[_C.Engine],
-    experts: bool = True,
-    lossy: str = "",
-    fallbacks: Iterable[_C.Engine | None] = (),
-    device: DeviceCounters | None = None,
-    share: Share | None = None,
+    pools: Iterable[Sequence[_C.Engine]], experts: bool = True, lossy: str = "", share: Share | None = None
 ) -> Stats:
-    """The counters of these engines together; without ``experts``, all but those of each expert, which take longest.
+    """The counters of these pools together; without ``experts``, all but those of each expert, which take longest.
 
-    ``lossy`` names the model's active lossy modes. ``fallbacks`` are the engines of ``lossy.fallback`` beside them,
-    None for an engine without one; their counts are added, except for numbers of slots. ``device``: the GPUs' counters;
-    ``share``: the experts on this rank.
+    A pool is its engine, and that of ``lossy.fallback`` beside it: whose counts are added, except for numbers of slots.
+    ``lossy`` names the model's active lossy modes; ``share``: the experts on this rank.
     """
     snapshots, epochs = [], []
-    for engine, low in itertools.zip_longest(engines, fallbacks):
-        own = [each for each in (engine, low) if each is not None]
-        seen = [each.detailed_stats() for each in own]
+    for engines in pools:
+        seen = [each.detailed_stats() for each in engines]
         snapshots.append(seen[0] if len(seen) == 1 else _with_low(*seen))
-        pairs = zip(own, seen, strict=True)
+        pairs = zip(engines, seen, strict=True)
         epochs.append(tuple(n for each, counts in pairs for n in (each.id, each.generation, counts["resets"])))
-    return dataclasses.replace(_combined(snapshots, epochs, experts, lossy), device=device, share=share)
+    return dataclasses.replace(_combined(snapshots, epochs, experts, lossy), share=share)
 
 
 def counted_since(before: Stats, now: Stats) -> Stats:

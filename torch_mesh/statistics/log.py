@@ -37,17 +37,15 @@ class StatsLog:
 
     def __init__(
         self,
-        engine: _C.Engine,
-        fallback: _C.Engine | None,
+        engines: Sequence[_C.Engine],
         layer: int,
         every: int,
         path: str,
         lossy: str,
-        share: Share | None = None,
-        about: Mapping[str, str] | None = None,
+        share: Share | None,
+        about: Mapping[str, str],
     ) -> None:
-        self._engine = engine
-        self._fallback_engine = fallback
+        self._engines = engines
         self._layer = layer
         self._every = every
         self._path = path
@@ -60,22 +58,17 @@ class StatsLog:
         self.thread = BackgroundThread(self._run, "torch_mesh statistics")
 
     def _run(self) -> None:
+        engine = self._engines[0]
         try:
-            ended = self._engine.forwards(self._layer)
+            ended = engine.forwards(self._layer)
             while True:
                 goal = (ended // self._every + 1) * self._every
-                reached = self._engine.wait_for_forwards(self._layer, goal, _PATIENCE_SECONDS)
-                ended = self._engine.forwards(self._layer)
+                reached = engine.wait_for_forwards(self._layer, goal, _PATIENCE_SECONDS)
+                ended = engine.forwards(self._layer)
                 if reached:
-                    stats = engine_stats(
-                        [self._engine],
-                        experts=False,
-                        lossy=self._lossy,
-                        fallbacks=[self._fallback_engine],
-                        share=self._share,
-                    )
+                    stats = engine_stats([self._engines], experts=False, lossy=self._lossy, share=self._share)
                     counted = stats.to_dict(experts=False)
-                    now = look(self._engine, self._fallback_engine, len(stats.per_layer), self._about).to_dict()
+                    now = look(self._engines, len(stats.per_layer), self._about).to_dict()
                     self._write({"time": time.time(), "forward": ended, "run": self._name} | now | counted)
         except PoolClosedError:
             pass
@@ -116,7 +109,7 @@ def start_log(pool: ExpertPool, model: str, layer_indices: Sequence[int], *, fil
         "policy": str(pool.engine.describe()["policy"]),
         "machine": describe_machine(),
     }
-    low = None if pool.fallback is None else pool.fallback.engine
+    engines = [each.engine for each in pool.with_fallback]  # not the pool, which ends with its last reference
     own_file = file if pool.share is None else pool.share.own_file(file)
-    log = StatsLog(pool.engine, low, layer_indices[-1], every, own_file, pool.lossy, pool.share, about)
+    log = StatsLog(engines, layer_indices[-1], every, own_file, pool.lossy, pool.share, about)
     pool.end_with(log.thread)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +43,9 @@ class Snapshot:
         }
 
 
-def look(
-    engine: _C.Engine, fallback: _C.Engine | None, layers: int, about: Mapping[str, str] | None = None
-) -> Snapshot:
-    """Raises PoolClosedError for a closed engine."""
+def look(engines: Sequence[_C.Engine], layers: int, about: Mapping[str, str]) -> Snapshot:
+    """Of a pool: its engine, and perhaps that of fallback experts. Raises PoolClosedError for a closed engine."""
+    engine = engines[0]
     states = [
         torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation])).numpy()
         for layer in range(layers)
@@ -54,13 +53,13 @@ def look(
     return Snapshot(
         len(states[0]),
         tuple(np.packbits(state == _READY).tobytes().hex() for state in states),
-        _memory(engine, fallback),
-        about or {},
+        _memory(engines),
+        about,
     )
 
 
-def _memory(engine: _C.Engine, fallback: _C.Engine | None) -> dict[str, int] | None:
-    sizes = [each.describe_size() for each in (engine, fallback) if each is not None]
+def _memory(engines: Sequence[_C.Engine]) -> dict[str, int] | None:
+    sizes = [engine.describe_size() for engine in engines]
     try:
         process, left = anonymous_bytes(), available_bytes()
     except OSError:  # a sandbox without /proc, or a removed cgroup: the counts are still worth a line

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import _C
 from ..errors import MeshError
-from ..modules.experts import patched_modules
+from ..modules.experts import patched_modules, pools_of
 from ..modules.tables import tables_of
 from ..ops.device import SharedDevice
 from ..pool.expert_pool import ExpertPool
@@ -28,16 +28,11 @@ def stats(model: nn.Module) -> Stats:
     shared = shared_devices_of(model)
     for device in shared:
         device.host.check()
-    counted = engine_stats(
-        engines_of(model),
-        lossy=lossy_of(model),
-        fallbacks=fallback_engines_of(model),
-        device=_device_counters(shared),
-        share=_pools(model)[0].share,
-    )
     speculated = [tally.counters() for tally in tallies_in(model)]
     return dataclasses.replace(
-        counted,
+        pool_stats(model),
+        device=_device_counters(shared),
+        share=_pools(model)[0].share,
         lookahead_unsupported_reasons=_lookahead_unsupported_reasons(model),
         speculation=speculated[0] if speculated else None,
         tables=_table_counters(model),
@@ -46,9 +41,9 @@ def stats(model: nn.Module) -> Stats:
 
 def reset_stats(model: nn.Module) -> None:
     """Set the counters of a patched model to zero. Raises MeshError for a model that is not patched."""
-    for engine in (*engines_of(model), *fallback_engines_of(model)):
-        if engine is not None:
-            engine.reset_stats()
+    for pool in _pools(model):
+        for each in pool.with_fallback:
+            each.engine.reset_stats()
     for device in shared_devices_of(model):
         device.reset_stats()
     for tally in tallies_in(model):
@@ -81,19 +76,17 @@ def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
     write_profile(Profile(tokens, uses, pool.top_k), path)
 
 
-def lossy_of(model: nn.Module) -> str:
-    """The lossy modes of a patched model, as in ``print(model)``."""
-    return ", ".join(dict.fromkeys(filter(None, (module._mesh_pool.lossy for module in patched_modules(model)))))
+def pool_stats(model: nn.Module, experts: bool = True) -> Stats:
+    """The counters of a model's pools alone; without ``experts``, all but those of each expert."""
+    pools = _pools(model)
+    lossy = ", ".join(dict.fromkeys(pool.lossy for pool in pools if pool.lossy))
+    engines = [[each.engine for each in pool.with_fallback] for pool in pools]
+    return engine_stats(engines, experts=experts, lossy=lossy)
 
 
 def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
     """The engine of each pool of a patched model. Raises MeshError for a model that is not patched."""
     return (pool.engine for pool in _pools(model))
-
-
-def fallback_engines_of(model: nn.Module) -> Iterator[_C.Engine | None]:
-    """The engine of each pool's fallback experts; None where ``lossy.fallback`` is off."""
-    return (None if pool.fallback is None else pool.fallback.engine for pool in _pools(model))
 
 
 def shared_devices_of(model: nn.Module) -> list[SharedDevice]:
@@ -125,7 +118,7 @@ def _device_counters(shared: list[SharedDevice]) -> DeviceCounters | None:
 
 
 def _pools(model: nn.Module) -> list[ExpertPool]:
-    pools = {id(module._mesh_pool): module._mesh_pool for module in patched_modules(model)}
+    pools = pools_of(model)
     if not pools:
         raise MeshError(f"{type(model).__name__} is not patched: it has no statistics. See torch_mesh.patch.")
-    return list(pools.values())
+    return pools

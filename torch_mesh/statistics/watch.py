@@ -13,8 +13,8 @@ from rich.text import Text
 from torch import nn
 
 from ..errors import MeshError
-from .counters import PHASES, Counters, Stats, counted_since, engine_stats, percent
-from .stats import engines_of, fallback_engines_of, lossy_of
+from .counters import PHASES, Counters, Stats, counted_since, percent
+from .stats import pool_stats
 
 RATES = ("forwards", "per s", "hit rate", "in flight", "deferred", "read", "waiting", "prefetches used", "unused")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -44,19 +44,15 @@ def watch(model: nn.Module, *, interval: float = 2.0, console: Console | None = 
         yield
 
 
-def _look(model: nn.Module) -> Stats:
-    return engine_stats(engines_of(model), experts=False, lossy=lossy_of(model), fallbacks=fallback_engines_of(model))
-
-
 class _View:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._begin = self._last = (time.monotonic(), _look(model))
+        self._begin = self._last = (time.monotonic(), pool_stats(model, experts=False))
         self._shown: RenderableType = ""
 
     def latest(self) -> RenderableType:
         try:
-            now = (time.monotonic(), _look(self._model))
+            now = (time.monotonic(), pool_stats(self._model, experts=False))
         except MeshError:  # unpatched or closed: the last state stays
             return self._shown
         self._shown = render(self._last, now)
@@ -65,7 +61,7 @@ class _View:
 
     def whole(self) -> RenderableType:
         try:
-            return render(self._begin, (time.monotonic(), _look(self._model)))
+            return render(self._begin, (time.monotonic(), pool_stats(self._model, experts=False)))
         except MeshError as error:
             return Text(str(error))
 
