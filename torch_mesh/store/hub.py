@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import huggingface_hub
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, validate_repo_id
 
 from torch_mesh.errors import HubError, StoreError
@@ -87,9 +81,11 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
     with contextlib.ExitStack() as stack:
         with hub_errors(source, tempfile.gettempdir(), "TMPDIR"):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_mesh-outline-")))
-            for name in names:
-                _write_gguf_outline(model, name, folder / name)
-            if not names:
+            if names:
+                sizes = {file.rfilename: file.size for file in listing(model).siblings}
+                for name in existing(model, names, sizes):
+                    write_gguf_header(huggingface_hub.hf_hub_url(model, name), folder / name, sizes[name])
+            else:
                 _write_outline(model, folder)
         yield folder / names[0] if names else folder, False
 
@@ -184,19 +180,6 @@ def write_header(url: str, path: Path, size: int, token: str | None = None) -> N
         local.truncate(size)
 
 
-def file_size(model: str, name: str, url: str) -> int:
-    """Bytes of a file of the hub. Raises HubError if the hub does not say."""
-    size = huggingface_hub.get_hf_file_metadata(url).size
-    if size is None:
-        raise HubError(f"{model}: the hub does not say how many bytes {name} has: download it, and name the file.")
-    return size
-
-
-def _write_gguf_outline(model: str, name: str, path: Path) -> None:
-    url = huggingface_hub.hf_hub_url(model, name)
-    write_gguf_header(url, path, file_size(model, name, url))
-
-
 def write_gguf_header(url: str, path: Path, size: int, token: str | None = None) -> None:
     """Write the GGUF file at ``url`` with its header and the tensor that the config is made of alone: sparse behind
     them, ``size`` bytes in all. Raises as ``read_gguf`` does."""
@@ -229,41 +212,51 @@ def _cached_folder(model: str) -> Path | None:
 
 
 def _write_outline(model: str, folder: Path) -> None:
-    hub = huggingface_hub.HfApi()
-    hub.hf_hub_download(model, "config.json", local_dir=folder)
-    names = _weight_names(hub, model, folder)
-    if own_quantisation(folder) is None:
-        for name in QUANTISATION_FILES:
-            _fetch(hub, model, name, folder)
-    if _fetch(hub, model, MANIFEST_NAME, folder):
-        names |= {file.name for file in read_manifest(folder).record_files}
-    for name in sorted(names):
-        url = huggingface_hub.hf_hub_url(model, name)
-        write_header(url, folder / name, file_size(model, name, url))
+    def fetch(name: str) -> Path:
+        return Path(huggingface_hub.HfApi().hf_hub_download(model, name, local_dir=folder))
+
+    fetch("config.json")
+    sizes = {file.rfilename: file.size for file in listing(model).siblings}
+    names = weight_names(model, folder, sizes, fetch)
+    for name in QUANTISATION_FILES if own_quantisation(folder) is None else ():
+        if name in sizes:
+            fetch(name)
+    if MANIFEST_NAME in sizes:
+        fetch(MANIFEST_NAME)
+        names += existing(model, [file.name for file in read_manifest(folder).record_files], sizes)
+    for name in names:
+        write_header(huggingface_hub.hf_hub_url(model, name), folder / name, sizes[name])
 
 
-def _weight_names(hub: huggingface_hub.HfApi, model: str, folder: Path) -> set[str]:
-    name = named_in_config(folder)
-    if name is None and hub.file_exists(model, SINGLE_NAME):
-        name = SINGLE_NAME
-    if name is None and not _fetch(hub, model, INDEX_NAME, folder):
-        name = only_variant(model, hub.list_repo_files(model)) or SINGLE_NAME
-    name = name or INDEX_NAME
-    if not is_index(name):
-        return {name}
-    if not (folder / name).exists():
-        hub.hf_hub_download(model, name, local_dir=folder)
-    return set(read_index(folder / name).values())
+def listing(model: str, revision: str | None = None, token: str | None = None) -> Any:
+    """The commit, and the files with their sizes and hashes."""
+    return huggingface_hub.HfApi().model_info(model, revision=revision, files_metadata=True, token=token)
 
 
-def _fetch(hub: huggingface_hub.HfApi, model: str, name: str, folder: Path) -> bool:
-    try:
-        hub.hf_hub_download(model, name, local_dir=folder)
-    except LocalEntryNotFoundError:  # the hub is unreachable, and may have such a file
-        raise
-    except EntryNotFoundError:
-        return False
-    return True
+def weight_names(model: str, folder: Path, there: Collection[str], fetch: Callable[[str], Path]) -> list[str]:
+    """The weight files of a model that has the files ``there``, and its config.json in ``folder``."""
+    name = (
+        named_in_config(folder)
+        or next((usual for usual in (SINGLE_NAME, INDEX_NAME) if usual in there), None)
+        or only_variant(model, (name for name in there if "/" not in name))
+    )
+    if name is None:
+        raise HubError(
+            f"{model}: the hub's model has neither {SINGLE_NAME} nor {INDEX_NAME}, and torch_mesh reads safetensors: "
+            "name another model, or maker/model/file.gguf."
+        )
+    return existing(model, sorted(set(read_index(fetch(name)).values())) if is_index(name) else [name], there)
+
+
+def existing(model: str, names: Iterable[str], there: Collection[str]) -> list[str]:
+    """``names``. Raises ``HubError`` for one that is not ``there``."""
+    for each in (names := list(names)):
+        if each not in there:
+            whose = "part of the named file" if is_gguf(each) else "a weight file that it names itself"
+            raise HubError(
+                f"{model}: the hub's model lacks {each}, {whose}: name another --revision, or another model."
+            )
+    return names
 
 
 def check_model_id(source: str | os.PathLike[str]) -> None:

@@ -23,18 +23,18 @@ from torch_mesh.store.checkpoint import find_quantisation, fingerprint_of_files
 from torch_mesh.store.dense_weights import is_weight_file
 from torch_mesh.store.folders import is_folder, lock_of, real_folder
 from torch_mesh.store.gguf import is_gguf, read_gguf
-from torch_mesh.store.header import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    is_index,
-    named_in_config,
-    only_variant,
-    read_header,
-    read_index,
-    read_range,
-    store_error,
+from torch_mesh.store.header import read_header, read_range, store_error
+from torch_mesh.store.hub import (
+    TRIES,
+    check_model_id,
+    existing,
+    gguf_names,
+    listing,
+    local_folder,
+    weight_names,
+    write_gguf_header,
+    write_header,
 )
-from torch_mesh.store.hub import TRIES, check_model_id, gguf_names, local_folder, write_gguf_header, write_header
 from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.sources import method_of, own_quantisation
 from torch_mesh.store.stages import Shards
@@ -69,14 +69,14 @@ def streamed_folder(
     folder = real_folder(destination)
     staging = folder.with_name(f".{folder.name}.download")
     with hub_errors(model, staging, None):
-        listing = _listing(model, revision, token)
-    if listing is None:
+        listed = _listing(model, revision, token)
+    if listed is None:
         yield local_folder(source, revision=revision, token=token), None
         return
     with lock_of(staging, None):
         _check_ours(staging)
         try:
-            shards = HubShards(model, listing, staging, revision, token, keep_original, parts)
+            shards = HubShards(model, listed, staging, revision, token, keep_original, parts)
             quantisation = None if parts else own_quantisation(shards.folder)
             if quantisation is not None and method_of(quantisation) == "bitsandbytes":
                 yield local_folder(source, revision=revision, token=token), None
@@ -91,9 +91,9 @@ def streamed_folder(
 
 
 def _listing(model: str, revision: str | None, token: str | None) -> Any:
-    """The commit, and the files with their sizes and hashes. None if the hub cannot be asked."""
+    """None if the hub cannot be asked."""
     try:
-        return huggingface_hub.HfApi().model_info(model, revision=revision, files_metadata=True, token=token)
+        return listing(model, revision, token)
     except HfHubHTTPError as problem:
         if problem.response.status_code < 500:
             raise
@@ -109,7 +109,7 @@ class HubShards(Shards):
     def __init__(
         self,
         model: str,
-        listing: Any,
+        listed: Any,
         staging: Path,
         revision: str | None,
         token: str | None,
@@ -118,9 +118,9 @@ class HubShards(Shards):
     ) -> None:
         self.folder = staging / _OUTLINE
         self._model = model
-        self._commit = listing.sha
-        self._revisions = (listing.sha, revision or "main")
-        self._files = {file.rfilename: file for file in listing.siblings}
+        self._commit = listed.sha
+        self._revisions = (listed.sha, revision or "main")
+        self._files = {file.rfilename: file for file in listed.siblings}
         self._staging = staging
         self._token = token
         self._keep_original = keep_original
@@ -130,7 +130,11 @@ class HubShards(Shards):
             for name in () if parts else sorted(self._files):
                 if "/" not in name and not name.startswith(".") and not is_weight_file(name):
                     self._fetch_small(name)
-            self._names = self._existing(parts or self._weight_names())
+            self._names = (
+                existing(model, parts, self._files)
+                if parts
+                else weight_names(model, self.folder, self._files, self._fetch_small)
+            )
             for name in self._names:
                 self._outline(name)
         self._remove_leftovers()
@@ -203,28 +207,6 @@ class HubShards(Shards):
         )
         self._check_hash(name, Path(path))
         return Path(path)
-
-    def _weight_names(self) -> list[str]:
-        name = (
-            named_in_config(self.folder)
-            or next((usual for usual in (SINGLE_NAME, INDEX_NAME) if usual in self._files), None)
-            or only_variant(self._model, (name for name in self._files if "/" not in name))
-        )
-        if name is None:
-            raise HubError(
-                f"{self._model}: the hub's model has neither {SINGLE_NAME} nor {INDEX_NAME}, and torch_mesh reads "
-                "safetensors: name another model, or maker/model/file.gguf."
-            )
-        return sorted(set(read_index(self._fetch_small(name)).values())) if is_index(name) else [name]
-
-    def _existing(self, names: Sequence[str]) -> list[str]:
-        for each in names:
-            if each not in self._files:
-                whose = "part of the named file" if is_gguf(each) else "a weight file that it names itself"
-                raise HubError(
-                    f"{self._model}: the hub's model lacks {each}, {whose}: name another --revision, or another model."
-                )
-        return list(names)
 
     def _outline(self, name: str) -> None:
         path = self.folder / name
