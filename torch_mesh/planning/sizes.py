@@ -50,9 +50,9 @@ class Sizes:
     table_weights: str  # the format that their rows are rounded to; empty: they are as they were
     table_bytes: int  # their size in the files
     table_memory_bytes: int  # their cached rows and buffers
-    staging_bytes: int  # buffers of raw records
     files: tuple[Path, ...]  # with the experts
-    conversion: str  # of a quantised checkpoint: what its experts are read as or converted to; else empty
+    staging_bytes: int = 0  # buffers of raw records
+    conversion: str = ""  # of a quantised checkpoint: what its experts are read as or converted to
     # Format and group size of records that are read from the checkpoint's own files, whatever ``weights`` is.
     own_records: tuple[str, int] | None = None
     own_error: float = 0.0  # their error, relative to the checkpoint's values
@@ -106,17 +106,8 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
         others = layers_left_alone(model)
         # As this build fuses it: the build that wrote the store may have known fewer activations.
         shape = dataclasses.replace(shape, activation=common_activation(layers))
-    return _sizes(
-        shape,
-        manifest.weights,
-        manifest.group_size,
-        dense,
-        others,
-        tables,
-        config,
-        staging_bytes=0,
-        files=tuple(folder / file.name for file in manifest.record_files),
-    )
+    files = tuple(folder / file.name for file in manifest.record_files)
+    return _sizes(shape, manifest.weights, manifest.group_size, dense, others, tables, config, files)
 
 
 def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
@@ -135,16 +126,11 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
         0 if experts.own_records is None or not unconverted else _C.Source(**experts.source_arguments()).staging_bytes
     )
     tables = tables_in_files(folder, model, config.tables)
-    return _sizes(
-        shape_of(layers),
-        weights,
-        group_size,
-        _dense_bytes(model, layers, tables, config, _dense_dtype(model, experts), blocks),
-        layers_left_alone(model),
-        tables,
-        config,
+    dense = _dense_bytes(model, layers, tables, config, _dense_dtype(model, experts), blocks)
+    others, files = layers_left_alone(model), experts.expert_files
+    return dataclasses.replace(
+        _sizes(shape_of(layers), weights, group_size, dense, others, tables, config, files),
         staging_bytes=staging if raw else 0,
-        files=experts.expert_files,
         conversion=_conversion(experts, config, weights, group_size),
         own_records=experts.own_records,
         own_error=0.0 if experts.own_records is None else experts.nearest().error,
@@ -185,14 +171,9 @@ def _sizes(
     others: list[ExpertsLayer] | None,
     tables: list[tuple[TableLayer, StoredTable]],
     config: MeshConfig,
-    staging_bytes: int,
     files: tuple[Path, ...],
-    conversion: str = "",
-    own_records: tuple[str, int] | None = None,
-    own_error: float = 0.0,
-    raw_staging_bytes: int = 0,
-    exact_in_bf16: bool = True,
 ) -> Sizes:
+    """Of a store, whose records are read as they are."""
     record = shape.record_bytes(weights, group_size)
     return Sizes(
         shape=shape,
@@ -210,13 +191,7 @@ def _sizes(
         table_weights=next((stored.weights for _, stored in tables if stored.weights), ""),
         table_bytes=sum(stored.nbytes for _, stored in tables),
         table_memory_bytes=tables_memory([stored.nbytes for _, stored in tables], config.table_cache_bytes),
-        staging_bytes=staging_bytes,
         files=files,
-        conversion=conversion,
-        own_records=own_records,
-        own_error=own_error,
-        raw_staging_bytes=raw_staging_bytes,
-        exact_in_bf16=exact_in_bf16,
     )
 
 
