@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..system.atomic_files import FILE_MODE
+from ..system.atomic_files import FILE_MODE, new_file
 
 _STATE = "calibration.json"
 _ALIGNMENT = 8  # of a row
@@ -51,7 +51,7 @@ class RowFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (_STATE, f"{_STATE}.new", *map(self._name, range(self.layers)))
+        return (_STATE, *map(self._name, range(self.layers)))
 
     def resume(self, folder: Path) -> int:
         """The number of complete sequences in ``folder``; drops others."""
@@ -85,12 +85,8 @@ class RowFiles:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        unfinished = folder / f"{_STATE}.new"
-        with unfinished.open("w") as stream:
+        with new_file(folder / _STATE, "w") as stream:
             json.dump({"sequences": sequences, "rows": self.rows(folder)}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.rename(folder / _STATE)
 
     def read(self, folder: Path, layer: int) -> LayerRows:
         path = folder / self._name(layer)

@@ -22,7 +22,7 @@ Piece = tuple[Path, int, int]  # a range of a file: offset and bytes
 
 @dataclass(frozen=True)
 class StorePlan:
-    """The contents of a store. Runs with equal plans write the same store."""
+    """The contents of a store, as its manifest names them. Runs with equal plans write the same store."""
 
     shape: Shape
     modules: tuple[str, ...]
@@ -49,27 +49,10 @@ class StorePlan:
         return {"format_version": FORMATS[self.weights].version, **table, "modules": list(self.modules)}
 
     def is_plan_of(self, manifest: Manifest) -> bool:
-        mine = (
-            self.shape,
-            self.modules,
-            self.weights,
-            self.group_size,
-            self.source_fingerprint,
-            self.calibration,
-            self.tables,
-        )
-        shape = manifest.shape
-        if shape.activation is None:  # perhaps a layer that was not fused yet when the same records were written
-            shape = replace(shape, activation=self.shape.activation)
-        return mine == (
-            shape,
-            manifest.modules,
-            manifest.weights,
-            manifest.group_size,
-            manifest.source_fingerprint,
-            manifest.calibration,
-            manifest.tables,
-        )
+        written = {name: getattr(manifest, name) for name in vars(self)} | {"source_name": self.source_name}
+        if manifest.shape.activation is None:  # perhaps of a build that did not fuse it yet
+            written["shape"] = replace(manifest.shape, activation=self.shape.activation)
+        return written == vars(self)
 
 
 @dataclass(frozen=True)

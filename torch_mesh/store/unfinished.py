@@ -31,7 +31,7 @@ from torch_mesh.store.manifest import (
 )
 from torch_mesh.store.stages import Stage, Streaming
 from torch_mesh.store.store_plan import Chunk, NewFile, Pack, Progress, Record, Scratch, StorePlan
-from torch_mesh.system.atomic_files import FILE_MODE
+from torch_mesh.system.atomic_files import FILE_MODE, new_file
 from torch_mesh.system.background import Flag, Task, TaskThreads
 
 _SYNC_BYTES = 256 << 20  # written between two syncs, which may overlap: bounds the dirty pages
@@ -244,26 +244,15 @@ class UnfinishedStore:
         for place, checksum in journal.records.items():
             checksums[place] = checksum
         manifest = Manifest(
+            **vars(plan),
             store_id=journal.store_id,
-            source_name=plan.source_name,
-            source_fingerprint=plan.source_fingerprint,
-            weights=plan.weights,
-            group_size=plan.group_size,
             record_bytes=self._record_bytes,
-            shape=shape,
-            modules=plan.modules,
             record_files=tuple(file for file, _ in self._files),
             other_files=tuple(journal.files[file.name] for file in files),
             checksums=checksums,
-            calibration=plan.calibration,
-            tables=plan.tables,
         )
-        unfinished = self._folder / f"{MANIFEST_NAME}.new"
-        with unfinished.open("w", encoding="utf-8") as stream:
-            stream.write(manifest.to_json())
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.rename(self._folder / MANIFEST_NAME)
+        with new_file(self._folder / MANIFEST_NAME) as stream:
+            stream.write(manifest.to_json().encode())
 
 
 class _Counter:
