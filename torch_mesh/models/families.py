@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -19,12 +19,14 @@ from torch import nn
 from transformers import activations
 
 from ..errors import MeshError, UnsupportedModelError
-from ..hf.compat import EXPERT_PARALLEL, default_apply_gate
+from ..hf.compat import default_apply_gate
 from .activations import gate_named, limit_before_silu, softcap, swiglu
 from .share import SHARE, Share
 
 # Config attributes with the number of experts per token, in the order in which they are tried.
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+
+_Entry = TypeVar("_Entry")
 
 # Dtypes in which experts may be loaded.
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -221,7 +223,6 @@ class ExpertsLayer:
     is_concatenated: bool  # gate and up are halves of gate_up; else its even and odd columns
     activation: str | None  # of the fused kernel, by name; None: the layer runs unfused with its own
     has_post_expert_norm: bool
-    expert_parallel: bool  # router ids >= num_experts are sentinels to skip
     block: nn.Module | None = field(default=None, repr=False)  # around it, if that is replaced too
     share: Share | None = None  # of the model's experts, on a rank
 
@@ -299,6 +300,11 @@ class ExpertsLayer:
 
     def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.t() if self.is_transposed else weight
+
+
+def named_in(table: Mapping[str, _Entry], cls: type) -> _Entry | None:
+    """The entry of a table by the names of classes, for this one or the next of its bases."""
+    return next((table[base.__name__] for base in cls.__mro__ if base.__name__ in table), None)
 
 
 def apply_gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
@@ -425,7 +431,7 @@ def router_unsupported_reason(model: nn.Module, layer: ExpertsLayer) -> str:
 
 
 def router_adapter(module: nn.Module) -> RouterAdapter | None:
-    return next((ROUTERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in ROUTERS), None)
+    return named_in(ROUTERS, type(module))
 
 
 def router_module(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
@@ -522,12 +528,8 @@ def _all_layers(model: nn.Module) -> Iterator[ExpertsLayer]:
     for path, module in model.named_modules():
         if all(flag in module.__dict__ for flag in _LAYOUT_FLAGS):
             yield _describe(path, module)
-        elif (unmarked := _unmarked(module)) is not None and module._parameters.get("gate_up_proj") is not None:
+        elif module._parameters.get("gate_up_proj") is not None and (unmarked := named_in(UNMARKED, type(module))):
             yield _describe_unmarked(path, module, unmarked, model.get_submodule(path.rpartition(".")[0]))
-
-
-def _unmarked(module: nn.Module) -> Unmarked | None:
-    return next((UNMARKED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in UNMARKED), None)
 
 
 def _describe_unmarked(path: str, module: Any, unmarked: Unmarked, block: nn.Module) -> ExpertsLayer:
@@ -548,7 +550,6 @@ def _describe_unmarked(path: str, module: Any, unmarked: Unmarked, block: nn.Mod
         is_concatenated=True,
         activation=_activation(module),
         has_post_expert_norm=False,
-        expert_parallel=False,
         block=block if unmarked.block else None,
     )
 
@@ -571,7 +572,6 @@ def _describe(path: str, module: Any) -> ExpertsLayer:
         is_concatenated=module.is_concatenated,
         activation=_activation(module),
         has_post_expert_norm=getattr(module, "has_post_expert_norm", False),
-        expert_parallel=getattr(module, EXPERT_PARALLEL, False),
         share=vars(module).get(SHARE),
     )
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from .. import _C
 from ..hf.generation_compat import given_cache
 from ..hf.torch_compat import is_tracing
+from ..models.families import named_in
 from ..models.tables import OF_TOKENS
 from .tables import MeshEmbedding
 
@@ -38,7 +39,7 @@ def uninstall_early_rows(model: nn.Module) -> None:
 
 
 def _embedding(module: Any) -> MeshEmbedding | None:
-    name = next((OF_TOKENS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in OF_TOKENS), None)
+    name = named_in(OF_TOKENS, type(module))
     embedding = None if name is None else getattr(module, name)
     return embedding if isinstance(embedding, MeshEmbedding) else None
 

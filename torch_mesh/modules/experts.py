@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..hf.compat import OLD_FORWARD, set_initialized
-from ..models.families import ExpertsLayer, InPool, apply_gate, check_model
+from ..models.families import ExpertsLayer, InPool, apply_gate, check_model, named_in
 from ..models.tables import TableLayer
 from ..ops.device import find
 from ..pool.expert_pool import ExpertPool, refuse_to_pickle
@@ -277,7 +277,7 @@ BLOCKS: dict[str, type[nn.Module]] = {"Llama4TextMoe": InputWeightingBlock}
 
 def mesh_class(cls: type[nn.Module]) -> type[MeshExperts]:
     """``MeshQwen3MoeExperts`` for ``Qwen3MoeExperts``: a subclass of the class that it replaces."""
-    return mixed_class(_named_in(_MIXINS, cls) or MeshExperts, cls)
+    return mixed_class(named_in(_MIXINS, cls) or MeshExperts, cls)
 
 
 def mixed_class(mixin: type[nn.Module], cls: type[nn.Module], keeps_name: bool = False, is_behind: bool = False) -> Any:
@@ -294,10 +294,6 @@ def mixed_class(mixin: type[nn.Module], cls: type[nn.Module], keeps_name: bool =
 
 
 _mixed_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
-
-
-def _named_in(table: dict[str, Any], cls: type[nn.Module]) -> Any:
-    return next((table[base.__name__] for base in cls.__mro__ if base.__name__ in table), None)
 
 
 def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
@@ -362,7 +358,9 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
     change_class(module, mesh_class(type(module)))
     if layer.block is not None:
-        change_class(layer.block, mixed_class(_named_in(BLOCKS, type(layer.block)), type(layer.block)))
+        mixin = named_in(BLOCKS, type(layer.block))
+        assert mixin is not None, "a block to replace has a replacement"
+        change_class(layer.block, mixed_class(mixin, type(layer.block)))
 
 
 def restore(layer: ExpertsLayer, device: torch.device) -> None:
