@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,44 +11,18 @@ from torch_mesh import _C
 
 
 def _record(
-    gate: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None, format: str, group_size: int
+    gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, *others: Any
 ) -> Tensor:
+    *_, format, group_size = others
     torch._check(up.dim() == 2 and down.dim() == 2, lambda: "up and down must be matrices")
     intermediate, hidden = up.shape
     bytes_ = _C.record_bytes(format, group_size, hidden, intermediate, gate is not None, up_bias is not None)
     return torch.empty(bytes_, dtype=torch.uint8)
 
 
-@torch.library.register_fake("torch_mesh::pack")
-def _(
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    format: str,
-    group_size: int,
-) -> Tensor:
-    return _record(gate, up, down, up_bias, format, group_size)
-
-
-@torch.library.register_fake("torch_mesh::pack_calibrated")
-def _(
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    hidden_feedback: Tensor,
-    hidden_importance: Tensor,
-    intermediate_feedback: Tensor,
-    intermediate_importance: Tensor,
-    format: str,
-    group_size: int,
-) -> Tensor:
-    return _record(gate, up, down, up_bias, format, group_size)
+# They differ in the arguments between the biases and the format.
+for _name in ("pack", "pack_calibrated"):
+    torch.library.register_fake(f"torch_mesh::{_name}", _record)
 
 
 @torch.library.register_fake("torch_mesh::unpack")

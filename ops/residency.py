@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 
-@torch.library.register_fake("torch_mesh::promote")
-def _(handle: Tensor, ids: Tensor) -> None: ...
+def _nothing(handle: Tensor, ids: Tensor) -> None: ...
 
 
-@torch.library.register_fake("torch_mesh::prefetch")
-def _(handle: Tensor, ids: Tensor) -> None: ...
+for _name in ("promote", "prefetch", "evict"):
+    torch.library.register_fake(f"torch_mesh::{_name}", _nothing)
 
 
 @torch.library.register_fake("torch_mesh::lookahead")
@@ -30,10 +29,6 @@ def _(
 ) -> None:
     torch._check(x.dim() == 2, lambda: f"x must be [tokens, hidden]; got {tuple(x.shape)}")
     torch._check(router_weight.dim() == 2, lambda: "router_weight must be [experts, hidden]")
-
-
-@torch.library.register_fake("torch_mesh::evict")
-def _(handle: Tensor, ids: Tensor) -> None: ...
 
 
 @torch.library.register_fake("torch_mesh::observe")
