@@ -23,16 +23,14 @@ def own_experts(first: torch.Tensor, second: torch.Tensor, share: Share) -> tupl
     every rank has to run the backward."""
     if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
         return _OwnExperts.apply(first, second, share)
-    own = slice(share.experts.start, share.experts.stop)
-    return first[own], second[own]
+    return first[share.own], second[share.own]
 
 
 class _OwnExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.ranks = share.ranks
-        own = slice(share.experts.start, share.experts.stop)
-        return first[own], second[own]
+        return first[share.own], second[share.own]
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..routing.profiles import profile_of_trace
 from ..routing.traces import Trace
 from ..statistics.counters import Stats
 
@@ -86,9 +87,7 @@ def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
     if a layer has fewer experts, or without usage.
     """
     if isinstance(usage, Trace):
-        counts = np.stack(
-            [np.bincount(usage.ids[:, layer].ravel(), minlength=usage.experts) for layer in range(usage.layers)]
-        )
+        counts = profile_of_trace(usage).uses
     else:
         counts = np.array([layer.experts.accesses for layer in usage.per_layer])
     if counts.sum() == 0:

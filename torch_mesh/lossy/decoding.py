@@ -154,27 +154,8 @@ class LeaningRouter(nn.Module):
 def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], lossy: LossyFields) -> None:
     """Raises ValueError or UnsupportedModelError if ``model`` cannot run with these modes."""
     top_k = max(layer.top_k for layer in layers)
-    if lossy.deferred_experts > top_k:
-        raise ValueError(
-            f"lossy.deferred_experts={lossy.deferred_experts}, but a token of this model uses {top_k} experts: "
-            f"give 0 to {top_k}."
-        )
-    if lossy.deferred_experts and len(layers) == 1:
-        raise ValueError(
-            f"lossy.deferred_experts={lossy.deferred_experts} needs a later layer to defer to, and this model "
-            "has one layer of experts: set lossy.deferred_experts to 0."
-        )
-    if lossy.deferred_experts and layers[0].fused_activation is None:
-        raise UnsupportedModelError(
-            f"lossy.deferred_experts={lossy.deferred_experts} is unsupported for {type(model).__name__}: its "
-            "experts run unfused, since the fused kernel lacks their activation. Set lossy.deferred_experts to 0."
-        )
-    if lossy.deferred_experts and len({layer.kind for layer in layers}) > 1:
-        raise UnsupportedModelError(
-            f"lossy.deferred_experts={lossy.deferred_experts} is unsupported for {type(model).__name__}: a "
-            f"token may skip layers of experts ({' and '.join(sorted({layer.kind for layer in layers}))}), and "
-            "deferred products could be lost. Set lossy.deferred_experts to 0."
-        )
+    if lossy.deferred_experts:
+        _check_deferred(model, layers, lossy.deferred_experts, top_k)
     if lossy.routing_bias and top_k == 1:
         raise ValueError(
             f"lossy.routing_bias={lossy.routing_bias} has no effect: a token of this model uses one expert, "
@@ -183,6 +164,27 @@ def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], lossy: LossyFi
     if lossy.routing_bias:
         for layer in layers:
             _selecting_router(model, layer, lossy.routing_bias)
+
+
+def _check_deferred(model: nn.Module, layers: Sequence[ExpertsLayer], count: int, top_k: int) -> None:
+    given = f"lossy.deferred_experts={count}"
+    if count > top_k:
+        raise ValueError(f"{given}, but a token of this model uses {top_k} experts: give 0 to {top_k}.")
+    if len(layers) == 1:
+        raise ValueError(
+            f"{given} needs a later layer to defer to, and this model has one layer of experts: set "
+            "lossy.deferred_experts to 0."
+        )
+    kinds = sorted({layer.kind for layer in layers})
+    if layers[0].fused_activation is None:
+        why = "its experts run unfused, since the fused kernel lacks their activation"
+    elif len(kinds) > 1:
+        why = f"a token may skip layers of experts ({' and '.join(kinds)}), and deferred products could be lost"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"{given} is unsupported for {type(model).__name__}: {why}. Set lossy.deferred_experts to 0."
+    )
 
 
 def install_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], lossy: LossyFields) -> None:

@@ -33,6 +33,11 @@ class Share:
     def experts(self) -> range:
         return range(self.rank * self.count, (self.rank + 1) * self.count)
 
+    @property
+    def own(self) -> slice:
+        """Of an array by all experts: those of the rank."""
+        return slice(self.experts.start, self.experts.stop)
+
     def __str__(self) -> str:
         return f"experts {self.experts[0]} to {self.experts[-1]} of {self.routed}, rank {self.rank} of {self.ranks}"
 
@@ -47,7 +52,7 @@ class Share:
 
     def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a ``Source`` with this rank's experts only, from those of one with all."""
-        own = slice(self.experts.start, self.experts.stop)
+        own = self.own
         of_experts = {name: arguments.get(name) for name in ("checksums", "raw_views_of")}
         return {
             **arguments,

@@ -107,7 +107,7 @@ def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
     first._mesh_experimental = ", ".join(name for name, used in features.items() if used)
 
 
-def _patch_heads(heads: nn.Module, *, resident: float, threads: str | int) -> None:
+def _patch_heads(heads: nn.Module, resident: float, threads: str | int) -> None:
     """Patch the MTP layers of a patched model, which transformers opens when it first drafts with them.
 
     The model's settings do not apply to them, nor do their variables in the environment.

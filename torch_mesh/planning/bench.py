@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from ..errors import MeshError
 from ..modules.experts import patched_modules
 from ..statistics.counters import Stats
 from ..statistics.stats import reset_stats, stats
-from ..system.background import Flag
+from ..system.background import BackgroundThread, Flag
 from ..system.memory import anonymous_bytes
 from ..system.timing import memory_speed
 from .machine import measure_speeds
@@ -221,19 +220,18 @@ def _tenths(values: Sequence[float]) -> tuple[float, float]:
     return cuts[0], cuts[-1]
 
 
-class _PeakMemory(threading.Thread):
-    """The peak of this process's anonymous memory since the thread started."""
+class _PeakMemory:
+    """The peak of this process's anonymous memory, seen by a thread."""
 
     def __init__(self) -> None:
-        super().__init__(name="torch_mesh memory", daemon=True)
         self.bytes = anonymous_bytes()
         self._ended = Flag()
-        self.start()
+        self._thread = BackgroundThread(self._look, "torch_mesh memory")
 
-    def run(self) -> None:
+    def _look(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
             self.bytes = max(self.bytes, anonymous_bytes())
 
     def stop(self) -> None:
         self._ended.set()
-        self.join()
+        self._thread.end()

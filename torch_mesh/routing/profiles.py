@@ -167,7 +167,7 @@ def pool_profile(
     if layer_indices is not None:
         idle = np.isin(np.arange(layers), layer_indices, invert=True)
         tokens[idle], uses[idle] = 0, 0
-    return tokens, uses if share is None else uses[:, share.experts.start : share.experts.stop].copy()
+    return tokens, uses if share is None else uses[:, share.own].copy()
 
 
 def check_fits(profile: Profile, path: str, layers: int | None, experts: int, top_k: int) -> None:

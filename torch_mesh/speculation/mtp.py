@@ -10,7 +10,8 @@ import functools
 import threading
 import time
 import types
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +31,8 @@ _lock = threading.Lock()
 clock = time.perf_counter
 
 
-class PatchHeads(Protocol):
-    """Puts the experts of ``heads`` into a pool in 8 bits, with ``resident`` of them in memory."""
-
-    def __call__(self, heads: nn.Module, *, resident: float, threads: str | int) -> None: ...
+# Puts the experts of heads into a pool in 8 bits, with a fraction of them in memory and as many threads.
+PatchHeads = Callable[[nn.Module, float, "str | int"], None]
 
 
 class KeptHeads(MtpCandidateGenerator):
@@ -174,8 +173,8 @@ def _make(model: Any, patch_heads: PatchHeads) -> Any:
     heads.layers.to(_dtype(model))
     pool = next(patched_modules(model))._mesh_pool
     if has_experts(heads.layers):  # the same resident fraction as in the model
-        share = 1.0 if pool.in_memory else min(pool.slots / (pool.layers * pool.geometry.num_experts), 1.0)
-        patch_heads(heads.layers, resident=share, threads=pool.threads or "auto")
+        fraction = 1.0 if pool.in_memory else min(pool.slots / (pool.layers * pool.geometry.num_experts), 1.0)
+        patch_heads(heads.layers, fraction, pool.threads or "auto")
     return heads
 
 

@@ -25,7 +25,6 @@ _EARLIER = {
     "fallback_accesses": "stand_ins",
     "prefetches_unused": "prefetches_wasted",
     "unused_prefetch_bytes": "wasted_bytes",
-    "max_slots": "max_slots",
 }
 
 
