@@ -177,7 +177,7 @@ class DeviceLayer:
 _layers: weakref.WeakValueDictionary[tuple[int, ...], DeviceLayer] = weakref.WeakValueDictionary()
 
 
-def place(handle: Tensor, layer: DeviceLayer) -> None:
+def register(handle: Tensor, layer: DeviceLayer) -> None:
     """Register ``layer`` under ``handle`` for ``experts_split``, for as long as ``layer`` lives."""
     _layers[tuple(handle.tolist())] = layer
 

@@ -136,8 +136,8 @@ def _streamed(ids: Tensor, layer: DeviceLayer, shared: SharedDevice) -> tuple[Te
     tables = torch.full((1 + len(batches), experts), -1, dtype=torch.int32)
     tables[0] = table
     tables[0, chosen] = 0  # the host only checks whether an expert is on the device
-    for place, batch in enumerate(batches, start=1):
-        tables[place, batch] = torch.arange(len(batch), dtype=torch.int32)
+    for index, batch in enumerate(batches, start=1):
+        tables[index, batch] = torch.arange(len(batch), dtype=torch.int32)
     tables = tables.to(ids.device)
     return tables[0], list(zip(batches, tables[1:], strict=True))
 

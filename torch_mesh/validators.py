@@ -122,7 +122,7 @@ def bias(name: str, value: Any) -> float:
     number = _real(value)
     if number is None or not 0 <= number <= 1:
         raise ValueError(
-            f"{name}={value!r} is not a share of the spread of scores: give a number in [0, 1]; 0 is exact."
+            f"{name}={value!r} is not a fraction of the spread of scores: give a number in [0, 1]; 0 is exact."
         )
     return number
 

@@ -15,7 +15,7 @@ def store(tmp_path: Path, mesh_tiny: Path, request: pytest.FixtureRequest) -> St
 
 
 def damage(store: Store, layer: int, expert: int) -> tuple[str, int]:
-    file, offset = store.manifest.place(layer, expert)
+    file, offset = store.manifest.locate(layer, expert)
     path = store.folder / store.manifest.record_files[file].name
     with path.open("r+b") as stream:
         stream.seek(offset + 100)

@@ -519,7 +519,7 @@ def test_the_codes_of_a_checkpoint_go_to_the_card_as_they_are(
             placed = find(module._mesh_handle)
             assert placed.record.format == weights and placed.count == 3
             for expert in placed.here.nonzero().flatten().tolist():
-                number, offset = store.manifest.place(layer, expert)
+                number, offset = store.manifest.locate(layer, expert)
                 file = store.folder / store.manifest.record_files[number].name
                 record = torch.from_numpy(np.fromfile(file, dtype=np.uint8, count=size, offset=offset))
                 assert torch.equal(placed.records[placed.table[expert]].cpu(), record)

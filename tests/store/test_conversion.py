@@ -35,7 +35,7 @@ WEIGHTS = ("bf16", "int8", "int4", "lut4", "tcq3", "tcq2+tcq3", "tcq2")
 
 
 def read_record(store: Store, layer: int, expert: int) -> bytes:
-    file, offset = store.manifest.place(layer, expert)
+    file, offset = store.manifest.locate(layer, expert)
     with (store.folder / store.manifest.record_files[file].name).open("rb") as stream:
         stream.seek(offset)
         return stream.read(store.manifest.record_bytes)
@@ -61,7 +61,7 @@ def test_records_are_the_packed_experts_of_the_model(tmp_path: Path, family: str
             assert record == pack_expert(layer.expert(expert), weights, manifest.group_size).numpy().tobytes()
             checksum = _C.record_checksum(manifest.store_id, number, expert, record)
             assert checksum == int(manifest.checksums[number, expert])
-            assert manifest.place(number, expert)[1] % 4096 == 0
+            assert manifest.locate(number, expert)[1] % 4096 == 0
     assert list(verify(store)) == []
     assert leftovers(store.folder) == []
 

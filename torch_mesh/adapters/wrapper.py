@@ -141,7 +141,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
 def _layer_of(experts: MeshExperts) -> ExpertsLayer:
     weight: Any = next(iter(experts._parameters[name] for name in experts._mesh_parameters))
     assert isinstance(weight, PackedExpertsWeight)
-    return weight.place.layer
+    return weight.location.layer
 
 
 def _check(experts: MeshExperts, parameter: str | None, config: LoraConfig) -> None:

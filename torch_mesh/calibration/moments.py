@@ -56,11 +56,11 @@ class Moments:
 def blended(own: Moments, shared: torch.Tensor) -> torch.Tensor:
     """An expert's moments from its own and the layer's."""
     prior = PRIOR * len(shared)
-    share = own.rows / (own.rows + prior)
-    return torch.lerp(_with_power(shared, DOUBT), own.mean(), share)
+    fraction = own.rows / (own.rows + prior)
+    return torch.lerp(_with_power(shared, DOUBT), own.mean(), fraction)
 
 
-def _with_power(moments: torch.Tensor, share: float) -> torch.Tensor:
+def _with_power(moments: torch.Tensor, fraction: float) -> torch.Tensor:
     """``moments`` with a fraction of the inputs' median power added to the diagonal.
 
     The median, because large models have a few inputs that are a thousand times as strong as the others.
@@ -69,7 +69,7 @@ def _with_power(moments: torch.Tensor, share: float) -> torch.Tensor:
     some = power[power > 0]
     added = moments.clone()
     if len(some):
-        added.diagonal().add_(share * some.median())
+        added.diagonal().add_(fraction * some.median())
     return added
 
 
@@ -109,11 +109,11 @@ def feedback_of(moments: torch.Tensor, streams: int = 1, step: int = 1) -> Input
     factor, failed = torch.linalg.cholesky_ex(reverse)
     # If a few inputs are much stronger than the others and correlated, fp32 rounding exceeds the damping. Add more of
     # each input's own power.
-    share = 2.0**-24
+    fraction = 2.0**-24
     while bool(failed):
-        share *= 4
+        fraction *= 4
         exact = reverse.double()
-        exact.diagonal().mul_(1 + share)
+        exact.diagonal().mul_(1 + fraction)
         factor, failed = torch.linalg.cholesky_ex(exact)
     upper = factor.float().flip(0, 1)
     scale = upper.diagonal()

@@ -274,16 +274,16 @@ def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, 
         table.add_row("margin", f"{format_bytes(planned.margin_bytes)}, which resident=auto leaves free")
     if planned.slots is not None and planned.pool_bytes is not None:
         fallback_slots = f" and {planned.fallback_slots} fallback experts" if planned.fallback_slots else ""
-        share = (
+        text = (
             f"{planned.slots} experts, {planned.slots / every:.1%}{fallback_slots}, {format_bytes(planned.pool_bytes)}"
         )
-        table.add_row("resident", share)
+        table.add_row("resident", text)
     if planned.gpu is not None:
         style = _STATUS_STYLE.get(planned.gpu.status, "yellow")
         text = f"{planned.gpu.placed} experts, {format_bytes(planned.gpu.expert_bytes)} with their buffers"
         table.add_row("on the card", f"{text}; [{style}]{planned.gpu.status}[/]: {escape(planned.gpu.advice)}")
-    share = f"{planned.recommended_slots} experts, {planned.recommended_slots / every:.1%}"
-    table.add_row("recommended", f"{share}, {format_bytes(planned.recommended_bytes)}")
+    text = f"{planned.recommended_slots} experts, {planned.recommended_slots / every:.1%}"
+    table.add_row("recommended", f"{text}, {format_bytes(planned.recommended_bytes)}")
     table.add_row("workspace", _workspace(planned))
     if training is not None:
         _add_training(table, training)

@@ -143,9 +143,9 @@ def _draw(report: Report, path: str) -> None:
     minutes = [(stretch.begin + stretch.end) / 2 / 60 - run.begin / 60 for stretch in stretches]
     figure, (rates, reads, layers) = pyplot.subplots(3, 1, figsize=(9, 9), sharex=True, layout="constrained")
     for name in ("prefill", "decode"):
-        shares = [getattr(stretch.stats, name).hit_rate for stretch in stretches]
-        if any(share is not None for share in shares):
-            rates.plot(minutes, [float("nan") if share is None else share for share in shares], "o-", label=name)
+        hits = [getattr(stretch.stats, name).hit_rate for stretch in stretches]
+        if any(hit is not None for hit in hits):
+            rates.plot(minutes, [float("nan") if hit is None else hit for hit in hits], "o-", label=name)
     rates.set(ylabel="hit rate", ylim=(0, 1))
     rates.legend()
     lengths = [stretch.end - stretch.begin for stretch in stretches]
@@ -157,7 +157,7 @@ def _draw(report: Report, path: str) -> None:
     waiting.plot(minutes, waits, "o-", color="tab:red")
     waiting.set(ylabel="% of the time waiting (red)", ylim=(0, None))
     by_layer = [[layer.hit_rate for layer in stretch.stats.per_layer] for stretch in stretches]
-    grid = [[float("nan") if share is None else share for share in column] for column in zip(*by_layer, strict=True)]
+    grid = [[float("nan") if hit is None else hit for hit in column] for column in zip(*by_layer, strict=True)]
     image = layers.pcolormesh(
         [stretch.begin / 60 - run.begin / 60 for stretch in stretches] + [(stretches[-1].end - run.begin) / 60],
         range(len(grid) + 1),

@@ -64,8 +64,8 @@ def _expert_seconds(pool: ExpertPool, layer: int, experts: list[int]) -> tuple[f
         source=None,
     )
     try:
-        for place, expert in enumerate(experts):
-            engine.fill(0, place, pool.engine.read_record(layer, expert))
+        for index, expert in enumerate(experts):
+            engine.fill(0, index, pool.engine.read_record(layer, expert))
         handle = torch.tensor([engine.id, 0, engine.generation])
 
         def seconds(rows: int) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from ..formats import FORMATS
 from ..models.families import ExpertsLayer
-from ..ops.device import DeviceLayer, DeviceRecord, SharedDevice, place
+from ..ops.device import DeviceLayer, DeviceRecord, SharedDevice, register
 from ..pool.expert_pool import ExpertPool, record_bytes
 from ..store.convert import checked_group_size
 from ..store.progress import progress_bar
@@ -61,8 +61,8 @@ def _move(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Placement
     with progress_bar("Copying experts to the GPU") as progress:
         for layer, here, device in zip(layers, placement.here, placement.devices, strict=True):
             if device in records:
-                place_of = record, records[device], tables[device], taken[device]
-                placed.append((layer.module, _copy_layer(layer.module, pool, source, shared[device], here, *place_of)))
+                copying = record, records[device], tables[device], taken[device]
+                placed.append((layer.module, _copy_layer(layer.module, pool, source, shared[device], here, *copying)))
                 taken[device] += int(here.sum())
             progress(sum(taken.values()) * record.words * 4, placement.count * record.words * 4)
     for device in devices:
@@ -80,7 +80,7 @@ def _move(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Placement
         pool.moves_from = None if source is pool else source
     for module, on_device in placed:
         pool.device_layers.append(on_device)
-        place(module._mesh_handle, on_device)
+        register(module._mesh_handle, on_device)
         module._mesh_device = on_device.records.device
     pool.engine.reset_stats()
     for of_device in shared.values():

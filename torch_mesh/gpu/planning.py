@@ -13,7 +13,7 @@ from .placement import MOVED_TOGETHER, Placement, batch_beside, given_experts
 
 # What gpu.experts="auto" leaves free for the KV cache, activations and other processes.
 _RESERVE_BYTES = 2 << 30
-_RESERVE_SHARE = 8  # the fraction 1 / 8 of the GPU
+_RESERVE_DIVISOR = 8  # the fraction 1 / 8 of the GPU
 # The page size in which torch's allocator takes large blocks.
 _ALLOCATION = 2 << 20
 UNFUSED = "the experts of this family have a gate, activation or norm of their own and run unfused, on the CPU."
@@ -59,7 +59,7 @@ def plan_gpu(
     recommended. ``streaming`` adds two buffers for prompts and ``dynamic`` spare slots, unless all experts fit.
     ``up_bytes``: of a streamed record, if not ``record_bytes`` as on the GPU.
     """
-    reserve = max(_RESERVE_BYTES, total // _RESERVE_SHARE)
+    reserve = max(_RESERVE_BYTES, total // _RESERVE_DIVISOR)
     budget = max(0, free - reserve)
     every = layers * experts
     slots = min(every, _whole(budget) // record_bytes)

@@ -152,8 +152,8 @@ def wrap(owner: str, name: str, around: Callable[[Any], Any]) -> None:
 
     Replacements by other libraries stay inside. Raises AttributeError if there is no such name.
     """
-    place = resolve(owner)
-    setattr(place, name, around(vars(place)[name]))
+    target = resolve(owner)
+    setattr(target, name, around(vars(target)[name]))
 
 
 def resolve(path: str) -> Any:

@@ -147,12 +147,12 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
         moved = (self.cumulative_length + tokens - self.max_cache_len).clamp(0, tokens)
         stays = (torch.arange(last + 1, device=self.device) + moved).clamp(max=last)
         first = self.cumulative_length.clamp(max=self.max_cache_len - tokens)
-        places = first + torch.arange(tokens, device=self.device)
+        positions = first + torch.arange(tokens, device=self.device)
         keys: Any = self.keys
         values: Any = self.values
         for kept, new in ((keys, key_states), (values, value_states)):
             kept.copy_(kept.index_select(2, stays))
-            kept.index_copy_(2, places, new)
+            kept.index_copy_(2, positions, new)
         self.cumulative_length.add_(tokens)
         return keys, values
 

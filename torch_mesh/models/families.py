@@ -507,7 +507,7 @@ def pool_activations(layers: Sequence[ExpertsLayer], layer_indices: Sequence[int
     if named is None or isinstance(named, str):
         return None if named is None else [named] * count
     by_index = dict(zip(layer_indices, named, strict=True))
-    return [by_index.get(place, named[0]) for place in range(count)]
+    return [by_index.get(layer, named[0]) for layer in range(count)]
 
 
 def supported_families() -> list[str]:

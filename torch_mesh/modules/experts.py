@@ -241,8 +241,8 @@ class ExpertsWithIdentities(MeshExperts):
     ) -> torch.Tensor:
         computed = super().forward(hidden_states, top_k_index, top_k_weights, adapters)
         identities = top_k_index >= self.num_experts
-        share = top_k_weights.masked_fill(~identities, 0.0).sum(-1, keepdim=True)
-        return (computed.float() + hidden_states.float() * share).to(hidden_states.dtype)
+        weight = top_k_weights.masked_fill(~identities, 0.0).sum(-1, keepdim=True)
+        return (computed.float() + hidden_states.float() * weight).to(hidden_states.dtype)
 
     @property
     def num_experts(self) -> int:  # type: ignore[override]

@@ -200,7 +200,7 @@ class PackedLinearWeight(PackedWeight):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Place:
+class _Location:
     """Where the values of an experts parameter are."""
 
     pool: ExpertPool
@@ -209,12 +209,12 @@ class _Place:
     parameter: str
     shapes: dict[str, torch.Tensor]  # of all of the layer's parameters, on the meta device
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Location:
         return self  # deep copies of a model share its pool
 
 
 class FrozenWeight(PackedWeight):
-    """A weight whose values are elsewhere and never change: copies share them."""
+    """A weight whose values are in a pool or in files and never change: copies share them."""
 
     def accept(self, source: torch.Tensor) -> None:
         """Accept a checkpoint of the model itself: its values have to equal those that are there."""
@@ -232,13 +232,13 @@ class PackedExpertsWeight(FrozenWeight):
     """A parameter of a ``MeshExperts``. Arithmetic on it raises: it would read the whole layer."""
 
     handle: torch.Tensor
-    place: _Place
+    location: _Location
 
-    def __init__(self, handle: torch.Tensor, shape: torch.Size, dtype: torch.dtype, place: _Place) -> None:
+    def __init__(self, handle: torch.Tensor, shape: torch.Size, dtype: torch.dtype, location: _Location) -> None:
         self.handle = self._identity = handle
-        self.place = place
-        self.path = f"{place.layer.path}.{place.parameter}"
-        self.format, self.exact = place.pool.weights, place.pool.exact
+        self.location = location
+        self.path = f"{location.layer.path}.{location.parameter}"
+        self.format, self.exact = location.pool.weights, location.pool.exact
 
     def unpacked(self) -> torch.Tensor:
         """Read every expert of the layer. Raises MemoryError if they do not fit in memory."""
@@ -249,15 +249,15 @@ class PackedExpertsWeight(FrozenWeight):
                 "which writes piece by piece."
             )
         values = torch.empty(self.shape, dtype=self.dtype)
-        values[self.place.layer.num_experts :] = 0  # rows of identity experts
-        for expert in range(self.place.layer.num_experts):
+        values[self.location.layer.num_experts :] = 0  # rows of identity experts
+        for expert in range(self.location.layer.num_experts):
             self._unpack(expert, values)
         return values
 
     def _equals(self, source: torch.Tensor) -> bool:
         if source.shape != self.shape:
             return False
-        for expert in range(self.place.layer.num_experts):
+        for expert in range(self.location.layer.num_experts):
             # Tied experts are in the pool twice, and their parameters are set to each other's.
             other = source._expert(expert) if isinstance(source, PackedExpertsWeight) else source[expert].detach()
             if not torch.equal(self._expert(expert), other.to("cpu", self.dtype)):
@@ -270,13 +270,13 @@ class PackedExpertsWeight(FrozenWeight):
         return one[0]
 
     def alias(self, dtype: torch.dtype | None = None) -> PackedExpertsWeight:
-        return PackedExpertsWeight(self.handle, self.shape, dtype or self.dtype, self.place)
+        return PackedExpertsWeight(self.handle, self.shape, dtype or self.dtype, self.location)
 
     def _unpack(self, expert: int, values: torch.Tensor) -> None:
         """Write one expert into its part of ``values``; the layer's other parameters are discarded."""
-        place = self.place
-        place.pool.unpack_into(
-            place.index, expert, place.layer.expert(expert, place.shapes | {place.parameter: values})
+        location = self.location
+        location.pool.unpack_into(
+            location.index, expert, location.layer.expert(expert, location.shapes | {location.parameter: values})
         )
 
     def _for_arithmetic(self) -> torch.Tensor:
@@ -288,7 +288,7 @@ class PackedExpertsWeight(FrozenWeight):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["handle"], (self.shape, self.dtype, self.place)
+        return ["handle"], (self.shape, self.dtype, self.location)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> PackedExpertsWeight:
@@ -300,8 +300,8 @@ def packed_experts(layer: ExpertsLayer, pool: ExpertPool, index: int) -> dict[st
     described = dataclasses.replace(layer, module=nn.Module(), block=None)  # must not keep the module alive
     packed = {}
     for name, shape in shapes.items():
-        place = _Place(pool, index, described, name, shapes)
-        packed[name] = as_parameter(PackedExpertsWeight(pool.handle(index), shape.shape, shape.dtype, place))
+        location = _Location(pool, index, described, name, shapes)
+        packed[name] = as_parameter(PackedExpertsWeight(pool.handle(index), shape.shape, shape.dtype, location))
     return packed
 
 

@@ -100,8 +100,8 @@ def format_choices(
         slots, _, _ = fitting_slots(of_format, config, available, on_gpu=0, gpu_pool=0)
         if slots is None:
             continue
-        share = slots / (shape.layers * shape.experts)
-        rate = known_or_expected(shape, share, None, overlap)
+        fraction = slots / (shape.layers * shape.experts)
+        rate = known_or_expected(shape, fraction, None, overlap)
         seconds = token_seconds(
             of_format,
             dataclasses.replace(speeds, experts=format_speeds[weights]),
@@ -114,7 +114,7 @@ def format_choices(
             expert_bytes=record,
             all_experts_bytes=of_format.all_experts_bytes,
             slots=slots,
-            resident_share=share,
+            resident_share=fraction,
             hit_rate=rate,
             bytes_per_token=(1 - rate.expected) * shape.layers * shape.top_k * record,
             tokens_per_second=1 / seconds,

@@ -12,7 +12,7 @@ from ..store.manifest import Shape
 
 # Hits per access by fraction of resident experts, with policy "auto" and no prefetch: docs/decisions/0013. Expected are
 # those of DeepSeek-V2-Lite on natural text; mesh-tiny, whose routing is more local, has the others.
-_SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
+_FRACTIONS = (0.0, 0.1, 0.25, 0.5, 1.0)
 _EXPECTED_HITS = (0.0, 0.312, 0.535, 0.761, 1.0)
 _LOCAL_HITS = (0.0, 0.359, 0.684, 0.911, 1.0)
 
@@ -31,16 +31,16 @@ class HitRate:
     high: float
 
 
-def expected_hit_rate(share: float) -> HitRate:
-    """The expected hit rate if ``share`` of all experts is resident, with policy "auto" and no prefetch.
+def expected_hit_rate(fraction: float) -> HitRate:
+    """The expected hit rate if ``fraction`` of all experts is resident, with policy "auto" and no prefetch.
 
     Interpolates measurements of DeepSeek-V2-Lite; ``high`` are those of mesh-tiny, and ``low`` is random routing.
     """
-    expected, high = (float(np.interp(share, _SHARES, hits)) for hits in (_EXPECTED_HITS, _LOCAL_HITS))
-    return HitRate(expected=expected, low=share, high=high)
+    expected, high = (float(np.interp(fraction, _FRACTIONS, hits)) for hits in (_EXPECTED_HITS, _LOCAL_HITS))
+    return HitRate(expected=expected, low=fraction, high=high)
 
 
-def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
+def simulated_hit_rate(shape: Shape, fraction: float, overlap: float) -> HitRate:
     """The hit rate of policy "auto" on a synthetic trace in which ``overlap`` of a token's experts serve the next token
     too.
 
@@ -55,18 +55,18 @@ def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
         prompt_tokens=_SIMULATED_TOKENS,
         overlap=overlap,
     )
-    slots = max(shape.top_k, round(share * layers * shape.experts))
+    slots = max(shape.top_k, round(fraction * layers * shape.experts))
     result = _C.replay(trace.ids, experts=shape.experts, policy="auto", slots=slots, sequences=trace.offsets[:-1])
     hits = result["hits"][trace.offsets[1] :]
     expected = float(hits.mean()) / (layers * shape.top_k)
-    return HitRate(expected=expected, low=min(share, expected), high=max(expected, expected_hit_rate(share).high))
+    return HitRate(expected=expected, low=min(fraction, expected), high=max(expected, expected_hit_rate(fraction).high))
 
 
-def known_or_expected(shape: Shape, share: float, given: float | None, overlap: float | None) -> HitRate:
+def known_or_expected(shape: Shape, fraction: float, given: float | None, overlap: float | None) -> HitRate:
     """``given``, or the simulated hit rate of ``overlap``, or the expected one. Raises ValueError for an invalid
     rate or overlap."""
     if given is not None and not 0 <= given <= 1:
         raise ValueError(f"hit_rate={given} must be in [0, 1]")
-    if share == 1 or (given is None and overlap is None):
-        return expected_hit_rate(share)
-    return HitRate(given, given, given) if given is not None else simulated_hit_rate(shape, share, overlap or 0.0)
+    if fraction == 1 or (given is None and overlap is None):
+        return expected_hit_rate(fraction)
+    return HitRate(given, given, given) if given is not None else simulated_hit_rate(shape, fraction, overlap or 0.0)

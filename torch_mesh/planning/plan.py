@@ -116,8 +116,8 @@ def plan(
     fallback_bytes = fallback_slots * fallback_record_bytes(sizes, config)
     every = shape.layers * shape.experts
     recommended = shape.layers * min(shape.experts, -(-2 * shape.top_k // ranks))
-    share = None if slots is None else slots / every
-    rate = None if share is None or fallback_slots or gpu else known_or_expected(shape, share, hit_rate, overlap)
+    fraction = None if slots is None else slots / every
+    rate = None if fraction is None or fallback_slots or gpu else known_or_expected(shape, fraction, hit_rate, overlap)
     chunk = tokens_per_chunk(sizes, config)
     chunk_bytes = None if slots is None else (every - on_gpu if slots < every - on_gpu else 0) * sizes.expert_bytes
     seconds = None
@@ -142,7 +142,7 @@ def plan(
         slots=slots,
         fallback_slots=fallback_slots,
         pool_bytes=None if slots is None else slots * sizes.expert_bytes + fallback_bytes,
-        resident_share=share,
+        resident_share=fraction,
         recommended_slots=recommended,
         recommended_bytes=recommended * sizes.expert_bytes,
         workspace_bytes=config.workspace_bytes,

@@ -243,9 +243,9 @@ class ExpertPool:
         about = self.engine.describe()
         group = "" if FORMATS[self.weights].holds_bf16 else f" (group {self.group_size})"
         every = self.layers * self.geometry.num_experts
-        place = ", of a shared pool" if about["io"] == "shared" else ", io=buffered" if about["buffered"] else ""
+        reads = ", of a shared pool" if about["io"] == "shared" else ", io=buffered" if about["buffered"] else ""
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
-        resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}{place}"
+        resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}{reads}"
         fallback = "" if self.fallback is None else f", fallback: {self.fallback.describe()}"
         left_alone = f", left alone: {self.left_alone}" if self.left_alone else ""
         share = "" if self.share is None else f"{self.share}, "

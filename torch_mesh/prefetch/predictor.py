@@ -268,7 +268,7 @@ class _Sums:
 class _Hits:
     def __init__(self, layer: ExpertsLayer, router: FittedRouter) -> None:
         self.router = router
-        self.fetched = tuple(min(math.ceil(layer.top_k * share), layer.routed_experts) for share in _FETCHED)
+        self.fetched = tuple(min(math.ceil(layer.top_k * times), layer.routed_experts) for times in _FETCHED)
         self.fitted = [0] * len(_FETCHED)
         self.lookahead = [0] * len(_FETCHED)
         self.asked = 0
@@ -285,8 +285,8 @@ class _Hits:
                 counts[index] += int(found[..., :fetched].sum())
 
     def recall(self, layer: int) -> Recall:
-        def shares(counts: list[int]) -> tuple[float, ...]:
+        def rates(counts: list[int]) -> tuple[float, ...]:
             return tuple(count / self.asked for count in counts)
 
-        lookahead = None if self.router.own is None else shares(self.lookahead)
-        return Recall(layer, self.fetched, shares(self.fitted), lookahead)
+        lookahead = None if self.router.own is None else rates(self.lookahead)
+        return Recall(layer, self.fetched, rates(self.fitted), lookahead)

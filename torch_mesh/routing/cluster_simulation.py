@@ -328,8 +328,8 @@ def _all_to_all(
         where = owners[layer][trace.ids[:, layer]]
         away = where != sender[:, None]
         for ends in (sender[:, None], where):
-            places = np.broadcast_to(forward[:, None] * nodes + ends, where.shape)[away]
-            each = np.bincount(places, minlength=len(rows) * nodes).reshape(-1, nodes)
+            keys = np.broadcast_to(forward[:, None] * nodes + ends, where.shape)[away]
+            each = np.bincount(keys, minlength=len(rows) * nodes).reshape(-1, nodes)
             busiest[:, layer] = np.maximum(busiest[:, layer], each.max(axis=1))
         moved[:, layer] = each.sum(axis=1) * row_bytes
     counts = (nodes - 1) * _COUNT_BYTES * (trace.experts // nodes)  # sent by each

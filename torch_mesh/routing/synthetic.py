@@ -16,7 +16,7 @@ from .traces import Trace
 
 # Variance by decay per token; model and prompt do not drift. Fitted to the overlap of DeepSeek-V2-Lite's tokens at
 # distances of 1 to 96, then lowered until lru, lfu and belady agree too.
-SHARES = {"model": 0.014, "prompt": 0.08, "0.985": 0.084, "0.9": 0.022, "0.4": 0.46}
+VARIANCES = {"model": 0.014, "prompt": 0.08, "0.985": 0.084, "0.9": 0.022, "0.4": 0.46}
 _FASTEST = "0.4"
 _MAX_SHARED = 0.98
 _HIDDEN = 24  # dimensions of each hidden state
@@ -44,12 +44,14 @@ def synthetic_trace(
             f"{prompts=}, {prompt_tokens=}"
         )
     rng = np.random.default_rng(seed)
-    shares = _shares(experts, top_k, overlap)
+    variances = _variances(experts, top_k, overlap)
     lengths = rng.integers(math.ceil(prompt_tokens / 2), prompt_tokens + prompt_tokens // 2 + 1, prompts)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    states = np.concatenate([_states(rng, offsets, decay) * share**0.5 for decay, share in shares.items()], axis=1)
+    states = np.concatenate(
+        [_states(rng, offsets, decay) * variance**0.5 for decay, variance in variances.items()], axis=1
+    )
     directions = rng.standard_normal((states.shape[1], layers * experts), np.float32) / _HIDDEN**0.5
-    noise = max(0.0, 1 - sum(shares.values())) ** 0.5
+    noise = max(0.0, 1 - sum(variances.values())) ** 0.5
     ids = np.empty((offsets[-1], layers, top_k), np.int32)
     for first in range(0, len(ids), _BLOCK):
         logits = states[first : first + _BLOCK] @ directions
@@ -100,21 +102,23 @@ def _largest(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool
     return chosen
 
 
-def _shares(experts: int, top_k: int, overlap: float | None) -> dict[str, float]:
-    """SHARES, scaled for the overlap; if the noise is used up, the fastest part becomes slower."""
+def _variances(experts: int, top_k: int, overlap: float | None) -> dict[str, float]:
+    """VARIANCES, scaled for the overlap; if the noise is used up, the fastest part becomes slower."""
     if overlap is None:
-        return SHARES
+        return VARIANCES
     if not top_k / experts <= overlap <= 0.95:
         raise ValueError(f"overlap must be between chance, {top_k / experts:.3f}, and 0.95; got {overlap}")
     wanted = correlation_for(overlap, experts, top_k)
     if wanted <= 0:
-        return dict.fromkeys(SHARES, 0.0)
-    lasting = {decay: share * (1 if decay in ("model", "prompt") else float(decay)) for decay, share in SHARES.items()}
-    scale = min(wanted / sum(lasting.values()), _MAX_SHARED / sum(SHARES.values()))
-    shares = {decay: share * scale for decay, share in SHARES.items()}
-    fast = shares.pop(_FASTEST)
+        return dict.fromkeys(VARIANCES, 0.0)
+    lasting = {
+        decay: variance * (1 if decay in ("model", "prompt") else float(decay)) for decay, variance in VARIANCES.items()
+    }
+    scale = min(wanted / sum(lasting.values()), _MAX_SHARED / sum(VARIANCES.values()))
+    variances = {decay: variance * scale for decay, variance in VARIANCES.items()}
+    fast = variances.pop(_FASTEST)
     slow = scale * (sum(lasting.values()) - lasting[_FASTEST])
     keep = (wanted - slow) / fast
     if keep >= 1:
         raise ValueError(f"an overlap of {overlap} leaves no variance between tokens; give less")
-    return {**shares, repr(keep): fast}
+    return {**variances, repr(keep): fast}

@@ -126,12 +126,12 @@ class Controller:
         if not pays:  # but longer ones do, which do not fit
             return 0
         best = max(pays, key=known.__getitem__)
-        place = lengths.index(best)
-        longer = lengths[place + 1 : place + 2]
+        index = lengths.index(best)
+        longer = lengths[index + 1 : index + 2]
         if longer and longer[0] not in known and drafts.tokens[best].value >= _OFTEN_WHOLE * (best + 1):
             return longer[0]
         if drafts.since_review >= _REVIEW:
-            return (longer or lengths[max(place - 1, 0) : place] or [best])[0]
+            return (longer or lengths[max(index - 1, 0) : index] or [best])[0]
         return best
 
     def _fail(self, tier: int) -> bool:

@@ -33,11 +33,11 @@ class Lookup(Drafter):
 
     def draft(self, length: int) -> Sequence[int]:
         """``length`` tokens, or none. If the previous occurrence is near the end, the draft repeats itself."""
-        place, alike = self._last_time()
+        position, alike = self._last_time()
         if not alike:
             return ()
         text, drafted = self._tokens, list[int]()
-        for i in range(place, place + length):
+        for i in range(position, position + length):
             drafted.append(text[i] if i < len(text) else drafted[i - len(text)])
         return drafted
 
@@ -46,9 +46,11 @@ class Lookup(Drafter):
         matters."""
         text = self._tokens
         for size in range(min(_LONGEST, len(text)), 0, -1):
-            place = self._followed.get(tuple(text[-size:]))
-            if place is not None:
-                while _LONGEST <= size < min(_TIER_BOUNDS[0], place) and text[place - size - 1] == text[-size - 1]:
+            position = self._followed.get(tuple(text[-size:]))
+            if position is not None:
+                while (
+                    _LONGEST <= size < min(_TIER_BOUNDS[0], position) and text[position - size - 1] == text[-size - 1]
+                ):
                     size += 1
-                return place, size
+                return position, size
         return 0, 0

@@ -241,7 +241,7 @@ class Stats(PhaseCounters):
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
         """Everything in types of JSON; without ``experts``, all but the counts of each expert, which are most of it.
 
-        ``prefetch_error`` is None, or a dict of type, message and place.
+        ``prefetch_error`` is None, or a dict of type, message and location.
         """
         return {
             **super().to_dict(),
@@ -433,8 +433,8 @@ def _by_layer(counts: _LayerCounts) -> list[dict[str, Any]]:
 def _error_dict(error: Exception | None) -> dict[str, Any] | None:
     if error is None:
         return None
-    place = {name: getattr(error, name, None) for name in ("layer", "expert", "file", "offset", "errno")}
-    return {"type": type(error).__name__, "message": str(error), **place}
+    location = {name: getattr(error, name, None) for name in ("layer", "expert", "file", "offset", "errno")}
+    return {"type": type(error).__name__, "message": str(error), **location}
 
 
 # Columns of the table, with explanations for readers who do not know the cache.
@@ -452,7 +452,7 @@ HEADINGS = {
     "stalled": "time in which a layer had nothing left to compute and waited for the disk",
     "deciding": "time spent choosing which expert to evict and which to read, under the pool's lock",
     "promoted": "experts that a read made resident",
-    "evicted": "experts that lost their place in memory to others",
+    "evicted": "experts that were removed from memory for others",
 }
 
 
@@ -496,5 +496,5 @@ def _ranges(layers: Sequence[int]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(runs)}"
 
 
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+def percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.1%}"

@@ -121,7 +121,7 @@ def _run_data(name: str, run: Run) -> dict[str, Any]:
             "hit_rate": _rounded(run.total.decode.hit_rate),
             "prefill_hit_rate": _rounded(run.total.prefill.hit_rate),
             "tokens_per_second": _rounded(_typical(stretches)),
-            "waiting": _rounded(_share_of_waiting(stretches)),
+            "waiting": _rounded(_waiting_fraction(stretches)),
             "bytes_read": run.total.bytes_read,
             "accuracy": _rounded(run.total.prefetch_accuracy),
             "peak_bytes": run.peak_bytes,
@@ -141,7 +141,7 @@ def _typical(stretches: Iterable[Stretch]) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def _share_of_waiting(stretches: Sequence[Stretch]) -> float | None:
+def _waiting_fraction(stretches: Sequence[Stretch]) -> float | None:
     seconds = sum(stretch.end - stretch.begin for stretch in stretches)
     return sum(stretch.stats.stall_seconds for stretch in stretches) / seconds if seconds else None
 

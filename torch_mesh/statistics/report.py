@@ -76,7 +76,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Line:
     offset: int
     time: float
     forward: int
@@ -110,7 +110,7 @@ class StatsFile:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._places: list[_Place] = []
+        self._lines: list[_Line] = []
         self._damaged: list[int] = []
         self._offset = self._number = 0  # bytes and lines read so far
         self._file: tuple[int, int] | None = None  # device and inode
@@ -129,10 +129,10 @@ class StatsFile:
         with file:
             self._begin_anew_if_replaced(file)
             self._read_on(file, growing)
-            if not self._places and not growing:
+            if not self._lines and not growing:
                 raise MeshError(f"{self.path} has no line of statistics: give a file that MeshConfig.stats.file named.")
             seen, self._seen = self._seen, {}
-            runs = tuple(self._run(file, places, stretches, seen) for places in _runs(self._places))
+            runs = tuple(self._run(file, lines, stretches, seen) for lines in _runs(self._lines))
         return Report(self.path, runs, tuple(self._damaged))
 
     def _begin_anew_if_replaced(self, file: BinaryIO) -> None:
@@ -161,8 +161,8 @@ class StatsFile:
                     time, stats, snapshot = _parsed(self.path, number, table)
                     memory, run = snapshot.memory or {}, table.get("run")
                     latest, self._latest = self._latest, (run, stats)
-                    self._places.append(
-                        _Place(
+                    self._lines.append(
+                        _Line(
                             offset=self._offset,
                             time=time,
                             forward=table["forward"],
@@ -177,47 +177,47 @@ class StatsFile:
             self._first = self._first or line
             # Together: a refused line is read again, and keeps its number.
             self._offset, self._number = self._offset + len(line), number
-        if self._damaged and not self._places:
+        if self._damaged and not self._lines:
             raise MeshError(f"{self.path}, line {self._damaged[0]}: not JSON, so not a line of statistics.")
 
     def _run(
-        self, file: BinaryIO, places: list[_Place], stretches: int, known: Mapping[int, tuple[Stats, Snapshot]]
+        self, file: BinaryIO, lines: list[_Line], stretches: int, known: Mapping[int, tuple[Stats, Snapshot]]
     ) -> Run:
-        def read(place: _Place) -> tuple[Stats, Snapshot]:
-            if (found := known.get(place.offset)) is None:
-                file.seek(place.offset)
+        def read(line: _Line) -> tuple[Stats, Snapshot]:
+            if (found := known.get(line.offset)) is None:
+                file.seek(line.offset)
                 _, stats, snapshot = _parsed(self.path, 0, json.loads(file.readline()))
                 found = stats, snapshot
-            self._seen[place.offset] = found
+            self._seen[line.offset] = found
             return found
 
         total, parts = Stats(), []
-        share = max(1, math.ceil((len(places) - 1) / stretches))
-        for segment in _split(places, lambda a, b: b.resets != a.resets or b.fell):
-            chosen = [*segment[:-1:share], segment[-1]] if len(segment) > 1 else segment
-            seen = [read(place) for place in chosen]
+        every = max(1, math.ceil((len(lines) - 1) / stretches))
+        for segment in _split(lines, lambda a, b: b.resets != a.resets or b.fell):
+            chosen = [*segment[:-1:every], segment[-1]] if len(segment) > 1 else segment
+            seen = [read(line) for line in chosen]
             for index in range(1, len(chosen)):
                 (old, _), (new, snapshot) = seen[index - 1 : index + 1]
                 parts.append(Stretch(chosen[index - 1].time, chosen[index].time, counted_since(old, new), snapshot))
             total = summed(total, seen[-1][0])
         return Run(
-            begin=places[0].time,
-            end=places[-1].time,
-            lines=len(places),
-            forwards=places[-1].forward,
+            begin=lines[0].time,
+            end=lines[-1].time,
+            lines=len(lines),
+            forwards=lines[-1].forward,
             total=total,
             stretches=tuple(parts),
-            peak_bytes=max((place.process for place in places if place.process is not None), default=None),
-            budget_bytes=max((place.budget for place in places if place.budget is not None), default=None),
+            peak_bytes=max((line.process for line in lines if line.process is not None), default=None),
+            budget_bytes=max((line.budget for line in lines if line.budget is not None), default=None),
             about=seen[-1][1].about,
         )
 
 
-def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
+def _runs(lines: Sequence[_Line]) -> list[list[_Line]]:
     """In the order of their first lines. Two processes may write to one file at a time."""
-    by_name: dict[str | None, list[_Place]] = {}
-    for place in places:
-        by_name.setdefault(place.run, []).append(place)
+    by_name: dict[str | None, list[_Line]] = {}
+    for line in lines:
+        by_name.setdefault(line.run, []).append(line)
     runs = [
         run
         for name, own in by_name.items()
@@ -226,16 +226,16 @@ def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
     return sorted(runs, key=lambda run: run[0].offset)
 
 
-def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
+def _split(lines: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
     """Cut a list before each element that ``begins`` something after its predecessor."""
-    if not places:
+    if not lines:
         return
-    part = [places[0]]
-    for before, place in itertools.pairwise(places):
-        if begins(before, place):
+    part = [lines[0]]
+    for before, line in itertools.pairwise(lines):
+        if begins(before, line):
             yield part
             part = []
-        part.append(place)
+        part.append(line)
     yield part
 
 

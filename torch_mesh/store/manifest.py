@@ -124,7 +124,7 @@ class Manifest:
         calibrated = "" if self.calibration is None else f" {self.calibration.text} {self.calibration.method}"
         return f"{self.source_fingerprint} {self.weights} {self.group_size}{calibrated}"
 
-    def place(self, layer: int, expert: int) -> tuple[int, int]:
+    def locate(self, layer: int, expert: int) -> tuple[int, int]:
         """Index in ``record_files`` and offset of a record."""
         index = layer * self.shape.experts + expert
         for number, file in enumerate(self.record_files):
@@ -155,8 +155,8 @@ class Store:
     def source_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``torch_mesh._C.Source``."""
         manifest = self.manifest
-        places = [manifest.place(layer, expert) for layer, expert in self.records()]
-        extents = np.array([(file, offset, manifest.record_bytes) for file, offset in places], dtype=np.int64)
+        found = [manifest.locate(layer, expert) for layer, expert in self.records()]
+        extents = np.array([(file, offset, manifest.record_bytes) for file, offset in found], dtype=np.int64)
         return {
             "files": [(str(self.folder / file.name), file.bytes) for file in manifest.record_files],
             "extents": extents.reshape(manifest.shape.layers, manifest.shape.experts, 1, 3),
@@ -193,8 +193,8 @@ def block_checksum(store_id: bytes, name: str, number: int, block: bytes | memor
     the bytes."""
     from torch_mesh import _C
 
-    place = hashlib.blake2b(store_id + name.encode(), digest_size=16).digest()
-    return f"{_C.record_checksum(place, 0, number, block):016x}"
+    salt = hashlib.blake2b(store_id + name.encode(), digest_size=16).digest()
+    return f"{_C.record_checksum(salt, 0, number, block):016x}"
 
 
 def described(path: Path, store_id: bytes) -> OtherFile:

@@ -120,14 +120,14 @@ class UnfinishedStore:
             _write_all(descriptor, header, 0)
             os.ftruncate(descriptor, file.bytes)
 
-    def _place(self, layer: int, expert: int) -> tuple[int, int]:
+    def _locate(self, layer: int, expert: int) -> tuple[int, int]:
         index = layer * self._plan.shape.experts + expert
         number, within = divmod(index, self._files[0][0].records)  # every file but the last has the same number
         return self._descriptors[number], self._files[number][0].data_start + within * self._record_bytes
 
     def _drop_damaged_records(self, counter: _Counter) -> None:
         for (layer, expert), checksum in list(self._journal.records.items()):
-            descriptor, offset = self._place(layer, expert)
+            descriptor, offset = self._locate(layer, expert)
             if self._checksum(layer, expert, os.pread(descriptor, self._record_bytes, offset)) == checksum:
                 counter.add(self._record_bytes)
             else:
@@ -224,7 +224,7 @@ class UnfinishedStore:
                 f"({self._record_bytes},)"
             )
         checksum = self._checksum(layer, expert, record)
-        descriptor, offset = self._place(layer, expert)
+        descriptor, offset = self._locate(layer, expert)
         _write_all(descriptor, record.data, offset)
         return layer, expert, checksum
 
@@ -241,8 +241,8 @@ class UnfinishedStore:
         plan, journal = self._plan, self._journal
         shape = plan.shape
         checksums = np.empty((shape.layers, shape.experts), dtype=np.uint64)
-        for place, checksum in journal.records.items():
-            checksums[place] = checksum
+        for record, checksum in journal.records.items():
+            checksums[record] = checksum
         manifest = Manifest(
             **vars(plan),
             store_id=journal.store_id,

@@ -44,9 +44,9 @@ class Damage:
     offset: int | None = None
 
     def __str__(self) -> str:
-        place = self.file if self.offset is None else f"{self.file} at byte {self.offset}"
+        where = self.file if self.offset is None else f"{self.file} at byte {self.offset}"
         who = "" if self.layer is None else f"layer {self.layer}, expert {self.expert}: "
-        return f"{who}{place}: {self.problem}"
+        return f"{who}{where}: {self.problem}"
 
 
 def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
@@ -159,7 +159,7 @@ def _only_quantisation_changed(store: Store, file: OtherFile) -> bool:
 def read_record(store: Store, layer: int, expert: int) -> bytes:
     """One record, checked. Raises ``StoreError`` for a damaged one."""
     manifest = store.manifest
-    number, offset = manifest.place(layer, expert)
+    number, offset = manifest.locate(layer, expert)
     path = store.folder / manifest.record_files[number].name
     with path.open("rb", buffering=0) as stream:
         record, problem = _read_record(manifest, stream.fileno(), layer, expert, offset)
@@ -179,12 +179,12 @@ def _checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
 
 def _record_checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
     manifest = store.manifest
-    places = store.records()
+    records = store.records()
     for file in manifest.record_files:
         path = store.folder / file.name
         with path.open("rb", buffering=0) as stream:
             for number in range(file.records):
-                layer, expert = next(places)
+                layer, expert = next(records)
                 offset = file.data_start + number * manifest.record_bytes
                 _, problem = _read_record(manifest, stream.fileno(), layer, expert, offset)
                 damage = None if problem is None else Damage(str(path), problem, layer, expert, offset)

@@ -14,8 +14,8 @@ from ..validators import parse_size
 
 # What "auto" leaves to the rest of the process: activations, KV cache, page cache.
 _MARGIN_BYTES = 512 << 20
-_MARGIN_SHARE = 8  # the fraction 1 / 8
-_SMALL_MARGIN_SHARE = 4  # 1 / 4, if that is less than _MARGIN_BYTES: for small containers
+_MARGIN_DIVISOR = 8  # the fraction 1 / 8
+_SMALL_MARGIN_DIVISOR = 4  # 1 / 4, if that is less than _MARGIN_BYTES: for small containers
 
 _NOT_KNOWN = (
     "so how much memory is free is not known: name a size, as with resident='8GiB' or --resident 8GiB, and --memory of "
@@ -65,11 +65,11 @@ def auto_budget(available: int, reserved: int) -> int:
 def auto_margin(free: int) -> int:
     """The margin that ``resident="auto"`` leaves of ``free`` bytes: an eighth, and at least 512 MiB or, below 2 GiB, a
     quarter."""
-    return max(_min_margin(free), free // _MARGIN_SHARE)
+    return max(_min_margin(free), free // _MARGIN_DIVISOR)
 
 
 def _min_margin(free: int) -> int:
-    return max(0, min(_MARGIN_BYTES, free // _SMALL_MARGIN_SHARE))
+    return max(0, min(_MARGIN_BYTES, free // _SMALL_MARGIN_DIVISOR))
 
 
 def resident_slots(

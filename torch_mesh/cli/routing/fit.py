@@ -82,8 +82,8 @@ def _print_table(rows: Sequence[Recall]) -> None:
     Console(width=120).print(table)
 
 
-def _cells(shares: tuple[float, ...] | None, count: int) -> list[str]:
-    return ["-"] * count if shares is None else [f"{share:.1%}" for share in shares]
+def _cells(rates: tuple[float, ...] | None, count: int) -> list[str]:
+    return ["-"] * count if rates is None else [f"{rate:.1%}" for rate in rates]
 
 
 def _verdict(rows: Sequence[Recall], path: str, learned_from: int, measured: int) -> str:
