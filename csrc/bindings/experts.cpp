@@ -137,7 +137,7 @@ Split split_cold(const LayerHandle& layer, const at::Tensor& ids, const at::Tens
                  int64_t most) {
   Split split{ids.clone(), at::full_like(ids, layer.engine().pool().experts()), {}};
   SplitChoices choices{.now = values_of<int64_t>(split.now),
-                       .elsewhere = values_of<int64_t>(split.later)};
+                       .left_out = values_of<int64_t>(split.later)};
   torch_mesh::split_cold(states_of(layer), const_values_of<float>(weights),
                          static_cast<int32_t>(ids.size(1)), most, choices);
   split.deferred = std::move(choices.experts);
@@ -194,7 +194,7 @@ FallbackSplit split_by_pool(const LayerHandle& layer, const LayerHandle& low,
                             const at::Tensor& ids) {
   FallbackSplit split{ids.clone(), at::full_like(ids, layer.engine().pool().experts()), {}, {}};
   SplitChoices choices{.now = values_of<int64_t>(split.exact),
-                       .elsewhere = values_of<int64_t>(split.low)};
+                       .left_out = values_of<int64_t>(split.low)};
   torch_mesh::split_by_pool(states_of(layer), states_of(low), choices);
   split.experts = std::move(choices.experts);
   split.doubles = std::move(choices.doubles);

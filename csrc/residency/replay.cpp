@@ -41,12 +41,12 @@ void check(const RoutingTrace& trace) {
   for (size_t i = 0; i < trace.ids.size(); ++i) {
     const auto step = static_cast<int64_t>(i / trace.top_k);
     const int32_t id = trace.ids[i];
-    if (id == RoutingTrace::kElsewhere) continue;
+    if (id == RoutingTrace::kOtherRank) continue;
     const auto fail = [&](const auto&... what) {
       throw_invalid("token ", step / trace.layers, ", layer ", step % trace.layers, what...);
     };
-    if (i % trace.top_k > 0 && trace.ids[i - 1] == RoutingTrace::kElsewhere) {
-      fail(" names expert ", id, " behind one that is elsewhere (-1)");
+    if (i % trace.top_k > 0 && trace.ids[i - 1] == RoutingTrace::kOtherRank) {
+      fail(" names expert ", id, " behind one of another rank (-1)");
     }
     const bool known = id >= 0 && id < trace.experts;
     if (!known || seen[id] == step) {
@@ -96,9 +96,9 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
     throw_invalid("deferred must be in [0, top_k=", trace.top_k, "]; got ", options.deferred);
   }
   if (options.deferred > 0 &&
-      std::ranges::find(trace.ids, RoutingTrace::kElsewhere) != trace.ids.end()) {
+      std::ranges::find(trace.ids, RoutingTrace::kOtherRank) != trace.ids.end()) {
     throw_invalid(
-        "a rank puts no experts off: deferred must be 0 for a trace with experts elsewhere");
+        "a rank puts no experts off: deferred must be 0 for a trace with experts of other ranks");
   }
   if (options.predictor != "off" && options.policy == "belady") {
     throw_invalid("belady is the bound without prefetch; use predictor \"off\"");
@@ -418,7 +418,7 @@ class Replay {
       }
     }
     later.assign(now.size(), trace_.experts);
-    SplitChoices choices{.now = now, .elsewhere = later};
+    SplitChoices choices{.now = now, .left_out = later};
     std::vector<SlotState> states(static_cast<size_t>(trace_.experts));
     core_.states(layer, states);
     split_cold(states, weights, trace_.top_k, options_.deferred, choices);

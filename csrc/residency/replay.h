@@ -16,13 +16,13 @@ namespace torch_mesh {
 
 // Spans are of whole arrays, the last index fastest.
 struct RoutingTrace {
-  static constexpr int32_t kElsewhere = -1;
+  static constexpr int32_t kOtherRank = -1;
 
   int32_t tokens = 0;
   int32_t layers = 0;
   int32_t experts = 0;  // per layer
   int32_t top_k = 0;
-  // [tokens][layers][top_k], distinct within a layer. What another rank has is missing: kElsewhere,
+  // [tokens][layers][top_k], distinct within a layer. What another rank has is missing: kOtherRank,
   // behind all that is here.
   std::span<const int32_t> ids;
   std::span<const float> scores;     // [tokens][layers][experts], router probabilities; or empty
@@ -39,13 +39,13 @@ struct RoutingTrace {
     if (forwards.empty()) return forward;
     return forward < std::ssize(forwards) ? forwards[forward] : tokens;
   }
-  // As the router lists them, with what is elsewhere; and without.
+  // As the router lists them, with those of other ranks; and without.
   std::span<const int32_t> row(int64_t token, int32_t layer) const {
     return ids.subspan((token * layers + layer) * top_k, top_k);
   }
   std::span<const int32_t> chosen(int64_t token, int32_t layer) const {
     const std::span<const int32_t> all = row(token, layer);
-    return all.first(std::ranges::find(all, kElsewhere) - all.begin());
+    return all.first(std::ranges::find(all, kOtherRank) - all.begin());
   }
 };
 

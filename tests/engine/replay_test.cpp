@@ -172,7 +172,7 @@ std::vector<Routing> divided(const Routing& routing, int32_t ranks) {
         const int32_t id = routing.ids[first + i];
         if (id / own == rank) part.ids.push_back(id % own);
       }
-      part.ids.resize(first + routing.top_k, RoutingTrace::kElsewhere);
+      part.ids.resize(first + routing.top_k, RoutingTrace::kOtherRank);
     }
     parts.push_back(part);
   }
@@ -289,7 +289,7 @@ TEST(ReplayRanks, RefuseWhatMakesNoSense) {
   const std::vector<RoutingTrace> traces{parts[0].trace(), parts[1].trace()};
   EXPECT_THROW(replay_ranks(traces, {.slots = 2}, std::vector<double>(2)), Error);
   parts[1].tokens = 2;
-  parts[1].ids.resize(4, RoutingTrace::kElsewhere);
+  parts[1].ids.resize(4, RoutingTrace::kOtherRank);
   EXPECT_THROW(replay_parts(parts, {.slots = 2}, 0), Error);
 }
 

@@ -55,7 +55,7 @@ void split_by_pool(std::span<const SlotState> here, std::span<const SlotState> t
         choices.doubles.push_back(static_cast<int32_t>(id));
       }
     } else if (here[id] == SlotState::kEmpty || there[id] != SlotState::kEmpty) {
-      std::swap(choices.now[at], choices.elsewhere[at]);
+      std::swap(choices.now[at], choices.left_out[at]);
       if (first) choices.experts.push_back(static_cast<int32_t>(id));
     }
   }

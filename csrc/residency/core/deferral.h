@@ -1,7 +1,7 @@
 // Which experts a decode step leaves out of its forward, by what is resident at one moment: those
 // that it uses one layer later, or that another pool computes in another format. Choices are
 // [tokens][top_k]; ids of `experts` and more stand for none, and so does `experts` where a choice
-// has gone elsewhere.
+// is left out.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 
 namespace torch_mesh {
 
-// What tokens chose of a layer, in part now and in part elsewhere.
+// What tokens chose of a layer: what this forward computes, and what it leaves out.
 struct SplitChoices {
   std::span<int64_t> now;             // the choices at first
-  std::span<int64_t> elsewhere;       // none at first
-  std::vector<int32_t> experts = {};  // the distinct ones of `elsewhere`
+  std::span<int64_t> left_out;        // none at first
+  std::vector<int32_t> experts = {};  // the distinct ones of `left_out`
   std::vector<int32_t> doubles = {};  // split_by_pool(): of `now`, READY in both pools
 };
 
-// Of each token's choices, up to `most` of least weight whose experts are not READY go elsewhere:
+// Of each token's choices, up to `most` of least weight whose experts are not READY are left out:
 // all but those that some token needs now anyway. weights: [tokens][top_k].
 void split_cold(std::span<const SlotState> states, std::span<const float> weights, int32_t top_k,
                 int64_t most, SplitChoices& choices);
