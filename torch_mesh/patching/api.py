@@ -12,7 +12,6 @@ from ..config import MeshConfig, with_fields
 from ..errors import MeshError, UnsupportedModelError
 from ..formats import FORMATS, is_passthrough, short_name
 from ..hf.parallelism_checks import check_undivided
-from ..hf.saving import PatchedModelQuantizer
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
 from ..modules.dense import packed_linears
 from ..modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
@@ -57,7 +56,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     check(model, layers, config, source)
     if FORMATS[source.weights].holds_bf16 and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
-    assemble(model, layers, config, source, PatchedModelQuantizer(config, pre_quantized=False))
+    assemble(model, layers, config, source)
     return model
 
 

@@ -38,7 +38,7 @@ from .unpooled import warn_left_alone
 @dataclass
 class Patching:
     """A model that is being patched. Fields that are None are set before modes are installed, except for ``gpu_pool``
-    without experts on a GPU."""
+    without experts on a GPU, and ``quantizer`` of a loaded model."""
 
     model: nn.Module
     layers: list[ExpertsLayer]
@@ -165,7 +165,9 @@ MODES = (
     Mode("unpooled", install=lambda p: warn_left_alone(p.model, p.layers)),
     Mode(
         "saving",
-        install=lambda p: attach_quantizer(p.model, p.quantizer),
+        install=lambda p: attach_quantizer(
+            p.model, p.quantizer or PatchedModelQuantizer(p.config, pre_quantized=False)
+        ),
         uninstall=lambda model, device: detach_quantizer(model),
     ),
     Mode(

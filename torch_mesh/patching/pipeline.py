@@ -48,11 +48,12 @@ def assemble(
     layers: list[ExpertsLayer],
     config: MeshConfig,
     source: ExpertSource,
-    quantizer: PatchedModelQuantizer,
+    quantizer: PatchedModelQuantizer | None = None,
 ) -> None:
     """Patch a model that has passed ``check``, and whose other weights are loaded.
 
-    Checks come before the first change. After an error or Ctrl-C ``source.undo`` reverts the changes.
+    ``quantizer`` is that of ``from_pretrained``. Checks come before the first change. After an error or Ctrl-C
+    ``source.undo`` reverts the changes.
     """
     check_forwards(layers)
     check_predictor(layers, config.predictor, model)
@@ -128,7 +129,7 @@ def _patch_heads(heads: nn.Module, resident: float, threads: str | int) -> None:
     layers = find_experts(heads)
     source = LoadedModelSource(heads, layers, config)
     check(heads, layers, config, source)
-    assemble(heads, layers, config, source, PatchedModelQuantizer(config, pre_quantized=False))
+    assemble(heads, layers, config, source)
 
 
 def _choose_slots(

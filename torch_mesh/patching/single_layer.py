@@ -12,7 +12,6 @@ from transformers.activations import ACT2FN
 
 from ..config import MeshConfig, with_fields
 from ..hf.compat import default_apply_gate
-from ..hf.saving import PatchedModelQuantizer
 from ..models.activations import FUNCTIONS, Gate, gate_named
 from ..models.families import find_experts
 from ..modules.async_forward import PendingExperts, submit
@@ -107,7 +106,7 @@ class Experts(nn.Module):
         source.set_records(Records.of_store(opened, [layer]))
         source.counted = 1
         check(self, layers, config, source)
-        assemble(self, layers, config, source, PatchedModelQuantizer(config, pre_quantized=False))
+        assemble(self, layers, config, source)
         return self
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
