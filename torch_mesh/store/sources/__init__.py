@@ -225,7 +225,7 @@ def _compressed_tensors(config: Mapping[str, Any], where: str) -> tuple[Layout, 
     groups = config.get("config_groups") or {}
     schemes = [(group or {}).get("weights") or {} for group in groups.values()]
     integers = {s["num_bits"] for s in schemes if s.get("type", "int") == "int" and "num_bits" in s}
-    layouts: list[Layout] = [nvfp4.COMPRESSED_TENSORS, PackedMxfp4(), ScaledInt8()]
+    layouts: list[Layout] = [nvfp4.CompressedTensors(), PackedMxfp4(), ScaledInt8()]
     blocks = {tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
     block = next(iter(blocks)) if len(blocks) == 1 else None
     layouts.append(ScaledFp8(_block(block, where), powers_of_two=False))
@@ -245,7 +245,7 @@ def _modelopt(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
         _refuse(where, f"modelopt ({', '.join(sorted(str(name) for name in algorithms - (known - {None})))})")
     if "NVFP4_AWQ" in algorithms:
         _refuse(where, "modelopt (NVFP4_AWQ, whose activations are scaled)")
-    return nvfp4.MODELOPT, ScaledFp8(None, powers_of_two=False)
+    return nvfp4.ModelOpt(), ScaledFp8(None, powers_of_two=False)
 
 
 def _gptq(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 
@@ -27,14 +28,9 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, of each four bits of 
 
 class Awq(Layout):
     title = "AWQ"
+    ending, becomes = ".qweight", ".weight"
+    others: ClassVar = {"zeros": [".qzeros"], "scale": [".scales"]}
     required = frozenset({"zeros", "scale"})
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        return f"{name.removesuffix('.qweight')}.weight" if name.endswith(".qweight") else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        stem = name.removesuffix(".qweight")
-        return {"zeros": [f"{stem}.qzeros"], "scale": [f"{stem}.scales"]}
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 2)

@@ -4,8 +4,8 @@ itself."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,25 +21,22 @@ from torch_mesh.store.sources.layout import (
     scale_values,
 )
 
-_STATE = "quant_state.bitsandbytes__"
 _MAX_STATE_BYTES = 1 << 16
 
 
 class Bnb4(Layout):
     title = "bitsandbytes 4-bit"
+    others: ClassVar = {
+        "scale": [".absmax"],
+        "table": [".quant_map"],
+        "state": [".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"],
+        "nested_scale": [".nested_absmax"],
+        "nested_table": [".nested_quant_map"],
+    }
     required = frozenset({"scale", "table", "state"})
 
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
         return name if f"{name}.absmax" in tensors else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        return {
-            "scale": [f"{name}.absmax"],
-            "table": [f"{name}.quant_map"],
-            "state": [f"{name}.{_STATE}nf4", f"{name}.{_STATE}fp4"],
-            "nested_scale": [f"{name}.nested_absmax"],
-            "nested_table": [f"{name}.nested_quant_map"],
-        }
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         nested = "nested_scale" in parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -35,14 +36,12 @@ class ScaledFp8(Layout):
     """Multiplied by the scale, which DeepSeek calls inverse."""
 
     title = "FP8"
+    dtype = "F8_E4M3"
     required = frozenset({"scale"})
 
     def __init__(self, block: tuple[int, int] | None, powers_of_two: bool) -> None:
         self._block = block
         self._powers_of_two = powers_of_two
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        return name if tensors[name].dtype == "F8_E4M3" else None
 
     def companions(self, name: str) -> Mapping[str, Sequence[str]]:
         stem = name.removesuffix(".weight")
@@ -112,12 +111,8 @@ class Fp4InFp8(Mxfp4):
     """Two weights of E2M1 in each I8, and a power of two for each 32."""
 
     title = "FP4 with E8M0 scales"
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        return name if tensors[name].dtype == "I8" and name.endswith(".weight") else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        return {"scale": [f"{name.removesuffix('.weight')}.scale", f"{name}_scale_inv"]}
+    ending, becomes, dtype = ".weight", ".weight", "I8"
+    others: ClassVar = {"scale": [".scale", ".weight_scale_inv"]}
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 2)

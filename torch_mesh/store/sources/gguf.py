@@ -29,13 +29,7 @@ class GgufBlocks(Layout):
     """All weights of one type."""
 
     def __init__(self, title: str) -> None:
-        self.title = title
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        return name if tensors[name].dtype == self.title else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        return {}
+        self.title = self.dtype = title
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         *rows, row = parts["codes"].shape

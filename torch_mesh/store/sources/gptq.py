@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 
@@ -30,6 +31,8 @@ from torch_mesh.store.sources.pack_quantized import UNLIKE_OURS, group_order
 
 class Gptq(Layout):
     title = "GPTQ"
+    ending, becomes = ".qweight", ".weight"
+    others: ClassVar = {"zeros": [".qzeros"], "scale": [".scales"], "order": [".g_idx"]}
     required = frozenset({"zeros", "scale"})
 
     def __init__(self, bits: int, *, symmetric: bool, ordered: bool, one_less: bool) -> None:
@@ -38,13 +41,6 @@ class Gptq(Layout):
         self._symmetric = symmetric
         self._ordered = ordered
         self._one_less = one_less  # the first version of the format stores zero points less one
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        return f"{name.removesuffix('.qweight')}.weight" if name.endswith(".qweight") else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        stem = name.removesuffix(".qweight")
-        return {"zeros": [f"{stem}.qzeros"], "scale": [f"{stem}.scales"], "order": [f"{stem}.g_idx"]}
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 2)

@@ -143,21 +143,33 @@ def nearest_to(dtype: str) -> Nearest:
 class Layout(ABC):
     """The format of one weight in several tensors.
 
-    A weight is found by the tensor with the role 'codes'; the others are looked up beside it.
+    A weight is found by the tensor with the role 'codes', whose name ends in ``ending``. The unquantized weight has
+    ``becomes`` instead, and the weight's other parts one of the endings that ``others`` has for their role.
     """
 
     title: str
     quantised: ClassVar[bool] = True
+    ending: str = ""
+    becomes: str = ""
+    others: ClassVar[Mapping[str, Sequence[str]]] = {}
     required: ClassVar[frozenset[str]] = frozenset()  # roles besides the codes
+    dtype: str | None = None  # of the codes, if it tells this layout from others
+    scale_dtypes: ClassVar[Sequence[str]] = ()  # likewise of the part 'scale'
     turned: ClassVar[bool] = False  # ``read`` gives the transpose of the model's weight
 
-    @abstractmethod
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
         """The unquantized name of the weight with the codes tensor ``name``; None if ``name`` is not of this layout."""
+        if not name.endswith(self.ending) or self.dtype not in (None, tensors[name].dtype):
+            return None
+        scales = [tensors[scale] for scale in self.companions(name).get("scale", ()) if scale in tensors]
+        if self.scale_dtypes and not (scales and scales[0].dtype in self.scale_dtypes):
+            return None
+        return name.removesuffix(self.ending) + self.becomes
 
-    @abstractmethod
     def companions(self, name: str) -> Mapping[str, Sequence[str]]:
         """Per role, the possible names of the tensors that belong to the codes ``name``."""
+        stem = name.removesuffix(self.ending)
+        return {role: [stem + ending for ending in endings] for role, endings in self.others.items()}
 
     @abstractmethod
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 
@@ -46,13 +47,9 @@ class Mxfp4(Layout):
 class Mxfp4Blocks(Mxfp4):
     """All experts of a layer in one tensor, each row in blocks of 16 bytes."""
 
+    ending = "_blocks"
+    others: ClassVar = {"scale": ["_scales"]}
     turned = True
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        return name.removesuffix("_blocks") if name.endswith("_blocks") else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        return {"scale": [f"{name.removesuffix('_blocks')}_scales"]}
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 4)
@@ -66,14 +63,9 @@ class Mxfp4Blocks(Mxfp4):
 
 
 class PackedMxfp4(Mxfp4):
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        stem = name.removesuffix("_packed")
-        scale = tensors.get(f"{stem}_scale")
-        found = name.endswith(".weight_packed") and tensors[name].dtype == "U8"
-        return stem if found and scale is not None and scale.dtype in EXPONENTS else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        return {"scale": [f"{name.removesuffix('_packed')}_scale"]}
+    ending, becomes, dtype = ".weight_packed", ".weight", "U8"
+    others: ClassVar = {"scale": [".weight_scale"]}
+    scale_dtypes = EXPONENTS
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 2)

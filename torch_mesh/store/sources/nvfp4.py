@@ -3,8 +3,9 @@ reciprocal one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -28,22 +29,10 @@ from torch_mesh.store.sources.layout import (
 
 class Nvfp4(Layout):
     title = "NVFP4"
+    becomes, dtype = ".weight", "U8"
     required = frozenset({"scale", "global"})
-
-    def __init__(self, *, codes: str, all_of_it: str, reciprocal: bool) -> None:
-        self._codes = codes
-        self._global = all_of_it
-        self._reciprocal = reciprocal
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        stem = self._stem(name)
-        scale = tensors.get(f"{stem}.weight_scale")
-        found = name.endswith(self._codes) and tensors[name].dtype == "U8"
-        return f"{stem}.weight" if found and scale is not None and scale.dtype == "F8_E4M3" else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        stem = self._stem(name)
-        return {"scale": [f"{stem}.weight_scale"], "global": [f"{stem}{self._global}"]}
+    scale_dtypes = ("F8_E4M3",)
+    reciprocal: ClassVar[bool]
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 2)
@@ -57,24 +46,29 @@ class Nvfp4(Layout):
 
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         of_all = scale_values(parts, "global").reshape(())
-        if self._reciprocal and of_all == 0:
+        if self.reciprocal and of_all == 0:
             raise MisfitError("global", "is 0, and is divided by")
         scale = scale_values(parts)
-        scale = scale / of_all if self._reciprocal else scale * of_all
+        scale = scale / of_all if self.reciprocal else scale * of_all
         return scaled_in_groups(fp4_values(parts["codes"]), scale)
 
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
         columns = shape[-1]
         scales = Scales("e4m3", 1, 16, columns // 16, 1)
         kept = Codes("nvfp4", (16,), "pairs", columns, columns // 2, columns // 2, scales)
-        return replace(kept, divisor="global") if self._reciprocal else replace(kept, factor="global")
+        return replace(kept, divisor="global") if self.reciprocal else replace(kept, factor="global")
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return in_int8("the scale of the tensor makes the values inexact in bf16")
 
-    def _stem(self, name: str) -> str:
-        return name.removesuffix(self._codes)
+
+class ModelOpt(Nvfp4):
+    ending = ".weight"
+    others: ClassVar = {"scale": [".weight_scale"], "global": [".weight_scale_2"]}
+    reciprocal = False
 
 
-MODELOPT = Nvfp4(codes=".weight", all_of_it=".weight_scale_2", reciprocal=False)
-COMPRESSED_TENSORS = Nvfp4(codes=".weight_packed", all_of_it=".weight_global_scale", reciprocal=True)
+class CompressedTensors(Nvfp4):
+    ending = ".weight_packed"
+    others: ClassVar = {"scale": [".weight_scale"], "global": [".weight_global_scale"]}
+    reciprocal = True

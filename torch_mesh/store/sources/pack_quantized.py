@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 
@@ -34,25 +35,19 @@ UNLIKE_OURS = "no record has zero points, an order of columns, or groups that ar
 class PackedInt(Layout):
     """``bits`` from the lowest of each word on, for codes and zero points, both offset by half of their range."""
 
+    ending, becomes, dtype = ".weight_packed", ".weight", "I32"
+    others: ClassVar = {
+        "scale": [".weight_scale"],
+        "zeros": [".weight_zero_point"],
+        "shape": [".weight_shape"],
+        "order": [".weight_g_idx"],
+    }
     required = frozenset({"scale"})
 
     def __init__(self, bits: int) -> None:
         self.title = f"INT{bits}"
         self._bits = bits
         self._each = 32 // bits
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        found = name.endswith(".weight_packed") and tensors[name].dtype == "I32"
-        return name.removesuffix("_packed") if found else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        stem = name.removesuffix("_packed")
-        return {
-            "scale": [f"{stem}_scale"],
-            "zeros": [f"{stem}_zero_point"],
-            "shape": [f"{stem}_shape"],
-            "order": [f"{stem}_g_idx"],
-        }
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 2)
@@ -98,13 +93,9 @@ class PackedInt(Layout):
 
 class ScaledInt8(Layout):
     title = "INT8"
+    ending, becomes, dtype = ".weight", ".weight", "I8"
+    others: ClassVar = {"scale": [".weight_scale"], "zeros": [".weight_zero_point"]}
     required = frozenset({"scale"})
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        return name if tensors[name].dtype == "I8" and name.endswith(".weight") else None
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        return {"scale": [f"{name}_scale"], "zeros": [f"{name}_zero_point"]}
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 2)

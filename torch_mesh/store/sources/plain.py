@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -13,12 +13,6 @@ from torch_mesh.store.sources.layout import Layout, Nearest, Shape, nearest_to
 class Plain(Layout):
     title = "unquantised"
     quantised = False
-
-    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
-        return name
-
-    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
-        return {}
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         return parts["codes"].shape
