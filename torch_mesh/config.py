@@ -267,7 +267,7 @@ class MeshConfig(QuantizationConfigMixin):
         "only: up to 4 rows, or any number on CPUs without native bf16. Sums are in another order than "
         "torch's. `\"none\"`: always torch's own products. A format: the layers are packed to it when the model "
         'is patched or loaded, and frozen. `"codes"`: the layers keep the codes of a [GGUF file](checkpoints.md#gguf), '
-        'frozen; those in types without a kernel are as with `"auto"`.',
+        'or of a store made of one, frozen; those in types without a kernel are as with `"auto"`.',
     )
     attention: str = _field(
         "auto",

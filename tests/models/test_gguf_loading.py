@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from pairs import every_other_quick
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, StoreError, UnsupportedModelError
+from torch_mesh import MeshConfig, StoreError, UnsupportedModelError, merge
 from torch_mesh.modules.dense import MeshLinear, PlainLinear
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.patching import quantizer
@@ -23,7 +24,10 @@ from torch_mesh.planning.formats import dense_choices
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert
+from torch_mesh.store.dense_codes import is_codes_file
 from torch_mesh.store.gguf_model import blocks_of_rest
+from torch_mesh.store.inspect import describe
+from torch_mesh.store.verify import verify
 
 IDS = torch.tensor([[5, 9, 17, 33, 2, 64, 5, 71, 90]])
 
@@ -208,13 +212,14 @@ def test_codes_of_the_rest_are_those_of_a_gguf_file(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "TQ2_0", "output": "Q8_0"}, **K_SIZES)
     model = _open(made.path, "auto", dense="codes")  # also where experts are converted
     assert _linears(model)["lm_head"] == "int8_fp16"
-    store = convert(made.path, tmp_path / "store", "auto").store
+    made.model.save_pretrained(tmp_path / "raw")
+    store = convert(tmp_path / "raw", tmp_path / "store", "bf16").store
     for open_it in (
         lambda: _open(store.folder, "auto", dense="codes"),
         lambda: find_sizes(store.folder, MeshConfig(dense="codes")),
         lambda: torch_mesh.patch(made.model, dense="codes", weights="bf16"),
     ):
-        with pytest.raises(UnsupportedModelError, match="not opened from one: give from_pretrained gguf_file="):
+        with pytest.raises(UnsupportedModelError, match="nor from a folder that torch-mesh convert made of one"):
             open_it()
     gguf_files.write(tmp_path / "floats.gguf", "qwen3moe", {"_exps": "Q8_0"})
     with pytest.raises(UnsupportedModelError, match="this one has none in a type"):
@@ -223,12 +228,62 @@ def test_codes_of_the_rest_are_those_of_a_gguf_file(tmp_path: Path) -> None:
     assert [choice.dense for choice in choices] == ["int8", "int4"]
 
 
+def test_a_store_has_the_codes_of_the_rest(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", DENSE, **DENSE_SIZES)
+    store = convert(made.path, tmp_path / "store", "int8", max_file_bytes=1 << 15).store
+    files = [file.name for file in store.manifest.other_files if is_codes_file(file.name)]
+    assert len(files) == 3 and not list(verify(store))
+    raw, stored = (_open(path, "int8", dense="codes") for path in (made.path, store.folder))
+    assert _linears(stored) == _linears(raw) and torch.equal(_logits(stored), _logits(raw))
+    sizes = [find_sizes(path, MeshConfig(dense="codes", weights="int8")) for path in (made.path, store.folder)]
+    assert sizes[0].dense_bytes == sizes[1].dense_bytes and sizes[1].dense_format == "q4_k"
+    choices = dense_choices(store.folder, MeshConfig(), None, None)
+    assert [choice.dense for choice in choices] == ["codes", "int8", "int4"]
+    held = {"q4_k": 0, "q6_k": 0}
+    for linear in map(stored.get_submodule, _linears(stored)):
+        held[linear._mesh_format] += linear._mesh_packed.nbytes
+    assert describe(store.folder)["dense_codes"] == held
+    # Without them, it is the model that it was.
+    assert torch.equal(_logits(_open(store.folder, "int8")), _logits(_open(made.path, "int8")))
+    # They are checked where they are read.
+    path = store.folder / files[-1]
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert [damage.file for damage in verify(store)] == [str(path)]
+    assert not _linears(_open(store.folder, "int8"))
+    with pytest.raises(StoreError, match=f"{files[-1]}: was changed since the conversion"):
+        _open(store.folder, "int8", dense="codes")
+    path.write_bytes(path.read_bytes().replace(b'\\"version\\": 1', b'\\"version\\": 9'))
+    for open_it in (
+        lambda: _open(store.folder, "int8", dense="codes"),
+        lambda: find_sizes(store.folder, MeshConfig(dense="codes")),
+    ):
+        with pytest.raises(StoreError, match=r"holds 'q6_k' of version 9\): convert the GGUF file again"):
+            open_it()
+
+
+def test_merging_leaves_the_codes_of_what_it_does_not_change(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", DENSE, **DENSE_SIZES)
+    settings: Any = {"r": 4, "target_modules": ["layers.1.self_attn.q_proj"], "init_lora_weights": False}
+    adapted = get_peft_model(made.model, LoraConfig(**settings))
+    adapted.save_pretrained(tmp_path / "adapter")
+    exact = adapted.merge_and_unload()
+    store = convert(made.path, tmp_path / "store", "int8").store
+    for base in (made.path, store.folder):
+        merged = merge(base, tmp_path / "adapter", tmp_path / f"merged-{base.name}", weights="int8").store
+        assert not list(verify(merged))
+        model = _open(merged.folder, "int8", dense="codes")
+        assert _linears(model) == {"model.layers.0.self_attn.q_proj": "q4_k", "lm_head": "q6_k"}
+        assert _difference(_logits(model), _logits(exact)) <= 0.06
+
+
 def test_a_tied_head_keeps_the_codes_of_the_embedding(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "Q8_0", "token_embd": "Q8_0"}, tied=True)
     model = _open(made.path, "auto", dense="codes")
     assert _linears(model) == {"lm_head": "int8_fp16"} and isinstance(model.model.embed_tokens, torch.nn.Embedding)
     assert torch.equal(model.lm_head.unpacked_weight(), model.model.embed_tokens.weight)
     assert _difference(_logits(model), _logits(made.model)) <= 0.06
+    stored = _open(convert(made.path, tmp_path / "store", "auto").store.folder, "auto", dense="codes")
+    assert _linears(stored) == _linears(model) and torch.equal(_logits(stored), _logits(model))
 
 
 def test_layers_of_several_types_are_one_model(tmp_path: Path, cache: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -309,6 +310,36 @@ def test_what_the_hub_has_of_a_converted_folder_is_fetched_if_it_is_not_there(
     model = AutoModelForCausalLM.from_pretrained("someone/tiny-moe", cache_dir=tmp_path / "hub", local_files_only=True)
     assert fetched == [("someone/tiny-moe", missing)]
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
+
+
+def test_the_hub_s_codes_of_the_rest_are_fetched_where_they_are_asked_for(
+    tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    import gguf_files
+
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "Q8_0", "attn": "Q8_0"})
+    convert(made.path, tmp_path / "store", "auto")
+    codes = "mesh-dense-00001-of-00001.safetensors"
+    (tmp_path / "store" / codes).rename(tmp_path / codes)
+    _as_hub_snapshot(tmp_path / "store", tmp_path / "hub", "someone/tiny-moe")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    fetched = []
+
+    def fetch(name: str, file: str, *, cache_dir: Path, revision: str) -> None:
+        fetched.append(file)
+        shutil.copy(tmp_path / file, cache_dir / "models--someone--tiny-moe" / "snapshots" / revision / file)
+
+    monkeypatch.setattr(quantizer, "cached_file", fetch)
+    for dense, expected in (("auto", []), ("codes", [codes])):
+        model = AutoModelForCausalLM.from_pretrained(
+            "someone/tiny-moe",
+            cache_dir=tmp_path / "hub",
+            local_files_only=True,
+            quantization_config=MeshConfig(dense=dense),
+        )
+        assert fetched == expected and torch.isfinite(_logits(model, ids)).all()
+    assert "weights=int8_fp16" in repr(model.model.layers[0].self_attn.q_proj)
 
 
 _PEAK = """

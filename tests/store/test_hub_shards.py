@@ -152,7 +152,7 @@ def gguf_source(tmp_path: Path, hub: type[LoopbackHub], monkeypatch: pytest.Monk
     divisors = {"rope_freqs.weight": np.linspace(1, 9, 16, dtype=np.float32)}
     sizes = {"num_local_experts": 8, "intermediate_size": 1024, "num_hidden_layers": 4}
     made = gguf_files.write(
-        tmp_path / "source" / "m.gguf", "llama", {"_exps": "Q8_0"}, parts=12, extra=divisors, **sizes
+        tmp_path / "source" / "m.gguf", "llama", {"_exps": "Q8_0", "attn": "Q8_0"}, parts=12, extra=divisors, **sizes
     )
     serve(hub, tmp_path / "source")
     assert len(hub.files) > 8

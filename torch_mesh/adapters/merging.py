@@ -26,6 +26,7 @@ from ..store.convert import (
     stored_record,
     weights_of_checkpoint,
 )
+from ..store.dense_codes import codes_files, copied_codes
 from ..store.dense_weights import DENSE_DTYPES, Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
 from ..store.gguf import is_gguf
 from ..store.header import store_error, weight_files
@@ -133,7 +134,8 @@ def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, gro
     def rest(changed: Container[str], max_file_bytes: int) -> Rest:
         # A table that the adapter changes is written as other tensors are: its rows are no longer the base's.
         tables = [table for _, table in tables_in_files(source, model, "auto") if table.name not in changed]
-        return rest_of_checkpoint(experts, model, tables, table_files(tables, fingerprint, max_file_bytes))
+        rows = table_files(tables, fingerprint, max_file_bytes)
+        return rest_of_checkpoint(experts, model, tables, rows, codes_files(experts, model, max_file_bytes, changed))
 
     return _Base(
         model=model,
@@ -170,7 +172,7 @@ def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_si
         weights=becomes[0],
         group_size=becomes[1],
         fingerprint=fingerprint,
-        rest=lambda changed, max_file_bytes: rest_of_store(store),
+        rest=lambda changed, max_file_bytes: rest_of_store(store, copied_codes(store, max_file_bytes, changed)),
         expert=functools.partial(stored_expert, store),
         unchanged=unchanged,
         tables=manifest.tables,

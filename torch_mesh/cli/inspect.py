@@ -77,6 +77,9 @@ def _print_table(held: dict[str, Any]) -> None:
     table.add_row("bytes of an expert", f"{format_bytes(held['expert_bytes'])}, reads: {held['reads_per_expert']}")
     table.add_row("bytes of all experts", f"{format_bytes(held['all_experts_bytes'])}, files: {len(held['files'])}")
     table.add_row("bytes of all else", format_bytes(held["other_bytes"]))
+    if codes := held["dense_codes"]:
+        held_in = f"{format_bytes(sum(codes.values()))} in {', '.join(codes)}"
+        table.add_row("of that, codes of linear layers", f"{held_in}: read with dense='codes'")
     rounded = f" in {held['table_weights']}" if held["table_weights"] else ""
     for path, size in held["tables"].items():
         table.add_row("of that, a table that stays in files", f"{format_bytes(size)}{rounded}: {path}")

@@ -24,7 +24,7 @@ from .experts import PackedModule, change_class, restore_class
 from .packed_weight import PackedLinearWeight, as_parameter
 
 if TYPE_CHECKING:
-    from ..store.gguf_model import RowBlocks
+    from ..store.dense_codes import LinearCodes
 
 # Gates and other tiny projections stay exact: they cost nothing and decide routing.
 _SMALLEST = 32
@@ -231,13 +231,13 @@ def _linears(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.L
 
 @dataclass(frozen=True)
 class _Packing:
-    """A layer that ``pack_dense`` packs, and to what. ``blocks``: from these, instead of rounding the weight."""
+    """A layer that ``pack_dense`` packs, and to what. ``blocks``: these codes, instead of rounding the weight."""
 
     path: str
     linear: nn.Linear
     format: str
     group_size: int
-    blocks: RowBlocks | None = None
+    blocks: LinearCodes | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -251,7 +251,7 @@ class _Packing:
     def packed(self) -> torch.Tensor:
         """uint8. Raises StoreError, and ValueError for weights that the format cannot hold."""
         if self.blocks is not None:
-            return torch.ops.torch_mesh.pack_linear_blocks(self.blocks.read(), self.weight.size(1), self.format)
+            return self.blocks.packed()
         return torch.ops.torch_mesh.pack_linear(self.weight.detach(), self.format, self.group_size)
 
     @property
@@ -261,15 +261,16 @@ class _Packing:
         )
 
 
-Blocks = Mapping[str, "RowBlocks"]  # by the names of parameters
+Blocks = Mapping[str, "LinearCodes"]  # by the names of parameters
 
 
 def check_dense(dense: str, blocks: Blocks | None) -> None:
-    """Raises UnsupportedModelError for ``dense="codes"`` without any. ``blocks``: None where there is no GGUF file."""
+    """Raises UnsupportedModelError for ``dense="codes"`` without any. ``blocks``: None where there is no GGUF file, nor
+    a store with the codes of one."""
     if dense != CODES or blocks:
         return
     why = (
-        "this model is not opened from one: give from_pretrained gguf_file="
+        "this model is not opened from one, nor from a folder that torch-mesh convert made of one: give one of these"
         if blocks is None
         else "this one has none in a type that linear layers can have"
     )
@@ -316,7 +317,7 @@ def pack_dense(
 ) -> None:
     """Pack what ``find_dense`` finds, one by one; each layer's weight is freed at once.
 
-    ``blocks``: for ``dense="codes"``. Layers without any stay as they are.
+    ``blocks``: for ``dense="codes"``, by parameter. Layers without any stay as they are.
     """
     packings = _packings(model, layers, dense=dense, group_size=group_size, blocks=blocks)
     dtypes = {each.linear.weight.dtype for each in packings} - {torch.bfloat16}

@@ -67,7 +67,7 @@ class ExpertSource:
     freed: int = 0  # bytes that the model frees when the pool is open
     staging: int = 0  # bytes of reading buffers beside the pool
     tables: TableSource | None = None  # embeddings whose rows stay in files
-    blocks: Blocks | None = None  # of a GGUF file's matrices outside the experts, if they are kept
+    blocks: Blocks | None = None  # of matrices outside the experts, if they are kept
 
     def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
         """The records in ``weights``. Open them in the context: an open file outlives a temporary store."""

@@ -48,16 +48,18 @@ from ..store.convert import (
     weights_of_checkpoint,
     write_rest,
 )
+from ..store.dense_codes import codes_of_checkpoint, codes_of_store, is_codes_file
 from ..store.dense_weights import WITHOUT_TORCH_MESH
 from ..store.disk_cache import cache_folder, note_use
 from ..store.gguf import gguf_files, is_gguf
 from ..store.gguf_families import FAMILIES
-from ..store.gguf_model import READ_BY_FUNCTIONS, READ_BY_TABLES, blocks_of_rest, complete_config, config_table
+from ..store.gguf_model import READ_BY_FUNCTIONS, READ_BY_TABLES, complete_config, config_table
 from ..store.gguf_sizes import limit_layers
 from ..store.header import store_error, weight_files
 from ..store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from ..store.progress import progress_bar
 from ..store.sources import method_of, own_quantisation, source_of
+from ..store.table_files import is_table_file
 from ..store.tables import packed_tables, tables_in_files
 from ..store.verify import check_other_files
 from ..store.writer import Written
@@ -308,13 +310,13 @@ class _OfQuantised(_OfCheckpoint):
         if is_gguf(folder):  # its folder may have several
             self._name = source_name(folder)
             if config.dense == CODES:
-                self.blocks = blocks_of_rest(folder, experts.weights, experts.names, model)
+                self.blocks = codes_of_checkpoint(experts, model)
 
     def prepare(self) -> None:
         super().prepare()
         store = self._records.store
         if store is not None:
-            check_other_files(store, self.config.verify)
+            check_other_files(store, self.config.verify, codes=False)  # which are read from the file itself
             self._files[:] = [str(path) for path in weight_files(store.folder)]
         elif self._experts.rest_is_quantised:
             folder = _cached(f"{self._name}-rest", self._fingerprint, "bf16")
@@ -336,11 +338,17 @@ class _OfStore(_CheckpointSource):
         super().__init__(
             layers, config, manifest.weights, manifest.group_size, exact=exact, only_format=manifest.weights
         )
+        others = [file.name for file in manifest.other_files]
+        self._rows = list(filter(is_table_file, others))
+        if config.dense == CODES:
+            _fetch(model, folder, list(filter(is_codes_file, others)))
+            self.blocks = codes_of_store(folder, model)
 
     def prepare(self) -> None:
-        _fetch(self._model, self.folder, [file.name for file in read_manifest(self.folder).record_files])
+        records = [file.name for file in read_manifest(self.folder).record_files]
+        _fetch(self._model, self.folder, [*records, *self._rows])
         self._store = open_store(self.folder)
-        check_other_files(self._store, self.config.verify)
+        check_other_files(self._store, self.config.verify, codes=self.blocks is not None)
         self.set_records(_records_of(self._store, self._layers, self.config))
 
     def other_records(self, weights: str) -> Records:

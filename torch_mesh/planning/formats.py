@@ -12,6 +12,7 @@ from ..errors import UnsupportedModelError
 from ..formats import BF16_ERROR, DENSE_FORMATS, FORMATS, ROUNDED_FORMATS
 from ..modules.dense import CODES
 from ..store.convert import checked_group_size
+from ..store.dense_codes import stored_codes
 from ..store.gguf import is_gguf
 from ..store.manifest import Shape, is_store
 from .fitting import fitting_slots
@@ -59,7 +60,8 @@ def dense_choices(
     """``dense`` in fewer bits, read at the same speed, with the same experts resident."""
     if config.dense == CODES or (config.dense in DENSE_FORMATS and not FORMATS[config.dense].holds_bf16):
         return
-    for dense in (*((CODES,) if is_gguf(folder) else ()), "int8", "int4"):
+    has_codes = bool(stored_codes(folder)) if is_store(folder) else is_gguf(folder)
+    for dense in (*((CODES,) if has_codes else ()), "int8", "int4"):
         try:
             sizes = find_sizes(folder, config.replace(dense=dense))
         except UnsupportedModelError:  # no linear layer of the rest is large enough, or in such codes

@@ -27,8 +27,8 @@ from ..store.checkpoint import (
     shape_of,
 )
 from ..store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
+from ..store.dense_codes import codes_of_checkpoint, codes_of_store
 from ..store.gguf import is_gguf
-from ..store.gguf_model import blocks_of_rest
 from ..store.manifest import Shape, is_store, open_store
 from ..store.tables import StoredTable, tables_in_files
 
@@ -92,7 +92,6 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
             "'auto', or give the original checkpoint."
         )
     dense: _Rest | None = None
-    check_dense(config.dense, None)
     tables: list[tuple[TableLayer, StoredTable]] = []
     others: list[ExpertsLayer] | None = None
     shape = manifest.shape
@@ -102,7 +101,9 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
         model = meta_model(described)
         layers = find_experts(model)
         tables = tables_in_files(folder, model, config.tables)
-        dense = _dense_bytes(model, layers, tables, config, dtype or torch.bfloat16)
+        blocks = codes_of_store(folder, model) if config.dense == CODES else None
+        check_dense(config.dense, blocks)
+        dense = _dense_bytes(model, layers, tables, config, dtype or torch.bfloat16, blocks)
         others = layers_left_alone(model)
         # As this build fuses it: the build that wrote the store may have known fewer activations.
         shape = dataclasses.replace(shape, activation=common_activation(layers))
@@ -115,9 +116,7 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     model = meta_model(read_config(folder))
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)
-    blocks = None
-    if config.dense == CODES and is_gguf(folder):
-        blocks = blocks_of_rest(folder, experts.weights, experts.names, model)
+    blocks = codes_of_checkpoint(experts, model) if config.dense == CODES else None
     check_dense(config.dense, blocks)
     weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
     unconverted = config.store is None

@@ -38,6 +38,7 @@ from torch_mesh.store.checkpoint import (
     read_config,
     shape_of,
 )
+from torch_mesh.store.dense_codes import codes_files
 from torch_mesh.store.dense_weights import dense_files, files_beside, rest_of_checkpoint, tensors_of
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error, weight_files
@@ -189,7 +190,7 @@ def _files_beside(
             "(docs/tables.md): leave it out."
         )
     rows = table_files(tables, plan.source_fingerprint, max_file_bytes, plan.tables)
-    rest = rest_of_checkpoint(experts, model, tables, rows)
+    rest = rest_of_checkpoint(experts, model, tables, rows, codes_files(experts, model, max_file_bytes))
     return files_beside(rest, model, plan, max_file_bytes)
 
 

@@ -77,27 +77,34 @@ class Rest:
 
 
 def rest_of_checkpoint(
-    experts: CheckpointExperts, model: PreTrainedModel, tables: Sequence[StoredTable] = (), rows: Sequence[NewFile] = ()
+    experts: CheckpointExperts,
+    model: PreTrainedModel,
+    tables: Sequence[StoredTable] = (),
+    rows: Sequence[NewFile] = (),
+    codes: Sequence[NewFile] = (),
 ) -> Rest:
-    """``rows`` are files for ``tables``, whose tensors are then left out."""
+    """``rows`` are files for ``tables``, whose tensors are then left out; ``codes`` are files of ``dense_codes``."""
     in_files = {name for table in tables for name in table.tensors}
     tensors = [member for member in tensors_of(experts, model) if member.tensor.name not in in_files]
-    return Rest(_config_of(experts, model), tensors, [*_others_of(experts), *rows])
+    return Rest(_config_of(experts, model), tensors, [*_others_of(experts), *rows, *codes])
 
 
-def rest_of_store(store: Store) -> Rest:
-    """The rest of a converted checkpoint. Raises ``StoreError`` for a store of records only."""
+def rest_of_store(store: Store, codes: Sequence[NewFile] = ()) -> Rest:
+    """The rest of a converted checkpoint, with ``codes`` for its files of ``dense_codes``.
+
+    Raises ``StoreError`` for a store of records only.
+    """
     folder = store.folder
     if not (folder / "config.json").is_file():
         raise store_error(folder, "has only records and no model: name the checkpoint that they were made from")
     tensors = [
-        Dense(tensor, functools.partial(_read_range, path, tensor.offset, tensor.bytes))
+        Dense(tensor, functools.partial(read_stretch, path, tensor.offset, tensor.bytes))
         for path in weight_files(folder)
         for tensor in read_header(path).tensors.values()
     ]
     others = [_copied(path) for path in sorted(folder.iterdir()) if _is_copied(path) and path.name != MANIFEST_NAME]
     rows = [_copied_rows(folder / file.name, file) for file in store.manifest.other_files if is_table_file(file.name)]
-    return Rest((folder / "config.json").read_text(encoding="utf-8"), tensors, [*others, *rows])
+    return Rest((folder / "config.json").read_text(encoding="utf-8"), tensors, [*others, *rows, *codes])
 
 
 def files_beside(rest: Rest, model: PreTrainedModel, plan: StorePlan, max_file_bytes: int) -> list[NewFile]:
@@ -108,13 +115,13 @@ def files_beside(rest: Rest, model: PreTrainedModel, plan: StorePlan, max_file_b
 
 def dense_files(tensors: Iterable[Dense], max_file_bytes: int) -> list[NewFile]:
     """An index, and the files that it names."""
-    dense = _spread(tensors, max_file_bytes)
+    dense = spread(tensors, max_file_bytes)
     index = {
         "metadata": {"total_size": sum(member.tensor.bytes for _, members in dense for member in members)},
         "weight_map": {member.tensor.name: name for name, members in dense for member in members},
     }
     text = json.dumps(index, indent=2) + "\n"
-    return [_in_memory(INDEX_NAME, text), *(_dense_file(name, members) for name, members in dense)]
+    return [_in_memory(INDEX_NAME, text), *(tensor_file(name, members, {"format": "pt"}) for name, members in dense)]
 
 
 def _config_of(experts: CheckpointExperts, model: PreTrainedModel) -> str:
@@ -207,7 +214,7 @@ def _of_bytes(name: str, data: bytes) -> NewFile:
 
 def _copied(path: Path) -> NewFile:
     size = path.stat().st_size
-    return NewFile(path.name, size, lambda: _read_range(path, 0, size))
+    return NewFile(path.name, size, lambda: read_stretch(path, 0, size))
 
 
 def _copied_rows(path: Path, file: OtherFile) -> NewFile:
@@ -215,7 +222,7 @@ def _copied_rows(path: Path, file: OtherFile) -> NewFile:
 
     def chunks() -> Iterator[Chunk]:
         digest = hashlib.blake2b(digest_size=16)
-        for chunk in _read_range(path, 0, file.bytes):
+        for chunk in read_stretch(path, 0, file.bytes):
             digest.update(chunk)
             yield chunk
         if digest.hexdigest() != file.digest:
@@ -224,7 +231,7 @@ def _copied_rows(path: Path, file: OtherFile) -> NewFile:
     return NewFile(file.name, file.bytes, chunks)
 
 
-def _spread(tensors: Iterable[Dense], max_file_bytes: int) -> list[tuple[str, list[Dense]]]:
+def spread(tensors: Iterable[Dense], max_file_bytes: int, prefix: str = "model") -> list[tuple[str, list[Dense]]]:
     """Distribute tensors over files of bounded size; within one, wide types first, for alignment.
 
     Tensors of different files stay apart, so that a checkpoint's files can be fetched one after the other.
@@ -239,7 +246,9 @@ def _spread(tensors: Iterable[Dense], max_file_bytes: int) -> list[tuple[str, li
         size += member.tensor.bytes
     for group in groups:
         group.sort(key=lambda member: -DTYPE_BITS[member.tensor.dtype])
-    return [(f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors", group) for number, group in enumerate(groups)]
+    return [
+        (f"{prefix}-{number + 1:05d}-of-{len(groups):05d}.safetensors", group) for number, group in enumerate(groups)
+    ]
 
 
 def _file_of(member: Dense) -> Path | None:
@@ -267,7 +276,7 @@ def _tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[
         for tensor in tensors:
             weight = weights.get(tensor.name)
             if not experts.weights or (weight is not None and weight.is_plain):
-                read = functools.partial(_read_range, header.path, tensor.offset, tensor.bytes)
+                read = functools.partial(read_stretch, header.path, tensor.offset, tensor.bytes)
                 yield Dense(tensor, read, ((header.path, tensor.offset, tensor.bytes),))
             elif weight is not None:
                 yield _values(weight, dtype if dtype in DENSE_DTYPES else torch.bfloat16)
@@ -302,9 +311,9 @@ def written(
     return Dense(Tensor(name, DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks, pieces)
 
 
-def _dense_file(name: str, members: Sequence[Dense]) -> NewFile:
+def tensor_file(name: str, members: Sequence[Dense], metadata: dict[str, str]) -> NewFile:
     tensors = [member.tensor for member in members]
-    header = encode_header(((t.name, t.dtype, t.shape, t.bytes) for t in tensors), {"format": "pt"})
+    header = encode_header(((t.name, t.dtype, t.shape, t.bytes) for t in tensors), metadata)
     pieces = tuple(piece for member in members for piece in member.pieces)
     return NewFile(name, len(header) + sum(t.bytes for t in tensors), lambda: _dense_chunks(header, members), pieces)
 
@@ -315,7 +324,7 @@ def _dense_chunks(header: bytes, members: Iterable[Dense]) -> Iterator[Chunk]:
         yield from member.chunks()
 
 
-def _read_range(path: Path, offset: int, size: int) -> Iterator[memoryview]:
+def read_stretch(path: Path, offset: int, size: int) -> Iterator[memoryview]:
     buffer = np.empty(min(size, _COPY_BYTES), dtype=np.uint8).data
     with path.open("rb", buffering=0) as stream:
         stream.seek(offset)

@@ -290,6 +290,12 @@ class RowBlocks:
     parts: tuple[Weight, ...]
     order: torch.Tensor  # int64 [out]: which of the parts' rows each is
 
+    def packed(self) -> torch.Tensor:
+        """uint8, as the kernels take it; read now. Raises ``StoreError``, ValueError for scales that are not finite."""
+        columns = self.parts[0].shape[-1]
+        packed: torch.Tensor = torch.ops.torch_mesh.pack_linear_blocks(self.read(), columns, self.format)
+        return packed
+
     def read(self) -> torch.Tensor:
         """uint8 [out, bytes of a row], read now. Raises ``StoreError``."""
         parts = [read_tensor(*part.codes) for part in self.parts]

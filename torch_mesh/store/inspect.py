@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch_mesh.formats import FORMATS
 from torch_mesh.store.checkpoint import checkpoint_files, find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import source_name
+from torch_mesh.store.dense_codes import StoredMatrix, stored_codes
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.manifest import is_store, open_store
 from torch_mesh.store.tables import tables_in_files
@@ -39,6 +41,7 @@ def _describe_store(folder: Path) -> dict[str, Any]:
         "other_bytes": sum(file.bytes for file in manifest.other_files),
         "table_weights": manifest.tables or None,
         "tables": _tables(folder, meta_model(read_config(folder))) if (folder / "config.json").is_file() else {},
+        "dense_codes": _bytes_by_format(stored_codes(folder).values()),
         "files": [file.name for file in manifest.record_files],
         "reads_per_expert": 1,
         "modules": list(manifest.modules),
@@ -66,6 +69,7 @@ def _describe_checkpoint(folder: Path) -> dict[str, Any]:
         "other_bytes": sum(tensor.bytes for _, tensors in experts.other_tensors for tensor in tensors),
         "table_weights": None,
         "tables": _tables(folder, model),
+        "dense_codes": {},
         "files": [os.path.relpath(header.path, root) for header in experts.headers],
         "reads_per_expert": experts.reads_per_expert,
         "modules": list(experts.modules),
@@ -75,3 +79,11 @@ def _describe_checkpoint(folder: Path) -> dict[str, Any]:
 def _tables(folder: Path, model: Any) -> dict[str, int]:
     """Bytes of the embedding tables that stay in the files, by their modules."""
     return {layer.path: stored.nbytes for layer, stored in tables_in_files(folder, model, "auto")}
+
+
+def _bytes_by_format(codes: Iterable[StoredMatrix]) -> dict[str, int]:
+    """Of a store's codes of linear layers, which lie beside their values."""
+    sizes: dict[str, int] = {}
+    for matrix in codes:
+        sizes[matrix.format] = sizes.get(matrix.format, 0) + matrix.tensor.bytes
+    return sizes

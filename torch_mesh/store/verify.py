@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_mesh.store.dense_codes import is_codes_file
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import (
     BLOCK_BYTES,
@@ -63,15 +64,16 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
             yield damage
 
 
-def check_other_files(store: Store, verify: str) -> None:
-    """Check a model's files without records or rows of tables, which are checked when they are read.
+def check_other_files(store: Store, verify: str, codes: bool = True) -> None:
+    """Check a model's files without records or rows of tables, which are checked when they are read. ``codes``: also
+    those of linear layers, which ``dense="codes"`` alone reads.
 
     Raises ``StoreError`` for changed tensors, index or config.json, whose ``quantization_config`` users may change.
     Warns of a changed tokenizer and the like. Checks nothing if ``verify`` is 'never'.
     """
     if verify == "never":
         return
-    files = {file.name: file for file in store.manifest.other_files}
+    files = {file.name: file for file in store.manifest.other_files if codes or not is_codes_file(file.name)}
     essential = {name for name in files if name == _CONFIG_NAME or name.endswith(_TENSORS)}
     others = {name for name in files if name.endswith(_IS_READ) and (store.folder / name).is_file()} - essential
     rows = {name for name in files if is_table_file(name)}
