@@ -22,32 +22,11 @@ from ..errors import MeshError
 from ..models.families import ExpertsLayer
 from ..models.tables import TableLayer
 from ..modules.packed_weight import NoStorage
+from ..store.dtypes import NAMES
 from ..store.header import DTYPE_BITS, encode_header
 from ..system.atomic_files import new_file
 from .compat import conversions_of
 from .torch_compat import make_wrapper, pytree, without_torch_function
-
-_DTYPE_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
 
 
 @dataclass(frozen=True)
@@ -283,6 +262,6 @@ def _write_tensor(file: IO[bytes], offset: int, tensor: torch.Tensor) -> None:
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
-    if dtype not in _DTYPE_NAMES:
-        raise MeshError(f"{name} is {dtype}, which cannot be written; allowed: {', '.join(map(str, _DTYPE_NAMES))}.")
-    return _DTYPE_NAMES[dtype]
+    if dtype not in NAMES:
+        raise MeshError(f"{name} is {dtype}, which cannot be written; allowed: {', '.join(map(str, NAMES))}.")
+    return NAMES[dtype]

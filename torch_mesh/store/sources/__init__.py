@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.store.dtypes import FLOATS
 from torch_mesh.store.header import Header, Tensor, read_header, read_json_file, store_error, weight_files
 from torch_mesh.store.sources import nvfp4
 from torch_mesh.store.sources.awq import Awq
 from torch_mesh.store.sources.bitsandbytes import Bnb4
 from torch_mesh.store.sources.fp8 import Fp4InFp8, ScaledFp8
 from torch_mesh.store.sources.gptq import Gptq
-from torch_mesh.store.sources.layout import FLOATS, Layout, Nearest, Weight, in_int8, make_weight
+from torch_mesh.store.sources.layout import Layout, Nearest, Weight, in_int8, make_weight
 from torch_mesh.store.sources.mxfp4 import Mxfp4Blocks, PackedMxfp4
 from torch_mesh.store.sources.pack_quantized import PackedInt, ScaledInt8
 from torch_mesh.store.sources.plain import Plain

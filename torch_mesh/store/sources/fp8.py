@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 
 from torch_mesh.formats import BF16_ERROR
+from torch_mesh.store.dtypes import FLOATS
 from torch_mesh.store.header import DTYPE_BITS, Tensor
 from torch_mesh.store.sources.layout import (
     EXPONENTS,
-    FLOATS,
     IN_BF16,
     Codes,
     Layout,

@@ -14,28 +14,16 @@ from typing import Any, ClassVar
 import torch
 
 from torch_mesh.formats import BF16_ERROR, FORMATS
+from torch_mesh.store.dtypes import DTYPES
 from torch_mesh.store.gguf import BLOCK_TYPES
 from torch_mesh.store.header import Tensor, read_range, store_error
 
 Shape = tuple[int, ...]
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    **dict.fromkeys(BLOCK_TYPES, torch.uint8),
-}
-FLOATS = ("BF16", "F16", "F32")
+_UNSUPPORTED = ("U16", "U32", "U64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64")
+_READ_AS = {name: dtype for name, dtype in DTYPES.items() if name not in _UNSUPPORTED} | dict.fromkeys(
+    BLOCK_TYPES, torch.uint8
+)
 SCALE_TYPES: Mapping[str, str] = {
     "BF16": "bf16",
     "F16": "fp16",
@@ -248,7 +236,7 @@ def make_weight(name: str, layout: Layout, parts: Mapping[str, tuple[Path, Tenso
     """Raises ``StoreError`` for inconsistent dtypes and shapes."""
     with _named(parts):
         for role, (_, tensor) in parts.items():
-            if tensor.dtype not in TORCH_DTYPES:
+            if tensor.dtype not in _READ_AS:
                 raise MisfitError(role, f"is {tensor.dtype}, which is not supported here")
         shape = layout.shape(
             {role: tensor for role, (_, tensor) in parts.items()}, lambda role: read_tensor(*parts[role])
@@ -261,7 +249,7 @@ def make_weight(name: str, layout: Layout, parts: Mapping[str, tuple[Path, Tenso
 def read_tensor(path: Path, tensor: Tensor) -> torch.Tensor:
     """Read ``tensor`` of a file. Raises ``StoreError`` if the file ends before it."""
     data = read_range(path, tensor.offset, tensor.bytes)
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)
+    return torch.frombuffer(data, dtype=_READ_AS[tensor.dtype]).reshape(tensor.shape)
 
 
 @contextmanager

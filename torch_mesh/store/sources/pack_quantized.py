@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from torch_mesh.store.dtypes import FLOATS
 from torch_mesh.store.header import DTYPE_BITS, Tensor
 from torch_mesh.store.sources.layout import (
-    FLOATS,
     Codes,
     Layout,
     MisfitError,
