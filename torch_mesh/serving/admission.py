@@ -5,6 +5,7 @@ Requests are refused, never truncated.
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -177,8 +178,4 @@ def _sizes(layer: Any) -> Iterator[int]:
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest number from 0 to ``limit`` that fits, if all smaller ones do."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))

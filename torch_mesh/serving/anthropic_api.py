@@ -10,16 +10,17 @@ from typing import Any
 
 from torch_mesh.serving.answers import Answer, Part, whole_body
 from torch_mesh.serving.errors import MissingFieldError, RequestError, describe, for_anthropic
-from torch_mesh.serving.generation import BOOL, SHARE, TEMPERATURE, Kind, whole
+from torch_mesh.serving.generation import BOOL, FRACTION, TEMPERATURE, Kind, whole
 from torch_mesh.serving.openai_api import event, new_id
 from torch_mesh.serving.requests import (
+    ANY,
     LIST,
     NAME,
     OBJECT,
     TEXT,
     check,
     check_model,
-    check_names,
+    check_object,
     check_values,
     known_fields,
     only,
@@ -31,6 +32,7 @@ from torch_mesh.serving.tool_calls import Call, Reasoning
 Body = dict[str, Any]
 
 _TEXT_OR_LIST = Kind("text, or a list of blocks", lambda value: isinstance(value, str | list))
+_ROLE = Kind("user or assistant", lambda value: value in ("user", "assistant"))
 _FIELDS: dict[str, Kind] = {
     "messages": Kind("a list of messages, one at least", lambda value: isinstance(value, list) and value != []),
     "max_tokens": whole(1),
@@ -40,7 +42,7 @@ _FIELDS: dict[str, Kind] = {
     ),
     "stream": BOOL,
     "temperature": TEMPERATURE,
-    "top_p": SHARE,
+    "top_p": FRACTION,
     "top_k": whole(0),
     "tools": LIST,
     "tool_choice": OBJECT,
@@ -53,14 +55,21 @@ _FIELDS: dict[str, Kind] = {
     "context_management": only(),
     "mcp_servers": only([]),
 }
-# Fields of the blocks of a message, besides those that all of them have.
-_BLOCK_FIELDS = {
-    "text": ("text",),
-    "image": ("source",),
-    "tool_result": ("tool_use_id", "content", "is_error"),
-    "tool_use": ("id", "name", "input"),
-    "thinking": ("thinking", "signature"),
+_OF_BLOCKS = {"type": ANY, "cache_control": ANY}
+# The blocks of a message, by role and type: their needed fields, and others.
+_BLOCKS: dict[str, dict[str, tuple[dict[str, Kind], dict[str, Kind]]]] = {
+    "user": {
+        "text": ({"text": TEXT}, _OF_BLOCKS),
+        "image": ({"source": OBJECT}, _OF_BLOCKS),
+        "tool_result": ({"tool_use_id": TEXT}, {"content": _TEXT_OR_LIST, "is_error": BOOL, **_OF_BLOCKS}),
+    },
+    "assistant": {
+        "text": ({"text": TEXT}, _OF_BLOCKS),
+        "tool_use": ({"id": TEXT, "name": TEXT, "input": OBJECT}, _OF_BLOCKS),
+        "thinking": ({"thinking": TEXT}, {"signature": ANY, **_OF_BLOCKS}),
+    },
 }
+_THINKING = Kind("adaptive or disabled: reasoning has no budget here", lambda value: value in ("adaptive", "disabled"))
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -107,10 +116,7 @@ class Anthropic:
         for name in needed:
             if name not in given:
                 raise MissingFieldError(f"{name} is missing: give {_FIELDS[name].words}.", name)
-        metadata = given.get("metadata", {})
-        check_names("metadata", metadata, ("user_id",), "metadata")
-        if metadata.get("user_id") is not None:
-            check("metadata.user_id", metadata["user_id"], TEXT, "metadata")
+        check_object("metadata", given.get("metadata", {}), "metadata", {}, {"user_id": TEXT})
         return given
 
     def _inputs(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tools | None]:
@@ -122,11 +128,8 @@ class Anthropic:
             raise RequestError(f"output_config has {unknown[0]!r}, which is not here: leave it out.", "output_config")
         arguments = self._service.template_arguments({}, output.get("effort"), "output_config")
         if (thinking := given.get("thinking")) is not None:
-            kind = thinking.get("type")
-            check_names("thinking", thinking, ("type", "budget_tokens"), "thinking")
-            if kind not in ("adaptive", "disabled"):
-                raise wrong("thinking", "thinking.type", kind, "adaptive or disabled: reasoning has no budget here")
-            if kind == "disabled":
+            check_object("thinking", thinking, "thinking", {"type": _THINKING}, {"budget_tokens": ANY})
+            if thinking["type"] == "disabled":
                 if not self._service.prompts.knows("enable_thinking"):
                     raise RequestError(
                         "This model's chat template has no switch for thinking: leave it out.", "thinking"
@@ -144,16 +147,8 @@ class Anthropic:
         functions = []
         for index, tool in enumerate(given.get("tools", ())):
             where = f"tools[{index}]"
-            check(where, tool, OBJECT, "tools")
-            check(f"{where}.type", tool.get("type", "custom"), only("custom"), "tools")
-            check_names(
-                where, tool, ("type", "name", "description", "input_schema", "strict", "cache_control"), "tools"
-            )
-            check(f"{where}.name", tool.get("name"), NAME, "tools")
-            check(f"{where}.input_schema", tool.get("input_schema"), OBJECT, "tools")
-            for name, form in (("description", TEXT), ("strict", BOOL)):
-                if tool.get(name) is not None:
-                    check(f"{where}.{name}", tool[name], form, "tools")
+            optional = {"type": only("custom"), "description": TEXT, "strict": BOOL, "cache_control": ANY}
+            check_object(where, tool, "tools", {"name": NAME, "input_schema": OBJECT}, optional)
             function = {"name": tool["name"], "parameters": tool["input_schema"]}
             function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
             functions.append({"type": "function", "function": function})
@@ -163,15 +158,11 @@ class Anthropic:
         meanings: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
         if not isinstance(kind, str) or kind not in meanings:
             raise wrong("tool_choice", "tool_choice.type", kind, "auto, any, tool or none")
-        known = {"tool": ("type", "name", "disable_parallel_tool_use"), "none": ("type",)}
-        check_names("tool_choice", choice, known.get(kind, ("type", "disable_parallel_tool_use")), "tool_choice")
-        if kind == "tool":
-            check("tool_choice.name", choice.get("name"), TEXT, "tool_choice")
-        alone = choice.get("disable_parallel_tool_use", False)
-        check("tool_choice.disable_parallel_tool_use", alone, BOOL, "tool_choice")
-        return self._service.tools(
-            {"tools": functions, "tool_choice": meanings[kind], "parallel_tool_calls": not alone}
-        )
+        needed = {"name": TEXT} if kind == "tool" else {}
+        optional = {"type": ANY} if kind == "none" else {"type": ANY, "disable_parallel_tool_use": BOOL}
+        check_object("tool_choice", choice, "tool_choice", needed, optional)
+        several = not choice.get("disable_parallel_tool_use")
+        return self._service.tools({"tools": functions, "tool_choice": meanings[kind], "parallel_tool_calls": several})
 
 
 def _messages(given: Mapping[str, Any]) -> Iterator[Body]:
@@ -180,13 +171,8 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Body]:
         yield {"role": "system", "content": _texts("system", given["system"], "system")}
     for index, message in enumerate(given["messages"]):
         where = f"messages[{index}]"
-        check(where, message, OBJECT, "messages")
-        role = message.get("role")
-        if role not in ("user", "assistant"):
-            raise wrong("messages", f"{where}.role", role, "user or assistant")
-        check_names(where, message, ("role", "content"), "messages")
-        content = message.get("content")
-        check(f"{where}.content", content, _TEXT_OR_LIST, "messages")
+        check_object(where, message, "messages", {"role": _ROLE, "content": _TEXT_OR_LIST})
+        role, content = message["role"], message["content"]
         if isinstance(content, str):
             yield {"role": role, "content": content}
         else:
@@ -200,36 +186,26 @@ def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
     reasoning = ""
     results = 0
     for index, block in enumerate(blocks):
-        place = f"{where}.content[{index}]"
-        check(place, block, OBJECT, "messages")
+        path = f"{where}.content[{index}]"
+        check(path, block, OBJECT, "messages")
         kind = block.get("type")
-        if isinstance(kind, str) and kind in _BLOCK_FIELDS:
-            check_names(place, block, ("type", "cache_control", *_BLOCK_FIELDS[kind]), "messages")
+        if kind not in list(_BLOCKS[role]):
+            raise wrong("messages", f"{path}.type", kind, " or ".join(_BLOCKS[role]))
+        check_object(path, block, "messages", *_BLOCKS[role][kind])
         if kind == "text":
-            check(f"{place}.text", block.get("text"), TEXT, "messages")
             parts.append({"type": "text", "text": block["text"]})
-        elif kind == "image" and role == "user":
-            parts.append({"type": "image_url", "image_url": {"url": _address(place, block.get("source"))}})
-        elif kind == "tool_result" and role == "user":
-            check(f"{place}.tool_use_id", block.get("tool_use_id"), TEXT, "messages")
-            text = _texts(f"{place}.content", block.get("content") or "", "messages")
-            failed = block.get("is_error") or False
-            check(f"{place}.is_error", failed, BOOL, "messages")
-            text = f"Error: {text}" if failed else text  # templates have no other place for it
+        elif kind == "image":
+            parts.append({"type": "image_url", "image_url": {"url": _address(path, block["source"])}})
+        elif kind == "tool_result":
+            text = _texts(f"{path}.content", block.get("content") or "", "messages")
+            text = f"Error: {text}" if block.get("is_error") else text  # templates have no field for it
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
             results += 1
-        elif kind == "tool_use" and role == "assistant":
-            check(f"{place}.id", block.get("id"), TEXT, "messages")
-            check(f"{place}.name", block.get("name"), TEXT, "messages")
-            check(f"{place}.input", block.get("input"), OBJECT, "messages")
+        elif kind == "tool_use":
             function = {"name": block["name"], "arguments": block["input"]}
             calls.append({"id": block["id"], "type": "function", "function": function})
-        elif kind == "thinking" and role == "assistant":
-            check(f"{place}.thinking", block.get("thinking"), TEXT, "messages")
-            reasoning += block["thinking"]
         else:
-            allowed = "text, image or tool_result" if role == "user" else "text, thinking or tool_use"
-            raise wrong("messages", f"{place}.type", kind, allowed)
+            reasoning += block["thinking"]
     if not parts and results:
         return
     message: Body = {"role": role, "content": parts if role == "user" else "\n".join(part["text"] for part in parts)}
@@ -245,24 +221,17 @@ def _texts(where: str, content: Any, field: str) -> str:
     if isinstance(content, str):
         return content
     for index, block in enumerate(content):
-        place = f"{where}[{index}]"
-        check(place, block, OBJECT, field)
-        check(f"{place}.type", block.get("type"), only("text"), field)
-        check_names(place, block, ("type", "text", "cache_control"), field)
-        check(f"{place}.text", block.get("text"), TEXT, field)
+        path = f"{where}[{index}]"
+        check_object(path, block, field, {"type": only("text"), "text": TEXT}, {"cache_control": ANY})
     return "\n".join(block["text"] for block in content)
 
 
-def _address(where: str, source: Any) -> str:
-    check(f"{where}.source", source, OBJECT, "messages")
+def _address(where: str, source: Mapping[str, Any]) -> str:
+    where = f"{where}.source"
     if source.get("type") == "base64":
-        check_names(f"{where}.source", source, ("type", "media_type", "data"), "messages")
-        check(f"{where}.source.media_type", source.get("media_type"), TEXT, "messages")
-        check(f"{where}.source.data", source.get("data"), TEXT, "messages")
+        check_object(where, source, "messages", {"type": TEXT, "media_type": TEXT, "data": TEXT})
         return f"data:{source['media_type']};base64,{source['data']}"
-    check(f"{where}.source.type", source.get("type"), only("base64", "url"), "messages")
-    check_names(f"{where}.source", source, ("type", "url"), "messages")
-    check(f"{where}.source.url", source.get("url"), TEXT, "messages")
+    check_object(where, source, "messages", {"type": only("base64", "url"), "url": TEXT})
     return str(source["url"])
 
 

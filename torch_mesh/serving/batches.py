@@ -17,7 +17,7 @@ from torch_mesh.serving.errors import AnsweredError, RequestError, RequestTooLon
 from torch_mesh.system.memory import left_bytes
 
 _LOG = logging.getLogger(__name__)
-_SHARE = 0.6  # the largest fraction of free memory for blocks on the CPU, as in transformers
+_MAX_FRACTION = 0.6  # the largest fraction of free memory for blocks on the CPU, as in transformers
 _MAX_ROWS = 8192  # tokens in a forward, transformers' default
 # Sampling options of generate, which all sequences of a batch share.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -185,7 +185,7 @@ def _that_fit(configured: dict[str, Any]) -> Any:
         config.max_batch_tokens = _MAX_ROWS
     if config.max_memory_percent is None:
         theirs = psutil.virtual_memory().total - psutil.Process().memory_info().rss
-        config.max_memory_percent = min(_SHARE, max(0, left_bytes() - RESERVE_BYTES) / theirs)
+        config.max_memory_percent = min(_MAX_FRACTION, max(0, left_bytes() - RESERVE_BYTES) / theirs)
     return config
 
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_mesh.serving.errors import MissingFieldError, RequestError, UnknownFieldError
+from torch_mesh.serving.errors import MissingFieldError, RequestError
 from torch_mesh.serving.requests import DECISIONS, checked_request
 from torch_mesh.serving.service import Service
-
-_FIELDS: Mapping[str, tuple[type, ...]] = {
-    "model": (str,),
-    "state": (str, dict, list),
-    "questions": (dict,),
-    "assets": (dict,),
-}
 
 
 def is_available() -> bool:
@@ -51,16 +44,9 @@ class Decisions:
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a request. Raises RequestError for one that the pipeline does not accept."""
         given = checked_request(DECISIONS, body, self._service.served, 0)
-        for name, value in given.items():
-            if name not in _FIELDS:
-                raise UnknownFieldError(f"There is no field {name!r} here: leave it out.", name)
-            if not isinstance(value, _FIELDS[name]):
-                kinds = " or ".join(kind.__name__ for kind in _FIELDS[name])
-                raise RequestError(f"{name} is {value!r}: give {kinds}.", name)
-        for name in ("state", "questions"):
-            if not given.get(name):
-                raise MissingFieldError(f"{name} is missing: give it.", name)
-        request = {"assets": {}, **{name: value for name, value in given.items() if name != "model"}}
+        if "questions" not in given:
+            raise MissingFieldError("questions is missing: give an object of questions.", "questions")
+        request = {"assets": {}, **given}
 
         def compute() -> dict[str, Any]:
             pipeline = self._pipeline()

@@ -51,7 +51,7 @@ BOOL = Kind("True or False", lambda value: isinstance(value, bool))
 _ABOVE_ZERO = Kind("a number above 0", lambda value: is_number(value) and value > 0)
 FACTOR = Kind("a number from 0.001 to 1,000", lambda value: is_number(value) and 0.001 <= value <= 1000)  # of logits
 _NUMBER = Kind("a number", is_number)
-SHARE = Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+FRACTION = Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
 TEMPERATURE = Kind("0 or a larger number", lambda value: is_number(value) and value >= 0)
 _PART = Kind("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
 _CUT = Kind("a number from 0 to below 1", lambda value: is_number(value) and 0 <= value < 1)
@@ -78,8 +78,8 @@ _KINDS = {
     "use_cache": BOOL,
     "temperature": TEMPERATURE,
     "top_k": whole(0),
-    "top_p": SHARE,
-    "min_p": SHARE,
+    "top_p": FRACTION,
+    "min_p": FRACTION,
     "top_h": _PART,
     "typical_p": _PART,
     "epsilon_cutoff": _CUT,

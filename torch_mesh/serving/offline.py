@@ -36,7 +36,7 @@ _KINDS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/res
 _FIELDS = {"custom_id", "method", "url", "body"}  # of a line of OpenAI's batch files
 _SHOWN = 5  # mistakes that an error names
 _PAGE = 256  # tokens in a block of transformers' continuous batching, unless it is given
-_MOST_ROWS = 4096  # of a forward: transformers has a mask of each with every key
+_MAX_ROWS = 4096  # of a forward: transformers has a mask of each with every key
 # Fields by which sequences are drawn: those of a batch have them in common.
 _DRAWN = ("temperature", "top_p", "top_k", "generation_config")
 
@@ -184,7 +184,7 @@ class _Sized(Batches):
             some.pop()
         page = self._configured.get("block_size") or _PAGE
         pages = sum(-(-tokens // page) for tokens, _ in some)
-        rows = min(_MOST_ROWS, sum(prompt for _, prompt in some) + len(some))
+        rows = min(_MAX_ROWS, sum(prompt for _, prompt in some) + len(some))
         sized: dict[str, Any] = {"num_blocks": pages, "max_batch_tokens": rows}
         if len(some) == len(self._needs[: self._at_once]) and "num_blocks" not in self._configured:
             sized["safety_margin"] = 0.0  # all have their blocks to the end: no prompt waits for free ones

@@ -15,7 +15,16 @@ from torch_mesh.serving.answers import Answer, Part, whole_body
 from torch_mesh.serving.errors import RequestError, describe
 from torch_mesh.serving.processors import TokenLogprobs
 from torch_mesh.serving.prompts import response_messages
-from torch_mesh.serving.requests import CHAT, COMPLETIONS, RESPONSES, checked_request
+from torch_mesh.serving.requests import (
+    CHAT,
+    COMPLETIONS,
+    OBJECT,
+    RESPONSES,
+    TEXT,
+    check_object,
+    checked_request,
+    only,
+)
 from torch_mesh.serving.service import Service, json_schema
 from torch_mesh.serving.tool_calls import Call, Content, Reasoning
 
@@ -50,27 +59,18 @@ class Collected:
         return "".join(self.content)
 
 
-async def collect(answer: Answer) -> Collected:
-    found = Collected()
-    async with contextlib.aclosing(answer.parts()) as parts:
-        async for part in parts:
-            found.add(part)
+async def collect_all(answers: Sequence[Answer]) -> list[Collected]:
+    found = [Collected() for _ in answers]
+    async with contextlib.aclosing(merged(answers)) as parts:
+        async for index, part in parts:
+            if part is not None:
+                found[index].add(part)
     return found
 
 
-async def collect_all(answers: Sequence[Answer]) -> list[Collected]:
-    """The parts of several answers. All end if one fails or the client disconnects."""
-    tasks = [asyncio.ensure_future(collect(answer)) for answer in answers]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Part | None], None]:
-    """Parts of several answers as they are generated, with the answer's index; None after the last part of one."""
+    """Parts of several answers as they are generated, with the answer's index; None after the last part of one. All
+    end if one fails or the client disconnects."""
     queue: asyncio.Queue[tuple[int, Part | None] | BaseException] = asyncio.Queue()
 
     async def read(index: int, answer: Answer) -> None:
@@ -155,18 +155,16 @@ class OpenAI:
         )
 
     async def _chat_events(self, head: Body, answers: Sequence[Answer], logprobs: bool, usage: bool) -> Events:
-        # Clients that do not ask for a chunk of usage may read it in the last of all.
-        last = {} if usage or len(answers) > 1 else {"usage": lambda: _usage(answers)}
-
         def chunk(index: int, delta: Body, finish: str | None = None, tokens: Sequence[Any] = ()) -> str:
             choice: Body = {"index": index, "delta": delta, "finish_reason": finish}
             if logprobs:
                 found = [self._token(token.logprobs) for token in tokens if token.logprobs is not None]
                 choice["logprobs"] = {"content": found} if found else None
-            more = none if finish is None else {**none, **{name: make() for name, make in last.items()}}
+            more: Body = {"usage": None} if usage else {}
+            if finish is not None and not usage and len(answers) == 1:  # clients may read it in the last chunk
+                more = {"usage": _usage(answers)}
             return event({**head, "object": "chat.completion.chunk", "choices": [choice], **more})
 
-        none = {"usage": None} if usage else {}
         calls = [0] * len(answers)
         for index in range(len(answers)):
             yield chunk(index, {"role": "assistant", "content": ""})
@@ -314,8 +312,8 @@ class OpenAI:
     def _response_answer(self, given: Mapping[str, Any]) -> Answer:
         service = self._service
         reasoning, text = given.get("reasoning", {}), given.get("text", {})
-        _check_names(reasoning, "reasoning", {"effort": str, "summary": ("auto",)})
-        _check_names(text, "text", {"format": dict, "verbosity": ()})
+        check_object("reasoning", reasoning, "reasoning", {}, {"effort": TEXT, "summary": only("auto")})
+        check_object("text", text, "text", {}, {"format": OBJECT, "verbosity": only()})
         includes = bool(given.get("include"))
         if "top_logprobs" in given and not includes:
             raise RequestError('top_logprobs needs include: ["message.output_text.logprobs"].', "top_logprobs")
@@ -410,7 +408,7 @@ class _Response:
             if kind == "message":
                 content["logprobs"] += tokens
                 more["logprobs"], tokens = tokens, []
-            events.append(self._event(f"response.{content['type']}.delta", **self._place(), **more))
+            events.append(self._event(f"response.{content['type']}.delta", **self._location(), **more))
         return events
 
     def close(self) -> list[str]:
@@ -435,7 +433,7 @@ class _Response:
             self._open = {"id": new_id("rs_"), "type": kind, "summary": [], "status": "in_progress", "content": []}
         added = self._event("response.output_item.added", output_index=len(self._output), item=self._open)
         self._open["content"] = [part]
-        return [added, self._event("response.content_part.added", **self._place(), part=part)]
+        return [added, self._event("response.content_part.added", **self._location(), part=part)]
 
     def _close(self) -> list[str]:
         if self._open is None:
@@ -446,8 +444,8 @@ class _Response:
         (part,) = item["content"]
         more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
         events = [
-            self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **more),
-            self._event("response.content_part.done", **self._place(), part=part),
+            self._event(f"response.{part['type']}.done", **self._location(), text=part["text"], **more),
+            self._event("response.content_part.done", **self._location(), part=part),
             self._event("response.output_item.done", output_index=len(self._output), item=item),
         ]
         self._output.append(item)
@@ -457,19 +455,19 @@ class _Response:
     def _call(self, call: Call) -> list[str]:
         name = new_id("call_")
         item = {"id": new_id("fc_"), "type": "function_call", "call_id": name, "name": call.name}
-        place = {"output_index": len(self._output), "item_id": item["id"]}
+        location = {"output_index": len(self._output), "item_id": item["id"]}
         begun = {**item, "arguments": "", "status": "in_progress"}
         done = {**item, "arguments": call.arguments, "status": "completed"}
         self._output.append(done)
-        index = place["output_index"]
+        index = location["output_index"]
         return [
             self._event("response.output_item.added", output_index=index, item=begun),
-            self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
-            self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments),
+            self._event("response.function_call_arguments.delta", **location, delta=call.arguments),
+            self._event("response.function_call_arguments.done", **location, name=call.name, arguments=call.arguments),
             self._event("response.output_item.done", output_index=index, item=done),
         ]
 
-    def _place(self) -> Body:
+    def _location(self) -> Body:
         assert self._open is not None
         return {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
 
@@ -521,12 +519,3 @@ def _not_empty(inputs: Mapping[str, Any], asked: str) -> Mapping[str, Any]:
     if inputs["input_ids"].shape[-1] == 0:
         raise RequestError(f"{asked} has no tokens: give some text.", asked)
     return inputs
-
-
-def _check_names(given: Mapping[str, Any], field: str, allowed: Mapping[str, Any]) -> None:
-    """``allowed``: a type, or all values that may be, by name."""
-    for name, value in given.items():
-        kinds = allowed.get(name)
-        fits = isinstance(value, kinds) if isinstance(kinds, type) else kinds is not None and value in kinds
-        if value is not None and not fits:
-            raise RequestError(f"{field} has {name}: {value!r}, which is not here: leave it out.", field)

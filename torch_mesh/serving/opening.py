@@ -74,7 +74,7 @@ def open_processor(source: Source, trust_remote_code: bool) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
 
     kind = AutoProcessor if source.file is None else AutoTokenizer
-    return kind.from_pretrained(_folder_of(source), **_place(source), trust_remote_code=trust_remote_code)
+    return kind.from_pretrained(_folder_of(source), **_location(source), trust_remote_code=trust_remote_code)
 
 
 def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) -> Any:
@@ -87,12 +87,12 @@ def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) ->
     """
     from transformers import AutoConfig
 
-    folder, place = _folder_of(source), {**_place(source), "trust_remote_code": given["trust_remote_code"]}
-    about = AutoConfig.from_pretrained(folder, **place)
+    folder, location = _folder_of(source), {**_location(source), "trust_remote_code": given["trust_remote_code"]}
+    about = AutoConfig.from_pretrained(folder, **location)
     dtype, device = given["dtype"], given["device"]
     model = _class_of(about).from_pretrained(
         folder,
-        **place,
+        **location,
         quantization_config=config,
         attn_implementation=given["attn_implementation"],
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -101,7 +101,7 @@ def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) ->
     return model.eval()
 
 
-def _place(source: Source) -> dict[str, Any]:
+def _location(source: Source) -> dict[str, Any]:
     """The config of a folder, as in ``from_pretrained``."""
     if source.file is not None:
         return {"gguf_file": source.file}

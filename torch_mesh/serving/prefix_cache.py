@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 BLOCK = 64  # tokens
 _ROWS, _WINDOW, _STATE = "rows", "window", "state"  # kinds of files of a block
 _READERS = 4  # threads
-_MOST_PENDING = 1 << 30  # bytes that wait to be written, beyond which nothing more is
+_MAX_PENDING = 1 << 30  # bytes that wait to be written, beyond which nothing more is
 _ENDING = 10.0  # seconds for what is still to be written when the cache is closed
 # Of linear attention, whose states take as much as the rows of hundreds of tokens:
 _STRETCHES = 4  # of a prompt's messages, the longest ones, before the end of which a state is kept
@@ -288,7 +288,7 @@ class _Writer:
 
     def add(self, job: _Job) -> None:
         with self._lock:
-            if self._pending and self._pending + job.nbytes > _MOST_PENDING:
+            if self._pending and self._pending + job.nbytes > _MAX_PENDING:
                 _LOG.info("The disk is behind: the keys of %d tokens are not written.", job.length)
                 return
             self._pending += job.nbytes

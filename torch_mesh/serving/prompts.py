@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_mesh.serving.errors import RequestError
-from torch_mesh.serving.requests import check_names, wrong
+from torch_mesh.serving.requests import check_names, is_parts, wrong
 from torch_mesh.serving.tool_calls import Form, form_of
 
 NO_TEMPLATE = (
@@ -200,16 +200,13 @@ def response_messages(content: str | Sequence[Mapping[str, Any]], instructions: 
     """Messages of chat completions for the input of the Responses API, which has been checked."""
     if isinstance(content, str):
         messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
-    elif "role" not in content[0] and content[0].get("type") not in _ITEMS:
+    elif is_parts(content):
         messages = [{"role": "user", "content": list(content)}]
     else:
         messages = list(_messages_of_items(content))
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
     return messages
-
-
-_ITEMS = ("reasoning", "function_call", "function_call_output")
 
 
 def _messages_of_items(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

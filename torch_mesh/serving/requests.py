@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch_mesh.serving.errors import MissingFieldError, ModelNotFoundError, RequestError, UnknownFieldError
 from torch_mesh.serving.generation import (
     BOOL,
     FACTOR,
-    SHARE,
+    FRACTION,
     TEMPERATURE,
     TEXTS,
     Kind,
@@ -35,6 +35,9 @@ _TEXT_OR_OBJECT = Kind("text or an object", lambda value: isinstance(value, str 
 _PENALTY = Kind("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)
 _TOP_LOGPROBS = Kind("a whole number from 0 to 20", lambda value: is_whole(value) and 0 <= value <= 20)
 NAME = Kind("a name", lambda value: isinstance(value, str) and value != "")
+ANY = Kind("anything", lambda value: True)
+_ADDRESS = Kind('an address, as in {"url": "https://..."}', TEXT.fits)
+_SOUND = Kind('sound in base64, as in {"data": "...", "format": "wav"}', TEXT.fits)
 _COUNT = Kind("a whole number from 1 to 128", lambda value: is_whole(value) and 1 <= value <= 128)
 
 
@@ -62,7 +65,7 @@ def only(*allowed: Any) -> Kind:
 
 _COMMON = {
     "temperature": TEMPERATURE,
-    "top_p": SHARE,
+    "top_p": FRACTION,
     "stream": BOOL,
     # Names for the client's own use, and hints, change no answer.
     "user": TEXT,
@@ -81,7 +84,7 @@ _SAMPLING = {
     "stream_options": OBJECT,
     # Not of OpenAI's API.
     "top_k": whole(0),
-    "min_p": SHARE,
+    "min_p": FRACTION,
     "repetition_penalty": FACTOR,
     "generation_config": Kind("an object of generate's options, as JSON text", lambda value: isinstance(value, str)),
 }
@@ -144,6 +147,11 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "seed": _SAMPLING["seed"],
         "generation_config": _SAMPLING["generation_config"],
     },
+    DECISIONS: {
+        "state": Kind("text, an object or a list", lambda value: isinstance(value, str | dict | list) and bool(value)),
+        "questions": Kind("an object of questions", lambda value: isinstance(value, dict) and bool(value)),
+        "assets": OBJECT,
+    },
 }
 # Arguments of apply_chat_template that transformers sets.
 _TAKEN = (
@@ -168,8 +176,6 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     """
     check_values(body)
     check_model(body.get("model"), served)
-    if kind == DECISIONS:
-        return dict(body)
     fields = _FIELDS[kind]
     given = known_fields(body, fields)
     asked = PROMPTS[kind]
@@ -263,6 +269,9 @@ def check_values(body: Mapping[str, Any]) -> None:
                 )
 
 
+_OF_PARTS = {"type": ANY, "cache_control": ANY}
+
+
 def _check_message(where: str, message: Any, field: str) -> None:
     check(where, message, OBJECT, field)
     check(f"{where}.role", message.get("role"), TEXT, field)
@@ -275,12 +284,13 @@ def _check_message(where: str, message: Any, field: str) -> None:
         return
     check(f"{where}.tool_calls", calls, LIST, field)
     for index, call in enumerate(calls):
-        place = f"{where}.tool_calls[{index}]"
-        check(place, call, OBJECT, field)
-        check_names(place, call, ("id", "type", "index", "function", "name", "arguments"), field)
+        path = f"{where}.tool_calls[{index}]"
+        check(path, call, OBJECT, field)
+        check_names(path, call, ("id", "type", "index", "function", "name", "arguments"), field)
         function = call.get("function") or call
-        check(f"{place}.function", function, OBJECT, field)
-        _check_call(f"{place}.function", function, field)
+        check(f"{path}.function", function, OBJECT, field)
+        for name, kind in _CALL.items():
+            check(f"{path}.function.{name}", function.get(name), kind, field)
 
 
 def _check_content(where: str, content: Any, field: str) -> None:
@@ -288,46 +298,33 @@ def _check_content(where: str, content: Any, field: str) -> None:
         return
     check(where, content, Kind("text, or a list of parts", lambda value: isinstance(value, list)), field)
     for index, part in enumerate(content):
-        place = f"{where}[{index}]"
-        check(place, part, OBJECT, field)
+        path = f"{where}[{index}]"
+        check(path, part, OBJECT, field)
         kind = part.get("type")
-        check(f"{place}.type", kind, TEXT, field)
+        check(f"{path}.type", kind, TEXT, field)
         if kind in ("text", "input_text", "output_text"):
-            shown = ("annotations", "logprobs") if kind == "output_text" else ()  # of an earlier answer
-            check_names(place, part, ("type", "text", "cache_control", *shown), field)
-            check(f"{place}.text", part.get("text"), TEXT, field)
+            earlier = {"annotations": ANY, "logprobs": ANY} if kind == "output_text" else {}
+            check_object(path, part, field, {"text": TEXT}, _OF_PARTS | earlier)
         elif kind in ("image_url", "input_image", "video_url", "audio_url"):
             name = "image_url" if kind == "input_image" else kind
             given = part.get(name)
             # Only pictures accept a bare URL.
             address = given.get("url") if isinstance(given, dict) else given if name == "image_url" else None
-            check(f"{place}.{name}", address, Kind('an address, as in {"url": "https://..."}', TEXT.fits), field)
-            check_names(place, part, ("type", name, "detail", "cache_control"), field)
-            about = given if isinstance(given, dict) else {}
-            check_names(f"{place}.{name}", about, ("url", "detail"), field)
-            for level in (part.get("detail"), about.get("detail")):
-                if level is not None:
-                    check(f"{place}.detail", level, only("auto"), field)
+            check(f"{path}.{name}", address, _ADDRESS, field)
+            check_object(path, part, field, {name: ANY}, _OF_PARTS | {"detail": only("auto")})
+            if isinstance(given, dict):
+                check_object(f"{path}.{name}", given, field, {"url": TEXT}, {"detail": only("auto")})
         elif kind == "refusal":
-            check(f"{place}.refusal", part.get("refusal"), TEXT, field)
-        elif kind != "input_audio":
-            raise wrong(field, f"{place}.type", kind, "text, image_url, video_url, audio_url or input_audio")
-        else:
+            check(f"{path}.refusal", part.get("refusal"), TEXT, field)
+        elif kind == "input_audio":
             given = part.get("input_audio")
             data = given.get("data") if isinstance(given, dict) else given
-            check(
-                f"{place}.input_audio",
-                data,
-                Kind('sound in base64, as in {"data": "...", "format": "wav"}', TEXT.fits),
-                field,
-            )
-            check_names(place, part, ("type", "input_audio", "cache_control"), field)
-            check_names(f"{place}.input_audio", given if isinstance(given, dict) else {}, ("data", "format"), field)
-
-
-def _check_call(where: str, call: Mapping[str, Any], field: str) -> None:
-    check(f"{where}.name", call.get("name"), TEXT, field)
-    check(f"{where}.arguments", call.get("arguments"), Kind("an object, as JSON text", _is_json_object), field)
+            check(f"{path}.input_audio", data, _SOUND, field)
+            check_object(path, part, field, {"input_audio": ANY}, _OF_PARTS)
+            if isinstance(given, dict):
+                check_object(f"{path}.input_audio", given, field, {"data": TEXT}, {"format": ANY})
+        else:
+            raise wrong(field, f"{path}.type", kind, "text, image_url, video_url, audio_url or input_audio")
 
 
 def _is_json_object(value: Any) -> bool:
@@ -339,13 +336,14 @@ def _is_json_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-# Fields of the Responses API's items, besides those that all of them have.
-_ITEM_FIELDS = {
-    "message": ("role", "content"),
-    "reasoning": ("content",),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-}
+_CALL = {"name": TEXT, "arguments": Kind("an object, as JSON text", _is_json_object)}
+_OF_ITEMS = {"type": ANY, "id": ANY, "status": ANY}
+
+
+def is_parts(content: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an input of the Responses API is the parts of one message, not a list of items."""
+    kinds = ("reasoning", "function_call", "function_call_output")
+    return "role" not in content[0] and content[0].get("type") not in kinds
 
 
 def _check_input(content: Any) -> None:
@@ -354,32 +352,26 @@ def _check_input(content: Any) -> None:
         return
     for index, item in enumerate(content):
         check(f"input[{index}]", item, OBJECT, "input")
-    kinds = ("reasoning", "function_call", "function_call_output")
-    if "role" not in content[0] and content[0].get("type") not in kinds:  # the parts of one message
+    if is_parts(content):
         _check_content("input", content, "input")
         return
     for index, item in enumerate(content):
         where, kind = f"input[{index}]", item.get("type")
-        known = "message" if "role" in item else kind
-        if isinstance(known, str) and known in _ITEM_FIELDS:
-            check_names(where, item, ("type", "id", "status", *_ITEM_FIELDS[known]), "input")
         if kind == "reasoning":
-            parts = item.get("content") or []
-            check(f"{where}.content", parts, LIST, "input")
-            for part in parts:
+            check_object(where, item, "input", {}, _OF_ITEMS | {"content": LIST})
+            for part in item.get("content") or ():
                 check(f"{where}.content", part, OBJECT, "input")
                 check(f"{where}.content.text", part.get("text"), TEXT, "input")
         elif "role" in item:
+            check_names(where, item, (*_OF_ITEMS, "role", "content"), "input")
             _check_message(where, item, "input")
         elif kind == "function_call":
-            check(f"{where}.call_id", item.get("call_id"), TEXT, "input")
-            _check_call(where, item, "input")
+            check_object(where, item, "input", {"call_id": TEXT, **_CALL}, _OF_ITEMS)
         elif kind == "function_call_output":
-            check(f"{where}.call_id", item.get("call_id"), TEXT, "input")
+            check_object(where, item, "input", {"call_id": TEXT}, _OF_ITEMS | {"output": ANY})
             _check_content(f"{where}.output", item.get("output"), "input")
         else:
-            known = "a message, reasoning, function_call or function_call_output"
-            raise wrong("input", f"{where}.type", kind, known)
+            raise wrong("input", f"{where}.type", kind, "a message, reasoning, function_call or function_call_output")
 
 
 def _check_tool(where: str, tool: Any) -> None:
@@ -443,6 +435,17 @@ def check(where: str, value: Any, kind: Kind, field: str) -> None:
     """Raises RequestError for a value of the wrong kind, with its path within ``field``."""
     if not kind.fits(value):
         raise wrong(field, where, value, kind.words)
+
+
+def check_object(
+    where: str, value: Any, field: str, needed: Mapping[str, Kind], optional: Mapping[str, Kind] = {}
+) -> None:
+    """Raises RequestError unless ``value`` is an object with all ``needed`` fields, and no others but ``optional``."""
+    check(where, value, OBJECT, field)
+    check_names(where, value, needed.keys() | optional.keys(), field)
+    for name, kind in {**needed, **optional}.items():
+        if name in needed or value.get(name) is not None:
+            check(f"{where}.{name}", value.get(name), kind, field)
 
 
 def check_names(where: str, value: Mapping[str, Any], known: Collection[str], field: str) -> None:

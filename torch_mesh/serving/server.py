@@ -90,7 +90,7 @@ OPTIONS = (
     Option("cb_block_size", None, int, "Tokens in a block of keys of continuous batching."),
     Option("cb_num_blocks", None, int, "Blocks of keys of continuous batching."),
     Option("cb_max_batch_tokens", None, int, "Tokens in a forward of continuous batching, at most."),
-    Option("cb_max_memory_percent", None, float, "Share of memory for blocks of keys, from 0 to 1."),
+    Option("cb_max_memory_percent", None, float, "Fraction of memory for blocks of keys, from 0 to 1."),
     Option("cb_use_cuda_graph", None, bool, "Continuous batching with CUDA graphs."),
     Option("host", "localhost", str, "Address to listen at."),
     Option("port", 8000, int, "Port to listen at; 0 for any that is free."),
@@ -293,9 +293,9 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
     for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens"):
         if (value := given[name]) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    share = given["cb_max_memory_percent"]
-    if share is not None and not 0 < share <= 1:
-        raise ValueError(f"--cb-max-memory-percent {share} must be above 0 and at most 1")
+    fraction = given["cb_max_memory_percent"]
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"--cb-max-memory-percent {fraction} must be above 0 and at most 1")
 
 
 def _prefix_bytes(given: Mapping[str, Any]) -> int:

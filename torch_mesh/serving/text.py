@@ -65,11 +65,11 @@ class Stops:
         if self.found is not None:
             return ""
         text = self._held + text
-        places = [(place, each) for each in self.sequences if (place := text.find(each)) >= 0]
-        if places:
-            place, self.found = min(places)
+        positions = [(position, each) for each in self.sequences if (position := text.find(each)) >= 0]
+        if positions:
+            position, self.found = min(positions)
             self._held = ""
-            return text[:place]
+            return text[:position]
         held = held_length(text, self.sequences)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -346,11 +346,11 @@ class Parser:
             return
         while True:
             marks = self._marks()
-            places = [(place, each) for each in marks if (place := self._text.find(each)) >= 0]
-            if not places:
+            positions = [(position, each) for each in marks if (position := self._text.find(each)) >= 0]
+            if not positions:
                 break
-            place, mark = min(places)
-            before, self._text = self._text[:place], self._text[place + len(mark) :]
+            position, mark = min(positions)
+            before, self._text = self._text[:position], self._text[position + len(mark) :]
             if self._state == "call":
                 yield from self._call(before)
                 continue
@@ -410,9 +410,9 @@ class Parser:
                     return
                 self._text, self._head = body, head
                 self._state = "call" if "to=functions." in head else "reasoning" if "analysis" in head else "content"
-            places = [place for each in ends if (place := self._text.find(each)) >= 0]
-            if places:
-                body, self._text = self._text[: min(places)], self._text[min(places) :]
+            positions = [position for each in ends if (position := self._text.find(each)) >= 0]
+            if positions:
+                body, self._text = self._text[: min(positions)], self._text[min(positions) :]
                 yield from self._in_channel(body)
                 self._state = "between"
                 continue
