@@ -50,7 +50,7 @@ class ColdLayer:
             workspace=1 << 30,
             shared=self.shared,
         )
-        devices.place(self.pooled.handle, self.layer)
+        devices.register(self.pooled.handle, self.layer)
         x = torch.randn(tokens, shape.hidden, generator=generator).to(torch.bfloat16)
         self.inputs = [each.to(device) for each in (x, *random_routing(tokens, generator, shape))]
         plain = torch.randint(0, 256, (shape.experts, self.bytes), dtype=torch.uint8, generator=generator)

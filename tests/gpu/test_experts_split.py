@@ -44,7 +44,7 @@ def _place(pool: TinyPool, hot: list[int]) -> device.DeviceLayer:
     """The caller keeps what comes back: the op finds it as long as it lives."""
     shared = device.SharedDevice(pool.handle(), DEVICE)
     layer = device_layer(pool.weights, hot, shared=shared)
-    device.place(pool.handle(), layer)
+    device.register(pool.handle(), layer)
     return layer
 
 
@@ -330,7 +330,7 @@ def test_each_expert_is_computed_in_the_format_of_where_it_is(open_pool: OpenPoo
     pool, on_card = open_pool(Spec(weights=in_memory), slots=4), TinyExperts(Spec(weights=there), seed=99)
     shared = device.SharedDevice(pool.handle(), DEVICE)
     layer = device_layer(on_card, [0, 3, 5], shared=shared)
-    device.place(pool.handle(), layer)
+    device.register(pool.handle(), layer)
     x, gates = torch.randn(6, pool.spec.hidden), torch.rand(6, 3)
     ids = torch.tensor([[0, 2, 3], [1, 2, 3], [0, 2, 3], [2, 3, 4], [1, 2, 5], [0, 2, 6]])
     for costs, streamed in ((Costs(1e9, 1, 1), 0), (Costs(2, 1, 0), 1), (FREE_COPIES, 4)):
@@ -446,7 +446,7 @@ def test_compiled_equals_eager_and_layers_share_one_graph(open_pool: OpenPool) -
     for index, hot in enumerate(([1, 2, 5], list(range(8)))):
         shared = device.SharedDevice(pool.handle(), DEVICE)
         layers.append(device_layer(pool.weights, hot, index, shared=shared))
-        device.place(pool.handle(index), layers[-1])
+        device.register(pool.handle(index), layers[-1])
     x, ids, weights = on_device((torch.randn(5, SPEC.hidden), *routing(SPEC, 5, 3)))
 
     def run(handle: Tensor) -> Tensor:

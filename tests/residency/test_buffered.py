@@ -47,7 +47,7 @@ def test_a_store_cut_off_is_an_error_at_the_next_read(tmp_path: Path) -> None:
     right = [_forward(engine, layer) for layer in range(SPEC.layers)]
     whole = path.read_bytes()
     with path.open("r+b") as file:
-        file.truncate(store.manifest.place(0, 0)[1] + 1)
+        file.truncate(store.manifest.locate(0, 0)[1] + 1)
     assert torch.equal(_forward(engine, 1), right[1])  # what is resident lies in memory of the pool's own
     with pytest.raises(ReadError) as caught:
         _forward(engine, 0)

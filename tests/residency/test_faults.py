@@ -64,7 +64,7 @@ class Served:
         assert isinstance(error, (ReadError, ChecksumError, ReadTimeoutError))
         assert error.layer == layer
         assert error.expert in batch(seed)[2].flatten().tolist()
-        file, offset = self.store.manifest.place(layer, error.expert)
+        file, offset = self.store.manifest.locate(layer, error.expert)
         assert error.file == str(self.store.folder / self.store.manifest.record_files[file].name)
         assert error.offset is not None
         assert offset <= error.offset < offset + self.store.manifest.record_bytes
@@ -233,7 +233,7 @@ def test_a_file_cut_off_under_the_engine_is_an_error_until_it_is_whole_again(
     whole = path.read_bytes()
     last = SPEC.layers - 1
     with path.open("r+b") as file:
-        file.truncate(served.store.manifest.place(last, 0)[1] + 100)
+        file.truncate(served.store.manifest.locate(last, 0)[1] + 100)
     with pytest.raises(ReadError, match="shorter than when it was opened") as caught:
         served.forward(engine, last, seed)
     served.check_error(caught.value, last, seed)
