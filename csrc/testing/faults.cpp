@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <memory>
 #include <optional>
@@ -19,6 +20,8 @@ namespace torch_mesh {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+std::atomic<int64_t> given = 0;
 
 // Held-back chunks are freed when this many others have completed.
 constexpr int64_t kReorderDistance = 3;
@@ -49,6 +52,7 @@ class FaultyBackend final : public Backend {
   }
 
   void submit(const ChunkRead& read) override {
+    given.fetch_add(1, std::memory_order_relaxed);
     Attempt& attempt = attempts_[read.chunk];
     // What is left of a chunk keeps its end, however far it has come.
     const bool failed_before = attempt.failed_once && attempt.read.file == read.file &&
@@ -195,6 +199,8 @@ class FaultyBackend final : public Backend {
 };
 
 }  // namespace
+
+int64_t chunks_given() { return given.load(std::memory_order_relaxed); }
 
 Interpose with_faults(const Faults& faults) {
   const double probabilities[] = {faults.short_read, faults.eintr,      faults.eagain,

@@ -27,4 +27,7 @@ struct Faults {
 // for more than a day.
 Interpose with_faults(const Faults& faults);
 
+// Chunks that backends with faults have been given, in all of this process.
+int64_t chunks_given();
+
 }  // namespace torch_mesh

@@ -70,6 +70,8 @@ PYBIND11_MODULE(_testing, m) {
       "faults", faults,
       "For Engine(interpose=): faults of reads, see csrc/testing/faults.h. `seed`, `max_delay` in "
       "seconds, and a probability of each.");
+  m.def("chunks_given", chunks_given,
+        "Chunks of reads that have been begun in this process, of those with faults.");
   m.def("simulated_device", simulated_device, py::arg("seed") = 0, py::arg("max_delay_us") = 0,
         "For HostShare: a device in process, whose memory is the CPU's; the delays are of its "
         "streams.");
