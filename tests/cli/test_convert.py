@@ -1,10 +1,9 @@
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from torch_mesh.cli import convert as command
 from torch_mesh.cli import main
@@ -76,13 +75,7 @@ def test_an_error_is_one_line_and_debug_shows_where(
 def test_interrupted_it_says_how_to_continue(tmp_path: Path, mesh_tiny: Path) -> None:
     """A real SIGINT to a real process, in the middle of the records."""
     arguments = [str(mesh_tiny), str(tmp_path / "store"), "--weights", "int4", "--threads", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, "convert", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    process = warm.start(INTERRUPTIBLE, "convert", *arguments)
     assert process.stdout.readline() == "packing\n"
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)

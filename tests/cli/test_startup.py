@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import warm
 
 import torch_mesh
 from torch_mesh.cli import COMMANDS, main
@@ -283,7 +284,8 @@ assert set(calls) == {"quantizer", "sdpa", "save"}, calls
 
 
 def test_an_import_replaces_nothing_and_keeps_what_was_registered_before(mesh_tiny: Path, tmp_path: Path) -> None:
-    _run(_LEAVES_ALONE, str(mesh_tiny), str(tmp_path))
+    done = warm.run(_LEAVES_ALONE, mesh_tiny, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 MakePackage = Callable[..., str]

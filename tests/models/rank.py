@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import peft  # noqa: F401  once for all ranks
 import torch
 import torch.distributed
 from transformers.distributed.configuration_utils import DistributedConfig

@@ -4,13 +4,12 @@ batch."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from tiny_models import TINY_MODELS
 from torch.nn.parallel import DistributedDataParallel
 from training import ROWS
@@ -72,10 +71,7 @@ if world > 1:
 def _run(folder: Path, world: int, begin: int, end: int) -> list[dict[str, Any]]:
     ranks = [[str(value) for value in (rank, world, folder, begin, end)] for rank in range(world)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", WORKER, *rank], stderr=subprocess.PIPE, text=True, env=environment)
-        for rank in ranks
-    ]
+    processes = [warm.start(WORKER, *rank, env=environment) for rank in ranks]
     for process in processes:
         _, error = process.communicate(timeout=1200)
         assert process.returncode == 0, error

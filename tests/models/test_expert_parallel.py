@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
+import warm
 from peft import PeftModel
 from rank import (
     IDS,
@@ -61,8 +62,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 def launch(folder: Path, cases: list[dict[str, Any]], ranks: int, timeout: float = 900) -> list[list[dict[str, Any]]]:
     """What each case gave, by rank."""
     torch.save(cases, folder / "cases.pt")
-    how = [sys.executable, str(RANK), str(folder), str(ranks)]
-    done = subprocess.run(how, env=_environment(folder), capture_output=True, text=True, timeout=timeout, check=False)
+    done = warm.run(RANK.read_text(), folder, ranks, env=_environment(folder), timeout=timeout)
     assert done.returncode == 0, done.stderr[-20000:]
     by_rank = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
     return [list(results) for results in zip(*by_rank, strict=True)]

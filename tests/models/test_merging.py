@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from limited_processes import small_disk, without_privileges
 from peft import LoraConfig, PeftModel, get_peft_model
 from quantised import KINDS, write_quantised
@@ -382,7 +383,7 @@ def test_a_killed_command_goes_on(
     tmp_path: Path, base_and_adapter: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*map(str, base_and_adapter), str(tmp_path / "merged"), "--threads", "1"]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, check=False)
+    killed = warm.run(KILLED, *arguments)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / ".merged.partial").is_dir() and not (tmp_path / "merged").exists()
     assert main(["merge", *arguments]) == 0

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from tiny_models import TINY_MODELS
 from transformers import (
     AutoConfig,
@@ -72,9 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, mesh_tiny: Path) -> tuple[
 
 
 def test_whoever_opens_it_is_told_to_import_torch_mesh(folders: tuple[Path, Path]) -> None:
-    command = [sys.executable, "-c", _OPENERS, *map(str, folders)]
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch_mesh would import itself
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, env=environment)
+    done = warm.run(_OPENERS, *folders)
     assert done.returncode == 0, done.stderr
     answers = dict(line[1:].split("> ", 1) for line in done.stdout.splitlines() if line.startswith("<"))
     assert len(answers) == 8

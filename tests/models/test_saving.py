@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import huggingface_hub
 import peft
 import pytest
 import torch
+import warm
 from pairs import each_once_quick, first_quick
 from safetensors.torch import load_file
 from saved import assert_same_checkpoint, saved_tensors
@@ -615,13 +615,7 @@ def test_saving_an_exact_model_takes_the_memory_of_a_few_layers(tmp_path: Path) 
     model.save_pretrained(tmp_path / "source")
     experts = sum(t.nbytes for layer in model.model.layers for t in layer.mlp.experts.parameters())
     assert experts > 70e6
-    run = subprocess.run(
-        [sys.executable, "-c", _MEASURED, str(tmp_path / "source"), str(tmp_path / "saved")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    run = warm.run(_MEASURED, tmp_path / "source", tmp_path / "saved")
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split()[-1]) < 0.6 * experts  # all of them at once would be more than that, twice
     assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from pairs import each_once_quick, every_other_quick
 from tiny_pools import (
     ACTIVATIONS,
@@ -350,7 +349,7 @@ def test_integer_formats_give_the_same_bits_on_every_instruction_set(
     ]
     torch.save(calls, tmp_path / "calls")
     isas = _C.features()["isas"].split()
-    subprocess.run([sys.executable, "-c", _RUN_EXPERTS, _C.__file__, str(tmp_path), *isas], check=True, timeout=300)
+    warm.run(_RUN_EXPERTS, _C.__file__, tmp_path, *isas).check_returncode()
 
     results = {isa: torch.load(tmp_path / isa) for isa in isas}
     for isa in isas:

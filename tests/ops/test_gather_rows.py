@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from pairs import first_quick
 from row_files import RowFiles, coded_files, decoded, handle_of, padded_files, raw_files
 from tiny_pools import ops
@@ -307,10 +306,15 @@ files = padded_files(Path(sys.argv[1]), torch.randn(100, 160).bfloat16())
 def gather(handle):
     ops.gather_rows(torch.tensor([1]), handle, 160, torch.bfloat16)
 
+def prefetch(handle):
+    begun = _testing.chunks_given()
+    ops.prefetch_rows(torch.arange(40), handle)
+    while _testing.chunks_given() == begun:  # or closing drops it
+        time.sleep(0.001)
+
 def open_stuck(timeout):
     tables = files.open(faults=NEVER, timeout=timeout, io=sys.argv[2])
-    ops.prefetch_rows(torch.arange(40), handle_of(tables))
-    time.sleep(0.5)  # what the I/O thread has not begun is dropped
+    prefetch(handle_of(tables))
     return tables
 
 tables = open_stuck(0.5)
@@ -339,7 +343,7 @@ assert failed
 
 tables = open_stuck(1e6)
 try:
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     tables.close()
 except KeyboardInterrupt:
     print("interrupted")
@@ -350,8 +354,7 @@ stored = StoredTable(
     about["name"], 160, torch.bfloat16, about["stride"], about["salt"], (RowStretch(files.files[0], 0, 100),), ()
 )
 tables = RowTables([stored], cache_bytes=1 << 20, verify="always", timeout=1e6, io=sys.argv[2])
-ops.prefetch_rows(torch.arange(40), tables.handle(0))
-time.sleep(0.5)
+prefetch(tables.handle(0))
 print("at the end", flush=True)
 """
 
@@ -360,9 +363,7 @@ print("at the end", flush=True)
 def test_reads_that_never_end_hold_up_neither_close_nor_del_nor_exit(io: str, tmp_path: Path) -> None:
     if io == "uring" and (why := _C.features()["uring"]):
         pytest.skip(why)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", STUCK, str(tmp_path), io]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = warm.run(STUCK, tmp_path, io)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["interrupted", "at the end"]
 

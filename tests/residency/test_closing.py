@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from tiny_pools import Spec, TinyExperts, open_engine, ops
 
-from torch_mesh import _C
+from torch_mesh import _C, _testing
 from torch_mesh.pool.expert_pool import _close
 
-# A process imports torch first; a hang takes for ever.
+# A hang takes for ever.
 PATIENCE = 300.0
 
 PRELUDE = """
@@ -31,10 +30,15 @@ experts = TinyExperts(Spec(layers=2), 0)
 source = _C.Source(**experts.store(Path(sys.argv[1])).source_arguments())
 NEVER = {"seed": 1, "delay": 1, "max_delay": 86400.0}
 
+def prefetch(handle):
+    begun = _testing.chunks_given()
+    ops.prefetch(handle, torch.arange(4))
+    while _testing.chunks_given() == begun:  # or closing drops it
+        time.sleep(0.001)
+
 def open_stuck(timeout):
     engine = open_engine(experts, source, slots=8, io=sys.argv[2], timeout=timeout, threads=1, faults=NEVER)
-    ops.prefetch(torch.tensor([engine.id, 1, 1]), torch.arange(4))
-    time.sleep(1)  # what the I/O thread has not begun is dropped
+    prefetch(torch.tensor([engine.id, 1, 1]))
     return engine
 """
 
@@ -66,7 +70,7 @@ assert failed
 
 engine = open_stuck(1e6)
 try:
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     engine.close()
 except KeyboardInterrupt:
     print("interrupted")
@@ -83,8 +87,7 @@ pools = [
     for _ in range(2)
 ]
 for pool in pools:
-    ops.prefetch(pool.handle(1), torch.arange(4))
-time.sleep(1)
+    prefetch(pool.handle(1))
 print("at the end", flush=True)
 """
 
@@ -143,9 +146,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 def run(script: str, *arguments: str) -> str:
     """What the program printed; fails if it does not end, or not well."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PRELUDE + script, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = warm.run(PRELUDE + script, *arguments, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -178,11 +179,13 @@ def test_a_ring_for_whose_entries_there_is_no_memory_is_not_used(tmp_path: Path)
 def test_a_model_that_goes_says_that_its_reads_do_not_end(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     experts = TinyExperts(Spec(), 0)
-    slow = {"seed": 6.0, "delay": 1.0, "max_delay": 4.0}
+    slow = {"seed": 6.0, "delay": 1.0, "max_delay": 2.0}
     source = _C.Source(**experts.store(tmp_path / "store").source_arguments())
     engine = open_engine(experts, source, slots=4, timeout=0.05, faults=slow)
+    begun = _testing.chunks_given()
     ops.prefetch(torch.tensor([engine.id, 0, 1]), torch.arange(2))
-    time.sleep(0.5)  # what the I/O thread has not begun is dropped
+    while _testing.chunks_given() == begun:  # or closing drops it
+        time.sleep(0.001)
     with pytest.warns(RuntimeWarning, match="reads of a closed engine take longer than the time-out of 50 ms"):
         _close(engine, (), None, os.getpid())
     deadline = time.monotonic() + PATIENCE

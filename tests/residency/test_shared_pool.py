@@ -5,22 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
@@ -30,8 +25,6 @@ from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import Store, open_store
 
 PROMPT = torch.arange(5, 25)[None]
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch_mesh.patching.quantizer", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
 
 
 @pytest.fixture(scope="module")
@@ -163,21 +156,40 @@ def test_auto_leaves_room_for_the_rest_of_each_worker(
     assert share(resident="auto", workers=4).slots == 100
 
 
-def _work(folder: Path, socket: str, expected: list[int], results: Connection) -> None:
-    """Of a worker: generates until it is killed, and says whether that went well."""
-    torch.set_num_threads(1)
-    model = open_model(folder, shared=socket)
-    while True:
-        results.send(generated(model) == expected)
+# Of a worker: generates until it is killed, and says what, and when it began.
+WORK = """
+import sys, time
+import torch
+from transformers import AutoModelForCausalLM
+from torch_mesh import MeshConfig
+torch.set_num_threads(1)
+config = MeshConfig(shared=sys.argv[2])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, quantization_config=config)
+prompt = torch.arange(5, 25)[None]
+while True:
+    begun = time.monotonic()
+    tokens = model.generate(prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0].tolist()
+    print(begun, *tokens, flush=True)
+"""
 
 
-def start(store: Store, socket: str, expected: list[int]) -> tuple[ForkServerProcess, Connection]:
-    """A worker, and where it says so."""
-    results, own = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=_work, args=(store.folder, socket, expected, own), daemon=True)
-    process.start()
-    own.close()  # so that what is received from one that has ended is an error
-    return process, results
+class Worker:
+    def __init__(self, store: Store, socket: str, expected: list[int]) -> None:
+        self._process, self._expected = warm.start(WORK, store.folder, socket), expected
+        self.pid = self._process.pid
+
+    def expect_tokens(self, since: float = 0.0) -> None:
+        """Of all runs up to the first that began at ``since`` or later."""
+        begun = -1.0
+        while begun < since:
+            said = self._process.stdout.readline().split()
+            assert said, self._process.communicate()
+            begun = float(said[0])
+            assert list(map(int, said[1:])) == self._expected
+
+    def kill(self) -> None:
+        with self._process:
+            self._process.kill()
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
@@ -189,29 +201,26 @@ def test_a_killed_worker_leaves_no_pin_and_the_others_go_on(
     workers = 4 if kills > 4 else 2
     shared = share(resident=0.5, workers=workers)
 
-    running = [start(store, socket, expected) for _ in range(workers)]
+    running = [Worker(store, socket, expected) for _ in range(workers)]
     try:
-        for _, results in running:
-            assert results.recv()
+        for worker in running:
+            worker.expect_tokens()
         for _ in range(kills):
             victim = draw.randrange(workers)
             time.sleep(draw.uniform(0, 0.05))
-            os.kill(running[victim][0].pid or 0, signal.SIGKILL)
-            running[victim][0].join()
+            running[victim].kill()
+            killed = time.monotonic()
             assert eventually(lambda: shared.lender.workers == workers - 1)
             assert shared.engine.pinned() <= (workers - 1) * shared.lender.slots
             shared.engine.validate()
-            for index, (_, results) in enumerate(running):
+            for index, worker in enumerate(running):
                 if index != victim:
-                    while results.poll():
-                        assert results.recv()
-                    assert results.recv()  # of what it began after the kill, or was at
-            running[victim] = start(store, socket, expected)
-            assert running[victim][1].recv()
+                    worker.expect_tokens(since=killed)
+            running[victim] = Worker(store, socket, expected)
+            running[victim].expect_tokens()
     finally:
-        for process, _ in running:
-            process.kill()
-            process.join()
+        for worker in running:
+            worker.kill()
     assert eventually(lambda: shared.lender.workers == 0 and shared.engine.pinned() == 0)
     shared.engine.validate()
     assert shared.lender.refused == 0
@@ -229,28 +238,24 @@ def _pool_pss(pid: int) -> int:
 
 
 def test_workers_have_one_pool_together(store: Store, tmp_path: Path, socket: str) -> None:
-    how = [sys.executable, "-m", "torch_mesh", "share", str(store.folder), "--socket", socket]
-    owner = subprocess.Popen(
-        [*how, "--resident", "0.8", "--workers", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None
+    how = ["share", store.folder, "--socket", socket, "--resident", "0.8", "--workers", "4"]
+    owner = warm.start_command(*how)
     ready = owner.stdout.readline()
     assert "4 workers" in ready, owner.communicate()
     slots = int(ready.split()[0])
     expected = generated(open_model(store, resident=0.25))
-    running: list[tuple[ForkServerProcess, Connection]] = []
+    running: list[Worker] = []
     try:
-        running += [start(store, socket, expected) for _ in range(4)]
-        for _, results in running:
-            assert results.recv()
+        running += [Worker(store, socket, expected) for _ in range(4)]
+        for worker in running:
+            worker.expect_tokens()
         pool = slots * store.manifest.record_bytes
-        shares = [_pool_pss(process.pid or 0) for process, _ in running] + [_pool_pss(owner.pid)]
+        shares = [_pool_pss(worker.pid) for worker in running] + [_pool_pss(owner.pid)]
         assert 0.9 * pool <= sum(shares) <= 1.1 * pool, (shares, pool)
         assert all(each > 0.1 * pool for each in shares)
     finally:
-        for process, _ in running:
-            process.kill()
-            process.join()
+        for worker in running:
+            worker.kill()
         owner.send_signal(signal.SIGINT)
         said, errors = owner.communicate(timeout=60)
     assert owner.returncode == 0, errors

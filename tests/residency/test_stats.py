@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -210,7 +209,7 @@ for _ in range(5):
     model(input_ids=torch.tensor([[1, 2, 3]]))
 print("ended")
 """
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120)
+    done = warm.run(program)
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from pairs import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,12 +117,12 @@ def test_what_was_cut_off_or_failed_is_computed_again(folder: Path, paths: tuple
 def test_a_killed_run_goes_on(folder: Path, paths: tuple[Path, Path]) -> None:
     requests, answers = paths
     _write(requests, [_line(f"{number}", prompt=f"Verse {number}", max_tokens=20) for number in range(12)])
-    command = [sys.executable, "-m", "torch_mesh", "run", str(folder), str(requests), str(answers)]
-    running = subprocess.Popen([*command, "--at-once", "2", "--resident", "0.3"], stdout=subprocess.DEVNULL)
+    running = warm.start_command("run", folder, requests, answers, "--at-once", "2", "--resident", "0.3")
     while running.poll() is None and not (answers.exists() and answers.stat().st_size):
         time.sleep(0.02)
     running.kill()
-    assert running.wait() in (-signal.SIGKILL, 0)
+    _, errors = running.communicate()
+    assert running.returncode in (-signal.SIGKILL, 0), errors
     before = answers.read_bytes()
     assert before.endswith(b"\n")
     assert _run(folder, requests, answers) == 0

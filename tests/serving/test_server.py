@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ import huggingface_hub
 import psutil
 import pytest
 import transformers
+import warm
 from pairs import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -514,10 +514,8 @@ def test_a_model_without_a_template_says_so(
 
 @pytest.mark.parametrize("tokens", first_quick(200, 1900))  # which are done in the time that they have, or cut off
 def test_sigterm_ends_it_and_what_is_under_way(folder: Path, tokens: int) -> None:
-    command = [sys.executable, "-m", "torch_mesh", "serve", str(folder), "--resident", "0.25", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with warm.start_command("serve", folder, "--resident", "0.25", "--port", "0") as process:
         try:
-            assert process.stdout is not None
             said = process.stdout.readline()
             address = said.split()[3].removesuffix("/v1,")
             body = {"model": str(folder), "prompt": TEXTS[0], "temperature": 0, "max_tokens": tokens}
@@ -565,10 +563,8 @@ main(["serve", *sys.argv[1:]])
 
 @pytest.mark.thorough
 def test_sigterm_ends_it_even_if_what_it_computes_does_not_end(folder: Path) -> None:
-    command = [sys.executable, "-c", _STUCK, str(folder), "--resident", "0.25", "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with warm.start(_STUCK, folder, "--resident", "0.25", "--host", "127.0.0.1", "--port", "0") as process:
         try:
-            assert process.stdout is not None
             address = process.stdout.readline().split()[3].removesuffix(",")
             with (
                 openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120) as client,
@@ -636,26 +632,15 @@ def test_eight_clients_for_minutes(serving: Callable[..., Any], folder: Path, sa
 def test_two_servers_have_one_pool(folder: Path, tmp_path: Path, says: Callable[..., str]) -> None:
     socket_path = tmp_path / "pool.socket"
     pool = SharedPool(open_store(folder), socket_path, 0.5, workers=2)
-    command = [
-        sys.executable,
-        "-m",
-        "torch_mesh",
-        "serve",
-        str(folder),
-        "--shared",
-        str(socket_path),
-        "--port",
-        "0",
-    ]
     with ExitStack() as stack:
         stack.callback(pool.close)
         servers = []
         for _ in range(2):
-            servers.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
+            serving = warm.start_command("serve", folder, "--shared", socket_path, "--port", "0")
+            servers.append(stack.enter_context(serving))
             stack.callback(servers[-1].kill)
         clients = []
         for server in servers:
-            assert server.stdout is not None
             address = server.stdout.readline().split()[3].removesuffix(",")
             clients.append(
                 stack.enter_context(openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120))

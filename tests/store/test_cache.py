@@ -7,13 +7,13 @@ import fcntl
 import os
 import secrets
 import signal
-import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from limited_processes import without_privileges
 from tiny_checkpoints import tiny_model
 
@@ -40,7 +40,7 @@ def with_tests(**variables: str) -> dict[str, str]:
 
 @pytest.mark.thorough
 def test_a_killed_patch_leaves_nothing_behind_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = subprocess.run([sys.executable, "-c", PATCH], env=with_tests(XDG_CACHE_HOME=str(tmp_path)), check=False)
+    killed = warm.run(PATCH, env=with_tests(XDG_CACHE_HOME=str(tmp_path)))
     assert killed.returncode == -signal.SIGKILL
     (left,) = [path for path in (tmp_path / "torch_mesh").glob("unnamed-*") if path.is_dir()]
     assert any((left / ".experts.partial").glob("mesh-*.safetensors"))

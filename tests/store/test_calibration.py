@@ -6,13 +6,12 @@ import gc
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from limited_processes import small_disk
 from pairs import first_quick
 from quantised import KINDS, write_quantised
@@ -346,13 +345,7 @@ def test_rows_that_a_loss_of_power_took_are_collected_again(
 @pytest.mark.thorough
 def test_ctrl_c_while_the_text_runs(tmp_path: Path, mesh_tiny: Path, prose: str) -> None:
     arguments = [str(mesh_tiny), str(tmp_path / "store"), "--weights", "int4", "--calibrate", prose]
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, "convert", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    process = warm.start(INTERRUPTIBLE, "convert", *arguments)
     assert process.stdout.readline() == "running\n"
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)

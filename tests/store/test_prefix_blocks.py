@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 from limited_processes import small_disk
 
 from torch_mesh.store.prefix_blocks import PrefixBlocks
@@ -128,13 +127,11 @@ def test_the_beginning_of_a_chain_stays_longest(tmp_path: Path) -> None:
 
 def test_a_killed_writer_leaves_what_it_had_finished(tmp_path: Path) -> None:
     folder = tmp_path / "prefixes" / "model"
-    writing = subprocess.Popen([sys.executable, "-c", WRITE, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert writing.stdout is not None
-    for _ in range(3):
-        writing.stdout.readline()
-    writing.kill()
-    assert writing.wait() == -signal.SIGKILL
-    writing.stdout.close()
+    with warm.start(WRITE, folder) as writing:
+        for _ in range(3):
+            writing.stdout.readline()
+        writing.kill()
+    assert writing.returncode == -signal.SIGKILL
     blocks = PrefixBlocks(folder, PLENTY)
     names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
     assert len(names) >= 3

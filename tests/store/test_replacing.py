@@ -8,12 +8,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import small_stores
+import warm
 from limited_processes import small_disk, without_privileges
 from pairs import first_quick
 from tiny_checkpoints import save_tiny
@@ -106,19 +106,11 @@ class KilledReplacements:
     """Puts finished stores into the place of others in another process."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", KILLED],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=with_tests(),
-        )
+        self._process = warm.start(KILLED)
 
     def run(self, number: int, can_exchange: bool, folder: Path) -> bool:
         """Whether it was killed before its end."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{number} {'yes' if can_exchange else 'no'} {folder}\n")
-        self._process.stdin.flush()
         status = int(self._process.stdout.readline())
         assert status in (0, signal.SIGKILL)
         return status == signal.SIGKILL
