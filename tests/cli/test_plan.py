@@ -489,7 +489,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights(
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "parts/model.safetensors"}}
     (Hub.models["tiny/parts"] / "model.safetensors.index.json").write_text(json.dumps(index))
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     environment = os.environ | {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(tmp_path),

@@ -265,7 +265,7 @@ def test_lines_next_to_no_time_apart_have_no_rate(tmp_path: Path, rng: np.random
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LivePage]:
     with LivePage([tmp_path / "s.jsonl"], None, 0) as page:
-        thread = threading.Thread(target=page.serve_forever)
+        thread = threading.Thread(target=page.serve_forever, args=[0.01])
         thread.start()
         yield page
         page.shutdown()

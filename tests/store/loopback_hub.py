@@ -116,7 +116,7 @@ def loopback_hub(cache: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[L
     state: dict[str, Any] = {"files": {}, "sent": Counter(), "damaged": set()}
     handler = type("Handler", (LoopbackHub,), state)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     handler.url = url = f"http://127.0.0.1:{server.server_port}"
     constants = huggingface_hub.constants
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
