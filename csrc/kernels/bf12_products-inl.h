@@ -126,7 +126,8 @@ inline void gemm_bf12(const BlockProducts& products, const Gemm& gemm) {
     for (int32_t i = 0; i < depth; i += kBf12Depth) {
       expand_bf12_tile(block, (k + i) / kBf12Depth, words + i * kBlockColumns * 2);
     }
-    return words;
+    const int32_t next = (k + depth) / kBf12Depth;
+    return StepWords{words, {block.tile(next), int64_t{depth} / kBf12Depth * kBf12TileBytes}};
   });
 }
 

@@ -38,7 +38,8 @@ struct RuntimeGemm {
       }
     }
   }
-  void bf16(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b, float* c) const {
+  void bf16(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b, float* c,
+            LinesAhead) const {
     runtime.gemm_bf16(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
                       reinterpret_cast<const uint16_t*>(a), reinterpret_cast<const uint16_t*>(b),
                       c);
@@ -48,6 +49,12 @@ struct RuntimeGemm {
     runtime.gemm_u8s8(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
                       reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const int8_t*>(b), c);
   }
+};
+
+// Words of bf16, and what the next ones are expanded from, if they are.
+struct StepWords {
+  const std::byte* words;
+  LinesAhead ahead;
 };
 
 // Of words of bf16: words(k, depth) are those of k-values [k, k + depth). sums is kTileRows rows
@@ -62,7 +69,8 @@ inline void gemm_words(const BlockProducts& products, const Gemm& gemm, const Wo
     const int32_t depth = left < Gemm::kBf16Depth ? left : Gemm::kBf16Depth;
     gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
     const bool alone = k == 0 && !Gemm::kWholeTiles;
-    gemm.bf16(rows, depth, gathered, words(k, depth), alone ? products.sums : part);
+    const StepWords step = words(k, depth);
+    gemm.bf16(rows, depth, gathered, step.words, alone ? products.sums : part, step.ahead);
     if (alone) continue;
     for (int32_t i = 0; i < rows * kBlockColumns; i += kLanes) {
       const Floats more = load(part + i);
@@ -73,8 +81,9 @@ inline void gemm_words(const BlockProducts& products, const Gemm& gemm, const Wo
 
 template <typename Gemm>
 inline void gemm_bf16(const BlockProducts& products, const Gemm& gemm) {
-  gemm_words(products, gemm,
-             [&](int32_t k, int32_t) { return products.block + int64_t{k} * kBlockColumns * 2; });
+  gemm_words(products, gemm, [&](int32_t k, int32_t) {
+    return StepWords{products.block + int64_t{k} * kBlockColumns * 2, {}};
+  });
 }
 
 // Two vectors of words of bf16, which holds every number of E4M3.
@@ -154,7 +163,9 @@ inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
     const ExpandedFp8 expanded(products, k);
     const int32_t depth = expanded.depth;
     gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
-    gemm.bf16(rows, depth, gathered, expanded.words, part);
+    const LinesAhead ahead{fp8_pairs(products) + (int64_t{k} + depth) * kBlockColumns,
+                           int64_t{depth} * kBlockColumns};
+    gemm.bf16(rows, depth, gathered, expanded.words, part, ahead);
     const Fp8Step step(products.block, shape.group_size, k, 1);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const Floats scale = expanded.is_scaled ? broadcast(1) : step.scales_of(c);

@@ -117,39 +117,66 @@ struct TileGemm {
     const int32_t missing = -rows & (kRegisterRows - 1);
     __builtin_memset(a + rows * bytes, 0, static_cast<size_t>(missing) * bytes);
   }
-  void bf16(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b, float* c) const {
-    multiply<false>(rows, 2 * depth, a, b, reinterpret_cast<std::byte*>(c));
+  void bf16(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b, float* c,
+            const LinesAhead& ahead) const {
+    multiply<false>(rows, 2 * depth, a, b, reinterpret_cast<std::byte*>(c), ahead);
   }
   void bytes(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b,
              int32_t* c) const {
-    multiply<true>(rows, depth, a, b, reinterpret_cast<std::byte*>(c));
+    multiply<true>(rows, depth, a, b, reinterpret_cast<std::byte*>(c), {});
   }
 
  private:
   static constexpr int64_t kLine = kBlockColumns * 4;  // of weights, and of sums
 
+  // What the first rows' products ask for: weights of the block further on, which are read as they
+  // are and soon, into the first-level cache; or what the next step's are expanded from, into the
+  // second. (Into the first it would take the place of words, rows and sums: 0.92 of the speed.)
+  class Asking {
+   public:
+    Asking(bool first_rows, const LinesAhead& ahead, int64_t steps)
+        : direct_(kDirect && first_rows),
+          next_(ahead.from),
+          lines_(first_rows ? static_cast<int32_t>(ahead.bytes / kLineBytes / steps) : 0) {}
+
+    void ask(const std::byte* words, int32_t bytes, bool again) {
+      for (int32_t i = 0; direct_ && !again && i < bytes; i += kLineBytes) {
+        __builtin_prefetch(words + kTileAhead + i);
+      }
+      for (int32_t i = 0; i < lines_; ++i, next_ += kLineBytes) __builtin_prefetch(next_, 0, 2);
+    }
+
+   private:
+    bool direct_;
+    const std::byte* next_;
+    int32_t lines_;
+  };
+
   template <bool kBytes>
   void multiply(int32_t rows, int32_t row_bytes, const std::byte* a, const std::byte* b,
-                std::byte* c) const {
+                std::byte* c, const LinesAhead& ahead) const {
     stored(a);
     stored(b);
+    const int32_t steps = row_bytes / step_;
     int32_t row = 0;
     for (; rows - row > kRegisterRows; row += 2 * kRegisterRows) {
-      multiply_two<kBytes>(row_bytes, a + row * row_bytes, b, c + row * kLine, row == 0);
+      multiply_two<kBytes>(row_bytes, a + row * row_bytes, b, c + row * kLine,
+                           Asking(row == 0, ahead, 2 * steps));
     }
     if (row < rows)
-      multiply_one<kBytes>(row_bytes, a + row * row_bytes, b, c + row * kLine, row == 0);
+      multiply_one<kBytes>(row_bytes, a + row * row_bytes, b, c + row * kLine,
+                           Asking(row == 0, ahead, steps));
   }
   template <bool kBytes>
   void multiply_one(int32_t row_bytes, const std::byte* a, const std::byte* b, std::byte* c,
-                    bool ahead) const {
+                    Asking asking) const {
     zero_tiles();
     for (int32_t at = 0; at < row_bytes; at += step_) {
       const std::byte* words = b + int64_t{at} / 4 * kLine;
       _tile_loadd(4, a + at, row_bytes);
       _tile_loadd(6, words, kLine);
       _tile_loadd(7, words + kRegisterBytes, kLine);
-      if (ahead && kDirect) ask_ahead(words);
+      asking.ask(words, step_ * kBlockColumns, false);
       add_products_of_one_row<kBytes, false>();
       _tile_loadd(6, words + 2 * kRegisterBytes, kLine);
       _tile_loadd(7, words + 3 * kRegisterBytes, kLine);
@@ -162,7 +189,7 @@ struct TileGemm {
   }
   template <bool kBytes>
   void multiply_two(int32_t row_bytes, const std::byte* a, const std::byte* b, std::byte* c,
-                    bool ahead) const {
+                    Asking asking) const {
     const std::byte* second = a + kRegisterRows * row_bytes;
     std::byte* lower = c + kRegisterRows * kLine;
     for (int32_t half = 0; half < kLine; half += 2 * kRegisterBytes) {
@@ -173,18 +200,13 @@ struct TileGemm {
         _tile_loadd(5, second + at, row_bytes);
         _tile_loadd(6, words + half, kLine);
         _tile_loadd(7, words + half + kRegisterBytes, kLine);
-        if (half == 0 && ahead && kDirect) ask_ahead(words);
+        asking.ask(words, step_ * kBlockColumns, half > 0);
         add_products_of_two_rows<kBytes>();
       }
       _tile_stored(0, c + half, kLine);
       _tile_stored(1, c + half + kRegisterBytes, kLine);
       _tile_stored(2, lower + half, kLine);
       _tile_stored(3, lower + half + kRegisterBytes, kLine);
-    }
-  }
-  void ask_ahead(const std::byte* words) const {
-    for (int32_t i = 0; i < step_ * kBlockColumns; i += kLineBytes) {
-      __builtin_prefetch(words + kTileAhead + i);
     }
   }
 
