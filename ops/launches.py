@@ -29,20 +29,21 @@ class Launch:
     stages: int  # of the software pipeline
 
 
+_LIKE_BF16 = ("bf16", "bf12")
 _LIKE_INT4 = ("int4", "int4_fp16")
 _LIKE_MXFP4 = ("mxfp4", "nvfp4", "lut4")  # each value is taken from a table or converted
 # Few rows: each row reads the weights in 64-column blocks, split along their depth into enough programs to saturate
 # memory.
 FEW: dict[str, Launch] = {
     **dict.fromkeys(_FORMATS, Launch(4, 3)),
-    "bf16": Launch(2, 3),
+    **dict.fromkeys(_LIKE_BF16, Launch(2, 3)),
     **dict.fromkeys(_LIKE_INT4, Launch(4, 1)),
     **dict.fromkeys(_LIKE_MXFP4, Launch(1, 3)),
 }
 # Many rows: tiles of an expert's rows, through the tensor cores.
 MANY: dict[str, Launch] = {
     **dict.fromkeys(_FORMATS, Launch(4, 3)),
-    "bf16": Launch(4, 4),
+    **dict.fromkeys(_LIKE_BF16, Launch(4, 4)),
     **dict.fromkeys(_LIKE_INT4, Launch(4, 2)),
 }
 ELEMENTWISE = Launch(4, 1)
@@ -51,7 +52,11 @@ _FEW_PROGRAMS = 2048
 _MAX_SPLITS = 16
 _MIN_DEPTH = 128  # of a split
 # tl.dot needs 16. Of the sizes that were measured, 16 to 64, those that were fastest for some number of rows.
-TILE_ROWS = {**dict.fromkeys(_FORMATS, (16, 32)), "bf16": (16, 64), **dict.fromkeys(_LIKE_INT4, (16, 32, 64))}
+TILE_ROWS = {
+    **dict.fromkeys(_FORMATS, (16, 32)),
+    **dict.fromkeys(_LIKE_BF16, (16, 64)),
+    **dict.fromkeys(_LIKE_INT4, (16, 32, 64)),
+}
 REDUCE_COLUMNS = 256
 
 
@@ -60,7 +65,7 @@ def depth_step(format: str, group_size: int) -> int:
 
     fp8's groups of 128 are split and nvfp4's of 16 joined; blocks are padded to a multiple of 64.
     """
-    if format in ("bf16", "nvfp4") or (format == "fp8" and group_size != 32):
+    if format in ("bf16", "bf12", "nvfp4") or (format == "fp8" and group_size != 32):
         return 64
     return group_size
 

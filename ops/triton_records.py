@@ -40,6 +40,10 @@ def _operand_from_bits(bits):
         return bits.to(tl.bfloat16, bitcast=True)
 
 
+# Words of a tile of bf12, and with its part of the block's header.
+_BF12_TILE = tl.constexpr(32 * 192 // 4)
+_BF12_WORDS = tl.constexpr(32 * 192 // 4 + 16)
+
 # Triton 3.6 turns the result of a jit function into a device value, which cannot be a shape.
 _step = triton.constexpr_function(launches.depth_step)
 
@@ -66,7 +70,7 @@ def _scale_words(FORMAT):
 def _has_step_scale(FORMAT, GROUP):
     """Whether a scale multiplies the sum of a step. nvfp4's scales multiply values: exact in bf16, and its groups are
     short."""
-    return FORMAT not in ("bf16", "nvfp4") and GROUP > 0
+    return FORMAT not in ("bf16", "bf12", "nvfp4") and GROUP > 0
 
 
 @triton.constexpr_function
@@ -139,7 +143,7 @@ def _nibble_value(nibble, FORMAT: tl.constexpr):
 @triton.jit
 def _values(words, place, FORMAT: tl.constexpr):
     """The value at ``place`` of each word, before scale and zero, as float32."""
-    if FORMAT == "bf16":
+    if (FORMAT == "bf16") or (FORMAT == "bf12"):
         return ((words >> (place * 16)) << 16).to(tl.float32, bitcast=True)
     elif FORMAT == "fp8":
         return _small_float(words.to(tl.int32) << (8 - place * 8), 1, 0x3F80)
@@ -171,6 +175,8 @@ def _steps(block, block_words, depth, FORMAT: tl.constexpr):
         return (block + block_words - (depth + 63) // 64 * 1024).to(tl.pointer_type(tl.int16))
     elif FORMAT == "nvfp4":
         return block + 16
+    elif FORMAT == "bf12":
+        return block + block_words // _BF12_WORDS * (_BF12_WORDS - _BF12_TILE)
     else:
         return block
 
@@ -180,7 +186,9 @@ def _step_length(FORMAT: tl.constexpr, GROUP: tl.constexpr):
     """Words from one step to the next."""
     SCALES: tl.constexpr = _scale_words(FORMAT)
     WORDS: tl.constexpr = _step(FORMAT, GROUP) // _places(FORMAT)
-    if _code_bits(FORMAT) > 0:
+    if FORMAT == "bf12":
+        return _BF12_TILE
+    elif _code_bits(FORMAT) > 0:
         return SCALES + GROUP * 2 * _code_bits(FORMAT)
     elif SCALES > 0:
         return WORDS * 64 + _step(FORMAT, GROUP) // GROUP * SCALES
@@ -195,12 +203,49 @@ def _words(block, step, index, block_words, FORMAT: tl.constexpr, GROUP: tl.cons
     SCALES: tl.constexpr = _scale_words(FORMAT)
     if _code_bits(FORMAT) > 0:
         return _windows(block, index, block_words, FORMAT, GROUP)
+    elif FORMAT == "bf12":
+        return _bf12_words(block, step, index, block_words)
     else:
         at = tl.arange(0, _step(FORMAT, GROUP) // PLACES)
         offsets = at * 64
         if SCALES > 0:
             offsets += (at // (GROUP // PLACES) + 1) * SCALES
         return tl.load(step + offsets[:, None] + tl.arange(0, 64)[None, :])
+
+
+@triton.jit
+def _bf12_words(block, tile, index, block_words):
+    """A tile of bf12 (csrc/store/bf12.h) as words of bf16: int32 [32, 64]."""
+    tiles = block_words // _BF12_WORDS
+    rows, columns = tl.arange(0, 32)[:, None], tl.arange(0, 64)[None, :]
+    half = columns // 32
+    # Pairs of lower bytes within 32 columns. Their names are in the same places, in nibbles of the half.
+    pair = columns % 16 // 4 * 8 + columns % 32 // 16 * 4 + columns % 4
+    row = tile.to(tl.pointer_type(tl.int16)) + rows * 96
+    lower = tl.load(row + half * 32 + pair).to(tl.int32)
+    names = tl.load(row + 64 + pair).to(tl.int32) >> (half * 4)
+    table = block + index * 4
+    first, second, third, last = tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
+    words = (lower & 255) | (lower & 0xFF00) << 8
+    for place in tl.static_range(2):
+        name = (names >> (place * 8)) & 15
+        four = tl.where(name < 8, tl.where(name < 4, first, second), tl.where(name < 12, third, last))
+        words |= (four >> (name % 4 * 8) & 255) << (8 + place * 16)
+    ends = block + tiles * 4 + index
+    room = tiles * 11
+    end = _at_most(tl.load(ends), room)
+    at = words * 0 + rows * 64 + columns
+    for exception in range(_at_most(tl.load(ends - 1, mask=index > 0, other=0), room), end):
+        upper = tl.load(block + tiles * 5 + exception)
+        shift = ((upper >> 8) & 3) * 8
+        words = tl.where(at == ((upper >> 10) & 2047), words & ~(255 << shift) | (upper & 255) << shift, words)
+    return words
+
+
+@triton.jit
+def _at_most(count, room):
+    """A count of exceptions, as many as there can be even in a damaged record."""
+    return tl.where((count < 0) | (count > room), room, count)
 
 
 @triton.jit

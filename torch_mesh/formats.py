@@ -100,7 +100,6 @@ _LISTED: Mapping[str, WeightFormat] = {
         group_sizes=(0,),
         errors={0: 0.0},
         dense=True,
-        gpu=False,
         description="bf16 without what its exponents repeat ([how](decisions/0073-bf12.md))",
     ),
     "int8": WeightFormat(

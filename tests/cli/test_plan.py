@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import torch_mesh
 from torch_mesh import _C, MeshConfig, PackedWeight
 from torch_mesh.cli import main
-from torch_mesh.formats import ROUNDED_FORMATS
+from torch_mesh.formats import FORMATS, ROUNDED_FORMATS
 from torch_mesh.planning import machine
 from torch_mesh.planning.hit_rates import expected_hit_rate, simulated_hit_rate
 from torch_mesh.planning.machine import disk_speed, huge_pages, measure_speeds
@@ -247,8 +248,11 @@ def test_what_a_card_cannot_take_is_named(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_formats_without_kernels_stay_in_memory(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_formats_without_kernels_stay_in_memory(
+    mesh_tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As patching a model places none, or refuses the number that was asked for."""
+    monkeypatch.setitem(FORMATS, "bf12", dataclasses.replace(FORMATS["bf12"], gpu=False))
     card = "--weights", "bf12", "--gpu-memory", "24GiB"
     planned = run(capsys, str(mesh_tiny), "--resident", "0.25", *card)
     assert sum(planned["gpu"]["counts"]) == 0 and "no GPU kernels for bf12" in planned["gpu"]["advice"]

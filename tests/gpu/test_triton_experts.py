@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ Experts = Callable[[Spec], TinyExperts]
 # Weights are exact and sums fp32: what is left is the rounding of operands to bf16.
 agrees = functools.partial(assert_agrees, operands=as_bf16)
 
-FORMATS = [Spec(weights="bf16")] + [
+FORMATS = [Spec(weights="bf16"), Spec(weights="bf12")] + [
     Spec(weights=weights, group_size=group)
     for weights in ("int8", "int4", "lut4", "tcq2", "tcq3")
     for group in (32, 64, 128)
@@ -46,6 +47,8 @@ PASSTHROUGH_FORMATS = [
 ]
 ODD = [
     Spec(weights="bf16", hidden=65, intermediate=1),
+    Spec(weights="bf12", hidden=65, intermediate=1),
+    Spec(weights="bf12", hidden=136, intermediate=70, experts=3, gated=False, bias=True),
     Spec(weights="bf16", hidden=1, intermediate=63, experts=1),
     Spec(weights="bf16", bias=True),
     Spec(weights="int8", hidden=129, intermediate=31, group_size=64),
@@ -62,6 +65,7 @@ ODD = [
 ]
 SPLIT = [
     Spec(weights="bf16", hidden=136, intermediate=130, experts=3, bias=True),
+    Spec(weights="bf12", hidden=200, intermediate=136, experts=3),
     Spec(weights="int8", hidden=200, intermediate=136, group_size=64, experts=3),
     Spec(weights="int4", hidden=136, intermediate=200, group_size=32, experts=3),
     Spec(weights="lut4", hidden=200, intermediate=136, group_size=128, experts=3, gated=False, bias=True),
@@ -73,7 +77,7 @@ SPLIT = [
     Spec(weights="tcq2+tcq3", hidden=136, intermediate=130, group_size=32, experts=3),
 ]
 # By how a kernel decodes a block: as it is, a table, groups of scales, trellises of both widths.
-SPLIT_SMOKE = (SPLIT[0], SPLIT[3], SPLIT[5], SPLIT[9])
+SPLIT_SMOKE = (SPLIT[0], SPLIT[4], SPLIT[6], SPLIT[10])
 
 
 def _name(spec: Spec) -> str:
@@ -95,7 +99,7 @@ def _run(
 
 
 # Odd sizes: what reads or writes beside a row does it here.
-SMOKE = (ODD[0], ODD[3], ODD[6], ODD[7], PASSTHROUGH_FORMATS[0], PASSTHROUGH_FORMATS[1], PASSTHROUGH_FORMATS[3])
+SMOKE = (ODD[0], ODD[2], ODD[5], ODD[8], ODD[9], PASSTHROUGH_FORMATS[0], PASSTHROUGH_FORMATS[1], PASSTHROUGH_FORMATS[3])
 
 
 @pytest.mark.parametrize(
@@ -191,13 +195,33 @@ def test_split_products_agree_with_float64(experts_of: Experts, spec: Spec) -> N
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4", "int8", "lut4", "mxfp4", "nvfp4", "tcq2", "tcq3"])
+@pytest.mark.parametrize("weights", ["bf12", "bf16", "fp8", "int4", "int8", "lut4", "mxfp4", "nvfp4", "tcq2", "tcq3"])
 def test_records_of_a_pool_agree_with_float64(open_pool: OpenPool, weights: str, tokens: int) -> None:
     pool = open_pool(Spec(weights=weights), in_memory=True)
     x = torch.randn(tokens, pool.spec.hidden)
     ids, gates = routing(pool.spec, tokens, 3)
     out = _run(device_layer(pool.weights, range(8)), x, ids, gates)
     agrees(out, pool.weights, x, ids, gates)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_bf12_has_the_bits_of_bf16(experts_of: Experts, tokens: int) -> None:
+    """Also where weights are no names of their tile's table, and in tiles behind such ones."""
+    plain = Spec(weights="bf16", hidden=200, intermediate=136, experts=3, bias=True)
+    spec = replace(plain, weights="bf12")
+    of_bf16, of_bf12 = TinyExperts(plain, 0), TinyExperts(spec, 0)
+    for expert, record in enumerate(of_bf16.records[0]):
+        gate_up, down, *biases = ops.unpack(record, *plain.record_layout)
+        for weight in (gate_up, down):
+            at = torch.randint(weight.numel(), (8,))
+            weight.view(-1)[at] *= 2.0 ** torch.randint(-60, -20, at.shape)
+        parts = *gate_up.chunk(2), down, *biases[0].chunk(2), biases[1]
+        of_bf16.records[0][expert] = ops.pack(*parts, "bf16", 0)
+        of_bf12.records[0][expert] = ops.pack(*parts, "bf12", 0)
+    x = torch.randn(tokens, spec.hidden)
+    ids, weights = routing(spec, tokens, 2)
+    out, same = (_run(device_layer(each, range(3)), x, ids, weights) for each in (of_bf12, of_bf16))
+    assert torch.equal(out, same)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -215,11 +215,6 @@ def test_layers_without_room_are_named() -> None:
     assert torch.equal(packed.unpacked(), kept)
 
 
-def test_a_gpu_has_no_kernels_for_it() -> None:
-    with pytest.raises(torch_mesh.UnsupportedModelError, match="bf12 records: give weights= one of 'bf16'"):
-        torch_mesh.patch(_build(), weights="bf12", gpu={"experts": 2})
-
-
 def test_packed_layers_take_three_quarters() -> None:
     model = _build()
     torch_mesh.patch(model, dense="bf12")

@@ -101,6 +101,7 @@ def _random_mask() -> torch.Tensor:
     ("family", "weights"),
     [
         ("Qwen3MoeExperts", "bf16"),
+        ("Qwen3MoeExperts", "bf12"),
         ("Qwen3MoeExperts", "int8"),
         ("Qwen3MoeExperts", "tcq2+tcq3"),
         ("GptOssExperts", "bf16"),
