@@ -248,7 +248,8 @@ class MeshConfig(QuantizationConfigMixin):
         "auto",
         validators.weights("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS),
         '[Format](formats.md) of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the '
-        f"nearest](checkpoints.md); with `max_error`, the fastest. {PASSTHROUGH_FORMATS[0]} and all after it hold "
+        "nearest](checkpoints.md), and bf12 for what is converted of bf16 into `store`; with `max_error`, the fastest. "
+        f"{PASSTHROUGH_FORMATS[0]} and all after it hold "
         "the codes of a [quantised checkpoint](checkpoints.md) unchanged; nothing is rounded to them.",
         of_checkpoint=True,
     )

@@ -12,7 +12,12 @@ def naming(weights: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{weights}: {error}") from error
+        kind = NoRoomError if isinstance(error, NoRoomError) else ValueError
+        raise kind(f"{weights}: {error}") from error
+
+
+class NoRoomError(ValueError):
+    """Weights have no room in bf12, since their magnitudes differ too much."""
 
 
 class MeshError(RuntimeError):

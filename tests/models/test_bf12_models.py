@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.modules.dense import packed_linears
 from torch_mesh.modules.experts import patched_modules
+from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store.convert import convert, stored_expert
-from torch_mesh.store.manifest import is_store, open_store
+from torch_mesh.store.manifest import Store, is_store, open_store
+from torch_mesh.store.verify import verify
 
 QWEN = "Qwen3MoeExperts"
 
@@ -192,6 +195,35 @@ def test_experts_without_room_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     )
     with pytest.raises(ValueError, match=f"{refused}.*in place of max_error"):
         _open(tmp_path / "raw", max_error=0.0, resident="1MiB")
+
+
+@pytest.mark.parametrize("from_pretrained", [False, True])
+def test_auto_converts_to_bf12_where_that_has_room(tmp_path: Path, from_pretrained: bool) -> None:
+    def make(name: str) -> Store:
+        if from_pretrained:
+            _open(tmp_path / "raw", store=str(tmp_path / name), resident=0.4)
+            assert find_sizes(tmp_path / "raw", MeshConfig(store=str(tmp_path / "planned"))).weights == "bf12"
+        else:
+            convert(tmp_path / "raw", tmp_path / name, "auto")
+        return open_store(tmp_path / name)
+
+    model = _build()
+    model.save_pretrained(tmp_path / "raw")
+    inputs = inputs_for(model)
+    assert make("store").manifest.weights == "bf12"
+    outputs = [output_of(_open(tmp_path / name, resident=0.4), inputs) for name in ("store", "raw")]
+    assert torch.equal(*outputs)
+    assert convert(tmp_path / "raw", tmp_path / "plain", "bf16").store.manifest.weights == "bf16"
+    assert make("plain").manifest.weights == "bf16", "made by its name, or by an earlier release"
+
+    _fill_with_random_bits(model.model.layers[1].mlp.experts.down_proj[2])
+    model.save_pretrained(tmp_path / "raw")
+    with pytest.warns(UserWarning, match=r"^model.layers.1.mlp.experts, expert 2: .*store in bf16"):
+        store = make("second")
+    assert store.manifest.weights == "bf16" and list(verify(store)) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert convert(tmp_path / "raw", tmp_path / "second", "auto").existed
 
 
 def test_layers_without_room_are_named() -> None:

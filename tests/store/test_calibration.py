@@ -233,7 +233,7 @@ def test_a_calibrated_store_opens_and_runs(tmp_path: Path, mesh_tiny: Path, pros
 
 @pytest.mark.parametrize("weights", ["bf16", "bf12", "auto"])
 def test_what_is_not_rounded_is_refused(tmp_path: Path, mesh_tiny: Path, prose: str, weights: str) -> None:
-    with pytest.raises(ValueError, match=f"'{weights.replace('auto', 'bf16')}' rounds little.*'int8', 'int4', 'lut4'"):
+    with pytest.raises(ValueError, match=f"'{weights.replace('auto', 'bf12')}' rounds little.*'int8', 'int4', 'lut4'"):
         convert(mesh_tiny, tmp_path / "store", weights, calibrate=on_text(prose))
     assert list(tmp_path.iterdir()) == []
 

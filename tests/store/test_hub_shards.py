@@ -18,6 +18,7 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 from loopback_hub import MODEL, LoopbackHub, loopback_hub
@@ -264,6 +265,21 @@ def test_files_in_an_unfortunate_order_are_kept_in_part(
         beside = streamed_bytes(outline, "int8")[1]
     assert 3 * stacks <= beside <= 3.5 * stacks
     assert peak.weights <= beside + 300_000
+
+
+@pytest.mark.usefixtures("one_id")
+def test_weights_without_room_in_bf12_are_fetched_again(tmp_path: Path, hub: type[LoopbackHub], source: Path) -> None:
+    last = source / shards(source)[-1]
+    tensors = load_file(last)
+    name = next(name for name in tensors if ".experts." in name)
+    tensors[name] *= 2.0 ** torch.randint(-90, 90, tensors[name].shape)
+    save_file(tensors, last, {"format": "pt"})
+    serve(hub, source)
+    convert(source, tmp_path / "expected", "bf16")
+    with pytest.warns(UserWarning, match=f"{name.partition('.experts.')[0]}.experts, expert .* a store in bf16"):
+        convert(MODEL, tmp_path / "streamed", "auto")
+    assert_equal_stores(tmp_path / "expected", tmp_path / "streamed")
+    assert others(tmp_path / "streamed") == []
 
 
 KILLED = """

@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS),
         required=True,
-        help="format of the experts' weights; auto: the checkpoint's own if a store can hold it, else the nearest",
+        help="format of the experts' weights; auto: bf12 of bf16 (bf16 where it has no room), the codes of a quantised "
+        "checkpoint if a store can hold them, else the nearest",
     )
     parser.add_argument(
         "--calibrate",

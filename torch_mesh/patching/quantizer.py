@@ -19,7 +19,7 @@ from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
 from ..config import MeshConfig
-from ..errors import StoreError, UnsupportedModelError
+from ..errors import NoRoomError, StoreError, UnsupportedModelError
 from ..formats import FORMATS, short_name
 from ..hf.compat import clear_quantized, gguf_config_readers, ignore_unexpected, wrap
 from ..hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
@@ -206,7 +206,8 @@ class _CheckpointSource(RecordSource):
 
     def _made(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
         """The records of a store that ``make`` writes by ``config``, unless the cache has it."""
-        weights = packed_format(config.weights)
+        # The cache has no conversion of what can be read as it is.
+        weights = config.weights if config.store is not None else packed_format(config.weights)
         folder = config.store or _cached(
             f"{name}-{short_name(weights)}", f"{fingerprint} {weights} {config.group_size}", weights
         )
@@ -249,7 +250,7 @@ class _OfCheckpoint(_CheckpointSource):
     def _converted_as_chosen(self) -> Records:
         try:
             return self._converted(self.config)
-        except ValueError as error:  # the chosen format has no room for these weights
+        except NoRoomError as error:
             if not self.choice:
                 raise
             raise ValueError(

@@ -26,7 +26,7 @@ from ..store.checkpoint import (
     read_config,
     shape_of,
 )
-from ..store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
+from ..store.convert import checked_group_size, describe_nearest, format_of_store, weights_of_checkpoint
 from ..store.dense_codes import codes_of_checkpoint, codes_of_store
 from ..store.gguf import is_gguf
 from ..store.manifest import Shape, is_store, open_store
@@ -118,8 +118,9 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     experts = find_checkpoint_experts(folder, model)
     blocks = codes_of_checkpoint(experts, model) if config.dense == CODES else None
     check_dense(config.dense, blocks)
-    weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
     unconverted = config.store is None
+    resolved = weights_of_checkpoint if unconverted else format_of_store
+    weights, group_size = resolved(experts, config.weights, config.group_size)
     raw = unconverted and experts.reads_as(weights, group_size)
     staging = (
         0 if experts.own_records is None or not unconverted else _C.Source(**experts.source_arguments()).staging_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import secrets
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_mesh import _C
-from torch_mesh.errors import StoreError
+from torch_mesh.errors import NoRoomError, StoreError
 from torch_mesh.formats import (
     CALIBRATED_FORMATS,
     FORMATS,
@@ -44,7 +45,7 @@ from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error, weight_files
 from torch_mesh.store.hub import local_folder
 from torch_mesh.store.hub_shards import streamed_folder
-from torch_mesh.store.manifest import MAX_FILE_BYTES, Store
+from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, is_store, open_store
 from torch_mesh.store.stages import Streaming, peak_bytes, stages
 from torch_mesh.store.store_plan import NewFile, Packer, Progress, StorePlan
 from torch_mesh.store.table_files import table_files
@@ -86,9 +87,10 @@ def convert(
     leaves them in the hub's cache.
 
     ``weights`` is 'bf16', 'bf12', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto' (the nearest to the
-    source), or the format that holds its codes unchanged; ``group_size`` (32, 64 or 128) applies to all but bf16 and
-    bf12. ``name`` is the source's name in the manifest, by default its folder or its model id; ``key_mapping`` is as in
-    ``from_pretrained``. After an interruption the same call continues.
+    source; of one that is not quantised bf12, or bf16 if its weights have no room in bf12), or the format that holds
+    its codes unchanged; ``group_size`` (32, 64 or 128) applies to all but bf16 and bf12. ``name`` is the source's name
+    in the manifest, by default its folder or its model id; ``key_mapping`` is as in ``from_pretrained``. After an
+    interruption the same call continues.
 
     ``tables`` is the format of the rows of embedding tables that stay in files (docs/tables.md): 'exact', or 'int8' or
     'int4', to which they are rounded.
@@ -116,6 +118,58 @@ def convert(
     is_local = os.path.exists(source)
     if is_local and keep_original:
         raise ValueError(f"keep_original is for models of the hub, and {source} is on this machine: leave it out")
+
+    def into(exact: str) -> Written:
+        return _convert(
+            source,
+            destination,
+            weights,
+            group_size,
+            exact,
+            is_local=is_local,
+            revision=revision,
+            token=token,
+            keep_original=keep_original,
+            name=name,
+            calibrate=calibrate,
+            force=force,
+            workers=workers,
+            progress=progress,
+            max_file_bytes=max_file_bytes,
+            key_mapping=key_mapping,
+            tables=tables,
+        )
+
+    try:
+        return into("bf12")
+    except NoRoomError as error:
+        if weights != "auto":
+            raise
+        warnings.warn(f"{error}. So weights='auto' makes a store in bf16.", stacklevel=2)
+    return into("bf16")
+
+
+def _convert(
+    source: str | os.PathLike[str],
+    destination: Path,
+    weights: str,
+    group_size: int,
+    exact: str,
+    *,
+    is_local: bool,
+    revision: str | None,
+    token: str | None,
+    keep_original: bool,
+    name: str | None,
+    calibrate: Calibrate | None,
+    force: bool,
+    workers: int | None,
+    progress: Progress | None,
+    max_file_bytes: int,
+    key_mapping: Mapping[str, str] | None,
+    tables: str,
+) -> Written:
+    """``convert`` of checked arguments. ``exact``: see ``format_of_store``."""
     in_whole = is_local or calibrate is not None
     with (
         contextlib.nullcontext((local_folder(source, revision=revision, token=token), None))
@@ -132,11 +186,12 @@ def convert(
             left_alone = (
                 f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
             )
-            warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=2)
+            warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=4)
         asked = weights
-        weights, group_size = weights_of_checkpoint(experts, weights, group_size)
-        if asked != "auto" and FORMATS[asked].holds_bf16 and not experts.fits_bf16:
-            warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
+        weights, group_size = format_of_store(experts, weights, group_size, exact)
+        named = asked != "auto" or not experts.weights  # of others, weights_of_checkpoint warns
+        if named and FORMATS[weights].holds_bf16 and not experts.fits_bf16:
+            warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=4)
         calibrator = None
         if calibrate is not None:
             _check_calibrated(experts, weights, group_size)
@@ -158,6 +213,9 @@ def convert(
             calibration=None if calibrator is None else calibrator.calibration,
             tables="" if tables == "exact" else tables,
         )
+        in_bf16 = dataclasses.replace(plan, weights="bf16")
+        if asked == "auto" and weights == "bf12" and not force and _is_store_of(destination, in_bf16):
+            plan, weights = in_bf16, "bf16"  # bf12 had no room, or an earlier release made it
         return write_store(
             destination,
             plan,
@@ -174,6 +232,10 @@ def convert(
             scratch=None if calibrator is None else calibrator.scratch,
             streaming=None if shards is None else Streaming(shards, experts.pieces),
         )
+
+
+def _is_store_of(folder: Path, plan: StorePlan) -> bool:
+    return is_store(folder) and plan.is_plan_of(open_store(folder).manifest)
 
 
 def _files_beside(
@@ -202,7 +264,7 @@ def streamed_bytes(folder: Path, weights: str, group_size: int = 64) -> tuple[in
     """
     model = meta_model(read_config(folder))
     experts = find_checkpoint_experts(folder, model)
-    weights, group_size = weights_of_checkpoint(experts, weights, group_size)
+    weights, group_size = format_of_store(experts, weights, group_size)
     plan = StorePlan(experts.shape, experts.modules, weights, group_size, source_name(folder), experts.fingerprint)
     files = _files_beside(experts, model, plan, MAX_FILE_BYTES, None)
     records = list(plan.shape.records())
@@ -299,7 +361,9 @@ def convert_store(
     return write_store(destination, plan, pack, progress=progress)
 
 
-def weights_of_checkpoint(experts: CheckpointExperts, weights: str, group_size: int = 64) -> tuple[str, int]:
+def weights_of_checkpoint(
+    experts: CheckpointExperts, weights: str, group_size: int = 64, stacklevel: int = 3
+) -> tuple[str, int]:
     """Resolve the format and group size for a checkpoint's experts; warns if 'auto' rounds. ``group_size`` applies to
     rounded formats.
 
@@ -315,8 +379,17 @@ def weights_of_checkpoint(experts: CheckpointExperts, weights: str, group_size: 
             f"{', '.join(map(repr, dict.fromkeys((choice.weights, *ROUNDED_FORMATS))))}, or 'auto'."
         )
     if experts.weights and (experts.kept is None or not choice.exact):
-        warnings.warn(f"{experts.folder}: {describe_nearest(experts)}. Name weights= for another format.", stacklevel=3)
+        nearest = describe_nearest(experts)
+        warnings.warn(f"{experts.folder}: {nearest}. Name weights= for another format.", stacklevel=stacklevel)
     return choice.weights, choice.group_size
+
+
+def format_of_store(
+    experts: CheckpointExperts, weights: str, group_size: int = 64, exact: str = "bf12"
+) -> tuple[str, int]:
+    """As ``weights_of_checkpoint``, for a store: with 'auto' it holds in ``exact`` what can be read as bf16."""
+    found = weights_of_checkpoint(experts, weights, group_size, stacklevel=6)  # the caller of convert
+    return (exact, 0) if weights == "auto" and found == ("bf16", 0) and experts.reads_as(*found) else found
 
 
 def describe_nearest(experts: CheckpointExperts) -> str:
@@ -366,17 +439,14 @@ def unknown_weights(weights: str, known: Iterable[str]) -> str:
 
 
 def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.Tensor:
-    """One expert's packed record, uint8 [record_bytes]."""
-    return torch.ops.torch_mesh.pack(
-        tensors.gate,
-        tensors.up,
-        tensors.down,
-        tensors.gate_bias,
-        tensors.up_bias,
-        tensors.down_bias,
-        weights,
-        group_size,
-    )
+    """One expert's packed record, uint8 [record_bytes]. Raises ``NoRoomError``."""
+    parts = tensors.gate, tensors.up, tensors.down, tensors.gate_bias, tensors.up_bias, tensors.down_bias
+    try:
+        return torch.ops.torch_mesh.pack(*parts, weights, group_size)
+    except ValueError as error:
+        if weights != "bf12":
+            raise
+        raise NoRoomError(str(error)) from error
 
 
 def unpack_record(
