@@ -42,6 +42,7 @@ ON_LARGE_FILES = (
     "prefill_cold.py",
     "cold_read.py",
     "cold_bound.py",
+    "table_rows.py",
     "speculation_replay.py",
 )
 ON_A_CARD = ("gpu_layer.py", "gpu_streaming.py", "gpu_decode.py")

@@ -16,6 +16,7 @@
 #include "bindings/runtime.h"
 #include "testing/faults.h"
 #include "testing/product_time.h"
+#include "testing/random_reads.h"
 #include "testing/record_sum.h"
 #include "testing/simulated_device.h"
 
@@ -97,4 +98,13 @@ PYBIND11_MODULE(_testing, m) {
       py::arg("out_features"), py::arg("rows"), py::arg("way"),
       py::call_guard<py::gil_scoped_release>(),
       "What one thread takes for `rows` rows times one matrix by one way, in seconds.");
+  m.def(
+      "random_read_seconds",
+      [](const std::string& path, const std::vector<int64_t>& offsets, int32_t bytes, int32_t depth,
+         int32_t batch) { return random_read_seconds(path, offsets, bytes, depth, batch); },
+      py::arg("path"), py::arg("offsets"), py::arg("bytes"), py::arg("depth"), py::arg("batch") = 0,
+      py::call_guard<py::gil_scoped_release>(),
+      "Seconds for direct reads of `bytes` bytes at `offsets` of a file, by one io_uring with at "
+      "most `depth` under way. With `batch` all of so many reads are waited for before the next "
+      "begin.");
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import torch_mesh
-from torch_mesh import _C
+from torch_mesh import _C, _testing
 from torch_mesh.formats import FORMATS, TABLE_FORMATS
 
 ROWS, DIM = 1000, 160
@@ -460,3 +460,18 @@ def test_it_compiles_without_graph_breaks(files: RowFiles, tables: _C.Tables) ->
     compiled: Callable[[Tensor], Tensor] = torch.compile(looked_up, fullgraph=True, backend="aot_eager")
     ids = torch.randint(ROWS, (3, 16))
     assert torch.equal(compiled(ids), looked_up(ids))
+
+
+def test_raw_reads_that_benchmarks_compare_with(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(8 * 4096))
+    offsets = [4096 * place for place in (3, 0, 7, 3)]
+    if why := _C.features()["uring"]:
+        pytest.skip(why)
+    assert _testing.random_read_seconds(str(path), offsets, bytes=4096, depth=2, batch=3) > 0
+    with pytest.raises(torch_mesh.ReadError, match="rows: read"):
+        _testing.random_read_seconds(str(path), [*offsets, 8 * 4096], bytes=4096, depth=2)
+    with pytest.raises(torch_mesh.ReadError, match="missing: open"):
+        _testing.random_read_seconds(str(tmp_path / "missing"), offsets, bytes=4096, depth=2)
+    with pytest.raises(ValueError, match="0 under way"):
+        _testing.random_read_seconds(str(path), offsets, bytes=4096, depth=0)
