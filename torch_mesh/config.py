@@ -291,7 +291,8 @@ class MeshConfig(QuantizationConfigMixin):
         "auto",
         validators.tables,
         'Which [embedding tables](tables.md) stay in their files. `"auto"`: those of 2^27 values or more that are '
-        "neither the input embedding nor tied to the head. A size: the same tables, and so much memory for rows. "
+        "not tied to the head; the input embedding only where memory is short. A size: the same tables, and so much "
+        "memory for rows. "
         'Names: the embeddings that end in them. `"off"`: none. For `from_pretrained` of safetensors files.',
     )
     store: str | None = _field(
@@ -372,6 +373,11 @@ class MeshConfig(QuantizationConfigMixin):
     @property
     def workspace_bytes(self) -> int:
         return parse_size(self.workspace, "workspace")
+
+    @property
+    def chooses_tables(self) -> bool:
+        """Whether the sizes of embedding tables decide which stay in files, and not names or ``"off"``."""
+        return self.tables != "off" and not isinstance(self.tables, tuple)
 
     @property
     def table_cache_bytes(self) -> int | None:

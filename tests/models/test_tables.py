@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from torch_mesh.formats import TABLE_FORMATS
 from torch_mesh.models import tables as finding
 from torch_mesh.modules.packed_weight import PackedWeight
 from torch_mesh.modules.tables import MeshEmbedding, table_modules, tables_of
-from torch_mesh.patching import modes
+from torch_mesh.patching import modes, quantizer
 from torch_mesh.planning.plan import plan
 from torch_mesh.planning.sizes import find_sizes
+from torch_mesh.pool.row_tables import vocabulary_in_files
 from torch_mesh.speculation.suitability import standalone_unsupported_reason
 from torch_mesh.store.convert import convert
 from torch_mesh.store.inspect import describe
@@ -42,6 +44,7 @@ FAMILIES = {
     "Gemma4TextExperts": ("embed_tokens_per_layer", 1),
 }
 QWEN = "Qwen4ExpTextExperts"
+VOCABULARY = "OlmoeExperts"  # whose input embedding is not tied to its head
 
 
 @pytest.fixture(params=FAMILIES)
@@ -250,6 +253,73 @@ def test_the_input_embedding_by_name(tmp_path: Path) -> None:
     opened = reopen(model, tmp_path, tables=["embed_tokens", "ngram_embedding"])
     assert len(embeddings(opened)) == 3
     assert torch.equal(output_of(opened, inputs), expected)
+
+
+def untied(folder: Path) -> PreTrainedModel:
+    """A model whose input embedding is the one embedding that is only looked up."""
+    model = TINY_MODELS[VOCABULARY].build().bfloat16()
+    model.save_pretrained(folder)
+    return model
+
+
+def free_for_experts(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> int:
+    """The machine has so many bytes left for experts and the page cache; returns what it has in all."""
+    sizes = find_sizes(folder, MeshConfig())
+    beside = (sizes.dense_bytes or 0) - sizes.vocabulary_bytes + sizes.staging_bytes + MeshConfig().workspace_bytes
+    monkeypatch.setattr(quantizer, "available_bytes", lambda: beside + free)
+    monkeypatch.setattr("torch_mesh.planning.plan.process_bytes", lambda: 0)
+    return beside + free
+
+
+@pytest.mark.parametrize("route", ["raw", "converted"])
+def test_a_vocabulary_stays_in_files_where_memory_is_short(
+    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where all experts do not fit, and a quarter of what is free, the page cache, is smaller than the embedding."""
+    model, folder = untied(tmp_path / "raw"), tmp_path / route
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    if route == "converted":
+        convert(tmp_path / "raw", folder, "int8")
+        assert not any(is_table_file(path.name) for path in folder.iterdir())
+    nbytes = model.get_input_embeddings().weight.nbytes
+    inputs = inputs_for(model)
+    expected = output_of(reopen(model, folder, tables="off"), inputs)
+    for free, short in ((4 * nbytes - 4, True), (4 * nbytes, False), (1 << 30, False)):
+        memory_bytes = free_for_experts(folder, monkeypatch, free)
+        planned = plan(folder, MeshConfig(), memory=memory_bytes)
+        assert planned.sizes.vocabulary_bytes == nbytes
+        assert planned.sizes.vocabularies == planned.sizes.tables == ("model.embed_tokens" if short else "")
+        assert (planned.sizes.table_bytes, planned.sizes.table_memory_bytes > 0) == (nbytes * short, short)
+        assert not plan(folder, MeshConfig(tables="off"), memory=memory_bytes).sizes.tables
+        with pytest.warns(UserWarning, match=r"model\.embed_tokens \(.*stays in the") if short else nullcontext():
+            opened = reopen(model, folder, resident=0.5)
+        assert [path for path, _ in table_modules(opened)] == ["model.embed_tokens"] * short
+        assert torch.equal(output_of(opened, inputs), expected)
+        assert not embeddings(reopen(model, folder, resident=0.5, tables="off"))
+        speeds = ["--disk-speed", "1GB/s", "--memory-speed", "10GB/s"]
+        main(["plan", str(folder), "--memory", str(memory_bytes), *speeds])
+        assert ("since memory is short" in " ".join(capsys.readouterr().out.split())) == short
+
+
+def test_code_that_reads_a_whole_vocabulary_is_refused(tmp_path: Path) -> None:
+    opened = reopen(untied(tmp_path / "untied"), tmp_path / "untied", tables="embed_tokens")
+    with pytest.raises(MeshError, match="or with names of other tables"):
+        opened.resize_token_embeddings(130)
+    model = TINY_MODELS[QWEN].build()
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path / "ngrams")
+    opened = reopen(model, tmp_path / "ngrams", tables=["embed_tokens", "ngram_embedding"])
+    ids = inputs_for(model)["input_ids"][:1]
+    with pytest.raises(MeshError, match=r"embed_tokens\.weight is read from files.*or with names of other tables"):
+        opened(inputs_embeds=model.get_input_embeddings()(ids))  # transformers looks for ids in the weight
+    assert torch.isfinite(opened(input_ids=ids).logits).all()
+
+
+def test_memory_is_not_short_where_all_experts_fit() -> None:
+    assert vocabulary_in_files(1 << 30, experts=6 << 30, free=6 << 30)
+    assert not vocabulary_in_files(1 << 30, experts=5 << 30, free=6 << 30)  # an eighth or more stays free
+    assert not vocabulary_in_files(1 << 29, experts=6 << 30, free=6 << 30)  # the page cache has room
+    assert vocabulary_in_files(1, experts=1, free=0) and vocabulary_in_files(1, experts=1, free=-1)
 
 
 def test_a_conversion_pads_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,9 @@ def run(arguments: argparse.Namespace) -> int:
                 **rates,
             )
     if not present:
-        planned = dataclasses.replace(planned, folder=arguments.model, sizes=sizes)
+        planned = dataclasses.replace(
+            planned, folder=arguments.model, sizes=dataclasses.replace(planned.sizes, files=())
+        )
     if arguments.json:
         said = planned.to_dict() | (training.to_dict() if training is not None else {})
         if disk is not None:
@@ -266,6 +268,8 @@ def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, 
         rounded = f" in {sizes.table_weights}" if sizes.table_weights else ""
         held = f"{format_bytes(sizes.table_bytes)}{rounded}"
         table.add_row("tables in files", f"{held}, {in_memory}: {escape(sizes.tables)}")
+    if sizes.vocabularies:
+        table.add_row("of those, since memory is short", escape(sizes.vocabularies))
     table.add_row(
         "memory",
         f"{format_bytes(planned.memory_bytes)}, of which Python and torch take {format_bytes(planned.process_bytes)}",

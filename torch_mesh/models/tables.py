@@ -14,6 +14,10 @@ from ..errors import UnsupportedModelError
 # Smaller ones are not worth a read per token: 256 MiB in bf16.
 MIN_VALUES = 128 << 20
 
+# Models whose code computes with the weight of their input embedding, by the name of their class: its multimodal
+# forward takes the row of the padding token, as a slice of the weight.
+READS_VOCABULARY = ("Gemma4Model",)
+
 # Modules that make the ids of rows of tokens alone, by the name of their class, and the embedding in them: what a
 # decode step will look up is known before its first layer runs.
 OF_TOKENS = {"Qwen4ExpTextNGramEmbedding": "ngram_embedding"}
@@ -43,25 +47,25 @@ class TableLayer:
         return self.weight.nbytes
 
 
-def find_tables(model: nn.Module, choice: str | int | tuple[str, ...]) -> list[TableLayer]:
+def find_tables(
+    model: nn.Module, choice: str | int | tuple[str, ...], *, vocabularies: bool = False
+) -> list[TableLayer]:
     """The tables that ``MeshConfig.tables`` chooses, in the order of the modules.
 
     By itself it takes those of at least ``MIN_VALUES`` values that are neither the input embedding nor tied to
-    anything: qwen4_exp's n-gram table, the per-layer embeddings of Gemma. Names also take others that are only looked
-    up. Works on meta parameters.
+    anything: qwen4_exp's n-gram table, the per-layer embeddings of Gemma. With ``vocabularies`` these are joined by
+    ``find_vocabularies``. Names also take others that are only looked up. Works on meta parameters.
 
     Raises UnsupportedModelError for a name that no module has, or whose weight is not only looked up.
     """
     if choice == "off":
         return []
     if not isinstance(choice, tuple):
-        inputs = {id(_input_embedding(module)) for module in model.modules()}
+        inputs = _inputs(model)
         return [
             table
-            for table in embeddings(model)
-            if table.weight.numel() >= MIN_VALUES
-            and id(table.module) not in inputs
-            and not unsupported_reason(model, table)
+            for table in _large(model)
+            if id(table.module) not in inputs or (vocabularies and not _reads_vocabulary(model))
         ]
     found: dict[str, TableLayer] = {}
     for name in choice:
@@ -76,6 +80,28 @@ def find_tables(model: nn.Module, choice: str | int | tuple[str, ...]) -> list[T
                 raise UnsupportedModelError(f"tables names {table.path}, which has to stay in memory: {reason}.")
             found[table.path] = table
     return [table for table in embeddings(model) if table.path in found]
+
+
+def find_vocabularies(model: nn.Module) -> list[TableLayer]:
+    """The input embeddings of at least ``MIN_VALUES`` values that are only looked up and tied to nothing."""
+    inputs = _inputs(model)
+    return [table for table in _large(model) if id(table.module) in inputs and not _reads_vocabulary(model)]
+
+
+def _large(model: nn.Module) -> list[TableLayer]:
+    return [
+        table
+        for table in embeddings(model)
+        if table.weight.numel() >= MIN_VALUES and not unsupported_reason(model, table)
+    ]
+
+
+def _inputs(model: nn.Module) -> set[int]:
+    return {id(_input_embedding(module)) for module in model.modules()}
+
+
+def _reads_vocabulary(model: nn.Module) -> bool:
+    return any(cls.__name__ in READS_VOCABULARY for module in model.modules() for cls in type(module).__mro__)
 
 
 def unsupported_reason(model: Any, table: TableLayer) -> str:

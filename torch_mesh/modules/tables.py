@@ -49,7 +49,7 @@ class MeshEmbedding(PackedModule, nn.Embedding):
 class PackedTableWeight(FrozenWeight):
     """The weight of a ``MeshEmbedding``. Arithmetic on it raises: it would read the whole table."""
 
-    otherwise = "or open the model with tables='off'"
+    otherwise = "or open the model with tables='off', or with names of other tables"
     handle: torch.Tensor
     tables: RowTables
     table: int
@@ -86,7 +86,8 @@ class PackedTableWeight(FrozenWeight):
     def _for_arithmetic(self) -> torch.Tensor:
         raise MeshError(
             f"{self.path} is read from files row by row, and something was to compute with all of it: code that reads "
-            "the embedding's weight. Open the model with tables='off' to have it in memory."
+            "the embedding's weight. Open the model with tables='off', or with names of other tables, to have it in "
+            "memory."
         )
 
     # torch.compile keeps the context for as long as the compiled code: so it names the tables and does not hold them.

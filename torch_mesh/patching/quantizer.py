@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal as format_bytes
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
@@ -27,9 +28,11 @@ from ..hf.parallelism_checks import check_launch, expert_ranks
 from ..hf.saving import PatchedModelQuantizer
 from ..hf.streaming_save import keep_conversions
 from ..models.families import ExpertsLayer, Geometry, common_geometry, find_experts
-from ..models.tables import TableLayer, embeddings
-from ..modules.dense import CODES
+from ..models.tables import TableLayer, embeddings, find_vocabularies
+from ..modules.dense import CODES, dense_bytes
 from ..modules.experts import DetachedParameters, PackedModule, patched_modules
+from ..pool.expert_pool import record_bytes
+from ..pool.row_tables import tables_memory, vocabulary_in_files
 from ..pool.secondary_pool import Records, other_config, packed_format
 from ..store.checkpoint import (
     CheckpointExperts,
@@ -63,6 +66,7 @@ from ..store.table_files import is_table_file
 from ..store.tables import packed_tables, tables_in_files
 from ..store.verify import check_other_files
 from ..store.writer import Written
+from ..system.memory import available_bytes
 from .expert_source import RecordSource, TableSource, open_tables
 from .pipeline import assemble, check
 from .unpooled import load_left_alone, load_tables
@@ -104,11 +108,12 @@ class MeshQuantizer(PatchedModelQuantizer):
         """Nothing: also for a GGUF file, the checkpoint files of the source are read."""
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         check_launch()
         _forget_quantization(model)  # transformers would treat the checkpoint as quantised by another tool
         self._checkpoint_files = checkpoint_files
+        self._on_cpu = {str(device) for device in (device_map or {"": "cpu"}).values()} == {"cpu"}
 
     def detach_experts(self, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> None:
         """Find the experts and detach their parameters, before transformers reads the first tensor of ``model``."""
@@ -139,6 +144,9 @@ class MeshQuantizer(PatchedModelQuantizer):
         of_rest = source.folder if checkpoint_files == named else Path(checkpoint_files[0]).parent
         left_alone = find_left_alone(of_rest, model, key_mapping)
         found = tables_in_files(of_rest, model, source.config.tables, key_mapping)
+        if self._on_cpu and _is_short_of_memory(model, layers, source, [layer for layer, _ in found]):
+            found = tables_in_files(of_rest, model, source.config.tables, key_mapping, vocabularies=True)
+            _warn_of_vocabularies(model, [layer for layer, _ in found])
         if found:
             source.tables = TableSource(*zip(*found, strict=True))
         tables = [layer for layer, _ in found]
@@ -177,6 +185,42 @@ class MeshQuantizer(PatchedModelQuantizer):
 
 def _name_of(model: PreTrainedModel) -> str:
     return model.config.name_or_path or ""
+
+
+def _is_short_of_memory(
+    model: PreTrainedModel, layers: list[ExpertsLayer], source: _CheckpointSource, tables: Sequence[TableLayer]
+) -> bool:
+    """Whether the rows of the input embedding stay in files, beside ``tables``: where ``plan`` predicts it."""
+    config, vocabularies = source.config, find_vocabularies(model)
+    # Ranks would have to agree; processes with a shared pool share the page cache too.
+    alone = source.share is None and config.shared is None
+    if not (config.chooses_tables and vocabularies and alone):
+        return False
+    try:
+        available = available_bytes()
+    except OSError:
+        return False
+    elsewhere = {id(parameter) for layer in layers for parameter in layer.parameters.values()}
+    elsewhere |= {id(table.weight) for table in (*tables, *vocabularies)}
+    freed, taken = dense_bytes(
+        model, layers, dense=config.dense, group_size=config.group_size, blocks=source.blocks, loaded=False
+    )
+    others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in elsewhere)
+    others += taken - freed + config.workspace_bytes + source.staging
+    others += tables_memory([table.nbytes for table in tables], config.table_cache_bytes)
+    experts = source.counted * layers[0].num_experts * record_bytes(layers, source.weights, source.group_size)
+    return vocabulary_in_files(sum(each.nbytes for each in vocabularies), experts, available - others)
+
+
+def _warn_of_vocabularies(model: PreTrainedModel, tables: Sequence[TableLayer]) -> None:
+    paths = {table.path for table in find_vocabularies(model)}
+    taken = [f"{table.path} ({format_bytes(table.nbytes)})" for table in tables if table.path in paths]
+    if taken:
+        warnings.warn(
+            f"Memory is short, so {' and '.join(taken)} stays in the checkpoint's files, and is frozen: its rows are "
+            "read when they are looked up. With tables='off', or with names of other tables, it is in memory.",
+            stacklevel=2,
+        )
 
 
 def _forget_quantization(model: Any) -> None:

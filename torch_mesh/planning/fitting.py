@@ -13,6 +13,7 @@ from ..gpu.placing import GPU_POOL_SLOTS
 from ..gpu.planning import SEVERAL_ACTIVATIONS, UNFUSED, GpuPlan, plan_fields, plan_on_cpu
 from ..lossy.fallback import split_slots
 from ..modules.dense import packs
+from ..pool.row_tables import vocabulary_in_files
 from ..system.memory import auto_budget, auto_margin, resident_slots
 from .sizes import Sizes, bytes_in, fallback_record_bytes
 
@@ -102,6 +103,15 @@ def fitting_slots(
 
 def _reserved_bytes(sizes: Sizes, config: MeshConfig, gpu_pool: int) -> int:
     return config.workspace_bytes + sizes.staging_bytes + sizes.table_memory_bytes + gpu_pool
+
+
+def vocabulary_stays_in_files(sizes: Sizes, config: MeshConfig, available: int | None) -> bool:
+    """Whether opening leaves the rows of the input embedding in files. ``available``: bytes beside the process and
+    ``sizes.dense_bytes``; None if unknown."""
+    if available is None or not config.chooses_tables or config.shared is not None:
+        return False
+    free = available + sizes.vocabulary_bytes - _reserved_bytes(sizes, config, gpu_pool=0)
+    return vocabulary_in_files(sizes.vocabulary_bytes, sizes.all_experts_bytes, free)
 
 
 def margin_bytes(sizes: Sizes, config: MeshConfig, available: int | None, gpu_pool: int) -> int | None:

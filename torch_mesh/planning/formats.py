@@ -55,15 +55,16 @@ class FormatChoice:
 
 
 def dense_choices(
-    folder: Path, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None
+    folder: Path, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None, *, vocabularies: bool = False
 ) -> Iterator[DenseChoice]:
-    """``dense`` in fewer bits, read at the same speed, with the same experts resident."""
+    """``dense`` in fewer bits, read at the same speed, with the same experts resident. ``vocabularies``: as for
+    ``find_sizes``."""
     if config.dense == CODES or (config.dense in DENSE_FORMATS and not FORMATS[config.dense].holds_bf16):
         return
     has_codes = bool(stored_codes(folder)) if is_store(folder) else is_gguf(folder)
     for dense in (*((CODES,) if has_codes else ()), "int8", "int4"):
         try:
-            sizes = find_sizes(folder, config.replace(dense=dense))
+            sizes = find_sizes(folder, config.replace(dense=dense), vocabularies=vocabularies)
         except UnsupportedModelError:  # no linear layer of the rest is large enough, or in such codes
             continue
         if sizes.dense_bytes is None:

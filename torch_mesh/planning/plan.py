@@ -14,7 +14,16 @@ from ..gpu.planning import GpuPlan
 from ..lossy.fallback import check_fallback_format
 from ..store.manifest import is_store
 from ..system.memory import anonymous_bytes, available_bytes
-from .fitting import fitting_slots, gpu_pool_bytes, margin_bytes, on_card, or_fewer_bits, peak_bytes, tokens_per_chunk
+from .fitting import (
+    fitting_slots,
+    gpu_pool_bytes,
+    margin_bytes,
+    on_card,
+    or_fewer_bits,
+    peak_bytes,
+    tokens_per_chunk,
+    vocabulary_stays_in_files,
+)
 from .formats import MAX_ERROR, DenseChoice, FormatChoice, dense_choices, format_choices, why_no_choice, with_chosen
 from .hit_rates import HitRate, known_or_expected
 from .ranks import RankPlan, check_ranks, divided
@@ -96,13 +105,17 @@ def plan(
     settings that exclude ranks, and for a GPU if the size of the rest of the model is unknown.
     """
     sizes = find_sizes(folder, config)
+    process = process_bytes()
+    whole = memory if memory is not None else process + available_bytes()
+    beside = None if sizes.dense_bytes is None else whole - process - sizes.dense_bytes
+    vocabularies = ranks == 1 and card is None and vocabulary_stays_in_files(sizes, config, beside)
+    if vocabularies:
+        sizes = find_sizes(folder, config, vocabularies=True)
     of_ranks = None
     if ranks > 1:
         check_ranks(sizes, config, ranks, overlap, card)
         sizes, of_ranks = divided(sizes, ranks)
     shape = sizes.shape
-    process = process_bytes()
-    whole = memory if memory is not None else process + available_bytes()
     check_gpu_weights(config.gpu, sizes.weights if is_store(folder) else None)
     gpu = None if card is None else on_card(folder, sizes, config, *card)
     sizes_in_memory = sizes if gpu is None else dataclasses.replace(sizes, dense_bytes=0, dense_bytes_loading=0)
@@ -154,7 +167,9 @@ def plan(
         tokens_per_second=None if seconds is None else 1 / seconds[0],
         tokens_per_second_range=None if seconds is None else (1 / seconds[1], 1 / seconds[2]),
         chunk_seconds=None if speeds is None or chunk_bytes is None else chunk_bytes / speeds.disk,
-        dense_choices=() if gpu or of_ranks else tuple(dense_choices(folder, config, rate, speeds)),
+        dense_choices=()
+        if gpu or of_ranks
+        else tuple(dense_choices(folder, config, rate, speeds, vocabularies=vocabularies)),
         format_choices=with_chosen(choices, MAX_ERROR if config.max_error is None else config.max_error),
     )
 

@@ -14,7 +14,7 @@ from .. import _C
 from ..config import MeshConfig
 from ..formats import FORMATS, layer_formats, short_name
 from ..models.families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
-from ..models.tables import TableLayer
+from ..models.tables import TableLayer, find_vocabularies
 from ..modules.dense import CODES, Blocks, check_dense, dense_bytes, dense_formats, kept_in_fp32
 from ..pool.row_tables import tables_memory
 from ..store.checkpoint import (
@@ -47,6 +47,8 @@ class Sizes:
     left_alone_bytes: int | None  # experts of other shapes, which stay outside the pool
     left_alone: str  # their description
     tables: str  # embedding tables that stay in files
+    vocabularies: str  # of those, input embeddings, which stay there where memory is short
+    vocabulary_bytes: int  # of input embeddings that would stay there, in memory
     table_weights: str  # the format that their rows are rounded to; empty: they are as they were
     table_bytes: int  # their size in the files
     table_memory_bytes: int  # their cached rows and buffers
@@ -74,17 +76,20 @@ class Sizes:
         return self.own_records if self.conversion else None
 
 
-def find_sizes(folder: Path, config: MeshConfig) -> Sizes:
+def find_sizes(folder: Path, config: MeshConfig, *, vocabularies: bool = False) -> Sizes:
     """The sizes of the model in ``folder`` with ``config``, from headers, config and manifest alone.
+
+    ``vocabularies``: input embeddings stay in files too, as ``vocabulary_stays_in_files`` says.
 
     Raises FileNotFoundError, StoreError, UnsupportedModelError and ValueError as loading would.
     """
     if not folder.is_dir() and not is_gguf(folder):
         raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store, or a GGUF file")
-    return _store_sizes(folder, config) if is_store(folder) else _checkpoint_sizes(folder, config)
+    of_folder = _store_sizes if is_store(folder) else _checkpoint_sizes
+    return of_folder(folder, config, vocabularies)
 
 
-def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
+def _store_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> Sizes:
     manifest = open_store(folder).manifest
     if config.weights not in ("auto", manifest.weights):
         raise ValueError(
@@ -100,7 +105,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
         dtype = getattr(described.get_text_config(), "dtype", None)
         model = meta_model(described)
         layers = find_experts(model)
-        tables = tables_in_files(folder, model, config.tables)
+        tables = tables_in_files(folder, model, config.tables, vocabularies=vocabularies)
         blocks = codes_of_store(folder, model) if config.dense == CODES else None
         check_dense(config.dense, blocks)
         dense = _dense_bytes(model, layers, tables, config, dtype or torch.bfloat16, blocks)
@@ -111,7 +116,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
     return _sizes(shape, manifest.weights, manifest.group_size, dense, others, tables, config, files)
 
 
-def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
+def _checkpoint_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> Sizes:
     checkpoint_files(folder)  # raises for missing weights before the config is read
     model = meta_model(read_config(folder))
     layers = find_experts(model)
@@ -125,7 +130,7 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     staging = (
         0 if experts.own_records is None or not unconverted else _C.Source(**experts.source_arguments()).staging_bytes
     )
-    tables = tables_in_files(folder, model, config.tables)
+    tables = tables_in_files(folder, model, config.tables, vocabularies=vocabularies)
     dense = _dense_bytes(model, layers, tables, config, _dense_dtype(model, experts), blocks)
     others, files = layers_left_alone(model), experts.expert_files
     return dataclasses.replace(
@@ -188,6 +193,12 @@ def _sizes(
         left_alone_bytes=None if others is None else sum(layer.nbytes for layer in others),
         left_alone=describe_left_alone(others or ()),
         tables=", ".join(layer.path for layer, _ in tables),
+        vocabularies=", ".join(
+            layer.path
+            for layer, _ in tables
+            if config.chooses_tables and dense is not None and layer.path in dense.vocabularies
+        ),
+        vocabulary_bytes=0 if dense is None else sum(dense.vocabularies.values()),
         table_weights=next((stored.weights for _, stored in tables if stored.weights), ""),
         table_bytes=sum(stored.nbytes for _, stored in tables),
         table_memory_bytes=tables_memory([stored.nbytes for _, stored in tables], config.table_cache_bytes),
@@ -203,6 +214,7 @@ class _Rest:
     loading: int
     per_token: int
     format: str
+    vocabularies: dict[str, int]  # input embeddings of which rows may stay in files, by their paths
 
 
 def _dense_bytes(
@@ -236,7 +248,8 @@ def _dense_bytes(
     not_read = 0 if tied or id(embedding) in in_files else embedding.nbytes
     left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
     most = formats.most_common(1)
-    return _Rest(packed, loading, packed - left_alone - not_read, most[0][0] if most else "")
+    vocabularies = {table.path: table.nbytes for table in find_vocabularies(model)}
+    return _Rest(packed, loading, packed - left_alone - not_read, most[0][0] if most else "", vocabularies)
 
 
 def fallback_record_bytes(sizes: Sizes, config: MeshConfig) -> int:

@@ -13,6 +13,7 @@ from .. import _C
 from ..errors import MeshError
 from ..store.checkpoint import TORCH_DTYPES
 from ..store.tables import StoredTable
+from ..system.memory import auto_budget, auto_margin
 from .expert_pool import close_engine, notice_exit
 
 # The fraction of rows that "auto" caches: n-grams repeat as words do, so that few rows serve most look-ups.
@@ -35,6 +36,16 @@ def divided_cache(tables: Sequence[int], cache_bytes: int | None) -> list[int]:
 def tables_memory(tables: Sequence[int], cache_bytes: int | None) -> int:
     """Memory of tables of so many bytes: row caches and buffers."""
     return sum(divided_cache(tables, cache_bytes)) + STAGING_BYTES if tables else 0
+
+
+def vocabulary_in_files(vocabulary: int, experts: int, free: int) -> bool:
+    """Whether memory is short for an input embedding of so many bytes, which transformers maps from its file.
+
+    ``free``: bytes that are left for ``experts`` bytes of experts and the page cache. Short means that
+    ``resident="auto"`` would not hold all experts, and that the page cache could not hold the embedding in what is left
+    free then: each look-up would wait for a page, and drop others.
+    """
+    return auto_budget(free, 0) < experts and auto_margin(free) < vocabulary
 
 
 class RowTables:

@@ -18,14 +18,20 @@ from torch_mesh.store.table_files import ROW_DTYPES, RowStretch, StoredTable, ta
 
 
 def tables_in_files(
-    folder: Path, model: Any, choice: str | int | tuple[str, ...], key_mapping: Mapping[str, str] | None = None
+    folder: Path,
+    model: Any,
+    choice: str | int | tuple[str, ...],
+    key_mapping: Mapping[str, str] | None = None,
+    *,
+    vocabularies: bool = False,
 ) -> list[tuple[TableLayer, StoredTable]]:
-    """The tables that ``MeshConfig.tables`` chooses, and where their rows are in ``folder``.
+    """The tables that ``MeshConfig.tables`` chooses, and where their rows are in ``folder``; with ``vocabularies``
+    input embeddings too.
 
     Those that cannot be read there are left out. Raises UnsupportedModelError for such a one that is named, and as
     ``find_tables`` and ``find_stored_tables`` do.
     """
-    found = find_tables(model, choice)
+    found = find_tables(model, choice, vocabularies=vocabularies)
     stored = find_stored_tables(folder, model, found, key_mapping)
     kept = []
     for layer in found:
