@@ -226,6 +226,14 @@ def test_auto_converts_to_bf12_where_that_has_room(tmp_path: Path, from_pretrain
         assert convert(tmp_path / "raw", tmp_path / "second", "auto").existed
 
 
+def test_auto_says_that_it_rounds(tmp_path: Path) -> None:
+    TINY_MODELS[QWEN].build().float().save_pretrained(tmp_path / "raw")
+    with pytest.warns(UserWarning, match="are fp32; they are rounded to bf16") as warned:
+        store = convert(tmp_path / "raw", tmp_path / "store", "auto").store
+    assert [each.filename for each in warned] == [__file__]
+    assert store.manifest.weights == "bf12"
+
+
 def test_layers_without_room_are_named() -> None:
     model = _build()
     name = "model.layers.1.self_attn.o_proj.weight"

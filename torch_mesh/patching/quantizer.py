@@ -255,7 +255,8 @@ class _CheckpointSource(RecordSource):
         folder = config.store or _cached(
             f"{name}-{short_name(weights)}", f"{fingerprint} {weights} {config.group_size}", weights
         )
-        with progress_bar(f"Converting {name} to {short_name(weights)}") as progress:
+        aim = "" if weights == "auto" else f" to {short_name(weights)}"
+        with progress_bar(f"Converting {name}{aim}") as progress:
             written = make(folder, weights, config.group_size, progress=progress)
         if config.store is None:
             note_use(written.store.folder)
