@@ -111,7 +111,7 @@ def test_where_there_is_nothing_to_choose(mesh_tiny: Path, tmp_path: Path) -> No
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
     with pytest.raises(ValueError, match="give it to from_pretrained"):
         torch_mesh.patch(model, resident="8GiB", max_error=0.1)
-    with pytest.raises(MeshError, match="not patched"):
+    with pytest.raises(MeshError):
         torch_mesh.unpatch(model)
 
 

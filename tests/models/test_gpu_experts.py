@@ -359,7 +359,7 @@ def test_what_has_nothing_on_a_device_says_so() -> None:
         lambda model: torch_mesh.set_capture_batch_sizes(model, [1]),
     )
     for call in calls:
-        with pytest.raises(MeshError, match="is not patched"):
+        with pytest.raises(MeshError):
             call(model)
     torch_mesh.patch(model, resident=0.5)
     for call in calls:

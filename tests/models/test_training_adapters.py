@@ -70,7 +70,7 @@ def test_counters_that_were_reset_are_logged_from_their_beginning(after: int) ->
 
 def test_the_callback_refuses_a_model_that_is_not_patched(tmp_path: Path) -> None:
     model = TINY_MODELS["Qwen3MoeExperts"].build()
-    with pytest.raises(torch_mesh.MeshError, match="is not patched"):
+    with pytest.raises(torch_mesh.MeshError):
         trainer_for(model, tmp_path, [torch_mesh.MeshTrainerCallback()]).train()
 
 

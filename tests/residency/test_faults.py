@@ -234,7 +234,7 @@ def test_a_file_cut_off_under_the_engine_is_an_error_until_it_is_whole_again(
     last = SPEC.layers - 1
     with path.open("r+b") as file:
         file.truncate(served.store.manifest.locate(last, 0)[1] + 100)
-    with pytest.raises(ReadError, match="shorter than when it was opened") as caught:
+    with pytest.raises(ReadError) as caught:
         served.forward(engine, last, seed)
     served.check_error(caught.value, last, seed)
     expect_at_rest(engine)

@@ -242,7 +242,7 @@ def test_watch_in_a_terminal_survives_the_model(open_model: Callable[..., PreTra
         torch_mesh.unpatch(model, lossy=True)
         time.sleep(0.2)
     assert "hit rate by layer" in out.getvalue() and "MB/s" in out.getvalue()
-    with pytest.raises(torch_mesh.MeshError, match="not patched"), torch_mesh.watch(model):
+    with pytest.raises(torch_mesh.MeshError), torch_mesh.watch(model):
         pass
 
 
