@@ -8,6 +8,7 @@ import os
 # OpenMP reads it when torch is imported, and so do the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -132,6 +133,24 @@ def _generators() -> tuple[Any, ...]:
     return random.getstate(), (kind, keys.tobytes(), *rest), torch.get_rng_state().numpy().tobytes()
 
 
+class _Draws:
+    """Whether something draws from the generators as a test finds them. What is drawn after a call of
+    ``torch.manual_seed`` is what that call says: its seed is a constant, or of the fixture ``seed``."""
+
+    def __init__(self) -> None:
+        self.found = False
+        self._reseeded = False
+        self._before = _generators()
+
+    def reseed(self) -> None:
+        self.found |= not self._reseeded and _generators()[-1] != self._before[-1]
+        self._reseeded = True
+
+    def end(self) -> bool:
+        kept = slice(-1 if self._reseeded else None)
+        return self.found or _generators()[kept] != self._before[kept]
+
+
 class _ManySeeds:
     """Runs every test with the first seed, and with the others those that drew: no other can end differently."""
 
@@ -142,6 +161,23 @@ class _ManySeeds:
         self._seeds = range(config.option.seed, config.option.seed + config.option.seeds)
         self._drawing = set(self._FIXTURES)  # names of fixtures
         self._drew: set[pytest.Item] = set()
+        self._watching: list[_Draws] = []
+        self._manual_seed = torch.manual_seed
+        torch.manual_seed = self._reseed
+
+    def _reseed(self, seed: int) -> torch.Generator:
+        for each in self._watching:
+            each.reseed()
+        return self._manual_seed(seed)
+
+    @contextlib.contextmanager
+    def _watch(self) -> Iterator[_Draws]:
+        draws = _Draws()
+        self._watching.append(draws)
+        try:
+            yield draws
+        finally:
+            self._watching.remove(draws)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -163,22 +199,22 @@ class _ManySeeds:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-        before = _generators()
-        value = yield
-        if fixturedef.argname != "_seeded" and _generators() != before:
-            self._drawing.add(fixturedef.argname)
+        with self._watch() as draws:
+            value = yield
+            if fixturedef.argname != "_seeded" and draws.end():
+                self._drawing.add(fixturedef.argname)
         return value
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        before = _generators()
-        try:
-            yield
-        finally:
-            fixtures = getattr(item, "fixturenames", ())
-            by_hypothesis = hasattr(getattr(item, "obj", None), "hypothesis")
-            if by_hypothesis or self._drawing & set(fixtures) or _generators() != before:
-                self._drew.add(item)
+        with self._watch() as draws:
+            try:
+                yield
+            finally:
+                fixtures = getattr(item, "fixturenames", ())
+                by_hypothesis = hasattr(getattr(item, "obj", None), "hypothesis")
+                if by_hypothesis or self._drawing & set(fixtures) or draws.end():
+                    self._drew.add(item)
 
 
 @pytest.fixture
