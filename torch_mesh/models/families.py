@@ -222,7 +222,7 @@ class ExpertsLayer:
     is_transposed: bool  # weights are [experts, in, out]
     is_concatenated: bool  # gate and up are halves of gate_up; else its even and odd columns
     activation: str | None  # of the fused kernel, by name; None: the layer runs unfused with its own
-    has_post_expert_norm: bool
+    has_post_expert_norm: bool = False
     block: nn.Module | None = field(default=None, repr=False)  # around it, if that is replaced too
     share: Share | None = None  # of the model's experts, on a rank
 
@@ -527,52 +527,32 @@ def supported_families() -> list[str]:
 def _all_layers(model: nn.Module) -> Iterator[ExpertsLayer]:
     for path, module in model.named_modules():
         if all(flag in module.__dict__ for flag in _LAYOUT_FLAGS):
-            yield _describe(path, module)
+            flags = {flag: vars(module)[flag] for flag in _LAYOUT_FLAGS}
+            top_k = _top_k(path, module.config)
+            post_norm = getattr(module, "has_post_expert_norm", False)
+            yield _layer(path, module, flags, top_k, has_post_expert_norm=post_norm, share=vars(module).get(SHARE))
         elif module._parameters.get("gate_up_proj") is not None and (unmarked := named_in(UNMARKED, type(module))):
-            yield _describe_unmarked(path, module, unmarked, model.get_submodule(path.rpartition(".")[0]))
+            transposed = unmarked.is_transposed
+            flags = {"has_gate": True, "has_bias": False, "is_transposed": transposed, "is_concatenated": True}
+            block = model.get_submodule(path.rpartition(".")[0])
+            top_k = min(unmarked.top_k(block), module.down_proj.size(0))
+            yield _layer(path, module, flags, top_k, block=block if unmarked.block else None)
 
 
-def _describe_unmarked(path: str, module: Any, unmarked: Unmarked, block: nn.Module) -> ExpertsLayer:
-    num_experts = module.down_proj.size(0)  # gate_up has rows of identity experts too
-    rows, hidden = module.gate_up_proj.shape[1:]
-    if unmarked.is_transposed:
+def _layer(path: str, module: Any, flags: Mapping[str, Any], top_k: int, **about: Any) -> ExpertsLayer:
+    rows, hidden = (module.gate_up_proj if flags["has_gate"] else module.up_proj).shape[1:]
+    if flags["is_transposed"]:
         rows, hidden = hidden, rows
     return ExpertsLayer(
         path=path,
         module=module,
-        num_experts=num_experts,
-        top_k=min(unmarked.top_k(block), num_experts),
+        num_experts=module.down_proj.size(0),  # gate_up may have rows of identity experts too
+        top_k=top_k,
         hidden=hidden,
-        intermediate=rows // 2,
-        has_gate=True,
-        has_bias=False,
-        is_transposed=unmarked.is_transposed,
-        is_concatenated=True,
+        intermediate=rows // 2 if flags["has_gate"] else rows,
         activation=_activation(module),
-        has_post_expert_norm=False,
-        block=block if unmarked.block else None,
-    )
-
-
-def _describe(path: str, module: Any) -> ExpertsLayer:
-    gate_up = module.gate_up_proj if module.has_gate else module.up_proj
-    num_experts, rows, hidden = gate_up.shape  # a patched module has only the shape
-    if module.is_transposed:
-        rows, hidden = hidden, rows
-    return ExpertsLayer(
-        path=path,
-        module=module,
-        num_experts=num_experts,
-        top_k=_top_k(path, module.config),
-        hidden=hidden,
-        intermediate=rows // 2 if module.has_gate else rows,
-        has_gate=module.has_gate,
-        has_bias=module.has_bias,
-        is_transposed=module.is_transposed,
-        is_concatenated=module.is_concatenated,
-        activation=_activation(module),
-        has_post_expert_norm=getattr(module, "has_post_expert_norm", False),
-        share=vars(module).get(SHARE),
+        **flags,
+        **about,
     )
 
 
