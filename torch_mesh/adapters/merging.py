@@ -27,7 +27,8 @@ from ..store.convert import (
     weights_of_checkpoint,
 )
 from ..store.dense_codes import codes_files, copied_codes
-from ..store.dense_weights import DENSE_DTYPES, Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
+from ..store.dense_weights import Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
+from ..store.dtypes import DTYPES, FLOATS
 from ..store.gguf import is_gguf
 from ..store.header import store_error, weight_files
 from ..store.hub import local_folder
@@ -268,7 +269,7 @@ def _check_place(source: Path, folder: Path, model: Any, parameter: str, dense: 
             folder,
             f"has an adapter on {parameter}, which no single tensor of {source} holds: it cannot be merged",
         )
-    if dense.tensor.dtype not in DENSE_DTYPES.values():
+    if dense.tensor.dtype not in FLOATS:
         raise store_error(folder, f"has an adapter on {parameter}, which is {dense.tensor.dtype} in {source}")
     shape = model.state_dict()[parameter].shape
     if dense.tensor.shape != tuple(shape):
@@ -279,7 +280,7 @@ def _check_place(source: Path, folder: Path, model: Any, parameter: str, dense: 
 
 def _changed(folder: Path, places: Mapping[str, Dense], parameter: str, change: Change) -> Dense:
     tensor = places[parameter].tensor
-    dtype = next(dtype for dtype, name in DENSE_DTYPES.items() if name == tensor.dtype)
+    dtype = DTYPES[tensor.dtype]
 
     def values() -> torch.Tensor:
         made = change.made_of({name: places[name].read().float() for name in change.needs}).to(dtype)

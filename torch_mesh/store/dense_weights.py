@@ -18,7 +18,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from torch_mesh.errors import MeshError
+from torch_mesh.models.families import WEIGHT_DTYPES
 from torch_mesh.store.checkpoint import CheckpointExperts
+from torch_mesh.store.dtypes import DTYPES, NAMES
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
 from torch_mesh.store.header import (
@@ -37,7 +39,6 @@ from torch_mesh.store.store_plan import Chunk, NewFile, Piece, StorePlan
 from torch_mesh.store.table_files import StoredTable, is_table_file
 
 _COPY_BYTES = 8 << 20
-DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 # In a converted config.json this is the name of the weights' file for transformers. Without torch_mesh, transformers
 # would initialize experts randomly; an invalid file name stops it, and its error repeats the name.
 WITHOUT_TORCH_MESH = (
@@ -63,8 +64,7 @@ class Dense:
         for chunk in self.chunks():
             data.data[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
-        dtype = next(dtype for dtype, name in DENSE_DTYPES.items() if name == self.tensor.dtype)
-        return torch.frombuffer(data, dtype=dtype).view(self.tensor.shape)
+        return torch.frombuffer(data, dtype=DTYPES[self.tensor.dtype]).view(self.tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[
                 read = functools.partial(read_stretch, header.path, tensor.offset, tensor.bytes)
                 yield Dense(tensor, read, ((header.path, tensor.offset, tensor.bytes),))
             elif weight is not None:
-                yield _values(weight, dtype if dtype in DENSE_DTYPES else torch.bfloat16)
+                yield _values(weight, dtype if dtype in WEIGHT_DTYPES else torch.bfloat16)
 
 
 def _values(weight: Weight, dtype: torch.dtype) -> Dense:
@@ -308,7 +308,7 @@ def written(
             raise MeshError(f"{name} is {tuple(made.shape)}, {made.dtype}, but its file's header has {shape}, {dtype}")
         yield made.contiguous().flatten().view(torch.uint8).numpy().data
 
-    return Dense(Tensor(name, DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks, pieces)
+    return Dense(Tensor(name, NAMES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks, pieces)
 
 
 def tensor_file(name: str, members: Sequence[Dense], metadata: dict[str, str]) -> NewFile:

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 
 from torch_mesh.formats import TABLE_FORMATS
+from torch_mesh.store.dtypes import DTYPES, FLOATS, NAMES
 from torch_mesh.store.header import encode_header, read_header, store_error
 from torch_mesh.store.manifest import read_manifest
 from torch_mesh.store.store_plan import Chunk, NewFile, Piece
 
-ROW_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_DTYPE_NAMES = {dtype: name for name, dtype in ROW_DTYPES.items()}
+ROW_DTYPES = {name: DTYPES[name] for name in FLOATS}
 _NAME = re.compile(r"mesh-tables-\d{5}-of-\d{5}\.safetensors")
 _CHUNK_BYTES = 4 << 20
 
@@ -97,7 +97,7 @@ def _table_file(name: str, table: StoredTable, first: int, rows: int, fingerprin
     stride = _C.padded_row_bytes(row_bytes)
     identity = f"{fingerprint}\0{table.name}" + (f"\0{weights}" if weights else "")
     salt = hashlib.blake2b(identity.encode(), digest_size=16).digest()
-    dtype = _DTYPE_NAMES[table.dtype]
+    dtype = NAMES[table.dtype]
     # Releases that know no codes look for "dtype", and refuse the file.
     values = {"weights": weights, "values": dtype} if weights else {"dtype": dtype}
     about = {"first_row": first, "dim": table.dim, **values, "salt": salt.hex()}
