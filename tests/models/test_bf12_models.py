@@ -108,7 +108,7 @@ def test_the_shipped_model_keeps_each_bit(mesh_tiny: Path, tmp_path: Path) -> No
 def _merged(base: Path, adapter: Path, folder: Path, weights: str = "auto") -> list[torch.Tensor]:
     """All weights of a base with an adapter merged into it."""
     store = torch_mesh.merge(base, adapter, folder, weights=weights).store
-    experts = [vars(stored_expert(store, *place)).values() for place in store.records()]
+    experts = [stored_expert(store, *record) for record in store.records()]
     rest = saved_tensors(store.folder)
     return [part for own in experts for part in own if part is not None] + [rest[name] for name in sorted(rest)]
 

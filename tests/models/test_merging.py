@@ -55,8 +55,8 @@ def _adapted(model: PreTrainedModel, **fields: Any) -> PeftModel:
 
 def _values(store: Store) -> list[torch.Tensor]:
     """Of each expert, one after the other."""
-    parts = [vars(stored_expert(store, layer, expert)) for layer, expert in store.records()]
-    return [torch.cat([part.float().flatten() for part in own.values() if part is not None]) for own in parts]
+    experts = [stored_expert(store, layer, expert) for layer, expert in store.records()]
+    return [torch.cat([part.float().flatten() for part in expert if part is not None]) for expert in experts]
 
 
 def _error(values: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -73,7 +73,7 @@ def _check(merged: Store, exact: PreTrainedModel, tmp_path: Path) -> None:
     manifest = merged.manifest
     rounded = convert(tmp_path / "exact", tmp_path / "rounded", manifest.weights, manifest.group_size or 64).store
     wide = [
-        torch.cat([part.float().flatten() for part in vars(layer.expert(expert)).values() if part is not None])
+        torch.cat([part.float().flatten() for part in layer.expert(expert) if part is not None])
         for layer in find_experts(exact)
         for expert in range(layer.num_experts)
     ]
@@ -190,7 +190,7 @@ def test_codes_of_another_tool_are_a_base_for_a_format_that_is_named(tmp_path: P
     for base in (tmp_path / "base", convert(tmp_path / "base", tmp_path / "store", "auto").store.folder):
         merged = merge(base, tmp_path / "adapter", tmp_path / f"merged-{base.name}", weights="int8").store
         wide = [
-            torch.cat([part.float().flatten() for part in vars(layer.expert(expert)).values() if part is not None])
+            torch.cat([part.float().flatten() for part in layer.expert(expert) if part is not None])
             for layer in find_experts(exact)
             for expert in range(layer.num_experts)
         ]

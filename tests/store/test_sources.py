@@ -188,7 +188,7 @@ def test_gpt_oss_in_blocks_is_read_exactly(tmp_path: Path) -> None:
         own = {name: values[f"{layer.path}.{name}"] for name in layer.parameter_names}
         for expert in range(layer.num_experts):
             read, expected = experts.read_expert(number, expert), layer.expert(expert, own)
-            for part, tensor in vars(expected).items():
+            for part, tensor in expected._asdict().items():
                 assert torch.equal(getattr(read, part), tensor), part
     assert experts.nearest().weights == "mxfp4" and experts.nearest().exact
     layers = find_experts(model)

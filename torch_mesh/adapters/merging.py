@@ -209,7 +209,7 @@ def _record(folder: Path, base: _Base, adapter: Adapter, layer: int, expert: int
     if gate_up is None and down is None:
         return base.unchanged(layer, expert)
     own = base.expert(layer, expert)
-    parts: dict[str, Any] = {name: None if part is None else part.float() for name, part in vars(own).items()}
+    parts: dict[str, Any] = {name: None if part is None else part.float() for name, part in own._asdict().items()}
     added = {} if gate_up is None else {"up": gate_up[-1]}
     if gate_up is not None and len(gate_up) > 1:
         added["gate"] = gate_up[0]

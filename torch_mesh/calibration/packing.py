@@ -92,7 +92,7 @@ class Calibrator:
     def pack(self, layer: int, expert: int) -> torch.Tensor:
         """One expert's record, uint8 [record bytes]."""
         tensors = self._experts.read_expert(layer, expert)
-        for name, part in vars(tensors).items():
+        for name, part in tensors._asdict().items():
             if part is not None and not bool(torch.isfinite(part).all()):
                 raise store_error(
                     self._experts.folder,
@@ -128,12 +128,7 @@ def pack_calibrated(
     """One expert's packed record, uint8 [record bytes]: ``hidden`` is the input of gate and up, ``intermediate`` that
     of down."""
     return torch.ops.torch_mesh.pack_calibrated(
-        tensors.gate,
-        tensors.up,
-        tensors.down,
-        tensors.gate_bias,
-        tensors.up_bias,
-        tensors.down_bias,
+        *tensors,
         hidden.feedback,
         hidden.importance,
         intermediate.feedback,

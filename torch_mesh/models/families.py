@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -185,8 +185,7 @@ class Geometry:
         return self.intermediate * (2 if self.has_gate else 1)
 
 
-@dataclass(frozen=True)
-class ExpertTensors:
+class ExpertTensors(NamedTuple):
     """One expert as ``torch.ops.torch_mesh.pack`` takes it: views, not copies.
 
     ``gate`` (None without a gate) and ``up`` are [intermediate, hidden], ``down`` is [hidden, intermediate]; the biases
@@ -202,9 +201,8 @@ class ExpertTensors:
 
     def on_cpu(self) -> ExpertTensors:
         """Detached, on the CPU."""
-        parts: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
-        on_cpu: Any = {name: None if part is None else part.detach().cpu() for name, part in parts.items()}
-        return ExpertTensors(**on_cpu)
+        on_cpu: Any = (None if part is None else part.detach().cpu() for part in self)
+        return ExpertTensors(*on_cpu)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,9 @@ def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device)
     values = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters.items()}
     with torch.no_grad():
         for index in range(layer.num_experts):
-            read, own = vars(experts.read_expert(0, index)), vars(layer.expert(index, values))
-            for part, tensor in own.items():
-                if tensor is not None:
-                    tensor.copy_(read[part])
+            for read, out in zip(experts.read_expert(0, index), layer.expert(index, values), strict=True):
+                if read is not None and out is not None:
+                    out.copy_(read)
     for name, parameter in parameters.items():
         layer.module._parameters[name] = nn.Parameter(values[name].to(device), requires_grad=parameter.requires_grad)
 

@@ -219,24 +219,19 @@ class ExpertPool:
         """Write one expert's weights into ``destination``, in its dtype. Reads the expert if it is cold."""
         record = torch.from_numpy(self.engine.read_record(layer, expert))
         shape = self.geometry
-        gate_up, down, gate_up_bias, down_bias = unpack_record(
+        tensors = unpack_record(
             record,
             self.weights,
             self.group_size,
             layer,
-            (shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias),
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            has_gate=shape.has_gate,
+            has_bias=shape.has_bias,
         )
-        destination.down.copy_(down)
-        for stacked, gate, up in (
-            (gate_up, destination.gate, destination.up),
-            (gate_up_bias, destination.gate_bias, destination.up_bias),
-        ):
-            if gate is not None:
-                gate.copy_(stacked[: shape.intermediate])
-            if up is not None:
-                up.copy_(stacked[-shape.intermediate :])
-        if destination.down_bias is not None:
-            destination.down_bias.copy_(down_bias)
+        for values, out in zip(tensors, destination, strict=True):
+            if values is not None and out is not None:
+                out.copy_(values)
 
     def describe(self) -> str:
         """One line for print(model)."""

@@ -440,9 +440,8 @@ def unknown_weights(weights: str, known: Iterable[str]) -> str:
 
 def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.Tensor:
     """One expert's packed record, uint8 [record_bytes]. Raises ``NoRoomError``."""
-    parts = tensors.gate, tensors.up, tensors.down, tensors.gate_bias, tensors.up_bias, tensors.down_bias
     try:
-        return torch.ops.torch_mesh.pack(*parts, weights, group_size)
+        return torch.ops.torch_mesh.pack(*tensors, weights, group_size)
     except ValueError as error:
         if weights != "bf12":
             raise
@@ -450,17 +449,24 @@ def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.
 
 
 def unpack_record(
-    record: torch.Tensor, weights: str, group_size: int, layer: int, sizes: tuple[int, int, bool, bool]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unpack a record of that layer: gate_up, down and their biases in fp32.
-
-    ``sizes`` are hidden, intermediate, gated and bias.
-    """
-    own = format_of_layer(weights, layer)
+    record: torch.Tensor,
+    weights: str,
+    group_size: int,
+    layer: int,
+    *,
+    hidden: int,
+    intermediate: int,
+    has_gate: bool,
+    has_bias: bool,
+) -> ExpertTensors:
+    """One expert's values in fp32, of a record of that layer."""
+    own, sizes = format_of_layer(weights, layer), (hidden, intermediate, has_gate, has_bias)
     # A record of another layer may be larger.
     record = record[: _C.record_bytes(own, group_size, *sizes)]
     gate_up, down, gate_up_bias, down_bias = torch.ops.torch_mesh.unpack(record, own, group_size, *sizes)
-    return gate_up, down, gate_up_bias, down_bias
+    gate, gate_bias = (rows[:intermediate] if has_gate else None for rows in (gate_up, gate_up_bias))
+    up, up_bias = (rows[-intermediate:] for rows in (gate_up, gate_up_bias))
+    return ExpertTensors(gate, up, down, *((gate_bias, up_bias, down_bias) if has_bias else (None, None, None)))
 
 
 def pack_from_checkpoint(
@@ -474,17 +480,16 @@ def pack_from_checkpoint(
 def stored_expert(store: Store, layer: int, expert: int) -> ExpertTensors:
     """One expert's values. Raises ``StoreError`` for a damaged record."""
     manifest, shape = store.manifest, store.manifest.shape
-    gate_up, down, gate_up_bias, down_bias = unpack_record(
+    return unpack_record(
         stored_record(store, layer, expert),
         manifest.weights,
         manifest.group_size,
         layer,
-        (shape.hidden, shape.intermediate, shape.gated, shape.bias),
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        has_gate=shape.gated,
+        has_bias=shape.bias,
     )
-    gate, gate_bias = (rows[: shape.intermediate] if shape.gated else None for rows in (gate_up, gate_up_bias))
-    up, up_bias = (rows[-shape.intermediate :] for rows in (gate_up, gate_up_bias))
-    biases = (gate_bias, up_bias, down_bias) if shape.bias else (None, None, None)
-    return ExpertTensors(gate, up, down, *biases)
 
 
 def stored_record(store: Store, layer: int, expert: int) -> torch.Tensor:

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.models.families import ExpertsLayer, ExpertTensors
 from torch_mesh.store.header import Tensor
 
 if TYPE_CHECKING:
     from torch_mesh._C import RawView
 
-PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+PARTS = ExpertTensors._fields
 
 
 @dataclass(frozen=True, slots=True)
