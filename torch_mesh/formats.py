@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 GROUP_SIZES = (32, 64, 128)  # allowed for MeshConfig.group_size
 
@@ -16,6 +16,15 @@ GROUP_SIZES = (32, 64, 128)  # allowed for MeshConfig.group_size
 # (benchmarks/weight_error.py).
 BF16_ERROR = 0.0017
 SCALES_ERROR = 0.0016
+
+
+class ExpertSizes(NamedTuple):
+    """By which a format's record is laid out: arguments of the extension's functions, in order and by name."""
+
+    hidden: int
+    intermediate: int
+    gated: bool
+    bias: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,11 +88,9 @@ def _move(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Placement
 
 
 def _device_record(pool: ExpertPool) -> DeviceRecord:
-    shape = pool.geometry
     assert pool.activations is not None and len(set(pool.activations)) == 1
     group_size = 0 if FORMATS[pool.weights].holds_bf16 else pool.group_size
-    sizes = shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias
-    return DeviceRecord(pool.weights, group_size, *sizes, pool.activations[0])
+    return DeviceRecord(pool.weights, group_size, *pool.geometry.sizes, pool.activations[0])
 
 
 def _empty_records(count: int, record: DeviceRecord, device: torch.device) -> torch.Tensor:

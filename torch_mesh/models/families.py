@@ -19,6 +19,7 @@ from torch import nn
 from transformers import activations
 
 from ..errors import MeshError, UnsupportedModelError
+from ..formats import ExpertSizes
 from ..hf.compat import default_apply_gate
 from .activations import gate_named, limit_before_silu, softcap, swiglu
 from .share import SHARE, Share
@@ -178,6 +179,10 @@ class Geometry:
     has_gate: bool
     has_bias: bool
     fused: bool  # else layers run unfused, by grouped_linear
+
+    @property
+    def sizes(self) -> ExpertSizes:
+        return ExpertSizes(self.hidden, self.intermediate, self.has_gate, self.has_bias)
 
     @property
     def gate_up_features(self) -> int:

@@ -526,7 +526,7 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
             "group_size out, or give the original checkpoint."
         )
     shape, own = manifest.shape, common_geometry(layers)
-    stored = Geometry(shape.experts, shape.hidden, shape.intermediate, shape.gated, shape.bias, own.fused)
+    stored = Geometry(shape.experts, *shape.sizes, own.fused)
     if stored != own:
         raise StoreError(
             f"The experts in {folder} are {stored}, but the model's are {own}: open the store with its own config."

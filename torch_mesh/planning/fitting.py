@@ -126,7 +126,7 @@ def tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
     shape = sizes.shape
     if shape.activation is None:
         return None
-    layout = (sizes.weights, sizes.group_size or 0, shape.hidden, shape.intermediate, shape.gated, shape.bias)
+    layout = (sizes.weights, sizes.group_size or 0, *shape.sizes)
     return _C.tokens_per_chunk(*layout, shape.top_k, config.workspace_bytes)
 
 

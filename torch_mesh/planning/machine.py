@@ -147,10 +147,7 @@ def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
         experts=shape.experts,
         format=weights,
         group_size=group_size,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        gated=shape.gated,
-        bias=shape.bias,
+        **shape.sizes._asdict(),
         activation=shape.activation_of(0) or "silu",  # makes no difference to the time
         slots=shape.layers * shape.experts,
         policy="lru",

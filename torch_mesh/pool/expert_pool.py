@@ -76,8 +76,7 @@ def pool_slots(
 
 def record_bytes(layers: Sequence[ExpertsLayer], weights: str, group_size: int) -> int:
     """Bytes of a packed expert, with padding."""
-    shape = common_geometry(layers)
-    return _C.record_bytes(weights, group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias)
+    return _C.record_bytes(weights, group_size, *common_geometry(layers).sizes)
 
 
 class ExpertPool:
@@ -152,10 +151,7 @@ class ExpertPool:
             experts=geometry.num_experts,
             format=weights,
             group_size=group_size,
-            hidden=geometry.hidden,
-            intermediate=geometry.intermediate,
-            gated=geometry.has_gate,
-            bias=geometry.has_bias,
+            **geometry.sizes._asdict(),
             activation=activations,
             slots=slots,
             policy=config.policy,
@@ -218,17 +214,7 @@ class ExpertPool:
     def unpack_into(self, layer: int, expert: int, destination: ExpertTensors) -> None:
         """Write one expert's weights into ``destination``, in its dtype. Reads the expert if it is cold."""
         record = torch.from_numpy(self.engine.read_record(layer, expert))
-        shape = self.geometry
-        tensors = unpack_record(
-            record,
-            self.weights,
-            self.group_size,
-            layer,
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            has_gate=shape.has_gate,
-            has_bias=shape.has_bias,
-        )
+        tensors = unpack_record(record, self.weights, self.group_size, layer, self.geometry.sizes)
         for values, out in zip(tensors, destination, strict=True):
             if values is not None and out is not None:
                 out.copy_(values)

@@ -69,10 +69,7 @@ class SharedPool:
             experts=shape.experts,
             format=manifest.weights,
             group_size=manifest.group_size,
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            gated=shape.gated,
-            bias=shape.bias,
+            **shape.sizes._asdict(),
             activation=None,
             slots=slots,
             # For experts that no worker holds: the most recently used one is likely needed first.

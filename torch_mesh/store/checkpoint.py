@@ -182,21 +182,20 @@ class CheckpointExperts:
 
     def pack_kept(self, layer: int, expert: int, group_size: int) -> torch.Tensor:
         """Read one expert's codes and scales into a record. Raises ``StoreError`` for invalid ones."""
-        kept, shape = self.kept, self.shape
+        kept = self.kept
         assert kept is not None
         extents = kept.extents[layer, expert].tolist()
         pieces = [read_range(self.files[file][0], offset, size) for file, offset, size in extents]
-        sizes = (shape.hidden, shape.intermediate, shape.gated, shape.bias)
         try:
             views = kept.views_of(layer, expert)
             own = format_of_layer(kept.weights, layer)
-            record = _C.pack_raw(pieces, kept.dtype, views, own, group_size, *sizes)
+            record = _C.pack_raw(pieces, kept.dtype, views, own, group_size, *self.shape.sizes)
         except ValueError as problem:
             file, offset, _ = extents[0]
             where = f"expert {expert} of layer {layer}"
             raise store_error(self.files[file][0], f"{where}: {problem}", offset) from None
         # Records of other layers may be larger.
-        record += bytes(shape.record_bytes(kept.weights, group_size) - len(record))
+        record += bytes(self.shape.record_bytes(kept.weights, group_size) - len(record))
         return torch.frombuffer(record, dtype=torch.uint8)
 
     def read_expert(self, layer: int, expert: int) -> ExpertTensors:
@@ -259,10 +258,7 @@ def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
         layers=len(layers),
         experts=geometry.num_experts,
         top_k=max(layer.top_k for layer in layers),
-        hidden=geometry.hidden,
-        intermediate=geometry.intermediate,
-        gated=geometry.has_gate,
-        bias=geometry.has_bias,
+        **geometry.sizes._asdict(),
         activation=common_activation(layers),
     )
 

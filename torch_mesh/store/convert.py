@@ -23,6 +23,7 @@ from torch_mesh.formats import (
     PASSTHROUGH_FORMATS,
     ROUNDED_FORMATS,
     TABLE_FORMATS,
+    ExpertSizes,
     format_of_layer,
     is_passthrough,
     short_name,
@@ -448,25 +449,15 @@ def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.
         raise NoRoomError(str(error)) from error
 
 
-def unpack_record(
-    record: torch.Tensor,
-    weights: str,
-    group_size: int,
-    layer: int,
-    *,
-    hidden: int,
-    intermediate: int,
-    has_gate: bool,
-    has_bias: bool,
-) -> ExpertTensors:
+def unpack_record(record: torch.Tensor, weights: str, group_size: int, layer: int, sizes: ExpertSizes) -> ExpertTensors:
     """One expert's values in fp32, of a record of that layer."""
-    own, sizes = format_of_layer(weights, layer), (hidden, intermediate, has_gate, has_bias)
+    own, width = format_of_layer(weights, layer), sizes.intermediate
     # A record of another layer may be larger.
     record = record[: _C.record_bytes(own, group_size, *sizes)]
     gate_up, down, gate_up_bias, down_bias = torch.ops.torch_mesh.unpack(record, own, group_size, *sizes)
-    gate, gate_bias = (rows[:intermediate] if has_gate else None for rows in (gate_up, gate_up_bias))
-    up, up_bias = (rows[-intermediate:] for rows in (gate_up, gate_up_bias))
-    return ExpertTensors(gate, up, down, *((gate_bias, up_bias, down_bias) if has_bias else (None, None, None)))
+    gate, gate_bias = (rows[:width] if sizes.gated else None for rows in (gate_up, gate_up_bias))
+    up, up_bias = (rows[-width:] for rows in (gate_up, gate_up_bias))
+    return ExpertTensors(gate, up, down, *((gate_bias, up_bias, down_bias) if sizes.bias else (None, None, None)))
 
 
 def pack_from_checkpoint(
@@ -479,17 +470,8 @@ def pack_from_checkpoint(
 
 def stored_expert(store: Store, layer: int, expert: int) -> ExpertTensors:
     """One expert's values. Raises ``StoreError`` for a damaged record."""
-    manifest, shape = store.manifest, store.manifest.shape
-    return unpack_record(
-        stored_record(store, layer, expert),
-        manifest.weights,
-        manifest.group_size,
-        layer,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        has_gate=shape.gated,
-        has_bias=shape.bias,
-    )
+    manifest, record = store.manifest, stored_record(store, layer, expert)
+    return unpack_record(record, manifest.weights, manifest.group_size, layer, manifest.shape.sizes)
 
 
 def stored_record(store: Store, layer: int, expert: int) -> torch.Tensor:

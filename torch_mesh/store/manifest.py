@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_mesh.errors import StoreError
-from torch_mesh.formats import FORMATS, GROUP_SIZES, TABLE_FORMATS, is_format
+from torch_mesh.formats import FORMATS, GROUP_SIZES, TABLE_FORMATS, ExpertSizes, is_format
 from torch_mesh.store.header import (
     ALIGNMENT,
     MAX_TENSORS,
@@ -53,6 +53,10 @@ class Shape:
     bias: bool
     activation: str | tuple[str, ...] | None
 
+    @property
+    def sizes(self) -> ExpertSizes:
+        return ExpertSizes(self.hidden, self.intermediate, self.gated, self.bias)
+
     def activation_of(self, layer: int) -> str | None:
         return self.activation[layer] if isinstance(self.activation, tuple) else self.activation
 
@@ -64,7 +68,7 @@ class Shape:
         """Bytes of one packed expert, padding included."""
         from torch_mesh import _C
 
-        return _C.record_bytes(weights, group_size, self.hidden, self.intermediate, self.gated, self.bias)
+        return _C.record_bytes(weights, group_size, *self.sizes)
 
 
 @dataclass(frozen=True)
