@@ -137,9 +137,8 @@ class LossyFields:
     deferred_experts: int = _field(
         0,
         count("experts per token", give="0 (exact) or a positive number"),
-        "How many of a token's experts, cold ones with the least weight, decode steps do not wait for but add "
-        "one MoE layer later. 0 is exact. Not for models with "
-        "[unfused](models.md#what-is-peculiar-about-some) experts.",
+        "How many of a token's experts, cold ones with the least weight, decode steps do not wait for but add one MoE "
+        "layer later. 0 is exact. Not for models with [unfused](models.md#what-is-peculiar-about-some) experts.",
     )
     routing_bias: float = _field(
         0.0,
@@ -151,10 +150,9 @@ class LossyFields:
     fallback: str = _field(
         "none",
         one_of("none", *(name for name in ROUNDED_FORMATS if not FORMATS[name].holds_bf16)),
-        "Format, with fewer bits, of the records that decode steps use for cold experts. They take three "
-        'quarters of `resident`. `"none"` is exact. Not for models with '
-        "[unfused](models.md#what-is-peculiar-about-some) experts, nor with `lossy.deferred_experts` or "
-        "`gpu.experts`.",
+        "Format, with fewer bits, of the records that decode steps use for cold experts. They take three quarters of "
+        '`resident`. `"none"` is exact. Not for models with [unfused](models.md#what-is-peculiar-about-some) experts, '
+        "nor with `lossy.deferred_experts` or `gpu.experts`.",
     )
 
     @property
@@ -185,9 +183,8 @@ class ResidencyFields:
     fill: str = _field(
         "on",
         one_of("on", "off"),
-        "Whether experts are read into empty slots while the disk is idle, the profile's first. A model that "
-        "fits then decodes at full speed seconds after it was opened. Reads that a forward waits for go "
-        "first.",
+        "Whether experts are read into empty slots while the disk is idle, the profile's first. A model that fits then "
+        "decodes at full speed seconds after it was opened. Reads that a forward waits for go first.",
     )
     timeout: float = _field(30.0, validators.seconds, "Seconds that a read or a wait for a slot may take.")
 
@@ -233,10 +230,9 @@ class MeshConfig(QuantizationConfigMixin):
     resident: str | float = _field(
         "auto",
         validators.resident,
-        'How much of the experts stays in memory. `"auto"`: the free memory, within cgroup limits, minus a '
-        "margin of an eighth, at least 512 MiB, or a quarter if less than 2 GiB are free. With "
-        "[ranks](scaleout.md) it applies to each rank: a fraction is of its own experts, and ranks on one "
-        "machine divide its free memory.",
+        'How much of the experts stays in memory. `"auto"`: the free memory, within cgroup limits, minus a margin of '
+        "an eighth, at least 512 MiB, or a quarter if less than 2 GiB are free. With [ranks](scaleout.md) it applies "
+        "to each rank: a fraction is of its own experts, and ranks on one machine divide its free memory.",
     )
     shared: str | None = _field(
         None,
@@ -299,8 +295,7 @@ class MeshConfig(QuantizationConfigMixin):
         None,
         path("folder"),
         "Folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other formats are "
-        "converted once "
-        "into the cache folder.",
+        "converted once into the cache folder.",
     )
     io: str = _field(
         "auto",
@@ -448,8 +443,7 @@ class MeshConfig(QuantizationConfigMixin):
         if refused:
             warnings.warn(
                 f"The checkpoint's config.json sets {', '.join(field.flat for field in refused)}, which is ignored: "
-                "only you choose that, "
-                f"with MeshConfig({refused[0].argument}) or {refused[0].variable}.",
+                f"only you choose that, with MeshConfig({refused[0].argument}) or {refused[0].variable}.",
                 stacklevel=2,
             )
         config = cls()

@@ -71,8 +71,7 @@ def reader(*allowed: str) -> Values:
         if value == "mmap":
             raise ValueError(
                 f"{name}='mmap' is no more, as it was slower at every size: give {name}='buffered', which reads "
-                "through the page "
-                "cache into the pool, or 'auto'."
+                "through the page cache into the pool, or 'auto'."
             )
         return str(named.check(name, value))
 

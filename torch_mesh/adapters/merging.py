@@ -185,8 +185,7 @@ def _check_rounds(source: Path, weights: str) -> None:
         raise ValueError(
             f"{source} has {weights} experts, a format that nothing is rounded to: choose the format of the merged "
             f"experts with weights= (--weights), one of {', '.join(map(repr, ROUNDED_FORMATS))}. 'int8' is the most "
-            "precise "
-            "with few bits."
+            "precise with few bits."
         )
 
 

@@ -11,9 +11,8 @@ from torch_mesh.store.progress import progress_bar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a store of a base model with a PEFT adapter merged into it: adapters on experts, on other "
-        "layers, and modules_to_save. Takes the memory of a few experts. Repeat an interrupted command to "
-        "continue."
+        "Writes a store of a base model with a PEFT adapter merged into it: adapters on experts, on other layers, and "
+        "modules_to_save. Takes the memory of a few experts. Repeat an interrupted command to continue."
     )
     parser.add_argument(
         "base",

@@ -46,10 +46,9 @@ _STATUS_STYLE = {"ok": "green", "nothing to do": "green", "below recommended": "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Predicts how many experts of a model fit into memory, its hit rate and its speed. Reads headers, "
-        "config and manifest, also of a model id on the hub, and measures the disk and the memory for two "
-        "seconds. Give --disk-speed if the model is not on this disk. Exits with 1 only if the model cannot "
-        "run."
+        "Predicts how many experts of a model fit into memory, its hit rate and its speed. Reads headers, config and "
+        "manifest, also of a model id on the hub, and measures the disk and the memory for two seconds. Give "
+        "--disk-speed if the model is not on this disk. Exits with 1 only if the model cannot run."
     )
     add_model_argument(parser)
     parser.add_argument("--memory", type=size, help="total memory of the process (default: what is available here)")

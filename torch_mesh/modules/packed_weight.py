@@ -283,8 +283,7 @@ class PackedExpertsWeight(FrozenWeight):
         raise MeshError(
             f"{self.path} is packed ({self.format}) and frozen, and cannot be computed with. For adapters, call "
             "get_peft_model after torch_mesh.patch, with PEFT's LoRA; for DistributedDataParallel, list all "
-            f"torch_mesh.PackedWeight in model.{DDP_IGNORED}; for other code, call "
-            "torch_mesh.unpatch(model) first."
+            f"torch_mesh.PackedWeight in model.{DDP_IGNORED}; for other code, call torch_mesh.unpatch(model) first."
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

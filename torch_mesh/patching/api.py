@@ -134,9 +134,8 @@ def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is quantised by {quantizer.quantization_config.quant_method!s}. torch_mesh "
-            "takes bf16, fp16 and fp32 weights and quantises them itself: load the original without "
-            "quantization_config."
+            f"{type(model).__name__} is quantised by {quantizer.quantization_config.quant_method!s}. torch_mesh takes "
+            "bf16, fp16 and fp32 weights and quantises them itself: load the original without quantization_config."
         )
     for layer in layers:
         for name, parameter in layer.parameters.items():

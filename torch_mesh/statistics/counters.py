@@ -174,10 +174,9 @@ class DeviceCounters:
         waited = f"waited {self.waited_seconds * 1e3:.1f} ms in the last {self.waited_calls}"
         return (
             f"on GPUs: {self.complete} forwards of whole layers; {self.calls} shared with the CPU, which had nothing "
-            f"to do in {self.all_on_device}, took {self.node_seconds * 1e3:.1f} ms, failed in {self.failed}; "
-            f"{waited}; {self.bytes_down / 2**20:.1f} MiB down, {self.bytes_up / 2**20:.1f} up; {self.streamed} "
-            f"experts streamed, {self.bytes_streamed / 2**20:.1f} MiB; {self.moved} moved, {self.moves_failed} moves "
-            "failed"
+            f"to do in {self.all_on_device}, took {self.node_seconds * 1e3:.1f} ms, failed in {self.failed}; {waited}; "
+            f"{self.bytes_down / 2**20:.1f} MiB down, {self.bytes_up / 2**20:.1f} up; {self.streamed} experts "
+            f"streamed, {self.bytes_streamed / 2**20:.1f} MiB; {self.moved} moved, {self.moves_failed} moves failed"
         )
 
 

@@ -170,8 +170,7 @@ def read_parts(path: str | os.PathLike[str]) -> tuple[Gguf, ...]:
             raise store_error(
                 part.header.path,
                 f"says that it is part {said[0]} of {said[1]} (split.no counts from 0), and by its name it is part "
-                f"{number} of {len(parts)}: "
-                "the files of a split model keep the names that they were given",
+                f"{number} of {len(parts)}: the files of a split model keep the names that they were given",
             )
         if part.metadata.get("split.tensors.count", tensors) != tensors:
             raise store_error(
@@ -316,8 +315,7 @@ class _Parser:
         called = f" ({own[1]}, of ik_llama.cpp alone)" if own else ""
         raise UnsupportedModelError(
             f"{self._path}: tensor {name!r} is of the type {kind}{called}. torch_mesh reads "
-            f"{', '.join((*_SINGLE_TYPES, *BLOCK_TYPES))}: "
-            "take a file of one of these types."
+            f"{', '.join((*_SINGLE_TYPES, *BLOCK_TYPES))}: take a file of one of these types."
         )
 
     def _check_apart(self, tensors: Mapping[str, Tensor]) -> None:

@@ -222,8 +222,7 @@ def _rope_parameters(said: Mapping[str, Any], architecture: str) -> dict[str, An
     if kind not in ("linear", "yarn") or not set(scaling) <= set(_ROPE_SCALING):
         raise UnsupportedModelError(
             f"A GGUF file with positions scaled by {kind!r} ({', '.join(sorted(scaling))}) cannot be read; torch_mesh "
-            "knows linear and yarn "
-            f"with {', '.join(_ROPE_SCALING)}. Take the model's safetensors."
+            f"knows linear and yarn with {', '.join(_ROPE_SCALING)}. Take the model's safetensors."
         )
     own: dict[str, Any] = {"truncate": False} if architecture == "gpt-oss" else {}
     if multiplier is not None:

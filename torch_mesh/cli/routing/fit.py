@@ -23,9 +23,8 @@ _WORTH_IT = 0.03  # gain in recall at k below which a predictor is not recommend
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs a model over text and fits matrices that predict its experts, for MeshConfig(prefetch=...). "
-        "Every fifth sequence is left out of the fit; the recall on those is printed beside that of the "
-        "routers alone."
+        "Runs a model over text and fits matrices that predict its experts, for MeshConfig(prefetch=...). Every fifth "
+        "sequence is left out of the fit; the recall on those is printed beside that of the routers alone."
     )
     add_model_argument(parser)
     parser.add_argument(

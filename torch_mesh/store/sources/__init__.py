@@ -67,9 +67,8 @@ _COMPANIONS = (
 _MARKS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight.absmax", "_proj_blocks")
 _OTHER_TOOLS = (
     "torch_mesh reads bf16, fp16 and fp32 checkpoints, and those of quant_method fp8, mxfp8, mxfp4, "
-    "compressed-tensors, modelopt "
-    "(NVFP4, FP8), gptq, awq, auto-round (auto_gptq, auto_awq) and bitsandbytes (4 bits): use the unquantised "
-    "original, or one of these."
+    "compressed-tensors, modelopt (NVFP4, FP8), gptq, awq, auto-round (auto_gptq, auto_awq) and bitsandbytes (4 bits): "
+    "use the unquantised original, or one of these."
 )
 
 
