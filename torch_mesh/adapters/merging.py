@@ -239,21 +239,21 @@ def _changed_tensors(
     source: Path, folder: Path, model: Any, tensors: Sequence[Dense], changes: Mapping[str, Change]
 ) -> list[Dense]:
     names = {} if is_gguf(source) else model_names(model, [dense.tensor.name for dense in tensors])
-    places: dict[str, Dense] = {}
+    found: dict[str, Dense] = {}
     for dense in tensors:
         parameter, whole = names.get(dense.tensor.name, (dense.tensor.name, True))
         if parameter in changes and whole:
-            places[parameter] = dense
+            found[parameter] = dense
     for parameter in changes:
-        _check_place(source, folder, model, parameter, places.get(parameter))
+        _check_weight(source, folder, model, parameter, found.get(parameter))
     changed = {
-        places[parameter].tensor.name: _changed(folder, places, parameter, change)
+        found[parameter].tensor.name: _changed(folder, found, parameter, change)
         for parameter, change in changes.items()
     }
     return [changed.get(dense.tensor.name, dense) for dense in tensors]
 
 
-def _check_place(source: Path, folder: Path, model: Any, parameter: str, dense: Dense | None) -> None:
+def _check_weight(source: Path, folder: Path, model: Any, parameter: str, dense: Dense | None) -> None:
     tied = _tied(model)
     if parameter in tied:
         raise store_error(
@@ -277,12 +277,12 @@ def _check_place(source: Path, folder: Path, model: Any, parameter: str, dense: 
         )
 
 
-def _changed(folder: Path, places: Mapping[str, Dense], parameter: str, change: Change) -> Dense:
-    tensor = places[parameter].tensor
+def _changed(folder: Path, found: Mapping[str, Dense], parameter: str, change: Change) -> Dense:
+    tensor = found[parameter].tensor
     dtype = DTYPES[tensor.dtype]
 
     def values() -> torch.Tensor:
-        made = change.made_of({name: places[name].read().float() for name in change.needs}).to(dtype)
+        made = change.made_of({name: found[name].read().float() for name in change.needs}).to(dtype)
         if not made.isfinite().all():
             raise store_error(folder, f"makes values of {parameter} that are not finite in {tensor.dtype}")
         return made

@@ -58,7 +58,7 @@ class _Piece:
     def roles(self) -> list[str]:
         return _roles(self.codes)
 
-    def place(self, role: str, offset: int = 0) -> RawPlace:
+    def locate(self, role: str, offset: int = 0) -> RawPlace:
         return {"piece": self.begin + self.roles.index(role), "offset": offset}
 
 
@@ -91,14 +91,14 @@ def kept_codes(
     parts = max(pieces[layout][-1].begin + len(pieces[layout][-1].roles) for layout in every)
     if parts > _MAX_PIECES or any(view is None for view in views):
         return None
-    places = _places(weights, headers, extents, [pieces[layout] for layout in layouts], parts)
+    ranges = _ranges_of(weights, headers, extents, [pieces[layout] for layout in layouts], parts)
     kept, groups, error = held
     return KeptCodes(
         kept,
         groups,
         error,
         RAW_DTYPES[dtypes.pop()],
-        places.reshape(layers, experts, parts, 3),
+        ranges.reshape(layers, experts, parts, 3),
         [view for view in views if view is not None],
         np.array([every[layout] for layout in layouts], dtype=np.int64).reshape(layers, experts),
     )
@@ -184,7 +184,7 @@ def _views(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> dict[s
     return views
 
 
-def _places(
+def _ranges_of(
     weights: Sequence[Weight],
     headers: Sequence[Header],
     extents: npt.NDArray[np.int64],
@@ -193,19 +193,19 @@ def _places(
 ) -> npt.NDArray[np.int64]:
     """(file, offset, bytes) of the ``count`` pieces of each expert, concatenated."""
     files = {header.path: index for index, header in enumerate(headers)}
-    places: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, int]] = []
     for own, expert in zip(pieces, extents.reshape(-1, *extents.shape[2:]).tolist(), strict=True):
-        begin = len(places)
+        begin = len(ranges)
         for piece, (index, offset, size) in zip(own, expert, strict=True):
             weight = weights[index]
             number = offset // size if size < 4 * math.prod(weight.shape) else None
             for role in piece.roles:
                 path, tensor = weight.part(role, number)
-                places.append((files[path], tensor.offset, tensor.bytes))
+                ranges.append((files[path], tensor.offset, tensor.bytes))
         # All experts need the same number of pieces: pad with one byte that is read anyway.
-        file, at, _ = places[begin]
-        places += [(file, at, 1)] * (begin + count - len(places))
-    return np.array(places, dtype=np.int64)
+        file, at, _ = ranges[begin]
+        ranges += [(file, at, 1)] * (begin + count - len(ranges))
+    return np.array(ranges, dtype=np.int64)
 
 
 def _plain_view(piece: _Piece, view: RawView) -> RawView:
@@ -220,13 +220,13 @@ def _codes_view(piece: _Piece, codes: Codes, view: RawView) -> RawCodes | None:
     own_scales = scales is None or scales.rows == 1
     if view["column_stride"] != 1 or beyond or between or (step != 1 and not own_scales):
         return None
-    codes_place = piece.place("codes", codes.offset + first * codes.row_bytes)
+    codes_location = piece.locate("codes", codes.offset + first * codes.row_bytes)
     if scales is None:
-        return {**codes_place, "order": codes.order, "row_bytes": codes.row_bytes * step}
+        return {**codes_location, "order": codes.order, "row_bytes": codes.row_bytes * step}
     if not own_scales and 128 in codes.groups and first % 64:
         return None  # a block of 64 outputs has one scale
     table: RawCodes = {
-        **codes_place,
+        **codes_location,
         "order": codes.order,
         "flip": codes.flip,
         "run": codes.run,
@@ -234,7 +234,7 @@ def _codes_view(piece: _Piece, codes: Codes, view: RawView) -> RawCodes | None:
         "row_bytes": codes.row_bytes * step,
         "first_row": 0 if own_scales else first,
         "scales": {
-            **piece.place(scales.part, first * scales.row_bytes if own_scales else 0),
+            **piece.locate(scales.part, first * scales.row_bytes if own_scales else 0),
             "type": scales.type,
             "rows": scales.rows,
             "columns": scales.columns,
@@ -243,12 +243,12 @@ def _codes_view(piece: _Piece, codes: Codes, view: RawView) -> RawCodes | None:
         },
     }
     if codes.factor is not None:
-        table["factor"] = piece.place(codes.factor)
+        table["factor"] = piece.locate(codes.factor)
     if codes.divisor is not None:
-        table["divisor"] = piece.place(codes.divisor)
+        table["divisor"] = piece.locate(codes.divisor)
     if codes.in_turn is not None:
-        table["in_turn"] = piece.place(codes.in_turn)
+        table["in_turn"] = piece.locate(codes.in_turn)
     if codes.zeros is not None:
         zeros = piece.weight.parts["zeros"][1].bytes
-        table["zeros"] = {**piece.place("zeros"), "value": codes.zeros, "bytes": zeros}
+        table["zeros"] = {**piece.locate("zeros"), "value": codes.zeros, "bytes": zeros}
     return table

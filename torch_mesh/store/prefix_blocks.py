@@ -94,8 +94,8 @@ class PrefixBlocks:
             os.unlink(self.folder / name)
 
     def _checksum(self, name: str, content: memoryview) -> bytes:
-        place = hashlib.blake2b(f"{self.folder.name}/{name}".encode(), digest_size=16).digest()
-        return _C.record_checksum(place, 0, 0, content).to_bytes(8, "little")
+        identity = hashlib.blake2b(f"{self.folder.name}/{name}".encode(), digest_size=16).digest()
+        return _C.record_checksum(identity, 0, 0, content).to_bytes(8, "little")
 
     def _packed(self, name: str, tensors: Mapping[str, Tensor]) -> npt.NDArray[np.uint8]:
         """Magic, checksum, the header's length, the header, and values at multiples of 64 bytes."""

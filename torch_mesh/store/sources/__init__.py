@@ -82,8 +82,8 @@ class Source:
 
         Raises ``StoreError`` for missing, inconsistent and unused tensors.
         """
-        places = {name: (header.path, tensor) for header in headers for name, tensor in header.tensors.items()}
-        tensors = {name: tensor for name, (_, tensor) in places.items()}
+        located = {name: (header.path, tensor) for header in headers for name, tensor in header.tensors.items()}
+        tensors = {name: tensor for name, (_, tensor) in located.items()}
         found: dict[str, Weight] = {}
         taken: set[str] = set()
         for layout in self.layouts:
@@ -92,11 +92,11 @@ class Source:
                 if weight is None:
                     continue
                 if weight in found or (weight in tensors and weight != name):
-                    raise store_error(places[name][0], f"tensor {name!r} and another are both {weight!r}")
-                parts = {role: places[part] for role, part in _parts(name, layout, places).items()}
+                    raise store_error(located[name][0], f"tensor {name!r} and another are both {weight!r}")
+                parts = {role: located[part] for role, part in _parts(name, layout, located).items()}
                 found[weight] = make_weight(weight, layout, parts)
                 taken.update(tensor.name for _, tensor in parts.values())
-        for name, (path, tensor) in places.items():
+        for name, (path, tensor) in located.items():
             if name not in taken and not name.endswith(_OF_ACTIVATIONS):
                 _check_plain(path, tensor, self.method)
                 found[name] = make_weight(name, _PLAIN, {"codes": (path, tensor)})
@@ -308,14 +308,14 @@ _SOURCES: Mapping[str, Callable[[Mapping[str, Any], str], tuple[Layout, ...]]] =
 METHODS = tuple(_SOURCES)  # the supported values of quant_method
 
 
-def _parts(name: str, layout: Layout, places: Mapping[str, tuple[Path, Tensor]]) -> dict[str, str]:
+def _parts(name: str, layout: Layout, located: Mapping[str, tuple[Path, Tensor]]) -> dict[str, str]:
     parts = {"codes": name}
     for role, names in layout.companions(name).items():
-        there = [candidate for candidate in names if candidate in places]
+        there = [candidate for candidate in names if candidate in located]
         if there:
             parts[role] = there[0]
         elif role in layout.required:
-            path, tensor = places[name]
+            path, tensor = located[name]
             raise store_error(
                 path, f"tensor {name!r} is {layout.title}, and there is no {' or '.join(names)}", tensor.offset
             )

@@ -107,14 +107,14 @@ def in_int8(what: str) -> Nearest:
     return replace(_INT8, why=f"{_INT8.why}; {what}")
 
 
-def integer_codes(bits: int, scales: Scales, depth: int, **places: Any) -> Codes | None:
+def integer_codes(bits: int, scales: Scales, depth: int, **packing: Any) -> Codes | None:
     """Codes of symmetric integers with scales of bf16, fp16 or fp32. None if no group of ours lies within one of
     theirs."""
     groups = tuple(size for size in (128, 64, 32) if scales.columns % size == 0)
     if not groups and scales.columns < depth:
         return None
     # A row with a single scale may have a partial last group.
-    return Codes(f"int{bits}", groups or (32,), "pairs" if bits == 4 else "bytes", scales=scales, **places)
+    return Codes(f"int{bits}", groups or (32,), "pairs" if bits == 4 else "bytes", scales=scales, **packing)
 
 
 def scale_type(scale: Tensor) -> str:
