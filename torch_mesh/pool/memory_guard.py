@@ -41,13 +41,13 @@ def wanted_slots(left: int, pools: Sequence[dict[str, int]], sharing: int = 1) -
     if margin // 2 <= left <= margin + margin // 4:
         return present
     wanted = [
-        _in_segments(pool, size) for pool, size in zip(pools, _shares((total - margin) // sharing, pools), strict=True)
+        _in_segments(pool, size) for pool, size in zip(pools, _divided((total - margin) // sharing, pools), strict=True)
     ]
     change = min if left < margin else max
     return [change(slots, now) for slots, now in zip(wanted, present, strict=True)]
 
 
-def _shares(budget: int, pools: Sequence[dict[str, int]]) -> list[int]:
+def _divided(budget: int, pools: Sequence[dict[str, int]]) -> list[int]:
     """Bytes of each pool: the same fraction of its maximum, but at least its minimum."""
     most = [pool["max_slots"] * pool["record_bytes"] for pool in pools]
     least = [pool["min_slots"] * pool["record_bytes"] for pool in pools]
