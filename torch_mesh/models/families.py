@@ -209,6 +209,12 @@ class ExpertTensors(NamedTuple):
         on_cpu: Any = (None if part is None else part.detach().cpu() for part in self)
         return ExpertTensors(*on_cpu)
 
+    def copy_(self, values: ExpertTensors) -> None:
+        """Write ``values`` of the same expert, in this one's dtype."""
+        for own, value in zip(self, values, strict=True):
+            if own is not None and value is not None:
+                own.copy_(value)
+
 
 @dataclass(frozen=True)
 class ExpertsLayer:

@@ -33,9 +33,7 @@ def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device)
     values = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters.items()}
     with torch.no_grad():
         for index in range(layer.num_experts):
-            for read, out in zip(experts.read_expert(0, index), layer.expert(index, values), strict=True):
-                if read is not None and out is not None:
-                    out.copy_(read)
+            layer.expert(index, values).copy_(experts.read_expert(0, index))
     for name, parameter in parameters.items():
         layer.module._parameters[name] = nn.Parameter(values[name].to(device), requires_grad=parameter.requires_grad)
 

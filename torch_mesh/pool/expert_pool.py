@@ -214,10 +214,7 @@ class ExpertPool:
     def unpack_into(self, layer: int, expert: int, destination: ExpertTensors) -> None:
         """Write one expert's weights into ``destination``, in its dtype. Reads the expert if it is cold."""
         record = torch.from_numpy(self.engine.read_record(layer, expert))
-        tensors = unpack_record(record, self.weights, self.group_size, layer, self.geometry.sizes)
-        for values, out in zip(tensors, destination, strict=True):
-            if values is not None and out is not None:
-                out.copy_(values)
+        destination.copy_(unpack_record(record, self.weights, self.group_size, layer, self.geometry.sizes))
 
     def describe(self) -> str:
         """One line for print(model)."""
