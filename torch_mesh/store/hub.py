@@ -49,16 +49,22 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
             f"{source} is on this machine and has no revision {revision!r}: leave revision out, which is for models "
             "of the hub"
         )
-    if Path(source).is_dir():
+    if _is_local(source):
         return Path(source)
-    if is_gguf(source):
-        return _gguf_file(source, revision, token)
-    check_model_id(source)
+    model, names = hub_names(source)
     with _to_cache(source):
-        fetched = huggingface_hub.snapshot_download(
-            os.fspath(source), revision=revision, token=token, ignore_patterns=_NO_WEIGHTS
+        folder = huggingface_hub.snapshot_download(
+            model,
+            revision=revision,
+            token=token,
+            allow_patterns=names or None,
+            ignore_patterns=None if names else _NO_WEIGHTS,
         )
-    return Path(fetched)
+    return Path(folder, *names[:1])
+
+
+def _is_local(source: str | os.PathLike[str]) -> bool:
+    return Path(source).is_dir() or (is_gguf(source) and Path(source).exists())
 
 
 @contextlib.contextmanager
@@ -68,12 +74,10 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
     That is ``source`` if it is a folder or a GGUF file, or the hub's cache if complete. Else it is a temporary folder,
     or a GGUF file in one, in which files of weights are sparse behind their headers.
     """
-    if Path(source).exists() and (Path(source).is_dir() or is_gguf(source)):
+    if _is_local(source):
         yield Path(source), True
         return
-    model, names = gguf_names(source) if is_gguf(source) else (os.fspath(source), [])
-    if not names:
-        check_model_id(source)
+    model, names = hub_names(source)
     present = _cached_gguf(model, names) if names else _cached_folder(model)
     if present is not None:
         yield present, True
@@ -90,18 +94,18 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
         yield folder / names[0] if names else folder, False
 
 
-def _gguf_file(source: str | os.PathLike[str], revision: str | None = None, token: str | None = None) -> Path:
-    if Path(source).exists():
-        return Path(source)
-    model, names = gguf_names(source)
-    with _to_cache(source):
-        folder = huggingface_hub.snapshot_download(model, revision=revision, token=token, allow_patterns=names)
-    return Path(folder) / names[0]
-
-
-def gguf_names(source: str | os.PathLike[str]) -> tuple[str, list[str]]:
-    """The model id of the hub that ``source`` names, and the files of it, from the first on. Raises ``StoreError`` for
-    a missing local path and for another part than the first."""
+def hub_names(source: str | os.PathLike[str]) -> tuple[str, list[str]]:
+    """The model id of the hub that ``source`` names, and if that is a GGUF file, its parts, from the first on. Raises
+    ``StoreError`` for a missing local path, before the hub complains about the form of model ids, and for another part
+    than the first."""
+    if not is_gguf(source):
+        try:
+            validate_repo_id(os.fspath(source))
+        except HFValidationError:
+            check_folder(source)
+        if os.path.lexists(source):
+            check_folder(source)
+        return os.fspath(source), []
     maker, _, rest = os.fspath(source).partition("/")
     model, _, name = rest.partition("/")
     if not name or os.path.isabs(source):
@@ -257,13 +261,3 @@ def existing(model: str, names: Iterable[str], there: Collection[str]) -> list[s
                 f"{model}: the hub's model lacks {each}, {whose}: name another --revision, or another model."
             )
     return names
-
-
-def check_model_id(source: str | os.PathLike[str]) -> None:
-    """Raises ``StoreError`` for a missing local path, before the hub complains about the form of model ids."""
-    try:
-        validate_repo_id(os.fspath(source))
-    except HFValidationError:
-        check_folder(source)
-    if os.path.lexists(source):
-        check_folder(source)

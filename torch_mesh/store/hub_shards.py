@@ -26,9 +26,8 @@ from torch_mesh.store.gguf import is_gguf, read_gguf
 from torch_mesh.store.header import read_header, read_range, store_error
 from torch_mesh.store.hub import (
     TRIES,
-    check_model_id,
     existing,
-    gguf_names,
+    hub_names,
     listing,
     local_folder,
     weight_names,
@@ -63,9 +62,7 @@ def streamed_folder(
 
     Raises ``StoreError`` for a missing local path, and as ``hub_errors``.
     """
-    model, parts = gguf_names(source) if is_gguf(source) else (os.fspath(source), [])
-    if not parts:
-        check_model_id(source)
+    model, parts = hub_names(source)
     folder = real_folder(destination)
     staging = folder.with_name(f".{folder.name}.download")
     with hub_errors(model, staging, None):
