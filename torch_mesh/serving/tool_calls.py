@@ -362,9 +362,13 @@ class Parser:
             elif self.form.thinking is not None and mark in self.form.thinking:
                 self._state = "reasoning" if mark == self.form.thinking[0] else "content"
         if self._state != "call":
-            held = held_length(self._text, marks)
-            ready, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
-            yield from self._say(ready)
+            yield from self._say(self._ready(marks))
+
+    def _ready(self, marks: Sequence[str]) -> str:
+        """Takes the text that cannot begin one of ``marks``."""
+        held = held_length(self._text, marks)
+        ready, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
+        return ready
 
     def _marks(self) -> Sequence[str]:
         """The marks that end the current state."""
@@ -418,9 +422,7 @@ class Parser:
                 continue
             if self._state == "call":
                 return
-            held = held_length(self._text, ends)
-            body, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
-            yield from self._in_channel(body)
+            yield from self._in_channel(self._ready(ends))
             return
 
     _head: str = field(default="", init=False)
