@@ -515,11 +515,7 @@ def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) ->
 
 def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
     """Raises ValueError for a store that does not match ``config``, StoreError for one of another model."""
-    if config.weights not in ("auto", manifest.weights):
-        raise ValueError(
-            f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at "
-            "'auto', or give the original checkpoint."
-        )
+    manifest.check_weights(folder, config.weights)
     if FORMATS[manifest.weights].chosen_groups and config.group_size != manifest.group_size:
         raise ValueError(
             f"group_size={config.group_size}, but the experts in {folder} have groups of {manifest.group_size}: leave "

@@ -91,11 +91,7 @@ def find_sizes(folder: Path, config: MeshConfig, *, vocabularies: bool = False) 
 
 def _store_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> Sizes:
     manifest = open_store(folder).manifest
-    if config.weights not in ("auto", manifest.weights):
-        raise ValueError(
-            f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at "
-            "'auto', or give the original checkpoint."
-        )
+    manifest.check_weights(folder, config.weights)
     dense: _Rest | None = None
     tables: list[tuple[TableLayer, StoredTable]] = []
     others: list[ExpertsLayer] | None = None

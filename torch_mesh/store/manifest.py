@@ -137,16 +137,26 @@ class Manifest:
             index -= file.records
         raise IndexError(f"layer {layer}, expert {expert} of {self.shape.layers} x {self.shape.experts}")
 
+    def check_weights(self, folder: Path, weights: str) -> None:
+        """Raises ValueError for another format than that of the records in ``folder``."""
+        if weights not in ("auto", self.weights):
+            raise ValueError(
+                f"weights={weights!r}, but the experts in {folder} are {self.weights}: leave weights at 'auto', or "
+                "give the original checkpoint."
+            )
+
     def to_json(self) -> str:
-        table: dict[str, object] = {"format_version": FORMATS[self.weights].version, **asdict(self)}
-        if self.calibration is None:  # as in manifests of earlier builds
-            del table["calibration"]
-        if not self.tables:
-            del table["tables"]
+        table = fields_to_write(self)
         table["store_id"] = self.store_id.hex()
         table["checksums"] = [" ".join(f"{value:016x}" for value in row) for row in self.checksums.tolist()]
         table["digest"] = _digest(table)
         return json.dumps(table, indent=1) + "\n"
+
+
+def fields_to_write(stored: Any) -> dict[str, Any]:
+    """The fields of a manifest or of a plan for one, without those that earlier builds did not know and are not set."""
+    table = {"format_version": FORMATS[stored.weights].version, **asdict(stored)}
+    return {name: value for name, value in table.items() if name not in ("calibration", "tables") or value}
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch_mesh.formats import FORMATS
-from torch_mesh.store.manifest import Calibration, Manifest, Shape
+from torch_mesh.store.manifest import Calibration, Manifest, Shape, fields_to_write
 
 if TYPE_CHECKING:
     import torch
@@ -38,15 +37,11 @@ class StorePlan:
         return self.shape.record_bytes(self.weights, self.group_size)
 
     def identity(self) -> dict[str, Any]:
-        table = asdict(self)
+        table = fields_to_write(self)
         del table["source_name"]  # a folder may move
-        if self.calibration is None:
-            del table["calibration"]
-        if not self.tables:
-            del table["tables"]
         if isinstance(self.shape.activation, tuple):  # JSON in the journal has lists
             table["shape"]["activation"] = list(self.shape.activation)
-        return {"format_version": FORMATS[self.weights].version, **table, "modules": list(self.modules)}
+        return table | {"modules": list(self.modules)}
 
     def is_plan_of(self, manifest: Manifest) -> bool:
         written = {name: getattr(manifest, name) for name in vars(self)} | {"source_name": self.source_name}
