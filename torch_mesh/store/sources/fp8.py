@@ -21,7 +21,6 @@ from torch_mesh.store.sources.layout import (
     Shape,
     check_dtype,
     check_rank,
-    check_shape,
     e4m3_values,
     grid,
     in_int8,
@@ -29,7 +28,7 @@ from torch_mesh.store.sources.layout import (
     scale_type,
     scale_values,
 )
-from torch_mesh.store.sources.mxfp4 import Mxfp4
+from torch_mesh.store.sources.mxfp4 import PackedMxfp4
 
 
 class ScaledFp8(Layout):
@@ -107,21 +106,13 @@ class ScaledFp8(Layout):
         )
 
 
-class Fp4InFp8(Mxfp4):
+class Fp4InFp8(PackedMxfp4):
     """Two weights of E2M1 in each I8, and a power of two for each 32."""
 
     title = "FP4 with E8M0 scales"
     ending, becomes, dtype = ".weight", ".weight", "I8"
     others: ClassVar = {"scale": [".scale", ".weight_scale_inv"]}
-
-    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
-        check_rank(parts, 2)
-        check_dtype(parts, "scale", *EXPONENTS)
-        rows, columns = parts["codes"].shape
-        check_shape(parts, "scale", (rows, columns // 16))
-        if columns % 16:
-            raise MisfitError("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
-        return rows, 2 * columns
+    scale_dtypes = ()
 
 
 def _fp8_codes(groups: tuple[int, ...], columns: int, scales: Scales) -> Codes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -65,10 +65,11 @@ class Mxfp4Blocks(Mxfp4):
 class PackedMxfp4(Mxfp4):
     ending, becomes, dtype = ".weight_packed", ".weight", "U8"
     others: ClassVar = {"scale": [".weight_scale"]}
-    scale_dtypes = EXPONENTS
+    scale_dtypes: ClassVar[Sequence[str]] = EXPONENTS
 
     def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
         check_rank(parts, 2)
+        check_dtype(parts, "scale", *EXPONENTS)
         rows, columns = parts["codes"].shape
         if columns % 16:
             raise MisfitError("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
