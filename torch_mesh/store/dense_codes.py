@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +18,7 @@ from torch_mesh.store.checkpoint import CheckpointExperts
 from torch_mesh.store.dense_weights import Dense, read_stretch, spread, tensor_file
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.gguf_model import RowBlocks, blocks_of_rest
-from torch_mesh.store.header import Tensor, read_header, store_error
+from torch_mesh.store.header import Tensor, read_header, read_range, store_error
 from torch_mesh.store.manifest import Store, read_manifest
 from torch_mesh.store.store_plan import Chunk, NewFile, Piece
 
@@ -54,12 +53,7 @@ class StoredMatrix:
     shape: tuple[int, int]  # [out, in]
 
     def packed(self) -> torch.Tensor:
-        data, filled = torch.empty(self.tensor.bytes, dtype=torch.uint8), 0
-        into = data.numpy()
-        for chunk in self.chunks():
-            into[filled : filled + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
-            filled += len(chunk)
-        return data
+        return torch.from_numpy(read_range(self.path, self.tensor.offset, self.tensor.bytes))
 
     def chunks(self) -> Iterator[memoryview]:
         return read_stretch(self.path, self.tensor.offset, self.tensor.bytes)

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch_mesh.store.header import (
     Tensor,
     encode_header,
     read_header,
+    read_into,
     store_error,
     weight_files,
 )
@@ -325,14 +325,9 @@ def _dense_chunks(header: bytes, members: Iterable[Dense]) -> Iterator[Chunk]:
 
 
 def read_stretch(path: Path, offset: int, size: int) -> Iterator[memoryview]:
+    """A range of a file, in chunks that are each valid until the next is requested."""
     buffer = np.empty(min(size, _COPY_BYTES), dtype=np.uint8).data
-    with path.open("rb", buffering=0) as stream:
-        stream.seek(offset)
-        while size:
-            count = stream.readinto(buffer[:size])
-            if not count:
-                raise store_error(path, f"ends {size} bytes early: it was cut since it was opened", stream.tell())
-            # Read once: do not occupy the page cache.
-            os.posix_fadvise(stream.fileno(), stream.tell() - count, count, os.POSIX_FADV_DONTNEED)
-            size -= count
-            yield buffer[:count]
+    for begin in range(offset, offset + size, _COPY_BYTES):
+        chunk = buffer[: offset + size - begin]
+        read_into(path, begin, chunk)
+        yield chunk

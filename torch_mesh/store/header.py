@@ -133,11 +133,17 @@ def read_range(path: str | os.PathLike[str], offset: int, size: int) -> npt.NDAr
     """Read a range of a file. Raises ``StoreError`` if the file ends before it."""
     # Uninitialized, and large pages if large: clearing and page faults cost as much as reading.
     buffer = np.empty(size, dtype=np.uint8)
-    view, done = buffer.data, 0
+    read_into(path, offset, buffer.data)
+    return buffer
+
+
+def read_into(path: str | os.PathLike[str], offset: int, into: memoryview) -> None:
+    """Fill ``into``, of bytes, from ``offset`` of a file on. Raises ``StoreError`` if the file ends before that."""
+    size, done = len(into), 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         while done < size:
-            count = os.preadv(descriptor, [view[done:]], offset + done)
+            count = os.preadv(descriptor, [into[done:]], offset + done)
             if count == 0:
                 raise store_error(path, f"ends before byte {offset + size}: it was cut since it was opened", offset)
             done += count
@@ -145,7 +151,6 @@ def read_range(path: str | os.PathLike[str], offset: int, size: int) -> npt.NDAr
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-    return buffer
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 
 from torch_mesh.formats import TABLE_FORMATS
 from torch_mesh.store.dtypes import DTYPES, FLOATS, NAMES
-from torch_mesh.store.header import encode_header, read_header, store_error
+from torch_mesh.store.header import encode_header, read_header, read_into, store_error
 from torch_mesh.store.manifest import read_manifest
 from torch_mesh.store.store_plan import Chunk, NewFile, Piece
 
@@ -127,7 +126,7 @@ def read_rows(table: StoredTable, first: int, count: int) -> npt.NDArray[np.uint
     rows = np.empty(count * table.row_bytes, dtype=np.uint8)
     into = rows.data
     for path, offset, size in _pieces(table, first, count):
-        _read_into(path, offset, into[:size])
+        read_into(path, offset, into[:size])
         into = into[size:]
     return rows
 
@@ -154,18 +153,6 @@ def _pieces(table: StoredTable, first: int, count: int) -> Iterator[Piece]:
         first, count = first - skipped, count - taken
         if taken:
             yield stretch.path, stretch.offset + skipped * table.row_bytes, taken * table.row_bytes
-
-
-def _read_into(path: Path, offset: int, into: memoryview) -> None:
-    with path.open("rb", buffering=0) as stream:
-        stream.seek(offset)
-        while into:
-            read = stream.readinto(into)
-            if not read:
-                raise store_error(path, f"ends {len(into)} bytes early: it was cut since it was opened", stream.tell())
-            # Once is enough: leave the page cache to others.
-            os.posix_fadvise(stream.fileno(), stream.tell() - read, read, os.POSIX_FADV_DONTNEED)
-            into = into[read:]
 
 
 def tables_of_store(folder: Path) -> list[StoredTable]:
