@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_mesh.serving.answers import Answer, Part, whole_body
-from torch_mesh.serving.errors import MissingFieldError, RequestError, describe, for_anthropic
+from torch_mesh.serving.errors import RequestError, describe, for_anthropic
 from torch_mesh.serving.generation import BOOL, FRACTION, TEMPERATURE, Kind, whole
 from torch_mesh.serving.openai_api import event, new_id
 from torch_mesh.serving.requests import (
@@ -19,9 +19,7 @@ from torch_mesh.serving.requests import (
     OBJECT,
     TEXT,
     check,
-    check_model,
     check_object,
-    check_values,
     known_fields,
     only,
     wrong,
@@ -110,12 +108,7 @@ class Anthropic:
         return {"input_tokens": inputs["input_ids"].shape[-1]}
 
     def _checked(self, body: Mapping[str, Any], needed: Sequence[str]) -> Body:
-        check_values(body)
-        check_model(body.get("model"), self._service.served)
-        given = known_fields(body, _FIELDS)
-        for name in needed:
-            if name not in given:
-                raise MissingFieldError(f"{name} is missing: give {_FIELDS[name].words}.", name)
+        given = known_fields(body, _FIELDS, needed, self._service.served)
         check_object("metadata", given.get("metadata", {}), "metadata", {}, {"user_id": TEXT})
         return given
 

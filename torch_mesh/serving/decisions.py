@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_mesh.serving.errors import MissingFieldError, RequestError
+from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.requests import DECISIONS, checked_request
 from torch_mesh.serving.service import Service
 
@@ -44,8 +44,6 @@ class Decisions:
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a request. Raises RequestError for one that the pipeline does not accept."""
         given = checked_request(DECISIONS, body, self._service.served, 0)
-        if "questions" not in given:
-            raise MissingFieldError("questions is missing: give an object of questions.", "questions")
         request = {"assets": {}, **given}
 
         def compute() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch_mesh.serving.generation import (
 
 CHAT, COMPLETIONS, RESPONSES, DECISIONS = "chat", "completions", "responses", "decisions"
 # The field with the prompt, by address.
-PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", DECISIONS: "state"}
+PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 
 _DEEPEST = 100  # nesting of lists and objects: copying, rendering and printing are recursive
 
@@ -174,13 +174,8 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     Raises RequestError for an invalid or unknown field, MissingFieldError for a missing prompt, and ModelNotFoundError
     for another model.
     """
-    check_values(body)
-    check_model(body.get("model"), served)
-    fields = _FIELDS[kind]
-    given = known_fields(body, fields)
-    asked = PROMPTS[kind]
-    if asked not in given:
-        raise MissingFieldError(f"{asked} is missing: give {fields[asked].words}.", asked)
+    needed = ("state", "questions") if kind == DECISIONS else (PROMPTS[kind],)
+    given = known_fields(body, _FIELDS[kind], needed, served)
     if kind == CHAT:
         for index, message in enumerate(given["messages"]):
             _check_message(f"messages[{index}]", message, "messages")
@@ -231,13 +226,20 @@ def _check_completion(given: Mapping[str, Any], vocabulary: int) -> None:
         raise wrong("best_of", "best_of", best, f"n or more ({several}), and n in a stream")
 
 
-def known_fields(body: Mapping[str, Any], fields: Mapping[str, Kind]) -> dict[str, Any]:
-    """The given fields without ``model``, checked. Raises RequestError."""
+def known_fields(
+    body: Mapping[str, Any], fields: Mapping[str, Kind], needed: Sequence[str], served: str
+) -> dict[str, Any]:
+    """The given fields without ``model``, checked. Raises as ``checked_request``."""
+    check_values(body)
+    check_model(body.get("model"), served)
     given = {name: value for name, value in body.items() if value is not None and name != "model"}
     for name, value in given.items():
         if name not in fields:
             raise UnknownFieldError(f"There is no field {name!r} here: leave it out.", name)
         check(name, value, fields[name], name)
+    for name in needed:
+        if name not in given:
+            raise MissingFieldError(f"{name} is missing: give {fields[name].words}.", name)
     return given
 
 
