@@ -122,8 +122,7 @@ def simulate_nodes(
         )
     if lookahead and trace.lookahead is None:
         raise ValueError(f"{trace.name} has no lookahead scores; record it with lookahead=True, or leave prefetch off")
-    first, stop = trace.prompt_range(prompts)
-    begin, end = int(trace.offsets[first]), int(trace.offsets[stop])
+    begin, end = trace.token_range(prompts)
     owners = _place(trace, cluster, begin)
     own = trace.experts // nodes
     slots = max(min(trace.top_k, own), int(resident * trace.layers * own + 1e-9))

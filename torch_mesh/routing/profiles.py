@@ -53,8 +53,7 @@ class Profile:
 
 def profile_of_trace(trace: Trace, prompts: slice | None = None) -> Profile:
     """The uses in a trace, or in some of its sequences. Raises ValueError if there are none."""
-    first, stop = trace.prompt_range(prompts)
-    ids = trace.ids[trace.offsets[first] : trace.offsets[stop]]
+    ids = trace.ids[slice(*trace.token_range(prompts))]
     uses = np.stack([np.bincount(ids[:, layer].ravel(), minlength=trace.experts) for layer in range(trace.layers)])
     return Profile(np.full(trace.layers, len(ids), np.int64), uses.astype(np.int64), trace.top_k)
 

@@ -135,8 +135,7 @@ def simulate(
         early_layers=early_layers,
         early_experts=kept_in_each,
     )
-    first, stop = trace.prompt_range(prompts)
-    begin, end = int(trace.offsets[first]), int(trace.offsets[stop])
+    begin, end = trace.token_range(prompts)
     hits = int(counts["hits"][begin:end].sum())
     accesses, kept, kept_hits = counts["accesses"], counts["kept_accesses"], counts["kept_hits"]
     reads = counts["promoted"] / trace.tokens

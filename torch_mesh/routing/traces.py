@@ -56,12 +56,13 @@ class Trace:
     def top_k(self) -> int:
         return self.ids.shape[2]
 
-    def prompt_range(self, prompts: slice | None) -> tuple[int, int]:
-        """First and last + 1 of the sequences in ``prompts``; None: all. Raises ValueError for an empty range."""
+    def token_range(self, prompts: slice | None) -> tuple[int, int]:
+        """First and last + 1 of the tokens of the sequences in ``prompts``; None: of all. Raises ValueError if there
+        are none."""
         first, stop, _ = (prompts or slice(None)).indices(len(self.offsets) - 1)
         if first >= stop:
             raise ValueError(f"no prompts from {first} to {stop}; the trace has {len(self.offsets) - 1}")
-        return first, stop
+        return int(self.offsets[first]), int(self.offsets[stop])
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
