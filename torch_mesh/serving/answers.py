@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,6 +98,18 @@ class Answer:
     def _limit(self) -> int:
         limit: int = self.job.config.max_new_tokens
         return limit
+
+
+@contextlib.asynccontextmanager
+async def running(*work: Awaitable[Any]) -> AsyncIterator[Sequence[asyncio.Future[Any]]]:
+    """Tasks that have ended after the block: those that still run are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Growing(Protocol):

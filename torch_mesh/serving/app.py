@@ -17,6 +17,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from torch_mesh.serving.answers import running
 from torch_mesh.serving.anthropic_api import Anthropic
 from torch_mesh.serving.decisions import Decisions
 from torch_mesh.serving.errors import (
@@ -120,16 +121,11 @@ def build_app(
 
 
 async def _while_connected(request: Request, made: Awaitable[Any]) -> Any:
-    work, gone = asyncio.ensure_future(made), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+    async with running(made, _disconnected(request)) as tasks:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
             raise _GoneError("The client has gone.")
-        return work.result()
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        return tasks[0].result()
 
 
 async def _disconnected(request: Request) -> None:

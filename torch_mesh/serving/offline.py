@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
 from torch_mesh.serving.admission import Admission, find_needs
+from torch_mesh.serving.answers import running
 from torch_mesh.serving.batches import Batches
 from torch_mesh.serving.engine import Engine, Job
 from torch_mesh.serving.errors import AnsweredError, describe
@@ -255,13 +256,8 @@ async def answer(
                 done, failed = done + 1, failed + (status != 200)
                 progress(done, len(requests))
 
-        tasks = [asyncio.ensure_future(work()) for _ in range(min(at_once, len(requests)))]
-        try:
+        async with running(*(work() for _ in range(min(at_once, len(requests))))) as tasks:
             await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
     return failed
 
 

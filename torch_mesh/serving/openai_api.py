@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_mesh.serving.answers import Answer, Part, whole_body
+from torch_mesh.serving.answers import Answer, Part, running, whole_body
 from torch_mesh.serving.errors import RequestError, describe
 from torch_mesh.serving.processors import TokenLogprobs
 from torch_mesh.serving.prompts import response_messages
@@ -82,8 +82,7 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Part | 
         except Exception as error:  # noqa: BLE001  raised below
             queue.put_nowait(error)
 
-    tasks = [asyncio.ensure_future(read(index, answer)) for index, answer in enumerate(answers)]
-    try:
+    async with running(*(read(index, answer) for index, answer in enumerate(answers))):
         left = len(answers)
         while left:
             item = await queue.get()
@@ -91,10 +90,6 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Part | 
                 raise item
             left -= item[1] is None
             yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class OpenAI:
