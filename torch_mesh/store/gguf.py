@@ -49,23 +49,10 @@ _IK_TYPES = """
 340 IQ5_K_R4, 344 IQ4_KS_R4, 352 IQ5_KS_R4, 398 Q8_KV_R8, 399 Q8_K_R8
 """
 _VERSIONS = (2, 3)
-_SCALARS: Mapping[int, struct.Struct] = {
-    number: struct.Struct(f"<{code}")
-    for number, code in {
-        0: "B",
-        1: "b",
-        2: "H",
-        3: "h",
-        4: "I",
-        5: "i",
-        6: "f",
-        7: "?",
-        10: "Q",
-        11: "q",
-        12: "d",
-    }.items()
-}
 _STRING, _ARRAY = 8, 9
+_SCALARS: Mapping[int, struct.Struct] = {
+    number: struct.Struct(f"<{code}") for number, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
+}
 _MAX_RANK = 4
 _CHUNK_BYTES = 1 << 20
 _MAX_KEY = (1 << 16) - 1  # bytes of a key or of a tensor's name
@@ -108,6 +95,12 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
     def seek(self, offset: int, whence: int = ..., /) -> int: ...
+
+
+def keys_within(metadata: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """The metadata of a group of keys, such as an architecture's, by their names in it."""
+    prefix = f"{group}."
+    return {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:

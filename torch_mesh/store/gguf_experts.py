@@ -28,7 +28,7 @@ class GgufStacks:
         found = gguf_weights(self.headers)
         self.weights = tuple(found.values())
         self._path = path
-        self._places = {name: (index, weight) for index, (name, weight) in enumerate(found.items())}
+        self._found = {name: (index, weight) for index, (name, weight) in enumerate(found.items())}
 
     def names_of(self, layers: Sequence[ExpertsLayer]) -> frozenset[str]:
         return frozenset(name for layer in layers for name, _ in self._stacks_of(layer))
@@ -42,7 +42,7 @@ class GgufStacks:
     def layer_views(self, layer: ExpertsLayer) -> list[dict[str, View]]:
         views: list[dict[str, View]] = [{} for _ in range(layer.num_experts)]
         for name, parts in self._stacks_of(layer):
-            index, weight = self._places[name]
+            index, weight = self._found[name]
             values = Tensor(name, "F32", weight.shape, 0, 4 * math.prod(weight.shape))
             for expert, matrix in enumerate(split_experts(index, values)):
                 rows = matrix.shape[0] // len(parts)
@@ -62,7 +62,7 @@ class GgufStacks:
         for kind in ("weight", "bias") if layer.has_bias else ("weight",):
             suffix = "_bias" if kind == "bias" else ""
             fused = f"blk.{number[1]}.ffn_gate_up_exps.{kind}"
-            if layer.has_gate and fused in self._places:
+            if layer.has_gate and fused in self._found:
                 found.append((fused, ("gate" + suffix, "up" + suffix)))
             else:
                 apart = ("gate", "up") if layer.has_gate else ("up",)
@@ -73,9 +73,9 @@ class GgufStacks:
         return found
 
     def _check(self, name: str, layer: ExpertsLayer, parts: int, is_down: bool, is_bias: bool) -> None:
-        if name not in self._places:
+        if name not in self._found:
             raise store_error(self._path, f"no tensor is called {name!r}, which {layer.path} needs: incomplete?")
-        weight = self._places[name][1]
+        weight = self._found[name][1]
         rows, columns = (layer.hidden, layer.intermediate) if is_down else (layer.intermediate * parts, layer.hidden)
         expected = (layer.num_experts, rows) if is_bias else (layer.num_experts, rows, columns)
         if weight.shape != expected:

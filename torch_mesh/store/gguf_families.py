@@ -19,7 +19,7 @@ import transformers
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.store.gguf import ROPE_DIVISORS
 
-Said = Mapping[str, Any]  # a file's metadata, keys without the architecture
+Metadata = Mapping[str, Any]  # a file's metadata, keys without the architecture
 Undo = Callable[[transformers.PretrainedConfig, torch.Tensor], torch.Tensor]
 Table = dict[str, Any]  # fields of a config
 
@@ -62,7 +62,7 @@ _SIGMOID = 2  # of expert_gating_func
 _GROUPS_OF_EXPERTS = {(256, True): (8, 4), (160, False): (8, 3)}
 
 
-def _nothing(said: Said, names: Sequence[str]) -> Table:
+def _nothing(metadata: Metadata, names: Sequence[str]) -> Table:
     return {}
 
 
@@ -108,102 +108,103 @@ class Family:
 
     model_type: str
     keys: Mapping[str, str | None]
-    more: Callable[[Said, Sequence[str]], Table] = _nothing
+    more: Callable[[Metadata, Sequence[str]], Table] = _nothing
     renamed: Mapping[str, str] = field(default_factory=dict)
     changed: Mapping[str, Undo] = field(default_factory=dict)
     split: Split | None = None
     rope: Callable[[Table, Sequence[float]], Table] = _divided
 
-    def table(self, said: Said, names: Sequence[str]) -> Table:
+    def table(self, metadata: Metadata, names: Sequence[str]) -> Table:
         """Fields of the config."""
         known = {**_COMMON, **self.keys}
-        table = {name: said[key] for key, name in known.items() if name is not None and key in said}
-        return table | {"num_hidden_layers": _layers(said)} | self.more(said, names)
+        table = {name: metadata[key] for key, name in known.items() if name is not None and key in metadata}
+        return table | {"num_hidden_layers": _layers(metadata)} | self.more(metadata, names)
 
 
-def _layers(said: Said) -> int:
+def _layers(metadata: Metadata) -> int:
     """Those for multi-token prediction are counted in the file, and stand behind the others."""
-    count: int = said["block_count"] - said.get("nextn_predict_layers", 0)
+    count: int = metadata["block_count"] - metadata.get("nextn_predict_layers", 0)
     return count
 
 
-def _partly_rotated(said: Said) -> Table:
+def _partly_rotated(metadata: Metadata) -> Table:
     return {
         "rope_type": "default",
-        "rope_theta": said["rope.freq_base"],
-        "partial_rotary_factor": said["rope.dimension_count"] / said["attention.key_length"],
+        "rope_theta": metadata["rope.freq_base"],
+        "partial_rotary_factor": metadata["rope.dimension_count"] / metadata["attention.key_length"],
     }
 
 
-def _glm4(said: Said, names: Sequence[str]) -> Table:
+def _glm4(metadata: Metadata, names: Sequence[str]) -> Table:
     return {
-        "rope_parameters": _partly_rotated(said),
+        "rope_parameters": _partly_rotated(metadata),
         "use_qk_norm": _has(names, "attn_q_norm.weight"),
         "attention_bias": _has(names, "attn_q.bias"),
     }
 
 
-def _deepseek2(said: Said, names: Sequence[str]) -> Table:
+def _deepseek2(metadata: Metadata, names: Sequence[str]) -> Table:
     """V3 and what is built like it, or V2, whose router has no sigmoid."""
-    is_v3 = said.get("expert_gating_func") == _SIGMOID
-    rotary = said["rope.dimension_count"]
+    is_v3 = metadata.get("expert_gating_func") == _SIGMOID
+    rotary = metadata["rope.dimension_count"]
     # Older files lack these keys.
-    n_group, topk_group = _GROUPS_OF_EXPERTS.get((said["expert_count"], is_v3), (1, 1))
-    n_group, topk_group = said.get("expert_group_count", n_group), said.get("expert_group_used_count", topk_group)
+    n_group, topk_group = _GROUPS_OF_EXPERTS.get((metadata["expert_count"], is_v3), (1, 1))
+    n_group = metadata.get("expert_group_count", n_group)
+    topk_group = metadata.get("expert_group_used_count", topk_group)
     own = {} if is_v3 else {"topk_method": "greedy" if n_group == 1 else "group_limited_greedy"}
     return own | {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "q_lora_rank": said.get("attention.q_lora_rank") or None,
-        "num_key_value_heads": said["attention.head_count"],  # one, where keys and values are absorbed
+        "q_lora_rank": metadata.get("attention.q_lora_rank") or None,
+        "num_key_value_heads": metadata["attention.head_count"],  # one, where keys and values are absorbed
         "head_dim": rotary,
-        "qk_nope_head_dim": said.get("attention.key_length_mla", said["attention.key_length"]) - rotary,
-        "v_head_dim": said.get("attention.value_length_mla", said["attention.value_length"]),
+        "qk_nope_head_dim": metadata.get("attention.key_length_mla", metadata["attention.key_length"]) - rotary,
+        "v_head_dim": metadata.get("attention.value_length_mla", metadata["attention.value_length"]),
         "n_group": n_group,
         "topk_group": topk_group,
     }
 
 
-def _mixtral(said: Said, names: Sequence[str]) -> Table:
+def _mixtral(metadata: Metadata, names: Sequence[str]) -> Table:
     return {"sliding_window": None}
 
 
 _MAVERICK = 128  # experts: llama.cpp tells by their number that queries and keys are not normalized
 
 
-def _llama4(said: Said, names: Sequence[str]) -> Table:
-    if "attention.sliding_window" in said:
+def _llama4(metadata: Metadata, names: Sequence[str]) -> Table:
+    if "attention.sliding_window" in metadata:
         raise UnsupportedModelError(
             "A GGUF file of the architecture 'llama4' with attention.sliding_window has other layers of attention than "
             "Scout and Maverick, which torch_mesh reads. Take the model's safetensors."
         )
-    return {"use_qk_norm": said["expert_count"] != _MAVERICK}
+    return {"use_qk_norm": metadata["expert_count"] != _MAVERICK}
 
 
-def _qwen3next(said: Said, names: Sequence[str]) -> Table:
-    interval = said.get("full_attention_interval", 4)
-    layers = range(1, _layers(said) + 1)
+def _qwen3next(metadata: Metadata, names: Sequence[str]) -> Table:
+    interval = metadata.get("full_attention_interval", 4)
+    layers = range(1, _layers(metadata) + 1)
     return {
-        "linear_value_head_dim": said["ssm.inner_size"] // said["ssm.time_step_rank"],
+        "linear_value_head_dim": metadata["ssm.inner_size"] // metadata["ssm.time_step_rank"],
         "layer_types": ["linear_attention" if layer % interval else "full_attention" for layer in layers],
-        "rope_parameters": _partly_rotated(said),
+        "rope_parameters": _partly_rotated(metadata),
         "attention_bias": _has(names, "attn_q.bias"),
     }
 
 
-def _gemma4(said: Said, names: Sequence[str]) -> Table:
-    if said.get("rope.scaling.type", "none") != "none":
+def _gemma4(metadata: Metadata, names: Sequence[str]) -> Table:
+    if metadata.get("rope.scaling.type", "none") != "none":
         raise UnsupportedModelError(
-            f"A GGUF file of the architecture 'gemma4' with positions scaled by {said['rope.scaling.type']!r} cannot "
-            "be read. Take the model's safetensors."
+            f"A GGUF file of the architecture 'gemma4' with positions scaled by {metadata['rope.scaling.type']!r} "
+            "cannot be read. Take the model's safetensors."
         )
-    width = said["attention.key_length_swa"]
-    rotated = said.get("rope.dimension_count_swa", width)
+    width = metadata["attention.key_length_swa"]
+    rotated = metadata.get("rope.dimension_count_swa", width)
     if rotated != width:
         raise UnsupportedModelError(
             f"A GGUF file of the architecture 'gemma4' that rotates {rotated} of {width} values of a head in layers of "
             "sliding windows cannot be read; transformers rotates all. Take the model's safetensors."
         )
-    slides, heads = said["attention.sliding_window_pattern"], said["attention.head_count_kv"]
+    slides, heads = metadata["attention.sliding_window_pattern"], metadata["attention.head_count_kv"]
     of_kind = dict(zip(slides, heads if isinstance(heads, list) else [heads] * len(slides), strict=True))
     full = [f"blk.{layer}.attn_" for layer, sliding in enumerate(slides) if not sliding]
     return {
@@ -213,10 +214,10 @@ def _gemma4(said: Said, names: Sequence[str]) -> Table:
         "attention_k_eq_v": any(f"{start}k.weight" in names and f"{start}v.weight" not in names for start in full),
         "enable_moe_block": True,
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": said["rope.freq_base_swa"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": metadata["rope.freq_base_swa"]},
             "full_attention": {
                 "rope_type": "proportional",
-                "rope_theta": said["rope.freq_base"],
+                "rope_theta": metadata["rope.freq_base"],
                 "partial_rotary_factor": 0.25,  # until the divisors are read
             },
         },
@@ -236,8 +237,8 @@ def _gemma4_rope(table: Table, divisors: Sequence[float]) -> Table:
     return {**rope, "full_attention": full}
 
 
-def _ernie(said: Said, names: Sequence[str]) -> Table:
-    return {"moe_layer_end_index": _layers(said) - 1, "use_bias": _has(names, "attn_q.bias")}
+def _ernie(metadata: Metadata, names: Sequence[str]) -> Table:
+    return {"moe_layer_end_index": _layers(metadata) - 1, "use_bias": _has(names, "attn_q.bias")}
 
 
 def _has(names: Sequence[str], ending: str) -> bool:

@@ -25,7 +25,15 @@ from torch_mesh.errors import MeshError, UnsupportedModelError
 from torch_mesh.formats import GGUF_FORMATS
 from torch_mesh.hf.compat import ignored_keys
 from torch_mesh.store.codes import record_of
-from torch_mesh.store.gguf import MAX_FREQUENCIES, ROPE_DIVISORS, Counted, Gguf, read_parts, require_package
+from torch_mesh.store.gguf import (
+    MAX_FREQUENCIES,
+    ROPE_DIVISORS,
+    Counted,
+    Gguf,
+    keys_within,
+    read_parts,
+    require_package,
+)
 from torch_mesh.store.gguf_families import FAMILIES, Family, Names, PackageNames
 from torch_mesh.store.gguf_sizes import check_sizes, limit_layers
 from torch_mesh.store.header import read_range, store_error
@@ -163,71 +171,62 @@ def _no_config(path: Path, problem: Exception) -> UnsupportedModelError:
 
 def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The fields of a config that a file says. ``metadata`` as of ``Gguf`` or as transformers' own reader has it."""
-    said: dict[str, Any] = {
-        key: value.count if isinstance(value, Counted) else value for key, value in metadata.items()
-    }
-    architecture = said["general.architecture"]
-    limit_layers(said, architecture)  # also where transformers reads the first part of a model by itself
+    metadata = {key: value.count if isinstance(value, Counted) else value for key, value in metadata.items()}
+    architecture = metadata["general.architecture"]
+    limit_layers(metadata, architecture)  # also where transformers reads the first part of a model by itself
     if architecture in READ_BY_FUNCTIONS:
         from transformers.integrations.gguf import get_gguf_config
 
-        return get_gguf_config(said, tuple(names))
+        return get_gguf_config(metadata, tuple(names))
+    own = keys_within(metadata, architecture)
     if architecture in FAMILIES:
-        return _family_table(said, architecture, names)
-    model_type = READ_BY_TABLES[architecture]
-    table: dict[str, Any] = {"model_type": model_type, **GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {})}
-    table["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # by which transformers serve chooses
-    known = {f"{architecture}.{key}": name for key, name in _TABLES[model_type].items()}
-    known |= {f"{architecture}.{key}": name for key, name in _LEFT_OUT[architecture].items()}
-    known |= {f"tokenizer.{key}": name for key, name in _TABLES["tokenizer"].items()}
-    table |= {name: said[key] for key, name in known.items() if name is not None and key in said}
-    table.setdefault("vocab_size", said.get("tokenizer.ggml.tokens"))
-    table["tie_word_embeddings"] = "output.weight" not in names
-    if "scoring_func" in table:
-        table["scoring_func"] = _GATING.get(table["scoring_func"], "softmax")
-    rope = _rope_parameters(said, architecture)
-    return table | ({} if rope is None else {"rope_parameters": rope | {"rope_theta": table["rope_theta"]}})
-
-
-def _family_table(said: Mapping[str, Any], architecture: str, names: Sequence[str]) -> dict[str, Any]:
-    family = FAMILIES[architecture]
-    if not said.get(f"{architecture}.expert_count"):
-        raise UnsupportedModelError(
-            f"A GGUF file of the architecture {architecture!r} without experts holds a dense model: torch_mesh reads "
-            "models with experts."
-        )
-    own = {key.removeprefix(f"{architecture}."): value for key, value in said.items()}
-    known = {f"tokenizer.{key}": name for key, name in _TABLES["tokenizer"].items() if name is not None}
-    table = {name: said[key] for key, name in known.items() if key in said} | family.table(own, names)
-    table.setdefault("vocab_size", said.get("tokenizer.ggml.tokens"))
-    rope = _rope_parameters(said, architecture)
-    if rope is not None:
+        table = _family_table(own, architecture, names)
+    else:
+        model_type = READ_BY_TABLES[architecture]
+        known = {**_TABLES[model_type], **_LEFT_OUT[architecture]}
+        table = {"model_type": model_type, **GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {})}
+        table |= {name: own[key] for key, name in known.items() if name is not None and key in own}
+        if "scoring_func" in table:
+            table["scoring_func"] = _GATING.get(table["scoring_func"], "softmax")
+    tokens = keys_within(metadata, "tokenizer")
+    table |= {name: tokens[key] for key, name in _TABLES["tokenizer"].items() if name is not None and key in tokens}
+    table.setdefault("vocab_size", tokens.get("ggml.tokens"))
+    if (rope := _rope_parameters(own, architecture)) is not None:
         table["rope_parameters"] = {**table.get("rope_parameters", {}), **rope, "rope_theta": table["rope_theta"]}
-    table.setdefault("model_type", family.model_type)
     return table | {
+        # By which transformers serve chooses.
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[table["model_type"]]],
         "tie_word_embeddings": "output.weight" not in names,
     }
 
 
-def _rope_parameters(said: Mapping[str, Any], architecture: str) -> dict[str, Any] | None:
-    prefix = f"{architecture}.rope.scaling."
-    scaling = {key.removeprefix(prefix): value for key, value in said.items() if key.startswith(prefix)}
+def _family_table(own: Mapping[str, Any], architecture: str, names: Sequence[str]) -> dict[str, Any]:
+    if not own.get("expert_count"):
+        raise UnsupportedModelError(
+            f"A GGUF file of the architecture {architecture!r} without experts holds a dense model: torch_mesh reads "
+            "models with experts."
+        )
+    family = FAMILIES[architecture]
+    return {"model_type": family.model_type, **family.table(own, names)}
+
+
+def _rope_parameters(own: Mapping[str, Any], architecture: str) -> dict[str, Any] | None:
+    scaling = keys_within(own, "rope.scaling")
     kind = scaling.pop("type", "none")
     scaling.pop("finetuned", None)
     multiplier = scaling.pop("yarn_log_multiplier", None) if architecture == "deepseek2" else None
     if kind == "none":
-        # gpt-oss's config scales where nothing is said.
+        # gpt-oss's config scales where nothing is metadata.
         return {"rope_type": "default"} if architecture == "gpt-oss" else None
     if kind not in ("linear", "yarn") or not set(scaling) <= set(_ROPE_SCALING):
         raise UnsupportedModelError(
             f"A GGUF file with positions scaled by {kind!r} ({', '.join(sorted(scaling))}) cannot be read; torch_mesh "
             f"knows linear and yarn with {', '.join(_ROPE_SCALING)}. Take the model's safetensors."
         )
-    own: dict[str, Any] = {"truncate": False} if architecture == "gpt-oss" else {}
+    more: dict[str, Any] = {"truncate": False} if architecture == "gpt-oss" else {}
     if multiplier is not None:
-        own["mscale"] = own["mscale_all_dim"] = round(multiplier / _MSCALE_UNIT, 6)
-    return {"rope_type": kind, **own, **{_ROPE_SCALING[key]: value for key, value in scaling.items()}}
+        more["mscale"] = more["mscale_all_dim"] = round(multiplier / _MSCALE_UNIT, 6)
+    return {"rope_type": kind, **more, **{_ROPE_SCALING[key]: value for key, value in scaling.items()}}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.store.gguf import Gguf
+from torch_mesh.store.gguf import Gguf, keys_within
 from torch_mesh.store.header import store_error
 from torch_mesh.store.sources.gguf import gguf_weights
 
@@ -36,11 +36,7 @@ def check_sizes(parts: Sequence[Gguf], architecture: str) -> None:
     model.
     """
     path, metadata = parts[0].header.path, parts[0].metadata
-    own = {
-        key.removeprefix(f"{architecture}."): value
-        for key, value in metadata.items()
-        if key.startswith(f"{architecture}.")
-    }
+    own = keys_within(metadata, architecture)
 
     def refuse(key: str, value: Any, held: str) -> NoReturn:
         raise store_error(path, f"says that {architecture}.{key} is {value!r:.60}, {held}: damaged, or incomplete?")
