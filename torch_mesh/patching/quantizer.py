@@ -113,7 +113,10 @@ class MeshQuantizer(PatchedModelQuantizer):
         check_launch()
         _forget_quantization(model)  # transformers would treat the checkpoint as quantised by another tool
         self._checkpoint_files = checkpoint_files
-        self._on_cpu = {str(device) for device in (device_map or {"": "cpu"}).values()} == {"cpu"}
+        if isinstance(device_map, str):  # such as "auto", which transformers resolves later
+            self._on_cpu = not torch.cuda.is_available()
+        else:
+            self._on_cpu = {str(device) for device in (device_map or {"": "cpu"}).values()} == {"cpu"}
 
     def detach_experts(self, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> None:
         """Find the experts and detach their parameters, before transformers reads the first tensor of ``model``."""
