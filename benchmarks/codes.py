@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from torch_mesh import _C
+from torch_mesh.formats import FORMATS
 
 FP4_RMS = math.sqrt(sum(value * value for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)
 SCALES = {
@@ -34,6 +36,8 @@ def pack_random_codes(
     """Return one record, uint8. ``std`` is the approximate standard deviation of the weights, or a pair: of gate and
     up, and of down. ``biases`` (fp32) have the keys 'gate_bias', 'up_bias' and 'down_bias'."""
     input_std, down_std = std if isinstance(std, tuple) else (std, std)
+    if FORMATS[weights].gguf:
+        return _pack_gguf(weights, hidden, intermediate, generator, (input_std, down_std))
     pieces: list[bytes] = []
     views: dict[str, Any] = {}
     for part in ("gate", "up", "down") if gated else ("up", "down"):
@@ -44,6 +48,25 @@ def pack_random_codes(
         views[part] = {"piece": len(pieces), "offset": 0, "row_stride": 1, "column_stride": 1}
         pieces.append(values.float().numpy().tobytes())
     record = _C.pack_raw(pieces, "fp32", views, weights, group_size, hidden, intermediate, gated, biases is not None)
+    return torch.frombuffer(bytearray(record), dtype=torch.uint8)
+
+
+def _pack_gguf(
+    weights: str, hidden: int, intermediate: int, generator: torch.Generator, stds: tuple[float, float]
+) -> torch.Tensor:
+    from gguf_blocks import random_blocks  # needs torch_mesh[gguf]
+
+    numbers = np.random.default_rng(int(torch.randint(1 << 31, (), generator=generator)))
+    pieces: list[bytes] = []
+    views: dict[str, Any] = {}
+    for part in ("gate", "up", "down"):
+        rows, columns = (hidden, intermediate) if part == "down" else (intermediate, hidden)
+        each = 32 if weights in ("iq4_nl", "q5_1", "q5_0", "q4_1") else 256
+        blocks = random_blocks(weights.upper(), rows * columns // each, stds[part == "down"], numbers)
+        views[part] = {"piece": len(pieces), "offset": 0, "order": "blocks", "row_bytes": blocks.nbytes // rows}
+        pieces.append(blocks.tobytes())
+    (group,) = FORMATS[weights].group_sizes
+    record = _C.pack_raw(pieces, "fp32", views, weights, group, hidden, intermediate, True, False)
     return torch.frombuffer(bytearray(record), dtype=torch.uint8)
 
 

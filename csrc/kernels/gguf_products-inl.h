@@ -10,7 +10,7 @@ namespace {
 
 constexpr int32_t kGgufColumns = 16;  // whose words stand beside each other
 constexpr int32_t kGgufLine = kGgufColumns * 4;
-constexpr int32_t kGgufAhead = 4096;  // see Prefetching, dots-inl.h
+constexpr int32_t kGgufAhead = 2048;  // see Prefetching, dots-inl.h
 
 // The zeros of unsigned codes.
 template <int kZero>

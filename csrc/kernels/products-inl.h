@@ -274,13 +274,10 @@ inline void integer_tile(const Group& group, const GroupRows& rows, int32_t firs
       const int32_t column = c + v * kLanes;
       const Floats scale = group.scale(column);
       for (int r = 0; r < kRows; ++r) {
-        add_scaled(sums + (first + r) * kBlockColumns + column, exact[r][v], rows.scale[first + r],
-                   scale);
-      }
-      if constexpr (Group::kHasMins) {
-        const Floats min = group.min(column);
-        for (int32_t r = first; r < first + kRows; ++r) {
-          subtract_min(sums + r * kBlockColumns + column, rows.scale[r], rows.sum[r], min);
+        float* to = sums + (first + r) * kBlockColumns + column;
+        add_scaled(to, exact[r][v], rows.scale[first + r], scale);
+        if constexpr (Group::kHasMins) {
+          subtract_min(to, rows.scale[first + r], rows.sum[first + r], group.min(column));
         }
       }
     }

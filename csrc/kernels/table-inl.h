@@ -282,10 +282,17 @@ requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
   template <typename Target>
   static constexpr FormatKernels kernels() {
     using Dot = GgufDot<typename Target::Int8, Target::template Levels, kFormat>;
-    return {.gemm_rows = Target::kRows.gemm_trellis,
-            .products = block_products_gguf<Dot, kFormat>,
-            .tiles = Target::Tiles::template gguf<kFormat>,
-            .dequantize = dequantize_gguf<kFormat>};
+    constexpr GgufType kType = gguf_type(kFormat);
+    FormatKernels kernels{.gemm_rows = kNoRows,
+                          .products = block_products_gguf<Dot, kFormat>,
+                          .tiles = nullptr,
+                          .dequantize = dequantize_gguf<kFormat>};
+    // A gemm of 16 inputs takes longer than this table's own products, unless there are mins.
+    if constexpr (kType.group > 16 || kType.has_mins()) {
+      kernels.gemm_rows = Target::kRows.gemm_trellis;
+      kernels.tiles = Target::Tiles::template gguf<kFormat>;
+    }
+    return kernels;
   }
 };
 

@@ -233,5 +233,149 @@ inline void tile_fp8(const BlockProducts& products) {
   gemm_fp8(products, TileGemm<false>(products));
 }
 
+// Records of GGUF's types with groups of 32, two groups at a time: what tiles take of the rows, the
+// codes as signed bytes without their zero, and a sum for each group, which is scaled in registers.
+template <Format kFormat>
+class GgufTiles {
+ public:
+  explicit GgufTiles(const BlockProducts& products) : products_(products) {
+    for (int32_t r = 0; r < products.rows.count; ++r) rows_[r] = operand_row(products, r);
+  }
+
+  void multiply() {
+    const int32_t groups = products_.shape.depth_padded / kType.group;
+    for (int32_t group = 0; group < groups; group += kGroups) {
+      const int32_t count = groups - group < kGroups ? groups - group : kGroups;
+      gather(group, count);
+      for (int32_t g = 0; g < count; ++g) expand(group + g, g);
+      for (int32_t g = 0; g < count; ++g) multiply_group(g);
+      if (count == kGroups) {
+        add<kGroups>(group);
+      } else {
+        add<1>(group);
+      }
+    }
+  }
+
+ private:
+  static constexpr GgufType kType = gguf_type(kFormat);
+  static_assert(kType.part_groups() == 1);
+  static constexpr int32_t kGroups = 2;
+  static constexpr int32_t kDepth = kGroups * kType.group;
+  static_assert(kDepth == kRegisterBytes);
+  static constexpr int64_t kLine = kBlockColumns * 4;  // of weights, and of sums
+
+  // Row after row, and zeros up to a whole tile.
+  void gather(int32_t group, int32_t count) {
+    const int32_t rows = products_.rows.count;
+    for (int32_t r = 0; r < rows; ++r) {
+      const std::byte* from = rows_[r] + group * kType.group;
+      if (count == kGroups) {
+        store_words(gathered_ + r * kDepth, load_words(from));
+      } else {
+        __builtin_memcpy(gathered_ + r * kDepth, from, kType.group);
+      }
+    }
+    const int32_t missing = -rows & (kRegisterRows - 1);
+    __builtin_memset(gathered_ + rows * kDepth, 0, static_cast<size_t>(missing) * kDepth);
+  }
+
+  void expand(int32_t group, int32_t g) {
+    const GgufPlace<kFormat> place(products_.block, group);
+    std::byte* to = codes_ + g * kType.group * kBlockColumns;
+    const Words zero = broadcast_word(kType.levels == nullptr ? kType.zero * 0x01010101 : 0);
+    static_assert(kLanes == kGgufColumns);
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      const std::byte* words = place.words + c * kType.bits * 4;
+      read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
+        std::byte* at = to + eight.value * 2 * kLine + c * 4;
+        store_words(at, _mm512_sub_epi8(low, zero));
+        store_words(at + kLine, _mm512_sub_epi8(high, zero));
+      });
+      store(scale_[g] + c, place.scale(c));
+      if constexpr (kType.has_mins()) store(min_[g] + c, place.min(c));
+    }
+  }
+
+  void multiply_group(int32_t g) {
+    const std::byte* rows = gathered_ + g * kType.group;
+    const std::byte* words = codes_ + g * kType.group * kBlockColumns;
+    auto* to = reinterpret_cast<std::byte*>(exact_[g]);
+    stored(rows);
+    stored(words);
+    for (int32_t row = 0; row < products_.rows.count; row += 2 * kRegisterRows) {
+      const bool two = products_.rows.count - row > kRegisterRows;
+      _tile_loadd(4, rows + row * kDepth, kDepth);
+      if (two) _tile_loadd(5, rows + (row + kRegisterRows) * kDepth, kDepth);
+      for (int32_t half = 0; half < kLine; half += 2 * kRegisterBytes) {
+        std::byte* upper = to + row * kLine + half;
+        std::byte* lower = upper + kRegisterRows * kLine;
+        zero_tiles();
+        _tile_loadd(6, words + half, kLine);
+        _tile_loadd(7, words + half + kRegisterBytes, kLine);
+        add_products_of_one_row<true, false>();
+        _tile_stored(0, upper, kLine);
+        _tile_stored(1, upper + kRegisterBytes, kLine);
+        if (!two) continue;
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+        _tile_stored(2, lower, kLine);
+        _tile_stored(3, lower + kRegisterBytes, kLine);
+      }
+    }
+  }
+
+  // As add_scaled and subtract_min, one group after the other.
+  template <int32_t kCount>
+  void add(int32_t group) const {
+    const int32_t rows = products_.rows.count;
+    const int64_t of_sums = int64_t{products_.shape.depth_padded} / kType.group * 4;
+    const std::byte* ahead = GgufPlace<kFormat>(products_.block, group).steps + kGgufAhead;
+    const int64_t lines_of_row = kGroups * kType.part_bytes() / kLineBytes / rows + 1;
+    for (int32_t r = 0; r < rows; ++r) {
+      for (int64_t i = r * lines_of_row; i < (r + 1) * lines_of_row; ++i) {
+        __builtin_prefetch(ahead + i * kLineBytes);
+      }
+      const std::byte* at = rows_[r] + products_.shape.depth_padded + group * 4;
+      float row_scale[kCount];
+      int32_t row_sum[kCount];
+      __builtin_memcpy(row_scale, at, sizeof(row_scale));
+      __builtin_memcpy(row_sum, at + of_sums, sizeof(row_sum));
+      float* sums = products_.sums + r * kBlockColumns;
+      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+        Floats sum = load(sums + c);
+        for (int32_t g = 0; g < kCount; ++g) {
+          const Words exact = load_words(exact_[g] + r * kBlockColumns + c);
+          const Floats scale = broadcast(row_scale[g]) * load(scale_[g] + c);
+          sum = multiply_add(words_to_floats(exact), scale, sum);
+          if constexpr (kType.has_mins()) {
+            const float minus = -(row_scale[g] * static_cast<float>(row_sum[g]));
+            sum = multiply_add(broadcast(minus), load(min_[g] + c), sum);
+          }
+        }
+        store(sums + c, sum);
+      }
+    }
+  }
+
+  const BlockProducts& products_;
+  const std::byte* rows_[kTileRows];
+  alignas(64) std::byte gathered_[kTileRows * kDepth];
+  alignas(64) std::byte codes_[kDepth * kBlockColumns];
+  alignas(64) int32_t exact_[kGroups][kTileRows * kBlockColumns];
+  alignas(64) float scale_[kGroups][kBlockColumns];
+  alignas(64) float min_[kGroups][kBlockColumns];
+};
+
+template <typename Dot, Format kFormat>
+inline void tile_gguf(const BlockProducts& products) {
+  if constexpr (gguf_type(kFormat).part_groups() == 1) {
+    clear_sums(products);
+    GgufTiles<kFormat>(products).multiply();
+  } else {
+    tile_integers<Dot, HalfScales, GgufGroup<kFormat>>(products);
+  }
+}
+
 }  // namespace
 }  // namespace torch_mesh
