@@ -39,6 +39,7 @@ ON_LARGE_FILES = (
     "fill.py",
     "load.py",
     "cold_decode.py",
+    "gguf_models.py",
     "prefill_cold.py",
     "cold_read.py",
     "cold_bound.py",

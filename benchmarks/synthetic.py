@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -196,10 +197,12 @@ def offload_folder(directory: Path, shape: Shape) -> Path:
     return path
 
 
-def run_peer(script: str, *arguments: str) -> None:
-    if not PEERS_PYTHON.exists():
-        raise SystemExit(f"{PEERS_PYTHON} is missing: run benchmarks/peers.sh first (it builds llama.cpp)")
-    subprocess.run([str(PEERS_PYTHON), str(Path(__file__).parent / "contenders" / script), *arguments], check=True)
+def run_peer(script: str, *arguments: str, python: Path = PEERS_PYTHON) -> None:
+    if not python.exists():
+        raise SystemExit(f"{python} is missing: run benchmarks/peers.sh first (it builds llama.cpp)")
+    here = Path(__file__).parent
+    command = [str(python), str(here / "contenders" / script), *arguments]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(here)})
 
 
 def dense_bytes(checkpoint_folder: Path) -> int:

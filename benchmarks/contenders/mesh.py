@@ -7,8 +7,8 @@ from typing import Any
 import session
 import torch
 import torch._inductor.config
-from transformer import CachedTransformer, CompiledSteps, holds_values
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformer import CachedTransformer, CompiledSteps, from_folder_or_file, holds_values
+from transformers import PreTrainedModel
 
 import torch_mesh
 from torch_mesh.modules.dense import packed_linears
@@ -19,7 +19,7 @@ def opened(request: dict[str, Any]) -> PreTrainedModel:
     torch.set_num_threads(request["threads"])
     options = {name: request[name] for name in ("resident", "dense", "prefetch", "weights", "store") if name in request}
     config = torch_mesh.MeshConfig(**options)
-    return AutoModelForCausalLM.from_pretrained(request["model"], quantization_config=config)
+    return from_folder_or_file(request["model"], config)
 
 
 class Measured(CachedTransformer):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, StaticCache
 
 
 class CachedTransformer:
@@ -75,6 +76,14 @@ class CompiledSteps(CachedTransformer):
         run, cache = self.step if tokens == 1 else self.model, self.caches[sequences]
         output = run(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float()
+
+
+def from_folder_or_file(model: str, config: Any) -> PreTrainedModel:
+    """Open a checkpoint's folder or a GGUF file with a MeshConfig."""
+    if not model.endswith(".gguf"):
+        return AutoModelForCausalLM.from_pretrained(model, quantization_config=config)
+    folder, name = Path(model).parent, Path(model).name
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, quantization_config=config)
 
 
 def holds_values(parameter: torch.Tensor) -> bool:

@@ -1,22 +1,23 @@
-"""Writes a Qwen3-MoE GGUF file of random Q4_0 weights, without an original. Runs in the peers' environment.
+"""Writes a Qwen3-MoE GGUF file of random weights, without an original. Runs in the peers' environment, or torch_mesh's.
 
-usage: write_random_gguf.py CONFIG.json OUTPUT
+usage: write_random_gguf.py CONFIG.json OUTPUT [TYPES.json]      TYPES: by regular expressions of names; else Q4_0
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
-import numpy.typing as npt
+from gguf_blocks import random_blocks
 from write_gguf import FLOAT32, add_metadata, sources
 
-Q4_0 = gguf.GGMLQuantizationType.Q4_0
-# A block has 32 weights of standard deviation 0.02. Nibbles are uniform in -8 ... 7, with a standard deviation of 4.6.
-SCALE = np.float16(0.02 / 4.6)
+# The embedding's and all others': as synthetic.py has them.
+EMBEDDING_STD, STD = 1.0, 0.02
 
 
 def shape_of(name: str, config: dict) -> tuple[int, ...]:
@@ -40,14 +41,13 @@ def shape_of(name: str, config: dict) -> tuple[int, ...]:
     return shapes.get(name.split(".")[-2], (hidden,))
 
 
-def blocks(count: int, generator: np.random.Generator) -> npt.NDArray[np.uint8]:
-    block, size = gguf.GGML_QUANT_SIZES[Q4_0]
-    data = generator.integers(0, 256, (count // block, size), dtype=np.uint8)
-    data[:, :2] = np.frombuffer(SCALE.tobytes(), np.uint8)
-    return data.reshape(-1)
+def form_of(target: str, types: Mapping[str, str]) -> gguf.GGMLQuantizationType:
+    if target.endswith(FLOAT32):
+        return gguf.GGMLQuantizationType.F32
+    return gguf.GGMLQuantizationType[next((kind for name, kind in types.items() if re.search(name, target)), "Q4_0")]
 
 
-def write(config: dict, output: Path) -> None:
+def write(config: dict, output: Path, types: Mapping[str, str]) -> None:
     generator = np.random.default_rng(0)
     partial = output.with_name(output.name + ".partial")
     writer = gguf.GGUFWriter(partial, "qwen3moe")
@@ -56,25 +56,27 @@ def write(config: dict, output: Path) -> None:
     for target, names in sources(config):
         shape = shape_of(names[0], config)
         shape = shape if len(names) == 1 else (len(names), *shape)
-        exact = target.endswith(FLOAT32)
-        form = gguf.GGMLQuantizationType.F32 if exact else Q4_0
+        form = form_of(target, types)
         block, size = gguf.GGML_QUANT_SIZES[form]
         count = int(np.prod(shape))
         writer.add_tensor_info(target, shape, np.dtype(np.float32), count // block * size, raw_dtype=form)
-        tensors.append((target, shape, count, exact))
+        tensors.append((target, shape, count, form))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for target, shape, count, exact in tensors:
-        if not exact:
-            writer.write_tensor_data(blocks(count, generator))
+    for target, shape, count, form in tensors:
+        if form != gguf.GGMLQuantizationType.F32:
+            std = EMBEDDING_STD if target.startswith("token_embd") else STD
+            block = gguf.GGML_QUANT_SIZES[form][0]
+            writer.write_tensor_data(random_blocks(form.name, count // block, std, generator).reshape(-1))
         elif target.endswith("norm.weight"):
             writer.write_tensor_data(np.ones(shape, np.float32))
         else:
-            writer.write_tensor_data(generator.standard_normal(count, np.float32).reshape(shape) * np.float32(0.02))
+            writer.write_tensor_data(generator.standard_normal(count, np.float32).reshape(shape) * np.float32(STD))
     writer.close()
     partial.rename(output)
 
 
 if __name__ == "__main__":
-    write(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    kinds = json.loads(Path(sys.argv[3]).read_text()) if len(sys.argv) > 3 else {}
+    write(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), kinds)
