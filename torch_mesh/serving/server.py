@@ -8,6 +8,7 @@ import gc
 import ipaddress
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.serving.opening import open_processor, open_served, source_of
+from torch_mesh.serving.padded_products import pad_products
 from torch_mesh.serving.prefix_cache import PrefixCache
 from torch_mesh.serving.prompts import NO_TEMPLATE, Prompts
 from torch_mesh.statistics.counters import Stats
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds for pending requests when the server stops
 AFTERMATH = 20.0  # further seconds for computations to end
+# Products that oneDNN keeps ready, each of 0.3 MB: more than a forward has, less than its default of 1,024, which
+# prompts of all lengths would fill.
+_COMPILED_PRODUCTS = "128"
 _ANSWERING = 2.0  # seconds for error responses to pending requests
 
 
@@ -121,6 +126,7 @@ class Server:
         self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any], must_chat: bool = False
     ) -> None:
         _check_packages()
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _COMPILED_PRODUCTS)  # read with the first product
         source = source_of(model)
         self.model = source.name
         # Before the model is opened, which may take long.
@@ -131,6 +137,8 @@ class Server:
         if must_chat and not getattr(processor, "chat_template", None):
             raise ValueError(f"{self.model} {NO_TEMPLATE}")
         opened = open_served(source, config, options)
+        if not options["compile"]:
+            pad_products(opened)
         self.prompts = Prompts(self.model, processor, opened.config.model_type, opened.device, options["arguments"])
         limit = options["prefix_bytes"]
         prefixes = PrefixCache(opened, limit, self.prompts.special_ids) if limit else None

@@ -1,0 +1,82 @@
+"""Products of a server: prompts of all lengths share a few that torch has compiled.
+
+On processors with bf16 products torch multiplies with oneDNN. For each number of rows up to about a thousand, and each
+shape of weights, it compiles 0.33 MB of code that it never frees. Attention with a mask takes less, but for each pair
+of a prompt's and its keys' lengths. A server that sees all lengths would grow by a gigabyte (docs/decisions/0072).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from torch_mesh.hf.torch_compat import is_tracing, multiplies_bf16
+
+_COMPILED_ROWS = 1024  # up to so many, oneDNN compiles a product for each number of rows
+_STEP = 32  # of the numbers of rows that it is given
+# torch divides the rows of attention into blocks: from so many rows on, of that size.
+_BLOCKS = ((768, 256), (192, 64), (0, 32))
+_DECODED_ROWS = 16  # of a forward that is left alone: there are few such numbers
+_MODE = "_mesh_padding"  # attribute of a model during a forward
+
+
+def pad_products(model: nn.Module) -> None:
+    """Let forwards of ``model`` with more than 16 tokens pad the rows of bf16 and fp16 products on the CPU."""
+    if multiplies_bf16():
+        model.register_forward_pre_hook(_begin, with_kwargs=True)
+        model.register_forward_hook(_end, always_call=True)
+
+
+class PaddedProducts(TorchFunctionMode):
+    """Pads the rows of ``functional.linear`` and ``functional.scaled_dot_product_attention``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            func = _padded_linear
+        elif func is functional.scaled_dot_product_attention:
+            func = _padded_attention
+        return func(*args, **(kwargs or {}))
+
+
+def _is_compiled(input: Tensor) -> bool:
+    return input.is_cpu and input.dtype in (torch.bfloat16, torch.float16)
+
+
+def _padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = input.numel() // max(1, input.size(-1))
+    if not _is_compiled(input) or rows >= _COMPILED_ROWS:
+        return functional.linear(input, weight, bias)
+    padded = functional.pad(input.reshape(rows, -1), (0, 0, 0, -rows % _STEP))
+    return functional.linear(padded, weight, bias)[:rows].view(*input.shape[:-1], -1)
+
+
+def _padded_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
+) -> Tensor:
+    rows = query.size(-2)
+    if attn_mask is None or not _is_compiled(query):
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **named)
+    padding = (0, 0, 0, -rows % next(size for least, size in _BLOCKS if rows >= least))
+    if attn_mask.size(-2) == rows > 1:
+        attn_mask = functional.pad(attn_mask, padding, value=True)  # rows that see some key, or all of them alike
+    query = functional.pad(query, padding)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **named)[..., :rows, :]
+
+
+def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    tokens = next((each.shape[:2].numel() for each in given if isinstance(each, Tensor)), 0)
+    if tokens > _DECODED_ROWS and not torch.is_grad_enabled() and not is_tracing():
+        mode = PaddedProducts()
+        mode.__enter__()
+        setattr(model, _MODE, mode)
+
+
+def _end(model: Any, *_: Any) -> None:
+    mode = vars(model).pop(_MODE, None)
+    if mode is not None:
+        mode.__exit__(None, None, None)
