@@ -1,7 +1,7 @@
 """Products of a server: prompts of all lengths share a few that torch has compiled.
 
 On processors with bf16 products torch multiplies with oneDNN. For each number of rows up to about a thousand, and each
-shape of weights, it compiles 0.33 MB of code that it never frees. Attention with a mask takes less, but for each pair
+shape of weights, it compiles 0.33 MB of code that it never frees. Attention takes less, but with a mask for each pair
 of a prompt's and its keys' lengths. A server that sees all lengths would grow by a gigabyte (docs/decisions/0072).
 """
 
@@ -20,12 +20,13 @@ _COMPILED_ROWS = 1024  # up to so many, oneDNN compiles a product for each numbe
 _STEP = 32  # of the numbers of rows that it is given
 # torch divides the rows of attention into blocks: from so many rows on, of that size.
 _BLOCKS = ((768, 256), (192, 64), (0, 32))
-_DECODED_ROWS = 16  # of a forward that is left alone: there are few such numbers
+_KEYS, _COPIED_KEYS = 64, 2048  # keys are padded to a multiple of 64, which copies them, up to so many
+_DECODED_ROWS = 4  # of a forward that is left alone: there are few such numbers
 _MODE = "_mesh_padding"  # attribute of a model during a forward
 
 
 def pad_products(model: nn.Module) -> None:
-    """Let forwards of ``model`` with more than 16 tokens pad the rows of bf16 and fp16 products on the CPU."""
+    """Let forwards of ``model`` with more than 4 tokens pad the rows of bf16 and fp16 products on the CPU."""
     if multiplies_bf16():
         model.register_forward_pre_hook(_begin, with_kwargs=True)
         model.register_forward_hook(_end, always_call=True)
@@ -55,16 +56,27 @@ def _padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def _padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **named: Any,
 ) -> Tensor:
-    rows = query.size(-2)
-    if attn_mask is None or not _is_compiled(query):
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **named)
-    padding = (0, 0, 0, -rows % next(size for least, size in _BLOCKS if rows >= least))
-    if attn_mask.size(-2) == rows > 1:
-        attn_mask = functional.pad(attn_mask, padding, value=True)  # rows that see some key, or all of them alike
-    query = functional.pad(query, padding)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **named)[..., :rows, :]
+    rows, keys = query.size(-2), key.size(-2)
+    if _is_compiled(query) and (attn_mask is not None or (is_causal and rows == keys)):
+        more_rows = -rows % next(size for least, size in _BLOCKS if rows >= least)
+        more_keys = more_rows if attn_mask is None else -keys % _KEYS if keys <= _COPIED_KEYS else 0
+        query = functional.pad(query, (0, 0, 0, more_rows))
+        key, value = (functional.pad(each, (0, 0, 0, more_keys)) for each in (key, value))
+        if attn_mask is not None:
+            hidden = False if attn_mask.dtype == torch.bool else -torch.inf
+            added = more_rows if attn_mask.size(-2) == rows > 1 else 0
+            attn_mask = functional.pad(attn_mask.expand(*attn_mask.shape[:-1], keys), (0, more_keys), value=hidden)
+            attn_mask = functional.pad(attn_mask, (0, 0, 0, added), value=True)  # of rows that see all keys
+    attended = functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **named)
+    return attended[..., :rows, :]
 
 
 def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
