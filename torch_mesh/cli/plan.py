@@ -291,7 +291,9 @@ def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, 
     if training is not None:
         _add_training(table, training)
     else:
-        table.add_row("memory at the peak", f"{_bytes(planned.peak_bytes)}, without the KV cache")
+        table.add_row(
+            "memory at the peak", f"{_bytes(planned.peak_bytes)}, without the KV cache and a prompt's activations"
+        )
     if training is None and planned.hit_rate is not None:
         rate = planned.hit_rate
         spread = "" if rate.low == rate.high else f" ({rate.low:.0%} to {rate.high:.0%}, by how local its routing is)"

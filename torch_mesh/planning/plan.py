@@ -55,7 +55,7 @@ class Plan:
     workspace_bytes: int
     tokens_per_chunk: int | None  # longer prompts are computed in chunks; None for unfused experts
     chunk_bytes: int | None  # read by a chunk, at most
-    peak_bytes: int | None  # of memory, without KV cache and page cache
+    peak_bytes: int | None  # of memory, without KV cache, a prompt's activations and page cache
     hit_rate: HitRate | None
     speeds: Speeds | None
     tokens_per_second: float | None  # decoding one sequence, without compilation
