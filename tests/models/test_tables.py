@@ -170,6 +170,30 @@ def test_a_decode_step_requests_its_rows_when_it_begins(tmp_path: Path) -> None:
     assert not any(module._forward_pre_hooks for module in clone.modules())
 
 
+def test_a_compiled_decode_step_requests_its_rows_too(tmp_path: Path) -> None:
+    """The request has no break of the graph; transformers' own indexer has some."""
+    model = save(QWEN, tmp_path)
+    opened = reopen(model, tmp_path, tables="ngram_embedding")
+    cache = opened(input_ids=torch.randint(3, 100, (1, 20)), use_cache=True).cache
+    decoder, token = opened.get_decoder(), torch.tensor([[7]])
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        [hook] = decoder._forward_pre_hooks.values()
+        hook(decoder, (), {"input_ids": ids, "cache": cache})
+        return ids + 1
+
+    torch_mesh.reset_stats(opened)
+    compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(token), token + 1)
+        requested = [table.prefetches for table in torch_mesh.stats(opened).tables]
+        opened(input_ids=token, cache=cache)
+    assert len(requested) == 2 and min(requested) > 0
+    for table, rows in zip(torch_mesh.stats(opened).tables, requested, strict=True):
+        assert (table.prefetches, table.reads, table.gathers) == (rows, 0, 1)  # those that the step looks up
+    torch._dynamo.reset()  # which keeps the model
+
+
 def test_speculation_of_ngram_layers_is_refused(tmp_path: Path) -> None:
     model = save(QWEN, tmp_path)
     opened = reopen(model, tmp_path, tables="ngram_embedding")

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from .. import _C
 from ..hf.generation_compat import given_cache
-from ..hf.torch_compat import is_tracing
 from ..models.families import named_in
 from ..models.tables import OF_TOKENS
 from .tables import MeshEmbedding
@@ -45,10 +44,10 @@ def _embedding(module: Any) -> MeshEmbedding | None:
 
 
 def _request_rows(decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A forward pre-hook: changes nothing."""
+    """A forward pre-hook: changes nothing. torch.compile traces it, so a compiled step requests its rows too."""
     given = (kwargs.get("ple_input_ids"), kwargs.get("input_ids"), *args[:1])
     ids = next((each for each in given if isinstance(each, torch.Tensor)), None)
-    if ids is None or ids.numel() > _C.MAX_DECODE_ROWS or is_tracing():
+    if ids is None or ids.numel() > _C.MAX_DECODE_ROWS:
         return
     cache = given_cache(kwargs)
     with torch.no_grad():
