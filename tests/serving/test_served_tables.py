@@ -208,14 +208,13 @@ def test_a_table_of_three_times_the_memory(mesh_tiny: Path, tmp_path: Path) -> N
 # Of the process: experts, rows of tables, workspace and what else a model takes. The other options are of what could
 # grow beside them.
 PLANNED = {"resident": 0.5, "tables": "64MiB", "workspace": "8MiB", "dense": "bf16", "threads": 1}
-# What a process allocates that is no part of any model, and so vanishes beside a large one: objects of Python and
-# transformers, threads, the buffers of activations and keys of a short prompt.
-SMALL_MODEL_SLACK = 32 << 20
+# What a server takes beside a model: its threads, and what a request passes through.
+SERVER = 16 << 20
 # glibc keeps freed activations otherwise (docs/finetuning.md), in a heap for each thread.
 RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}
 
-# Opens or serves, fills row cache, pool and workspace, and prints the most memory of its own that it had, what plan
-# says, and the modules that were imported.
+# Opens or serves, fills row cache and pool, and prints the most memory of its own that it had, what plan says, and the
+# modules that were imported.
 FILLED = """
 import json, sys, threading, urllib.request
 from pathlib import Path
@@ -244,21 +243,21 @@ def fill(model):
     draw = torch.Generator().manual_seed(0)
     for _ in range(3 * rows // 2000 + 1):  # each set of the cache is full then, but for one in many millions
         embedding(torch.randint(embedding.num_embeddings, (2000,), generator=draw))
-    return torch.randint(5, 4000, (1, planned.tokens_per_chunk), generator=draw)
+    return torch.randint(5, 4000, (1, 8), generator=draw)  # whose activations are small
 
 watching = threading.Thread(target=watch)
 watching.start()
 if serves:
     with Server(folder, config, 1 << 20, {"host": "127.0.0.1", "port": 0}) as server:
         prompt = fill(server.kept.model)[0].tolist()
-        body = json.dumps({"model": server.model, "prompt": prompt, "max_tokens": 2}).encode()
+        body = json.dumps({"model": server.model, "prompt": prompt, "max_tokens": 16}).encode()
         request = urllib.request.Request(
             f"{server.address}/v1/completions", body, {"Content-Type": "application/json"}
         )
         assert json.load(urllib.request.urlopen(request))["usage"]["prompt_tokens"] == len(prompt)
 else:
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
-    model.generate(fill(model), max_new_tokens=2, do_sample=False)
+    model.generate(fill(model), max_new_tokens=16, do_sample=False)
 done.set()
 watching.join()
 states = {
@@ -313,4 +312,4 @@ def test_memory_is_what_plan_states(mesh_tiny: Path, tmp_path: Path) -> None:
         measured = peak - imports
         found = f"{how} {folder.name}: {measured:,} bytes, {stated:,} planned of {states}"
         print(found)
-        assert 0.95 * stated <= measured <= 1.05 * stated + SMALL_MODEL_SLACK, found
+        assert 0.95 * stated <= measured <= 1.05 * stated + (SERVER if how == "serve" else 0), found
