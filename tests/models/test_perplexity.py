@@ -44,7 +44,7 @@ def expected(original: PreTrainedModel, documents: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize(
     ("weights", "tolerance"),
     [
-        pytest.param("bf16", 0.0005, marks=pytest.mark.thorough),
+        pytest.param("bf16", 0.001, marks=pytest.mark.thorough),  # torch's products differ by as much among processors
         pytest.param("int8", 0.002, marks=pytest.mark.thorough),
         ("int4", 0.01),
         pytest.param("lut4", 0.01, marks=pytest.mark.thorough),

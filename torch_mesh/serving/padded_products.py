@@ -7,6 +7,7 @@ of a prompt's and its keys' lengths. A server that sees all lengths would grow b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from torch_mesh.hf.torch_compat import is_tracing, multiplies_bf16
 
-_COMPILED_ROWS = 1024  # up to so many, oneDNN compiles a product for each number of rows
-_STEP = 32  # of the numbers of rows that it is given
-# torch divides the rows of attention into blocks: from so many rows on, of that size.
-_BLOCKS = ((768, 256), (192, 64), (0, 32))
+# From so many rows on they are padded to a multiple of that. torch divides attention's into blocks of such a size.
+_LINEAR = ((1024, 64), (0, 32))
+_ATTENTION = ((768, 256), (192, 64), (0, 32))
 _KEYS, _COPIED_KEYS = 64, 2048  # keys are padded to a multiple of 64, which copies them, up to so many
 _DECODED_ROWS = 4  # of a forward that is left alone: there are few such numbers
 _MODE = "_mesh_padding"  # attribute of a model during a forward
@@ -43,15 +43,25 @@ class PaddedProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _missing(rows: int, sizes: Sequence[tuple[int, int]]) -> int:
+    """How many rows to add."""
+    return -rows % next(size for least, size in sizes if rows >= least) if rows > _DECODED_ROWS else 0
+
+
+def _with_rows(tensor: Tensor, rows: int, value: float = 0.0) -> Tensor:
+    return functional.pad(tensor, (0, 0, 0, rows), value=value) if rows else tensor
+
+
 def _is_compiled(input: Tensor) -> bool:
     return input.is_cpu and input.dtype in (torch.bfloat16, torch.float16)
 
 
 def _padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.numel() // max(1, input.size(-1))
-    if not _is_compiled(input) or rows >= _COMPILED_ROWS:
+    missing = _missing(rows, _LINEAR)
+    if not missing or not _is_compiled(input):
         return functional.linear(input, weight, bias)
-    padded = functional.pad(input.reshape(rows, -1), (0, 0, 0, -rows % _STEP))
+    padded = _with_rows(input.reshape(rows, -1), missing)
     return functional.linear(padded, weight, bias)[:rows].view(*input.shape[:-1], -1)
 
 
@@ -66,15 +76,16 @@ def _padded_attention(
 ) -> Tensor:
     rows, keys = query.size(-2), key.size(-2)
     if _is_compiled(query) and (attn_mask is not None or (is_causal and rows == keys)):
-        more_rows = -rows % next(size for least, size in _BLOCKS if rows >= least)
-        more_keys = more_rows if attn_mask is None else -keys % _KEYS if keys <= _COPIED_KEYS else 0
-        query = functional.pad(query, (0, 0, 0, more_rows))
-        key, value = (functional.pad(each, (0, 0, 0, more_keys)) for each in (key, value))
+        missing = _missing(rows, _ATTENTION)
+        missing_keys = missing if attn_mask is None else -keys % _KEYS if keys <= _COPIED_KEYS else 0
+        query, key, value = _with_rows(query, missing), _with_rows(key, missing_keys), _with_rows(value, missing_keys)
         if attn_mask is not None:
-            hidden = False if attn_mask.dtype == torch.bool else -torch.inf
-            added = more_rows if attn_mask.size(-2) == rows > 1 else 0
-            attn_mask = functional.pad(attn_mask.expand(*attn_mask.shape[:-1], keys), (0, more_keys), value=hidden)
-            attn_mask = functional.pad(attn_mask, (0, 0, 0, added), value=True)  # of rows that see all keys
+            if missing_keys:
+                hidden = False if attn_mask.dtype == torch.bool else -torch.inf
+                attn_mask = attn_mask.expand(*attn_mask.shape[:-1], keys)
+                attn_mask = functional.pad(attn_mask, (0, missing_keys), value=hidden)
+            if attn_mask.size(-2) == rows > 1:
+                attn_mask = _with_rows(attn_mask, missing, True)  # they see all keys
     attended = functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **named)
     return attended[..., :rows, :]
 
