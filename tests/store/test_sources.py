@@ -120,8 +120,8 @@ def test_auto_leaves_no_more_error_than_it_says(kind: str, tmp_path: Path) -> No
             if made.kept:
                 assert (off.abs() <= 2.0**-22 * expected.abs()).all(), (layer, expert, part)
             else:
-                # Of scales in bf16 by what their mantissas happen to be.
-                assert off.norm() <= 1.4 * said.error * expected.norm(), (layer, expert, part)
+                # A value rounded to bf16 is off by 2^-8 at most. The few values of fp8 with one scale may all be so.
+                assert off.norm() <= max(1.4 * said.error, 2.0**-8) * expected.norm(), (layer, expert, part)
 
 
 @pytest.mark.parametrize("kind", every_other_quick(ALL, 1))
