@@ -78,6 +78,7 @@ def test_no_other_file_imports_a_private_name() -> None:
 NOT_UPSTREAM = {
     "_C",
     "_DetailedStats",
+    "_asdict",
     "_current_frames",
     "_exit",
     "_getframe",

@@ -117,6 +117,8 @@ def test_log_probabilities_are_the_model_s(chat: Callable[..., Any], plain: tupl
     inputs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     made = model.generate(**inputs, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
     expected = [logits[0].float().log_softmax(-1) for logits in made.logits]
+    # A prompt in a server has another number of rows: its logits may be two steps of bf16 away.
+    allowed = 2 * 2.0**-7 * max(logits.abs().max().item() for logits in made.logits)
     # Neither a temperature nor a bias changes what the model thinks of a token.
     found = chat(logprobs=True, top_logprobs=3, logit_bias={"7": -100}).choices[0].logprobs.content
     streamed = [
@@ -127,8 +129,9 @@ def test_log_probabilities_are_the_model_s(chat: Callable[..., Any], plain: tupl
     for tokens in (found, streamed):
         assert len(tokens) == 8
         for token, row in zip(tokens, expected, strict=True):
-            assert token.logprob == pytest.approx(row.max().item(), abs=0.05)
-            assert [each.logprob for each in token.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=0.05)
+            assert token.logprob == pytest.approx(row.max().item(), abs=allowed)
+            top = [each.logprob for each in token.top_logprobs]
+            assert top == pytest.approx(row.topk(3).values.tolist(), abs=allowed)
     assert "".join(token.token for token in found) == chat().choices[0].message.content
     assert chat(logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
