@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -115,3 +117,33 @@ def test_a_failed_forward_leaves_nothing_behind(given: dict[str, set[int]]) -> N
         layer(inputs_embeds=x, broken=True)
     functional.linear(x, layer.out.weight)
     assert given["linear"] == {33}
+
+
+def test_a_decode_step_beside_a_prompt_does_not_end_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padded_products, "multiplies_bf16", lambda: True)
+    layer, began, ended = Layer().bfloat16().requires_grad_(False), threading.Event(), threading.Event()
+    pad_products(layer)
+
+    def wait(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].size(1) > 1:  # the prompt's
+            began.set()
+            assert ended.wait(60)
+
+    layer.into.register_forward_pre_hook(wait)
+
+    @torch.no_grad()
+    def compute(rows: int) -> tuple[int, int]:
+        """How many modes there are before the forward and after it."""
+        before = torch._C._len_torch_function_stack()
+        layer(inputs_embeds=torch.randn(1, rows, HEADS * SIZE).bfloat16())
+        return before, torch._C._len_torch_function_stack()
+
+    with ThreadPoolExecutor(2) as threads:
+        prompt = threads.submit(compute, 33)
+        assert began.wait(60)
+        step = threads.submit(compute, 1)
+        try:
+            assert step.result(60) == (0, 0)
+        finally:
+            ended.set()
+        assert prompt.result(60) == (0, 0)

@@ -7,6 +7,7 @@ of a prompt's and its keys' lengths. A server that sees all lengths would grow b
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ _LINEAR = ((1024, 64), (0, 32))
 _ATTENTION = ((768, 256), (192, 64), (0, 32))
 _KEYS, _COPIED_KEYS = 64, 2048  # keys are padded to a multiple of 64, which copies them, up to so many
 _DECODED_ROWS = 4  # of a forward that is left alone: there are few such numbers
-_MODE = "_mesh_padding"  # attribute of a model during a forward
+_forward = threading.local()  # its mode: batches and the worker may compute at the same time
 
 
 def pad_products(model: nn.Module) -> None:
@@ -94,12 +95,11 @@ def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
     tokens = next((each.shape[:2].numel() for each in given if isinstance(each, Tensor)), 0)
     if tokens > _DECODED_ROWS and not torch.is_grad_enabled() and not is_tracing():
-        mode = PaddedProducts()
-        mode.__enter__()
-        setattr(model, _MODE, mode)
+        _forward.mode = PaddedProducts()
+        _forward.mode.__enter__()
 
 
 def _end(model: Any, *_: Any) -> None:
-    mode = vars(model).pop(_MODE, None)
+    mode = vars(_forward).pop("mode", None)
     if mode is not None:
         mode.__exit__(None, None, None)
