@@ -61,12 +61,8 @@ def find_tables(
     if choice == "off":
         return []
     if not isinstance(choice, tuple):
-        inputs = _inputs(model)
-        return [
-            table
-            for table in _large(model)
-            if id(table.module) not in inputs or (vocabularies and not _reads_vocabulary(model))
-        ]
+        in_memory = set() if vocabularies and not _reads_vocabulary(model) else _inputs(model)
+        return [table for table in _large(model) if id(table.module) not in in_memory]
     found: dict[str, TableLayer] = {}
     for name in choice:
         matching = [table for table in embeddings(model) if f".{table.path}".endswith(f".{name}")]
@@ -84,8 +80,8 @@ def find_tables(
 
 def find_vocabularies(model: nn.Module) -> list[TableLayer]:
     """The input embeddings of at least ``MIN_VALUES`` values that are only looked up and tied to nothing."""
-    inputs = _inputs(model)
-    return [table for table in _large(model) if id(table.module) in inputs and not _reads_vocabulary(model)]
+    inputs = set() if _reads_vocabulary(model) else _inputs(model)
+    return [table for table in _large(model) if id(table.module) in inputs]
 
 
 def _large(model: nn.Module) -> list[TableLayer]:
