@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch_mesh.serving.engine import Job, Token
 from torch_mesh.serving.text import Detokenizer, Stops
-from torch_mesh.serving.tool_calls import Call, Form, Parser, Piece
+from torch_mesh.serving.tool_calls import AnswerFormat, Call, Piece, parser_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Answer:
         engine: computes it.
         job: the sequence's inputs and options.
         tokenizer: of transformers.
-        form: how the model writes calls and reasoning. None: all text is content.
+        format: how the model writes calls and reasoning. None: all text is content.
         schemas: the parameters' JSON schema by tool.
         prompt_end: text of the prompt's last tokens.
         stops: stop sequences.
@@ -39,7 +39,7 @@ class Answer:
     engine: Any
     job: Job
     tokenizer: Any
-    form: Form | None = None
+    format: AnswerFormat | None = None
     schemas: Mapping[str, Any] | None = None
     prompt_end: str = ""
     stops: Sequence[str] = ()
@@ -54,9 +54,9 @@ class Answer:
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Yield parts as they are generated. Closing this iterator ends the computation."""
-        text = Detokenizer(self.tokenizer, self.form.marks if self.form else (), self._ends)
+        text = Detokenizer(self.tokenizer, self.format.marks if self.format else (), self._ends)
         stops = Stops(self.stops)
-        parser = Parser(self.form or Form(), self.schemas, self.prompt_end)
+        parser = parser_of(self.format or AnswerFormat(), self.schemas, self.prompt_end)
         last, called = None, False
         batches = self.engine.tokens(self.job)
         try:
@@ -87,17 +87,8 @@ class Answer:
                 yield Part(pieces, [])
         if called:
             self.finish = "tool_calls"
-        elif self.stopped_by is None and last not in self._ends and self.count >= self._limit():
+        elif self.stopped_by is None and last not in self._ends and self.count >= self.job.config.max_new_tokens:
             self.finish = "length"
-
-    @staticmethod
-    def reasons(form: Form, prompt_end: str) -> bool:
-        """Whether the prompt ends within the model's reasoning."""
-        return Parser(form, None, prompt_end).reasons
-
-    def _limit(self) -> int:
-        limit: int = self.job.config.max_new_tokens
-        return limit
 
 
 @contextlib.asynccontextmanager
@@ -112,7 +103,9 @@ async def running(*work: Awaitable[Any]) -> AsyncIterator[Sequence[asyncio.Futur
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Growing(Protocol):
+class BodyBuilder(Protocol):
+    """Makes the body of a response from the parts of an answer. ``add`` and ``close`` return events of a stream."""
+
     def add(self, part: Part) -> list[str]: ...
 
     def close(self) -> list[str]: ...
@@ -120,12 +113,12 @@ class Growing(Protocol):
     def body(self) -> dict[str, Any]: ...
 
 
-async def whole_body(answer: Answer, form: Growing) -> dict[str, Any]:
+async def whole_body(answer: Answer, builder: BodyBuilder) -> dict[str, Any]:
     async with contextlib.aclosing(answer.parts()) as parts:
         async for part in parts:
-            form.add(part)
-    form.close()
-    return form.body()
+            builder.add(part)
+    builder.close()
+    return builder.body()
 
 
 def _until_call(pieces: Sequence[Piece]) -> list[Piece]:

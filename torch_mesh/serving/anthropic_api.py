@@ -90,7 +90,7 @@ class Anthropic:
                 inputs,
                 given | {"stop": [text for text in given.get("stop_sequences", ()) if text]},
                 limit="max_tokens",
-                form=self._service.prompts.form,
+                format=self._service.prompts.format,
                 tools=tools,
                 schema=json_schema(output["format"], "output_config") if output.get("format") else None,
             )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch_mesh.serving.tool_calls import Form
+from torch_mesh.serving.tool_calls import AnswerFormat
 
 _SPECIAL = re.compile("(<[|\uff5c][^<>]*[|\uff5c]>)")
 _BLANKS = r"( |\n {0,40})?"  # between the parts of JSON; unbounded, a model may write white space forever
@@ -18,9 +18,9 @@ def json_rules(schema: Mapping[str, Any]) -> list[str]:
     return [f"json: {_json(schema)}"]
 
 
-def call_rules(tokenizer: Any, form: Form, tools: Mapping[str, Any], several: bool) -> list[str]:
+def call_rules(tokenizer: Any, format: AnswerFormat, tools: Mapping[str, Any], several: bool) -> list[str]:
     """The rule ``calls``: one call of ``tools``, or ``several``. ``tools``: the parameters' JSON schema by name."""
-    written = form.tools
+    written = format.tools
     assert written is not None
     rules = []
     for index, (name, schema) in enumerate(tools.items()):
@@ -36,15 +36,15 @@ def call_rules(tokenizer: Any, form: Form, tools: Mapping[str, Any], several: bo
         rules.append(f"call: {begin} tool {end}")
     else:
         rules += [f"call: {begin} tool body", *_until(tokenizer, "body", written.end)]
-    several &= not form.harmony  # the end of a call ends the answer
+    several &= not format.channels  # the end of a call ends the answer
     calls = "call" if not several else "call+" if written.header else 'call ("\\n" call)*'
     around = (_text(tokenizer, written.header), calls, _text(tokenizer, written.footer))
     return [f"calls: {' '.join(filter(None, around))}", *rules]
 
 
-def text_rules(tokenizer: Any, form: Form) -> list[str]:
+def text_rules(tokenizer: Any, format: AnswerFormat) -> list[str]:
     """The rule ``text``: any text without the beginning of a call."""
-    written = form.tools
+    written = format.tools
     assert written is not None
     begin = written.header or written.begin
     if _token(tokenizer, begin) is not None:
@@ -52,11 +52,11 @@ def text_rules(tokenizer: Any, form: Form) -> list[str]:
     return ["text: TEXT", f"TEXT: /(?s:.*)/ & ~/(?s:.*{_escaped(begin)}.*)/"]
 
 
-def grammar(tokenizer: Any, form: Form, reasons: bool, answer: str, rules: list[str]) -> str:
+def grammar(tokenizer: Any, format: AnswerFormat, reasons: bool, answer: str, rules: list[str]) -> str:
     """A grammar of ``answer`` (the right side of a rule) after reasoning that the prompt has begun."""
-    if not reasons or form.thinking is None:
+    if not reasons or format.thinking is None:
         return "\n".join([f"start: {answer}", *rules])
-    return "\n".join([f"start: thoughts ({answer})", *_until(tokenizer, "thoughts", form.thinking[1]), *rules])
+    return "\n".join([f"start: thoughts ({answer})", *_until(tokenizer, "thoughts", format.thinking[1]), *rules])
 
 
 def _json(schema: Mapping[str, Any]) -> str:

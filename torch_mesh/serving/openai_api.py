@@ -144,7 +144,7 @@ class OpenAI:
             limit=limit,
             count=given.get("n", 1),
             top=given.get("top_logprobs", 0) if given.get("logprobs") else None,
-            form=service.prompts.form,
+            format=service.prompts.format,
             tools=tools,
             schema=json_schema(given["response_format"], "response_format") if "response_format" in given else None,
         )
@@ -322,7 +322,7 @@ class OpenAI:
             given,
             limit="max_output_tokens",
             top=given.get("top_logprobs", 0) if includes else None,
-            form=service.prompts.form,
+            format=service.prompts.format,
             tools=tools,
             schema=json_schema(text["format"], "text") if text.get("format") else None,
         )

@@ -12,7 +12,7 @@ import torch
 
 from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.requests import check_names, is_parts, wrong
-from torch_mesh.serving.tool_calls import Form, form_of
+from torch_mesh.serving.tool_calls import AnswerFormat, answer_format
 
 NO_TEMPLATE = (
     "has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json), as models that are not "
@@ -70,8 +70,8 @@ class Prompts:
         return {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
 
     @property
-    def form(self) -> Form:
-        return form_of(self.template, self._model_type)
+    def format(self) -> AnswerFormat:
+        return answer_format(self.template, self._model_type)
 
     def of_text(self, text: str) -> dict[str, Any]:
         return dict(self.tokenizer(text, return_tensors="pt").to(self._device))
@@ -187,8 +187,8 @@ class Prompts:
             )
         given = part["image_url" if kind == "input_image" else kind]
         if kind == "input_audio" and isinstance(given, dict):
-            data, form = given["data"], given.get("format")
-            return {"type": name, "url": f"data:audio/{form};base64,{data}" if form else data}
+            data, encoding = given["data"], given.get("format")
+            return {"type": name, "url": f"data:audio/{encoding};base64,{data}" if encoding else data}
         return {"type": name, "url": given["url"] if isinstance(given, dict) else given}
 
 

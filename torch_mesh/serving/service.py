@@ -21,7 +21,7 @@ from torch_mesh.serving.generation import OptionError, settle
 from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.requests import check_names
-from torch_mesh.serving.tool_calls import Form
+from torch_mesh.serving.tool_calls import AnswerFormat, parser_of
 
 DEFAULT_TOKENS = 1024  # the limit of an answer unless the request has one
 _SCORED_ROWS = 512  # rows of a prompt's logits in memory at a time
@@ -87,7 +87,7 @@ class Service:
             return None
         if choice == "none":
             return None
-        if self.prompts.form.tools is None:
+        if self.prompts.format.tools is None:
             raise RequestError("This server does not know how this model writes tool calls: leave tools out.", "tools")
         schemas: dict[str, Any] = {}
         for each in functions:
@@ -136,7 +136,7 @@ class Service:
         limit: str,
         count: int = 1,
         top: int | None = None,
-        form: Form | None = None,
+        format: AnswerFormat | None = None,
         tools: Tools | None = None,
         schema: tuple[Mapping[str, Any], str] | None = None,
     ) -> list[Answer]:
@@ -148,15 +148,15 @@ class Service:
             limit: the field with the number of tokens.
             count: the number of answers.
             top: record log-probabilities of the chosen and the ``top`` most probable tokens.
-            form: how the model writes calls and reasoning; None for plain text.
+            format: how the model writes calls and reasoning; None for plain text.
             schema: the JSON schema of the answer, and its field.
 
         Raises RequestError for invalid fields.
         """
         config = self._config(given, limit)
         prompt = inputs["input_ids"].shape[-1]
-        prompt_end = self.prompts.end_of(inputs) if form is not None and prompt else ""
-        lark = self._grammar(form, prompt_end, tools, schema) if form is not None else None
+        prompt_end = self.prompts.end_of(inputs) if format is not None and prompt else ""
+        lark = self._grammar(format, prompt_end, tools, schema) if format is not None else None
         if self._batches:
             self._check_batched(given, top, lark)
         made = []
@@ -183,7 +183,7 @@ class Service:
                     self.engine,
                     job,
                     self.prompts.tokenizer,
-                    form,
+                    format,
                     None if tools is None else tools.schemas,
                     prompt_end,
                     given.get("stop", ()),
@@ -258,51 +258,54 @@ class Service:
 
     def _grammar(
         self,
-        form: Form,
+        format: AnswerFormat,
         prompt_end: str,
         tools: Tools | None,
         schema: tuple[Mapping[str, Any], str] | None,
     ) -> tuple[str, str] | None:
         """The grammar of the answer, and its field. None: any answer."""
         tokenizer = self.prompts.tokenizer
-        reasons = Answer.reasons(form, prompt_end)
-        if form.harmony and schema is not None:
+        reasons = parser_of(format, None, prompt_end).is_reasoning
+        if format.channels and schema is not None:
             raise RequestError(f"{schema[1]} is not possible for this model, whose answers have channels.", schema[1])
         rules = [] if schema is None else grammars.json_rules(schema[0])
         if tools is not None:
-            if tools.strict and form.tools is not None and not form.tools.as_json:
+            if tools.strict and format.tools is not None and not format.tools.as_json:
                 raise RequestError(
                     "A tool has strict: true, and this model writes arguments as text between tags, for which there is "
                     "no grammar here: leave strict out.",
                     "tools",
                 )
             if tools.required or tools.strict or schema is not None:
-                rules += grammars.call_rules(tokenizer, form, tools.schemas, tools.several)
+                rules += grammars.call_rules(tokenizer, format, tools.schemas, tools.several)
         if tools is not None and tools.required:
-            return grammars.grammar(tokenizer, form, reasons, "calls", rules), "tool_choice"
+            return grammars.grammar(tokenizer, format, reasons, "calls", rules), "tool_choice"
         if schema is not None:
             answer = "json" if tools is None else "json | calls"
-            return grammars.grammar(tokenizer, form, reasons, answer, rules), schema[1]
+            return grammars.grammar(tokenizer, format, reasons, answer, rules), schema[1]
         if tools is not None and tools.strict:
-            rules += grammars.text_rules(tokenizer, form)
-            return grammars.grammar(tokenizer, form, reasons, "text (calls text)*", rules), "tools"
+            rules += grammars.text_rules(tokenizer, format)
+            return grammars.grammar(tokenizer, format, reasons, "text (calls text)*", rules), "tools"
         return None
 
 
-def json_schema(form: Mapping[str, Any], field: str) -> tuple[Mapping[str, Any], str] | None:
-    """Of ``response_format``, or ``text.format`` of the Responses API. None: any text. Raises RequestError."""
-    kind = form.get("type")
+def json_schema(given: Mapping[str, Any], field: str) -> tuple[Mapping[str, Any], str] | None:
+    """The schema in ``response_format``, or ``text.format`` of the Responses API, and ``field``. None: any text.
+
+    Raises RequestError.
+    """
+    kind = given.get("type")
     if kind in ("text", "json_object"):
-        check_names(field, form, ("type",), field)
+        check_names(field, given, ("type",), field)
         return None if kind == "text" else ({"type": "object"}, field)
     if kind != "json_schema":
         raise RequestError(f"{field} has the type {kind!r}: give text, json_object or json_schema.", field)
-    about = form.get("json_schema", form)
+    about = given.get("json_schema", given)
     schema = about.get("schema") if isinstance(about, dict) else None
     if not isinstance(schema, dict):
         raise RequestError(f"{field} has no schema: give an object, a JSON schema.", field)
-    if about is not form:
-        check_names(field, form, ("type", "json_schema"), field)
+    if about is not given:
+        check_names(field, given, ("type", "json_schema"), field)
     check_names(field, about, ("type", "name", "description", "schema", "strict"), field)
     return schema, field
 

@@ -65,14 +65,12 @@ class Stops:
         if self.found is not None:
             return ""
         text = self._held + text
-        positions = [(position, each) for each in self.sequences if (position := text.find(each)) >= 0]
-        if positions:
-            position, self.found = min(positions)
+        if stop := first_mark(text, self.sequences):
+            position, self.found = stop
             self._held = ""
             return text[:position]
-        held = held_length(text, self.sequences)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        text, self._held = split_held(text, self.sequences)
+        return text
 
     def end(self) -> str:
         """Return the text that was held back."""
@@ -80,7 +78,13 @@ class Stops:
         return held
 
 
-def held_length(text: str, marks: Sequence[str]) -> int:
-    """The length of the longest suffix of ``text`` that is a prefix of one of ``marks``."""
+def first_mark(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
+    """Position and text of the first of ``marks`` in ``text``."""
+    return min(((position, mark) for mark in marks if (position := text.find(mark)) >= 0), default=None)
+
+
+def split_held(text: str, marks: Sequence[str]) -> tuple[str, str]:
+    """Divide ``text`` before its longest suffix that may be the beginning of one of ``marks``."""
     longest = min(len(text), max(map(len, marks), default=0))
-    return next((n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in marks)), 0)
+    held = next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+    return text[: len(text) - held], text[len(text) - held :]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_mesh.serving.text import held_length
+from torch_mesh.serving.text import first_mark, split_held
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class ToolFormat:
         hints: texts that all occur in a chat template of the family.
         begin, end: marks around one call, or around a list of calls.
         read: parses what is between them, given the parameters' JSON schemas by tool. Raises NotACallError.
-        before, after: what stands around a call's name, and its arguments as JSON, where a grammar can force a call.
-            None: the format has no JSON arguments.
+        before, between, after: text before a call's name, between name and arguments, and after them. Grammars that
+            force a call use it.
         header, footer: text around calls, which is not content.
+        as_json: the arguments are one JSON object. A grammar then checks them too.
+        quotes: special tokens around strings of the arguments.
     """
 
     hints: tuple[str, ...]
@@ -60,11 +62,14 @@ class ToolFormat:
     after: str
     header: str = ""
     footer: str = ""
-    as_json: bool = True  # the arguments are one JSON object
+    as_json: bool = True
+    quotes: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.begin, self.end, self.header, self.footer)))
+        """Special tokens that are part of calls."""
+        inner = re.findall(r"<[|\uff5c][^<>]*[|\uff5c]>", self.before + self.between)
+        return (*filter(None, (self.begin, self.end, self.header, self.footer)), *inner, *self.quotes)
 
 
 def _read_json(text: str, _: Mapping[str, Any]) -> list[Call]:
@@ -159,8 +164,17 @@ def _read_gemma(text: str, _: Mapping[str, Any]) -> list[Call]:
     return [Call(found["name"].strip(), _arguments("".join(parts)))]
 
 
-_NAMED_JSON = ('{"name": "', '", "arguments": ', "}")
-
+_ARGUMENTS = '", "arguments": '
+_QWEN = ToolFormat(("<tool_call>",), "<tool_call>", "</tool_call>", _read_json, '\n{"name": "', _ARGUMENTS, "}\n")
+_GPT_OSS = ToolFormat(  # whose channels _ChannelParser reads
+    ("<|channel|>", "commentary"),
+    "<|channel|>",
+    "<|call|>",
+    _reader(r"commentary to=functions\.(?P<name>\S+)[^{]*<\|message\|>(?P<arguments>.*)"),
+    "commentary to=functions.",
+    " <|constrain|>json<|message|>",
+    "",
+)
 # The first whose hints are in the chat template.
 FORMATS = (
     ToolFormat(  # Kimi K2
@@ -244,85 +258,75 @@ FORMATS = (
         "",
         "",
         as_json=False,
+        quotes=(_QUOTE,),
     ),
-    ToolFormat(
-        ("<tool_call>",), "<tool_call>", "</tool_call>", _read_json, "\n" + _NAMED_JSON[0], _NAMED_JSON[1], "}\n"
-    ),
-    ToolFormat(
-        ("<tool_calls>",), "<tool_calls>", "</tool_calls>", _read_json, "[" + _NAMED_JSON[0], _NAMED_JSON[1], "}]"
-    ),
-    ToolFormat(("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _read_json, "[" + _NAMED_JSON[0], _NAMED_JSON[1], "}]"),
-    ToolFormat(  # gpt-oss: Parser knows its channels
-        ("<|channel|>", "commentary"),
-        "<|channel|>",
-        "<|call|>",
-        _reader(r"commentary to=functions\.(?P<name>\S+)[^{]*<\|message\|>(?P<arguments>.*)"),
-        "commentary to=functions.",
-        " <|constrain|>json<|message|>",
-        "",
-    ),
+    _QWEN,
+    ToolFormat(("<tool_calls>",), "<tool_calls>", "</tool_calls>", _read_json, '[{"name": "', _ARGUMENTS, "}]"),
+    ToolFormat(("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _read_json, '[{"name": "', _ARGUMENTS, "}]"),
+    _GPT_OSS,
 )
 # Families whose checkpoints may have no chat template that shows the format.
-_BY_MODEL = {"qwen2_moe": FORMATS[7], "qwen3_moe": FORMATS[7], "qwen3_next": FORMATS[7]}
+_BY_MODEL = {"qwen2_moe": _QWEN, "qwen3_moe": _QWEN, "qwen3_next": _QWEN}
 
 # Marks around reasoning.
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
-_HARMONY = "<|channel|>"
+_CHANNEL_TOKENS = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a model writes tool calls, if it supports them, and reasoning."""
+class AnswerFormat:
+    """How a model writes tool calls, if it supports them, and reasoning. ``channels``: into channels, as gpt-oss."""
 
     tools: ToolFormat | None = None
     thinking: tuple[str, str] | None = None
-    harmony: bool = False
+    channels: bool = False
 
     @property
     def marks(self) -> frozenset[str]:
         """Special tokens that must be decoded."""
-        channels = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")
-        inner = re.findall(r"<[|\uff5c][^<>]*[|\uff5c]>", self.tools.before + self.tools.between) if self.tools else ()
-        quotes = (_QUOTE,) if self.tools is not None and self.tools.read is _read_gemma else ()
-        marks = self.tools.marks if self.tools else ()
-        return frozenset((*marks, *inner, *quotes, *(self.thinking or ()), *(channels if self.harmony else ())))
+        calls = self.tools.marks if self.tools else ()
+        return frozenset((*calls, *(self.thinking or ()), *(_CHANNEL_TOKENS if self.channels else ())))
 
 
-def form_of(template: str | None, model_type: str) -> Form:
-    """Find the form by the chat template, or else by the model's type."""
+def answer_format(template: str | None, model_type: str) -> AnswerFormat:
+    """Find the format by the chat template, or else by the model's type."""
     text = template or ""
     tools = next((each for each in FORMATS if all(hint in text for hint in each.hints)), None)
     thinking = next((pair for pair in _THINKING if pair[1] in text), None)
-    return Form(tools or _BY_MODEL.get(model_type), thinking, _HARMONY in text and "<|message|>" in text)
+    channels = "<|channel|>" in text and "<|message|>" in text
+    return AnswerFormat(tools or _BY_MODEL.get(model_type), thinking, channels)
+
+
+def parser_of(format: AnswerFormat, schemas: Mapping[str, Any] | None, prompt_end: str) -> Parser | _ChannelParser:
+    """Return an object that divides an answer into content, reasoning and calls while it is generated.
+
+    Args:
+        schemas: the parameters' JSON schema by tool. None: calls are content, except in channels.
+        prompt_end: the end of the prompt, which may have begun the reasoning.
+    """
+    return _ChannelParser() if format.channels else Parser(format, schemas, prompt_end)
 
 
 @dataclass
 class Parser:
-    """Divides an answer into content, reasoning and calls while it is generated.
+    """Finds calls and reasoning by the marks around them; see ``parser_of``."""
 
-    Args:
-        form: of the model.
-        schemas: the parameters' JSON schema by tool. None: calls are content.
-        prompt_end: the end of the prompt, which may have begun the reasoning.
-    """
-
-    form: Form
+    format: AnswerFormat
     schemas: Mapping[str, Any] | None
-    prompt_end: str = ""
+    prompt_end: str
     _state: str = field(default="content", init=False)
     _text: str = field(default="", init=False)
     _blank: str = field(default="", init=False)  # held back: white space before a mark is not content
     _begun: bool = field(default=False, init=False)  # there was text since the last mark
 
     def __post_init__(self) -> None:
-        if self.form.harmony:
-            self._state = "between"
-        elif self.form.thinking and self.prompt_end.rstrip().endswith(self.form.thinking[0].rstrip()):
+        thinking = self.format.thinking
+        if thinking and self.prompt_end.rstrip().endswith(thinking[0].rstrip()):
             self._state = "reasoning"
         self._begun = self._state == "content"
 
     @property
-    def reasons(self) -> bool:
+    def is_reasoning(self) -> bool:
         return self._state == "reasoning"
 
     def push(self, text: str) -> list[Piece]:
@@ -331,51 +335,37 @@ class Parser:
 
     def end(self) -> list[Piece]:
         """The remaining pieces. An incomplete call is content."""
-        state, text, self._text = self._state, self._text, ""
-        if self.form.harmony:
-            return self._end_of_channel(state, text)
-        if state == "call" and self.form.tools is not None:
-            return [Content(self._blank + self.form.tools.begin + text)]
-        kind = Reasoning if state == "reasoning" else Content
+        text, self._text = self._text, ""
+        if self._state == "call" and self.format.tools is not None:
+            return [Content(self._blank + self.format.tools.begin + text)]
+        kind = Reasoning if self.is_reasoning else Content
         text = self._blank + text if self._begun else text
-        return [kind(text)] if text and (state == "content" or text.strip()) else []
+        return [kind(text)] if text and (self._state == "content" or text.strip()) else []
 
     def _pieces(self) -> Iterator[Piece]:
-        if self.form.harmony:
-            yield from self._channels()
-            return
-        while True:
-            marks = self._marks()
-            positions = [(position, each) for each in marks if (position := self._text.find(each)) >= 0]
-            if not positions:
-                break
-            position, mark = min(positions)
+        while found := first_mark(self._text, self._marks()):
+            position, mark = found
             before, self._text = self._text[:position], self._text[position + len(mark) :]
             if self._state == "call":
                 yield from self._call(before)
                 continue
             yield from self._say(before)
             self._blank, self._begun = "", False
-            tools = self.form.tools
+            tools, thinking = self.format.tools, self.format.thinking
             if tools is not None and mark == tools.begin:
                 self._state = "call"
-            elif self.form.thinking is not None and mark in self.form.thinking:
-                self._state = "reasoning" if mark == self.form.thinking[0] else "content"
+            elif thinking is not None and mark in thinking:
+                self._state = "reasoning" if mark == thinking[0] else "content"
         if self._state != "call":
-            yield from self._say(self._ready(marks))
-
-    def _ready(self, marks: Sequence[str]) -> str:
-        """Takes the text that cannot begin one of ``marks``."""
-        held = held_length(self._text, marks)
-        ready, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
-        return ready
+            ready, self._text = split_held(self._text, self._marks())
+            yield from self._say(ready)
 
     def _marks(self) -> Sequence[str]:
         """The marks that end the current state."""
-        tools, thinking = self.form.tools if self.schemas is not None else None, self.form.thinking
+        tools, thinking = self.format.tools if self.schemas is not None else None, self.format.thinking
         if self._state == "call":
             return (tools.end,) if tools is not None else ()
-        if self._state == "reasoning":
+        if self.is_reasoning:
             return (thinking[1],) if thinking is not None else ()
         found = (thinking[0],) if thinking is not None else ()
         return (*found, *filter(None, (tools.begin, tools.header, tools.footer))) if tools is not None else found
@@ -391,10 +381,10 @@ class Parser:
         said = (self._blank + text).rstrip()
         self._blank = (self._blank + text)[len(said) :]
         if said:
-            yield Reasoning(said) if self._state == "reasoning" else Content(said)
+            yield Reasoning(said) if self.is_reasoning else Content(said)
 
     def _call(self, text: str) -> Iterator[Piece]:
-        tools = self.form.tools
+        tools = self.format.tools
         assert tools is not None
         self._state = "content"
         try:
@@ -403,42 +393,51 @@ class Parser:
             self._begun = True
             yield Content(tools.begin + text + tools.end)
 
-    # gpt-oss writes messages into channels: <|channel|>NAME<|message|>TEXT, and then <|end|>, <|call|> or <|return|>.
-    def _channels(self) -> Iterator[Piece]:
+
+class _ChannelParser:
+    """gpt-oss's messages: ``<|channel|>NAME<|message|>TEXT``, and then ``<|end|>``, ``<|call|>`` or ``<|return|>``."""
+
+    is_reasoning = False  # a prompt ends between messages
+
+    def __init__(self) -> None:
+        self._state = "between"
+        self._text = self._name = ""
+
+    def push(self, text: str) -> list[Piece]:
+        self._text += text
+        return list(self._pieces())
+
+    def end(self) -> list[Piece]:
+        """The remaining pieces. An incomplete call is content."""
+        text, self._text = self._text, ""
+        return [] if self._state == "between" else list(self._message(text))
+
+    def _pieces(self) -> Iterator[Piece]:
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
         while True:
             if self._state == "between":
                 _, found, rest = self._text.partition("<|channel|>")
-                head, complete, body = rest.partition("<|message|>")
+                name, complete, body = rest.partition("<|message|>")
                 if not found or not complete:
                     return
-                self._text, self._head = body, head
-                self._state = "call" if "to=functions." in head else "reasoning" if "analysis" in head else "content"
-            positions = [position for each in ends if (position := self._text.find(each)) >= 0]
-            if positions:
-                body, self._text = self._text[: min(positions)], self._text[min(positions) :]
-                yield from self._in_channel(body)
-                self._state = "between"
-                continue
-            if self._state == "call":
-                return
-            yield from self._in_channel(self._ready(ends))
-            return
+                self._text, self._name = body, name
+                self._state = "call" if "to=functions." in name else "reasoning" if "analysis" in name else "content"
+            end = first_mark(self._text, ends)
+            if end is None:
+                break
+            body, self._text = self._text[: end[0]], self._text[end[0] :]
+            yield from self._message(body)
+            self._state = "between"
+        if self._state != "call":
+            ready, self._text = split_held(self._text, ends)
+            yield from self._message(ready)
 
-    _head: str = field(default="", init=False)
-
-    def _in_channel(self, body: str) -> Iterator[Piece]:
+    def _message(self, body: str) -> Iterator[Piece]:
         if self._state != "call":
             if body:
                 yield Reasoning(body) if self._state == "reasoning" else Content(body)
             return
         try:
-            yield from FORMATS[-1].read(f"{self._head}<|message|>{body}", {})
+            yield from _GPT_OSS.read(f"{self._name}<|message|>{body}", {})
         except NotACallError:
             yield Content(body)
-
-    def _end_of_channel(self, state: str, text: str) -> list[Piece]:
-        if state == "between":
-            return []
-        self._state = state
-        return list(self._in_channel(text))
