@@ -80,7 +80,7 @@ def add_kept_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str] = frozenset()) -> None:
-    from torch_mesh.serving.server import OPTIONS
+    from torch_mesh.serving.options import OPTIONS
 
     group = parser.add_argument_group("how it is served")
     for option in OPTIONS:
@@ -101,7 +101,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    from torch_mesh.serving.server import OPTIONS
+    from torch_mesh.serving.options import OPTIONS
 
     given = ((option.name, getattr(arguments, option.name, None)) for option in OPTIONS)
     return {name: value for name, value in given if value is not None}

@@ -26,9 +26,9 @@ from torch_mesh.serving.errors import AnsweredError, describe
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.serving.openai_api import OpenAI, new_id
 from torch_mesh.serving.opening import open_processor, open_served, source_of
+from torch_mesh.serving.options import settle_options
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.requests import CHAT, COMPLETIONS, PROMPTS, RESPONSES
-from torch_mesh.serving.server import settle_options
 from torch_mesh.serving.service import Service
 from torch_mesh.system.atomic_files import new_file
 
@@ -194,7 +194,7 @@ class _Sized(Batches):
 
 @contextlib.contextmanager
 def opened(model: str, config: MeshConfig, given: Mapping[str, Any], at_once: int) -> Iterator[Service]:
-    """A model, to be asked until the block ends. ``given``: of serving.server.OPTIONS, by name.
+    """A model, to be asked until the block ends. ``given``: OPTIONS by name.
 
     Raises ValueError for an option that cannot be, and what opening a model raises.
     """
