@@ -57,7 +57,7 @@ def run_requests(folder: Path, requests: Path, concurrent: int) -> dict[str, flo
     out = requests.with_name(f"answers-{concurrent}.jsonl")
     out.unlink(missing_ok=True)
     parsed = offline.read_requests(requests)
-    with offline.opened(str(folder), torch_mesh.MeshConfig(resident=RESIDENT), {}, concurrent) as service:
+    with offline.open_service(str(folder), torch_mesh.MeshConfig(resident=RESIDENT), {}, concurrent) as service:
         offline.check(service, parsed, requests)  # also starts the computing thread
         torch_mesh.reset_stats(service.model)
         begin = time.perf_counter()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from torch_mesh.serving.generation import _KINDS, OptionError, check_options, settle
+from torch_mesh.serving.generation import _KINDS, OptionError, check_options, normalize_options
 
 # One that each option may be, and ones that it may not.
 RIGHT: dict[str, Any] = {
@@ -51,7 +51,7 @@ def test_what_is_allowed_generate_can_do(given: dict[str, Any], rng: np.random.G
 
     def made(**options: Any) -> torch.Tensor:
         config = GenerationConfig(max_new_tokens=4, pad_token_id=0, **options)
-        settle(config, model.generation_config)
+        normalize_options(config, model.generation_config)
         return model.generate(prompt, generation_config=config)
 
     tokens = made(do_sample=True, **given)
@@ -62,7 +62,7 @@ def test_what_is_allowed_generate_can_do(given: dict[str, Any], rng: np.random.G
 
 def test_what_the_model_s_makers_say_is_not_the_client_s_fault() -> None:
     makers, asked = (GenerationConfig(do_sample=False, top_k=-7, max_new_tokens=new) for new in (None, 3))
-    settle(asked, makers)
+    normalize_options(asked, makers)
     asked.top_k = -6
     with pytest.raises(OptionError, match="top_k is -6"):
-        settle(asked, makers)
+        normalize_options(asked, makers)

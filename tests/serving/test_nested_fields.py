@@ -149,13 +149,13 @@ def test_variables_that_the_template_reads_are_taken(server: Any, monkeypatch: p
 
 def test_the_model_is_told_that_a_tool_has_failed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    of_messages = server.prompts.of_messages
+    encode_messages = server.prompts.encode_messages
 
     def watch(messages: Any, *arguments: Any) -> Any:
         seen.extend(messages)
-        return of_messages(messages, *arguments)
+        return encode_messages(messages, *arguments)
 
-    monkeypatch.setattr(server.prompts, "of_messages", watch)
+    monkeypatch.setattr(server.prompts, "encode_messages", watch)
     result = {"type": "tool_result", "tool_use_id": "1", "content": "no such file"}
     assert _post(server, MESSAGES, theirs(result | {"is_error": True}, result))[0] == 200
     assert [each["content"] for each in seen[:2]] == ["Error: no such file", "no such file"]

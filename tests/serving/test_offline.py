@@ -20,7 +20,7 @@ import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
 from torch_mesh.serving import offline
-from torch_mesh.serving.offline import read_requests, without_answer
+from torch_mesh.serving.offline import read_requests, unanswered
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -171,10 +171,10 @@ def test_answers_to_other_requests_are_not_touched(folder: Path, paths: tuple[Pa
     before = answers.read_bytes()
     for changed in ([_line("a", prompt="Hello", max_tokens=3)], [_line("b", prompt="Hello", max_tokens=2)]):
         with pytest.raises(ValueError, match="name another file"):
-            without_answer(read_requests(_write(requests, changed)), answers)
+            unanswered(read_requests(_write(requests, changed)), answers)
     answers.write_text("notes\n")
     with pytest.raises(ValueError, match="name another file"):
-        without_answer(read_requests(requests), answers)
+        unanswered(read_requests(requests), answers)
     assert answers.read_text() == "notes\n" and before
 
 
@@ -198,7 +198,7 @@ def test_requests_that_are_computed_together_share_reads(
     requests, answers = paths
     _write(requests, [_line(f"{number}", prompt=f"Verse {number} of", max_tokens=12) for number in range(8)])
     read, forwards = [], []
-    opened = offline.opened
+    opened = offline.open_service
 
     @contextlib.contextmanager
     def measured(model: str, config: MeshConfig, given: Any, at_once: int) -> Iterator[Any]:
@@ -223,7 +223,7 @@ def test_requests_that_are_computed_together_share_reads(
             read.append(torch_mesh.stats(service.model).bytes_read)
             forwards.append(len(calls))
 
-    monkeypatch.setattr(offline, "opened", measured)
+    monkeypatch.setattr(offline, "open_service", measured)
     for at_once in (1, 8):
         answers.unlink(missing_ok=True)
         assert _run(folder, requests, answers, "--at-once", str(at_once)) == 0

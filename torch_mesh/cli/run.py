@@ -54,11 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = given_config(arguments)
     requests = offline.read_requests(arguments.requests)
-    left = offline.without_answer(requests, arguments.answers)
+    left = offline.unanswered(requests, arguments.answers)
     arguments.interrupted = "interrupted: repeat the command to continue"
     failed = 0
     if left:
-        with offline.opened(arguments.model, config, given_options(arguments), arguments.at_once) as service:
+        with offline.open_service(arguments.model, config, given_options(arguments), arguments.at_once) as service:
             offline.check(service, left, arguments.requests)
             with progress_bar("Answering", unit="request") as progress:
                 failed = asyncio.run(offline.answer(service, left, arguments.answers, arguments.at_once, progress))

@@ -53,18 +53,18 @@ _FIELDS: dict[str, Kind] = {
     "context_management": only(),
     "mcp_servers": only([]),
 }
-_OF_BLOCKS = {"type": ANY, "cache_control": ANY}
+_BLOCK_FIELDS = {"type": ANY, "cache_control": ANY}
 # The blocks of a message, by role and type: their needed fields, and others.
 _BLOCKS: dict[str, dict[str, tuple[dict[str, Kind], dict[str, Kind]]]] = {
     "user": {
-        "text": ({"text": TEXT}, _OF_BLOCKS),
-        "image": ({"source": OBJECT}, _OF_BLOCKS),
-        "tool_result": ({"tool_use_id": TEXT}, {"content": _TEXT_OR_LIST, "is_error": BOOL, **_OF_BLOCKS}),
+        "text": ({"text": TEXT}, _BLOCK_FIELDS),
+        "image": ({"source": OBJECT}, _BLOCK_FIELDS),
+        "tool_result": ({"tool_use_id": TEXT}, {"content": _TEXT_OR_LIST, "is_error": BOOL, **_BLOCK_FIELDS}),
     },
     "assistant": {
-        "text": ({"text": TEXT}, _OF_BLOCKS),
-        "tool_use": ({"id": TEXT, "name": TEXT, "input": OBJECT}, _OF_BLOCKS),
-        "thinking": ({"thinking": TEXT}, {"signature": ANY, **_OF_BLOCKS}),
+        "text": ({"text": TEXT}, _BLOCK_FIELDS),
+        "tool_use": ({"id": TEXT, "name": TEXT, "input": OBJECT}, _BLOCK_FIELDS),
+        "thinking": ({"thinking": TEXT}, {"signature": ANY, **_BLOCK_FIELDS}),
     },
 }
 _THINKING = Kind("adaptive or disabled: reasoning has no budget here", lambda value: value in ("adaptive", "disabled"))
@@ -118,25 +118,27 @@ class Anthropic:
         messages = list(_messages(given))
         output = given.get("output_config", {})
         if unknown := sorted(set(output) - {"format", "effort"}):
-            raise RequestError(f"output_config has {unknown[0]!r}, which is not here: leave it out.", "output_config")
+            raise RequestError(
+                f"output_config has {unknown[0]!r}, which this server does not support: leave it out.", "output_config"
+            )
         arguments = self._service.template_arguments({}, output.get("effort"), "output_config")
         if (thinking := given.get("thinking")) is not None:
             check_object("thinking", thinking, "thinking", {"type": _THINKING}, {"budget_tokens": ANY})
             if thinking["type"] == "disabled":
-                if not self._service.prompts.knows("enable_thinking"):
+                if not self._service.prompts.reads("enable_thinking"):
                     raise RequestError(
                         "This model's chat template has no switch for thinking: leave it out.", "thinking"
                     )
                 arguments["enable_thinking"] = False
-        goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         shown = None if tools is None else tools.shown
-        inputs = self._service.prompts.of_messages(messages, shown, arguments, "messages", goes_on)
+        inputs = self._service.prompts.encode_messages(messages, shown, arguments, "messages", continues)
         if inputs["input_ids"].shape[-1] == 0:
             raise RequestError("messages has no tokens: give some text.", "messages")
         return inputs, tools
 
     def _tools(self, given: Mapping[str, Any]) -> Tools | None:
-        """The answer of the Service, from fields in OpenAI's form."""
+        """``Service.tools`` of these fields, converted to OpenAI's."""
         functions = []
         for index, tool in enumerate(given.get("tools", ())):
             where = f"tools[{index}]"
@@ -277,27 +279,24 @@ class _Message:
             if isinstance(piece, Call):
                 block = {"type": "tool_use", "id": new_id("toolu_"), "name": piece.name, "input": {}}
                 delta: Body = {"type": "input_json_delta", "partial_json": piece.arguments}
-                events += [*self._close(), *self._begin(block), self._delta(delta)]
+                events += [*self.close(), *self._begin(block), self._delta(delta)]
                 self._blocks[-1] = block | {"input": json.loads(piece.arguments)}
-                events += self._close()
+                events += self.close()
                 continue
             kind = "thinking" if isinstance(piece, Reasoning) else "text"
             if not self._open or self._blocks[-1]["type"] != kind:
                 signature = {"signature": ""} if kind == "thinking" else {}
-                events += [*self._close(), *self._begin({"type": kind, kind: "", **signature})]
+                events += [*self.close(), *self._begin({"type": kind, kind: "", **signature})]
             self._blocks[-1][kind] += piece.text
             events.append(self._delta({"type": f"{kind}_delta", kind: piece.text}))
         return events
-
-    def close(self) -> list[str]:
-        return self._close()
 
     def _begin(self, block: Body) -> list[str]:
         self._blocks.append(dict(block))
         self._open = True
         return [_event("content_block_start", index=len(self._blocks) - 1, content_block=block)]
 
-    def _close(self) -> list[str]:
+    def close(self) -> list[str]:
         if not self._open:
             return []
         self._open = False

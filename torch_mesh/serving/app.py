@@ -24,7 +24,6 @@ from torch_mesh.serving.errors import (
     AnsweredError,
     KeyNeededError,
     MissingFieldError,
-    ModelNotFoundError,
     answer_errors,
     describe,
     describe_at,
@@ -58,7 +57,7 @@ def build_app(
         found = await _while_connected(request, made)
         if isinstance(found, dict):
             return JSONResponse(found)
-        parts = _kept_alive(_with_its_error(found), service.engine.progress.describe)
+        parts = _kept_alive(_ending_with_error(found), service.engine.progress.describe)
         return StreamingResponse(parts, media_type="text/event-stream")
 
     posts = {
@@ -88,8 +87,7 @@ def build_app(
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        if name != service.served:
-            raise ModelNotFoundError(f"The model {name!r} is not here. This server has {service.served!r}.", "model")
+        check_model(name, service.served)
         return about()
 
     @app.post("/load_model", response_model=None)
@@ -124,7 +122,7 @@ async def _while_connected(request: Request, made: Awaitable[Any]) -> Any:
     async with running(made, _disconnected(request)) as tasks:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise _GoneError("The client has gone.")
+            raise _DisconnectedError("The client has disconnected.")
         return tasks[0].result()
 
 
@@ -133,11 +131,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class _GoneError(AnsweredError):
+class _DisconnectedError(AnsweredError):
     status = 499  # client closed the request: for the log only
 
 
-async def _with_its_error(parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def _ending_with_error(parts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     try:
         async with contextlib.aclosing(parts) as several:
             async for part in several:

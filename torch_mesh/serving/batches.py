@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from torch_mesh.serving.admission import RESERVE_BYTES, check_blocks, check_positions
-from torch_mesh.serving.engine import Engine, Job, Token, explained
+from torch_mesh.serving.engine import Engine, Job, Token, client_error
 from torch_mesh.serving.errors import AnsweredError, RequestError, RequestTooLongError, StoppingError
 from torch_mesh.system.memory import left_bytes
 
@@ -99,7 +99,7 @@ class Batches(Engine):
                     raise output
                 if output.error is not None:
                     self._raise_if_ended()
-                    raise explained(RuntimeError(output.error), job)
+                    raise client_error(RuntimeError(output.error), job)
                 made = output.generated_tokens[sent:]
                 sent += len(made)
                 if made:
@@ -114,7 +114,7 @@ class Batches(Engine):
             if not self._active:
                 self._idle.set()
 
-    def cut_off(self) -> None:
+    def abort(self) -> None:
         self._stopping = True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
@@ -152,7 +152,7 @@ class Batches(Engine):
             config.use_cache = False  # its blocks replace a cache
             self._sampling = _sampling(job)
             self._manager = self.kept.model.init_continuous_batching(
-                generation_config=config, continuous_batching_config=_that_fit(self._configured)
+                generation_config=config, continuous_batching_config=_sized_config(self._configured)
             )
             self._manager.start()
 
@@ -173,7 +173,7 @@ def _sampling(job: Job) -> tuple[Any, ...]:
     return tuple(getattr(job.config, name, None) for name in _SAMPLING) if job.config.do_sample else ()
 
 
-def _that_fit(configured: dict[str, Any]) -> Any:
+def _sized_config(configured: dict[str, Any]) -> Any:
     """The given number of blocks, or as many as fit in the free memory: transformers ignores cgroups and other
     processes."""
     import psutil

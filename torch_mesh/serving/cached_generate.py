@@ -1,4 +1,4 @@
-"""``generate`` of a model in a program of one's own, with the keys of prompts on disk."""
+"""``torch_mesh.cache_prefixes``: a model's ``generate`` keeps the keys and values of prompts on disk."""
 
 from __future__ import annotations
 

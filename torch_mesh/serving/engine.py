@@ -1,4 +1,4 @@
-"""Run ``generate`` for requests, one at a time, in a thread, and pass on tokens as they are generated."""
+"""Run ``generate`` for requests in a thread, one at a time, and pass on tokens as they are generated."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Engine:
             raise StoppingError
         return await asyncio.wrap_future(self.worker.submit(work))
 
-    def cut_off(self) -> None:
+    def abort(self) -> None:
         """End all jobs with StoppingError, and accept no more. Callable from any thread."""
         self._stopping = True
         for stream in list(self._streams):
@@ -162,11 +162,11 @@ class Engine:
             stream.finish()
         except Exception as error:  # noqa: BLE001  passed on to the client
             stream.fail(
-                StoppingError() if self._stopping and isinstance(error, RuntimeError) else explained(error, job)
+                StoppingError() if self._stopping and isinstance(error, RuntimeError) else client_error(error, job)
             )
 
 
-def explained(error: Exception, job: Job) -> Exception:
+def client_error(error: Exception, job: Job) -> Exception:
     """The error for the client. Errors that the client did not cause are logged with their traceback."""
     if isinstance(error, AnsweredError):
         return error

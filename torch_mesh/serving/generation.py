@@ -62,7 +62,7 @@ TEXTS = Kind(
     lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)),
 )
 
-_COLDEST = 1e-5  # lower temperatures are 0: logits would overflow, and sampling fail
+_MIN_TEMPERATURE = 1e-5  # lower temperatures are 0: logits would overflow, and sampling fail
 
 # transformers alone knows the values of other options.
 _KINDS = {
@@ -117,14 +117,14 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise OptionError(name, f"{name} is {value!r}: give {kind.words}.")
 
 
-def settle(config: GenerationConfig, model: GenerationConfig) -> None:
+def normalize_options(config: GenerationConfig, model: GenerationConfig) -> None:
     """Normalize ``config`` for generate: 2.0 where a client says 2, greedy for temperatures near 0.
 
     ``model``: the model's own defaults, which a client cannot fix. Raises OptionError for invalid options of the
     client.
     """
     check_options({name: value for name, value in vars(config).items() if value != getattr(model, name, None)})
-    if config.temperature is not None and config.temperature < _COLDEST:
+    if config.temperature is not None and config.temperature < _MIN_TEMPERATURE:
         config.temperature, config.do_sample = 0, False
     for name in ("temperature", "repetition_penalty"):
         if (value := getattr(config, name, None)) is not None:

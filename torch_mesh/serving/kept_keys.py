@@ -24,7 +24,7 @@ from torch_mesh.serving.prefix_cache import PrefixCache, PrefixCounts
 from torch_mesh.system.memory import trim_heap
 
 # Arguments of generate that do not affect what is computed for a token.
-_HARMLESS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer", "logits_processor"}
+_NEUTRAL_ARGUMENTS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer", "logits_processor"}
 # Overhead of a tensor: Python and torch objects, and shared pages. Measured: 1.0 to 2.4 KB.
 _TENSOR_BYTES = 4096
 
@@ -67,11 +67,12 @@ class Counts:
 
 @dataclass
 class KeptKeys:
-    """Replaces ``generate`` of a served model, one call at a time. ``limit``: bytes of memory to keep between calls.
-    ``prefixes``: on disk.
+    """Replaces ``generate`` of a served model, one call at a time.
 
-    With an ``admission``, a call without enough memory raises RequestTooLongError after all conversations were dropped
-    for it.
+    Args:
+        limit: bytes of memory for conversations between calls.
+        admission: refuses a call that does not fit into memory, once all conversations have been dropped for it.
+        prefixes: further conversations, on disk.
     """
 
     model: Any
@@ -84,7 +85,7 @@ class KeptKeys:
     def __post_init__(self) -> None:
         self._generate: Callable[..., Any] = self.model.generate
         self._lock = threading.Lock()
-        self._computing: _Seen | None = None
+        self._computing: _TokenRecorder | None = None
         self._config = self.model.config.get_text_config(decoder=True)
         self._is_supported = not cache_state.unsupported_reason(self.model)
         if self.prefixes is not None:
@@ -96,14 +97,14 @@ class KeptKeys:
         return tokens
 
     def run(self, arguments: dict[str, Any], config: GenerationConfig, options: Collection[str] = ()) -> Any:
-        """The result of the model's generate. ``options``: those ``arguments`` that ``config`` has as well."""
-        seen = _Seen(arguments["input_ids"])
+        """Return what the model's generate returns. ``options``: names of ``arguments`` that ``config`` has too."""
+        seen = _TokenRecorder(arguments["input_ids"])
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), seen])
         prompt = arguments["input_ids"]
         with self._lock:
             if self.prefixes is not None:
-                self.prefixes.look()
-            conversation = self._taken(prompt[0]) if self._can_keep(arguments, config, options) else None
+                self.prefixes.refresh()
+            conversation = self._take(prompt[0]) if self._can_keep(arguments, config, options) else None
             checkpoints = None
             self.counts.prompt_tokens += prompt.numel()
             self._computing = seen
@@ -123,7 +124,7 @@ class KeptKeys:
                 self._computing = None
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
                 states = {} if checkpoints is None else checkpoints.finish()
-                if conversation is not None and _settle(conversation, seen.tokens[0], complete):
+                if conversation is not None and _record_tokens(conversation, seen.tokens[0], complete):
                     self._keep(conversation)
                     if self.prefixes is not None:
                         self.prefixes.save(conversation.tokens, conversation.cache, states)
@@ -167,7 +168,7 @@ class KeptKeys:
 
     def _can_keep(self, arguments: dict[str, Any], config: GenerationConfig, options: Collection[str]) -> bool:
         prompt, mask = arguments["input_ids"], arguments.get("attention_mask")
-        others = set(arguments) - _HARMLESS - {"stopping_criteria"} - set(options)
+        others = set(arguments) - _NEUTRAL_ARGUMENTS - {"stopping_criteria"} - set(options)
         return (
             self._is_supported
             and (self.limit > 0 or self.prefixes is not None)
@@ -198,7 +199,7 @@ class KeptKeys:
             self.conversations.append(conversation)
         return Conversation(tokens[:length], cache)
 
-    def _taken(self, tokens: Tensor) -> Conversation:
+    def _take(self, tokens: Tensor) -> Conversation:
         """The kept conversation with the longest common prefix, rewound; or a new one."""
         best = max(self.conversations, key=lambda each: each.common(tokens), default=None)
         length = 0 if best is None else best.common(tokens)
@@ -226,7 +227,7 @@ class KeptKeys:
         self.counts.kept_tokens = sum(len(each.tokens) for each in self.conversations)
 
 
-class _Seen(StoppingCriteria):
+class _TokenRecorder(StoppingCriteria):
     """Records the tokens up to the last completed step."""
 
     def __init__(self, prompt: Tensor) -> None:
@@ -237,10 +238,10 @@ class _Seen(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _settle(conversation: Conversation, tokens: Tensor, complete: bool) -> bool:
-    """Note which ``tokens`` [n] a conversation's cache has. False if that is unknown.
+def _record_tokens(conversation: Conversation, tokens: Tensor, complete: bool) -> bool:
+    """Set the tokens of a conversation to those of ``tokens`` [n] that its cache holds. False if these are unknown.
 
-    ``complete``: no forward failed. It may have updated the states of some layers.
+    ``complete``: no forward failed. One that failed may have updated the states of some layers.
     """
     length = cache_state.length(conversation.cache)
     if not length or length > len(tokens):
@@ -253,8 +254,8 @@ def _settle(conversation: Conversation, tokens: Tensor, complete: bool) -> bool:
 
 
 def _can_crop(layer: Any, surplus: int) -> bool:
-    """A sliding window layer must still have the window before the token that it rewinds to. A state of all tokens
-    cannot be rewound."""
+    """Whether a layer can drop its last ``surplus`` tokens: a sliding window must still be complete, and a state of all
+    tokens cannot be rewound."""
     if cache_state.has_state(layer):
         return surplus == 0
     if not cache_state.is_window(layer) or not layer.is_initialized:

@@ -18,20 +18,20 @@ _BY_PHASE = {
     "hits": "Of those, resident ones.",
     "cold_misses": "Of those, ones that had to be read.",
     "inflight_misses": "Of those, ones that were being read already.",
-    "prefetches": "Reads that were queued before a forward asked.",
+    "prefetches": "Reads that were queued before a forward needed them.",
     "prefetches_used": "Of those, ones that a forward used.",
-    "prefetches_unused": "Of those, ones that were evicted, or failed, before a forward asked.",
+    "prefetches_unused": "Of those, ones that were evicted, or failed, before a forward used them.",
     "promoted": "Reads that made an expert resident.",
     "evicted": "Experts that lost their slot to others.",
     "failed": "Reads that ended in an error.",
 }
-_OF_PREFIXES = {
+_PREFIX_COUNTS = {
     "hits": "Prompts of which a beginning was read from the prefix cache.",
     "tokens": "Tokens of these beginnings.",
     "read_bytes": "Bytes of keys and values that were read from it.",
     "written_bytes": "Bytes of keys and values that were written to it.",
 }
-_OF_SERVER = {
+_REQUEST_COUNTS = {
     "prompt_tokens": "Tokens of the prompts.",
     "reused_tokens": "Of those, tokens whose keys had been kept.",
     "generated_tokens": "Tokens that were generated.",
@@ -55,22 +55,24 @@ class Metrics:
         yield _by_phase(stats, "stall_seconds", "torch_mesh_wait_seconds", "Time that forwards waited for reads.")
         yield GaugeMetricFamily("torch_mesh_slots", "Experts that may be resident now.", stats.slots)
         yield GaugeMetricFamily("torch_mesh_slots_limit", "Experts that may be resident at most.", stats.max_slots)
-        for name, about in _OF_SERVER.items():
+        for name, about in _REQUEST_COUNTS.items():
             yield CounterMetricFamily(
                 f"torch_mesh_{name}", f"{about} Not with continuous batching.", getattr(counts, name)
             )
-        for name, about in _OF_PREFIXES.items():
+        for name, about in _PREFIX_COUNTS.items():
             yield CounterMetricFamily(f"torch_mesh_prefix_{name}", about, getattr(counts.prefixes, name))
         reading = self._progress.tokens
         yield GaugeMetricFamily("torch_mesh_reading_tokens", "Tokens of the prompt that is being read.", reading)
         done = self._progress.fraction if reading else 0
         yield GaugeMetricFamily("torch_mesh_reading_fraction", "How much of it has been read.", done)
-        yield GaugeMetricFamily("torch_mesh_kept_keys_bytes", "Keys and values of conversations.", counts.kept_bytes)
-        yield GaugeMetricFamily("torch_mesh_kept_tokens", "Tokens of which they are.", counts.kept_tokens)
+        yield GaugeMetricFamily(
+            "torch_mesh_kept_keys_bytes", "Keys and values of conversations in memory.", counts.kept_bytes
+        )
+        yield GaugeMetricFamily("torch_mesh_kept_tokens", "Tokens of conversations in memory.", counts.kept_tokens)
 
 
 def _by_phase(stats: Stats, counter: str, name: str, about: str) -> CounterMetricFamily:
-    """Omits counts of neither phase."""
+    """Counts of prompts and decode steps, without those of other calls."""
     family = CounterMetricFamily(name, about, labels=["phase"])
     for phase in PHASES:
         family.add_metric([phase], getattr(getattr(stats, phase), counter))

@@ -26,7 +26,7 @@ from torch_mesh.serving.errors import AnsweredError, describe
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.serving.openai_api import OpenAI, new_id
 from torch_mesh.serving.opening import open_processor, open_served, source_of
-from torch_mesh.serving.options import settle_options
+from torch_mesh.serving.options import complete_options
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.requests import CHAT, COMPLETIONS, PROMPTS, RESPONSES
 from torch_mesh.serving.service import Service
@@ -35,11 +35,11 @@ from torch_mesh.system.atomic_files import new_file
 _LOG = logging.getLogger(__name__)
 _KINDS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
 _FIELDS = {"custom_id", "method", "url", "body"}  # of a line of OpenAI's batch files
-_SHOWN = 5  # mistakes that an error names
+_MAX_NAMED = 5  # mistakes that an error names
 _PAGE = 256  # tokens in a block of transformers' continuous batching, unless it is given
 _MAX_ROWS = 4096  # of a forward: transformers has a mask of each with every key
-# Fields by which sequences are drawn: those of a batch have them in common.
-_DRAWN = ("temperature", "top_p", "top_k", "generation_config")
+# The sampling options, which all sequences of a batch share.
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "generation_config")
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def _id(given: object) -> str:
 
 def _raise_if(wrong: Sequence[str], path: Path) -> None:
     if wrong:
-        more = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise ValueError(f"{path} is not right, and nothing was computed: {'; '.join(wrong[:_SHOWN])}{more}")
+        more = f", and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        raise ValueError(f"{path} is not right, and nothing was computed: {'; '.join(wrong[:_MAX_NAMED])}{more}")
 
 
-def without_answer(requests: Sequence[Request], out: Path) -> list[Request]:
-    """Those ``requests`` that ``out`` has no answer to. From ``out``, failed ones and a line that was cut off go.
+def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
+    """Return the ``requests`` without an answer in ``out``. Removes failed answers and an incomplete line from ``out``.
 
     Raises ValueError for a file with anything else, or with an answer to another request of that custom_id.
     """
@@ -157,9 +157,9 @@ def without_answer(requests: Sequence[Request], out: Path) -> list[Request]:
     return [request for request in requests if request.id in asked]
 
 
-class _Sized(Batches):
-    """With blocks and forwards for the requests that are computed at once: transformers would take all memory that is
-    left."""
+class _SizedBatches(Batches):
+    """Batches with blocks and forwards for the requests that are computed at once: transformers would take all memory
+    that is left."""
 
     def __init__(self, kept: KeptKeys, tokenizer: Any, configured: dict[str, Any], at_once: int) -> None:
         super().__init__(kept, tokenizer, configured)
@@ -167,13 +167,13 @@ class _Sized(Batches):
         self._needs: list[tuple[int, int]] = []  # tokens of each sequence, and of its prompt
 
     def check(self, job: Job) -> None:
-        """The size of the blocks is not known before the last one."""
+        """Checks all but the memory: ``choose_sizes`` does that when all jobs are known."""
         self.check_options(job)
         prompt = len(job.prompt)
         self._needs.append((prompt + job.config.max_new_tokens, prompt))
 
-    def settle(self) -> None:
-        """After all sequences were checked. Raises RequestTooLongError where the longest does not fit in memory."""
+    def choose_sizes(self) -> None:
+        """Choose the number of blocks and rows. Raises RequestTooLongError where the longest sequence does not fit."""
         self._needs.sort(reverse=True)
         admission = self.kept.admission
         assert admission is not None
@@ -193,13 +193,13 @@ class _Sized(Batches):
 
 
 @contextlib.contextmanager
-def opened(model: str, config: MeshConfig, given: Mapping[str, Any], at_once: int) -> Iterator[Service]:
-    """A model, to be asked until the block ends. ``given``: OPTIONS by name.
+def open_service(model: str, config: MeshConfig, given: Mapping[str, Any], at_once: int) -> Iterator[Service]:
+    """Open a model, and close it when the block ends. ``given``: OPTIONS by name.
 
     Raises ValueError for an option that cannot be, and what opening a model raises.
     """
     source = source_of(model)
-    options = settle_options(given)
+    options = complete_options(given)
     processor = open_processor(source, options["trust_remote_code"])
     found = open_served(source, config, options)
     prompts = Prompts(source.name, processor, found.config.model_type, found.device, options["arguments"])
@@ -208,7 +208,7 @@ def opened(model: str, config: MeshConfig, given: Mapping[str, Any], at_once: in
     # Of other layers transformers' continuous batching knows nothing.
     batches = hasattr(found, "init_continuous_batching") and layers <= {DynamicLayer, DynamicSlidingWindowLayer}
     if batches:
-        engine: Engine = _Sized(kept, prompts.tokenizer, options["blocks"], at_once)
+        engine: Engine = _SizedBatches(kept, prompts.tokenizer, options["blocks"], at_once)
     else:
         _LOG.warning("transformers computes %s one sequence at a time: it has no continuous batching.", source.name)
         engine = Engine(kept, prompts.tokenizer)
@@ -230,8 +230,8 @@ def check(service: Service, requests: Sequence[Request], path: Path) -> None:
         except (AnsweredError, ValueError) as error:
             wrong.append(f"line {request.line}: {error}")
     _raise_if(wrong, path)
-    if isinstance(service.engine, _Sized):
-        service.engine.settle()
+    if isinstance(service.engine, _SizedBatches):
+        service.engine.choose_sizes()
 
 
 async def answer(
@@ -243,8 +243,10 @@ async def answer(
     Raises MeshError where the model computes no more, OSError for a full disk. What was written stays.
     """
     api = OpenAI(service)
-    # Sequences that are drawn differently wait for each other.
-    order = iter(sorted(requests, key=lambda each: json.dumps([each.body.get(name) for name in _DRAWN], default=str)))
+    # Sequences with other sampling options wait for each other.
+    order = iter(
+        sorted(requests, key=lambda each: json.dumps([each.body.get(name) for name in _SAMPLING_FIELDS], default=str))
+    )
     done, failed = 0, 0
     with out.open("ab", buffering=0) as file:
 

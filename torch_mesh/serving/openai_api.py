@@ -135,7 +135,7 @@ class OpenAI:
         limit = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         tools = service.tools(given)
         arguments = service.template_arguments(given, given.get("reasoning_effort"), "reasoning_effort")
-        inputs = service.prompts.of_messages(
+        inputs = service.prompts.encode_messages(
             given["messages"], None if tools is None else tools.shown, arguments, "messages"
         )
         return service.answers(
@@ -221,7 +221,8 @@ class OpenAI:
                 if top is not None:
                     known = await service.engine.run(lambda each=each: service.score(each, top))
             some = list(zip(flat, said, strict=True))[index * best : (index + 1) * best]
-            some.sort(key=lambda pair: -_mean_logprob(pair[1])) if best > count else None
+            if best > count:
+                some.sort(key=lambda pair: -_mean_logprob(pair[1]))
             for answer, found in some[:count]:
                 logprobs = None
                 if top is not None:
@@ -240,7 +241,7 @@ class OpenAI:
         if isinstance(prompts, str) or isinstance(prompts[0], int):
             prompts = [prompts]
         inputs = [
-            service.prompts.of_text(each) if isinstance(each, str) else service.prompts.of_tokens(each)
+            service.prompts.encode_text(each) if isinstance(each, str) else service.prompts.encode_tokens(each)
             for each in prompts
         ]
         count, top = given.get("n", 1), given.get("logprobs")
@@ -316,7 +317,7 @@ class OpenAI:
         tools = service.tools(given)
         arguments = service.template_arguments(given, reasoning.get("effort"), "reasoning")
         messages = response_messages(given["input"], given.get("instructions"))
-        inputs = service.prompts.of_messages(messages, None if tools is None else tools.shown, arguments, "input")
+        inputs = service.prompts.encode_messages(messages, None if tools is None else tools.shown, arguments, "input")
         (answer,) = service.answers(
             _not_empty(inputs, "input"),
             given,
@@ -510,7 +511,7 @@ def _mean_logprob(said: Collected) -> float:
     return sum(each.logprob for each in said.logprobs) / max(1, len(said.logprobs))
 
 
-def _not_empty(inputs: Mapping[str, Any], asked: str) -> Mapping[str, Any]:
+def _not_empty(inputs: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     if inputs["input_ids"].shape[-1] == 0:
-        raise RequestError(f"{asked} has no tokens: give some text.", asked)
+        raise RequestError(f"{field} has no tokens: give some text.", field)
     return inputs

@@ -76,7 +76,7 @@ OPTIONS = (
 )
 
 
-def settle_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def complete_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the ``given`` OPTIONS, set log level and seed, and return all options.
 
     The result also has ``arguments`` of the chat template, ``prefix_bytes``, and ``blocks``: the options of continuous

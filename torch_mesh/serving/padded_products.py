@@ -1,8 +1,8 @@
-"""Products of a server: prompts of all lengths share a few that torch has compiled.
+"""Pad the rows of a server's matrix products, so that prompts of all lengths share a few compiled ones.
 
-On processors with bf16 products torch multiplies with oneDNN. For each number of rows up to about a thousand, and each
-shape of weights, it compiles 0.33 MB of code that it never frees. Attention takes less, but with a mask for each pair
-of a prompt's and its keys' lengths. A server that sees all lengths would grow by a gigabyte (docs/decisions/0072).
+On processors with bf16 products torch multiplies with oneDNN, which compiles 0.33 MB of code for each number of rows
+(up to about a thousand) and each shape of weights, and never frees it. Masked attention takes less, but for each pair
+of numbers of rows and keys. A server that sees all lengths would grow by a gigabyte (docs/decisions/0072).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from torch_mesh.hf.torch_compat import is_tracing, multiplies_bf16
 
-# From so many rows on they are padded to a multiple of that. torch divides attention's into blocks of such a size.
+# (n, size): n rows or more are padded to a multiple of ``size``. torch computes attention in blocks of these sizes.
 _LINEAR = ((1024, 64), (0, 32))
 _ATTENTION = ((768, 256), (192, 64), (0, 32))
-_KEYS, _COPIED_KEYS = 64, 2048  # keys are padded to a multiple of 64, which copies them, up to so many
-_DECODED_ROWS = 4  # of a forward that is left alone: there are few such numbers
-_forward = threading.local()  # its mode: batches and the worker may compute at the same time
+_KEY_MULTIPLE, _MAX_PADDED_KEYS = 64, 2048  # padding copies the keys, so longer ones are not padded
+_DECODED_ROWS = 4  # forwards of so few rows are not padded: they need few products
+_forward = threading.local()  # the mode of this thread's forward: batches and the worker may compute at the same time
 
 
 def pad_products(model: nn.Module) -> None:
@@ -44,8 +44,8 @@ class PaddedProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _missing(rows: int, sizes: Sequence[tuple[int, int]]) -> int:
-    """How many rows to add."""
+def _padding(rows: int, sizes: Sequence[tuple[int, int]]) -> int:
+    """The number of rows to add."""
     return -rows % next(size for least, size in sizes if rows >= least) if rows > _DECODED_ROWS else 0
 
 
@@ -59,10 +59,10 @@ def _is_compiled(input: Tensor) -> bool:
 
 def _padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.numel() // max(1, input.size(-1))
-    missing = _missing(rows, _LINEAR)
-    if not missing or not _is_compiled(input):
+    padding = _padding(rows, _LINEAR)
+    if not padding or not _is_compiled(input):
         return functional.linear(input, weight, bias)
-    padded = _with_rows(input.reshape(rows, -1), missing)
+    padded = _with_rows(input.reshape(rows, -1), padding)
     return functional.linear(padded, weight, bias)[:rows].view(*input.shape[:-1], -1)
 
 
@@ -77,16 +77,16 @@ def _padded_attention(
 ) -> Tensor:
     rows, keys = query.size(-2), key.size(-2)
     if _is_compiled(query) and (attn_mask is not None or (is_causal and rows == keys)):
-        missing = _missing(rows, _ATTENTION)
-        missing_keys = missing if attn_mask is None else -keys % _KEYS if keys <= _COPIED_KEYS else 0
-        query, key, value = _with_rows(query, missing), _with_rows(key, missing_keys), _with_rows(value, missing_keys)
+        padding = _padding(rows, _ATTENTION)
+        key_padding = padding if attn_mask is None else -keys % _KEY_MULTIPLE if keys <= _MAX_PADDED_KEYS else 0
+        query, key, value = _with_rows(query, padding), _with_rows(key, key_padding), _with_rows(value, key_padding)
         if attn_mask is not None:
-            if missing_keys:
+            if key_padding:
                 hidden = False if attn_mask.dtype == torch.bool else -torch.inf
                 attn_mask = attn_mask.expand(*attn_mask.shape[:-1], keys)
-                attn_mask = functional.pad(attn_mask, (0, missing_keys), value=hidden)
+                attn_mask = functional.pad(attn_mask, (0, key_padding), value=hidden)
             if attn_mask.size(-2) == rows > 1:
-                attn_mask = _with_rows(attn_mask, missing, True)  # they see all keys
+                attn_mask = _with_rows(attn_mask, padding, True)  # added rows see all keys
     attended = functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **named)
     return attended[..., :rows, :]
 

@@ -1,4 +1,4 @@
-"""Keys and values of prompts on disk: read where a prompt begins as an earlier one, of any conversation or process.
+"""Keep keys and values on disk, for prompts that begin like an earlier one of any conversation or process.
 
 A sequence is divided into blocks of 64 tokens and a shorter last one. A block's name follows from the model's identity
 and all tokens up to its end, so that equal beginnings share their blocks. Linear attention has states of all tokens
@@ -37,9 +37,9 @@ _ROWS, _WINDOW, _STATE = "rows", "window", "state"  # kinds of files of a block
 _READERS = 4  # threads
 _MAX_PENDING = 1 << 30  # bytes that wait to be written, beyond which nothing more is
 _ENDING = 10.0  # seconds for what is still to be written when the cache is closed
-# Of linear attention, whose states take as much as the rows of hundreds of tokens:
-_STRETCHES = 4  # of a prompt's messages, the longest ones, before the end of which a state is kept
-_LONG = 256  # tokens of such a message, at least
+# A state of linear attention takes as much as the rows of hundreds of tokens. It is kept at the ends of a prompt's
+# longest messages: of so many, with at least so many tokens.
+_MAX_MESSAGES, _MIN_MESSAGE = 4, 256
 # Kinds of rotary embeddings by which the keys of a token depend on the tokens after it.
 _BY_LENGTH = ("dynamic", "longrope")
 
@@ -77,7 +77,7 @@ class Found:
 
 
 class PrefixCache:
-    """Of one model. ``find`` may be called from any thread, the rest from the one that generates.
+    """The prefix cache of one model. ``find`` may be called from any thread, the rest from the one that generates.
 
     Args:
         limit: bytes of files, of all models together. The least recently used go first.
@@ -104,20 +104,20 @@ class PrefixCache:
         self._folder = prefix_folder()
         name = os.path.basename(os.path.normpath(model.config.name_or_path or type(model).__name__))
         self._name = re.sub(r"[^\w.-]", "-", name)[:100].lstrip(".")
-        self.look()
+        self.refresh()
         self._writer = _Writer(self.counts)
         self._finalizer = weakref.finalize(self, self._writer.end, _ENDING)
 
     def close(self) -> None:
-        """Write what waits to be written, for at most ten seconds, and no more."""
+        """Write what is pending, for at most ten seconds, and end the thread that writes."""
         self._finalizer()
 
     def flush(self) -> None:
         """Return when all that was given to ``save`` is written."""
         self._writer.flush()
 
-    def look(self) -> None:
-        """Notice changes of the model: what was kept for another one is not found, until that is back."""
+    def refresh(self) -> None:
+        """Compute the model's identity again, so that only blocks of the model as it is now are found."""
         root = self._identity.digest()
         if root != getattr(self, "_root", None):
             self._files = PrefixBlocks(self._folder / f"{self._name}-{root.hex()[:16]}", self._limit)
@@ -176,7 +176,7 @@ class PrefixCache:
         return Checkpoints(self._model, cache, start, sorted(each for each in positions if each > start))
 
     def save(self, tokens: Tensor, cache: DynamicCache, states: dict[int, dict[str, Tensor]]) -> None:
-        """Write what a sequence [n] has in ``cache``, behind the caller. ``states`` of linear attention by position."""
+        """Write what ``cache`` has of a sequence [n], in the background. ``states`` of linear attention by position."""
         files, chain = self._files, list(_chain(self._root, tokens.cpu()))
         if self._linear and not files.has(chain[-1].file(_STATE)):
             states = states | {len(tokens): cache_state.states(cache)}
@@ -244,8 +244,8 @@ class PrefixCache:
     def _long_messages(self, tokens: Tensor) -> list[int]:
         """The ends of the longest messages."""
         marks = torch.isin(tokens.cpu(), self._marks).nonzero()[:, 0].tolist()
-        stretches = sorted(((end - start, end) for start, end in itertools.pairwise([0, *marks])), reverse=True)
-        return [end for tokens, end in stretches[:_STRETCHES] if tokens >= _LONG]
+        messages = sorted(((end - start, end) for start, end in itertools.pairwise([0, *marks])), reverse=True)
+        return [end for tokens, end in messages[:_MAX_MESSAGES] if tokens >= _MIN_MESSAGE]
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class _Job:
 
 
 class _Writer:
-    """A thread that writes files behind the answers."""
+    """A thread that writes files in the background."""
 
     def __init__(self, counts: PrefixCounts) -> None:
         self._counts = counts

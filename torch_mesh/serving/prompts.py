@@ -73,46 +73,46 @@ class Prompts:
     def format(self) -> AnswerFormat:
         return answer_format(self.template, self._model_type)
 
-    def of_text(self, text: str) -> dict[str, Any]:
+    def encode_text(self, text: str) -> dict[str, Any]:
         return dict(self.tokenizer(text, return_tensors="pt").to(self._device))
 
-    def of_tokens(self, ids: Sequence[int]) -> dict[str, Any]:
+    def encode_tokens(self, ids: Sequence[int]) -> dict[str, Any]:
         found = torch.tensor([list(ids)], device=self._device)
         return {"input_ids": found, "attention_mask": torch.ones_like(found)}
 
-    def of_messages(
+    def encode_messages(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         arguments: Mapping[str, Any],
-        asked: str,
-        goes_on: bool = False,
+        field: str,
+        continues: bool = False,
     ) -> dict[str, Any]:
         """Inputs for the model's turn after ``messages``.
 
         Args:
             tools: in the form of chat completions.
             arguments: variables of the chat template.
-            asked: field of the request with the messages.
-            goes_on: the last message is the beginning of the answer.
+            field: field of the request with the messages.
+            continues: the last message is the beginning of the answer.
 
         Raises RequestError for messages that the template or the model does not accept.
         """
         template = self.template
         if not template:
-            raise RequestError(f"This model {self._model} {NO_TEMPLATE}", asked)
+            raise RequestError(f"This model {self._model} {NO_TEMPLATE}", field)
         if tools and "tools" not in template:
             raise RequestError("This model's chat template has no tools: ask without them.", "tools")
         for index, message in enumerate(messages):
-            self._check_read(f"{asked}[{index}]", message, asked)
-        rendered = [self._message(message, template, asked) for message in messages]
+            self._check_message(f"{field}[{index}]", message, field)
+        rendered = [self._message(message, template, field) for message in messages]
 
         def render(**options: Any) -> Any:
             return self.processor.apply_chat_template(
                 rendered,
                 tools=list(tools) if tools else None,
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
                 **options,
                 **{**self._arguments, **arguments},
             )
@@ -126,34 +126,34 @@ class Prompts:
         except Exception as error:  # templates may raise anything
             raise RequestError(
                 f"The model's chat template does not accept this request: {error}. "
-                f"Change {asked}, tools or chat_template_kwargs.",
-                asked,
+                f"Change {field}, tools or chat_template_kwargs.",
+                field,
             ) from error
         for index, message in later.items():
             if not all(text.strip() in shown for text in _texts(message["content"])):
                 raise RequestError(
-                    f"{asked}[{index}] is a {messages[index]['role']} message that the model's chat template leaves "
+                    f"{field}[{index}] is a {messages[index]['role']} message that the model's chat template leaves "
                     "out there: put it first.",
-                    asked,
+                    field,
                 )
         return dict(inputs.to(self._device))
 
-    def end_of(self, inputs: Mapping[str, Any]) -> str:
+    def decode_end(self, inputs: Mapping[str, Any]) -> str:
         """The last tokens of a prompt as text."""
         text: str = self.tokenizer.decode(inputs["input_ids"][0, -16:].tolist())
         return text
 
-    def knows(self, variable: str) -> bool:
+    def reads(self, variable: str) -> bool:
         return re.search(rf"\b{re.escape(variable)}\b", self.template or "") is not None
 
-    def _check_read(self, where: str, message: Mapping[str, Any], asked: str) -> None:
+    def _check_message(self, where: str, message: Mapping[str, Any], field: str) -> None:
         """Raises RequestError for a role and for fields of which the chat template reads nothing."""
         role = message["role"]
         if role not in (*_ROLES, "developer") and not re.search(rf"['\"]{re.escape(role)}['\"]", self.template or ""):
-            raise wrong(asked, f"{where}.role", role, f"{', '.join(_ROLES)} or developer")
-        check_names(where, message, [*_NAMES, *filter(self.knows, message)], asked)
+            raise wrong(field, f"{where}.role", role, f"{', '.join(_ROLES)} or developer")
+        check_names(where, message, [*_NAMES, *filter(self.reads, message)], field)
 
-    def _message(self, message: Mapping[str, Any], template: str, asked: str) -> dict[str, Any]:
+    def _message(self, message: Mapping[str, Any], template: str, field: str) -> dict[str, Any]:
         made = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
         if made["role"] == "developer" and "developer" not in template:
             made["role"] = "system"
@@ -163,7 +163,7 @@ class Prompts:
                 function["arguments"] = json.loads(function["arguments"])
         content = made.get("content")
         if isinstance(content, list):
-            parts = [self._part(part, asked) for part in content]
+            parts = [self._part(part, field) for part in content]
             if all(part["type"] == "text" for part in parts) and self.processor is self.tokenizer:
                 made["content"] = "\n".join(part["text"] for part in parts)
             else:
@@ -174,7 +174,7 @@ class Prompts:
             made["content"] = [{"type": "text", "text": content}]
         return made
 
-    def _part(self, part: Mapping[str, Any], asked: str) -> dict[str, Any]:
+    def _part(self, part: Mapping[str, Any], field: str) -> dict[str, Any]:
         kind = part["type"]
         if kind in _TEXTS:
             return {"type": "text", "text": part["text"]}
@@ -183,7 +183,7 @@ class Prompts:
         needed, name = _MEDIA[kind]
         if getattr(self.processor, needed, None) is None:
             raise RequestError(
-                f"{asked} has a part of type {kind}, which this model does not support: give text.", asked
+                f"{field} has a part of type {kind}, which this model does not support: give text.", field
             )
         given = part["image_url" if kind == "input_image" else kind]
         if kind == "input_audio" and isinstance(given, dict):

@@ -26,7 +26,7 @@ CHAT, COMPLETIONS, RESPONSES, DECISIONS = "chat", "completions", "responses", "d
 # The field with the prompt, by address.
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 
-_DEEPEST = 100  # nesting of lists and objects: copying, rendering and printing are recursive
+_MAX_DEPTH = 100  # nesting of lists and objects: copying, rendering and printing are recursive
 
 TEXT = Kind("text", lambda value: isinstance(value, str))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
@@ -88,7 +88,7 @@ _SAMPLING = {
     "repetition_penalty": FACTOR,
     "generation_config": Kind("an object of generate's options, as JSON text", lambda value: isinstance(value, str)),
 }
-_OF_MESSAGES = {
+_CHAT_FIELDS = {
     "chat_template_kwargs": OBJECT,
     "parallel_tool_calls": BOOL,
     "store": only(False),
@@ -110,7 +110,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
     CHAT: {
         **_COMMON,
         **_SAMPLING,
-        **_OF_MESSAGES,
+        **_CHAT_FIELDS,
         "messages": Kind("a list of messages, one at least", lambda value: isinstance(value, list) and value != []),
         "max_completion_tokens": whole(1),
         "logprobs": BOOL,
@@ -127,7 +127,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
     },
     RESPONSES: {
         **_COMMON,
-        **_OF_MESSAGES,
+        **_CHAT_FIELDS,
         "input": Kind(
             "text, or a list of items, one at least", lambda value: isinstance(value, str | list) and value != []
         ),
@@ -154,7 +154,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
     },
 }
 # Arguments of apply_chat_template that transformers sets.
-_TAKEN = (
+_RESERVED_ARGUMENTS = (
     "conversation",
     "add_generation_prompt",
     "tools",
@@ -195,7 +195,9 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     allowed = {"include_usage": BOOL, "include_obfuscation": only(False)}
     for name, value in options.items():
         if name not in allowed or (name == "include_usage" and kind == RESPONSES):
-            raise RequestError(f"stream_options has {name!r}, which is not here: leave it out.", "stream_options")
+            raise RequestError(
+                f"stream_options has {name!r}, which this server does not support: leave it out.", "stream_options"
+            )
         if value is not None:
             check(f"stream_options.{name}", value, allowed[name], "stream_options")
     if options and not given.get("stream"):
@@ -235,7 +237,7 @@ def known_fields(
     given = {name: value for name, value in body.items() if value is not None and name != "model"}
     for name, value in given.items():
         if name not in fields:
-            raise UnknownFieldError(f"There is no field {name!r} here: leave it out.", name)
+            raise UnknownFieldError(f"This address has no field {name!r}: leave it out.", name)
         check(name, value, fields[name], name)
     for name in needed:
         if name not in given:
@@ -249,7 +251,7 @@ def check_model(model: Any, served: str) -> None:
         raise wrong("model", "model", model, f"{served!r}, or leave it out")
     if model not in (None, served):
         raise ModelNotFoundError(
-            f"The model {model!r} is not here. This server has {served!r} and opens no other model.", "model"
+            f"There is no model {model!r}: this server has {served!r} and opens no other.", "model"
         )
 
 
@@ -259,8 +261,8 @@ def check_values(body: Mapping[str, Any]) -> None:
         left = [(content, 0)]
         while left:
             value, depth = left.pop()
-            if depth > _DEEPEST:
-                raise RequestError(f"{field} has lists or objects nested more than {_DEEPEST} deep.", field)
+            if depth > _MAX_DEPTH:
+                raise RequestError(f"{field} has lists or objects nested more than {_MAX_DEPTH} deep.", field)
             if isinstance(value, dict):
                 left += ((inner, depth + 1) for pair in value.items() for inner in pair)
             elif isinstance(value, list):
@@ -271,7 +273,7 @@ def check_values(body: Mapping[str, Any]) -> None:
                 )
 
 
-_OF_PARTS = {"type": ANY, "cache_control": ANY}
+_PART_FIELDS = {"type": ANY, "cache_control": ANY}
 
 
 def _check_message(where: str, message: Any, field: str) -> None:
@@ -291,7 +293,7 @@ def _check_message(where: str, message: Any, field: str) -> None:
         check_names(path, call, ("id", "type", "index", "function", "name", "arguments"), field)
         function = call.get("function") or call
         check(f"{path}.function", function, OBJECT, field)
-        for name, kind in _CALL.items():
+        for name, kind in _CALL_FIELDS.items():
             check(f"{path}.function.{name}", function.get(name), kind, field)
 
 
@@ -306,14 +308,14 @@ def _check_content(where: str, content: Any, field: str) -> None:
         check(f"{path}.type", kind, TEXT, field)
         if kind in ("text", "input_text", "output_text"):
             earlier = {"annotations": ANY, "logprobs": ANY} if kind == "output_text" else {}
-            check_object(path, part, field, {"text": TEXT}, _OF_PARTS | earlier)
+            check_object(path, part, field, {"text": TEXT}, _PART_FIELDS | earlier)
         elif kind in ("image_url", "input_image", "video_url", "audio_url"):
             name = "image_url" if kind == "input_image" else kind
             given = part.get(name)
             # Only pictures accept a bare URL.
             address = given.get("url") if isinstance(given, dict) else given if name == "image_url" else None
             check(f"{path}.{name}", address, _ADDRESS, field)
-            check_object(path, part, field, {name: ANY}, _OF_PARTS | {"detail": only("auto")})
+            check_object(path, part, field, {name: ANY}, _PART_FIELDS | {"detail": only("auto")})
             if isinstance(given, dict):
                 check_object(f"{path}.{name}", given, field, {"url": TEXT}, {"detail": only("auto")})
         elif kind == "refusal":
@@ -322,7 +324,7 @@ def _check_content(where: str, content: Any, field: str) -> None:
             given = part.get("input_audio")
             data = given.get("data") if isinstance(given, dict) else given
             check(f"{path}.input_audio", data, _SOUND, field)
-            check_object(path, part, field, {"input_audio": ANY}, _OF_PARTS)
+            check_object(path, part, field, {"input_audio": ANY}, _PART_FIELDS)
             if isinstance(given, dict):
                 check_object(f"{path}.input_audio", given, field, {"data": TEXT}, {"format": ANY})
         else:
@@ -338,8 +340,8 @@ def _is_json_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-_CALL = {"name": TEXT, "arguments": Kind("an object, as JSON text", _is_json_object)}
-_OF_ITEMS = {"type": ANY, "id": ANY, "status": ANY}
+_CALL_FIELDS = {"name": TEXT, "arguments": Kind("an object, as JSON text", _is_json_object)}
+_ITEM_FIELDS = {"type": ANY, "id": ANY, "status": ANY}
 
 
 def is_parts(content: Sequence[Mapping[str, Any]]) -> bool:
@@ -360,17 +362,17 @@ def _check_input(content: Any) -> None:
     for index, item in enumerate(content):
         where, kind = f"input[{index}]", item.get("type")
         if kind == "reasoning":
-            check_object(where, item, "input", {}, _OF_ITEMS | {"content": LIST})
+            check_object(where, item, "input", {}, _ITEM_FIELDS | {"content": LIST})
             for part in item.get("content") or ():
                 check(f"{where}.content", part, OBJECT, "input")
                 check(f"{where}.content.text", part.get("text"), TEXT, "input")
         elif "role" in item:
-            check_names(where, item, (*_OF_ITEMS, "role", "content"), "input")
+            check_names(where, item, (*_ITEM_FIELDS, "role", "content"), "input")
             _check_message(where, item, "input")
         elif kind == "function_call":
-            check_object(where, item, "input", {"call_id": TEXT, **_CALL}, _OF_ITEMS)
+            check_object(where, item, "input", {"call_id": TEXT, **_CALL_FIELDS}, _ITEM_FIELDS)
         elif kind == "function_call_output":
-            check_object(where, item, "input", {"call_id": TEXT}, _OF_ITEMS | {"output": ANY})
+            check_object(where, item, "input", {"call_id": TEXT}, _ITEM_FIELDS | {"output": ANY})
             _check_content(f"{where}.output", item.get("output"), "input")
         else:
             raise wrong("input", f"{where}.type", kind, "a message, reasoning, function_call or function_call_output")
@@ -390,7 +392,7 @@ def _check_tool(where: str, tool: Any) -> None:
 
 
 def _check_template_kwargs(arguments: Mapping[str, Any]) -> None:
-    for name in _TAKEN:
+    for name in _RESERVED_ARGUMENTS:
         if name in arguments:
             raise RequestError(
                 f"chat_template_kwargs has {name!r}, which the server sets: give variables of the chat template only.",
@@ -454,7 +456,7 @@ def check_names(where: str, value: Mapping[str, Any], known: Collection[str], fi
     """Raises UnknownFieldError for a name in ``value`` that is not ``known``, unless it is null or an empty list."""
     for name, given in value.items():
         if name not in known and given is not None and given != []:
-            raise UnknownFieldError(f"{where} has {name!r}, which is not here: leave it out.", field)
+            raise UnknownFieldError(f"{where} has {name!r}, which this server does not support: leave it out.", field)
 
 
 def wrong(field: str, where: str, value: Any, allowed: str) -> RequestError:

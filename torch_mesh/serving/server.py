@@ -17,7 +17,7 @@ from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.serving.opening import open_processor, open_served, source_of
-from torch_mesh.serving.options import check_address, check_key, settle_options
+from torch_mesh.serving.options import check_address, check_key, complete_options
 from torch_mesh.serving.padded_products import pad_products
 from torch_mesh.serving.prefix_cache import PrefixCache
 from torch_mesh.serving.prompts import NO_TEMPLATE, Prompts
@@ -61,7 +61,7 @@ class Server:
         source = source_of(model)
         self.model = source.name
         # Before the model is opened, which may take long.
-        options = settle_options(given)
+        options = complete_options(given)
         check_key(options)
         check_address(options["host"], options["port"])
         processor = open_processor(source, options["trust_remote_code"])
@@ -97,7 +97,11 @@ class Server:
         service = self._service = Service(self.model, model, self.prompts, self.engine, options["compile"], batches)
         decisions = Decisions(service, options["decision_config"]) if is_available() else None
         app = build_app(
-            service, Metrics(self._now, self.engine.progress), decisions, options["enable_cors"], options["api_key"]
+            service,
+            Metrics(self._counters, self.engine.progress),
+            decisions,
+            options["enable_cors"],
+            options["api_key"],
         )
         self._server = uvicorn.Server(
             uvicorn.Config(app, host=options["host"], port=options["port"], log_level=options["log_level"])
@@ -121,7 +125,7 @@ class Server:
         with contextlib.suppress(SystemExit):  # such as a port that was taken meanwhile, which is logged
             asyncio.run(self._server.serve())
 
-    def _now(self) -> tuple[Stats, Counts]:
+    def _counters(self) -> tuple[Stats, Counts]:
         return stats(self.kept.model), self.kept.counts
 
     def is_alive(self) -> bool:
@@ -140,7 +144,7 @@ class Server:
         self._thread.join(grace)
         end = time.monotonic() + AFTERMATH
         if self._thread.is_alive():
-            self.engine.cut_off()
+            self.engine.abort()
             for pool in {module._mesh_pool for module in patched_modules(self.kept.model)}:
                 pool.close()  # running computations raise
             self._thread.join(_ANSWERING)

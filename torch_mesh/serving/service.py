@@ -17,7 +17,7 @@ from torch_mesh.serving import grammars
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.engine import Job
 from torch_mesh.serving.errors import RequestError
-from torch_mesh.serving.generation import OptionError, settle
+from torch_mesh.serving.generation import OptionError, normalize_options
 from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.requests import check_names
@@ -113,16 +113,16 @@ class Service:
         """Variables of the chat template. ``effort``: the reasoning effort, from ``field``. Raises RequestError."""
         arguments = dict(given.get("chat_template_kwargs", {}))
         for name in arguments:
-            if not self.prompts.knows(name):
+            if not self.prompts.reads(name):
                 raise RequestError(
                     f"chat_template_kwargs has {name!r}, which this model's chat template does not read: leave it out.",
                     "chat_template_kwargs",
                 )
         if effort is None:
             return arguments
-        if self.prompts.knows("reasoning_effort"):
+        if self.prompts.reads("reasoning_effort"):
             return {"reasoning_effort": effort, **arguments}
-        if effort == "none" and self.prompts.knows("enable_thinking"):
+        if effort == "none" and self.prompts.reads("enable_thinking"):
             return {"enable_thinking": False, **arguments}
         raise RequestError(
             f"{field} is {effort!r}, but this model's chat template has no such setting: leave it out.", field
@@ -155,7 +155,7 @@ class Service:
         """
         config = self._config(given, limit)
         prompt = inputs["input_ids"].shape[-1]
-        prompt_end = self.prompts.end_of(inputs) if format is not None and prompt else ""
+        prompt_end = self.prompts.decode_end(inputs) if format is not None and prompt else ""
         lark = self._grammar(format, prompt_end, tools, schema) if format is not None else None
         if self._batches:
             self._check_batched(given, top, lark)
@@ -233,7 +233,7 @@ class Service:
         if self._compiled and config.cache_implementation is None:
             config.cache_implementation = "static"
         try:
-            settle(config, theirs)
+            normalize_options(config, theirs)
         except OptionError as error:
             name = limit if error.name == "max_new_tokens" else error.name
             raise RequestError(str(error), name) from error
