@@ -121,25 +121,56 @@ def convert(
         raise ValueError(f"keep_original is for models of the hub, and {source} is on this machine: leave it out")
 
     def into(exact: str) -> Written:
-        return _convert(
-            source,
-            destination,
-            weights,
-            group_size,
-            exact,
-            is_local=is_local,
-            revision=revision,
-            token=token,
-            keep_original=keep_original,
-            name=name,
-            calibrate=calibrate,
-            force=force,
-            workers=workers,
-            progress=progress,
-            max_file_bytes=max_file_bytes,
-            key_mapping=key_mapping,
-            tables=tables,
-        )
+        """``exact``: see ``format_of_store``."""
+        with (
+            contextlib.nullcontext((local_folder(source, revision=revision, token=token), None))
+            if is_local or calibrate is not None
+            else streamed_folder(source, destination, revision=revision, token=token, keep_original=keep_original)
+        ) as (folder, shards):
+            fingerprint_now = functools.partial(fingerprint_of, key_mapping=key_mapping)
+            # Before the headers are read.
+            fingerprint = fingerprint_now(folder) if shards is None else shards.fingerprint(key_mapping)
+            model = meta_model(read_config(folder))
+            experts = find_checkpoint_experts(folder, model, key_mapping)
+            _warn_of_left_alone(experts, model, key_mapping)
+            chosen, groups = format_of_store(experts, weights, group_size, exact)
+            named = weights != "auto" or not experts.weights  # of others, weights_of_checkpoint warns
+            if named and FORMATS[chosen].holds_bf16 and not experts.fits_bf16:
+                warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=3)
+            calibrator = None
+            if calibrate is not None:
+                _check_calibrated(experts, chosen, groups)
+                calibrator = calibrate(experts, model, chosen, groups)
+            plan = StorePlan(
+                shape=experts.shape,
+                modules=experts.modules,
+                weights=chosen,
+                group_size=groups,
+                source_name=name or (source_name(folder) if is_local else os.fspath(source)),
+                source_fingerprint=fingerprint,
+                calibration=None if calibrator is None else calibrator.calibration,
+                tables="" if tables == "exact" else tables,
+            )
+            in_bf16 = dataclasses.replace(plan, weights="bf16")
+            if weights == "auto" and chosen == "bf12" and not force and _is_store_of(destination, in_bf16):
+                plan = in_bf16  # bf12 had no room, or an earlier release made it
+            pack = functools.partial(pack_from_checkpoint, experts, weights=plan.weights, group_size=groups)
+            return write_store(
+                destination,
+                plan,
+                pack if calibrator is None else calibrator.pack,
+                _files_beside(experts, model, plan, max_file_bytes, key_mapping),
+                force=force,
+                workers=workers or (None if calibrator is None else 1),
+                progress=progress,
+                max_file_bytes=max_file_bytes,
+                # Files of the hub are compared with its hashes.
+                check_source=functools.partial(check_unchanged, folder, fingerprint, fingerprint_now)
+                if shards is None
+                else lambda: None,
+                scratch=None if calibrator is None else calibrator.scratch,
+                streaming=None if shards is None else Streaming(shards, experts.pieces),
+            )
 
     try:
         return into("bf12")
@@ -150,89 +181,14 @@ def convert(
     return into("bf16")
 
 
-def _convert(
-    source: str | os.PathLike[str],
-    destination: Path,
-    weights: str,
-    group_size: int,
-    exact: str,
-    *,
-    is_local: bool,
-    revision: str | None,
-    token: str | None,
-    keep_original: bool,
-    name: str | None,
-    calibrate: Calibrate | None,
-    force: bool,
-    workers: int | None,
-    progress: Progress | None,
-    max_file_bytes: int,
-    key_mapping: Mapping[str, str] | None,
-    tables: str,
-) -> Written:
-    """``convert`` of checked arguments. ``exact``: see ``format_of_store``."""
-    in_whole = is_local or calibrate is not None
-    with (
-        contextlib.nullcontext((local_folder(source, revision=revision, token=token), None))
-        if in_whole
-        else streamed_folder(source, destination, revision=revision, token=token, keep_original=keep_original)
-    ) as (folder, shards):
-        fingerprint_now = functools.partial(fingerprint_of, key_mapping=key_mapping)
-        # Before the headers are read.
-        fingerprint = fingerprint_now(folder) if shards is None else shards.fingerprint(key_mapping)
-        model = meta_model(read_config(folder))
-        experts = find_checkpoint_experts(folder, model, key_mapping)
-        # Raises now for what could not be read later.
-        if others := [layer for layer, _ in find_left_alone(folder, model, key_mapping)]:
-            left_alone = (
-                f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
-            )
-            warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=4)
-        asked = weights
-        weights, group_size = format_of_store(experts, weights, group_size, exact)
-        named = asked != "auto" or not experts.weights  # of others, weights_of_checkpoint warns
-        if named and FORMATS[weights].holds_bf16 and not experts.fits_bf16:
-            warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=4)
-        calibrator = None
-        if calibrate is not None:
-            _check_calibrated(experts, weights, group_size)
-            calibrator = calibrate(experts, model, weights, group_size)
-            workers = workers or 1
-
-        def pack(layer: int, expert: int) -> torch.Tensor:
-            if calibrator is not None:
-                return calibrator.pack(layer, expert)
-            return pack_from_checkpoint(experts, layer, expert, weights, group_size)
-
-        plan = StorePlan(
-            shape=experts.shape,
-            modules=experts.modules,
-            weights=weights,
-            group_size=group_size,
-            source_name=name or (source_name(folder) if is_local else os.fspath(source)),
-            source_fingerprint=fingerprint,
-            calibration=None if calibrator is None else calibrator.calibration,
-            tables="" if tables == "exact" else tables,
-        )
-        in_bf16 = dataclasses.replace(plan, weights="bf16")
-        if asked == "auto" and weights == "bf12" and not force and _is_store_of(destination, in_bf16):
-            plan, weights = in_bf16, "bf16"  # bf12 had no room, or an earlier release made it
-        return write_store(
-            destination,
-            plan,
-            pack,
-            _files_beside(experts, model, plan, max_file_bytes, key_mapping),
-            force=force,
-            workers=workers,
-            progress=progress,
-            max_file_bytes=max_file_bytes,
-            # Files of the hub are compared with its hashes.
-            check_source=functools.partial(check_unchanged, folder, fingerprint, fingerprint_now)
-            if shards is None
-            else lambda: None,
-            scratch=None if calibrator is None else calibrator.scratch,
-            streaming=None if shards is None else Streaming(shards, experts.pieces),
-        )
+def _warn_of_left_alone(
+    experts: CheckpointExperts, model: PreTrainedModel, key_mapping: Mapping[str, str] | None
+) -> None:
+    """Warn of experts of other shapes. Raises if they could not be read later."""
+    if others := [layer for layer, _ in find_left_alone(experts.folder, model, key_mapping)]:
+        records = f"The records are those of {experts.modules[0]} and its like"
+        left_alone = f"Experts of other shapes stay as they are: {describe_left_alone(others)}"
+        warnings.warn(f"{records}. {left_alone}.", stacklevel=4)
 
 
 def _is_store_of(folder: Path, plan: StorePlan) -> bool:
@@ -389,7 +345,7 @@ def format_of_store(
     experts: CheckpointExperts, weights: str, group_size: int = 64, exact: str = "bf12"
 ) -> tuple[str, int]:
     """As ``weights_of_checkpoint``, for a store: with 'auto' it holds in ``exact`` what can be read as bf16."""
-    found = weights_of_checkpoint(experts, weights, group_size, stacklevel=6)  # the caller of convert
+    found = weights_of_checkpoint(experts, weights, group_size, stacklevel=5)  # the caller of convert
     return (exact, 0) if weights == "auto" and found == ("bf16", 0) and experts.reads_as(*found) else found
 
 
