@@ -72,6 +72,8 @@ def _command(name: str, parser: argparse.ArgumentParser, served: list[str]) -> s
 
 def _row(action: argparse.Action) -> str:
     words = action.option_strings[-1] if action.option_strings else (action.metavar or action.dest)
+    if isinstance(action, argparse.BooleanOptionalAction):
+        words = f"--[no-]{action.option_strings[0].removeprefix('--')}"
     if action.nargs in ("+", "*"):
         words += f" [{words} ...]" if not action.option_strings else f" {action.metavar or action.dest.upper()} ..."
     elif action.option_strings and action.nargs != 0:

@@ -87,7 +87,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str
         if option.name in without:
             continue
         name = f"--{option.name.replace('_', '-')}"
-        about = option.about.rstrip(".").replace("%", "%%")
+        about = option.about.replace("%", "%%")
         if option.kind is bool:
             group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=about)
         else:
