@@ -22,7 +22,7 @@ import torch_mesh
 from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError
 from torch_mesh.modules.experts import MeshExperts, patched_modules
 from torch_mesh.modules.packed_weight import PackedWeight
-from torch_mesh.patching import quantizer
+from torch_mesh.patching import checkpoint_source
 from torch_mesh.store.convert import convert
 from torch_mesh.system import memory
 
@@ -305,7 +305,7 @@ def test_what_the_hub_has_of_a_converted_folder_is_fetched_if_it_is_not_there(
         fetched.append((name, file))
         (tmp_path / file).rename(cache_dir / "models--someone--tiny-moe" / "snapshots" / revision / file)
 
-    monkeypatch.setattr(quantizer, "cached_file", fetch)
+    monkeypatch.setattr(checkpoint_source, "cached_file", fetch)
     model = AutoModelForCausalLM.from_pretrained("someone/tiny-moe", cache_dir=tmp_path / "hub", local_files_only=True)
     assert fetched == [("someone/tiny-moe", missing)]
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
@@ -329,7 +329,7 @@ def test_the_hub_s_codes_of_the_rest_are_fetched_where_they_are_asked_for(
         fetched.append(file)
         shutil.copy(tmp_path / file, cache_dir / "models--someone--tiny-moe" / "snapshots" / revision / file)
 
-    monkeypatch.setattr(quantizer, "cached_file", fetch)
+    monkeypatch.setattr(checkpoint_source, "cached_file", fetch)
     for dense, expected in (("auto", []), ("codes", [codes])):
         model = AutoModelForCausalLM.from_pretrained(
             "someone/tiny-moe",

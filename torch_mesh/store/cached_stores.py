@@ -16,7 +16,7 @@ from torch_mesh.store.manifest import is_of_another_release, is_store, read_mani
 from torch_mesh.store.prefix_blocks import prefix_folder
 from torch_mesh.system.atomic_files import locked
 
-_REST = "-rest-"  # dense weights of a quantized checkpoint: patching/quantizer.py
+_REST = "-rest-"  # dense weights of a quantized checkpoint: patching/checkpoint_source.py
 _REMOVED = re.compile(r"(\.removed)+$")
 _HIDDEN = re.compile(r"(\.partial|\.replaced-[0-9a-f]{8})$")  # by store/folders.py: incomplete, or replaced
 
