@@ -234,7 +234,7 @@ def test_a_conversation_that_parts_early_copies_nothing_of_the_other(rng: np.ran
     (first,) = kept.conversations
     held: list[Any] = first.cache.layers
     length = len(first.tokens)
-    taken = kept._taken(torch.cat([tokens[:10], tokens[10:11] % (VOCABULARY - 1) + 1, tokens[11:]]))
+    taken = kept._take(torch.cat([tokens[:10], tokens[10:11] % (VOCABULARY - 1) + 1, tokens[11:]]))
     mine: list[Any] = taken.cache.layers
     assert 10 <= len(taken.tokens) < length == len(first.tokens)
     for layer, theirs in zip(mine, held, strict=True):
