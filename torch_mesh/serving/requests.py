@@ -251,7 +251,7 @@ def check_model(model: Any, served: str) -> None:
         raise wrong("model", "model", model, f"{served!r}, or leave it out")
     if model not in (None, served):
         raise ModelNotFoundError(
-            f"There is no model {model!r}: this server has {served!r} and opens no other.", "model"
+            f"There is no model {model!r}: this server has {served!r} and opens no other model.", "model"
         )
 
 
