@@ -92,11 +92,11 @@ import sys, time
 from torch_mesh.cli import main
 from torch_mesh.store import convert
 original = convert.pack_from_checkpoint
-def slowly(experts, layer, expert, *format):
+def slowly(experts, layer, expert, **format):
     if (layer, expert) == (1, 0):
         print("packing", flush=True)
     time.sleep(0.02)
-    return original(experts, layer, expert, *format)
+    return original(experts, layer, expert, **format)
 convert.pack_from_checkpoint = slowly
 sys.exit(main(sys.argv[1:]))
 """
