@@ -1,5 +1,6 @@
 """Writes docs/config.md, the reference of MeshConfig's fields, from torch_mesh/config.py."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def page() -> str:
     parts = [_HEAD]
     for name in [None, *GROUPS]:
         if name is not None:
-            about = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", GROUPS[name].kind.__doc__ or "")
+            about = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", inspect.getdoc(GROUPS[name].kind) or "")
             parts.append(f"\n## {name}\n{about}\n")
         parts.append("\n| field | values | default | environment | checkpoint | meaning |\n|---|---|---|---|---|---|\n")
         for field in FIELDS.values():
