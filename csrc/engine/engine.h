@@ -1,5 +1,5 @@
 // One forward of a layer: group by expert, claim, compute each expert as it becomes ready, reduce.
-// Knows the pool and the kernels; knows nothing of torch.
+// Uses the pool and the kernels, and is independent of torch.
 #pragma once
 
 #include <algorithm>
@@ -22,11 +22,11 @@
 
 namespace torch_mesh {
 
-// What adapters add to the experts of a layer, one stack for each projection.
+// Low-rank adapters of a layer's experts, one stack for each projection.
 struct AdapterStack {
   LowRank first;                       // of the first expert
   int64_t a_expert = 0, b_expert = 0;  // from one expert to the next
-  const int32_t* places = nullptr;     // [experts] where each one's stand; nullptr: in their order
+  const int32_t* places = nullptr;     // [experts]: position in the stack; nullptr: the identity
 
   int32_t rank() const { return first.rank; }
   LowRank of(int32_t expert) const;
@@ -55,8 +55,8 @@ struct EngineOptions {
   }
 };
 
-// Throws Error(kInvalid) for what an engine cannot be made of: to be asked before its pool is
-// opened, which may begin to read at once.
+// Throws Error(kInvalid) for options that no engine can have. Call it before the pool is opened,
+// which may begin to read at once.
 void check(const EngineOptions& options, const Runtime& runtime, int32_t layers);
 
 struct ExpertsCall {
@@ -69,14 +69,14 @@ struct ExpertsCall {
   bool sentinels;        // ids >= experts are skipped; else they are an error
   MutableRows out;       // [tokens][hidden]
   Adapters adapters = {};
-  // In a backward pass, which goes from the last layer to the first: the layer stays for its own
-  // backward, and nothing of the next one is read.
+  // In a backward pass, which goes from the last layer to the first: the layer's experts stay for
+  // its own backward, and the next layer's are not read ahead.
   bool backwards = false;
   // Of a decode step: distinct experts that are not among `ids`, or that the call is late for.
   Deferral deferral = {};
-  // Called once, when all of the call's own reads are queued: the time for reads ahead. That is
-  // before it computes, or where reads wait for slots, when the last of them has one. nullptr:
-  // never.
+  // Called once, when all of the call's own reads are queued, so that reads ahead may follow. That
+  // is before it computes or, where reads wait for slots, when the last of them has one. nullptr:
+  // not called.
   void (*reads_queued)(void* context) = nullptr;
   void* context = nullptr;
 };
@@ -94,7 +94,7 @@ class Engine {
  public:
   Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool);
 
-  // What records of all layers have in common, with the bytes of a slot.
+  // The layout that records of all layers share, with the bytes of a slot.
   const RecordLayout& layout() const { return options_.layout; }
   const RecordLayout& layout(int32_t layer) const { return options_.layout_of(layer); }
   const EngineOptions& options() const { return options_; }
@@ -135,12 +135,12 @@ class Engine {
                       const VisitRun& visit);
 
  private:
-  // For a forward of that phase, whatever chunk of it.
+  // The kernels for a forward of that phase, the same for all of its chunks.
   const ExpertFfn& ffn(int32_t layer, Phase phase) const {
     const auto& ffns = phase == Phase::kDecode ? few_rows_ffns_ : ffns_;
     return ffns[place_of(layer, ffns.size())];
   }
-  // In a list of one for each layer, or of one for all.
+  // The index of a layer in a list with one entry for each layer, or one for all.
   static size_t place_of(int32_t layer, size_t count) {
     return std::min(static_cast<size_t>(layer), count - 1);
   }

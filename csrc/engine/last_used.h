@@ -1,5 +1,5 @@
-// Which experts a layer was last asked for by many rows: a hint of what its backward pass will
-// want.
+// The experts that a layer's last forward of many rows used: a hint for the reads of its backward
+// pass.
 #pragma once
 
 #include <algorithm>

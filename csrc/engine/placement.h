@@ -1,4 +1,4 @@
-// In which order the experts of a batch stand in the list of tasks, and who is offered them first.
+// The order of a batch's experts in the list of tasks, and the threads that are offered them first.
 #pragma once
 
 #include <algorithm>

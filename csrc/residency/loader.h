@@ -1,8 +1,8 @@
-// Reads of records: from a slot that wants one to bytes that are packed and checked.
+// Reads records into slots, packs raw weights, and compares checksums.
 //
-// A record as stored is read into its slot. Raw weights are read into one of a few staging buffers,
-// and packed into the slot from there; reads that find no buffer wait for one. Checksums are
-// compared as told, a wrong one after a second read.
+// Records of a store are read into their slots. Raw weights are read into one of a few staging
+// buffers and packed into the slot from there; a read without a free buffer waits for one. Where
+// `verify` wants a checksum, a wrong one is reported after a second read.
 #pragma once
 
 #include <condition_variable>
@@ -28,12 +28,12 @@ namespace torch_mesh {
 
 enum class Verify : uint8_t { kFirst, kAlways, kNever };
 
-// Turns the pieces of a raw record, each at the start of its own bytes, into a packed record. `id`
-// is the expert's in its source. Called on the loader's threads, for one record at a time on each.
+// Packs the pieces of a raw record, each given by its first byte, into `record`. `id`: of the
+// expert in its source. Called on the loader's threads, for one record at a time on each.
 using PackRecord =
     std::function<void(ExpertId id, std::span<const std::byte* const> pieces, std::byte* record)>;
 
-// Of one staging buffer: room for the aligned supersets of the pieces of any one record. 0 for a
+// The size of a staging buffer: room for the aligned supersets of any record's pieces. 0 for a
 // store.
 int64_t staging_bytes(const Source& source);
 
@@ -68,13 +68,13 @@ class Loader {
          const Topology& topology, Done done);
   ~Loader();
 
-  // Queues the reads of these slots, which begin with flush(). Those that cannot be queued are
-  // over: they are added to `refused`, which has room for them.
+  // Queues the reads of these slots, which begin with flush(). Those that cannot be queued have
+  // failed: they are added to `refused`, which has room for them.
   void begin(const SlotTable& slots, std::span<const int32_t> reads, std::vector<Ended>& refused);
-  // The read into a slot, if it is still under way, has become a demand read.
+  // Makes the read into a slot a demand read, if it is still in flight.
   void raise_priority(int32_t slot);
-  // Where files are read through the page cache: these are likely to be read next. Whether there
-  // is something to flush().
+  // A hint for reads through the page cache: these experts are likely to be read next. Returns
+  // whether there is something to flush().
   bool will_need(std::span<const ExpertId> predicted);
   void flush() { reader_->flush(); }  // see Reader
   // Waits for what is under way, and then for `done` of each.
@@ -152,7 +152,7 @@ class Loader {
   std::vector<uint8_t> checksum_known_;
   std::vector<uint8_t> verified_;
 
-  // What is read while the I/O thread has other reads to see to is packed and hashed elsewhere.
+  // A second thread, which packs and hashes while the I/O thread has other reads in flight.
   std::thread finisher_;
   std::vector<Ended> refused_by_finisher_;
   std::condition_variable to_finish_changed_;

@@ -1,8 +1,8 @@
 // The resident experts: slots, their states, promotion and eviction. One pool serves all MoE layers
 // of a model.
 //
-// What it decides is core/core.h, what reads is loader.h, where records lie is memory/. Here are
-// what those do not know: threads that wait, and for how long. Reading, checking and packing happen
+// core/core.h decides, loader.h reads, memory/ holds the records. This file adds what those do not
+// know: the lock, the threads that wait, and for how long. Reading, checking and packing happen
 // outside the lock.
 #pragma once
 
@@ -44,7 +44,7 @@ struct PoolOptions {
   int64_t record_bytes = 0;  // a multiple of 4 KiB
   std::string policy = "auto";
   SoftPinOptions
-      soft_pins;  // a profile warms the pool: what it names is read while slots are empty
+      soft_pins;  // with a profile its experts are read into empty slots when the pool is opened
   PrefillWindow prefill = PrefillWindow::kAuto;
   Verify verify = Verify::kFirst;
   std::chrono::milliseconds timeout{30000};  // the longest wait for one read, and for a slot
@@ -53,17 +53,17 @@ struct PoolOptions {
   Topology topology = Topology::of_this_process();  // whose nodes the slots are spread over
   int64_t segment_bytes = kSegmentBytes;            // memory comes and goes in pieces of this size
   Sharing sharing = Sharing::kPrivate;              // kShared: to be lent, see lending/lender.h
-  // Slots are those that another process lends, see lending/loan.h: as many, of its pool of the
-  // same store. `verify` is that pool's.
+  // Slots of another process's pool of the same store, which lends as many as `slots` says (see
+  // lending/loan.h). That pool verifies records, and `verify` is ignored.
   std::shared_ptr<Loan> loan = nullptr;
 };
 
 class Claim;
 
-// In a child of the process that opened it, every call throws Error(kForked) but those that say
-// what the pool was opened with. After close(), fill(), promote(), prefetch(), expect(), evict(),
-// observe(), warm_up(), resize() and new claims throw Error(kClosed); claims alive at close() run
-// to their end.
+// In a forked child every call throws Error(kForked), except those that return what the pool was
+// opened with. After close(), fill(), promote(), prefetch(), expect(), evict(), observe(),
+// warm_up(), resize() and new claims throw Error(kClosed); claims that exist at close() run to
+// their end.
 class Pool {
  public:
   // Reads from `source`; `pack` only for a raw one.
@@ -92,37 +92,37 @@ class Pool {
   // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   void observe(int32_t layer, std::span<const float> scores);
-  // Begins to read what the profile names, where that was put off: see SoftPinOptions::on_gpu.
+  // Begins to read the profile's experts if that has been delayed, see SoftPinOptions::on_gpu.
   void warm_up();
-  // By forwards of whatever phase since the pool was opened, on top of what its profile says.
+  // Uses by forwards of any phase since the pool was opened, added to those of its profile.
   ModelUse model_use() const;
-  // What it does not see, as ModelUse::count_on_gpu() has it: `on_gpu` by expert.
+  // Counts uses of experts on a GPU, as ModelUse::count_on_gpu() does. `on_gpu`: by expert.
   void count_on_gpu(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
                     std::span<const int32_t> on_gpu, bool alone);
 
-  // Keeps `slots` records from now on, from min_slots to as many as the options say, while
-  // forwards and reads go on: none fails or loses its place for it. Returns the number of slots, or
-  // that of a later call, once the memory of unused slots has gone and what was missing has come.
-  // What is in use is not waited for: it is evicted and its memory goes when its forwards or reads
-  // end. Error(kTimeout) and Error(kInterrupted), while the I/O thread is busy elsewhere, leave the
-  // rest to that thread or the next call. Throws Error(kMemory) if the system has no memory to
-  // grow; the pool then keeps what it has. A memory-only pool throws Error(kInvalid): its records
-  // exist nowhere else.
+  // Changes the number of slots, to one from min_slots to that of the options. Forwards and reads
+  // go on, and none fails for it. Returns the new number, or that of a later call, once the memory
+  // of unused slots is freed and that of new slots is there. Does not wait for slots in use: they
+  // are evicted, and their memory is freed, when their forwards or reads end. Error(kTimeout) and
+  // Error(kInterrupted), while the I/O thread is busy elsewhere, leave the rest to that thread or
+  // to the next call. Throws Error(kMemory) if the system has no memory to grow; the pool then
+  // keeps its size. A memory-only pool throws Error(kInvalid), since its records exist nowhere
+  // else.
   int32_t resize(int32_t slots);
 
   // Throws Error(kForked) in a child of the process that opened the pool.
   void check_process() const;
   SlotState state(int32_t layer, int32_t expert) const;
-  // Of each expert of a layer, as of one moment; `states` has room for experts() of them.
+  // The states of all experts() of a layer at one moment.
   void states(int32_t layer, std::span<SlotState> states) const;
   std::vector<LayerStats> stats() const;  // by layer, over all phases
   PoolTotals totals() const;
   PoolStats detailed_stats() const;
-  // So many choices of decode steps went to resident experts instead, see core/deferral.h.
+  // Counts choices of decode steps that resident experts replaced, see core/deferral.h.
   void count_rerouted(int32_t layer, int64_t replaced);
-  // What is prefetched and unused at this moment will count neither as used nor as unused.
+  // Prefetches that are unused at this moment will count neither as used nor as unused.
   void reset_stats();
-  // Records when the next `count` misses of forwards were claimed, read and computed; 0: no more.
+  // Records the times of the next `count` misses of forwards, see timeline.h; 0: stops recording.
   void record_misses(int32_t count);
   std::vector<Miss> misses() const;
   // Waits until `layer` has seen `forwards` forwards end since the pool was opened; false when the
@@ -135,11 +135,11 @@ class Pool {
   // Refuses new claims; idempotent.
   void close();
 
-  // `call` whenever a read has ended or a slot may have become free: with the pool's lock, so that
-  // it may not ask the pool anything. Must not throw. Empty: no call.
+  // Calls `call` when a read has ended or a slot may have become free. The pool's lock is held, so
+  // `call` must not call the pool. It must not throw. Empty: no call.
   void on_progress(std::function<void()> call);
-  // Of a shared pool: the memfd that its slots lie in, its size, and where in it a record is.
-  // Throws Error(kInvalid) for one that is not.
+  // The memfd of a shared pool's slots, its size, and the offset of a record in it. Throw
+  // Error(kInvalid) for a pool that is not shared.
   int shared_descriptor() const;
   int64_t shared_bytes() const;
   int64_t shared_offset(const std::byte* record) const;
@@ -152,7 +152,7 @@ class Pool {
 
   int32_t layers() const;
   int32_t experts() const;
-  // As the model numbers them and its routers know them: a source may have a range of them.
+  // In the model's numbering of experts, of which a source may hold a range.
   int32_t first_expert() const;
   int32_t routed_experts() const;
   int32_t slots() const;  // that may be used now
@@ -179,9 +179,9 @@ struct ReadyExpert {
   int32_t node;  // of the pool's topology, where the record lies; -1: unknown
 };
 
-// The experts that one forward of one layer needs, handed out as they become ready: first all that
-// are resident, then each cold one as it lands. Keeps as many cold reads under way as there are
-// slots for.
+// The experts that one forward of one layer needs, handed out as they become ready: first the
+// resident ones, then each cold one when it has been read. Keeps as many reads in flight as there
+// are slots for.
 class Claim {
  public:
   using Entry = ClaimEntry;
@@ -195,20 +195,20 @@ class Claim {
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
 
-  // Fills `ready` with experts that were not handed out yet, pinned until release(); waits while
-  // there is none. Returns how many; 0 when every expert has been handed out. Throws Error when a
-  // read failed, timed out, or the wait was interrupted, and Error(kInvalid) when only release() of
-  // what the claim holds could give it another slot. `team`: the threads that would compute what is
-  // ready; through a long wait they sleep, see Runtime::wait_asleep.
+  // Fills `ready` with experts that were not handed out yet, pinned until release(), and returns
+  // how many; waits while there are none. Returns 0 when every expert has been handed out. Throws
+  // Error when a read failed, timed out, or the wait was interrupted, and Error(kInvalid) when the
+  // claim has to release() experts before it can get another slot. `team`: threads that will
+  // compute; they sleep through a long wait, see Runtime::wait_asleep.
   int32_t next(std::span<ReadyExpert> ready, int32_t team = 1);
-  // As next(), but 0 also where that would wait. No thread waits then: reads and slots that
-  // become ready later are told by Pool::on_progress().
+  // As next(), but returns 0 where that would wait. Pool::on_progress() then tells of reads and
+  // slots that become ready.
   int32_t try_next(std::span<ReadyExpert> ready);
   // The forward is done with these; their slots may be reused, also by this claim.
   void release(std::span<const ReadyExpert> done);
   // Whether every expert is resident or being read; false while some wait for a slot.
   bool placed() const { return state_.waiting == 0; }
-  // Whether what it has computed makes room for what it waits for, see core/window.h.
+  // Whether it reads into slots of experts that it has computed, see core/window.h.
   bool window() const { return state_.window; }
 
  private:

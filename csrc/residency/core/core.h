@@ -1,9 +1,9 @@
 // The pool's decisions: which experts are resident, which claims use them, what is read next and
-// what is evicted. Pure: no thread, lock, clock, file or memory of slots. Events go in, each a
-// call; what is to be done comes out as Effects, which the caller carries out before the next
-// event. Calls and completions may come in any order that the states allow, so that tests try them
-// all (tests/engine/core_test.cpp), and the live pool and the replay of a trace are two drivers of
-// the same decisions.
+// what is evicted. Pure: no threads, locks, clocks, files or slot memory. Each call is an event; it
+// returns what is to be done as Effects, which the caller carries out before the next event. Calls
+// and completions may come in any order that the states allow, and tests try them all
+// (tests/engine/core_test.cpp). The live pool and the replay of a trace are two drivers of these
+// decisions.
 //
 // The life of a slot:
 //
@@ -87,10 +87,10 @@ class Core {
   void begin_sequence(int32_t layer) { slots_.policy().begin_sequence(layer); }
   void warm_up();
 
-  // Evicts what is READY and unpinned of these experts, and returns how many.
+  // Evicts those of these experts that are READY and unpinned, and returns how many.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
-  // Of a core that reads nothing: a slot to put the expert's record into, to be followed by
-  // filled(); -1: it is in use.
+  // For a core that reads nothing: returns a slot for the expert's record, after which filled()
+  // is called; -1: the expert is in use.
   int32_t fill(ExpertId id);
   void filled(int32_t slot) { slots_.filled(slot); }
 
@@ -118,7 +118,7 @@ class Core {
   void validate() const;
 
  private:
-  // With a slot for every expert nothing is evicted: what is used tells a policy nothing.
+  // Whether every expert has a slot: then nothing is evicted, and the policy need not learn.
   bool covers_all() const { return slots_.limit() == options_.layers * options_.experts; }
   void begin_forward(ClaimState& claim);
   void learn(ClaimState& claim);

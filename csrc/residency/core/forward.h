@@ -1,4 +1,4 @@
-// What a claim tells the pool of the forward that it is a part of.
+// What a claim tells the pool about its forward.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +28,8 @@ inline constexpr int64_t kMaxStepRows = 128;
 // What a claim is to the pool.
 enum class ClaimKind : uint8_t {
   kForward,  // a use: it counts, teaches the policy, and begins its layer
-  // No forward: a mover, a prompt's way up, a gradient or a copy reads records. It is no access,
-  // teaches nothing, and leaves what is predicted of the layer alone.
+  // Not a forward: records are read to move or copy experts to a GPU, for a gradient or to unpack.
+  // It counts no access, teaches the policy nothing, and keeps the layer's predictions.
   kVisit,
 };
 
@@ -44,16 +44,16 @@ struct Deferral {
   bool late = false;
 };
 
-// Which part of a forward a claim is. A forward whose rows go in chunks has one for each.
+// The part of a forward that a claim covers: one chunk of its rows, or all of them.
 struct ForwardPart {
   Phase phase = Phase::kNone;
   bool last = true;
   int64_t rows = 0;  // of the whole forward; 0: not known
-  // Of the prompt's tokens, in order: top_k ids each; those outside [0, experts) are none. Empty:
-  // the claim is one use of each of its experts, else each token is one of those it chose.
+  // Choices of a prompt's tokens in order, top_k each; ids outside [0, experts) are skipped. Each
+  // counts as a use of its expert. Empty: the claim counts as one use of each of its experts.
   std::span<const int64_t> ids = {};
   int32_t top_k = 0;
-  // Each of its experts is used once: what it has computed may make room for what it waits for. The
+  // Each of its experts is used once, so that it may read into slots of those it has computed. The
   // core decides whether it does, see window.h.
   bool streams = false;
   // Its experts are the last ones of the claim's list, see deferral.h.

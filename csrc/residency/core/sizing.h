@@ -17,17 +17,17 @@ class Sizing {
   Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins, Statistics& statistics,
          Effects& effects);
 
-  // From now on so many, as soon as there is memory for them.
+  // Sets the number of slots, to be reached when there is memory for them.
   void resize(int32_t slots);
-  // Whether that has come true, but for segments whose slots are still in use: those leave by
-  // themselves.
+  // Whether the number is reached, apart from segments whose slots are in use: these are detached
+  // when the uses end.
   bool settled() const;
-  // The first segment that is wanted back, of which attached() or attach_failed() is to be told;
-  // -1: none now.
+  // The first segment to attach, after which attached() or attach_failed() is called; -1: none
+  // now.
   int64_t next_to_attach();
   void attached(int64_t segment);
   void attach_failed(int64_t segment);  // there is no memory for it: the target is what there is
-  // What becomes of a segment that Effects::vacant named.
+  // The outcome for a segment of Effects::vacant.
   void detached(int64_t segment);
   void detach_failed(int64_t segment);  // until the next resize()
   // Begins to detach the segments that are not in use.
@@ -39,7 +39,7 @@ class Sizing {
   void validate(bool closed) const;
 
  private:
-  // Only one that is kAttached has slots below SlotTable::limit().
+  // Slots below SlotTable::limit() are in kAttached segments only.
   enum class State : uint8_t {
     kAttached,
     kDetaching,  // its slots are retired and EMPTY

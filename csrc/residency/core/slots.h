@@ -28,15 +28,15 @@ struct Slot {
   SlotState state = SlotState::kEmpty;
   ExpertId expert = kNoExpert;  // while LOADING or READY
   int32_t pins = 0;  // claims that use it, wait for its read, or have yet to see its error
-  int32_t uses = 0;  // those of them, while it is LOADING, of which the policy shall learn
+  int32_t uses = 0;  // while LOADING: pins that the policy will learn of as uses
   // The read under way into it, or that filled it.
   Urgency urgency = Urgency::kDemand;  // kDemand once it has ended
   Phase phase = Phase::kNone;          // that queued it
-  bool speculative = false;            // begun as a prefetch, and not anew since
-  bool unused = false;                 // a prefetch that no forward has come for; stays while READY
+  bool speculative = false;            // begun as a prefetch, and not repeated as a demand read
+  bool unused = false;                 // a prefetch that no forward has used yet, also while READY
   int64_t bytes = 0;                   // read into the slot by this read
-  // Of a failed read, until the last of those forwards has seen it; in place, so that failing takes
-  // no memory.
+  // The error of a failed read, until all claims that pin the slot have seen it. Stored here, so
+  // that a failure needs no memory.
   std::optional<Error> error;
 };
 
@@ -73,8 +73,8 @@ class SlotTable {
   // slot; -1: there is none. Every read begins here. `stuck`: for a claim that has nothing to use
   // or to wait for.
   int32_t read(ExpertId id, Urgency urgency, Phase phase, bool stuck = false);
-  // As read(), of those of `ids` that have no slot, in order, as long as `has_room()`. What is
-  // wanted and READY already makes no room for the others.
+  // Calls read() for those of `ids` without a slot, in order, while `has_room()`. Those that are
+  // READY are not evicted for the others.
   template <typename Ids, typename HasRoom>
   void read_missing(const Ids& ids, Urgency urgency, Phase phase, const HasRoom& has_room) {
     while_pinned(ids, [&] {
@@ -98,15 +98,15 @@ class SlotTable {
   ExpertId victim(bool stuck = false);  // of the next read; kNoExpert: none
   void raise_priority(int32_t slot);    // its read has become a demand read
   void landed(int32_t slot, int64_t bytes);
-  // A read that was begun as a prediction and that a forward has joined is begun anew instead: a
-  // forward must not fail for a read that it had not asked for.
+  // A failed prefetch that a forward waits for is repeated instead: a forward must not fail for a
+  // read that it did not begin.
   void failed(int32_t slot, int64_t bytes, Error error);
-  // Where nothing is read: an empty slot for a record, and that the record is there.
+  // For cores that read nothing: take an empty slot for a record; the record is in its slot.
   int32_t reserve(ExpertId id);
   void filled(int32_t slot);
   void evict(int32_t slot, Phase phase);  // READY and unpinned → EMPTY, counted
 
-  // Whether it was read ahead and no forward has come for it; from now on one has.
+  // Marks a prefetch as used. Returns whether it was unused.
   bool use_prefetched(int32_t slot);
   void forget_unused();
   // Whether a retired slot has become empty since the last call.
@@ -114,12 +114,12 @@ class SlotTable {
 
   void pin(int32_t slot);    // a forward uses the expert, or waits for it
   void unpin(int32_t slot);  // the forward is done with the slot, or has seen its error
-  // A pin that is no use: for a moment, or of a visit. Policies that count recency from the last
-  // unpin see it as one.
+  // Pins without counting a use: for a moment, or for a visit. To policies that count recency from
+  // the last unpin it is a use.
   void hold(int32_t slot);
 
   void soft_pin(ExpertId id, SoftPin reason, bool on);
-  // Of an early layer's hottest: half of the slots at most.
+  // Whether SoftPin::kEarly is set, which at most half of the slots have.
   bool early(ExpertId id) const { return (soft_pins_[id] & kEarly) != 0; }
   int32_t slots_for_others() const { return limit_ - early_experts_; }
   void forget_deferred(int32_t layer);  // SoftPin::kDeferred, of this layer's experts
@@ -150,7 +150,7 @@ class SlotTable {
   const int32_t experts_;  // per layer
   std::vector<Slot> slots_;
   std::vector<int32_t> slot_of_;    // by expert id
-  std::vector<uint8_t> soft_pins_;  // likewise: reasons, any one is a pin to the policy
+  std::vector<uint8_t> soft_pins_;  // likewise: bits of SoftPin; if any is set the policy pins it
   std::vector<ExpertId> deferred_;  // those with SoftPin::kDeferred
   int32_t early_experts_ = 0;
   IndexLinks links_;

@@ -37,13 +37,13 @@ class Arena final : public SlotMemory {
   int64_t first_of(int64_t segment) const override {
     return std::min(count_, segment * pieces_per_segment_);
   }
-  // Where it lies, of the topology's nodes, unless that node was full.
+  // The node of the topology that a piece is on, unless that node was full.
   int32_t node(int64_t index) const override {
     return static_cast<int32_t>(index / pieces_per_segment_ % nodes_);
   }
-  // Of private memory: gives the pages of a segment back to the system; its addresses stay. They
-  // are filled with zeros by fault_in(), which throws Error(kMemory) where there is no memory, and
-  // keeps none of it then.
+  // For private memory: drop() returns a segment's pages to the system and keeps its addresses.
+  // fault_in() fills them with zeros; without enough memory it throws Error(kMemory), and keeps
+  // none.
   void drop(int64_t segment) const override;
   void fault_in(int64_t segment) const override;
   int64_t bytes() const { return total_; }  // of all segments, dropped or not
@@ -52,7 +52,7 @@ class Arena final : public SlotMemory {
   std::unique_ptr<Reader> open_reader(const ReaderOptions& options, const Source& source,
                                       std::span<const MemoryRegion> staging,
                                       Reader::Done done) override {
-    // What is staged is read there and nowhere else.
+    // Raw weights are read into staging buffers alone.
     return torch_mesh::open_reader(options, source.files, source.raw ? staging : segments_,
                                    std::move(done));
   }

@@ -18,19 +18,19 @@ class SlotMemory {
   virtual std::byte* piece(int64_t slot) const = 0;
   // Where a read of it goes.
   virtual std::byte* destination(int64_t slot) const { return piece(slot); }
-  // Of the pool's topology, where a record lies; -1: unknown.
+  // The node of the pool's topology that a record is on; -1: unknown.
   virtual int32_t node(int64_t slot) const = 0;
-  // What brings records of `source` into memory; `staging`: further memory that it reads into.
+  // A reader of the records of `source`. `staging`: further memory that it reads into.
   virtual std::unique_ptr<Reader> open_reader(const ReaderOptions& options, const Source& source,
                                               std::span<const MemoryRegion> staging,
                                               Reader::Done done) = 0;
 
-  // Memory of its own, which comes and goes in segments of slots; none: nothing of that is there.
+  // Own memory, which is attached and detached in segments of slots; empty: there is none.
   virtual std::span<const MemoryRegion> segments() const { return {}; }
   virtual int64_t first_of(int64_t segment) const { return (void)segment, 0; }
   virtual void fault_in(int64_t segment) const { (void)segment; }
   virtual void drop(int64_t segment) const { (void)segment; }
-  // The memfd that all of it lies in; -1: it is of this process alone.
+  // The memfd of all slots; -1: the memory belongs to this process alone.
   virtual int descriptor() const { return -1; }
 };
 

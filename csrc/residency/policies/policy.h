@@ -55,14 +55,14 @@ class Policy {
     return true;
   }
 
-  // What earlier runs used, before anything else is told. Most policies have no use for it.
+  // Uses by earlier runs, before any other call. Most policies ignore it.
   virtual void start_from(const ModelUse& use) { (void)use; }
   // The layer's next forward is the first of a new sequence: forgets what is true of one text, not
   // what is true of the model.
   virtual void begin_sequence(int32_t layer) { (void)layer; }
 
-  // The pool has room for this many now. Those that are too many are removed one by one, before or
-  // after.
+  // The pool has this many slots now. Surplus experts are removed one by one, before or after this
+  // call.
   virtual void resize(int32_t slots) { (void)slots; }
 
   // Router scores of one token over all experts of a layer (probabilities). Most policies have no
@@ -91,8 +91,8 @@ class Policy {
   }
 
  private:
-  // What follows: the expert is resident, and then evictable; it is no longer evictable, and then
-  // no longer resident. Pins come between.
+  // An expert becomes resident (admitted) and then evictable (gained). Later it is no longer
+  // evictable (lost), for a pin or before it is no longer resident (removed).
   virtual void admitted(ExpertId id) { (void)id; }
   virtual void gained(ExpertId id) { (void)id; }
   virtual void lost(ExpertId id) { (void)id; }
