@@ -24,7 +24,7 @@ COMMANDS = {
     "inspect": "show what a store or a checkpoint holds, and check every byte of a store",
     "plan": "predict what a model will need and reach here, and say what to change",
     "cache": "list, remove and prune the cached conversions",
-    "serve": "serve a model by OpenAI's API",
+    "serve": "serve a model through OpenAI's and Anthropic's APIs",
     "chat": "talk with a model in the terminal, through transformers chat",
     "run": "answer a file of requests, many at once",
     "share": "keep a store's experts in memory for several processes",
@@ -99,8 +99,7 @@ def _parser(given: Collection[str]) -> argparse.ArgumentParser:
         prog="torch-mesh",
         description="Mixture-of-Experts models with their experts on NVMe.",
         epilog="Status: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C. Some commands also use 1 "
-        "for a "
-        "result, as their help says.",
+        "for a result, as their help says.",
     )
     parser.add_argument("--version", action="version", version=f"torch-mesh {__version__}")
     parser.add_argument(

@@ -22,8 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS),
         required=True,
-        help="format of the experts' weights; auto: bf12 of bf16 (bf16 where it has no room), the codes of a quantised "
-        "checkpoint if a store can hold them, else the nearest",
+        metavar="FORMAT",
+        help=f"format of the experts' weights: {in_words(ROUNDED_FORMATS, 'or')}; the one that holds the codes of this "
+        "quantised checkpoint (docs/formats.md); or auto: that one, else the nearest, and for bf16 weights bf12, or "
+        "bf16 where bf12 has no room for them",
     )
     parser.add_argument(
         "--calibrate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
-from torch_mesh.formats import ROUNDED_FORMATS
+from torch_mesh.formats import ROUNDED_FORMATS, in_words
 from torch_mesh.store.progress import progress_bar
 
 
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=("auto", *ROUNDED_FORMATS),
         default="auto",
-        help="format of the experts' weights; auto: that of the base (default: %(default)s)",
+        metavar="FORMAT",
+        help=f"format of the experts' weights: {in_words(ROUNDED_FORMATS, 'or')}; or auto: that of the base (default: "
+        "%(default)s)",
     )
     add_store_arguments(parser, "a base")
     parser.set_defaults(run=run)

@@ -227,16 +227,30 @@ def _card(given: int | None) -> tuple[int, int]:
 
 def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, int] | None) -> None:
     """``disk``: bytes of the store that torch-mesh convert would make, and of weight files beside it."""
-    sizes, shape = planned.sizes, planned.sizes.shape
-    every = shape.layers * shape.experts
     table = Table("", "", title=escape(planned.folder), title_justify="left", show_header=False)
     if planned.ranks is not None:
         ranks = planned.ranks
         table.add_row(
             "ranks",
-            f"{ranks.ranks}; what follows is of one of them. Of a token's {shape.top_k} experts, drawn at random, "
-            f"{ranks.busiest:.1f} are on the busiest",
+            f"{ranks.ranks}; what follows is of one of them. Of a token's {planned.sizes.shape.top_k} experts, drawn "
+            f"at random, {ranks.busiest:.1f} are on the busiest",
         )
+    _add_sizes(table, planned.sizes, disk)
+    _add_memory(table, planned)
+    if training is not None:
+        _add_training(table, training)
+    else:
+        table.add_row(
+            "memory at the peak", f"{_bytes(planned.peak_bytes)}, without the KV cache and a prompt's activations"
+        )
+    _add_speed(table, planned, generates=training is None)
+    style = _STATUS_STYLE.get(planned.status, "yellow")
+    table.add_row("status", f"[{style}]{planned.status}[/]: {escape(planned.advice)}")
+    Console().print(table)
+
+
+def _add_sizes(table: Table, sizes: Sizes, disk: tuple[int, int] | None) -> None:
+    shape = sizes.shape
     group = f", groups of {sizes.group_size}" if sizes.group_size else ""
     table.add_row(
         "experts",
@@ -269,6 +283,10 @@ def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, 
         table.add_row("tables in files", f"{held}, {in_memory}: {escape(sizes.tables)}")
     if sizes.vocabularies:
         table.add_row("of those, since memory is short", escape(sizes.vocabularies))
+
+
+def _add_memory(table: Table, planned: Plan) -> None:
+    every = planned.sizes.shape.layers * planned.sizes.shape.experts
     table.add_row(
         "memory",
         f"{format_bytes(planned.memory_bytes)}, of which Python and torch take {format_bytes(planned.process_bytes)}",
@@ -288,13 +306,10 @@ def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, 
     text = f"{planned.recommended_slots} experts, {planned.recommended_slots / every:.1%}"
     table.add_row("recommended", f"{text}, {format_bytes(planned.recommended_bytes)}")
     table.add_row("workspace", _workspace(planned))
-    if training is not None:
-        _add_training(table, training)
-    else:
-        table.add_row(
-            "memory at the peak", f"{_bytes(planned.peak_bytes)}, without the KV cache and a prompt's activations"
-        )
-    if training is None and planned.hit_rate is not None:
+
+
+def _add_speed(table: Table, planned: Plan, generates: bool) -> None:
+    if generates and planned.hit_rate is not None:
         rate = planned.hit_rate
         spread = "" if rate.low == rate.high else f" ({rate.low:.0%} to {rate.high:.0%}, by how local its routing is)"
         table.add_row("hit rate", f"{rate.expected:.0%}{spread}")
@@ -305,18 +320,15 @@ def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, 
             f"disk {format_bytes(int(speeds.disk))}/s, experts {format_bytes(int(speeds.experts))}/s, the rest "
             f"{format_bytes(int(speeds.dense))}/s, {speeds.layer_seconds * 1e3:.2f} ms overhead per layer",
         )
-    if training is None and planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
+    if generates and planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
         low, high = planned.tokens_per_second_range
         spread = "" if low == high else f" ({low:.1f} to {high:.1f})"
         table.add_row("tokens per second", f"{planned.tokens_per_second:.1f}{spread}{_network(planned)}")
     for choice in planned.dense_choices:
-        generated = None if training is not None else choice.tokens_per_second
-        speed = "" if generated is None else f", {choice.tokens_per_second:.1f} tokens per second"
+        tokens = choice.tokens_per_second if generates else None
+        speed = "" if tokens is None else f", {tokens:.1f} tokens per second"
         text = f"the rest in {format_bytes(choice.bytes)}{speed}; its weights are off by {choice.weight_error:.1%}"
         table.add_row(f"with --dense {choice.dense}", text)
-    style = _STATUS_STYLE.get(planned.status, "yellow")
-    table.add_row("status", f"[{style}]{planned.status}[/]: {escape(planned.advice)}")
-    Console().print(table)
 
 
 def _print_formats(planned: Plan) -> None:

@@ -96,7 +96,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str
                 type=option.kind,
                 choices=option.choices or None,
                 metavar=None if option.choices else "VALUE",
-                help=f"{about} (default: {'none' if option.default is None else option.default})",
+                help=about if option.default is None else f"{about} (default: {option.default})",
             )
 
 
