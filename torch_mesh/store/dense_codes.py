@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -67,7 +67,7 @@ class _Matrix:
     format: str
     group_size: int
     shape: tuple[int, int]
-    packed: Any  # -> an iterable of chunks
+    packed: Callable[[], Iterable[Chunk]]
     pieces: tuple[Piece, ...] = ()
 
     @property
@@ -120,7 +120,7 @@ def codes_files(
 
 
 def copied_codes(store: Store, max_file_bytes: int, changed: Container[str]) -> list[NewFile]:
-    """The same for a copy of ``store``."""
+    """The files of a copy of ``store`` for its linear layers, without those of ``changed`` parameters."""
     matrices = [
         _Matrix(name, held.format, held.group_size, held.shape, held.chunks)
         for name, held in stored_codes(store.folder).items()
@@ -152,7 +152,7 @@ def codes_of_store(folder: Path, model: nn.Module) -> dict[str, StoredMatrix] | 
 
 
 def _linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of the weights of all linear layers, by parameter: that of a tied head is the embedding's."""
+    """The shapes of all linear layers' weights, by parameter. The head's may be the embedding's."""
     weights = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     return {
         name: (parameter.shape[0], parameter.shape[1])
@@ -175,7 +175,7 @@ def _files(matrices: Sequence[_Matrix], max_file_bytes: int) -> list[NewFile]:
 
 
 def stored_codes(folder: Path) -> dict[str, StoredMatrix]:
-    """All of a store's, by parameter. Raises ``StoreError`` for damaged headers."""
+    """All codes in a store, by parameter. Raises ``StoreError`` for damaged headers."""
     names = sorted(file.name for file in read_manifest(folder).other_files if is_codes_file(file.name))
     return {name: held for file in names for name, held in _read_file(folder / file)}
 

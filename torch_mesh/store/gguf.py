@@ -1,7 +1,7 @@
-"""Headers of GGUF files: where each tensor's bytes stand, and what the file says of its model.
+"""Headers of GGUF files: where each tensor's bytes are, and the model's metadata.
 
-The ``gguf`` package's reader believes what it reads: a count of an array is a loop of that length, whatever the file's
-size. So the header is parsed here, as hostile as that of any other checkpoint: docs/decisions/0041. Torch-free.
+The reader of the ``gguf`` package trusts the file: a count of an array is a loop of that length, whatever the file's
+size. So the header is parsed here, and treated as hostile: docs/decisions/0041. Independent of torch.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch_mesh.store.header import (
 )
 
 SUFFIX = ".gguf"
-ROPE_DIVISORS = "rope_freqs.weight"  # a tensor of which the config is made: a number for each frequency
+ROPE_DIVISORS = "rope_freqs.weight"  # a tensor that becomes a part of the config: a divisor of each frequency
 MAX_FREQUENCIES = 1 << 12  # of a head
-# In blocks, which the package can undo. All but these and whole numbers and floats are refused.
+# Types in blocks, which the package dequantizes. All others but single numbers are refused.
 BLOCK_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
     *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
 )
 _SINGLE_TYPES = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
-# Of ik_llama.cpp alone, so that who has such a file is told what it is.
+# Types of ik_llama.cpp alone, for an error that names them.
 _IK_TYPES = """
 97 Q8_0_X4, 98 Q8_1_X4, 99 Q8_2_X4, 133 Q6_0, 134 IQ1_BN, 135 IQ2_BN, 136 Q8_K64, 137 IQ2_K, 138 IQ3_K,
 139 IQ4_K, 140 IQ5_K, 141 IQ6_K, 144 IQ4_KS, 145 IQ2_KS, 146 IQ4_KSS, 147 Q8_K16, 148 Q8_K32, 149 Q8_KR8,
@@ -56,20 +56,20 @@ _SCALARS: Mapping[int, struct.Struct] = {
 _MAX_RANK = 4
 _CHUNK_BYTES = 1 << 20
 _MAX_KEY = (1 << 16) - 1  # bytes of a key or of a tensor's name
-_MAX_KEPT = 1 << 14  # elements of arrays: what there is one of for each layer, not for each token
+_MAX_KEPT = 1 << 14  # elements of arrays: enough for one per layer, not for one per token
 _SPLIT = re.compile(r"-(\d{5})(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """An array that is not kept, such as a vocabulary."""
+    """The length of an array that is not kept, such as a vocabulary."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A tensor as the header has it. ``at`` is where in the header, ``offset`` counts from where the data begin."""
+    """A tensor as in the header. ``at``: its position there; ``offset`` counts from the beginning of the data."""
 
     at: int
     name: str
@@ -116,9 +116,9 @@ def read_gguf(path: str | os.PathLike[str]) -> Gguf:
 
 
 def parse_gguf(path: Path, file: Readable, file_bytes: int) -> Gguf:
-    """The header of what ``file`` reads, which is called ``path`` in errors and has ``file_bytes``.
+    """The header of ``file``, which has ``file_bytes`` and is called ``path`` in errors.
 
-    Behind the header at most the rest of a piece of the vocabulary is read. Raises as ``read_gguf`` does.
+    Reads at most ``_CHUNK_BYTES`` beyond the header. Raises as ``read_gguf`` does.
     """
     return _Parser(path, file, file_bytes).parse()
 
@@ -194,8 +194,7 @@ def _types() -> Mapping[int, tuple[str, int, int]]:
 
 
 class _Parser:
-    """Reads a header front to back. Every count is held against the bytes that are left before anything is made of
-    it."""
+    """Reads a header from front to back. Every count is compared with the bytes that are left before it is used."""
 
     def __init__(self, path: Path, file: Readable, file_bytes: int) -> None:
         self._path = path
@@ -235,7 +234,7 @@ class _Parser:
             at = self._at
             key = self._string(_MAX_KEY, "a key")
             if key in metadata:
-                self._refuse(f"the key {key!r} stands there twice", at)
+                self._refuse(f"the key {key!r} occurs twice", at)
             metadata[key] = self._value(self._number("I"), key)
         return metadata
 
@@ -245,10 +244,10 @@ class _Parser:
         if kind == _STRING:
             return self._string(MAX_HEADER_BYTES, f"the value of {key!r}")
         if kind != _ARRAY:
-            self._refuse(f"the key {key!r} has a value of type {kind}, which there is none of")
+            self._refuse(f"the key {key!r} has a value of type {kind}, which GGUF does not define")
         element, count = self._number("I"), self._number("Q")
         if element not in _SCALARS and element != _STRING:
-            nested = "arrays, which nothing writes" if element == _ARRAY else f"type {element}, which there is none of"
+            nested = "arrays" if element == _ARRAY else f"type {element}, which GGUF does not define"
             self._refuse(f"the key {key!r} has an array of {nested}")
         self._check_count(
             count, 8 if element == _STRING else _SCALARS[element].size, f"elements of {key!r}", MAX_STRUCTURE
@@ -325,21 +324,21 @@ class _Parser:
         form = _SCALARS[4] if code == "I" else _SCALARS[10]
         return self._scalar(form)
 
-    def _string(self, most: int, what: str) -> str:
+    def _string(self, limit: int, what: str) -> str:
         at, size = self._at, self._number("Q")
-        if size > most:
-            self._refuse(f"{what} is said to have {size} bytes; at most {most} are accepted", at)
+        if size > limit:
+            self._refuse(f"{what} is said to have {size} bytes; at most {limit} are accepted", at)
         raw = self._take(size, what)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as problem:
             self._refuse(f"{what} is not UTF-8: {problem}", at)
 
-    def _check_count(self, count: int, least: int, what: str, most: int) -> None:
-        """That many of what takes ``least`` bytes each can follow."""
-        if count * least > self._file_bytes - self._at or count > most:
+    def _check_count(self, count: int, min_bytes: int, what: str, limit: int) -> None:
+        """Raises ``StoreError`` unless ``count`` items of at least ``min_bytes`` bytes can follow."""
+        if count * min_bytes > self._file_bytes - self._at or count > limit:
             self._refuse(
-                f"says that {count} {what} follow, and {self._file_bytes - self._at} bytes do; at most {most} are "
+                f"says that {count} {what} follow, and {self._file_bytes - self._at} bytes do; at most {limit} are "
                 "accepted"
             )
 
@@ -357,7 +356,7 @@ class _Parser:
         self._at += size
 
     def _skip_strings(self, count: int, what: str) -> None:
-        """In one go, as a vocabulary has hundreds of thousands."""
+        """Skip ``count`` strings in large reads: a vocabulary has hundreds of thousands."""
         unpack, at, end = _SCALARS[10].unpack_from, self._at, self._at
         chunk = b""
         for _ in range(count):

@@ -1,5 +1,4 @@
-"""What transformers knows of the model in a GGUF file: its config, its tokenizer, and what becomes of the tensors that
-are no expert's."""
+"""The config and tokenizer of a GGUF file, and its tensors outside the experts, through transformers."""
 
 from __future__ import annotations
 
@@ -67,17 +66,20 @@ _MSCALE_UNIT = 0.1  # of DeepSeek's yarn_log_multiplier
 _KEPT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float32}
 
 
-def read_config(path: Path) -> transformers.PretrainedConfig:
-    """Of the model in ``path`` and the parts that belong to it.
+_DERIVED_FIELDS = ("rope_parameters", "per_layer_config")  # which configs make of others
 
-    Raises ``UnsupportedModelError`` for other architectures than ``ARCHITECTURES`` and what transformers makes no
-    config of, ``StoreError`` for files that are damaged.
+
+def read_config(path: Path) -> transformers.PretrainedConfig:
+    """The config of the model in ``path`` and its further parts.
+
+    Raises ``UnsupportedModelError`` for architectures beyond ``ARCHITECTURES`` and for metadata of which transformers
+    makes no config, ``StoreError`` for damaged files.
     """
     return _config_of(path, _table_of(path))
 
 
 def complete_config(config: transformers.PretrainedConfig, path: Path) -> None:
-    """Sets what transformers has left out of ``config``, or found in the first part of the model in ``path`` alone.
+    """Set fields of ``config`` that transformers leaves out, or takes from the first part of the model alone.
 
     Raises as ``read_config`` does.
     """
@@ -89,18 +91,15 @@ def complete_config(config: transformers.PretrainedConfig, path: Path) -> None:
             "convert it (torch-mesh convert), and open the converted folder."
         )
     of_first = _config_of(path, config_table(first.metadata, list(first.header.tensors)))
-    for name in dict.fromkeys((*table, *_MADE_OF_OTHERS)):
+    for name in dict.fromkeys((*table, *_DERIVED_FIELDS)):
         # All else is the caller's.
         left_out = _field(config, name) in (_field(usual, name), _field(of_first, name))
         if left_out and name in {*vars(own), *own.attribute_map, "per_layer_config"} - {"architectures"}:
             setattr(config, name, _field(own, name))
 
 
-_MADE_OF_OTHERS = ("rope_parameters", "per_layer_config")  # fields that configs make of the table's
-
-
 def _field(config: transformers.PretrainedConfig, name: str) -> Any:
-    """What ``config`` has as a whole, where its layers differ."""
+    """A field of ``config``, without the values of single layers."""
     if name == "per_layer_config":  # an attribute of every config
         return config.to_dict().get(name)
     return vars(config).get(config.attribute_map.get(name, name))
@@ -170,7 +169,7 @@ def _no_config(path: Path, problem: Exception) -> UnsupportedModelError:
 
 
 def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The fields of a config that a file says. ``metadata`` as of ``Gguf`` or as transformers' own reader has it."""
+    """The fields of a config, from ``metadata`` of a ``Gguf`` or of transformers' own reader."""
     metadata = {key: value.count if isinstance(value, Counted) else value for key, value in metadata.items()}
     architecture = metadata["general.architecture"]
     limit_layers(metadata, architecture)  # also where transformers reads the first part of a model by itself
@@ -230,8 +229,8 @@ def _rope_parameters(own: Mapping[str, Any], architecture: str) -> dict[str, Any
 
 
 @dataclass(frozen=True)
-class RestOf:
-    """A tensor of the model that is no expert's: what it is called there, its dtype in a store, and how to make it."""
+class DenseTensor:
+    """A tensor outside the experts: its name in the model, its dtype in a store, and how it is made."""
 
     name: str
     shape: Shape
@@ -242,9 +241,7 @@ class RestOf:
 
     def values(self) -> torch.Tensor:
         """In ``dtype``, read now. Raises ``StoreError``."""
-        with torch.device(
-            "cpu"
-        ):  # while transformers builds a model, whatever is made without a device is made on "meta"
+        with torch.device("cpu"):  # while transformers builds a model, the default device is "meta"
             companion = None if self.companion is None else self.companion.read()
             values = self.weight.read()
             path, tensor = self.weight.codes
@@ -314,7 +311,7 @@ def blocks_of_rest(
 
 def rest_of_model(
     path: Path, weights: Sequence[Weight], experts: frozenset[str], model: transformers.PreTrainedModel
-) -> Iterator[RestOf]:
+) -> Iterator[DenseTensor]:
     """What all ``weights`` but ``experts`` are in ``model``, in the order of the files.
 
     Raises ``StoreError`` if one has another size than in the model, belongs to nothing, or is missing,
@@ -360,7 +357,7 @@ def rest_of_model(
         kept = _KEPT_DTYPES.get(tensor.dtype, dtype)
         if companion is not None:
             kept = torch.promote_types(kept, _KEPT_DTYPES.get(companion.codes[1].dtype, dtype))
-        yield RestOf(target, state[target], kept, weight, names, companion)
+        yield DenseTensor(target, state[target], kept, weight, names, companion)
     missing = sorted(own - set(found) - set(model.all_tied_weights_keys))
     if missing:
         raise store_error(
@@ -387,7 +384,7 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 class _TableNames(Names):
-    """transformers' way."""
+    """Names of an architecture in transformers' tables."""
 
     def __init__(self, architecture: str, model: transformers.PreTrainedModel) -> None:
         from transformers import modeling_gguf_pytorch_utils as utils
@@ -412,7 +409,7 @@ class _TableNames(Names):
 
 
 class _FunctionNames(Names):
-    """transformers' way of the architectures that it has functions for."""
+    """Names of an architecture that transformers has functions for."""
 
     def __init__(self, architecture: str, model: transformers.PreTrainedModel) -> None:
         from transformers.integrations.gguf import get_gguf_conversion_mapping

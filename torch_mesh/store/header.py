@@ -363,7 +363,7 @@ class _HeaderText:
         metadata: dict[str, str] | None = None
         for name in self._names():
             if name in tensors or (name == _METADATA and metadata is not None):
-                raise ValueError(f"the key {name!r} stands there twice")
+                raise ValueError(f"the key {name!r} occurs twice")
             if name == _METADATA:
                 metadata = self._metadata()
             elif len(tensors) == MAX_TENSORS:
@@ -393,7 +393,7 @@ class _HeaderText:
     def _next(self) -> str | None:
         """The next character that is not a space; None at the end."""
         match = _SPACE.match(self._text, self._at)
-        assert match is not None, "no space is one, too"
+        assert match is not None, "the pattern matches an empty string"
         self._at = match.end()
         return self._text[self._at] if self._at < len(self._text) else None
 
@@ -419,7 +419,7 @@ class _HeaderText:
             if name is None or self._next() != '"' or len(metadata) == MAX_TENSORS:
                 raise store_error(self._path, f"'{_METADATA}' is not an object of at most {MAX_TENSORS} strings")
             if name in metadata:
-                raise ValueError(f"the key {name!r} stands there twice")
+                raise ValueError(f"the key {name!r} occurs twice")
             metadata[name] = self._string()
         return metadata
 
@@ -460,7 +460,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} stands there twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return table
 
 
@@ -472,7 +472,7 @@ def _parse_integer(digits: str) -> int:
 
 
 def _refuse_number(text: str) -> NoReturn:
-    raise ValueError(f"{text[:40]} stands where only integers may")
+    raise ValueError(f"{text[:40]} is not an integer, and only integers are allowed there")
 
 
 _DECODER = json.JSONDecoder(

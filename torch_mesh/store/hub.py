@@ -122,7 +122,7 @@ def _cached_gguf(model: str, names: list[str]) -> Path | None:
 
 
 class _Prefix:
-    """A file of the hub, which from ``begin`` on is fetched as far as it is read and kept in a local one."""
+    """A file of the hub, fetched into a local one from ``begin`` on, as far as it is read."""
 
     def __init__(self, url: str, local: BinaryIO, at_least: int, token: str | None = None, begin: int = 0) -> None:
         self._url = url

@@ -1,8 +1,8 @@
 """A model of the Hugging Face hub whose weight files are fetched one at a time, and removed when they have been used.
 
-A folder beside the destination of a conversion has two parts. ``outline`` is what the conversion reads as a checkpoint:
-config, index and tokenizer, and the weight files with their headers alone, or links to those in ``original`` that were
-fetched; or a GGUF file and its further parts. After a kill the next run uses these.
+A folder beside the destination of a conversion has two parts. The conversion reads ``outline`` as a checkpoint, or as a
+GGUF file: config, index and tokenizer, and weight files with their headers alone. ``original`` has the weight files
+that were fetched, to which ``outline`` then has links. After a kill the next run uses these files.
 """
 
 from __future__ import annotations

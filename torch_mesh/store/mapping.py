@@ -73,17 +73,12 @@ class ParameterStacks:
         self.headers = read_headers(weight_files(folder))
         self.quantisation = quantisation
         self._folder = folder
-        # Without the rows of identity experts, which a checkpoint may lack.
-        self._shapes = {
-            f"{layer.path}.{name}": (layer.num_experts, *getattr(layer.module, name).shape[1:])
-            for layer in (*find_experts(model), *layers_left_alone(model))
-            for name in layer.parameter_names
-        }
-        self._rows = {
-            f"{layer.path}.{name}": getattr(layer.module, name).size(0)
-            for layer in (*find_experts(model), *layers_left_alone(model))
-            for name in layer.parameter_names
-        }
+        self._shapes: dict[str, tuple[int, ...]] = {}  # without the rows of identity experts, which a file may lack
+        self._rows: dict[str, int] = {}  # with these
+        for layer in (*find_experts(model), *layers_left_alone(model)):
+            for name, parameter in layer.parameters.items():
+                self._rows[f"{layer.path}.{name}"], *sizes = parameter.shape
+                self._shapes[f"{layer.path}.{name}"] = (layer.num_experts, *sizes)
         self._tied: Mapping[str, str] = model.all_tied_weights_keys
         self._tensors = {
             name: (file, tensor) for file, header in enumerate(self.headers) for name, tensor in header.tensors.items()
@@ -112,12 +107,14 @@ class ParameterStacks:
         views: list[dict[str, View]] = [{} for _ in range(layer.num_experts)]
         gate_up, down = layer.parameter_names[:2]
         for suffix in ("", "_bias") if layer.has_bias else ("",):
-            turn = layer.is_transposed and suffix == ""
+            transposed = layer.is_transposed and suffix == ""
             for expert, matrix in enumerate(self.stack(f"{layer.path}.{gate_up}{suffix}")):
-                for part, view in _gate_and_up(layer, matrix.transposed() if turn else matrix).items():
+                for part, view in _gate_and_up(layer, matrix.transposed() if transposed else matrix).items():
                     views[expert][part + suffix] = strided(layer, gate_up, view)
             for expert, matrix in enumerate(self.stack(f"{layer.path}.{down}{suffix}")):
-                views[expert]["down" + suffix] = strided(layer, down, (matrix.transposed() if turn else matrix).whole())
+                views[expert]["down" + suffix] = strided(
+                    layer, down, (matrix.transposed() if transposed else matrix).whole()
+                )
         return views
 
     def stack(self, parameter: str) -> Stack:
@@ -167,14 +164,14 @@ class ParameterStacks:
         matches: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name, target, pattern in _renamed(model, self._tensors, transforms):
             if pattern is not None and target in self._shapes:
-                target = self._dealt(target, pattern, name)
+                target = self._split_target(target, pattern, name)
             if target in self._shapes:
                 matches[target][pattern].append(name)
             elif pattern is not None:
                 self._refuse_split(target, pattern, name)
         return matches
 
-    def _dealt(self, target: str, pattern: str, name: str) -> str:
+    def _split_target(self, target: str, pattern: str, name: str) -> str:
         """The parameter of an expert if a converter splits one list of experts evenly among several parameters.
 
         ``target`` names the first of them. By the number in ``name``, since a converted checkpoint only has a part of
@@ -282,7 +279,7 @@ def _concatenate(
 def _fuse_and_split(
     operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
 ) -> _Operands | None:
-    """The experts of one target: ``_dealt`` has split them."""
+    """The experts of one target: ``_split_target`` has split them."""
     return _joined(operands, patterns, operation.concat_dim - 1) if operation.stack_dim == 0 else None
 
 

@@ -1,7 +1,7 @@
-"""Files of tensors that may go at any time: each has a checksum, and all of a folder together have a limit.
+"""Files of tensors that may be removed at any time: each has a checksum, and all together have a limit.
 
-A file that is missing, damaged or another one's reads as none. A killed process leaves at most a hidden file, which is
-removed later. Several processes may use a folder.
+``read`` returns None for a file that is missing, damaged, or a copy of another one. A killed process leaves at most a
+hidden file, which is removed later. Several processes may use a folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ABANDONED = 600.0  # seconds after which a hidden file is a killed process's
 
 
 def prefix_folder() -> Path:
-    """Which has a folder for each model. Raises MeshError without a home folder."""
+    """The folder of all models' folders. Raises MeshError without a home folder."""
     return cache_folder() / "prefixes"
 
 
@@ -50,7 +50,7 @@ class PrefixBlocks:
         return name not in self._damaged and os.path.exists(self.folder / name)
 
     def read(self, name: str) -> tuple[dict[str, Tensor], int] | None:
-        """Its tensors, and the bytes read; None where there is nothing to be used. Removes a damaged file."""
+        """The tensors of a file, and the bytes read; None if it cannot be used. Removes a damaged file."""
         path = self.folder / name
         try:
             # Unlike np.fromfile, readinto lets other threads run, and so read.
@@ -69,7 +69,7 @@ class PrefixBlocks:
         return tensors, data.nbytes
 
     def touch(self, names: Sequence[str]) -> None:
-        """Note the use of files. The first of them shall stay longest."""
+        """Note the use of files. Of these the first one is removed last."""
         now = time.time_ns()
         note_use(self.folder)
         for age, name in enumerate(names):

@@ -74,16 +74,17 @@ class UnfinishedStore:
         scratch: Scratch | None,
         streaming: Streaming | None,
     ) -> None:
-        names = () if scratch is None else scratch.names
+        names, scratch_bytes = ((), 0) if scratch is None else (scratch.names, scratch.bytes)
         self._remove_leftovers(files, names)
-        counter = _Counter(self._plan, self._record_bytes, files, 0 if scratch is None else scratch.bytes, progress)
+        records = self._plan.shape.layers * self._plan.shape.experts * self._record_bytes
+        counter = _Counter(records + sum(file.size for file in files) + scratch_bytes, progress)
         self._open_record_files()
         self._drop_damaged_records(counter)
         if scratch is not None:
             prepared = counter.done + scratch.bytes
             if self._missing_records():
                 scratch.prepare(self._folder, counter.add)
-            counter.add(prepared - counter.done)  # less than requested, perhaps
+            counter.add(prepared - counter.done)  # it may take less than its maximum
         with TaskThreads(workers) as packing, TaskThreads(1) as syncing:
             try:
                 for stage in self._stages(files, streaming):
@@ -256,18 +257,11 @@ class UnfinishedStore:
 
 
 class _Counter:
-    def __init__(
-        self,
-        plan: StorePlan,
-        record_bytes: int,
-        files: Sequence[NewFile],
-        scratch_bytes: int,
-        progress: Progress | None,
-    ) -> None:
-        records = plan.shape.layers * plan.shape.experts * record_bytes
-        self._total = records + sum(file.size for file in files) + scratch_bytes
+    """Reports the bytes that are done."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
         self.done = 0
-        self._progress = progress
+        self._total, self._progress = total, progress
         self.add(0)
 
     def add(self, count: int) -> None:
