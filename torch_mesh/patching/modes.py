@@ -85,7 +85,8 @@ def _install_lookahead(patching: Patching) -> None:
         connect(patching.model, patching.layers, config.predictor)
 
 
-# In the order of installation. They are uninstalled in reverse.
+# In the order of installation. They are uninstalled in reverse. Lambdas look functions up when they are called, so that
+# tests can make each fail.
 MODES = (
     Mode(
         "tables",

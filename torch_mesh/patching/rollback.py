@@ -111,7 +111,7 @@ class PatchUndo(Undo):
             module._parameters.update(self._parameters[module])
         # Warnings come last, since a filter may make them errors.
         if stay:
-            self._go_on_with(stay)
+            self._keep_patched(stay)
             lossy = ", lossy=True" if rounded else ""
             warnings.warn(
                 f"Patching ended early, and memory is short to undo it: {len(stay)} layers of experts are only in the "
@@ -126,7 +126,7 @@ class PatchUndo(Undo):
                 stacklevel=6,
             )
 
-    def _go_on_with(self, stay: set[nn.Module]) -> None:
+    def _keep_patched(self, stay: set[nn.Module]) -> None:
         for module in stay:
             any_module: Any = module
             any_module._mesh_deferred = 0  # the next layer may not be patched and cannot add deferred products

@@ -1,4 +1,4 @@
-"""Experts outside the pool, in models with experts of several shapes: docs/decisions/0035. And whole tables."""
+"""Load what stays in memory: experts of other shapes than the pool's (docs/decisions/0035), and whole tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device)
 
 
 def load_tables(layers: Sequence[TableLayer], reader: RowTables) -> None:
-    """Read whole tables into memory that a store has as files of rows, which transformers cannot read."""
+    """Load whole tables from a store's files of rows, which transformers cannot read."""
     for index, layer in enumerate(layers):
         module: Any = layer.module
         values = packed_table(layer, reader, index).unpacked()

@@ -8,7 +8,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +86,7 @@ def disk_speed(files: Sequence[Path], block: int) -> float | None:
     parts = [[blocks[index] for index in order[first::_READERS]] for first in range(_READERS)]
     # A pool's slots are in no cache: reads into memory that is cost a third less.
     each = max(1, LARGE_BYTES // (_READERS * block))
-    with _OpenFiles(files) as descriptors, TaskThreads(_READERS) as readers:
+    with _opened(files) as descriptors, TaskThreads(_READERS) as readers:
         buffers = huge_pages(_READERS * each * block).reshape(_READERS, each, block)
         deadline = time.monotonic() + SECONDS
         begin = time.perf_counter()
@@ -108,23 +108,16 @@ def huge_pages(count: int) -> np.ndarray:
     return array
 
 
-class _OpenFiles:
+@contextlib.contextmanager
+def _opened(files: Sequence[Path]) -> Iterator[dict[Path, int]]:
     """File descriptors, for direct reads if the file system supports them."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
-        self._descriptors: dict[Path, int] = {}
-
-    def __enter__(self) -> dict[Path, int]:
-        for file in self._files:
+    descriptors: dict[Path, int] = {}
+    with contextlib.ExitStack() as stack:
+        for file in files:
             direct = _C.direct_io_alignment(str(file)) >= 0
-            flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-            self._descriptors[file] = os.open(file, flags)
-        return self._descriptors
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+            descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+            stack.callback(os.close, descriptors[file])
+        yield descriptors
 
 
 def _read(
