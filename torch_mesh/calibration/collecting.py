@@ -16,10 +16,10 @@ from ..hf.open_model import open_model, open_tokenizer, read_documents
 from ..models.families import InPool
 from .rows import LayerRows, RowFiles
 
-FEWEST_TOKENS = 256
+_MIN_TOKENS = 256
 _LENGTH = 1024  # of a sequence, at most
 _TOKENS_AT_ONCE = 8192  # in one forward, which reads each expert once
-_LONGEST_TOKEN = 64  # characters: limits how much of a large file is tokenized
+_MAX_CHARACTERS = 64  # characters: limits how much of a large file is tokenized
 
 _Argument = tuple[str, int]
 _ARGUMENTS: Sequence[_Argument] = (("hidden_states", 0), ("top_k_index", 1), ("top_k_weights", 2))
@@ -33,9 +33,9 @@ def text_sequences(source: Path, text: str, tokens: int, longest: int | None) ->
     remainder is dropped. Raises MeshError for a text that is too short and for a missing tokenizer, ValueError for too
     few ``tokens``.
     """
-    if tokens < FEWEST_TOKENS:
+    if tokens < _MIN_TOKENS:
         raise ValueError(
-            f"tokens={tokens} is too few to calibrate on: give at least {FEWEST_TOKENS}, better {_TOKENS_AT_ONCE} or "
+            f"tokens={tokens} is too few to calibrate on: give at least {_MIN_TOKENS}, better {_TOKENS_AT_ONCE} or "
             "more."
         )
     documents = read_documents([text])
@@ -43,15 +43,15 @@ def text_sequences(source: Path, text: str, tokens: int, longest: int | None) ->
     ids: list[int] = []
     for document in documents:
         left = tokens - len(ids)
-        ids += tokenizer(document[: _LONGEST_TOKEN * left], verbose=False)["input_ids"]
+        ids += tokenizer(document[: _MAX_CHARACTERS * left], verbose=False)["input_ids"]
         if len(ids) >= tokens:
             break
     if not ids and any(documents):
         raise MeshError(f"{source} has no usable tokenizer: it makes no tokens of {text}")
     ids = ids[:tokens]
-    if len(ids) < FEWEST_TOKENS:
+    if len(ids) < _MIN_TOKENS:
         raise MeshError(
-            f"{text} has {len(ids)} tokens, and calibration needs at least {FEWEST_TOKENS}, better {_TOKENS_AT_ONCE} "
+            f"{text} has {len(ids)} tokens, and calibration needs at least {_MIN_TOKENS}, better {_TOKENS_AT_ONCE} "
             "or more: give a longer text"
         )
     count = -(-len(ids) // min(_LENGTH, longest or _LENGTH))

@@ -65,9 +65,9 @@ class Placement:
     def _partly(self, device: torch.device) -> bool:
         return any(not here.all() for here, where in zip(self.here, self.devices, strict=True) if where == device)
 
-    def cpu_slots(self, slots: int, every: int, least: int) -> int:
+    def cpu_slots(self, slots: int, every: int, min_slots: int) -> int:
         """``slots``, limited to the experts that are not on a GPU."""
-        return min(slots, max(least, every - self.count))
+        return min(slots, max(min_slots, every - self.count))
 
 
 def check_beside_gpu(*, lossy_modes: str, prefill: str) -> None:

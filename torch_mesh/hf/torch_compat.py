@@ -87,8 +87,8 @@ def multiplies_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def raise_recompile_limit(least: int) -> AbstractContextManager[Any]:
-    """Within, torch.compile makes at least ``least`` graphs of a function."""
-    limits: dict[str, Any] = {"recompile_limit": max(torch._dynamo.config.recompile_limit, least)}
+def raise_recompile_limit(minimum: int) -> AbstractContextManager[Any]:
+    """Within, torch.compile makes at least ``minimum`` graphs of a function."""
+    limits: dict[str, Any] = {"recompile_limit": max(torch._dynamo.config.recompile_limit, minimum)}
     patched: AbstractContextManager[Any] = torch._dynamo.config.patch(**limits)
     return patched

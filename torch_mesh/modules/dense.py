@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from ..store.dense_codes import LinearCodes
 
 # Gates and other tiny projections stay exact: they cost nothing and decide routing.
-_SMALLEST = 32
-_LARGEST = 1 << 20  # rows or columns that a kernel supports
+_MIN_FEATURES = 32
+_MAX_FEATURES = 1 << 20  # rows or columns that a kernel supports
 # Up to so many rows torch_mesh reads weights faster than torch on CPUs with native bf16 (docs/decisions/0051).
-_FEW_ROWS = 4
-_WIDENED = 1 << 23  # weights that are in fp32 at a time
+_MAX_ROWS = 4
+_MAX_FP32_VALUES = 1 << 23  # weights that are in fp32 at a time
 _SMALL_BYTES = 4 << 20
 # ``dense``: layers keep the codes that a GGUF file has of them, where there is a format for them.
 CODES = "codes"
@@ -102,8 +102,8 @@ class PlainLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
-        most = self._mesh_max_rows
-        if (most is not None and input.numel() > most * self.in_features) or not _plain(input, weight, bias):
+        limit = self._mesh_max_rows
+        if (limit is not None and input.numel() > limit * self.in_features) or not _is_supported(input, weight, bias):
             return functional.linear(input, weight, bias)
         frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
         if frozen and input.requires_grad and torch.is_grad_enabled() and not in_forward_mode():
@@ -138,14 +138,14 @@ class _FrozenProduct(torch.autograd.Function):
         # torch's emulated bf16 product takes seconds in this direction, where weights are strided along the sum.
         (weight,) = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
-        rows = max(1, _WIDENED // weight.size(1))
+        rows = max(1, _MAX_FP32_VALUES // weight.size(1))
         result = grad.new_zeros((grad.size(0), weight.size(1)), dtype=torch.float32)
         for own, part in zip(grad.split(rows, -1), weight.split(rows), strict=True):
             result = torch.addmm(result, own.float(), part.float())
         return result.to(grad.dtype).unflatten(0, grads[0].shape[:-1]), None, None
 
 
-def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _is_supported(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     # Runs for every layer of every step.
     return (
         _on_cpu_in_bf16(input)
@@ -154,7 +154,7 @@ def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
         and type(weight) in (nn.Parameter, torch.Tensor)
         and weight.layout is torch.strided
         and weight.stride(1) == 1
-        and max(weight.shape) <= _LARGEST
+        and max(weight.shape) <= _MAX_FEATURES
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -176,14 +176,14 @@ def packs(dense: str) -> bool:
 def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense: str, speculation: str) -> None:
     """``dense="auto"``, and what "codes" leaves: keep weights, and multiply with torch_mesh where that is faster."""
     if dense in ("auto", CODES):
-        most = None
+        max_rows = None
         if not torch_emulates_bf16():  # verification has to give the bits of plain decoding
-            most = _FEW_ROWS if speculation == "off" else _C.MAX_DECODE_ROWS
-        taken = [linear for _, linear in _linears(model, layers) if _on_cpu_in_bf16(linear.weight)]
-        for linear in taken:
+            max_rows = _MAX_ROWS if speculation == "off" else _C.MAX_DECODE_ROWS
+        linears = [linear for _, linear in _linears(model, layers) if _on_cpu_in_bf16(linear.weight)]
+        for linear in linears:
             change_class(linear, PlainLinear)
-            vars(linear)["_mesh_max_rows"] = most
-        for linear in taken[-1:] if dense == "auto" else ():  # the head, if there is one
+            vars(linear)["_mesh_max_rows"] = max_rows
+        for linear in linears[-1:] if dense == "auto" else ():  # the head, if there is one
             vars(linear)["_mesh_shows_formats"] = True
 
 
@@ -221,7 +221,7 @@ def _linears(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.L
         for path, module in model.named_modules()
         if type(module) is nn.Linear
         and (module is head or path.startswith(stacks))
-        and min(module.in_features, module.out_features) >= _SMALLEST
+        and min(module.in_features, module.out_features) >= _MIN_FEATURES
         and id(module) not in routers
         and not kept_in_fp32(model, f"{path}.weight")
         and not _read_by_its_owner(model, path)
@@ -302,7 +302,7 @@ def _packings(
     for path, linear in found:
         own = blocks.get(names[id(linear.weight)])
         # A rank has a part of the rows, or of each row.
-        if own is not None and own_part(linear.weight) is linear.weight and max(linear.weight.shape) <= _LARGEST:
+        if own is not None and own_part(linear.weight) is linear.weight and max(linear.weight.shape) <= _MAX_FEATURES:
             packings.append(_Packing(path, linear, own.format, own.group_size, own))
     return packings
 
@@ -337,10 +337,10 @@ def pack_dense(
         module._parameters["weight"] = as_parameter(PackedLinearWeight(*packed))
         change_class(module, MeshLinear)
     if packings:
-        _take_out_of_files(model)
+        _copy_small_weights(model)
 
 
-def _take_out_of_files(model: nn.Module) -> None:
+def _copy_small_weights(model: nn.Module) -> None:
     """Copy routers, norms and other small weights out of mapped files.
 
     Under memory pressure the kernel would drop their pages and read each back with full readahead, for every token.
@@ -438,7 +438,7 @@ def _read_by_its_owner(model: nn.Module, path: str) -> bool:
 
 
 def kept_in_fp32(model: nn.Module, name: str, dtype: torch.dtype = torch.float16) -> bool:
-    """Whether transformers keeps the parameter in fp32 for accuracy, in a model of ``dtype``; fp16 keeps most."""
+    """Whether transformers keeps the parameter in fp32 for accuracy, in a model of ``dtype``; fp16 keeps max_rows."""
     in_fp16, strict = modules_in_fp32(model)
     parts = {torch.float16: (*in_fp16, *strict), torch.bfloat16: strict}.get(dtype, ())
     return any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in parts)

@@ -63,16 +63,16 @@ def fitting_slots(
     shape = sizes.shape
     reserved = _reserved_bytes(sizes, config, gpu_pool)
     top_k = min(shape.top_k, shape.experts)
-    least = top_k * sizes.expert_bytes
+    needed = top_k * sizes.expert_bytes
     if config.resident == "auto":
         if available is None:
             return None, 0, ""
-        if (budget := auto_budget(available, reserved)) < least:
+        if (budget := auto_budget(available, reserved)) < needed:
             taken = (
                 f"Python and the rest of the model leave {max(0, available):,} bytes; workspace and buffers take "
                 f"{reserved:,}, and {auto_margin(available - reserved):,} stay free"
             )
-            left = f"{max(0, budget):,} bytes are left for experts, but one token of one layer needs {least:,}"
+            left = f"{max(0, budget):,} bytes are left for experts, but one token of one layer needs {needed:,}"
             advice = f"give more memory{or_fewer_bits(sizes)}, or a smaller workspace."
             return None, 0, f"{taken}. So {left}: {advice}"
     try:

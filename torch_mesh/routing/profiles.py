@@ -20,8 +20,8 @@ from .traces import Trace
 
 FORMAT = "torch_mesh profile"
 VERSION = 1
-_LARGEST_FILE = 256 * 2**20
-_MOST = 65536
+_MAX_FILE_BYTES = 256 * 2**20
+_MAX_SIZE = 65536
 # Older counts are scaled down to this many tokens of a layer, so that they fade.
 _MAX_TOKENS = 1 << 20
 
@@ -83,8 +83,8 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
             "name a file that torch_mesh.save_profile or torch-mesh routing profile has written, or leave profile out"
         )
         raise OSError(error.errno, f"{error.strerror}: {advice}", os.fspath(path)) from error
-    if size > _LARGEST_FILE:
-        raise MeshError(f"{path} has {size} bytes; a profile has at most {_LARGEST_FILE}.")
+    if size > _MAX_FILE_BYTES:
+        raise MeshError(f"{path} has {size} bytes; a profile has at most {_MAX_FILE_BYTES}.")
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -102,8 +102,8 @@ def _checked(path: Path, fields: Any) -> Profile:
         raise refuse(f"'version' is {fields.get('version')!r}; this torch_mesh reads {VERSION}")
     for name in ("layers", "experts", "top_k"):
         value = fields.get(name)
-        if type(value) is not int or not 1 <= value <= _MOST:
-            raise refuse(f"{name!r} must be an integer from 1 to {_MOST}; it is {value!r}")
+        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+            raise refuse(f"{name!r} must be an integer from 1 to {_MAX_SIZE}; it is {value!r}")
     layers, experts, top_k = fields["layers"], fields["experts"], fields["top_k"]
     if top_k > experts:
         raise refuse(f"'top_k' is {top_k}; allowed: 1 to {experts}, the experts of a layer")

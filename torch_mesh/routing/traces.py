@@ -21,7 +21,7 @@ from ..models.families import check_recordable, find_experts, find_router, ranki
 from ..prefetch.predictor import fitted_routers, load_predictor
 from ..system.atomic_files import new_file
 
-_LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any number of zeros
+_MAX_FILE_BYTES = 4 * 2**30  # unpacked: a small zip file can hold any number of zeros
 _MAX_EXPERTS = 65536
 
 
@@ -86,8 +86,8 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 def _arrays(path: Path, file: BinaryIO) -> dict[str, Any]:
     with zipfile.ZipFile(file) as archive:
         size = sum(entry.file_size for entry in archive.infolist())
-    if size > _LARGEST_FILE:
-        raise MeshError(f"{path} unpacks to {size} bytes; a trace has at most {_LARGEST_FILE}.")
+    if size > _MAX_FILE_BYTES:
+        raise MeshError(f"{path} unpacks to {size} bytes; a trace has at most {_MAX_FILE_BYTES}.")
     file.seek(0)
     with np.load(file, allow_pickle=False) as arrays:
         return {

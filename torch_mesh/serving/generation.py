@@ -43,8 +43,8 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(_is_id, value))
 
 
-def whole(least: int) -> Kind:
-    return Kind(f"a whole number, {least} or more", lambda value: is_whole(value) and value >= least)
+def whole(minimum: int) -> Kind:
+    return Kind(f"a whole number, {minimum} or more", lambda value: is_whole(value) and value >= minimum)
 
 
 BOOL = Kind("True or False", lambda value: isinstance(value, bool))

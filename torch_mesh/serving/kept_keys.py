@@ -44,9 +44,9 @@ class Conversation:
     def common(self, tokens: Tensor) -> int:
         """The length of the common prefix with ``tokens`` [n] that it can rewind to; at least one token is left to
         compute."""
-        most = min(len(self.tokens), len(tokens) - 1)
-        differ = (self.tokens[:most] != tokens[:most]).nonzero()
-        length = int(differ[0]) if len(differ) else most
+        limit = min(len(self.tokens), len(tokens) - 1)
+        differ = (self.tokens[:limit] != tokens[:limit]).nonzero()
+        length = int(differ[0]) if len(differ) else limit
         return length if all(_can_crop(layer, len(self.tokens) - length) for layer in self.cache.layers) else 0
 
     def crop(self, length: int) -> None:
@@ -79,7 +79,7 @@ class KeptKeys:
     limit: int
     admission: Admission | None = None
     prefixes: PrefixCache | None = None
-    conversations: list[Conversation] = field(default_factory=list)  # in order of use, the most recent last
+    conversations: list[Conversation] = field(default_factory=list)  # in order of use, the limit recent last
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:

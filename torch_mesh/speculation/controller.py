@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 _TRIAL = 3  # forwards with drafts before they are judged
 _PLAIN = 4  # without, before the first of those
-_FIRST_WAIT, _LONGEST_WAIT = 16, 1024  # forwards without drafts after a failed trial; doubled each time
+_FIRST_WAIT, _MAX_WAIT = 16, 1024  # forwards without drafts after a failed trial; doubled each time
 _REVIEW = 32  # forwards with one length before another one is tried
 _STALE = 64  # before a forward without drafts updates its time
 # Fraction of plain decoding time that trials may lose. Their further costs stay within a twentieth: the last trial,
@@ -72,7 +72,7 @@ class _Drafts:
     def give_up(self) -> int:
         self.forget()
         self.wait = self.interval
-        self.interval = min(2 * self.interval, _LONGEST_WAIT)
+        self.interval = min(2 * self.interval, _MAX_WAIT)
         return 0
 
 
@@ -110,10 +110,10 @@ class Controller:
             drafts.begin()
         self._saved = min(self._saved, 0.0)  # earlier gains are not spent on this text
 
-    def choose(self, most: int, tier: int = 0) -> int:
-        """How many tokens to draft, at most ``most``."""
+    def choose(self, limit: int, tier: int = 0) -> int:
+        """How many tokens to draft, at most ``limit``."""
         drafts = self._of(tier)
-        lengths = [length for length in self.lengths if length <= most]
+        lengths = [length for length in self.lengths if length <= limit]
         unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
         if not lengths or unsure or self._saved < 0 or any(self._fail(each) for each in range(tier + 1)):
             return 0

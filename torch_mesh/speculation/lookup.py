@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from .drafter import Drafter
 
-_LONGEST = 5  # longest ending that is looked up, in tokens
+_MAX_TOKENS = 5  # longest ending that is looked up, in tokens
 # Shorter matches have higher tiers, being more likely chance.
 _TIER_BOUNDS = (8, 3, 2)
 
@@ -22,7 +22,7 @@ class Lookup(Drafter):
     def extend(self, tokens: Iterable[int]) -> None:
         text = self._tokens
         for token in tokens:
-            for size in range(1, min(_LONGEST, len(text)) + 1):
+            for size in range(1, min(_MAX_TOKENS, len(text)) + 1):
                 self._followed[tuple(text[-size:])] = len(text)
             text.append(token)
 
@@ -45,11 +45,12 @@ class Lookup(Drafter):
         """The position after the previous occurrence of the longest ending, and the length of the match, as far as it
         matters."""
         text = self._tokens
-        for size in range(min(_LONGEST, len(text)), 0, -1):
+        for size in range(min(_MAX_TOKENS, len(text)), 0, -1):
             position = self._followed.get(tuple(text[-size:]))
             if position is not None:
                 while (
-                    _LONGEST <= size < min(_TIER_BOUNDS[0], position) and text[position - size - 1] == text[-size - 1]
+                    _MAX_TOKENS <= size < min(_TIER_BOUNDS[0], position)
+                    and text[position - size - 1] == text[-size - 1]
                 ):
                     size += 1
                 return position, size

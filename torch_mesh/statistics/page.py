@@ -19,7 +19,7 @@ from .snapshot import MEMORY
 # More than a screen can resolve; a page of an hour of a large model stays below 1.5 MB.
 STRETCHES = 240
 _TABLES, _DATA = "<!-- tables -->", "<!-- data -->"  # placeholders in page.html
-_LARGEST_PLAN = 64 << 20
+_MAX_PLAN_BYTES = 64 << 20
 _PLANNED = ("tokens_per_second", "peak_bytes", "pool_bytes", "slots")
 
 
@@ -64,9 +64,9 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
         return MeshError(f"{path_text(path)} is not what `torch-mesh plan --json` prints: {problem}.")
 
     with open(path, "rb") as file:
-        content = file.read(_LARGEST_PLAN + 1)
+        content = file.read(_MAX_PLAN_BYTES + 1)
     try:
-        table = json.loads(content) if len(content) <= _LARGEST_PLAN else None
+        table = json.loads(content) if len(content) <= _MAX_PLAN_BYTES else None
     except (ValueError, RecursionError):
         raise refuse("no JSON") from None
     if not isinstance(table, dict) or not isinstance(table.get("status"), str):

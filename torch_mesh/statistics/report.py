@@ -17,8 +17,8 @@ from ..errors import MeshError
 from .counters import PHASES, SIZES, Counters, LayerCounters, Stats, counted_since, summed, was_reset
 from .snapshot import Snapshot, parse_snapshot
 
-_LONGEST_LINE = 64 << 20  # bytes; a line of 100 layers has some 100,000
-_LARGEST_COUNT = 1 << 63  # JSON integers may have thousands of digits, too large for a float
+_MAX_LINE_BYTES = 64 << 20  # bytes; a line of 100 layers has some 100,000
+_MAX_COUNT = 1 << 63  # JSON integers may have thousands of digits, too large for a float
 _COUNTERS = {entry.name: entry.default for entry in dataclasses.fields(Counters)}
 # Names of files of earlier versions.
 _EARLIER = {
@@ -146,11 +146,11 @@ class StatsFile:
 
     def _read_on(self, file: BinaryIO, growing: bool) -> None:
         file.seek(self._offset)
-        while line := file.readline(_LONGEST_LINE):
-            if growing and not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+        while line := file.readline(_MAX_LINE_BYTES):
+            if growing and not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
                 break
             number = self._number + 1
-            if len(line) == _LONGEST_LINE:
+            if len(line) == _MAX_LINE_BYTES:
                 raise MeshError(f"{self.path}, line {number}: longer than any line of statistics.")
             if line.strip():
                 try:
@@ -254,7 +254,7 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Snapshot
             raise refuse(f"{where} is no object")
         found = {name: _value(held, name, default) for name, default in _COUNTERS.items()}
         for name, value in found.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST_COUNT:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MAX_COUNT:
                 raise refuse(f"{name} of {where} is {value!r} and no count")
         if "accesses" not in held:
             raise refuse(f"{where} counts no accesses")
@@ -276,7 +276,7 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Snapshot
         raise refuse(f"its run is {table['run']!r:.80}")
     per_layer = [LayerCounters(**phases(layer, f"layer {index}")) for index, layer in enumerate(layers)]
     sizes = {name: _value(table, name, 0) for name in (*SIZES, "resets")}
-    if not all(type(size) is int and 0 <= size < _LARGEST_COUNT for size in sizes.values()):
+    if not all(type(size) is int and 0 <= size < _MAX_COUNT for size in sizes.values()):
         raise refuse(f"its sizes are {sizes}")
     lossy = table.get("lossy", "")
     if not isinstance(lossy, str):

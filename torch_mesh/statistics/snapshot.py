@@ -13,7 +13,7 @@ from .. import _C
 from ..system.memory import anonymous_bytes, available_bytes
 
 _READY = 2  # of csrc/residency/core/residents.h: EMPTY, LOADING, READY
-_LARGEST = 1 << 63
+_MAX_INTEGER = 1 << 63
 _MAX_EXPERTS = 1 << 16  # of a layer
 MEMORY = ("process", "pool", "budget", "left")
 ABOUT = ("model", "format", "policy", "machine")
@@ -98,4 +98,4 @@ def _is_bits(value: Any, experts: int) -> bool:
 
 
 def _is_bytes(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
+    return type(value) is int and 0 <= value < _MAX_INTEGER
