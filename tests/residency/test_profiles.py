@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.cli import main
+from torch_mesh.modules.experts import pools_of
 from torch_mesh.routing.profiles import Profile, load_profile, pool_profile, write_profile
-from torch_mesh.statistics.stats import engines_of
 from torch_mesh.store.convert import convert
 
 GOOD: dict[str, Any] = {
@@ -171,7 +171,7 @@ def test_a_warm_start_reads_the_hottest_before_anybody_asks(
     open_model: Open, mesh_tiny: Path, saved: Path, raw: bool
 ) -> None:
     model = open_model(mesh_tiny, profile=saved) if raw else open_model(profile=saved)
-    [engine] = engines_of(model)
+    [engine] = [pool.engine for pool in pools_of(model)]
     engine.drain()
     engine.validate()
     stats = torch_mesh.stats(model)
@@ -199,7 +199,7 @@ def test_the_output_is_the_same_to_the_bit(open_model: Open, saved: Path, policy
     for fields in choices:
         model = open_model(policy=policy, **fields)
         assert torch.equal(_decode(model), expected), fields
-        [engine] = engines_of(model)
+        [engine] = [pool.engine for pool in pools_of(model)]
         engine.validate()
         stats = torch_mesh.stats(model)
         kept = "residency" in fields
@@ -213,7 +213,7 @@ def test_the_output_is_the_same_to_the_bit(open_model: Open, saved: Path, policy
 
 def test_early_experts_shrink_with_the_pool(open_model: Open) -> None:
     model = open_model(residency={"early_experts": (2, 12), "guard": "off"}, policy="lru")
-    [engine] = engines_of(model)
+    [engine] = [pool.engine for pool in pools_of(model)]
     _decode(model)
     for slots in (12, 47, 48):
         engine.resize(slots)
@@ -225,7 +225,7 @@ def test_early_experts_shrink_with_the_pool(open_model: Open) -> None:
 def test_patch_takes_a_profile_too(mesh_tiny: Path, saved: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
     torch_mesh.patch(model, resident=0.25, weights="int8", io="threads", profile=saved)
-    [engine] = engines_of(model)
+    [engine] = [pool.engine for pool in pools_of(model)]
     engine.drain()
     assert torch_mesh.stats(model).promoted == 48
     torch_mesh.unpatch(model, lossy=True)
@@ -249,7 +249,7 @@ def test_the_profile_of_another_model_is_refused_before_anything_is_converted(me
 
 def test_a_layer_of_a_store_is_warmed_alone(store: Path, saved: Path) -> None:
     layer = torch_mesh.Experts.from_store(store, 2, resident=0.5, io="threads", profile=saved)
-    [engine] = engines_of(layer)
+    [engine] = [pool.engine for pool in pools_of(layer)]
     engine.drain()
     promoted = [sum(each.experts.promoted) for each in torch_mesh.stats(layer).per_layer]
     assert promoted[2] == min(16, np.count_nonzero(load_profile(saved).uses[2])) and sum(promoted) == promoted[2]

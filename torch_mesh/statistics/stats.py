@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 
 from torch import nn
 
-from .. import _C
 from ..errors import MeshError
 from ..modules.experts import patched_modules, pools_of
 from ..modules.tables import tables_of
@@ -82,11 +80,6 @@ def pool_stats(model: nn.Module, experts: bool = True) -> Stats:
     lossy = ", ".join(dict.fromkeys(pool.lossy for pool in pools if pool.lossy))
     engines = [[each.engine for each in pool.with_fallback] for pool in pools]
     return engine_stats(engines, experts=experts, lossy=lossy)
-
-
-def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
-    """The engine of each pool of a patched model. Raises MeshError for a model that is not patched."""
-    return (pool.engine for pool in _pools(model))
 
 
 def shared_devices_of(model: nn.Module) -> list[SharedDevice]:
