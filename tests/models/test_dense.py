@@ -228,7 +228,7 @@ def test_a_layer_that_is_not_packed_computes_what_torch_has_to(ids: torch.Tensor
 def test_the_gradient_of_a_frozen_layer_is_exact_to_one_rounding(
     biased: bool, widened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_mesh.modules.dense._WIDENED", widened)  # of how many of the weights at a time
+    monkeypatch.setattr("torch_mesh.modules.dense._MAX_FP32_VALUES", widened)  # of how many of the weights at a time
     linear: Any = nn.Linear(72, 40, bias=biased).bfloat16().requires_grad_(False)
     change_class(linear, PlainLinear)
     x = torch.randn(2, 3, 72).bfloat16().requires_grad_()
