@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Iterable
@@ -68,8 +69,11 @@ def _remove(arguments: argparse.Namespace) -> int:
     """Remove all of the named stores, or none."""
     stores = {each.name: each for each in cached_stores()}
     if unknown := [name for name in arguments.names if name not in stores]:
-        there = ", ".join(stores) or "none"
-        raise ValueError(f"{', '.join(unknown)}: there is no such store in {cache_folder()}; there is {there}")
+        close = difflib.get_close_matches(unknown[0], stores)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise ValueError(
+            f"{', '.join(unknown)}: there is no such store in {cache_folder()}{hint}; torch-mesh cache ls lists them"
+        )
     return _give_up([stores[name] for name in dict.fromkeys(arguments.names)])
 
 
