@@ -37,26 +37,17 @@ class Prompts:
     """Renders and tokenizes for one model.
 
     Args:
-        model: name of the model, for errors.
+        name: of the model, for errors.
         processor: of transformers: a tokenizer, or one for pictures and sound, too.
-        model_type: of its config.
-        device: of the model's inputs.
         template_arguments: variables of the chat template, unless a request gives others.
     """
 
-    def __init__(
-        self,
-        model: str,
-        processor: Any,
-        model_type: str,
-        device: Any,
-        template_arguments: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, name: str, processor: Any, model: Any, template_arguments: Mapping[str, Any]) -> None:
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self._model, self._device = model, device
+        self._name = name
+        self._model_type, self._device = model.config.model_type, model.device
         self._arguments = dict(template_arguments)
-        self._model_type = model_type
 
     @property
     def template(self) -> str | None:
@@ -100,7 +91,7 @@ class Prompts:
         """
         template = self.template
         if not template:
-            raise RequestError(f"This model {self._model} {NO_TEMPLATE}", field)
+            raise RequestError(f"This model {self._name} {NO_TEMPLATE}", field)
         if tools and "tools" not in template:
             raise RequestError("This model's chat template has no tools: ask without them.", "tools")
         for index, message in enumerate(messages):

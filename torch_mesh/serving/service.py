@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.serving import grammars
@@ -159,39 +159,50 @@ class Service:
         lark = self._grammar(format, prompt_end, tools, schema) if format is not None else None
         if self._batches:
             self._check_batched(given, top, lark)
-        made = []
-        for index in range(count):
-            processors: list[Any] = [] if top is None else [Recorder(top)]
-            if biases := given.get("logit_bias"):
-                processors.append(Bias(biases))
-            presence, frequency = given.get("presence_penalty", 0), given.get("frequency_penalty", 0)
-            if presence or frequency:
-                processors.append(Penalties(presence, frequency, prompt))
-            if lark is not None:
-                text, field = lark
-                processors.append(Grammar(self.prompts.tokenizer, text, _ends(config), prompt, field))
-            seed = given.get("seed")
-            job = Job(
+        seed = given.get("seed")
+        jobs = [
+            Job(
                 inputs,
                 config,
-                processors,
-                None if seed is None else (seed + index) % 2**63,
+                self._processors(given, config, prompt, top, lark),
+                seed=None if seed is None else (seed + index) % 2**63,
                 own_options="generation_config" in given,
             )
-            made.append(
-                Answer(
-                    self.engine,
-                    job,
-                    self.prompts.tokenizer,
-                    format,
-                    None if tools is None else tools.schemas,
-                    prompt_end,
-                    given.get("stop", ()),
-                    one_call=tools is not None and not tools.several,
-                )
+            for index in range(count)
+        ]
+        self.engine.check(jobs[0])
+        return [
+            Answer(
+                self.engine,
+                job,
+                self.prompts.tokenizer,
+                format,
+                schemas=None if tools is None else tools.schemas,
+                prompt_end=prompt_end,
+                stops=given.get("stop", ()),
+                one_call=tools is not None and not tools.several,
             )
-        self.engine.check(made[0].job)
-        return made
+            for job in jobs
+        ]
+
+    def _processors(
+        self,
+        given: Mapping[str, Any],
+        config: GenerationConfig,
+        prompt: int,
+        top: int | None,
+        lark: tuple[str, str] | None,
+    ) -> list[LogitsProcessor]:
+        """New processors for one answer. ``prompt``: its number of tokens."""
+        processors: list[LogitsProcessor] = [] if top is None else [Recorder(top)]
+        if biases := given.get("logit_bias"):
+            processors.append(Bias(biases))
+        presence, frequency = given.get("presence_penalty", 0), given.get("frequency_penalty", 0)
+        if presence or frequency:
+            processors.append(Penalties(presence, frequency, prompt))
+        if lark is not None:
+            processors.append(Grammar(self.prompts.tokenizer, lark[0], _ends(config), prompt, lark[1]))
+        return processors
 
     def score(self, inputs: Mapping[str, Any], top: int) -> list[TokenLogprobs | None]:
         """Compute the log-probabilities of a prompt's tokens; None for the first."""

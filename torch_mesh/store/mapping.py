@@ -262,25 +262,7 @@ class ParameterStacks:
         )
 
 
-# Each rule implements one operation of transformers' mapping; it returns None if strides cannot describe the result.
-_Operands = dict[Any, Stack]
-
-
-def _merge(operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]) -> _Operands | None:
-    return operands if operation.dim == 0 else None
-
-
-def _concatenate(
-    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
-) -> _Operands | None:
-    return _joined(operands, patterns, operation.dim - 1)
-
-
-def _fuse_and_split(
-    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
-) -> _Operands | None:
-    """The experts of one target: ``_split_target`` has split them."""
-    return _joined(operands, patterns, operation.concat_dim - 1) if operation.stack_dim == 0 else None
+_Operands = dict[Any, Stack]  # by pattern
 
 
 def _joined(operands: _Operands, patterns: Sequence[str], axis: int) -> _Operands | None:
@@ -298,9 +280,7 @@ def _joined(operands: _Operands, patterns: Sequence[str], axis: int) -> _Operand
     return {patterns[0]: joined}
 
 
-def _transpose(
-    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
-) -> _Operands | None:
+def _transpose(operation: Any, operands: _Operands, _: Any, expected: tuple[int, ...]) -> _Operands | None:
     if len(operands) != 1 or {operation.dim0, operation.dim1} != {1, 2}:
         return None
     ((pattern, stack),) = operands.items()
@@ -309,40 +289,41 @@ def _transpose(
     return {pattern: [matrix.transposed() for matrix in stack]}
 
 
-def _deinterleave(
-    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
-) -> _Operands | None:
+def _deinterleave(operation: Any, operands: _Operands, *_: Any) -> _Operands | None:
     if len(operands) != 1 or operation.inverse or operation.dim not in (1, 2):
         return None
     ((pattern, stack),) = operands.items()
     result = []
     for matrix in stack:
-        turned = matrix if operation.dim == 1 else matrix.transposed()
-        half = turned.shape[0] // 2
-        even, odd = turned.rows(0, half, 2), turned.rows(1, half, 2)
-        if even is None or odd is None or turned.shape[0] % 2:
+        rows = matrix if operation.dim == 1 else matrix.transposed()
+        half = rows.shape[0] // 2
+        even, odd = rows.rows(0, half, 2), rows.rows(1, half, 2)
+        if even is None or odd is None or rows.shape[0] % 2:
             return None
         halves = Matrix((even, odd))
         result.append(halves if operation.dim == 1 else halves.transposed())
     return {pattern: result}
 
 
-def _dequantized(
-    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
-) -> _Operands | None:
-    """Weights without scales stay as they are, as in transformers; others are not supported here."""
-    return operands if len(operands) == 1 else None
-
-
-_OPERATIONS: dict[type, Callable[..., _Operands | None]] = {
-    core_model_loading.MergeModulelist: _merge,
-    core_model_loading.Concatenate: _concatenate,
+# By operation of transformers' mapping: the result for (operation, operands, the converter's patterns, the parameter's
+# shape); None if strides cannot describe it.
+_OPERATIONS: dict[type, Callable[[Any, _Operands, Sequence[str], tuple[int, ...]], _Operands | None]] = {
+    core_model_loading.MergeModulelist: lambda operation, operands, *_: operands if operation.dim == 0 else None,
+    core_model_loading.Concatenate: lambda operation, operands, patterns, _: _joined(
+        operands, patterns, operation.dim - 1
+    ),
     core_model_loading.Transpose: _transpose,
     core_model_loading.Interleave: _deinterleave,
-    core_model_loading.ErnieFuseAndSplitTextVisionExperts: _fuse_and_split,
+    # ``_split_target`` has split the experts among the targets.
+    core_model_loading.ErnieFuseAndSplitTextVisionExperts: lambda operation, operands, patterns, _: (
+        _joined(operands, patterns, operation.concat_dim - 1) if operation.stack_dim == 0 else None
+    ),
 }
 if hasattr(core_model_loading, "Inkling2LoopDequantizeExperts"):  # transformers 5.24
-    _OPERATIONS[core_model_loading.Inkling2LoopDequantizeExperts] = _dequantized
+    # Weights without scales stay as they are, as in transformers; others are not supported here.
+    _OPERATIONS[core_model_loading.Inkling2LoopDequantizeExperts] = lambda _, operands, *__: (
+        operands if len(operands) == 1 else None
+    )
 
 
 def _gate_and_up(layer: ExpertsLayer, matrix: Matrix) -> dict[str, View | None]:

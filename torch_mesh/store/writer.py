@@ -107,14 +107,7 @@ def write_store(
             check_ours(partial)
             remove_remains(folder)
             if not is_finished(partial, plan):
-                record_files = plan_record_files(plan.shape, plan.modules, plan.record_bytes, bytes(16), max_file_bytes)
-                total = sum(file.size for file in files) + sum(file.bytes for file, _ in record_files)
-                total += 0 if scratch is None else scratch.bytes
-                present = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
-                if streaming is not None:
-                    total += streaming.peak_bytes(plan.shape.records(), files)
-                    present += streaming.shards.present_bytes()
-                check_free_space(partial.parent, total, present, " or smaller weights")
+                _check_space(partial, plan, files, max_file_bytes, scratch, streaming)
                 with (
                     full_disk_as_store_error(
                         partial, "What is finished stays there: free some room and run the same command again"
@@ -132,6 +125,25 @@ def write_store(
                     )
             move_into_place(partial, folder)
     return Written(existing or open_store(folder), existed=existing is not None)
+
+
+def _check_space(
+    partial: Path,
+    plan: StorePlan,
+    files: Sequence[NewFile],
+    max_file_bytes: int,
+    scratch: Scratch | None,
+    streaming: Streaming | None,
+) -> None:
+    """Raises ``StoreError`` unless the disk has room for what is still to be written."""
+    record_files = plan_record_files(plan.shape, plan.modules, plan.record_bytes, bytes(16), max_file_bytes)
+    total = sum(file.size for file in files) + sum(file.bytes for file, _ in record_files)
+    total += 0 if scratch is None else scratch.bytes
+    present = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
+    if streaming is not None:
+        total += streaming.peak_bytes(plan.shape.records(), files)
+        present += streaming.shards.present_bytes()
+    check_free_space(partial.parent, total, present, " or smaller weights")
 
 
 def write_folder(
