@@ -47,8 +47,8 @@ void Window::read_next_layer(const ClaimState& claim) {
     missing += slot < 0;
     ahead += slot >= 0 && slots_[slot].unused;
   }
-  // A step's attention takes longer than the disk needs for its narrow window.
-  const int32_t most = claim.step ? 2 * narrow() : slots_for(layer, true);
+  // Attention takes longer than the disk needs for a narrow window.
+  const int32_t most = is_narrow(claim) ? 2 * narrow() : slots_for(layer, true);
   const int32_t begun_before = slots_.loading();
   const auto has_room = [&] {
     const int32_t begun = slots_.loading() - begun_before;

@@ -2,8 +2,9 @@
 // pool: what they have computed makes room for the next ones. The slots outside hold what the
 // policy thinks hottest, which a scan of the layers would throw out before they come round again.
 //
-// Decode steps have a narrow one, and so have steps of more sequences than are decode. A prompt
-// that needs nearly all of its layer comes to a pool that holds another text's experts: the slots
+// Decode steps have a narrow one, and so have steps of more sequences than are decode and prompts
+// of as few rows: their attention is over before the window has been read. A longer prompt that
+// needs nearly all of its layer comes to a pool that holds another text's experts: the slots
 // outside its window are an equal part of the pool for each layer that it has come to, so the
 // window narrows from layer to layer, and decode starts with experts of all layers rather than with
 // those of the last. While it computes the rest of its experts, the next layer's are read into the
@@ -29,13 +30,16 @@ class Window {
   bool takes(const ClaimState& claim) const;
   // How many slots a claim may take from others for reads whose experts it has not computed yet.
   int32_t slots_for(const ClaimState& claim) const {
-    if (claim.window && !claim.step) return slots_for(claim.layer, claim.part.last);
+    if (claim.window && !is_narrow(claim)) return slots_for(claim.layer, claim.part.last);
     return claim.part.streams && claim.part.last ? narrow() : slots_.limit();
   }
   // For a claim that has a slot for all that it needs: what it reads goes first on the disk.
   void read_next_layer(const ClaimState& claim);
 
  private:
+  static bool is_narrow(const ClaimState& claim) {
+    return claim.part.rows > 0 && claim.part.rows <= kMaxStepRows;
+  }
   int32_t slots_for(int32_t layer, bool last_chunk) const;
   int32_t narrow() const;
 
