@@ -241,10 +241,39 @@ def test_sparse_attention_stays_sparse(name: str) -> None:
     assert errors.min() < 0.02 and errors.median() < 0.2
 
 
-def test_training_is_left_to_torch() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "shared"), [(8, 2), (4, 4)])
+@torch.no_grad()
+def test_tokens_after_others_share_keys(
+    heads: int, shared: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // shared
+    vars(module)[attention._TAKEN] = True
+    tokens, keys = 20, 90
+    query = torch.randn(2, heads, tokens, 16, dtype=dtype)
+    key, value = torch.randn(2, 2, shared, keys, 16, dtype=dtype)
+    visible = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)[None, None]
+    expected, _ = sdpa_attention_forward(module, query, key, value, visible, scaling=0.3)
+    key_heads = []
+    theirs = torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        key_heads.append(key.shape[1])
+        return theirs(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    computed, _ = attention._around(sdpa_attention_forward)(module, query, key, value, visible, scaling=0.3)
+    assert key_heads == [shared] and torch.equal(computed, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_training_is_left_to_torch(tokens: int) -> None:
     model = torch_mesh.patch(TINY_MODELS[MIXTRAL].build(), attention="mesh")
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[0, : tokens // 2] = 0
     with Calls() as calls:
-        out = model(input_ids=torch.randint(3, 100, (2, 1)))
+        out = model(input_ids=torch.randint(3, 100, (2, tokens)), attention_mask=mask)
         out.logits.sum().backward()
     assert calls.count == 0
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0

@@ -1,6 +1,7 @@
 """Attention of decode steps by torch_mesh's kernel, for models with torch's ``scaled_dot_product_attention``.
 
-With one token per step torch's own costs more than the experts (docs/decisions/0017).
+With one token per step torch's own costs more than the experts, and with a few tokens after many keys what costs most
+is that transformers copies the keys for each head (docs/decisions/0017).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -48,6 +50,31 @@ def _decode_step(
         return None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return torch.ops.torch_mesh.attention(query, key, value, attention_mask, scale)
+
+
+def _continued(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Like ``_decode_step`` for more tokens with a mask, by torch, and to the bit what transformers computes.
+
+    transformers repeats the keys and values of grouped heads in memory where there is a mask: on CUDA torch's fast
+    kernels take no mask. On the CPU they do.
+    """
+    grouped = attention_mask is not None and query.shape[1] > key.shape[1]
+    if not grouped or query.device.type != "cpu" or dropout != 0 or _has_foreign(kwargs):
+        return None
+    if _needs_gradients(query, key, value):
+        return None
+    attended = functional.scaled_dot_product_attention(
+        query, key, value, attention_mask, scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2).contiguous()
 
 
 def _packed(
@@ -99,7 +126,8 @@ def _has_foreign(arguments: dict[str, Any]) -> bool:
 
 
 def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for transformers' "sdpa": torch_mesh's kernel in decode steps of marked modules, else ``theirs``."""
+    """Replacement for transformers' "sdpa": in marked modules decode steps by torch_mesh's kernel, and other tokens
+    without copies of keys. Else ``theirs``."""
 
     @functools.wraps(theirs)
     def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +136,8 @@ def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if (ends := _packed(*args, **kwargs)) is not None:
             return _by_sequence(functools.partial(attention_forward, module), ends, *args, **kwargs), None
         computed = _decode_step(*args, **kwargs)
+        if computed is None and theirs is sdpa_attention_forward:
+            computed = _continued(*args, **kwargs)
         return theirs(module, *args, **kwargs) if computed is None else (computed, None)
 
     attention_forward._mesh_original = theirs  # type: ignore[attr-defined]
@@ -141,8 +171,12 @@ def _runs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         and (tokens == 1 if mask is None else _known(mask, batch, tokens, key.shape[2]))
         and all(dim % _C.HEAD_DIM_STEP == 0 and dim <= _C.MAX_HEAD_DIM for dim in dims)
         and all(tensor.dtype in _DTYPES for tensor in (query, key, value))
-        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)))
+        and not _needs_gradients(query, key, value)
     )
+
+
+def _needs_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:
