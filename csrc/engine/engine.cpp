@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <string>
 #include <utility>
 
 #include "base/error.h"
@@ -42,12 +41,10 @@ namespace {
 
 void check_limits(const EngineOptions& options) {
   if (options.threads < 1 || options.threads > kMaxThreads) {
-    throw Error(ErrorKind::kInvalid, "threads is " + std::to_string(options.threads) +
-                                         "; allowed: 1 to " + std::to_string(kMaxThreads));
+    throw_invalid("threads is ", options.threads, "; allowed: 1 to ", kMaxThreads);
   }
   if (options.workspace < 1) {
-    throw Error(ErrorKind::kInvalid,
-                "workspace is " + std::to_string(options.workspace) + " bytes; allowed: 1 or more");
+    throw_invalid("workspace is ", options.workspace, " bytes; allowed: 1 or more");
   }
 }
 
@@ -70,13 +67,10 @@ void check(const EngineOptions& options, const Runtime& runtime, int32_t layers)
   check_limits(options);
   const size_t given = options.activations.size();
   if (given > 1 && given != static_cast<size_t>(layers)) {
-    throw Error(ErrorKind::kInvalid, "activation names " + std::to_string(given) + " for " +
-                                         std::to_string(layers) + " layers");
+    throw_invalid("activation names ", given, " for ", layers, " layers");
   }
   if (!options.layouts.empty() && options.layouts.size() != static_cast<size_t>(layers)) {
-    throw Error(ErrorKind::kInvalid, "format names those of " +
-                                         std::to_string(options.layouts.size()) + " layers for " +
-                                         std::to_string(layers));
+    throw_invalid("format names those of ", options.layouts.size(), " layers for ", layers);
   }
   static_cast<void>(make_ffns(options, runtime));
 }
@@ -93,8 +87,7 @@ Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique
 
 const Activation& Engine::activation(int32_t layer) const {
   if (options_.activations.empty()) {
-    throw Error(ErrorKind::kInvalid,
-                "these experts have an activation of their own; use grouped_linear");
+    throw_invalid("these experts have an activation of their own; use grouped_linear");
   }
   return options_.activations[place_of(layer, options_.activations.size())];
 }
@@ -313,13 +306,9 @@ void Engine::reduce(const ExpertsCall& call, int64_t token, int64_t begin, int64
 
 void Engine::grouped_linear(const LinearCall& call) {
   if (call.projection != 0 && call.projection != 1) {
-    throw Error(ErrorKind::kInvalid, "projection is " + std::to_string(call.projection) +
-                                         "; allowed: 0 (gate_up), 1 (down)");
+    throw_invalid("projection is ", call.projection, "; allowed: 0 (gate_up), 1 (down)");
   }
-  if (call.top_k < 1) {
-    throw Error(ErrorKind::kInvalid,
-                "top_k is " + std::to_string(call.top_k) + "; allowed: 1 or more");
-  }
+  if (call.top_k < 1) throw_invalid("top_k is ", call.top_k, "; allowed: 1 or more");
   check_offsets(call.offsets, pool_->experts());
   pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);

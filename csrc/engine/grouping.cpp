@@ -1,7 +1,6 @@
 #include "engine/grouping.h"
 
 #include <algorithm>
-#include <string>
 
 #include "base/error.h"
 
@@ -9,10 +8,8 @@ namespace torch_mesh {
 namespace {
 
 [[noreturn]] void throw_bad_id(int64_t id, int64_t pair, int32_t top_k, int32_t experts) {
-  throw Error(ErrorKind::kInvalid, "expert id " + std::to_string(id) + " of token " +
-                                       std::to_string(pair / top_k) + ", choice " +
-                                       std::to_string(pair % top_k) + " is outside [0, " +
-                                       std::to_string(experts) + ")");
+  throw_invalid("expert id ", id, " of token ", pair / top_k, ", choice ", pair % top_k,
+                " is outside [0, ", experts, ")");
 }
 
 }  // namespace
@@ -64,15 +61,11 @@ void check_expert_ids(const int64_t* ids, int32_t tokens, int32_t top_k, int32_t
 }
 
 void check_offsets(const int64_t* offsets, int32_t experts) {
-  if (offsets[0] != 0) {
-    throw Error(ErrorKind::kInvalid,
-                "offsets[0] is " + std::to_string(offsets[0]) + "; it must be 0");
-  }
+  if (offsets[0] != 0) throw_invalid("offsets[0] is ", offsets[0], "; it must be 0");
   for (int32_t expert = 0; expert < experts; ++expert) {
     if (offsets[expert] <= offsets[expert + 1]) continue;
-    throw Error(ErrorKind::kInvalid, "offsets must not fall; offsets[" + std::to_string(expert) +
-                                         "] is " + std::to_string(offsets[expert]) +
-                                         " and the next is " + std::to_string(offsets[expert + 1]));
+    throw_invalid("offsets must not fall; offsets[", expert, "] is ", offsets[expert],
+                  " and the next is ", offsets[expert + 1]);
   }
 }
 

@@ -1,7 +1,6 @@
 #include "gpu/captured_calls.h"
 
 #include <mutex>
-#include <string>
 #include <utility>
 
 #include "base/error.h"
@@ -28,10 +27,7 @@ CapturedCalls::Sizes CapturedCalls::make(std::span<const int32_t> tokens, int32_
                                          Engine& engine) const {
   Sizes sizes;
   for (const int32_t size : tokens) {
-    if (size < 1) {
-      throw Error(ErrorKind::kInvalid,
-                  "a capture size is " + std::to_string(size) + " tokens; allowed: 1 or more");
-    }
+    if (size < 1) throw_invalid("a capture size is ", size, " tokens; allowed: 1 or more");
     sizes.push_back(std::make_shared<Size>(work_, engine, size, top_k));
   }
   return sizes;
@@ -55,10 +51,9 @@ Ticket CapturedCalls::take(const DeviceCall& call) {
     if (layer.buffers != nullptr &&
         (layer.call.top_k != call.top_k || layer.call.x_type != call.x_type ||
          layer.call.sentinels != call.sentinels)) {
-      throw Error(ErrorKind::kInvalid,
-                  "a call of " + std::to_string(call.tokens) +
-                      " tokens was captured before with another dtype or number of experts a "
-                      "token; set the capture sizes again before");
+      throw_invalid("a call of ", call.tokens,
+                    " tokens was captured before with another dtype or number of experts a token; "
+                    "set the capture sizes again before");
     }
     if (!size->used()) {
       size->first = next_;
@@ -67,10 +62,10 @@ Ticket CapturedCalls::take(const DeviceCall& call) {
     layer.buffers = &size->buffers;
     return size->first + call.layer;
   }
-  throw Error(ErrorKind::kInvalid, "a call of " + std::to_string(call.tokens) +
-                                       " tokens is being captured, for which there are no buffers: "
-                                       "call torch_mesh.set_capture_batch_sizes(model, [" +
-                                       std::to_string(call.tokens) + "]) before");
+  throw_invalid("a call of ", call.tokens,
+                " tokens is being captured, for which there are no buffers: call "
+                "torch_mesh.set_capture_batch_sizes(model, [",
+                call.tokens, "]) before");
 }
 
 HostCall& CapturedCalls::at(Ticket ticket) const {
@@ -81,7 +76,7 @@ HostCall& CapturedCalls::at(Ticket ticket) const {
     if (!size->used() || layer < 0 || layer >= std::ssize(size->calls)) continue;
     return *size->calls[layer];
   }
-  throw Error(ErrorKind::kInvalid, "ticket " + std::to_string(ticket) + " names no call");
+  throw_invalid("ticket ", ticket, " names no call");
 }
 
 // Never destroyed where a graph has captured them. And who has a ticket may ask.

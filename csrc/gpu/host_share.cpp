@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <ranges>
-#include <string>
 #include <utility>
 
 #include "base/error.h"
@@ -133,10 +132,9 @@ void HostShare::join(Ticket ticket, Stream stream) {
 
 void HostShare::wait(Ticket ticket) {
   if (!TicketRing::names(ticket)) {
-    throw Error(ErrorKind::kInvalid,
-                "ticket " + std::to_string(ticket) +
-                    " is of a captured call, or of none: nothing here knows when its graph is "
-                    "launched. Wait for the stream of the launch, then call check()");
+    throw_invalid("ticket ", ticket,
+                  " is of a captured call, or of none: nothing here knows when its graph is "
+                  "launched. Wait for the stream of the launch, then call check()");
   }
   const auto engine = live_engine(work_->engine());
   std::vector<HostCall*> parts;  // the last one first

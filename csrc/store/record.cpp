@@ -13,8 +13,7 @@ constexpr int32_t kMaxSize = 1 << 20;
 
 void check_size(const char* name, int32_t value) {
   if (value >= 1 && value <= kMaxSize) return;
-  throw Error(ErrorKind::kInvalid, std::string(name) + " is " + std::to_string(value) +
-                                       "; it must be between 1 and " + std::to_string(kMaxSize));
+  throw_invalid(name, " is ", value, "; it must be between 1 and ", kMaxSize);
 }
 
 // By Format.
@@ -54,13 +53,12 @@ int32_t checked_group(Format format, int32_t group_size) {
       return 16;
     case Format::kFp8:
       if (group_size == 0 || group_size == 32 || group_size == 128) return group_size;
-      throw Error(ErrorKind::kInvalid, "group_size is " + std::to_string(group_size) +
-                                           "; fp8 knows 0 (a scale for each output), 32 and 128");
+      throw_invalid("group_size is ", group_size,
+                    "; fp8 knows 0 (a scale for each output), 32 and 128");
     default:
       if (is_gguf(format)) return gguf_type(format).group;
       if (group_size == 32 || group_size == 64 || group_size == 128) return group_size;
-      throw Error(ErrorKind::kInvalid, "group_size is " + std::to_string(group_size) +
-                                           "; integer formats know 32, 64 and 128");
+      throw_invalid("group_size is ", group_size, "; integer formats know 32, 64 and 128");
   }
 }
 
@@ -102,9 +100,8 @@ PackedMatrix PackedMatrix::make(Format format, int32_t group_size, int32_t colum
   if (is_gguf(format)) {
     const GgufType type = gguf_type(format);
     if (depth % type.depth != 0) {
-      throw Error(ErrorKind::kInvalid, std::string(format_name(format)) + " has blocks of " +
-                                           std::to_string(type.depth) + " inputs; in_features is " +
-                                           std::to_string(depth) + ", no multiple of that");
+      throw_invalid(format_name(format), " has blocks of ", type.depth, " inputs; in_features is ",
+                    depth, ", no multiple of that");
     }
     matrix.depth_padded = static_cast<int32_t>(round_up(depth, kBlockColumns));
     matrix.group_bytes = type.stretch_bytes();
@@ -154,8 +151,7 @@ Format format_from_name(std::string_view name) {
     if (name == kNames[format]) return static_cast<Format>(format);
     known += std::string(format == 0 ? "" : ", ") + kNames[format];
   }
-  throw Error(ErrorKind::kInvalid,
-              "unknown weight format \"" + std::string(name) + "\"; there are " + known);
+  throw_invalid("unknown weight format \"", name, "\"; there are ", known);
 }
 
 RecordFormats RecordFormats::from_name(std::string_view name) {
@@ -167,9 +163,8 @@ RecordFormats RecordFormats::from_name(std::string_view name) {
   if (formats.gate_up != formats.down && is_in_gguf(formats.gate_up) && is_in_gguf(formats.down)) {
     return formats;
   }
-  throw Error(ErrorKind::kInvalid,
-              "no record holds \"" + std::string(name) +
-                  "\"; two formats can be tcq2+tcq3, or those of two types of GGUF");
+  throw_invalid("no record holds \"", name,
+                "\"; two formats can be tcq2+tcq3, or those of two types of GGUF");
 }
 
 std::vector<RecordFormats> formats_of_layers(std::string_view name) {
@@ -184,10 +179,9 @@ std::vector<RecordFormats> formats_of_layers(std::string_view name) {
   }
   if (distinct.size() == 1 && colon == std::string_view::npos) return distinct;
   const auto refuse = [&](const std::string& what) {
-    throw Error(ErrorKind::kInvalid,
-                "\"" + std::string(name) + "\" " + what +
-                    "; formats of layers are two to ten names and a digit for each layer, as in "
-                    "q4_k+q6_k|q4_k:0110");
+    throw_invalid("\"", name, "\" ", what,
+                  "; formats of layers are two to ten names and a digit for each layer, as in "
+                  "q4_k+q6_k|q4_k:0110");
   };
   if (colon == std::string_view::npos) refuse("does not say which layer has which format");
   if (distinct.size() < 2 || distinct.size() > 10) refuse("has too few or too many formats");

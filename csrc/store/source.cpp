@@ -24,26 +24,26 @@ void put_little_endian(uint32_t value, uint8_t* to) {
   for (int32_t byte = 0; byte < 4; ++byte) to[byte] = static_cast<uint8_t>(value >> (8 * byte));
 }
 
-[[noreturn]] void refuse(const std::string& message, ErrorPlace place = {}) {
-  throw Error(ErrorKind::kInvalid, message, std::move(place));
+template <typename... Parts>
+[[noreturn]] void refuse(ErrorPlace place, const Parts&... parts) {
+  throw Error(ErrorKind::kInvalid, concat(parts...), std::move(place));
 }
 
 void validate_files(const Source& source) {
-  if (source.files.empty()) refuse("the source names no files; it needs at least one");
+  if (source.files.empty()) throw_invalid("the source names no files; it needs at least one");
   if (source.files.size() > static_cast<size_t>(std::numeric_limits<int32_t>::max())) {
-    refuse("the source names " + std::to_string(source.files.size()) +
-           " files; at most 2147483647 are allowed");
+    throw_invalid("the source names ", source.files.size(),
+                  " files; at most 2147483647 are allowed");
   }
   for (size_t index = 0; index < source.files.size(); ++index) {
     const File& file = source.files[index];
-    if (file.path.empty()) refuse("file " + std::to_string(index) + " has an empty path");
+    if (file.path.empty()) throw_invalid("file ", index, " has an empty path");
     if (file.path.find('\0') != std::string::npos) {
-      refuse("the path of file " + std::to_string(index) + " contains a NUL byte");
+      throw_invalid("the path of file ", index, " contains a NUL byte");
     }
     if (file.bytes < 0) {
-      refuse("the size of " + file.path + " is " + std::to_string(file.bytes) +
-                 " bytes; it must be 0 or more",
-             {.file = file.path});
+      refuse({.file = file.path}, "the size of ", file.path, " is ", file.bytes,
+             " bytes; it must be 0 or more");
     }
   }
 }
@@ -51,64 +51,58 @@ void validate_files(const Source& source) {
 // How many experts there are in all layers.
 size_t validate_counts(const Source& source) {
   if (source.layers < 1 || source.experts < 1) {
-    refuse("layers is " + std::to_string(source.layers) + " and experts is " +
-           std::to_string(source.experts) + "; both must be 1 or more");
+    throw_invalid("layers is ", source.layers, " and experts is ", source.experts,
+                  "; both must be 1 or more");
   }
   const int64_t end = int64_t{source.first_expert} + source.experts;
   const bool all = source.first_expert == 0 && source.routed_experts == 0;
   if (!all && (source.first_expert < 0 || source.routed_experts < end)) {
-    refuse("the source has " + std::to_string(source.experts) + " experts from number " +
-           std::to_string(source.first_expert) + " on; its model has " +
-           std::to_string(source.routed_experts));
+    throw_invalid("the source has ", source.experts, " experts from number ", source.first_expert,
+                  " on; its model has ", source.routed_experts);
   }
-  const int32_t most_pieces = source.raw ? kMaxPieces : 1;
-  if (source.pieces < 1 || source.pieces > most_pieces) {
-    refuse("an expert has " + std::to_string(source.pieces) + " pieces; " +
-           (source.raw ? "a raw checkpoint allows 1 to " : "a store allows exactly ") +
-           std::to_string(most_pieces));
+  const int32_t max_pieces = source.raw ? kMaxPieces : 1;
+  if (source.pieces < 1 || source.pieces > max_pieces) {
+    throw_invalid("an expert has ", source.pieces, " pieces; ",
+                  source.raw ? "a raw checkpoint allows 1 to " : "a store allows exactly ",
+                  max_pieces);
   }
   // Two 31-bit numbers: the product fits 64 bits, the number of extents may not.
   const size_t records = static_cast<size_t>(source.layers) * static_cast<size_t>(source.experts);
   const size_t pieces = static_cast<size_t>(source.pieces);
   if (records > std::numeric_limits<size_t>::max() / pieces ||
       source.extents.size() != records * pieces) {
-    refuse("there are " + std::to_string(source.extents.size()) + " extents for " +
-           std::to_string(source.layers) + " layers of " + std::to_string(source.experts) +
-           " experts in " + std::to_string(source.pieces) + " pieces; the counts must agree");
+    throw_invalid("there are ", source.extents.size(), " extents for ", source.layers,
+                  " layers of ", source.experts, " experts in ", source.pieces,
+                  " pieces; the counts must agree");
   }
   if (!source.checksums.empty() && source.checksums.size() != records) {
-    refuse("there are " + std::to_string(source.checksums.size()) + " checksums for " +
-           std::to_string(records) + " records; give one for each or none at all");
+    throw_invalid("there are ", source.checksums.size(), " checksums for ", records,
+                  " records; give one for each or none at all");
   }
   return records;
 }
 
 void validate_extent(const Source& source, const Extent& extent, ErrorPlace place) {
   if (extent.file < 0 || static_cast<size_t>(extent.file) >= source.files.size()) {
-    refuse("an extent lies in file " + std::to_string(extent.file) +
-               "; the source has files 0 to " + std::to_string(source.files.size() - 1),
-           place);
+    refuse(place, "an extent lies in file ", extent.file, "; the source has files 0 to ",
+           source.files.size() - 1);
   }
   const File& file = source.files[extent.file];
   place.file = file.path;
   place.offset = extent.offset;
-  const std::string what =
-      std::to_string(extent.bytes) + " bytes at offset " + std::to_string(extent.offset);
+  const std::string what = concat(extent.bytes, " bytes at offset ", extent.offset);
   if (extent.offset < 0 || extent.bytes < 1) {
-    refuse("an extent has " + what + "; an offset is 0 or more and a length 1 or more", place);
+    refuse(place, "an extent has ", what, "; an offset is 0 or more and a length 1 or more");
   }
   // Written as a difference, because the sum of two hostile numbers may overflow.
   if (extent.bytes > file.bytes || extent.offset > file.bytes - extent.bytes) {
-    refuse("an extent has " + what + ", beyond the end of " + file.path + " with its " +
-               std::to_string(file.bytes) + " bytes",
-           place);
+    refuse(place, "an extent has ", what, ", beyond the end of ", file.path, " with its ",
+           file.bytes, " bytes");
   }
   // Records are read straight into their slots with direct I/O, which has no room for a superset.
   if (!source.raw &&
       (extent.offset % kRecordAlignment != 0 || extent.bytes % kRecordAlignment != 0)) {
-    refuse(
-        "a record has " + what + "; both must be multiples of " + std::to_string(kRecordAlignment),
-        place);
+    refuse(place, "a record has ", what, "; both must be multiples of ", kRecordAlignment);
   }
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <string>
 #include <utility>
 
 #include "base/at_end.h"
@@ -15,39 +14,35 @@
 namespace torch_mesh {
 namespace {
 
-[[noreturn]] void invalid(const std::string& message) { throw Error(ErrorKind::kInvalid, message); }
-
 const MoverOptions& checked(const MoverOptions& options, Engine& engine) {
   const Pool& pool = engine.pool();
   const auto live = live_engine(options.source);
   const Pool& source = live->pool();
   if (source.layers() != pool.layers() || source.experts() != pool.experts()) {
-    invalid("the records that go up are of " + std::to_string(source.layers()) + " layers of " +
-            std::to_string(source.experts()) + "; the pool has " + std::to_string(pool.layers()) +
-            " of " + std::to_string(pool.experts()));
+    throw_invalid("the records that go up are of ", source.layers(), " layers of ",
+                  source.experts(), "; the pool has ", pool.layers(), " of ", pool.experts());
   }
   const auto experts = static_cast<size_t>(pool.experts());
   if (options.slots_of.size() != options.moving.size() * experts ||
       options.moving.size() > static_cast<size_t>(pool.layers())) {
-    invalid("slots_of has " + std::to_string(options.slots_of.size()) + " entries and moving " +
-            std::to_string(options.moving.size()) + "; the pool has " +
-            std::to_string(pool.layers()) + " layers of " + std::to_string(experts));
+    throw_invalid("slots_of has ", options.slots_of.size(), " entries and moving ",
+                  options.moving.size(), "; the pool has ", pool.layers(), " layers of ", experts);
   }
   std::vector<bool> taken(std::max(options.slots, 0), false);
   for (const int32_t slot : options.slots_of) {
     if (slot < 0) continue;
     if (slot >= options.slots || taken[slot]) {
-      invalid("slot " + std::to_string(slot) + " is taken twice or not there");
+      throw_invalid("slot ", slot, " is taken twice or not there");
     }
     taken[slot] = true;
   }
   const auto spare = std::ranges::count(taken, false);
   if (options.batch < 1 || options.patience < 1 || spare < options.batch ||
       options.slots == options.batch) {
-    invalid("a batch of " + std::to_string(options.batch) +
-            " experts needs as many spare slots and more than those in all; there are " +
-            std::to_string(spare) + " spare ones of " + std::to_string(options.slots) +
-            ". Patience is " + std::to_string(options.patience) + "; allowed: 1 or more");
+    throw_invalid("a batch of ", options.batch,
+                  " experts needs as many spare slots and more than those in all; there are ",
+                  spare, " spare ones of ", options.slots, ". Patience is ", options.patience,
+                  "; allowed: 1 or more");
   }
   return options;
 }
@@ -306,7 +301,7 @@ void Mover::begin_move(const Runtime& runtime) {
   const auto self = std::this_thread::get_id();
   std::unique_lock lock(mutex_);
   if (state_ == State::kMoving && moving_ == self) {
-    invalid(
+    throw_invalid(
         "experts are to move while this thread moves some: a signal handler has interrupted it; "
         "move them when the handler has returned");
   }
@@ -328,10 +323,10 @@ void Mover::check_named(std::span<const ExpertId> up, std::span<const ExpertId> 
   const auto check = [&](ExpertId id, bool there) {
     if (id < 0 || id >= every || named[id] || (slots_of_[id] >= 0) != there ||
         !options_.moving[id / experts_]) {
-      invalid("expert " + std::to_string(id) + (there ? " cannot leave" : " cannot move to") +
-              " the device: it is not one of this model, is named twice, " +
-              (there ? "is not there" : "is there already") +
-              ", or its layer's experts do not move");
+      throw_invalid("expert ", id, there ? " cannot leave" : " cannot move to",
+                    " the device: it is not one of this model, is named twice, ",
+                    there ? "is not there" : "is there already",
+                    ", or its layer's experts do not move");
     }
     named[id] = true;
   };
@@ -339,15 +334,16 @@ void Mover::check_named(std::span<const ExpertId> up, std::span<const ExpertId> 
   for (const ExpertId id : down) check(id, true);
   const size_t room = spare_.size() + down.size();
   if (up.size() > room) {
-    invalid(std::to_string(up.size()) + " experts are to move to the device, which has room for " +
-            std::to_string(room) + ": name more that leave it");
+    throw_invalid(up.size(), " experts are to move to the device, which has room for ", room,
+                  ": name more that leave it");
   }
 }
 
 // Waits and reads without the lock: what the interrupt hook runs may ask where experts are.
 void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute) {
   if (driver_->capturing(compute)) {
-    invalid("experts are to move while a graph is captured: move them before, or between replays");
+    throw_invalid(
+        "experts are to move while a graph is captured: move them before, or between replays");
   }
   const auto engine = live_engine(engine_);
   begin_move(engine->runtime());

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <utility>
 
 #include "base/error.h"
@@ -25,8 +24,7 @@ void copy_record(const Engine& engine, std::byte* to, const std::byte* from, int
 
 int32_t checked(int32_t batch) {
   if (batch >= 1) return batch;
-  throw Error(ErrorKind::kInvalid,
-              "a batch is " + std::to_string(batch) + " records; allowed: 1 or more");
+  throw_invalid("a batch is ", batch, " records; allowed: 1 or more");
 }
 
 }  // namespace
@@ -65,9 +63,9 @@ int32_t Uplift::take_side() {
   const std::lock_guard lock(mutex_);
   const int32_t side = sides_[next_].taken ? 1 - next_ : next_;
   if (sides_[side].taken) {
-    throw Error(ErrorKind::kInvalid,
-                "both buffers of the way to the device are in use by prompts that signal handlers "
-                "have interrupted; run no prompt in a handler that interrupts another one");
+    throw_invalid(
+        "both buffers of the way to the device are in use by prompts that signal handlers have "
+        "interrupted; run no prompt in a handler that interrupts another one");
   }
   sides_[side].taken = true;
   next_ = 1 - side;
@@ -100,9 +98,7 @@ int32_t Uplift::Turn::bring(int32_t layer, std::span<const int32_t> experts) {
   const auto engine = live_engine(uplift_.engine_);
   const int64_t bytes = uplift_.record_bytes_;
   if (experts.empty() || static_cast<int64_t>(experts.size()) > uplift_.batch_) {
-    throw Error(ErrorKind::kInvalid, std::to_string(experts.size()) +
-                                         " experts are to come up; allowed: 1 to " +
-                                         std::to_string(uplift_.batch_));
+    throw_invalid(experts.size(), " experts are to come up; allowed: 1 to ", uplift_.batch_);
   }
   if (last_ >= 0) {
     driver.record(uplift_.sides_[last_].used, compute_);
