@@ -352,7 +352,9 @@ class MeshConfig(QuantizationConfigMixin):
         'For measuring: how many threads compute. `"auto"`: as many as torch\'s intra-op threads.',
     )
     workspace: str | int = _field(
-        "256MiB", validators.size, "Memory for products and activations. Longer prompts are computed in chunks."
+        "256MiB",
+        validators.size,
+        "Memory for the activations of a forward. Prompts that need more are computed in chunks.",
     )
 
     gpu: Group[GpuFields] = Group(GpuFields, "gpu_")

@@ -76,7 +76,7 @@ def _print_table(held: dict[str, Any]) -> None:
     )
     table.add_row("bytes of an expert", f"{format_bytes(held['expert_bytes'])}, reads: {held['reads_per_expert']}")
     table.add_row("bytes of all experts", f"{format_bytes(held['all_experts_bytes'])}, files: {len(held['files'])}")
-    table.add_row("bytes of all else", format_bytes(held["other_bytes"]))
+    table.add_row("bytes of the rest", format_bytes(held["other_bytes"]))
     if codes := held["dense_codes"]:
         held_in = f"{format_bytes(sum(codes.values()))} in {', '.join(codes)}"
         table.add_row("of that, codes of linear layers", f"{held_in}: read with dense='codes'")

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
     parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")
     parser.add_argument(
-        "--hit-rate", type=float, help="hit rate, if known, as with prefetch='off' (default: predicted)"
+        "--hit-rate", type=float, help="known hit rate, measured with prefetch='off' (default: predicted)"
     )
     parser.add_argument(
         "--overlap",
@@ -114,13 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.gpu_experts = "auto"
     config = given_config(arguments)
     card = _card(arguments.gpu_memory) if config.gpu.experts != 0 else None
-    if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
-        raise ValueError(f"--hit-rate {arguments.hit_rate} must be in [0, 1]")
-    _check_training(arguments)
-    if arguments.max_error is not None and (arguments.memory is None or arguments.train):
-        raise ValueError(
-            "--max-error chooses among formats for an amount of memory: give --memory, and leave --train out"
-        )
+    _check_arguments(arguments)
     with outline_folder(arguments.model) as (folder, present):
         sizes = find_sizes(folder, config)
         disk = None
@@ -129,7 +123,6 @@ def run(arguments: argparse.Namespace) -> int:
             if not is_gguf(folder) and not is_store(folder):
                 disk = streamed_bytes(folder, config.weights, config.group_size)
         speeds = measure_speeds(sizes, config, disk=arguments.disk_speed, memory=arguments.memory_speed)
-        rates = {"hit_rate": arguments.hit_rate, "overlap": arguments.overlap}
         training = None
         formats = {}
         no_choice = why_no_choice(
@@ -143,16 +136,16 @@ def run(arguments: argparse.Namespace) -> int:
             training = _training(arguments, folder, config, sizes, speeds)
             planned = training.plan
         else:
-            ranks = arguments.ranks
             planned = plan(
                 folder,
                 config,
                 memory=arguments.memory,
                 speeds=speeds,
+                hit_rate=arguments.hit_rate,
+                overlap=arguments.overlap,
                 card=card,
-                ranks=ranks,
+                ranks=arguments.ranks,
                 format_speeds=formats,
-                **rates,
             )
     if not present:
         planned = dataclasses.replace(
@@ -173,7 +166,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if planned.status == "too small" else 0
 
 
-def _check_training(arguments: argparse.Namespace) -> None:
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
+        raise ValueError(f"--hit-rate {arguments.hit_rate} must be in [0, 1]")
+    if arguments.max_error is not None and (arguments.memory is None or arguments.train):
+        raise ValueError(
+            "--max-error chooses among formats for an amount of memory: give --memory, and leave --train out"
+        )
     if arguments.train and arguments.ranks > 1:
         raise ValueError(
             "--train plans one process: leave --ranks out. Each of several ranks takes as much for adapters, "
@@ -273,9 +272,9 @@ def _add_sizes(table: Table, sizes: Sizes, disk: tuple[int, int] | None) -> None
             "disk of torch-mesh convert",
             f"{format_bytes(sum(disk))} at the peak: {store} of the store, {beside} of weight files beside it",
         )
-    table.add_row("the rest", _bytes(sizes.dense_bytes))
+    table.add_row("rest of the model", _bytes(sizes.dense_bytes))
     if sizes.left_alone:
-        table.add_row("of that, experts that no pool takes", escape(sizes.left_alone))
+        table.add_row("of that, experts outside the pool", escape(sizes.left_alone))
     if sizes.tables:
         in_memory = f"{format_bytes(sizes.table_memory_bytes)} in memory for rows"
         rounded = f" in {sizes.table_weights}" if sizes.table_weights else ""
@@ -317,8 +316,8 @@ def _add_speed(table: Table, planned: Plan, generates: bool) -> None:
         speeds = planned.speeds
         table.add_row(
             "speeds",
-            f"disk {format_bytes(int(speeds.disk))}/s, experts {format_bytes(int(speeds.experts))}/s, the rest "
-            f"{format_bytes(int(speeds.dense))}/s, {speeds.layer_seconds * 1e3:.2f} ms overhead per layer",
+            f"disk {format_bytes(int(speeds.disk))}/s, experts {format_bytes(int(speeds.experts))}/s, rest of the "
+            f"model {format_bytes(int(speeds.dense))}/s, {speeds.layer_seconds * 1e3:.2f} ms overhead per layer",
         )
     if generates and planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
         low, high = planned.tokens_per_second_range
@@ -327,7 +326,8 @@ def _add_speed(table: Table, planned: Plan, generates: bool) -> None:
     for choice in planned.dense_choices:
         tokens = choice.tokens_per_second if generates else None
         speed = "" if tokens is None else f", {tokens:.1f} tokens per second"
-        text = f"the rest in {format_bytes(choice.bytes)}{speed}; its weights are off by {choice.weight_error:.1%}"
+        memory = f"rest of the model in {format_bytes(choice.bytes)}"
+        text = f"{memory}{speed}; error of its weights {choice.weight_error:.1%}"
         table.add_row(f"with --dense {choice.dense}", text)
 
 
@@ -399,7 +399,7 @@ def _workspace(planned: Plan) -> str:
     text = format_bytes(planned.workspace_bytes)
     if planned.tokens_per_chunk is None:
         return text
-    text += f": prompts go in chunks of {planned.tokens_per_chunk} tokens"
+    text += f": prompts are computed in chunks of {planned.tokens_per_chunk:,} tokens"
     if not planned.chunk_bytes:
         return text
     seconds = "" if planned.chunk_seconds is None else f", {planned.chunk_seconds:.1f} s"

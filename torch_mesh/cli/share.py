@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=4,
         metavar="N",
-        help="maximum number of processes; each may hold this part of the pool (default: 4)",
+        help="maximum number of processes, each of which may hold an equal part of the pool (default: 4)",
     )
     parser.set_defaults(run=run)
 
