@@ -320,6 +320,9 @@ def test_each_rank_has_whole_tables_whatever_the_plan_says(given: Any, name: str
     case, results = given
     assert_same(case, results)
     assert [("rows from files" in result["model"]) for result in results] == [TABLES[name]] * 2
+    for result in results:  # each reads its rows itself
+        tables = result["stats"]["tables"]
+        assert bool(tables) == TABLES[name] and all(each["reads"] + each["prefetches"] > 0 for each in tables)
 
 
 def test_bf12_has_the_bits_of_bf16_on_each_rank(two: dict[str, Any]) -> None:

@@ -654,6 +654,10 @@ def test_save_pretrained(family: str, tmp_path: Path, monkeypatch: pytest.Monkey
     opened.save_pretrained(tmp_path / "saved")
     saved, original = (type(model).from_pretrained(tmp_path / folder).state_dict() for folder in ("saved", "raw"))
     assert all(torch.equal(saved[key], value) for key, value in original.items())
+    inputs = inputs_for(model)
+    reopened = reopen(model, tmp_path / "saved", tables=name)
+    assert len(embeddings(reopened)) == len(embeddings(opened))
+    assert torch.equal(output_of(reopened, inputs), output_of(opened, inputs))
 
 
 def test_copies_share_the_tables(tmp_path: Path) -> None:
