@@ -4,7 +4,7 @@ most 1.05 x its time for a prompt of 4,096 tokens. Rows are read at 0.8 of the r
 A model of qwen4_exp's shapes has 4 of 48 layers, so the table weighs twelve times as much as in the whole model. All
 experts are in memory, in int4, and the stream of tokens is random: nearly no row is in the cache. Rows are those of the
 store and of the raw checkpoint. Raw reads are direct reads of one block for each row, in any order, by io_uring with as
-many under way.
+many under way. Gemma's per-layer embeddings are one wide row a token: those of a model with 30 layers are read alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import harness
 import synthetic
 import torch
 from harness import Report, Row
-from transformers import AutoModelForCausalLM, Qwen4ExpForCausalLM, Qwen4ExpTextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen4ExpForCausalLM,
+    Qwen4ExpTextConfig,
+)
 
 import torch_mesh
 from torch_mesh import _testing
@@ -33,7 +41,8 @@ from torch_mesh.store.tables import tables_in_files
 VOCABULARY = 8192
 HEADS, ROW_VALUES = 16, 160
 DEPTH = 128  # as in csrc/tables/tables.cpp
-ROWS_OF_PROMPT = 1 << 16  # of 4,096 tokens
+PROMPT = 4096  # tokens of the timed prompt
+PER_LAYER_ROWS, GEMMA_LAYERS, PER_LAYER_VALUES = 1 << 16, 30, 256
 PAST = 64  # tokens before the timed ones
 
 
@@ -49,12 +58,21 @@ def configured(layers: int, experts: int, rows: int) -> Qwen4ExpTextConfig:
     )  # fmt: skip
 
 
-def checkpoint(directory: Path, layers: int, experts: int, rows: int) -> Path:
-    path = directory / f"qwen4-exp-{layers}x{experts}-{rows}-rows"
+def per_layer() -> Gemma4TextConfig:
+    """Small but for its per-layer embeddings, of which a token's row has those of all layers."""
+    return Gemma4TextConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=GEMMA_LAYERS,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, global_head_dim=32, enable_moe_block=True,
+        num_experts=4, top_k_experts=2, moe_intermediate_size=64, vocab_size_per_layer_input=PER_LAYER_ROWS,
+        hidden_size_per_layer_input=PER_LAYER_VALUES,
+    )  # fmt: skip
+
+
+def checkpoint(path: Path, family: type[PreTrainedModel], config: PreTrainedConfig) -> Path:
     if not path.exists():
         partial = synthetic.claim_folder(path)
         torch.manual_seed(0)
-        model = Qwen4ExpForCausalLM._from_config(configured(layers, experts, rows), dtype=torch.bfloat16)
+        model: Any = family._from_config(config, dtype=torch.bfloat16)
         with torch.no_grad():
             model.get_input_embeddings().weight.normal_(0, synthetic.EMBEDDING_STD)
         model.save_pretrained(partial, max_shard_size="1GB")
@@ -133,7 +151,7 @@ def add_models(report: Report, folder: Path, options: Any) -> None:
             {name: partial(stream.prompt, tokens) for name, stream in streams.items()},
             options.prompt_rounds,
         )
-        add_pair(report, f"prompt of {tokens:,} tokens", times, "s", at_most=1.05 if tokens == 4096 else None)
+        add_pair(report, f"prompt of {tokens:,} tokens", times, "s", at_most=1.05 if tokens == PROMPT else None)
         [table] = torch_mesh.stats(from_files).tables
         report.add(Row(f"waiting for rows, prompt of {tokens:,}", table.wait_seconds / options.prompt_rounds, "s"))
 
@@ -152,7 +170,7 @@ def gather_seconds(tables: RowTables, batches: Sequence[torch.Tensor]) -> float:
     return time.perf_counter() - begin
 
 
-def add_rows(report: Report, name: str, folder: Path, options: Any) -> None:
+def add_rows(report: Report, name: str, folder: Path, rows_of_token: int, options: Any) -> None:
     """Rows per second without a cache."""
     [(_, about)] = tables_in_files(folder, meta_model(read_config(folder)), "auto")
     tables = RowTables([about], cache_bytes=0, verify="first", timeout=30.0, io="auto")
@@ -164,8 +182,8 @@ def add_rows(report: Report, name: str, folder: Path, options: Any) -> None:
         return torch.randint(about.rows, (count,), generator=generator)
 
     for what, count, batch, minimum in (
-        ("a prompt of 4,096 tokens", ROWS_OF_PROMPT, ROWS_OF_PROMPT, 0.8),
-        ("decode steps", 4096, HEADS, None),
+        (f"a prompt of {PROMPT:,} tokens", PROMPT * rows_of_token, PROMPT * rows_of_token, 0.8),
+        ("decode steps", 256 * rows_of_token, rows_of_token, None),
     ):
         contenders: dict[str, Callable[[], float]] = {
             "gather": lambda count=count, batch=batch: count / gather_seconds(tables, rows(count).split(batch)),
@@ -196,15 +214,23 @@ def main() -> int:
     arguments.add_argument("--experts", type=int, default=16)
     arguments.add_argument("--rows", type=int, default=2_000_000)
     arguments.add_argument("--tokens", type=int, default=32, help="decoded tokens in a round")
-    arguments.add_argument("--prompts", type=int, nargs="*", default=[4096], help="tokens of timed prompts")
+    arguments.add_argument("--prompts", type=int, nargs="*", default=[PROMPT], help="tokens of timed prompts")
     arguments.add_argument("--prompt-rounds", type=int, default=3)
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    raw = checkpoint(options.dir, options.layers, options.experts, options.rows)
+    shape = (options.layers, options.experts, options.rows)
+    path = options.dir / "qwen4-exp-{}x{}-{}-rows".format(*shape)
+    raw = checkpoint(path, Qwen4ExpForCausalLM, configured(*shape))
     converted = store(raw)
+    path = options.dir / f"gemma4-{PER_LAYER_ROWS}-rows-of-{GEMMA_LAYERS}x{PER_LAYER_VALUES}"
+    wide = store(checkpoint(path, Gemma4ForCausalLM, per_layer()))
     report = Report(f"Rows of {2 * ROW_VALUES} bytes, {options.layers} layers, {options.threads} threads")
-    for name, folder in (("store", converted), ("raw checkpoint", raw)):
-        add_rows(report, name, folder, options)
+    for name, folder, rows_of_token in (
+        ("store", converted, HEADS),
+        ("raw checkpoint", raw, HEADS),
+        ("per-layer embeddings of Gemma", wide, 1),
+    ):
+        add_rows(report, name, folder, rows_of_token, options)
     add_models(report, converted, options)
     report.notes.append(f"medians of {options.rounds} rounds; {HEADS} rows a token; steps of both models alternate")
     return report.finish(options.json)
