@@ -202,17 +202,20 @@ def test_speculation_of_ngram_layers_is_refused(tmp_path: Path) -> None:
         reopen(model, tmp_path, tables="ngram_embedding", speculation="lookup")
 
 
-def test_drafts_are_checked_with_rows_from_files(tmp_path: Path) -> None:
-    """Of a table that no state follows: the per-layer embeddings are those of the tokens of a draft."""
-    model = save("Gemma4TextExperts", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "table"), [("Gemma4TextExperts", "embed_tokens_per_layer"), (VOCABULARY, "embed_tokens")]
+)
+def test_drafts_are_checked_with_rows_from_files(family: str, table: str, tmp_path: Path) -> None:
+    """Of tables that no state follows: their rows are those of the tokens of a draft."""
+    model = save(family, tmp_path)
     ids = torch.randint(3, 100, (1, 9)).repeat(1, 3)  # there is something to draft from
     made = []
-    for tables in ("off", "embed_tokens_per_layer"):
+    for tables in ("off", table):
         opened = reopen(model, tmp_path, tables=tables, speculation="lookup")
         made.append(opened.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1))
     assert torch.equal(*made)
-    [table] = torch_mesh.stats(opened).tables
-    assert table.lookups >= 27 + 19
+    [counted] = torch_mesh.stats(opened).tables
+    assert counted.lookups >= 27 + 19
 
 
 def test_saving_a_store_gives_the_checkpoint(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
