@@ -105,7 +105,7 @@ py::dict description(const PyTables& self) {
     std::vector<std::string> notes;
   };
   const Seen seen = self.look([](Tables& tables) {
-    Seen seen{{}, tables.memory_bytes(), tables.reader().backend(), tables.notes()};
+    Seen seen{{}, tables.memory_bytes(), tables.reader().backend(), tables.reader().notes()};
     for (int32_t table = 0; table < tables.tables(); ++table) {
       seen.cache_rows.push_back(tables.cache_rows(table));
     }

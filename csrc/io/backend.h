@@ -29,7 +29,7 @@ struct ChunkResult {
   int64_t result;  // bytes read, or a negative errno
 };
 
-// All members but wake() are called on one thread at a time: the I/O thread of a reader.
+// All members but wake() are called on the reader's I/O thread.
 class Backend {
  public:
   // After stop(), or when start() threw: gives back what start() had taken by then.
@@ -65,11 +65,7 @@ class Backend {
 std::unique_ptr<Backend> make_threads_backend(std::shared_ptr<const FileTable> files,
                                               int32_t threads, int32_t depth);
 
-// Who uses a ring: one thread, which completions then cost less, or several, one at a time.
-enum class RingUse : uint8_t { kOneThread, kAnyThread };
-
 std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable> files,
-                                            std::span<const MemoryRegion> buffers, int32_t depth,
-                                            RingUse use = RingUse::kOneThread);
+                                            std::span<const MemoryRegion> buffers, int32_t depth);
 
 }  // namespace torch_mesh

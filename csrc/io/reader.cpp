@@ -423,14 +423,6 @@ std::unique_ptr<Reader> open_with(std::unique_ptr<Backend> backend, const Reader
 std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                                     std::span<const MemoryRegion> buffers, Reader::Done done) {
   check(options, std::ssize(files), done);
-  return open_reader(options, std::make_shared<const FileTable>(files, options.direct), buffers,
-                     std::move(done));
-}
-
-std::unique_ptr<Reader> open_reader(const ReaderOptions& options,
-                                    std::shared_ptr<const FileTable> table,
-                                    std::span<const MemoryRegion> buffers, Reader::Done done) {
-  check(options, std::ssize(table->descriptors()), done);
   if (options.backend != "auto" && options.backend != "uring" && options.backend != "threads") {
     throw_invalid("the reader's backend is \"", options.backend,
                   "\"; \"auto\", \"uring\" and \"threads\" are allowed");
@@ -440,6 +432,7 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options,
       throw_invalid("a buffer of the reader is empty; leave it out");
     }
   }
+  const auto table = std::make_shared<const FileTable>(files, options.direct);
   if (options.chunk_bytes % table->alignment() != 0) {
     throw_invalid("the reader's chunk_bytes is ", options.chunk_bytes,
                   "; direct I/O on these files wants a multiple of ", table->alignment());

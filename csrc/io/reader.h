@@ -126,10 +126,6 @@ class Reader {
 // in).
 std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                                     std::span<const MemoryRegion> buffers, Reader::Done done);
-// The same of files that are open.
-std::unique_ptr<Reader> open_reader(const ReaderOptions& options,
-                                    std::shared_ptr<const FileTable> files,
-                                    std::span<const MemoryRegion> buffers, Reader::Done done);
 
 // Requests carried out by `backend`, whose chunks are options.chunk_bytes. `files` has those that
 // requests name.

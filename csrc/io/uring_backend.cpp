@@ -1,5 +1,5 @@
-// Reads by io_uring. The ring of a Reader belongs to its I/O thread alone: it is made, fed and
-// taken down there.
+// Reads by io_uring. The ring belongs to the I/O thread alone: it is made, fed and taken down
+// there.
 #include "io/backend.h"
 
 #ifndef TORCH_MESH_WITH_URING
@@ -13,7 +13,7 @@ std::string uring_unavailable() {
 }
 
 std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable>,
-                                            std::span<const MemoryRegion>, int32_t, RingUse) {
+                                            std::span<const MemoryRegion>, int32_t) {
   throw_invalid("io_uring cannot be used: ", uring_unavailable());
 }
 
@@ -109,13 +109,11 @@ int pass_an_entry(io_uring* ring) {
 
 // Each set of flags is tried on the kernel itself; versions tell little, because distributions
 // backport.
-Refusal make_ring(unsigned entries, RingUse use, io_uring* ring) {
+Refusal make_ring(unsigned entries, io_uring* ring) {
   constexpr std::array<unsigned, 3> kFlags = {
       IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0};
-  // The others leave completions to the thread that submitted the reads, until it waits again.
   int error = 0;
-  const std::span allowed = std::span(kFlags).subspan(use == RingUse::kOneThread ? 0 : 2);
-  for (const unsigned flags : allowed) {
+  for (const unsigned flags : kFlags) {
     error = -io_uring_queue_init(entries, ring, flags);
     if (error != EINVAL) break;  // the kernel knows these flags
   }
@@ -135,8 +133,8 @@ Refusal make_ring(unsigned entries, RingUse use, io_uring* ring) {
 class UringBackend final : public Backend {
  public:
   UringBackend(std::shared_ptr<const FileTable> files, std::span<const MemoryRegion> buffers,
-               int32_t depth, RingUse use)
-      : files_(std::move(files)), depth_(depth), use_(use) {
+               int32_t depth)
+      : files_(std::move(files)), depth_(depth) {
     for (const MemoryRegion& buffer : buffers) add_buffer(buffer);
     std::sort(buffers_.begin(), buffers_.end(),
               [](const iovec& left, const iovec& right) { return left.iov_base < right.iov_base; });
@@ -152,12 +150,12 @@ class UringBackend final : public Backend {
   void start() override {
     // One entry more for the poll: at most depth_ + 1 completions exist, so neither queue
     // overflows.
-    if (const Refusal refusal = make_ring(static_cast<unsigned>(depth_) + 1, use_, &ring_)) {
+    if (const Refusal refusal = make_ring(static_cast<unsigned>(depth_) + 1, &ring_)) {
       throw Error(ErrorKind::kInvalid, concat("io_uring cannot be used: ", why_no_ring(refusal)),
                   {}, refusal.error);
     }
     made_ = true;
-    if (use_ == RingUse::kOneThread && (ring_.flags & IORING_SETUP_DEFER_TASKRUN) == 0) {
+    if ((ring_.flags & IORING_SETUP_DEFER_TASKRUN) == 0) {
       note("this kernel's io_uring does not know DEFER_TASKRUN, so completions cost more CPU time");
     }
     register_files();
@@ -352,7 +350,6 @@ class UringBackend final : public Backend {
 
   const std::shared_ptr<const FileTable> files_;
   const int32_t depth_;
-  const RingUse use_;
   std::vector<iovec> buffers_;               // by address
   std::vector<Registration> registrations_;  // by buffer
   const WakeUp wake_up_;
@@ -367,15 +364,14 @@ class UringBackend final : public Backend {
 
 std::string uring_unavailable() {
   io_uring ring;
-  if (const Refusal refusal = make_ring(2, RingUse::kOneThread, &ring)) return why_no_ring(refusal);
+  if (const Refusal refusal = make_ring(2, &ring)) return why_no_ring(refusal);
   io_uring_queue_exit(&ring);
   return "";
 }
 
 std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable> files,
-                                            std::span<const MemoryRegion> buffers, int32_t depth,
-                                            RingUse use) {
-  return std::make_unique<UringBackend>(std::move(files), buffers, depth, use);
+                                            std::span<const MemoryRegion> buffers, int32_t depth) {
+  return std::make_unique<UringBackend>(std::move(files), buffers, depth);
 }
 
 }  // namespace torch_mesh

@@ -6,11 +6,9 @@
 #include <cstring>
 #include <limits>
 #include <new>
-#include <string_view>
 #include <utility>
 
 #include "base/interrupts.h"
-#include "io/file_table.h"
 #include "store/record.h"
 
 namespace torch_mesh {
@@ -25,8 +23,6 @@ constexpr int64_t kStagingBytes = 8 << 20;
 constexpr int64_t kMaxReads = 64, kMinReads = 2;
 // A row is one latency of the disk, so many are under way at a time.
 constexpr int32_t kDepth = 128, kThreads = 16;
-// Rows of a gather that reads them itself: those of a few tokens, which are under way all at once.
-constexpr int32_t kForegroundRows = 64;
 // Groups that are looked up before others get the lock.
 constexpr int32_t kLookedUpAtOnce = 4096;
 
@@ -174,7 +170,6 @@ struct Tables::Gather {
   std::byte* to(int64_t index) const { return out + wanted[index].position * value_bytes; }
 
   const int32_t table;
-  bool in_foreground = false;  // it carries its reads out itself
   const std::optional<RowCodes>& codes;
   std::byte* const out;
   const int64_t value_bytes;
@@ -217,11 +212,7 @@ class Tables::Begun {
     std::vector<ReadRequest> requests;
     requests.reserve(reads_.size());
     for (const int32_t read : reads_) requests.push_back(tables_.request_for(read));
-    if (owner_ != nullptr && owner_->in_foreground) {
-      tables_.foreground_->submit(requests);
-    } else {
-      tables_.reader_->submit(requests);
-    }
+    tables_.reader_->submit(requests);
     reads_.clear();
   }
 
@@ -269,21 +260,12 @@ Tables::Tables(TablesOptions options, const Runtime& runtime)
   reader.depth = kDepth;
   reader.threads = kThreads;
   const MemoryRegion region{staging_.get(), staging};
-  const auto done = [this](const ReadResult& result) { on_read(result); };
-  const auto files = std::make_shared<const FileTable>(options_.files, reader.direct);
-  reader_ = open_reader(reader, files, {&region, 1}, done);
+  reader_ = open_reader(reader, options_.files, {&region, 1},
+                        [this](const ReadResult& result) { on_read(result); });
   const int64_t alignment = reader_->alignment();
   if (kRecordAlignment % alignment != 0) {
     refuse("this file system wants direct reads in multiples of " + std::to_string(alignment) +
            " bytes; rows are read in multiples of 4096 at most. Move the model to another disk");
-  }
-  if (reader_->backend() != std::string_view("uring")) return;
-  reader.depth = kForegroundRows;
-  try {
-    foreground_ = std::make_unique<ForegroundReads>(reader, files, done);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kInvalid) throw;
-    foreground_note_ = std::string(error.what()) + "; a few rows are read as many are";
   }
 }
 
@@ -300,12 +282,6 @@ int64_t Tables::memory_bytes() const {
   int64_t bytes = buffer_bytes_ * kRowsPerRead * std::ssize(reads_);
   for (const RowCache& cache : caches_) bytes += cache.bytes();
   return bytes;
-}
-
-std::vector<std::string> Tables::notes() const {
-  std::vector<std::string> notes = reader_->notes();
-  if (!foreground_note_.empty()) notes.push_back(foreground_note_);
-  return notes;
 }
 
 TableStats Tables::stats(int32_t table) const {
@@ -338,7 +314,6 @@ void Tables::gather(int32_t table, std::span<const int64_t> ids, std::byte* out)
   stats.lookups += std::ssize(ids);
   stats.distinct += gather.groups();
   try {
-    gather.in_foreground = take_foreground(gather, lock);
     while (!gather.is_done()) {
       if (closed_) throw Error(ErrorKind::kClosed, "the tables are closed; open the model anew");
       const bool paused = start(gather, lock);
@@ -348,24 +323,8 @@ void Tables::gather(int32_t table, std::span<const int64_t> ids, std::byte* out)
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     abandon(gather);
-    if (gather.in_foreground) foreground_taken_ = false;
     throw;
   }
-  if (gather.in_foreground) foreground_taken_ = false;
-}
-
-// Whether the gather carries its reads out itself, as one at a time may.
-bool Tables::take_foreground(const Gather& gather, Lock& lock) {
-  // The other half of the buffers stays for others, whatever becomes of these reads.
-  const auto rows = std::min<int64_t>(kForegroundRows, std::ssize(reads_) / 2 * kRowsPerRead);
-  if (foreground_ == nullptr || foreground_taken_ || gather.groups() > rows) return false;
-  if (foreground_->idle()) return foreground_taken_ = true;
-  // Those of a gather that ended early.
-  foreground_taken_ = true;
-  lock.unlock();
-  foreground_->wait(Clock::now());
-  lock.lock();
-  return foreground_taken_ = foreground_->idle();
 }
 
 void Tables::prefetch(int32_t table, std::span<const int64_t> ids) {
@@ -415,7 +374,6 @@ bool Tables::start(Gather& gather, Lock& lock) {
   const bool paused = gather.has_more() && !free_reads_.empty();
   if (has_begun || paused) {
     gather.progress = Clock::now();
-    if (gather.in_foreground) return paused;
     lock.unlock();
     reader_->flush();
     lock.lock();
@@ -470,21 +428,10 @@ void Tables::wait(const Gather& gather, Lock& lock) {
                       " ms; is the disk healthy and is the file on a local disk?",
                   {.file = options_.files[options_.tables[gather.table].stretches[0].file].path});
     }
-    wait_until(gather, std::min(deadline, now + kInterruptSlice), lock);
+    changed_.wait_until(lock, std::min(deadline, now + kInterruptSlice));
     if (!can_go_on()) check_interrupted(runtime_, "rows of a table are read", lock);
   }
   stats_[gather.table].wait_nanoseconds += nanoseconds_since(begin);
-}
-
-// Until something has changed, perhaps, or the time has come.
-void Tables::wait_until(const Gather& gather, Clock::time_point until, Lock& lock) {
-  if (!gather.in_foreground || gather.under_way == 0) {
-    changed_.wait_until(lock, until);
-    return;
-  }
-  lock.unlock();
-  foreground_->wait(until);
-  lock.lock();
 }
 
 // What has landed, to where it is wanted and into the cache.
@@ -543,7 +490,7 @@ void Tables::abandon(const Gather& gather) {
   }
 }
 
-// On the I/O thread, or that of a gather.
+// On the I/O thread.
 void Tables::on_read(const ReadResult& result) {
   const auto number = static_cast<int32_t>(result.tag & UINT32_MAX);
   Read& read = reads_[number];

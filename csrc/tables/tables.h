@@ -22,7 +22,6 @@
 #include "base/error.h"
 #include "base/owner_process.h"
 #include "base/runtime.h"
-#include "io/foreground_reads.h"
 #include "io/reader.h"
 #include "store/extent.h"
 #include "store/source.h"
@@ -112,7 +111,6 @@ class Tables {
   int64_t memory_bytes() const;  // of caches and staging buffers
   std::chrono::milliseconds timeout() const { return options_.timeout; }
   const Reader& reader() const { return *reader_; }
-  std::vector<std::string> notes() const;  // of reading, in words
   TableStats stats(int32_t table) const;
   void reset_stats();
 
@@ -147,12 +145,10 @@ class Tables {
   bool checksum_matches(int32_t read, int32_t index) const;
 
   // With the lock.
-  bool take_foreground(const Gather& gather, Lock& lock);
   bool start(Gather& gather, Lock& lock);
   void take(Gather& gather, int32_t group, Begun& begun);
   void release(int32_t read);
   void wait(const Gather& gather, Lock& lock);
-  void wait_until(const Gather& gather, std::chrono::steady_clock::time_point until, Lock& lock);
   void finish(Gather& gather, Lock& lock);
   void abandon(const Gather& gather);
 
@@ -183,10 +179,7 @@ class Tables {
     void operator()(std::byte* memory) const;
   };
   std::unique_ptr<std::byte, FreeAligned> staging_;
-  std::unique_ptr<Reader> reader_;  // last, with the next: what they report uses all of the above
-  std::unique_ptr<ForegroundReads> foreground_;  // of small gathers; none: reader_ uses no ring
-  bool foreground_taken_ = false;                // by a gather
-  std::string foreground_note_;                  // why there is none
+  std::unique_ptr<Reader> reader_;  // last: its thread uses all of the above
 };
 
 }  // namespace torch_mesh

@@ -319,29 +319,6 @@ TEST_P(TablesTest, AnAbandonedGatherGivesItsBuffersBack) {
   EXPECT_GT(timeouts, 0);
 }
 
-// A few rows are read by their gather itself, and by the next ones in the meantime by the reader.
-TEST_P(TablesTest, AnAbandonedGatherOfAFewRowsHoldsUpNoOther) {
-  const TableFile file({{1000, 320}}, true);
-  TablesOptions options = file.options(0);
-  options.timeout = 20ms;
-  options.reader.interpose = with_faults({.seed = seed_, .delay = 0.2, .max_delay = 100ms});
-  const auto tables = open(std::move(options));
-  int64_t row = 0, timeouts = 0, rows = 0;
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while ((timeouts < 3 || rows < 20) && std::chrono::steady_clock::now() < end) {
-    row = (row + 7) % 1000;
-    try {
-      expect_rows(*tables, 0, {row, (row + 500) % 1000});
-      ++rows;
-    } catch (const Error& error) {
-      ASSERT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
-      ++timeouts;
-    }
-  }
-  EXPECT_GE(timeouts, 3);
-  EXPECT_GE(rows, 20);
-}
-
 TEST_P(TablesTest, AForkedChildIsRefusedAndEnds) {
   const TableFile file({{1000, 320}}, true);
   const auto tables = open(file.options(1 << 20));
