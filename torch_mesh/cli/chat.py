@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-prompt", help="system message of the conversation")
     parser.add_argument("--save-folder", default="./chat_history/", help="folder of !save (default: %(default)s)")
     add_kept_keys(parser)
-    add_server_arguments(parser, without=frozenset({"host", "port", "enable_cors", "api_key", "allow_anyone"}))
+    add_server_arguments(
+        parser, without=frozenset({"host", "port", "enable_cors", "api_key", "allow_anyone", "decision_config"})
+    )
     add_config_arguments(parser)
     parser.set_defaults(run=run)
 
