@@ -24,7 +24,7 @@ struct AmxTiles {
   static constexpr Product trellis =
       tile_integers<VnniLevelDot<TrellisLevels>, Bf16Scales, TrellisGroup<Code>>;
   template <Format kFormat>
-  static constexpr Product gguf = tile_gguf<GgufDot<VnniInt8Dot, VnniLevelDot, kFormat>, kFormat>;
+  static constexpr Product gguf = tile_gguf<kFormat>;
 };
 
 struct Amx : VnniTarget {

@@ -283,14 +283,14 @@ requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
   static constexpr FormatKernels kernels() {
     using Dot = GgufDot<typename Target::Int8, Target::template Levels, kFormat>;
     constexpr GgufType kType = gguf_type(kFormat);
-    FormatKernels kernels{.gemm_rows = kNoRows,
+    FormatKernels kernels{.gemm_rows = Target::kRows.gemm_nibbles,
                           .products = block_products_gguf<Dot, kFormat>,
-                          .tiles = nullptr,
+                          .tiles = Target::Tiles::template gguf<kFormat>,
                           .dequantize = dequantize_gguf<kFormat>};
-    // A gemm of 16 inputs takes longer than this table's own products, unless there are mins.
-    if constexpr (kType.group > 16 || kType.has_mins()) {
-      kernels.gemm_rows = Target::kRows.gemm_trellis;
-      kernels.tiles = Target::Tiles::template gguf<kFormat>;
+    // Products of 16 inputs fill a quarter of a tile. A gemm of them takes longer than this table's
+    // own products, unless there are mins.
+    if constexpr (kType.group == 16 && !kType.has_mins()) {
+      kernels.gemm_rows = kernels.tiles == nullptr ? kNoRows : Target::kRows.gemm_int8;
     }
     return kernels;
   }

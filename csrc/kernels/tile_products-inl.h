@@ -233,148 +233,219 @@ inline void tile_fp8(const BlockProducts& products) {
   gemm_fp8(products, TileGemm<false>(products));
 }
 
-// Records of GGUF's types with groups of 32, two groups at a time: what tiles take of the rows, the
-// codes as signed bytes without their zero, and a sum for each group, which is scaled in registers.
+// Records of GGUF's types, 64 inputs at a time: what tiles take of the rows, codes as signed bytes
+// without their zero, and a sum for each group, which is scaled in registers. Loads and stores of
+// tiles take the processor 8 and 15 cycles, whatever goes on beside them; products take none if
+// they do not wait for each other. So those of 16 rows and two groups begin before the sums of the
+// ones before are scaled, and what is used again stays in the first-level cache.
 template <Format kFormat>
 class GgufTiles {
  public:
-  explicit GgufTiles(const BlockProducts& products) : products_(products) {
-    for (int32_t r = 0; r < products.rows.count; ++r) rows_[r] = operand_row(products, r);
+  explicit GgufTiles(const BlockProducts& products)
+      : products_(products), items_(round_up(products.rows.count) / kRegisterRows * kPairs) {
+    const int32_t rows = products.rows.count;
+    for (int32_t r = 0; r < rows; ++r) source_[r] = operand_row(products, r);
+    const int32_t missing = round_up(rows) - rows;
+    __builtin_memset(rows_ + rows * kDepth, 0, static_cast<size_t>(missing) * kDepth);
   }
 
   void multiply() {
-    const int32_t groups = products_.shape.depth_padded / kType.group;
-    for (int32_t group = 0; group < groups; group += kGroups) {
-      const int32_t count = groups - group < kGroups ? groups - group : kGroups;
-      gather(group, count);
-      for (int32_t g = 0; g < count; ++g) expand(group + g, g);
-      for (int32_t g = 0; g < count; ++g) multiply_group(g);
-      if (count == kGroups) {
-        add<kGroups>(group);
-      } else {
-        add<1>(group);
+    const int32_t depth = products_.shape.depth_padded;
+    prepare(0);
+    multiply_item(0, exact_[0]);
+    int32_t turn = 0;
+    for (int32_t k = 0; k < depth; k += kDepth) {
+      for (int32_t item = 0; item < items_; ++item, turn = 1 - turn) {
+        if (item + 1 < items_) {
+          multiply_item(item + 1, exact_[1 - turn]);
+        } else if (k + kDepth < depth) {
+          prepare(k + kDepth);  // in the place of what all products of this step have read
+          multiply_item(0, exact_[1 - turn]);
+        }
+        if (depth - k >= kDepth) {
+          add<kAtOnce>(k, item, exact_[turn]);
+        } else {
+          add<kPartGroups>(k, item, exact_[turn]);
+        }
       }
     }
   }
 
  private:
   static constexpr GgufType kType = gguf_type(kFormat);
-  static_assert(kType.part_groups() == 1);
-  static constexpr int32_t kGroups = 2;
-  static constexpr int32_t kDepth = kGroups * kType.group;
-  static_assert(kDepth == kRegisterBytes);
-  static constexpr int64_t kLine = kBlockColumns * 4;  // of weights, and of sums
+  static constexpr int32_t kDepth = kRegisterBytes;
+  static constexpr int32_t kGroups = kDepth / kType.group;
+  static constexpr int32_t kPartGroups = kType.part_groups();
+  static constexpr int32_t kAtOnce = 2;
+  static constexpr int32_t kPairs = kGroups / kAtOnce;
+  static constexpr int32_t kVectors = kBlockColumns / kLanes;
+  static constexpr int32_t kTileWords = kRegisterRows * kLanes;
+  static constexpr int32_t kScaleGroups = 16;  // of a row, whose scales are gathered at once
+  static constexpr int64_t kLine = kBlockColumns * 4;  // of weights
+  static_assert(kLanes == kGgufColumns && kLanes == kScaleGroups);
 
-  // Row after row, and zeros up to a whole tile.
-  void gather(int32_t group, int32_t count) {
-    const int32_t rows = products_.rows.count;
-    for (int32_t r = 0; r < rows; ++r) {
-      const std::byte* from = rows_[r] + group * kType.group;
-      if (count == kGroups) {
-        store_words(gathered_ + r * kDepth, load_words(from));
+  // Of the columns, for 64 inputs.
+  struct Scales {
+    alignas(64) float scale[kGroups][kBlockColumns];
+    alignas(64) float min[kType.has_mins() ? kGroups : 1][kBlockColumns];
+  };
+  // Of the rows: what sums and mins are multiplied with.
+  struct RowScales {
+    alignas(64) float scale[kTileRows][kScaleGroups];
+    alignas(64) float minus[kType.has_mins() ? kTileRows : 1][kScaleGroups];
+  };
+  // Sums of an item: 16 rows with two groups.
+  using Exact = int32_t[kAtOnce][kVectors * kTileWords];
+
+  static constexpr int32_t round_up(int32_t rows) {
+    return (rows + kRegisterRows - 1) / kRegisterRows * kRegisterRows;
+  }
+  static constexpr int32_t first_row(int32_t item) { return item / kPairs * kRegisterRows; }
+  static constexpr int32_t first_group(int32_t item) { return item % kPairs * kAtOnce; }
+  Scales& scales_of(int32_t k) { return scales_[k / kDepth % 2]; }
+  RowScales& row_scales_of(int32_t group) { return row_scales_[group / kScaleGroups % 2]; }
+
+  // 64 inputs, or the last 32. Those are one group, and what stands behind it is multiplied in
+  // vain.
+  void prepare(int32_t k) {
+    static_assert(kType.depth % kDepth == 0 || kPartGroups == 1);
+    if (k / kType.group % kScaleGroups == 0) gather_scales(k / kType.group);
+    const bool whole = products_.shape.depth_padded - k >= kDepth;
+    for (int32_t r = 0; r < products_.rows.count; ++r) {
+      if (whole) {
+        store_words(rows_ + r * kDepth, load_words(source_[r] + k));
       } else {
-        __builtin_memcpy(gathered_ + r * kDepth, from, kType.group);
+        __builtin_memcpy(rows_ + r * kDepth, source_[r] + k, kGgufPart);
       }
     }
-    const int32_t missing = -rows & (kRegisterRows - 1);
-    __builtin_memset(gathered_ + rows * kDepth, 0, static_cast<size_t>(missing) * kDepth);
-  }
-
-  void expand(int32_t group, int32_t g) {
-    const GgufPlace<kFormat> place(products_.block, group);
-    std::byte* to = codes_ + g * kType.group * kBlockColumns;
-    const Words zero = broadcast_word(kType.levels == nullptr ? kType.zero * 0x01010101 : 0);
-    static_assert(kLanes == kGgufColumns);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-      const std::byte* words = place.words + c * kType.bits * 4;
-      read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
-        std::byte* at = to + eight.value * 2 * kLine + c * 4;
-        store_words(at, _mm512_sub_epi8(low, zero));
-        store_words(at + kLine, _mm512_sub_epi8(high, zero));
-      });
-      store(scale_[g] + c, place.scale(c));
-      if constexpr (kType.has_mins()) store(min_[g] + c, place.min(c));
+      expand(k, 0, c);
+      if (whole) expand(k, 1, c);
     }
   }
 
-  void multiply_group(int32_t g) {
-    const std::byte* rows = gathered_ + g * kType.group;
-    const std::byte* words = codes_ + g * kType.group * kBlockColumns;
-    auto* to = reinterpret_cast<std::byte*>(exact_[g]);
-    stored(rows);
-    stored(words);
-    for (int32_t row = 0; row < products_.rows.count; row += 2 * kRegisterRows) {
-      const bool two = products_.rows.count - row > kRegisterRows;
-      _tile_loadd(4, rows + row * kDepth, kDepth);
-      if (two) _tile_loadd(5, rows + (row + kRegisterRows) * kDepth, kDepth);
-      for (int32_t half = 0; half < kLine; half += 2 * kRegisterBytes) {
-        std::byte* upper = to + row * kLine + half;
-        std::byte* lower = upper + kRegisterRows * kLine;
-        zero_tiles();
-        _tile_loadd(6, words + half, kLine);
-        _tile_loadd(7, words + half + kRegisterBytes, kLine);
-        add_products_of_one_row<true, false>();
-        _tile_stored(0, upper, kLine);
-        _tile_stored(1, upper + kRegisterBytes, kLine);
-        if (!two) continue;
-        _tile_dpbssd(2, 5, 6);
-        _tile_dpbssd(3, 5, 7);
-        _tile_stored(2, lower, kLine);
-        _tile_stored(3, lower + kRegisterBytes, kLine);
+  // As subtract_min has them. Each row's are lines of the cache by themselves, which would not stay
+  // in it from one step to the next.
+  void gather_scales(int32_t group) {
+    const int32_t groups = products_.shape.depth_padded / kType.group;
+    const int32_t left = groups - group < kScaleGroups ? groups - group : kScaleGroups;
+    const auto mask = static_cast<Mask>((1u << left) - 1);
+    RowScales& to = row_scales_of(group);
+    for (int32_t r = 0; r < products_.rows.count; ++r) {
+      const std::byte* at = source_[r] + products_.shape.depth_padded + group * 4;
+      const Floats scales = _mm512_maskz_loadu_ps(mask, at);
+      store(to.scale[r], scales);
+      if constexpr (kType.has_mins()) {
+        const Words sums = _mm512_maskz_loadu_epi32(mask, at + groups * 4);
+        const Words products = as_words(scales * words_to_floats(sums));
+        store(to.minus[r], as_floats(products ^ broadcast_word(0x80000000)));
       }
+    }
+  }
+
+  // kLanes columns of a part.
+  void expand(int32_t k, int32_t part, int32_t c) {
+    const int32_t group = k / kType.group + part * kPartGroups;
+    const GgufPlace<kFormat> place(products_.block, group);
+    std::byte* to = codes_ + part * kGgufPart * kBlockColumns + c * 4;
+    const Words zero = broadcast_word(kType.levels == nullptr ? kType.zero * 0x01010101 : 0);
+    const std::byte* words = place.words + c * kType.bits * 4;
+    read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
+      std::byte* at = to + eight.value * 2 * kLine;
+      store_words(at, _mm512_sub_epi8(low, zero));
+      store_words(at + kLine, _mm512_sub_epi8(high, zero));
+    });
+    Scales& scales = scales_of(k);
+    for (int32_t g = 0; g < kPartGroups; ++g) {
+      const GgufPlace<kFormat> own(products_.block, group + g);
+      store(scales.scale[part * kPartGroups + g] + c, own.scale(c));
+      if constexpr (kType.has_mins()) store(scales.min[part * kPartGroups + g] + c, own.min(c));
+    }
+  }
+
+  void multiply_item(int32_t item, Exact& exact) const {
+    for (int32_t g = 0; g < kAtOnce; ++g) {
+      const int32_t inputs = (first_group(item) + g) * kType.group;
+      const std::byte* rows = rows_ + first_row(item) * kDepth + inputs;
+      const std::byte* words = codes_ + inputs * kBlockColumns;
+      int32_t* to = exact[g];
+      stored(rows);
+      stored(words);
+      zero_tiles();
+      _tile_loadd(4, rows, kDepth);
+      _tile_loadd(6, words, kLine);
+      _tile_loadd(7, words + kRegisterBytes, kLine);
+      add_products_of_one_row<true, false>();
+      _tile_loadd(6, words + 2 * kRegisterBytes, kLine);
+      _tile_loadd(7, words + 3 * kRegisterBytes, kLine);
+      add_products_of_one_row<true, true>();
+      _tile_stored(0, to, kRegisterBytes);
+      _tile_stored(1, to + kTileWords, kRegisterBytes);
+      _tile_stored(2, to + 2 * kTileWords, kRegisterBytes);
+      _tile_stored(3, to + 3 * kTileWords, kRegisterBytes);
     }
   }
 
   // As add_scaled and subtract_min, one group after the other.
   template <int32_t kCount>
-  void add(int32_t group) const {
-    const int32_t rows = products_.rows.count;
-    const int64_t of_sums = int64_t{products_.shape.depth_padded} / kType.group * 4;
-    const std::byte* ahead = GgufPlace<kFormat>(products_.block, group).steps + kGgufAhead;
-    const int64_t lines_of_row = kGroups * kType.part_bytes() / kLineBytes / rows + 1;
+  void add(int32_t k, int32_t item, const Exact& exact) {
+    const int32_t first = first_row(item);
+    const int32_t left = products_.rows.count - first;
+    const int32_t rows = left < kRegisterRows ? left : kRegisterRows;
+    Floats scale[kCount][kVectors], min[kCount][kVectors];
+    const Scales& scales = scales_of(k);
+    for (int32_t g = 0; g < kCount; ++g) {
+      for (int v = 0; v < kVectors; ++v) {
+        const int32_t of_step = first_group(item) + g;
+        scale[g][v] = load(scales.scale[of_step] + v * kLanes);
+        if constexpr (kType.has_mins()) min[g][v] = load(scales.min[of_step] + v * kLanes);
+      }
+    }
+    const int32_t group = k / kType.group + first_group(item);
+    const RowScales& row_scales = row_scales_of(group);
+    // What is expanded in the step after the next.
+    constexpr int64_t kBytes = kType.stretch_bytes() * kDepth / kType.depth;
+    const int64_t lines = kBytes / kLineBytes / items_ + 1;
+    const int64_t lines_of_row = lines / rows + 1;
+    const std::byte* ahead = GgufPlace<kFormat>(products_.block, k / kType.group).steps +
+                             2 * kBytes + item * lines * kLineBytes;
     for (int32_t r = 0; r < rows; ++r) {
-      for (int64_t i = r * lines_of_row; i < (r + 1) * lines_of_row; ++i) {
-        __builtin_prefetch(ahead + i * kLineBytes);
+      for (int64_t i = 0; i < lines_of_row; ++i, ahead += kLineBytes) {
+        __builtin_prefetch(ahead, 0, 2);  // the first-level cache has no room
       }
-      const std::byte* at = rows_[r] + products_.shape.depth_padded + group * 4;
-      float row_scale[kCount];
-      int32_t row_sum[kCount];
-      __builtin_memcpy(row_scale, at, sizeof(row_scale));
-      __builtin_memcpy(row_sum, at + of_sums, sizeof(row_sum));
-      float* sums = products_.sums + r * kBlockColumns;
-      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-        Floats sum = load(sums + c);
-        for (int32_t g = 0; g < kCount; ++g) {
-          const Words exact = load_words(exact_[g] + r * kBlockColumns + c);
-          const Floats scale = broadcast(row_scale[g]) * load(scale_[g] + c);
-          sum = multiply_add(words_to_floats(exact), scale, sum);
-          if constexpr (kType.has_mins()) {
-            const float minus = -(row_scale[g] * static_cast<float>(row_sum[g]));
-            sum = multiply_add(broadcast(minus), load(min_[g] + c), sum);
-          }
+      float* sums = products_.sums + (first + r) * kBlockColumns;
+      Floats sum[kVectors];
+      for (int v = 0; v < kVectors; ++v) sum[v] = load(sums + v * kLanes);
+      for (int32_t g = 0; g < kCount; ++g) {
+        const int32_t place = group % kScaleGroups + g;
+        const Floats row_scale = broadcast(row_scales.scale[first + r][place]);
+        for (int v = 0; v < kVectors; ++v) {
+          const Words own = load_words(exact[g] + v * kTileWords + r * kLanes);
+          sum[v] = multiply_add(words_to_floats(own), row_scale * scale[g][v], sum[v]);
         }
-        store(sums + c, sum);
+        if constexpr (kType.has_mins()) {
+          const Floats minus = broadcast(row_scales.minus[first + r][place]);
+          for (int v = 0; v < kVectors; ++v) sum[v] = multiply_add(minus, min[g][v], sum[v]);
+        }
       }
+      for (int v = 0; v < kVectors; ++v) store(sums + v * kLanes, sum[v]);
     }
   }
 
   const BlockProducts& products_;
-  const std::byte* rows_[kTileRows];
-  alignas(64) std::byte gathered_[kTileRows * kDepth];
+  int32_t items_;  // of a step
+  const std::byte* source_[kTileRows];
+  alignas(64) std::byte rows_[kTileRows * kDepth];
   alignas(64) std::byte codes_[kDepth * kBlockColumns];
-  alignas(64) int32_t exact_[kGroups][kTileRows * kBlockColumns];
-  alignas(64) float scale_[kGroups][kBlockColumns];
-  alignas(64) float min_[kGroups][kBlockColumns];
+  Scales scales_[2];
+  RowScales row_scales_[2];
+  alignas(64) Exact exact_[2];
 };
 
-template <typename Dot, Format kFormat>
+template <Format kFormat>
 inline void tile_gguf(const BlockProducts& products) {
-  if constexpr (gguf_type(kFormat).part_groups() == 1) {
-    clear_sums(products);
-    GgufTiles<kFormat>(products).multiply();
-  } else {
-    tile_integers<Dot, HalfScales, GgufGroup<kFormat>>(products);
-  }
+  clear_sums(products);
+  GgufTiles<kFormat>(products).multiply();
 }
 
 }  // namespace
