@@ -352,7 +352,8 @@ def test_a_gguf_file_is_served_by_its_name(serving: Callable[..., Any], tmp_path
     server = serving(made.path, MeshConfig(resident=0.5))
     assert server.model == f"{tmp_path}:model.gguf"
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        assert client.completions.create(model=server.model, prompt="a b", max_tokens=3).usage.completion_tokens == 3
+        answer = client.completions.create(model=server.model, prompt="a b", max_tokens=3)
+        assert answer.choices[0].finish_reason in ("length", "stop")  # random weights may end it
     assert _metrics(server)["accesses"] > 0
     server.stop()
 
