@@ -185,6 +185,8 @@ class _ManySeeds:
             return None
         items = session.items
         for seed in self._seeds:
+            if not items:
+                break
             session.config.option.seed = seed
             for item, following in zip(items, [*items[1:], None], strict=True):
                 session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -193,8 +195,6 @@ class _ManySeeds:
                 if session.shouldstop:
                     raise session.Interrupted(session.shouldstop)
             items = [item for item in items if item in self._drew]
-            if not items:
-                break
         return True
 
     @pytest.hookimpl(wrapper=True)
