@@ -196,8 +196,9 @@ def _become(asked: dict[str, Any]) -> Any:
     sys.path[:] = asked["path"]
     sys.argv = ["-c", *asked["arguments"]]
     atexit.register(gc.unfreeze)  # nanobind reports what is never collected as leaks
-    if threads := asked["env"].get("OMP_NUM_THREADS"):
-        importlib.import_module("torch").set_num_threads(int(threads))
+    # This also makes a thread pool in place of the parent's, which torch does not do for several threads at once.
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(int(asked["env"].get("OMP_NUM_THREADS") or torch.get_num_threads()))
     return compile(asked["program"], "<string>", "exec")
 
 

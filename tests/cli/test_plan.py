@@ -388,7 +388,10 @@ def test_impossible_sizes_are_wrong_usage(
     assert wrong[0] in capsys.readouterr().err
 
 
-def test_ranks_have_a_part_of_the_experts_each(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_have_a_part_of_the_experts_each(
+    mesh_tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "measure_speeds", lambda *_, **__: MADE_UP)
     whole = run(capsys, str(mesh_tiny), "--resident", "0.25")
     assert whole["ranks"] is None
     for ranks in (2, 8):
@@ -437,19 +440,22 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(body=True)
 
-    def _list(self, model: str) -> None:
+    def _describe(self, model: str) -> None:
         folder = self.models[model]
         files = [file for file in folder.rglob("*") if file.is_file()]
-        rows = [{"type": "file", "path": str(file.relative_to(folder)), "size": 1, "oid": "0"} for file in files]
-        answer = json.dumps(rows).encode()
+        siblings = [
+            {"rfilename": str(file.relative_to(folder)), "size": file.stat().st_size, "blobId": "0"} for file in files
+        ]
+        answer = json.dumps({"id": model, "sha": "0" * 40, "siblings": siblings}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
 
     def _answer(self, body: bool) -> None:
-        if listed := re.match(r"/api/models/(.*)/tree/main", self.path):
-            return self._list(listed[1])
+        asked_for = re.match(r"/api/models/([^/?]+/[^/?]+)", self.path)
+        if asked_for and asked_for[1] in self.models:
+            return self._describe(asked_for[1])
         model, _, name = self.path.strip("/").partition("/resolve/main/")
         file = self.models[model] / name if name and model in self.models else None
         if file is None or not file.is_file():

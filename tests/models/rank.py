@@ -361,6 +361,7 @@ def fork(ranks: int) -> bool:
         child = os.fork()
         if child == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            torch.set_num_threads(torch.get_num_threads())  # makes a thread pool anew, see warm.py
             return True
         running.add(child)
     while running:

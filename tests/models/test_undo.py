@@ -384,7 +384,7 @@ def test_a_card_that_fails_leaves_the_model_as_it_was(
     model, ids = _build(), _ids()
     before, plain = _State(model), _logits(model, ids)
     with monkeypatch.context() as faulty:
-        name, count = ("_copy_layer", 2) if rng.integers(2) else ("place", 2)
+        name, count = ("_copy_layer", 2) if rng.integers(2) else ("register", 2)
         _at_call(faulty, placing, name, count, MemoryError, after=bool(rng.integers(2)))
         with pytest.raises(MemoryError, match="injected"):
             torch_mesh.patch(model, gpu={"experts": 3}, **fields)
