@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config
-from torch_mesh.cli.serve import add_kept_keys, add_server_arguments, given_options
+from torch_mesh.cli.serve import OF_SERVERS, add_kept_keys, add_server_arguments, given_options
 
 _LOOPBACK = "127.0.0.1"
 
@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-prompt", help="system message of the conversation")
     parser.add_argument("--save-folder", default="./chat_history/", help="folder of !save (default: %(default)s)")
     add_kept_keys(parser)
-    add_server_arguments(
-        parser, without=frozenset({"host", "port", "enable_cors", "api_key", "allow_anyone", "decision_config"})
-    )
+    add_server_arguments(parser, without=OF_SERVERS)
     add_config_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -6,21 +6,10 @@ import argparse
 from pathlib import Path
 
 from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive
-from torch_mesh.cli.serve import add_server_arguments, given_options
+from torch_mesh.cli.serve import OF_SERVERS, add_server_arguments, given_options
 
-_OF_SERVERS = frozenset(
-    {
-        "allow_anyone",
-        "api_key",
-        "compile",
-        "continuous_batching",
-        "decision_config",
-        "enable_cors",
-        "host",
-        "port",
-        "prefix_cache",
-    }
-)
+# Options that requests of a file have no use for.
+_LEFT_OUT = OF_SERVERS | {"compile", "continuous_batching", "prefix_cache"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests that are computed together, if memory has room for their keys and values (default: 32)",
     )
-    add_server_arguments(parser, without=_OF_SERVERS)
+    add_server_arguments(parser, without=_LEFT_OUT)
     add_config_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -16,6 +16,8 @@ from torch_mesh.system.background import Flag
 
 END = 15  # seconds from a signal on until the process is gone, whatever it still computes
 _FREEING = 3  # of those, for the kernel to free its memory
+# Options of who may reach a server, and of requests that its own clients do not send.
+OF_SERVERS = frozenset({"allow_anyone", "api_key", "decision_config", "enable_cors", "host", "port"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,44 +32,32 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FOREIGN = ("position_bias", "cache", "softcap", "s_aux")
 
 
-def _decode_step(
+def _computed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    *,
+    groups: bool,
     **kwargs: Any,
 ) -> Tensor | None:
     """query [batch, heads, tokens, head_dim], key and value [batch, key_value_heads, keys, head_dim] -> [batch, tokens,
     heads, head_dim].
 
-    None for prompts, in training, and for unsupported arguments.
+    Decode steps by torch_mesh's kernel. With ``groups`` more tokens with a mask by torch, to the bit what transformers
+    computes, which repeats the keys and values of grouped heads in memory: on CUDA torch's fast kernels take no mask.
+    On the CPU they do. None for other prompts, in training, and for unsupported arguments.
     """
-    if dropout != 0 or _has_foreign(kwargs) or not _runs(query, key, value, attention_mask):
+    if query.device.type != "cpu" or dropout != 0 or _has_foreign(kwargs):
         return None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.torch_mesh.attention(query, key, value, attention_mask, scale)
-
-
-def _continued(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """Like ``_decode_step`` for more tokens with a mask, by torch, and to the bit what transformers computes.
-
-    transformers repeats the keys and values of grouped heads in memory where there is a mask: on CUDA torch's fast
-    kernels take no mask. On the CPU they do.
-    """
-    grouped = attention_mask is not None and query.shape[1] > key.shape[1]
-    if not grouped or query.device.type != "cpu" or dropout != 0 or _has_foreign(kwargs):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
         return None
-    if _needs_gradients(query, key, value):
+    if _runs(query, key, value, attention_mask):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return torch.ops.torch_mesh.attention(query, key, value, attention_mask, scale)
+    if not groups or attention_mask is None or query.shape[1] <= key.shape[1]:
         return None
     attended = functional.scaled_dot_product_attention(
         query, key, value, attention_mask, scale=scaling, enable_gqa=True
@@ -135,9 +123,7 @@ def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return theirs(module, *args, **kwargs)
         if (ends := _packed(*args, **kwargs)) is not None:
             return _by_sequence(functools.partial(attention_forward, module), ends, *args, **kwargs), None
-        computed = _decode_step(*args, **kwargs)
-        if computed is None and theirs is sdpa_attention_forward:
-            computed = _continued(*args, **kwargs)
+        computed = _computed(*args, groups=theirs is sdpa_attention_forward, **kwargs)
         return theirs(module, *args, **kwargs) if computed is None else (computed, None)
 
     attention_forward._mesh_original = theirs  # type: ignore[attr-defined]
@@ -165,18 +151,12 @@ def _runs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     batch, _, tokens, _ = query.shape
     dims = (key.shape[-1], value.shape[-1])
     return (
-        query.device.type == "cpu"
-        and tokens <= _MAX_TOKENS
+        tokens <= _MAX_TOKENS
         and batch == key.shape[0] == value.shape[0]
         and (tokens == 1 if mask is None else _known(mask, batch, tokens, key.shape[2]))
         and all(dim % _C.HEAD_DIM_STEP == 0 and dim <= _C.MAX_HEAD_DIM for dim in dims)
         and all(tensor.dtype in _DTYPES for tensor in (query, key, value))
-        and not _needs_gradients(query, key, value)
     )
-
-
-def _needs_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:

@@ -438,7 +438,7 @@ def _read_by_its_owner(model: nn.Module, path: str) -> bool:
 
 
 def kept_in_fp32(model: nn.Module, name: str, dtype: torch.dtype = torch.float16) -> bool:
-    """Whether transformers keeps the parameter in fp32 for accuracy, in a model of ``dtype``; fp16 keeps max_rows."""
+    """Whether transformers keeps the parameter in fp32 for accuracy, in a model of ``dtype``; fp16 keeps most."""
     in_fp16, strict = modules_in_fp32(model)
     parts = {torch.float16: (*in_fp16, *strict), torch.bfloat16: strict}.get(dtype, ())
     return any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in parts)
