@@ -36,7 +36,6 @@ struct ClaimState {
   int32_t joined = 0;                     // resident or being read for this claim, not handed out
   int32_t held = 0;                       // handed out, not released
   int32_t reading = 0;                    // read for this claim or ahead of it, not released
-  bool step = false;    // of many sequences: the layer's last forward had as many rows
   bool window = false;  // it reads through the pool's window, and so will the next layer's
   // Its thread runs the interrupt hook: others take slots before it. It would keep a forward of a
   // signal handler waiting for as long as it waits for the handler.

@@ -58,10 +58,10 @@ void Core::begin_forward(ClaimState& claim) {
 
 // A prompt that follows something else begins a sequence; one that follows a prompt may be its next
 // chunk, or the next step of many sequences.
-void Core::learn(ClaimState& claim) {
+void Core::learn(const ClaimState& claim) {
   const ForwardPart& part = claim.part;
-  claim.step = part.phase == Phase::kPrefill && part.rows > 0 && part.rows <= kMaxStepRows &&
-               part.rows == last_rows_[claim.layer];
+  const bool step = part.phase == Phase::kPrefill && part.rows > 0 && part.rows <= kMaxStepRows &&
+                    part.rows == last_rows_[claim.layer];
   const Phase last = last_phase_[claim.layer];
   if (part.phase != Phase::kNone) {
     use_.count(claim.layer, claim.experts, part.ids, part.top_k);
@@ -70,7 +70,7 @@ void Core::learn(ClaimState& claim) {
   if (covers_all()) return;
   Policy& policy = slots_.policy();
   if (part.phase == Phase::kPrefill && last == Phase::kDecode) policy.begin_sequence(claim.layer);
-  if (claim.step) {
+  if (step) {
     policy.tick(claim.layer, claim.experts);
   } else {
     policy.tick_prompt(claim.layer, claim.experts, part.ids, part.top_k);

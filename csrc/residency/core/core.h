@@ -121,7 +121,7 @@ class Core {
   // Whether every expert has a slot: then nothing is evicted, and the policy need not learn.
   bool covers_all() const { return slots_.limit() == options_.layers * options_.experts; }
   void begin_forward(ClaimState& claim);
-  void learn(ClaimState& claim);
+  void learn(const ClaimState& claim);
   // Whether one more such read may begin.
   bool admits(ReadAhead what) const;
   void read_left_out(const ClaimState& claim);

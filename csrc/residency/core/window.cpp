@@ -47,7 +47,7 @@ void Window::read_next_layer(const ClaimState& claim) {
     missing += slot < 0;
     ahead += slot >= 0 && slots_[slot].unused;
   }
-  // Attention takes longer than the disk needs for a narrow window.
+  // One narrow window is read before the next layer's attention is over.
   const int32_t most = is_narrow(claim) ? 2 * narrow() : slots_for(layer, true);
   const int32_t begun_before = slots_.loading();
   const auto has_room = [&] {

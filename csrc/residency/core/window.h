@@ -3,7 +3,7 @@
 // policy thinks hottest, which a scan of the layers would throw out before they come round again.
 //
 // Decode steps have a narrow one, and so have steps of more sequences than are decode and prompts
-// of as few rows: their attention is over before the window has been read. A longer prompt that
+// of as few rows: more that is read ahead of their short layers hides nothing. A longer prompt that
 // needs nearly all of its layer comes to a pool that holds another text's experts: the slots
 // outside its window are an equal part of the pool for each layer that it has come to, so the
 // window narrows from layer to layer, and decode starts with experts of all layers rather than with
