@@ -11,8 +11,9 @@ PYTEST ?=
 export PYTHON TORCH LATEST
 
 RUN := .venv/bin/python
-# Most tests keep one core busy. A module stays in one process, for the sake of its fixtures. PYTEST='-n 0' undoes it, for a debugger.
-IN_TWO := -n 2 --dist loadfile
+# Most tests keep one core busy. A module stays in one process, for the sake of its fixtures; tests/conftest.py orders
+# the modules. PYTEST='-n 0' undoes it, for a debugger.
+IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 QUICK := -m 'not slow and not thorough'
 # Other tests need packages that a machine with a card and without a network may lack.
 ON_A_CARD := tests/gpu tests/models/test_gpu_experts.py

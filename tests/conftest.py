@@ -16,6 +16,7 @@ import random
 import signal
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,17 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # nanobind reports what is never collected as leaks
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    _mark_device_tests(items)
+    yield  # -m selects by the marks
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    tests = Counter(item.path for item in items)
+    # A long module that begins last runs alone.
+    items.sort(key=lambda item: (-slow[item.path], -tests[item.path]))
+
+
+def _mark_device_tests(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("device"):
