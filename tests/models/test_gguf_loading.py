@@ -27,6 +27,7 @@ from torch_mesh.store.convert import convert
 from torch_mesh.store.dense_codes import is_codes_file
 from torch_mesh.store.gguf_model import blocks_of_rest
 from torch_mesh.store.inspect import describe
+from torch_mesh.store.manifest import open_store
 from torch_mesh.store.verify import verify
 
 IDS = torch.tensor([[5, 9, 17, 33, 2, 64, 5, 71, 90]])
@@ -276,6 +277,32 @@ def test_merging_leaves_the_codes_of_what_it_does_not_change(tmp_path: Path) -> 
         assert _difference(_logits(model), _logits(exact)) <= 0.06
 
 
+def test_saving_keeps_the_codes_of_the_rest(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", DENSE, **DENSE_SIZES)
+    model = _open(made.path, "auto", dense="codes")
+    for opened in (model, model.model):
+        opened.save_pretrained(tmp_path / "saved")
+        assert not list(verify(open_store(tmp_path / "saved")))
+        again = _open(tmp_path / "saved", "auto", dense="codes")
+        kept = {path: kind for path, kind in _linears(model).items() if opened is model or path != "lm_head"}
+        assert _linears(again) == kept
+        for path in kept:
+            assert torch.equal(again.get_submodule(path)._mesh_packed, model.get_submodule(path)._mesh_packed)
+    # A caller's values have no codes.
+    state = {**model.state_dict(), "lm_head.weight": model.lm_head.unpacked_weight() + 1}
+    model.save_pretrained(tmp_path / "given", state_dict=state)
+    assert "lm_head" not in _linears(_open(tmp_path / "given", "auto", dense="codes"))
+    # A model without codes replaces the folder, and an ordinary checkpoint has no room for them.
+    _open(made.path, "auto").save_pretrained(tmp_path / "saved")
+    assert not [path for path in (tmp_path / "saved").iterdir() if is_codes_file(path.name)]
+    with pytest.warns(
+        UserWarning, match=r"3 linear layers .* \(q4_k, q6_k\).* as ordinary weights with the same values"
+    ):
+        _open(made.path, "bf16", dense="codes").save_pretrained(tmp_path / "exact")
+    head = AutoModelForCausalLM.from_pretrained(tmp_path / "exact").lm_head.weight
+    assert torch.equal(head, model.lm_head.unpacked_weight())
+
+
 def test_a_tied_head_keeps_the_codes_of_the_embedding(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "Q8_0", "token_embd": "Q8_0"}, tied=True)
     model = _open(made.path, "auto", dense="codes")
@@ -284,6 +311,13 @@ def test_a_tied_head_keeps_the_codes_of_the_embedding(tmp_path: Path) -> None:
     assert _difference(_logits(model), _logits(made.model)) <= 0.06
     stored = _open(convert(made.path, tmp_path / "store", "auto").store.folder, "auto", dense="codes")
     assert _linears(stored) == _linears(model) and torch.equal(_logits(stored), _logits(model))
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(_logits(_open(tmp_path / "saved", "auto", dense="codes")), _logits(model))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3] += 1  # the saved head follows
+    model.save_pretrained(tmp_path / "trained")
+    with pytest.raises(UnsupportedModelError, match="nor from a folder that torch-mesh convert made"):
+        _open(tmp_path / "trained", "auto", dense="codes")
 
 
 def test_layers_of_several_types_are_one_model(tmp_path: Path, cache: Path) -> None:

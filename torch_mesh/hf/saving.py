@@ -30,12 +30,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import create_and_tag_model_card
 
 from ..errors import MeshError, StoreError
+from ..formats import is_passthrough
 from ..models.families import ExpertsLayer, find_experts, layers_left_alone
 from ..modules.dense import packed_linears
 from ..modules.experts import MeshExperts, patched_modules, pools_of, unpacked_parameters
 from ..modules.tables import PackedTableWeight, check_room, table_modules
 from ..pool.expert_pool import ExpertPool
 from ..store.convert import plan_of_model
+from ..store.dense_codes import Matrix, files_of_codes, is_codes_file
 from ..store.dense_weights import mesh_config, plain_config
 from ..store.folders import check_free_space, full_disk_as_store_error
 from ..store.manifest import (
@@ -49,11 +51,13 @@ from ..store.manifest import (
     read_manifest,
 )
 from ..store.progress import progress_bar
+from ..store.store_plan import NewFile
+from ..store.table_files import is_table_file
 from ..store.writer import write_store
-from ..system.atomic_files import new_file_mode, scratch_folder
+from ..system.atomic_files import new_file, new_file_mode, scratch_folder
 from .compat import has_own_adapters
 from .model_config import patched_models
-from .streaming_save import PackedPart, Unpacking, being_saved, wrap_saving
+from .streaming_save import LazyTensor, PackedPart, Unpacking, being_saved, wrap_saving
 
 _COPY_BYTES = 64 << 20
 _READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
@@ -254,15 +258,62 @@ def _write_folder(
     full = full_disk_as_store_error(folder, "What was there is as it was; free some room, or choose another folder")
     with scratch_folder(folder, _STAGING_PREFIX) as staging, full:
         manifest = None
+        matrices = _codes(model, unpacking.state)
         if pool is None:
             check_free_space(folder, unpacking.nbytes)
+            _warn_of_lost_codes(model, matrices)
         else:
-            manifest = _place_records(model, pool, staging, unpacking.nbytes)
+            codes = files_of_codes(matrices)
+            manifest = _place_records(model, pool, staging, unpacking.nbytes + sum(file.size for file in codes))
+            _write_codes(staging, codes)
         write_plainly(unpacking, staging)
         _set_quantization(staging / "config.json", model, manifest)
         if manifest is not None:
             _write_manifest(staging, manifest)
         return _move_into_place(staging, folder, variant)
+
+
+def _codes(model: Any, state: Mapping[str, torch.Tensor]) -> list[Matrix]:
+    """The codes that ``dense="codes"`` holds of linear layers whose own values are in ``state``."""
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    matrices = []
+    for path, linear in packed_linears(model):
+        name = f"{path}.weight"
+        saved = state.get(name)
+        if saved is None and name in tied:  # a head, whose embedding is saved, and may have been trained
+            name = tied[name]
+            saved = state.get(name)
+        if saved is None or not is_passthrough(linear._mesh_format):
+            continue
+        if isinstance(saved, LazyTensor) or _equal(saved.detach().cpu(), linear.unpacked_weight()):
+            packed = functools.partial(_chunks, linear._mesh_packed)
+            matrices.append(Matrix(name, linear._mesh_format, linear._mesh_group_size, linear._mesh_shape, packed))
+    return matrices
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _chunks(packed: torch.Tensor) -> list[memoryview]:
+    return [packed.numpy().data]
+
+
+def _write_codes(staging: Path, codes: Sequence[NewFile]) -> None:
+    for file in codes:
+        with new_file(staging / file.name) as writing:
+            writing.writelines(file.chunks())
+
+
+def _warn_of_lost_codes(model: nn.Module, matrices: Sequence[Matrix]) -> None:
+    if matrices:
+        formats = ", ".join(sorted({matrix.format for matrix in matrices}))
+        warnings.warn(
+            f"{len(matrices)} linear layers of {type(model).__name__} hold a GGUF file's codes ({formats}). They are "
+            "saved as ordinary weights with the same values, since only a folder with records of rounded experts has "
+            'room for codes: to open the model with dense="codes" again, give the GGUF file.',
+            stacklevel=4,
+        )
 
 
 def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
@@ -403,7 +454,9 @@ def _outdated(folder: Path, variant: str | None) -> list[str]:
     if not is_store(folder):
         return outdated
     with contextlib.suppress(StoreError):  # a damaged index may name any file
-        outdated += [file.name for file in read_manifest(folder).record_files if is_record_file(file.name)]
+        manifest = read_manifest(folder)
+        outdated += [file.name for file in manifest.record_files if is_record_file(file.name)]
+        outdated += [file.name for file in manifest.other_files if is_codes_file(file.name) or is_table_file(file.name)]
     return [MANIFEST_NAME, *outdated]
 
 

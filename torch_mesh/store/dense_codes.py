@@ -19,7 +19,7 @@ from torch_mesh.store.dense_weights import Dense, read_stretch, spread, tensor_f
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.gguf_model import RowBlocks, blocks_of_rest
 from torch_mesh.store.header import Tensor, read_header, read_range, store_error
-from torch_mesh.store.manifest import Store, read_manifest
+from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, read_manifest
 from torch_mesh.store.store_plan import Chunk, NewFile, Piece
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class StoredMatrix:
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class Matrix:
     """A packed matrix to write."""
 
     name: str  # of the parameter
@@ -105,7 +105,7 @@ def codes_files(
     """The files of a store for the linear layers of a checkpoint, without those of ``changed`` parameters."""
     found = codes_of_checkpoint(experts, model) or {}
     matrices = [
-        _Matrix(
+        Matrix(
             name,
             blocks.format,
             blocks.group_size,
@@ -116,17 +116,17 @@ def codes_files(
         for name, shape in _linear_shapes(model).items()
         if (blocks := found.get(name)) is not None and name not in changed
     ]
-    return _files(matrices, max_file_bytes)
+    return files_of_codes(matrices, max_file_bytes)
 
 
 def copied_codes(store: Store, max_file_bytes: int, changed: Container[str]) -> list[NewFile]:
     """The files of a copy of ``store`` for its linear layers, without those of ``changed`` parameters."""
     matrices = [
-        _Matrix(name, held.format, held.group_size, held.shape, held.chunks)
+        Matrix(name, held.format, held.group_size, held.shape, held.chunks)
         for name, held in stored_codes(store.folder).items()
         if name not in changed
     ]
-    return _files(matrices, max_file_bytes)
+    return files_of_codes(matrices, max_file_bytes)
 
 
 def codes_of_store(folder: Path, model: nn.Module) -> dict[str, StoredMatrix] | None:
@@ -165,7 +165,8 @@ def _packed_chunks(blocks: RowBlocks) -> Iterator[Chunk]:
     yield blocks.packed().numpy().data
 
 
-def _files(matrices: Sequence[_Matrix], max_file_bytes: int) -> list[NewFile]:
+def files_of_codes(matrices: Sequence[Matrix], max_file_bytes: int = MAX_FILE_BYTES) -> list[NewFile]:
+    """The files of a store for ``matrices``."""
     about = {matrix.name: matrix.about for matrix in matrices}
     files = []
     for name, members in spread([matrix.dense for matrix in matrices], max_file_bytes, _PREFIX) if matrices else ():
