@@ -6,6 +6,8 @@ import errno
 import itertools
 import sys
 import tempfile
+import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseExcept
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
         monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", failing)
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", failing)
 
     return fail_with
 
@@ -152,6 +155,26 @@ def test_the_command_line_says_the_same(
     hub(local(HTTP.ConnectError("no name")))
     assert main(["inspect", MODEL]) == 1
     assert capsys.readouterr().err.startswith(f"torch-mesh: {MODEL}: there is no such folder, and the hub")
+
+
+@pytest.mark.parametrize("command", ["bench", "chat", "convert", "inspect", "plan", "run", "serve"])
+def test_no_network_is_said_at_once(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with loopback_hub(str(tmp_path / "cache"), monkeypatch):
+        pass  # from here on nothing listens there
+    # The client waits before it tries again.
+    waiting = types.SimpleNamespace(**vars(time) | {"sleep": lambda _: pytest.fail("waited for the network")})
+    monkeypatch.setattr("huggingface_hub.utils._http.time", waiting)
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt": "a"}\n')
+    more = {
+        "convert": [str(tmp_path / "to"), "--weights", "int8"],
+        "run": [str(requests), str(tmp_path / "answers.jsonl")],
+    }
+    for model in (MODEL, "NOWHERE"):
+        assert main([command, model, *more.get(command, [])]) == 1
+        assert f"{model}: there is no such folder, and the hub cannot be reached" in capsys.readouterr().err
 
 
 @pytest.fixture

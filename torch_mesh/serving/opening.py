@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from torch_mesh.config import MeshConfig
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import check_folder, store_error
-from torch_mesh.store.hub import local_folder
+from torch_mesh.store.hub import check_model, local_folder
 
 # owner/model, @revision, and a GGUF file of it behind a colon, or behind a slash, as in the rest of torch_mesh.
 _ON_HUB = tuple(
@@ -69,10 +69,14 @@ def _check_file(path: str) -> None:
 
 
 def open_processor(source: Source, trust_remote_code: bool) -> Any:
-    """Open the tokenizer, or the processor of a model for pictures and sound. Raises what ``from_pretrained``
-    raises."""
+    """Open the tokenizer, or the processor of a model for pictures and sound.
+
+    Raises ``HubError`` at once for a model that cannot be had, and what ``from_pretrained`` raises.
+    """
     from transformers import AutoProcessor, AutoTokenizer
 
+    if source.file is None and not os.path.isdir(source.folder):
+        check_model(source.folder, revision=source.revision)
     kind = AutoProcessor if source.file is None else AutoTokenizer
     return kind.from_pretrained(_folder_of(source), **_location(source), trust_remote_code=trust_remote_code)
 

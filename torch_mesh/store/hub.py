@@ -63,6 +63,15 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
     return Path(folder, *names[:1])
 
 
+def check_model(model: str, *, revision: str | None = None) -> None:
+    """Raises as ``local_folder`` for a model that is not on the hub, or neither in the cache nor to be had.
+
+    transformers asks for one file after the other, and waits minutes between its tries where there is no network.
+    """
+    with _to_cache(model):
+        huggingface_hub.snapshot_download(model, revision=revision, allow_patterns="config.json")
+
+
 def _is_local(source: str | os.PathLike[str]) -> bool:
     return Path(source).is_dir() or (is_gguf(source) and Path(source).exists())
 
@@ -219,8 +228,8 @@ def _write_outline(model: str, folder: Path) -> None:
     def fetch(name: str) -> Path:
         return Path(huggingface_hub.HfApi().hf_hub_download(model, name, local_dir=folder))
 
+    sizes = {file.rfilename: file.size for file in listing(model).siblings}  # asks once; fetch tries again for long
     fetch("config.json")
-    sizes = {file.rfilename: file.size for file in listing(model).siblings}
     names = weight_names(model, folder, sizes, fetch)
     for name in QUANTISATION_FILES if own_quantisation(folder) is None else ():
         if name in sizes:
