@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-import threading
-from collections import Counter
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from loopback_hub import MODEL, loopback_hub
 from pairs import each_once_quick
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -428,107 +423,36 @@ def test_too_little_memory_is_a_failure_that_still_prints(mesh_tiny: Path, capsy
     assert "0 bytes are left for experts" in planned["advice"]
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A hub that serves folders, as much of a file as is asked for, and counts the bytes."""
-
-    models: ClassVar[Mapping[str, Path]] = {}
-    sent: ClassVar[Counter[str]] = Counter()
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _describe(self, model: str) -> None:
-        folder = self.models[model]
-        files = [file for file in folder.rglob("*") if file.is_file()]
-        siblings = [
-            {"rfilename": str(file.relative_to(folder)), "size": file.stat().st_size, "blobId": "0"} for file in files
-        ]
-        answer = json.dumps({"id": model, "sha": "0" * 40, "siblings": siblings}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def _answer(self, body: bool) -> None:
-        asked_for = re.match(r"/api/models/([^/?]+/[^/?]+)", self.path)
-        if asked_for and asked_for[1] in self.models:
-            return self._describe(asked_for[1])
-        model, _, name = self.path.strip("/").partition("/resolve/main/")
-        file = self.models[model] / name if name and model in self.models else None
-        if file is None or not file.is_file():
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound" if model in self.models else "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        first, last = 0, file.stat().st_size - 1
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
-            first, last = int(asked[1]), min(last, int(asked[2]))
-        self.send_response(206 if asked else 200)
-        self.send_header("ETag", f'"{file.name}"')
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("Content-Length", str(last + 1 - first))
-        self.end_headers()
-        if body:
-            with file.open("rb") as data:
-                data.seek(first)
-                self.wfile.write(data.read(last + 1 - first))
-            self.sent[file.name] += last + 1 - first
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.slow
 def test_a_model_of_the_hub_is_planned_without_its_weights(
     mesh_tiny: Path,
     store: Path,
     tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Hub.models = {"tiny/raw": mesh_tiny, "tiny/int4": store}
+    folders = [mesh_tiny, store]
     for name, file in {"parts": "parts/model.safetensors", "variant": "model.fp16.safetensors"}.items():
-        folder = Hub.models[f"tiny/{name}"] = tmp_path_factory.mktemp(name)
-        (folder / file).parent.mkdir(exist_ok=True)
+        folders.append(folder := tmp_path / name)
+        (folder / file).parent.mkdir(parents=True)
         (folder / file).symlink_to(mesh_tiny / "model.safetensors")
         (folder / "config.json").symlink_to(mesh_tiny / "config.json")
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "parts/model.safetensors"}}
-    (Hub.models["tiny/parts"] / "model.safetensors.index.json").write_text(json.dumps(index))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-    environment = os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_OFFLINE": "0",
-        "NO_PROXY": "127.0.0.1",
-        "TRANSFORMERS_OFFLINE": "0",
-    }
-
-    def planned(model: str) -> subprocess.CompletedProcess[str]:
-        code = "import sys; from torch_mesh.cli import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", code, "plan", model, "--resident", "0.25", "--json"]
-        command += GIVEN
-        return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=120)
-
-    for model, folder in Hub.models.items():
-        Hub.sent.clear()
-        answer = planned(model)
-        assert answer.returncode == 0, answer.stderr
-        here, there = run(capsys, str(folder), "--resident", "0.25"), json.loads(answer.stdout)
-        assert there["folder"] == model and there["sizes"].pop("files") == [] and here["sizes"].pop("files")
-        assert there["sizes"] == here["sizes"]
-        assert there["tokens_per_second"] > 0
-        weights = {file.name: file.stat().st_size for file in folder.rglob("*.safetensors")}
-        assert set(weights) <= set(Hub.sent)
-        assert sum(Hub.sent.values()) < sum(weights.values()) / 5, (Hub.sent, weights)
-    unknown = planned("tiny/none")
-    assert unknown.returncode == 1 and "the hub has no such model" in unknown.stderr
-    assert list(tmp_path.rglob("*.safetensors")) == []
-    server.shutdown()
+    (tmp_path / "parts" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with loopback_hub(str(tmp_path / "cache"), monkeypatch) as hub:
+        for folder in folders:
+            found = [path for path in folder.rglob("*") if path.is_file()]
+            hub.files = {str(path.relative_to(folder)): path.read_bytes() for path in found}
+            hub.sent.clear()
+            here, there = (run(capsys, model, "--resident", "0.25") for model in (str(folder), MODEL))
+            assert there["folder"] == MODEL and there["sizes"].pop("files") == [] and here["sizes"].pop("files")
+            assert there["sizes"] == here["sizes"]
+            assert there["tokens_per_second"] > 0
+            weights = {name: len(data) for name, data in hub.files.items() if name.endswith(".safetensors")}
+            assert set(weights) <= set(hub.sent)
+            assert hub.sent.total() < sum(weights.values()) / 5, (hub.sent, weights)
+        assert main(["plan", "tiny/none"]) == 1
+        assert "the hub has no such model" in capsys.readouterr().err
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 MADE_UP = Speeds(disk=1e8, experts=1e10, dense=1e10, layer_seconds=1e-6, measured=())

@@ -54,7 +54,9 @@ class LoopbackHub(http.server.BaseHTTPRequestHandler):
             self._send_json({"id": MODEL, "sha": COMMIT, "siblings": siblings})
             return
         name = path.removeprefix(f"/{MODEL}/resolve/").partition("/")[2]
-        if self.gated:
+        if MODEL not in path:
+            self._refuse(404, "RepoNotFound")
+        elif self.gated:
             self._refuse(403, "GatedRepo")
         elif name not in self.files:
             self._refuse(404, "EntryNotFound")
@@ -83,9 +85,9 @@ class LoopbackHub(http.server.BaseHTTPRequestHandler):
         for begin in range(first, end, _CHUNK_BYTES):
             type(self).on_chunk(name)
             part = data[begin : min(begin + _CHUNK_BYTES, end)]
+            self.sent[name] += len(part)  # before the client has it, and the test looks
             with contextlib.suppress(ConnectionError):  # of a client that was killed
                 self.wfile.write(part)
-            self.sent[name] += len(part)
 
     def _described(self, name: str, name_key: str, id_key: str) -> dict[str, Any]:
         data = self.files[name]
@@ -104,6 +106,7 @@ class LoopbackHub(http.server.BaseHTTPRequestHandler):
     def _refuse(self, status: int, code: str) -> None:
         self.send_response(status)
         self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
