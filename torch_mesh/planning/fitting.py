@@ -105,12 +105,11 @@ def _reserved_bytes(sizes: Sizes, config: MeshConfig, gpu_pool: int) -> int:
     return config.workspace_bytes + sizes.staging_bytes + sizes.table_memory_bytes + gpu_pool
 
 
-def vocabulary_stays_in_files(sizes: Sizes, config: MeshConfig, available: int | None) -> bool:
-    """Whether opening leaves the rows of the input embedding in files. ``available``: bytes beside the process and
-    ``sizes.dense_bytes``; None if unknown."""
-    if available is None or not config.chooses_tables or config.shared is not None:
+def vocabulary_stays_in_files(sizes: Sizes, config: MeshConfig, available: int) -> bool:
+    """Whether opening leaves the rows of the input embedding in files. ``available``: bytes beside the process."""
+    if sizes.dense_bytes is None or not config.chooses_tables or config.shared is not None:
         return False
-    free = available + sizes.vocabulary_bytes - _reserved_bytes(sizes, config, gpu_pool=0)
+    free = available - sizes.dense_bytes + sizes.vocabulary_bytes - _reserved_bytes(sizes, config, gpu_pool=0)
     return vocabulary_in_files(sizes.vocabulary_bytes, sizes.all_experts_bytes, free)
 
 

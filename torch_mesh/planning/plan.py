@@ -107,8 +107,7 @@ def plan(
     sizes = find_sizes(folder, config)
     process = process_bytes()
     whole = memory if memory is not None else process + available_bytes()
-    beside = None if sizes.dense_bytes is None else whole - process - sizes.dense_bytes
-    vocabularies = ranks == 1 and card is None and vocabulary_stays_in_files(sizes, config, beside)
+    vocabularies = ranks == 1 and card is None and vocabulary_stays_in_files(sizes, config, whole - process)
     if vocabularies:
         sizes = find_sizes(folder, config, vocabularies=True)
     of_ranks = None
@@ -133,14 +132,13 @@ def plan(
     rate = None if fraction is None or fallback_slots or gpu else known_or_expected(shape, fraction, hit_rate, overlap)
     chunk = tokens_per_chunk(sizes, config)
     chunk_bytes = None if slots is None else (every - on_gpu if slots < every - on_gpu else 0) * sizes.expert_bytes
-    seconds = None
-    if speeds is not None and rate is not None and sizes.dense_bytes_per_token is not None:
-        prefetch = config.prefetch != "off"
-        used = shape.top_k if of_ranks is None else of_ranks.busiest
-        seconds = [token_seconds(sizes, speeds, hits, prefetch, used) for hits in (rate.expected, rate.low, rate.high)]
+    seconds = _token_seconds(sizes, config, speeds, rate, shape.top_k if of_ranks is None else of_ranks.busiest)
     choices: tuple[FormatChoice, ...] = ()
     if not why_no_choice(folder, sizes, config, hit_rate=hit_rate, card=gpu is not None, ranks=ranks):
         choices = tuple(format_choices(sizes, config, available, speeds, format_speeds or {}, overlap))
+    dense: tuple[DenseChoice, ...] = ()
+    if gpu is None and of_ranks is None:
+        dense = tuple(dense_choices(folder, config, rate, speeds, vocabularies=vocabularies))
     status, advice = _verdict(sizes, None if slots is None else slots + on_gpu, fallback_slots, recommended, problem)
     return Plan(
         folder=str(folder),
@@ -167,11 +165,19 @@ def plan(
         tokens_per_second=None if seconds is None else 1 / seconds[0],
         tokens_per_second_range=None if seconds is None else (1 / seconds[1], 1 / seconds[2]),
         chunk_seconds=None if speeds is None or chunk_bytes is None else chunk_bytes / speeds.disk,
-        dense_choices=()
-        if gpu or of_ranks
-        else tuple(dense_choices(folder, config, rate, speeds, vocabularies=vocabularies)),
+        dense_choices=dense,
         format_choices=with_chosen(choices, MAX_ERROR if config.max_error is None else config.max_error),
     )
+
+
+def _token_seconds(
+    sizes: Sizes, config: MeshConfig, speeds: Speeds | None, rate: HitRate | None, used: float
+) -> list[float] | None:
+    """With the expected, the low and the high hit rate. ``used``: experts of a token in each layer."""
+    if speeds is None or rate is None or sizes.dense_bytes_per_token is None:
+        return None
+    prefetch = config.prefetch != "off"
+    return [token_seconds(sizes, speeds, hits, prefetch, used) for hits in (rate.expected, rate.low, rate.high)]
 
 
 def process_bytes() -> int:

@@ -128,7 +128,6 @@ class ExpertPool:
         self.geometry = geometry
         self.activations = activations
         self.layers = layers
-        self.slots = slots
         self.weights = weights
         self.group_size = group_size
         self.exact = exact
@@ -146,30 +145,7 @@ class ExpertPool:
         self.timeout = config.residency.timeout
         self.workspace = config.workspace_bytes
         self.device_layers: list[DeviceLayer] = []  # layers with experts on GPUs
-        self.engine = _C.Engine(
-            layers=layers,
-            experts=geometry.num_experts,
-            format=weights,
-            group_size=group_size,
-            **geometry.sizes._asdict(),
-            activation=activations,
-            slots=slots,
-            policy=config.policy,
-            verify=config.verify,
-            io=config.io,
-            threads=config.thread_count,
-            workspace=config.workspace_bytes,
-            timeout=config.residency.timeout,
-            prefill=config.prefill,
-            source=source,
-            min_slots=min(min_slots, slots),
-            profile=pool_profile(config.profile, layers, geometry.num_experts, self.top_k, layer_indices, share),
-            early_layers=config.residency.early[0],
-            early_experts=config.residency.early[1],
-            on_gpu=[] if on_gpu is None else on_gpu.flatten().tolist(),
-            fill_empty=config.residency.fill == "on" and config.shared is None,
-            lender=config.shared,
-        )
+        self.engine = self._open_engine(config, slots, source, layer_indices, on_gpu)
         self.slots = self.engine.describe_size()["slots"]
         self._threads: list[BackgroundThread] = []
         guard = MemoryGuard.of_this_process() if _wants_guard(config, source is not None) else None
@@ -184,6 +160,40 @@ class ExpertPool:
         notice_exit()
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("Opened a pool of experts: %s.", self.describe())
+
+    def _open_engine(
+        self,
+        config: MeshConfig,
+        slots: int,
+        source: _C.Source | None,
+        layer_indices: Sequence[int] | None,
+        on_gpu: torch.Tensor | None,
+    ) -> _C.Engine:
+        experts = self.geometry.num_experts
+        return _C.Engine(
+            layers=self.layers,
+            experts=experts,
+            format=self.weights,
+            group_size=self.group_size,
+            **self.geometry.sizes._asdict(),
+            activation=self.activations,
+            slots=slots,
+            policy=config.policy,
+            verify=config.verify,
+            io=config.io,
+            threads=config.thread_count,
+            workspace=config.workspace_bytes,
+            timeout=config.residency.timeout,
+            prefill=config.prefill,
+            source=source,
+            min_slots=min(self.top_k, slots),
+            profile=pool_profile(config.profile, self.layers, experts, self.top_k, layer_indices, self.share),
+            early_layers=config.residency.early[0],
+            early_experts=config.residency.early[1],
+            on_gpu=[] if on_gpu is None else on_gpu.flatten().tolist(),
+            fill_empty=config.residency.fill == "on" and config.shared is None,
+            lender=config.shared,
+        )
 
     def close(self) -> None:
         """Close the engine before its last reference is gone. No module may use the pool any more."""

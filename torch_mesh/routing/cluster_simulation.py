@@ -108,20 +108,8 @@ def simulate_nodes(
     """
     from .. import _C
 
-    if not 0 < resident <= 1:
-        raise ValueError(f"resident must be in (0, 1]; got {resident}")
+    _check(trace, resident, cluster, lookahead)
     nodes = cluster.nodes
-    if nodes < 1 or trace.experts % nodes:
-        raise ValueError(
-            f"nodes={nodes} does not divide the {trace.experts} experts of a layer in {trace.name} evenly: choose a "
-            "divisor"
-        )
-    if lookahead and cluster.one_disk and nodes > 1:
-        raise ValueError(
-            "prefetching from one shared disk is not simulated: leave prefetch off, or give each machine a disk"
-        )
-    if lookahead and trace.lookahead is None:
-        raise ValueError(f"{trace.name} has no lookahead scores; record it with lookahead=True, or leave prefetch off")
     begin, end = trace.token_range(prompts)
     owners = _place(trace, cluster, begin)
     own = trace.experts // nodes
@@ -169,6 +157,22 @@ def simulate_nodes(
         network_share=float(exchange.seconds[counted].sum()) / seconds,
         tokens_per_second=tokens / seconds,
     )
+
+
+def _check(trace: Trace, resident: float, cluster: Cluster, lookahead: bool) -> None:
+    if not 0 < resident <= 1:
+        raise ValueError(f"resident must be in (0, 1]; got {resident}")
+    if cluster.nodes < 1 or trace.experts % cluster.nodes:
+        raise ValueError(
+            f"nodes={cluster.nodes} does not divide the {trace.experts} experts of a layer in {trace.name} evenly: "
+            "choose a divisor"
+        )
+    if lookahead and cluster.one_disk and cluster.nodes > 1:
+        raise ValueError(
+            "prefetching from one shared disk is not simulated: leave prefetch off, or give each machine a disk"
+        )
+    if lookahead and trace.lookahead is None:
+        raise ValueError(f"{trace.name} has no lookahead scores; record it with lookahead=True, or leave prefetch off")
 
 
 def _sum(counts: list[dict[str, npt.NDArray[np.int64]]], name: str, begin: int, end: int) -> int:

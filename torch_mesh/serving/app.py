@@ -49,17 +49,21 @@ def build_app(
     """
     app = FastAPI(title="torch-mesh serve", docs_url=None, redoc_url=None, openapi_url=None)
     answer_errors(app)
+    _add_answers(app, service, decisions)
+    _add_models(app, service.served)
+    _add_state(app, service, metrics)
+    # The middleware added last runs first.
+    if key is not None:
+        app.add_middleware(_Key, key=key)
+    if allow_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(_RequestIds)
+    return app
+
+
+def _add_answers(app: FastAPI, service: Service, decisions: Decisions | None) -> None:
+    """The addresses at which the model computes."""
     openai, anthropic = OpenAI(service), Anthropic(service)
-    started = int(time.time())
-
-    async def answer(request: Request, made: Awaitable[dict[str, Any] | AsyncGenerator[str, None]]) -> Response:
-        """Respond with a body or a stream. A disconnecting client ends its computation."""
-        found = await _while_connected(request, made)
-        if isinstance(found, dict):
-            return JSONResponse(found)
-        parts = _kept_alive(_ending_with_error(found), service.engine.progress.describe)
-        return StreamingResponse(parts, media_type="text/event-stream")
-
     posts = {
         "/v1/chat/completions": openai.chat,
         "/v1/completions": openai.completions,
@@ -70,6 +74,14 @@ def build_app(
     if decisions is not None:
         posts["/v1/systemone"] = decisions.answer
 
+    async def answer(request: Request, made: Awaitable[dict[str, Any] | AsyncGenerator[str, None]]) -> Response:
+        """Respond with a body or a stream. A disconnecting client ends its computation."""
+        found = await _while_connected(request, made)
+        if isinstance(found, dict):
+            return JSONResponse(found)
+        parts = _kept_alive(_ending_with_error(found), service.engine.progress.describe)
+        return StreamingResponse(parts, media_type="text/event-stream")
+
     def add_post(path: str, make: Callable[[dict[str, Any]], Any]) -> None:
         @app.post(path, response_model=None)
         async def post(request: Request, body: dict[str, Any]) -> Response:
@@ -78,28 +90,31 @@ def build_app(
     for path, make in posts.items():
         add_post(path, make)
 
-    def about() -> dict[str, Any]:
-        return {"id": service.served, "object": "model", "created": started, "owned_by": "torch_mesh"}
+
+def _add_models(app: FastAPI, served: str) -> None:
+    about = {"id": served, "object": "model", "created": int(time.time()), "owned_by": "torch_mesh"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [about()]}
+        return {"object": "list", "data": [about]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        check_model(name, service.served)
-        return about()
+        check_model(name, served)
+        return about
 
     @app.post("/load_model", response_model=None)
     async def load_model(body: dict[str, Any]) -> Response:
         """transformers' clients call this first. The model is loaded already."""
         check_values(body)
         if body.get("model") is None:
-            raise MissingFieldError(f"model is missing: give {service.served!r}.", "model")
-        check_model(body["model"], service.served)
-        ready = {"status": "ready", "model": service.served, "cached": True}
+            raise MissingFieldError(f"model is missing: give {served!r}.", "model")
+        check_model(body["model"], served)
+        ready = {"status": "ready", "model": served, "cached": True}
         return Response(event(ready), media_type="text/event-stream")
 
+
+def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> Response:
         healthy = service.engine.is_healthy()
@@ -108,14 +123,6 @@ def build_app(
     @app.get("/metrics")
     def counters() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    # The middleware added last runs first.
-    if key is not None:
-        app.add_middleware(_Key, key=key)
-    if allow_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(_RequestIds)
-    return app
 
 
 async def _while_connected(request: Request, made: Awaitable[Any]) -> Any:

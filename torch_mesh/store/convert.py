@@ -106,19 +106,8 @@ def convert(
     where there are none.
     """
     destination = Path(destination)
-    if tables not in ("exact", *TABLE_FORMATS):
-        raise ValueError(
-            f"tables={tables!r} is unknown; it is one of {', '.join(map(repr, ('exact', *TABLE_FORMATS)))}."
-        )
-    if weights in ROUNDED_FORMATS:
-        checked_group_size(weights, group_size)
-    elif weights != "auto" and not is_passthrough(weights):
-        raise ValueError(unknown_weights(weights, ("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS)))
-    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
-        raise ValueError(f"the store cannot replace its source {source}: choose another folder")
+    _check_options(source, destination, weights, group_size, keep_original, tables)
     is_local = os.path.exists(source)
-    if is_local and keep_original:
-        raise ValueError(f"keep_original is for models of the hub, and {source} is on this machine: leave it out")
 
     def into(exact: str) -> Written:
         """``exact``: see ``format_of_store``."""
@@ -179,6 +168,23 @@ def convert(
             raise
         warnings.warn(f"{error}. So weights='auto' makes a store in bf16.", stacklevel=2)
     return into("bf16")
+
+
+def _check_options(
+    source: str | os.PathLike[str], destination: Path, weights: str, group_size: int, keep_original: bool, tables: str
+) -> None:
+    if tables not in ("exact", *TABLE_FORMATS):
+        raise ValueError(
+            f"tables={tables!r} is unknown; it is one of {', '.join(map(repr, ('exact', *TABLE_FORMATS)))}."
+        )
+    if weights in ROUNDED_FORMATS:
+        checked_group_size(weights, group_size)
+    elif weights != "auto" and not is_passthrough(weights):
+        raise ValueError(unknown_weights(weights, ("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS)))
+    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
+        raise ValueError(f"the store cannot replace its source {source}: choose another folder")
+    if keep_original and os.path.exists(source):
+        raise ValueError(f"keep_original is for models of the hub, and {source} is on this machine: leave it out")
 
 
 def _warn_of_left_alone(

@@ -83,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--disk-speed", help="bytes per second, such as 1.5GB")
     parser.add_argument("--memory-speed", help="bytes per second, such as 30GB")
+    _add_machines(parser)
+    parser.add_argument("--json", metavar="OUT", help='write {"rows": [...]} to this file')
+    parser.set_defaults(run=run)
+
+
+def _add_machines(parser: argparse.ArgumentParser) -> None:
     several = parser.add_argument_group("several machines", "one rank each, with a part of every layer's experts")
     several.add_argument(
         "--nodes",
@@ -104,8 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--dispatch", help=f"dispatch of tokens, separated by commas: {', '.join(DISPATCHES)} (default: all_reduce)"
     )
-    parser.add_argument("--json", metavar="OUT", help='write {"rows": [...]} to this file')
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
