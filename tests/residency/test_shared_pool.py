@@ -4,6 +4,7 @@ that are killed."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import random
 import re
@@ -22,7 +23,7 @@ import torch_mesh
 from torch_mesh import MeshConfig, ReadError
 from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.store.convert import convert
-from torch_mesh.store.manifest import Store, open_store
+from torch_mesh.store.manifest import OtherFile, Store, open_store
 
 PROMPT = torch.arange(5, 25)[None]
 
@@ -144,6 +145,17 @@ def test_what_it_does_not_go_with_is_said(
         open_model(store, shared=f"{socket}3")
     many.close()
     small.close()
+
+
+@pytest.mark.parametrize("kind", ["tables", "dense"])
+def test_auto_leaves_no_room_for_rows_and_codes_in_files(
+    store: Store, socket: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: 8 << 30)
+    large = OtherFile(f"mesh-{kind}-00001-of-00001.safetensors", 1 << 50, "")
+    manifest = dataclasses.replace(store.manifest, other_files=(*store.manifest.other_files, large))
+    with contextlib.closing(SharedPool(dataclasses.replace(store, manifest=manifest), socket, "auto", 2)) as pool:
+        assert pool.slots == manifest.shape.layers * manifest.shape.experts
 
 
 def test_auto_leaves_room_for_the_rest_of_each_worker(

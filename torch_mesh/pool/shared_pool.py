@@ -9,7 +9,9 @@ from .. import _C
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..models.families import ExpertsLayer
+from ..store.dense_codes import is_codes_file
 from ..store.manifest import Store
+from ..store.table_files import is_table_file
 from ..system.memory import resident_slots
 
 
@@ -54,7 +56,9 @@ class SharedPool:
         manifest = store.manifest
         shape = manifest.shape
         defaults = MeshConfig()
-        of_a_worker = sum(file.bytes for file in manifest.other_files) + defaults.workspace_bytes
+        # Rows of tables stay in files, and codes of linear layers take less than their values.
+        in_memory = (f for f in manifest.other_files if not (is_table_file(f.name) or is_codes_file(f.name)))
+        of_a_worker = sum(file.bytes for file in in_memory) + defaults.workspace_bytes
         slots = resident_slots(
             resident,
             layers=shape.layers,
