@@ -124,7 +124,7 @@ def test_each_status_says_what_to_change(mesh_tiny: Path, store: Path, tmp_path:
 
 
 def test_auto_is_bounded_by_the_memory_that_is_given(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_mesh.planning.plan.process_bytes", lambda: 400 << 20)
+    monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 400 << 20)
     sizes = find_sizes(mesh_tiny, MeshConfig())
     assert sizes.dense_bytes is not None
     rest = (400 << 20) + sizes.dense_bytes + sizes.staging_bytes + (256 << 20)
@@ -143,7 +143,7 @@ def test_a_small_limit_is_enough_for_what_decodes_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Four layers of Qwen3-30B-A3B's experts in int4, of which the README says what 1.10 GB are enough for."""
-    monkeypatch.setattr("torch_mesh.planning.plan.process_bytes", lambda: 310_000_000)
+    monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 310_000_000)
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 8192, "dtype": "bfloat16"}
@@ -180,7 +180,7 @@ def test_a_named_limit_holds_what_cannot_be_dropped(mesh_tiny: Path) -> None:
 def test_a_card_takes_the_rest_of_the_model_and_some_experts(
     mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torch_mesh.planning.plan.process_bytes", lambda: 300 << 20)  # or it would grow meanwhile
+    monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 300 << 20)  # or it would grow meanwhile
     monkeypatch.setattr("torch_mesh.gpu.planning._ALLOCATION", 1)
     cuda = 500_000_000
     alone = run(capsys, str(mesh_tiny), "--resident", "0.25")
@@ -524,7 +524,7 @@ def test_bf16_reads_raw_whatever_format_was_asked_for(
     mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its buffers of raw records take memory that resident="auto" cannot have; a store has none.
-    monkeypatch.setattr("torch_mesh.planning.plan.process_bytes", lambda: 0)
+    monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 0)
     staging = find_sizes(mesh_tiny, MeshConfig()).staging_bytes
     assert staging > 0
 

@@ -294,7 +294,7 @@ def free_for_experts(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int) -
     sizes = find_sizes(folder, MeshConfig())
     beside = (sizes.dense_bytes or 0) - sizes.vocabulary_bytes + sizes.staging_bytes + MeshConfig().workspace_bytes
     monkeypatch.setattr(quantizer, "available_bytes", lambda: beside + free)
-    monkeypatch.setattr("torch_mesh.planning.plan.process_bytes", lambda: 0)
+    monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 0)
     return beside + free
 
 

@@ -1,7 +1,7 @@
 """Attention of decode steps by torch_mesh's kernel, for models with torch's ``scaled_dot_product_attention``.
 
-With one token per step torch's own costs more than the experts, and with a few tokens after many keys what costs most
-is that transformers copies the keys for each head (docs/decisions/0017).
+With one token per step torch's own costs more than the experts. With a few tokens after many keys, transformers' copies
+of the keys for each head cost most (docs/decisions/0017).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _computed(
     """query [batch, heads, tokens, head_dim], key and value [batch, key_value_heads, keys, head_dim] -> [batch, tokens,
     heads, head_dim].
 
-    Decode steps by torch_mesh's kernel. With ``groups`` more tokens with a mask by torch, to the bit what transformers
-    computes, which repeats the keys and values of grouped heads in memory: on CUDA torch's fast kernels take no mask.
-    On the CPU they do. None for other prompts, in training, and for unsupported arguments.
+    Decode steps by torch_mesh's kernel. With ``groups`` also prompts with a mask, by torch: the bits are transformers',
+    without its copies of keys and values for each of the grouped heads. (It makes them since torch's fast kernels of
+    CUDA take no mask; those of the CPU do.) None for other prompts, in training, and for unsupported arguments.
     """
     if query.device.type != "cpu" or dropout != 0 or _has_foreign(kwargs):
         return None

@@ -41,8 +41,8 @@ class Unpacking:
     """A state dict in which the weights of ``parts`` are still packed.
 
     ``original_format``: the files have the names and layout of the original checkpoints, by transformers' conversions.
-    ``separate``: tensors like weights that are saved separately, known only to those conversions, some of which join
-    and number the weights of several modules.
+    ``separate``: tensors like weights that are saved separately. Only those conversions see them: some number the
+    weights of several modules through.
     """
 
     def __init__(

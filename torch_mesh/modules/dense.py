@@ -20,7 +20,7 @@ from ..hf.compat import keep_local, modules_in_fp32
 from ..hf.torch_compat import in_forward_mode, multiplies_bf16
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
 from ..store.convert import checked_group_size
-from .experts import PackedModule, change_class, restore_class
+from .experts import PackedModule, change_class, restore_class, restore_weight
 from .packed_weight import PackedLinearWeight, as_parameter
 
 if TYPE_CHECKING:
@@ -78,12 +78,9 @@ class MeshLinear(PackedModule, nn.Linear):
 
     def unpacked_weight(self) -> torch.Tensor:
         """[out_features, in_features] in the parameter's dtype, on the CPU."""
-        return self._packed_weight.unpacked()
-
-    @property
-    def _packed_weight(self) -> PackedLinearWeight:
         weight: Any = self.weight
-        return weight
+        unpacked: torch.Tensor = weight.unpacked()
+        return unpacked
 
     def extra_repr(self) -> str:
         group = "" if FORMATS[self._mesh_format].holds_bf16 else f" (group {self._mesh_group_size})"
@@ -313,7 +310,7 @@ def pack_dense(
     *,
     dense: str,
     group_size: int,
-    blocks: Blocks | None = None,
+    blocks: Blocks | None,
 ) -> None:
     """Pack what ``find_dense`` finds, one by one; each layer's weight is freed at once.
 
@@ -408,12 +405,8 @@ def restore_dense(model: Any, device: torch.device) -> None:
         if isinstance(plain, PlainLinear):
             change_class(plain, nn.Linear)
     for _, linear in list(packed_linears(model)):
-        module: Any = linear
-        if isinstance(module.weight, PackedLinearWeight):  # already restored if an earlier call was interrupted
-            module._parameters["weight"] = nn.Parameter(
-                module.unpacked_weight().to(device), requires_grad=module._mesh_parameters["weight"]
-            )
-        restore_class(module)
+        restore_weight(linear, device)
+        restore_class(linear)
 
 
 def _stack(path: str) -> str:

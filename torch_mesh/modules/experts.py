@@ -16,7 +16,7 @@ from ..models.tables import TableLayer
 from ..ops.device import find
 from ..pool.expert_pool import ExpertPool, refuse_to_pickle
 from ..prefetch.lookahead import NextLayer
-from .packed_weight import as_parameter, packed_experts
+from .packed_weight import PackedWeight, as_parameter, packed_experts
 
 if TYPE_CHECKING:
     from ..adapters.factors import Factors
@@ -54,14 +54,11 @@ class PackedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses to replace a packed parameter, which the forward does not read."""
         if name in self.__dict__.get("_mesh_parameters", ()):
-            self._check_assigned(name, value)
+            weight: Any = self._parameters[name]
+            if value is not weight:
+                weight.accept(value)
         else:
             super().__setattr__(name, value)
-
-    def _check_assigned(self, name: str, value: Any) -> None:
-        weight: Any = self._parameters[name]
-        if value is not weight:
-            weight.accept(value)
 
     def _load_from_state_dict(
         self,
@@ -393,6 +390,13 @@ def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, 
     for expert in range(layer.num_experts):
         module._mesh_pool.unpack_into(module._mesh_layer, expert, layer.expert(expert, values))
     return values
+
+
+def restore_weight(module: Any, device: torch.device) -> None:
+    """Unpack the ``weight`` of a patched module, unless an interrupted call has."""
+    if isinstance(module.weight, PackedWeight):
+        values = module.weight.unpacked().to(device)
+        module._parameters["weight"] = nn.Parameter(values, requires_grad=module._mesh_parameters["weight"])
 
 
 def restore_class(module: Any) -> None:

@@ -12,7 +12,7 @@ from ..errors import MeshError
 from ..models.tables import TableLayer
 from ..pool.row_tables import RowTables
 from ..system.memory import shortage
-from .experts import PackedModule, change_class, drop_attributes, mixed_class
+from .experts import PackedModule, change_class, drop_attributes, mixed_class, restore_weight
 from .packed_weight import FrozenWeight, as_parameter
 
 _ROWS_AT_ONCE = 1 << 16
@@ -142,9 +142,6 @@ def restore_tables(model: nn.Module, device: torch.device) -> None:
     """The reverse of ``install_table``, of all: whole tables in memory. Raises MemoryError where they do not fit."""
     for _, embedding in list(table_modules(model)):
         module: Any = embedding
-        if isinstance(module.weight, PackedTableWeight):  # not if this was interrupted here before
-            module._parameters["weight"] = nn.Parameter(
-                module.weight.unpacked().to(device), requires_grad=module._mesh_parameters["weight"]
-            )
+        restore_weight(module, device)
         change_class(module, module._mesh_class)
         drop_attributes(module)

@@ -94,38 +94,25 @@ class MeshQuantizer(PatchedModelQuantizer):
         ranks = expert_ranks(model)
         layers = find_experts(model)
         source = find_source(model, layers, checkpoint_files, self.quantization_config, key_mapping)
-        if ranks > 1 and source.choice:
-            raise ValueError("max_error= does not work with ranks: give weights= a format.")
         if ranks > 1:
-            config = source.config
-            check_divisible(
-                model,
-                layers,
-                ranks,
-                gpu_experts=config.gpu.experts,
-                lossy_modes=config.lossy.modes,
-                speculation=config.speculation,
-            )
-            source.share = share_of(ranks, layers)
-            layers = divide(model, layers, source.share)
-            prepare_forwards(model, layers)
+            layers = _divided(model, layers, source, ranks)
         check(model, layers, source.config, source)
         assert checkpoint_files
         named = [*checkpoint_files]
         source.prepare()
         of_rest = source.folder if checkpoint_files == named else Path(checkpoint_files[0]).parent
         left_alone = find_left_alone(of_rest, model, key_mapping)
-        found = tables_in_files(of_rest, model, source.config.tables, key_mapping)
+        find_tables = functools.partial(tables_in_files, of_rest, model, source.config.tables, key_mapping)
+        found = find_tables()
         if self._on_cpu and _is_short_of_memory(model, layers, source, [layer for layer, _ in found]):
-            found = tables_in_files(of_rest, model, source.config.tables, key_mapping, vocabularies=True)
+            found = find_tables(vocabularies=True)
             _warn_of_vocabularies(model, [layer for layer, _ in found])
         if found:
             source.tables = TableSource(*zip(*found, strict=True))
-        tables = [layer for layer, _ in found]
-        paths = {layer.path for layer in tables}
-        whole = [each for each in packed_tables(of_rest, embeddings(model)) if each[0].path not in paths]
-        unloaded: list[ExpertsLayer | TableLayer] = [*layers, *tables, *(layer for layer, _ in left_alone)]
-        unloaded += [layer for layer, _ in whole]
+        in_files = {layer.path for layer, _ in found}
+        whole = [each for each in packed_tables(of_rest, embeddings(model)) if each[0].path not in in_files]
+        unloaded: list[ExpertsLayer | TableLayer] = [*layers, *(layer for layer, _ in left_alone)]
+        unloaded += [layer for layer, _ in (*found, *whole)]
         absent = [DetachedParameters(layer) for layer in unloaded]
         # The checkpoint's tensors of these modules are expected: the pool reads them.
         ignore_unexpected(model, {rf"(^|\.){re.escape(each.layer.path)}\." for each in absent})
@@ -153,6 +140,25 @@ class MeshQuantizer(PatchedModelQuantizer):
                     module._mesh_of_rank = True
         next(patched_modules(model))._mesh_pool.choice = source.choice
         return model
+
+
+def _divided(model: Any, layers: list[ExpertsLayer], source: CheckpointSource, ranks: int) -> list[ExpertsLayer]:
+    """Leave this rank its part of the experts. A collective call."""
+    if source.choice:
+        raise ValueError("max_error= does not work with ranks: give weights= a format.")
+    config = source.config
+    check_divisible(
+        model,
+        layers,
+        ranks,
+        gpu_experts=config.gpu.experts,
+        lossy_modes=config.lossy.modes,
+        speculation=config.speculation,
+    )
+    source.share = share_of(ranks, layers)
+    own = divide(model, layers, source.share)
+    prepare_forwards(model, own)
+    return own
 
 
 def _is_short_of_memory(
@@ -212,14 +218,18 @@ def _fetch_parts(path: Path) -> None:
             cached_file(model, name, cache_dir=snapshot.parents[2], revision=snapshot.name)
 
 
+def _config_of(given: Any) -> Any:
+    """A ``quantization_config=``, of which a dict may stand for a MeshConfig."""
+    is_ours = isinstance(given, dict) and given.get("quant_method") == "mesh"
+    return MeshConfig.from_dict(given) if is_ours else given
+
+
 def _with_gguf(find: Any) -> Any:
     """Wrap transformers' search for a quantizer, which accepts none with a GGUF file but its own."""
 
     @functools.wraps(find)
     def found(*args: Any, gguf_file: str | None = None, **kwargs: Any) -> Any:
-        given = kwargs.get("quantization_config", args[1] if len(args) > 1 else None)
-        if isinstance(given, dict) and given.get("quant_method") == "mesh":
-            given = MeshConfig.from_dict(given)
+        given = _config_of(kwargs.get("quantization_config", args[1] if len(args) > 1 else None))
         if gguf_file is not None and not isinstance(given, MeshConfig):
             kwargs["gguf_file"] = gguf_file
         quantizer, config, device_map = find(*args, **kwargs)
@@ -253,11 +263,9 @@ def _merging(theirs: Any) -> Any:
     @functools.wraps(getattr(theirs, "__func__", theirs))
     def merged(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
         merge = theirs.__get__(None, cls)
-        stored, given = quantization_config, quantization_config_from_args
+        stored, given = quantization_config, _config_of(quantization_config_from_args)
         table = stored if isinstance(stored, dict) else stored.to_dict()
         method = method_of(table)
-        if isinstance(given, dict) and given.get("quant_method") == "mesh":
-            given = MeshConfig.from_dict(given)
         if isinstance(given, MeshConfig) and method != "mesh":
             source_of(table, "This checkpoint")  # raises for unsupported quantisation
             return given

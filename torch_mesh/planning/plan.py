@@ -105,7 +105,7 @@ def plan(
     settings that exclude ranks, and for a GPU if the size of the rest of the model is unknown.
     """
     sizes = find_sizes(folder, config)
-    process = process_bytes()
+    process = anonymous_bytes()
     whole = memory if memory is not None else process + available_bytes()
     vocabularies = ranks == 1 and card is None and vocabulary_stays_in_files(sizes, config, whole - process)
     if vocabularies:
@@ -178,10 +178,6 @@ def _token_seconds(
         return None
     prefetch = config.prefetch != "off"
     return [token_seconds(sizes, speeds, hits, prefetch, used) for hits in (rate.expected, rate.low, rate.high)]
-
-
-def process_bytes() -> int:
-    return anonymous_bytes()
 
 
 def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: int, problem: str) -> tuple[Status, str]:

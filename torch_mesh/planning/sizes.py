@@ -219,7 +219,7 @@ def _dense_bytes(
     tables: list[tuple[TableLayer, StoredTable]],
     config: MeshConfig,
     dtype: torch.dtype,
-    blocks: Blocks | None = None,
+    blocks: Blocks | None,
 ) -> _Rest:
     """Of a model on the meta device."""
     model.to(dtype)

@@ -18,8 +18,8 @@ from torch import nn
 from ..config import MeshConfig
 from ..models.families import find_experts
 from ..store.checkpoint import meta_model, read_config
-from ..system.memory import available_bytes
-from .plan import Plan, plan, process_bytes
+from ..system.memory import anonymous_bytes, available_bytes
+from .plan import Plan, plan
 from .sizes import Sizes
 from .token_time import Speeds
 
@@ -96,7 +96,7 @@ def plan_training(
     backward = min(round(rows * at_once * _FP32 * (3 * shape.hidden + 10 * shape.intermediate)), config.workspace_bytes)
     activations = checkpointed if gradient_checkpointing else kept
     beside = adapters * (2 + _ADAM_MOMENTS) + activations + backward
-    whole = memory if memory is not None else process_bytes() + available_bytes()
+    whole = memory if memory is not None else anonymous_bytes() + available_bytes()
     planned = plan(folder, config, memory=whole - beside, speeds=speeds)
     passes = 3 if gradient_checkpointing else 2
     used = shape.layers * shape.experts * (1 - (1 - shape.top_k / shape.experts) ** tokens)

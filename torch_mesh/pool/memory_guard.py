@@ -22,8 +22,6 @@ _INTERVAL_SECONDS = 0.25
 _SETTLING_SECONDS = 1.0
 # Memory that is free for a shorter time is left to other processes.
 _CALM_SECONDS = 3.0
-
-
 # Growth per step: clearing memory takes a moment, in which others may need it.
 _GROWTH_BYTES = 2**30
 

@@ -38,7 +38,7 @@ class Records:
 
     @property
     def identity(self) -> str:
-        """The same for the same records in any process. Of a checkpoint's own files by their names, sizes and times."""
+        """Equal for equal records in all processes. For a checkpoint's own files: their names, sizes and times."""
         if self.store is not None:
             return self.store.manifest.values_fingerprint
         files = [(Path(path), size) for path, size in self.source_arguments["files"]]
