@@ -51,7 +51,6 @@ from ..store.manifest import (
     read_manifest,
 )
 from ..store.progress import progress_bar
-from ..store.store_plan import NewFile
 from ..store.table_files import is_table_file
 from ..store.writer import write_store
 from ..system.atomic_files import new_file, new_file_mode, scratch_folder
@@ -265,7 +264,9 @@ def _write_folder(
         else:
             codes = files_of_codes(matrices)
             manifest = _place_records(model, pool, staging, unpacking.nbytes + sum(file.size for file in codes))
-            _write_codes(staging, codes)
+            for file in codes:
+                with new_file(staging / file.name) as writing:
+                    writing.writelines(file.chunks())
         write_plainly(unpacking, staging)
         _set_quantization(staging / "config.json", model, manifest)
         if manifest is not None:
@@ -297,12 +298,6 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _chunks(packed: torch.Tensor) -> list[memoryview]:
     return [packed.numpy().data]
-
-
-def _write_codes(staging: Path, codes: Sequence[NewFile]) -> None:
-    for file in codes:
-        with new_file(staging / file.name) as writing:
-            writing.writelines(file.chunks())
 
 
 def _warn_of_lost_codes(model: nn.Module, matrices: Sequence[Matrix]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,10 @@ class Source:
 def source_of(model: str) -> Source:
     """Raises ValueError for an invalid name, StoreError for a path that does not exist."""
     if os.path.lexists(model) or model.startswith(("/", "./", "../", "~")):
-        check_path: Callable[[str], Any] = _check_file if is_gguf(model) else check_folder
-        check_path(model)
+        if not is_gguf(model):
+            check_folder(model)
+        elif not os.path.isfile(model):
+            raise store_error(model, "there is no such file")
         folder, _, file = model.rpartition("/") if is_gguf(model) else (model, "", "")
         return Source(folder or ".", None, file or None)
     found = next((match for pattern in _ON_HUB if (match := pattern.fullmatch(model))), None)
@@ -61,11 +63,6 @@ def source_of(model: str) -> Source:
     parts = found.groupdict()
     revision = parts["revision"]
     return Source(parts["repo"], revision[1:] if revision else None, parts.get("file"))
-
-
-def _check_file(path: str) -> None:
-    if not os.path.isfile(path):
-        raise store_error(path, "there is no such file")
 
 
 def open_processor(source: Source, trust_remote_code: bool) -> Any:
