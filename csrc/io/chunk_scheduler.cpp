@@ -85,12 +85,17 @@ void ChunkScheduler::cancel() {
 std::optional<ChunkRead> ChunkScheduler::next() {
   if (bytes_under_way_ >= kMaxBytesUnderWay) return std::nullopt;
   for (const Urgency urgency : kUrgencies) {
-    if (urgency == Urgency::kPrefetch && under_way() >= prefetch_limit()) break;
+    if (urgency == Urgency::kPrefetch && !room_for_prefetch()) break;
     int32_t chunk = ready_chunk(urgency);
     if (chunk < 0) chunk = cut(urgency);
     if (chunk >= 0) return start(chunk);
   }
   return std::nullopt;
+}
+
+bool ChunkScheduler::room_for_prefetch() const {
+  return under_way() < chunks_beside_prefetch(static_cast<int32_t>(chunks_.size())) &&
+         bytes_under_way_ < kMaxBytesBesidePrefetch;
 }
 
 int32_t ChunkScheduler::under_way() const {

@@ -72,9 +72,9 @@ class ChunkScheduler {
   IndexList& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
 
   // What is under way cannot be overtaken, and shares the disk with what begins after it. So a
-  // prediction begins where less than a quarter of the depth is under way: beside the last demand
-  // reads, which it then slows down little, and few predictions are in the way of the next ones.
-  int32_t prefetch_limit() const { return std::max(1, static_cast<int32_t>(chunks_.size()) / 4); }
+  // prediction begins beside the last demand reads, which it then slows down little, and few
+  // predictions are in the way of the next ones.
+  bool room_for_prefetch() const;
   int32_t under_way() const;
   int32_t ready_chunk(Urgency urgency) const;
   int32_t cut(Urgency urgency);

@@ -6,6 +6,7 @@
 // between io_uring and a pool of preadv threads is only the Backend that carries out one chunk.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
@@ -72,6 +73,11 @@ struct ReaderOptions {
   bool direct = true;             // O_DIRECT where the file system allows it; else see FileTable
   Interpose interpose = nullptr;  // for tests
 };
+
+// A prefetch begins where fewer chunks and fewer bytes than these are under way. Two MiB keep a
+// disk of 7 GB/s busy, and delay what is needed next by little.
+inline constexpr int64_t kMaxBytesBesidePrefetch = 2 << 20;
+constexpr int32_t chunks_beside_prefetch(int32_t depth) { return std::max(1, depth / 4); }
 
 struct ReaderStats {
   int64_t requests;

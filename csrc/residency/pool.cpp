@@ -64,12 +64,13 @@ void check(const Source& source, const PackRecord& pack, const PoolOptions& opti
   }
 }
 
-// As many chunks as the reader lets prefetches have, and a record to follow; a slot that is taken
-// sooner is an eviction that may prove needless.
+// As many as the reader reads ahead at a time, and one to follow; a slot that is taken sooner is an
+// eviction that may prove needless.
 int64_t reads_ahead(const PoolOptions& options) {
-  const int64_t chunks =
-      (options.record_bytes + options.reader.chunk_bytes - 1) / options.reader.chunk_bytes;
-  return 1 + (options.reader.depth / 4 + chunks - 1) / chunks;
+  const int64_t chunk = std::min(options.reader.chunk_bytes, options.record_bytes);
+  const int64_t at_a_time = std::min<int64_t>(chunks_beside_prefetch(options.reader.depth) * chunk,
+                                              kMaxBytesBesidePrefetch);
+  return 1 + (at_a_time + options.record_bytes - 1) / options.record_bytes;
 }
 
 std::shared_ptr<SlotMemory> make_memory(const PoolOptions& options) {

@@ -127,6 +127,22 @@ TEST(ChunkScheduler, AWindowGoesBetweenDemandAndPrefetchAndTakesTheWholeDepth) {
   EXPECT_FALSE(scheduler.next());
 }
 
+TEST(ChunkScheduler, PrefetchesOfLargeChunksHaveTwoMiBUnderWay) {
+  constexpr int64_t kMiB = 1 << 20;
+  ChunkScheduler scheduler(16, kMiB, kUnit, 1);
+  scheduler.add(plain_request(1, 0, 8 * kMiB, Urgency::kPrefetch));
+  scheduler.add(plain_request(2, 64 * kMiB, 2 * kMiB, Urgency::kDemand));
+  const auto first = scheduler.next(), second = scheduler.next();
+  EXPECT_EQ(second->offset, 65 * kMiB);
+  EXPECT_FALSE(scheduler.next()) << "a quarter of the depth is not under way, but two MiB are";
+  scheduler.complete(first->chunk, kMiB);
+  EXPECT_EQ(scheduler.next()->offset, 0);
+  EXPECT_FALSE(scheduler.next());
+  scheduler.complete(second->chunk, kMiB);
+  EXPECT_EQ(scheduler.next()->offset, kMiB);
+  EXPECT_FALSE(scheduler.next());
+}
+
 TEST(ChunkScheduler, AHastenedWindowReadGoesBehindTheDemandThatWaits) {
   ChunkScheduler scheduler(8, 4096, kUnit, 1);
   for (const uint64_t tag : {1, 2}) {
