@@ -173,10 +173,11 @@ void decode_attention(const AttentionCall& call, const Runtime& runtime, int32_t
   TaskQueue queue;
   const int32_t attend = queue.add(plan.parts(), {0, 0});
   queue.add(plan.groups(), {attend, attend + 1});
-  queue.run(runtime, team_for(plan.multiply_adds(), threads), [&](int32_t stage, int64_t task) {
-    if (stage == attend) return plan.attend(table, task);
-    plan.combine(task);
-  });
+  queue.run(runtime, team_for(plan.multiply_adds(), threads),
+            [&](int32_t stage, int64_t task, int32_t) {
+              if (stage == attend) return plan.attend(table, task);
+              plan.combine(task);
+            });
 }
 
 }  // namespace torch_mesh

@@ -1,7 +1,9 @@
 #include "engine/dense_linear.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <span>
 
 #include "engine/task_queue.h"
 #include "kernels/convert.h"
@@ -29,47 +31,52 @@ const float* load_bias(const KernelTable& table, const LinearRows& call, int64_t
   return bias;
 }
 
-// Runs block(task, first column, columns, bias, where the output begins) for each block, when
-// prepare(first row, row after the last) has run for all rows.
-template <typename Prepare, typename Block>
+// Runs blocks(task, [1 or 2] LinearBlock, without their data) for all blocks, at_once of them
+// together, when prepare(first row, row after the last) has run for all rows.
+template <typename Prepare, typename Blocks>
 void for_each_block(const PackedMatrix& matrix, const LinearRows& call, const Runtime& runtime,
-                    int32_t threads, const Prepare& prepare, const Block& block) {
+                    int32_t threads, int32_t at_once, const Prepare& prepare,
+                    const Blocks& blocks) {
   const KernelTable& table = kernel_table();
   const auto rows = static_cast<int32_t>(call.rows);
   TaskQueue queue;
   const int32_t first_stage = queue.add(tasks_for(rows, kPrepareRows), {0, 0});
-  queue.add(matrix.blocks, {first_stage, first_stage + 1});
+  queue.add(matrix.blocks, {first_stage, first_stage + 1}, at_once);
   const int64_t work = int64_t{rows} * matrix.columns * matrix.depth;
-  queue.run(runtime, team_for(work, threads), [&](int32_t stage, int64_t task) {
+  queue.run(runtime, team_for(work, threads), [&](int32_t stage, int64_t task, int32_t count) {
     if (stage == first_stage) {
       const auto begin = static_cast<int32_t>(task) * kPrepareRows;
       prepare(begin, std::min(begin + kPrepareRows, rows));
       return;
     }
-    const int64_t first = task * kBlockColumns;
-    const auto columns =
-        static_cast<int32_t>(std::min<int64_t>(matrix.columns - first, kBlockColumns));
-    alignas(64) Bias bias;
-    block(task, first, columns, load_bias(table, call, first, columns, bias),
-          row_pointer(call.out.data, call.out.type, 1, first));
+    alignas(64) Bias bias[2];
+    std::array<LinearBlock, 2> of;
+    for (int32_t i = 0; i < count; ++i) {
+      const int64_t first = (task + i) * kBlockColumns;
+      const auto columns =
+          static_cast<int32_t>(std::min<int64_t>(matrix.columns - first, kBlockColumns));
+      of[i] = {nullptr, columns, load_bias(table, call, first, columns, bias[i]),
+               row_pointer(call.out.data, call.out.type, 1, first)};
+    }
+    blocks(task, std::span(of.data(), static_cast<size_t>(count)));
   });
 }
 
-// Rows times blocks that block_of(task, first column, columns) has packed.
+// Rows times blocks that block_of(task, columns) has packed, at_once of them together.
 template <typename BlockOf>
 void by_blocks(const PackedMatrix& matrix, const LinearRows& call, const Runtime& runtime,
-               int32_t threads, Workspace& workspace, const BlockOf& block_of) {
+               int32_t threads, int32_t at_once, Workspace& workspace, const BlockOf& block_of) {
   const KernelTable& table = kernel_table();
   const auto rows = static_cast<int32_t>(call.rows);
   std::byte* prepared = workspace.prepared.at_least(rows * operand_shape(matrix).row_bytes);
   const auto prepare = [&](int32_t begin, int32_t end) {
     prepare_rows(table, matrix, call.x.data, call.x.type, call.x.row_stride, begin, end, prepared);
   };
-  for_each_block(matrix, call, runtime, threads, prepare,
-                 [&](int64_t task, int64_t first, int32_t columns, const float* bias, void* out) {
-                   const LinearBlock block{block_of(task, first, columns), columns, bias};
-                   linear_block(table, runtime, matrix, block, prepared, rows, out, call.out.type,
-                                call.out.row_stride);
+  for_each_block(matrix, call, runtime, threads, at_once, prepare,
+                 [&](int64_t task, std::span<LinearBlock> blocks) {
+                   for (LinearBlock& block : blocks) block.data = block_of(task++, block.columns);
+                   linear_blocks(table, runtime, matrix, blocks, prepared, rows, call.out.type,
+                                 call.out.row_stride);
                  });
 }
 
@@ -107,27 +114,27 @@ void few_plain_rows(const PackedMatrix& matrix, const PlainWeights& weights, con
       split_row(table, call, row, matrix.depth, half, split + int64_t{row} * 2 * half);
     }
   };
-  for_each_block(matrix, call, runtime, threads, prepare,
-                 [&](int64_t, int64_t first, int32_t columns, const float* bias, void* out) {
-                   alignas(64) Tile sums;
-                   table.plain({.weights = weights.row(first),
-                                .stride_bytes = weights.stride_bytes,
-                                .columns = columns,
-                                .depth = matrix.depth,
-                                .rows = split,
-                                .half = half,
-                                .count = rows,
-                                .sums = sums});
-                   for (int32_t row = 0; row < rows; ++row) {
-                     float* from = sums + row * kBlockColumns;
-                     if (bias != nullptr) {
-                       for (int32_t c = 0; c < columns; ++c) from[c] += bias[c];
-                     }
-                     store_row(from, columns,
-                               row_pointer(out, call.out.type, call.out.row_stride, row),
-                               call.out.type);
-                   }
-                 });
+  for_each_block(
+      matrix, call, runtime, threads, 1, prepare, [&](int64_t task, std::span<LinearBlock> blocks) {
+        const LinearBlock& block = blocks[0];
+        alignas(64) Tile sums;
+        table.plain({.weights = weights.row(task * kBlockColumns),
+                     .stride_bytes = weights.stride_bytes,
+                     .columns = block.columns,
+                     .depth = matrix.depth,
+                     .rows = split,
+                     .half = half,
+                     .count = rows,
+                     .sums = sums});
+        for (int32_t row = 0; row < rows; ++row) {
+          float* from = sums + row * kBlockColumns;
+          if (block.bias != nullptr) {
+            for (int32_t c = 0; c < block.columns; ++c) from[c] += block.bias[c];
+          }
+          store_row(from, block.columns,
+                    row_pointer(block.out, call.out.type, call.out.row_stride, row), call.out.type);
+        }
+      });
 }
 
 // What pack_blocks makes of bf16, by moving words alone.
@@ -175,8 +182,9 @@ void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const Lin
   const bool few = phase_of(call.rows) == Phase::kDecode;
   const Runtime own = few ? for_few_rows(runtime) : runtime;
   for_each_chunk(call, [&](const LinearRows& rows) {
-    by_blocks(matrix, rows, own, threads, *lease,
-              [&](int64_t task, int64_t, int32_t) { return packed + task * matrix.block_bytes; });
+    const auto at_once = blocks_at_once(static_cast<int32_t>(rows.rows));
+    by_blocks(matrix, rows, own, threads, at_once, *lease,
+              [&](int64_t task, int32_t) { return packed + task * matrix.block_bytes; });
   });
 }
 
@@ -190,11 +198,11 @@ void unpacked_linear(const PackedMatrix& matrix, const void* weights, int64_t st
     return;
   }
   for_each_chunk(call, [&](const LinearRows& rows) {
-    by_blocks(matrix, rows, runtime, threads, *lease,
-              [&](int64_t, int64_t first, int32_t columns) -> const std::byte* {
+    by_blocks(matrix, rows, runtime, threads, 1, *lease,
+              [&](int64_t task, int32_t columns) -> const std::byte* {
                 thread_local Buffer block;
                 std::byte* packed = block.at_least(matrix.block_bytes);
-                pack_plain_block(matrix, plain, first, columns, packed);
+                pack_plain_block(matrix, plain, task * kBlockColumns, columns, packed);
                 return packed;
               });
   });

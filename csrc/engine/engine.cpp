@@ -9,6 +9,7 @@
 #include "engine/placement.h"
 #include "engine/task_queue.h"
 #include "kernels/convert.h"
+#include "kernels/task_products.h"
 
 namespace torch_mesh {
 namespace {
@@ -230,7 +231,8 @@ void Engine::compute(const ExpertsCall& call, Phase phase, std::span<const Ready
     }
     for (int32_t i = begin; i < end; ++i) {
       const int32_t needed = gate_up + i - begin;
-      steps[queue.add(products.down_tasks(), {needed, needed + 1})] = {placement[i], true};
+      const int32_t at_once = blocks_at_once(experts[placement[i]].rows);
+      steps[queue.add(products.down_tasks(), {needed, needed + 1}, at_once)] = {placement[i], true};
     }
   });
   const int32_t reduce = queue.stages();
@@ -239,7 +241,7 @@ void Engine::compute(const ExpertsCall& call, Phase phase, std::span<const Ready
 
   const int32_t team = team_for(rows * products.multiply_adds_per_row(), options_.threads);
   const auto current_node = [&] { return placement.current_node(); };
-  queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
+  queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at, int32_t count) {
     const auto task = static_cast<int32_t>(at);
     if (stage < operands) {
       const int32_t begin = task * kPrepareRows;
@@ -250,7 +252,7 @@ void Engine::compute(const ExpertsCall& call, Phase phase, std::span<const Ready
     } else if (stage < reduce) {
       const Step step = steps[stage];
       if (step.down) {
-        products.down(task, experts[step.expert]);
+        products.down(task, count, experts[step.expert]);
       } else {
         products.gate_up(task, workspace.prepared.data(), experts[step.expert]);
       }
@@ -374,8 +376,9 @@ void Engine::compute_linear(const LinearCall& call, Phase phase, int32_t rows,
   const int32_t linear = queue.stages();
   placement.add_lanes(queue, [&](int32_t begin, int32_t end) {
     for (int32_t i = begin; i < end; ++i) {
-      queue.add(products_of.linear_tasks(call.projection), {0, linear});
-      work += grouping.rows(ready[placement[i]].index) * width * in_features(call.projection);
+      const int32_t of_expert = grouping.rows(ready[placement[i]].index);
+      queue.add(products_of.linear_tasks(call.projection), {0, linear}, blocks_at_once(of_expert));
+      work += of_expert * width * in_features(call.projection);
     }
   });
   const int32_t store = queue.stages();
@@ -383,7 +386,7 @@ void Engine::compute_linear(const LinearCall& call, Phase phase, int32_t rows,
 
   const int32_t team = team_for(work, options_.threads);
   const auto current_node = [&] { return placement.current_node(); };
-  queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
+  queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at, int32_t count) {
     const auto task = static_cast<int32_t>(at);
     if (stage < linear) {
       const auto prepare = call.projection == 0 ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
@@ -393,7 +396,7 @@ void Engine::compute_linear(const LinearCall& call, Phase phase, int32_t rows,
     } else if (stage < store) {
       const ReadyExpert& expert = ready[placement[stage - linear]];
       const int32_t first = grouping.first[expert.index];
-      products_of.linear(call.projection, task, prepared, expert.record, first,
+      products_of.linear(call.projection, task, count, prepared, expert.record, first,
                          grouping.rows(expert.index), products + first * width, width);
     } else {
       store_row(products + at * width, width,

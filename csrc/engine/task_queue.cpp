@@ -47,11 +47,12 @@ void TaskQueue::next_lane() {
   begin_lane();
 }
 
-int32_t TaskQueue::add(int64_t tasks, Stages needs) {
+int32_t TaskQueue::add(int64_t tasks, Stages needs, int32_t at_once) {
   if (stages_ == kMaxStages) throw std::length_error("a task queue has too many stages");
   const int64_t before = this->tasks();
   end_[stages_] = before + tasks;
   needs_[stages_] = needs;
+  at_once_[stages_] = at_once;
   left_[stages_].store(static_cast<int32_t>(tasks), std::memory_order_relaxed);
   return stages_++;
 }
@@ -76,7 +77,10 @@ bool TaskQueue::take_run(Lane& lane, Cursor& at) const {
 bool TaskQueue::next_of_run(Cursor& at) const {
   if (at.next == at.end) return false;
   while (at.next >= end_[at.stage]) ++at.stage;
-  at.task = at.next++ - (at.stage == 0 ? 0 : end_[at.stage - 1]);
+  at.task = at.next - (at.stage == 0 ? 0 : end_[at.stage - 1]);
+  const int64_t left = std::min(at.end, end_[at.stage]) - at.next;
+  at.count = static_cast<int32_t>(std::min<int64_t>(left, at_once_[at.stage]));
+  at.next += at.count;
   return true;
 }
 

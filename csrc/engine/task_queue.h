@@ -45,8 +45,9 @@ class TaskQueue {
     int32_t begin, end;
   };
 
-  // `needs` must have ended before a task of this stage begins. Returns its number.
-  int32_t add(int64_t tasks, Stages needs);
+  // `needs` must have ended before a task of this stage begins. A thread is given up to `at_once`
+  // neighbouring tasks of it together. Returns its number.
+  int32_t add(int64_t tasks, Stages needs, int32_t at_once = 1);
   int32_t stages() const { return stages_; }
   int64_t tasks() const { return stages_ == 0 ? 0 : end_[stages_ - 1]; }
 
@@ -54,7 +55,7 @@ class TaskQueue {
   // kMaxNodes nodes and once for what comes last.
   void next_lane();
 
-  // body(stage, task within the stage) for every task; returns when all have ended. Once.
+  // body(stage, first task within the stage, count) until every task has ended. Once.
   template <typename Body>
   void run(const Runtime& runtime, int32_t threads, const Body& body) {
     run(
@@ -83,6 +84,7 @@ class TaskQueue {
     int64_t next = 0, end = 0;  // of the run of tasks that this thread has taken
     int32_t stage = 0;
     int64_t task = 0;
+    int32_t count = 0;    // of tasks from this one on
     int32_t waited = -1;  // the stage whose needs are known to have ended
   };
   struct alignas(64) Lane {     // threads of other nodes write to their own
@@ -95,27 +97,28 @@ class TaskQueue {
     Cursor at{.stage = lanes_at_[lane].first_stage};
     while (take(lanes_at_[lane], at)) {
       try {
-        body(at.stage, at.task);
+        body(at.stage, at.task, at.count);
       } catch (...) {  // no thread may wait for it, or for the rest of its run, for ever
         do {
-          end(at.stage);
+          end(at);
         } while (next_of_run(at));
         throw;
       }
-      end(at.stage);
+      end(at);
     }
   }
-  void end(int32_t stage) {
-    if (left_[stage].fetch_sub(1, std::memory_order_acq_rel) == 1) left_[stage].notify_all();
+  void end(const Cursor& at) {
+    auto& left = left_[at.stage];
+    if (left.fetch_sub(at.count, std::memory_order_acq_rel) == at.count) left.notify_all();
   }
-  // Goes to the next task of the run; false where it has ended.
+  // Goes to the next tasks of the run; false where it has ended.
   bool next_of_run(Cursor& at) const;
   // Where the tasks end that need nothing from `stage` on.
   int64_t end_of_free(int32_t stage) const;
   // Takes the lane's next run of tasks; false when there is none.
   bool take_run(Lane& lane, Cursor& at) const;
-  // The lane's next task that no thread has taken, once what it needs has ended; false when there
-  // is none.
+  // The lane's next tasks that no thread has taken, once what they need has ended; false when there
+  // are none.
   bool take(Lane& lane, Cursor& at);
   void begin_lane();
   void end_lane() { lanes_at_[lanes_ - 1].end = tasks(); }
@@ -124,6 +127,7 @@ class TaskQueue {
   int32_t threads_ = 1;
   std::array<int64_t, kMaxStages> end_;  // of a stage's tasks in the list of all
   std::array<Stages, kMaxStages> needs_;
+  std::array<int32_t, kMaxStages> at_once_;
   std::array<std::atomic<int32_t>, kMaxStages> left_;  // tasks that have not ended
   int32_t lanes_ = 0;
   std::array<Lane, kMaxNodes + 2> lanes_at_;

@@ -52,46 +52,80 @@ inline void dequantize_bf12_tile(const Bf12& block, int32_t tile, float* weights
   }
 }
 
-// One row, with weights that go through no memory.
-template <typename Dot>
-inline void add_bf12_tile(const Bf12& block, int32_t tile, const std::byte* values,
-                          Floats (&sums)[kBlockColumns / kLanes]) {
-  const Bf12Words rows(block.table(tile));
-  const std::byte* row = block.tile(tile);
-  for (int32_t j = 0; j < kBf12Rows; ++j, row += kBf12RowBytes) {
+using Bf12Sums = Floats[kBlockColumns / kLanes];
+
+// One row, with weights that go through no memory: of tiles without exceptions, one of each block.
+template <typename Dot, int kBlocks>
+inline void add_bf12_tiles(const Bf12* blocks, int32_t tile, const std::byte* values,
+                           Bf12Sums* sums) {
+  Bf12Words rows[kBlocks];
+  for (int b = 0; b < kBlocks; ++b) rows[b] = Bf12Words(blocks[b].table(tile));
+  for (int32_t j = 0; j < kBf12Rows; ++j) {
     const typename Dot::Row pair = Dot::row(values + j * 4);
-    for (int32_t line = 0; line < kBf12RowBytes; line += kLineBytes) {
-      prefetch_ahead<Dot>(row + line);
+#pragma GCC unroll 2
+    for (int b = 0; b < kBlocks; ++b) {
+      const std::byte* row = blocks[b].tile(tile) + j * kBf12RowBytes;
+      for (int32_t line = 0; line < kBf12RowBytes; line += kLineBytes) {
+        prefetch_ahead<Dot>(row + line);
+      }
+      rows[b].read(row, [&](int v, Words own) {
+        sums[b][v] = Dot::add(sums[b][v], pair, Dot::expand(own));
+      });
     }
-    rows.read(row, [&](int v, Words own) { sums[v] = Dot::add(sums[v], pair, Dot::expand(own)); });
   }
 }
 
+// Of a tile with exceptions.
 template <typename Dot>
-inline void bf12_row(const BlockProducts& products) {
+inline void add_mended_bf12_tile(const Bf12& block, int32_t tile, const std::byte* values,
+                                 Bf12Sums& sums) {
   constexpr int32_t kVectors = kBlockColumns / kLanes;
-  const Bf12 block = bf12_block(products.block, products.shape.depth_padded);
-  const std::byte* row = operand_row(products, 0);
   alignas(64) std::byte words[kBf12WordsBytes];
-  Floats sums[kVectors];
-  for (int v = 0; v < kVectors; ++v) sums[v] = broadcast(0.0f);
-  for (int32_t tile = 0; tile < block.tiles; ++tile, row += kBf12Depth * 2) {
-    if (block.first_of(tile) == block.last_of(tile)) {
-      add_bf12_tile<Dot>(block, tile, row, sums);
+  for (int32_t line = 0; line < kBf12TileBytes; line += kLineBytes) {
+    prefetch_ahead<Dot>(block.tile(tile) + line);
+  }
+  expand_bf12_tile(block, tile, words);
+  for (int32_t j = 0; j < kBf12Rows; ++j) {
+    const typename Dot::Row pair = Dot::row(values + j * 4);
+    for (int v = 0; v < kVectors; ++v) {
+      sums[v] = Dot::add(sums[v], pair, Dot::weights(words + (j * kVectors + v) * kLanes * 4));
+    }
+  }
+}
+
+// One row with one block or with two. Dot is that of one; two at once ask for less ahead.
+template <typename Dot, typename DotAtOnce, int kBlocks>
+inline void bf12_row(const BlockProducts* const (&products)[kBlocks]) {
+  constexpr int32_t kVectors = kBlockColumns / kLanes;
+  const std::byte* row = operand_row(*products[0], 0);
+  Bf12 blocks[kBlocks];
+  Bf12Sums sums[kBlocks];
+  for (int b = 0; b < kBlocks; ++b) {
+    blocks[b] = bf12_block(products[b]->block, products[b]->shape.depth_padded);
+    for (int v = 0; v < kVectors; ++v) sums[b][v] = broadcast(0.0f);
+  }
+  for (int32_t tile = 0; tile < blocks[0].tiles; ++tile, row += kBf12Depth * 2) {
+    bool mended[kBlocks], any = false;
+    for (int b = 0; b < kBlocks; ++b) {
+      mended[b] = blocks[b].first_of(tile) != blocks[b].last_of(tile);
+      any |= mended[b];
+    }
+    if (!any) {
+      add_bf12_tiles<DotAtOnce, kBlocks>(blocks, tile, row, sums);
       continue;
     }
-    for (int32_t line = 0; line < kBf12TileBytes; line += kLineBytes) {
-      prefetch_ahead<Dot>(block.tile(tile) + line);
-    }
-    expand_bf12_tile(block, tile, words);
-    for (int32_t j = 0; j < kBf12Rows; ++j) {
-      const typename Dot::Row pair = Dot::row(row + j * 4);
-      for (int v = 0; v < kVectors; ++v) {
-        sums[v] = Dot::add(sums[v], pair, Dot::weights(words + (j * kVectors + v) * kLanes * 4));
+#pragma GCC unroll 2
+    for (int b = 0; b < kBlocks; ++b) {
+      if (mended[b]) {
+        add_mended_bf12_tile<Dot>(blocks[b], tile, row, sums[b]);
+      } else {
+        add_bf12_tiles<Dot, 1>(blocks + b, tile, row, sums + b);
       }
     }
   }
-  for (int v = 0; v < kVectors; ++v) store(products.sums + v * kLanes, sums[v]);
+  for (int b = 0; b < kBlocks; ++b) {
+    for (int v = 0; v < kVectors; ++v) store(products[b]->sums + v * kLanes, sums[b][v]);
+  }
 }
 
 // Several rows. Their products read the first-level cache, and ask for the next tile meanwhile.

@@ -9,6 +9,7 @@ namespace {
 
 class Bf12Words {
  public:
+  Bf12Words() = default;
   explicit Bf12Words(const std::byte* table) : table_(load_table(table)) {}
 
   // take(v, words) for each vector v of the row's columns, but for exceptions.

@@ -16,6 +16,12 @@ struct Prefetching : Dot {
   static constexpr int32_t kPrefetchBytes = 2048;
 };
 
+// Of two blocks at once: asks for as much ahead as of one.
+template <typename Dot>
+struct HalfAsFar : Dot {
+  static constexpr int32_t kPrefetchBytes = Dot::kPrefetchBytes / 2;
+};
+
 // For weights that are in the first-level cache.
 template <typename Dot>
 struct WithoutPrefetching {

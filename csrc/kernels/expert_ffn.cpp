@@ -1,7 +1,9 @@
 #include "kernels/expert_ffn.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <optional>
 
 #include "base/error.h"
 #include "kernels/kernel_table.h"
@@ -45,13 +47,9 @@ BlockOfHalf block_of_half(const PackedMatrix& matrix, int32_t halves, int32_t in
   return {index, index % halves, first, std::min(matrix.columns - first, kBlockColumns)};
 }
 
-// Gate or up, with its bias.
-void project(const RecordLayout& layout, const KernelTable& table, const TaskProducts& products,
-             const std::byte* record, const BlockOfHalf& block, const OperandRows& rows,
-             float* sums) {
-  const PackedMatrix& matrix = layout.gate_up;
-  products(record + layout.gate_up_offset + block.index * matrix.block_bytes, operand_shape(matrix),
-           rows, sums);
+// The bias of gate or up.
+void add_bias(const RecordLayout& layout, const KernelTable& table, const std::byte* record,
+              const BlockOfHalf& block, const OperandRows& rows, float* sums) {
   const int64_t first = int64_t{block.half} * layout.intermediate + block.first;
   const BlockBias bias(record, layout.gate_up_bias_offset, first, block.columns);
   if (bias.data() == nullptr) return;
@@ -141,6 +139,7 @@ void ExpertFfn::gate_up(int32_t task, const std::byte* prepared, const ExpertRow
   const int32_t columns = task_columns(layout_);
   const int32_t first = task * columns;
   const int32_t kept = std::min(layout_.intermediate - first, columns);
+  const OperandShape shape = operand_shape(layout_.gate_up);
   const OperandShape hidden_shape = operand_shape(layout_.down);
   const TaskProducts products(table_, runtime_, layout_.gate_up, expert.rows);
   alignas(64) Tile gate;
@@ -160,13 +159,18 @@ void ExpertFfn::gate_up(int32_t task, const std::byte* prepared, const ExpertRow
     };
     for (int32_t c = 0; c < kept; c += kBlockColumns) {
       const int32_t index = (first + c) / kBlockColumns * halves;
-      const BlockOfHalf block = block_of_half(layout_.gate_up, halves, index);
-      project(layout_, table_, products, expert.record, block, rows, gate);
-      adapt_half(block, gate);
+      const std::byte* weights =
+          expert.record + layout_.gate_up_offset + index * layout_.gate_up.block_bytes;
       if (layout_.gated) {
-        const BlockOfHalf beside = block_of_half(layout_.gate_up, halves, index + 1);
-        project(layout_, table_, products, expert.record, beside, rows, up);
-        adapt_half(beside, up);
+        products({weights, weights + layout_.gate_up.block_bytes}, shape, rows, {gate, up});
+      } else {
+        products(weights, shape, rows, gate);
+      }
+      for (int32_t half = 0; half < halves; ++half) {
+        const BlockOfHalf block = block_of_half(layout_.gate_up, halves, index + half);
+        float* sums = half == 0 ? gate : up;
+        add_bias(layout_, table_, expert.record, block, rows, sums);
+        adapt_half(block, sums);
       }
       table_.activate(activation_, gate, layout_.gated ? up : nullptr, rows.count * kBlockColumns);
       for (int32_t r = 0; r < rows.count; ++r) {
@@ -187,32 +191,38 @@ void ExpertFfn::gate_up(int32_t task, const std::byte* prepared, const ExpertRow
   }
 }
 
-void ExpertFfn::down(int32_t task, const ExpertRows& expert) const {
+void ExpertFfn::down(int32_t task, int32_t count, const ExpertRows& expert) const {
   const PackedMatrix& matrix = layout_.down;
   const OperandShape shape = operand_shape(matrix);
-  const BlockOfHalf block = block_of_half(matrix, 1, task);
-  const std::byte* bytes = expert.record + layout_.down_offset + task * matrix.block_bytes;
-  const BlockBias bias(expert.record, layout_.down_bias_offset, block.first, block.columns);
+  const std::byte* weights = expert.record + layout_.down_offset + task * matrix.block_bytes;
   const TaskProducts products(table_, runtime_, matrix, expert.rows);
   const LowRank& adapter = expert.down_adapter;
-  alignas(64) Tile sums;
+  alignas(64) Tile sums[2];
   alignas(64) float adapted[kMaxRank];
 
   for (int32_t row = 0; row < expert.rows; row += kTileRows) {
     const OperandRows rows{expert.scratch + row * shape.row_bytes, nullptr,
                            std::min(expert.rows - row, kTileRows)};
-    products(bytes, shape, rows, sums);
-    for (int32_t r = 0; r < rows.count; ++r) {
-      float* from = sums + r * kBlockColumns;
-      if (adapter.rank > 0) {
-        add_hidden(expert, row + r, adapted);
-        table_.low_rank_out(adapted, adapter.rank, adapter.b_of(0, block.first), adapter.b_stride,
-                            block.columns, from);
+    if (count == 2) {
+      products({weights, weights + matrix.block_bytes}, shape, rows, {sums[0], sums[1]});
+    } else {
+      products(weights, shape, rows, sums[0]);
+    }
+    for (int32_t i = 0; i < count; ++i) {
+      const BlockOfHalf block = block_of_half(matrix, 1, task + i);
+      const BlockBias bias(expert.record, layout_.down_bias_offset, block.first, block.columns);
+      for (int32_t r = 0; r < rows.count; ++r) {
+        float* from = sums[i] + r * kBlockColumns;
+        if (adapter.rank > 0) {
+          add_hidden(expert, row + r, adapted);
+          table_.low_rank_out(adapted, adapter.rank, adapter.b_of(0, block.first), adapter.b_stride,
+                              block.columns, from);
+        }
+        table_.finish(from, bias.data(), expert.weights[row + r]);
+        const int64_t place = expert.places[row + r];
+        std::memcpy(expert.products + place * layout_.hidden + block.first, from,
+                    sizeof(float) * static_cast<size_t>(block.columns));
       }
-      table_.finish(from, bias.data(), expert.weights[row + r]);
-      const int64_t place = expert.places[row + r];
-      std::memcpy(expert.products + place * layout_.hidden + block.first, from,
-                  sizeof(float) * static_cast<size_t>(block.columns));
     }
   }
 }
@@ -232,20 +242,25 @@ int32_t ExpertFfn::linear_tasks(int32_t projection) const {
   return projection == 0 ? layout_.gate_up.blocks : layout_.down.blocks;
 }
 
-void ExpertFfn::linear(int32_t projection, int32_t task, const std::byte* prepared,
+void ExpertFfn::linear(int32_t projection, int32_t task, int32_t count, const std::byte* prepared,
                        const std::byte* record, int32_t first, int32_t rows, float* out,
                        int64_t out_stride) const {
   const bool is_down = projection == 1;
   const PackedMatrix& matrix = is_down ? layout_.down : layout_.gate_up;
-  const BlockOfHalf block = block_of_half(matrix, is_down ? 1 : layout_.halves(), task);
-  const int64_t out_column = int64_t{block.half} * layout_.intermediate + block.first;
   const int64_t bytes_offset = is_down ? layout_.down_offset : layout_.gate_up_offset;
   const int64_t bias_offset = is_down ? layout_.down_bias_offset : layout_.gate_up_bias_offset;
-  const BlockBias bias(record, bias_offset, out_column, block.columns);
-  const LinearBlock part{record + bytes_offset + task * matrix.block_bytes, block.columns,
-                         bias.data()};
-  linear_block(table_, runtime_, matrix, part, prepared + first * operand_shape(matrix).row_bytes,
-               rows, out + out_column, ScalarType::kFloat32, out_stride);
+  std::array<std::optional<BlockBias>, 2> bias;
+  std::array<LinearBlock, 2> blocks;
+  for (int32_t i = 0; i < count; ++i) {
+    const BlockOfHalf block = block_of_half(matrix, is_down ? 1 : layout_.halves(), task + i);
+    const int64_t out_column = int64_t{block.half} * layout_.intermediate + block.first;
+    bias[i].emplace(record, bias_offset, out_column, block.columns);
+    blocks[i] = {record + bytes_offset + block.index * matrix.block_bytes, block.columns,
+                 bias[i]->data(), out + out_column};
+  }
+  linear_blocks(table_, runtime_, matrix, {blocks.data(), static_cast<size_t>(count)},
+                prepared + first * operand_shape(matrix).row_bytes, rows, ScalarType::kFloat32,
+                out_stride);
 }
 
 }  // namespace torch_mesh

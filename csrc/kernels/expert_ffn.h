@@ -74,7 +74,8 @@ class ExpertFfn {
   int32_t gate_up_tasks() const;
   int32_t down_tasks() const;
   void gate_up(int32_t task, const std::byte* prepared, const ExpertRows& expert) const;
-  void down(int32_t task, const ExpertRows& expert) const;
+  // Tasks [task, task + count), blocks_at_once(rows) at most.
+  void down(int32_t task, int32_t count, const ExpertRows& expert) const;
 
   // One projection alone: out[row][columns] = x · W^T + bias for `rows` prepared rows beginning at
   // `first`. projection 0 is gate_up ([gate | up], without padding), 1 is down. `prepared` for
@@ -83,8 +84,9 @@ class ExpertFfn {
   void prepare_hidden(const void* x, ScalarType type, int64_t row_stride, int32_t begin,
                       int32_t end, std::byte* prepared) const;
   int32_t linear_tasks(int32_t projection) const;
-  void linear(int32_t projection, int32_t task, const std::byte* prepared, const std::byte* record,
-              int32_t first, int32_t rows, float* out, int64_t out_stride) const;
+  void linear(int32_t projection, int32_t task, int32_t count, const std::byte* prepared,
+              const std::byte* record, int32_t first, int32_t rows, float* out,
+              int64_t out_stride) const;
 
  private:
   void add_hidden(const ExpertRows& expert, int32_t row, float* sums) const;

@@ -219,7 +219,10 @@ struct GgufHeader {
 
   const float* of_mins() const { return kType.has_half_mins() ? min : d; }
 
-  explicit GgufHeader(const std::byte* stretch) {
+  GgufHeader() = default;
+  explicit GgufHeader(const std::byte* stretch) { read(stretch); }
+
+  void read(const std::byte* stretch) {
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       store(d + c, load_half(stretch + c * 2));
       if constexpr (kType.has_half_mins()) {
@@ -271,19 +274,22 @@ struct GgufSums {
   }
 };
 
-// One row: codes are multiplied where they are put together, and go through no memory.
-template <typename Dot, Format kFormat>
-inline void gguf_row(const BlockProducts& products) {
+// One row with one block or with two, whose parts take turns: codes are multiplied where they are
+// put together, and go through no memory.
+template <typename Dot, Format kFormat, int kBlocks>
+inline void gguf_row(const BlockProducts* const (&products)[kBlocks]) {
   constexpr GgufType kType = gguf_type(kFormat);
   constexpr int kGroups = kType.part_groups();
   constexpr int32_t kSteps = kBlockColumns * kType.step_bytes();
-  const std::byte* stretch = products.block;
-  const std::byte* row = operand_row(products, 0);
-  const std::byte* row_scales = row + products.shape.depth_padded;
-  const std::byte* row_sums = row_scales + products.shape.depth_padded / kType.group * 4;
-  for (int32_t k = 0; k < products.shape.depth_padded; k += kType.depth) {
-    const GgufHeader<kFormat> header(stretch);
-    const std::byte* part = stretch + kType.header_bytes();
+  const OperandShape& shape = products[0]->shape;
+  const std::byte* row = operand_row(*products[0], 0);
+  const std::byte* row_scales = row + shape.depth_padded;
+  const std::byte* row_sums = row_scales + shape.depth_padded / kType.group * 4;
+  for (int32_t k = 0; k < shape.depth_padded; k += kType.depth) {
+    const int64_t stretch = int64_t{k / kType.depth} * kType.stretch_bytes();
+    GgufHeader<kFormat> headers[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) headers[b].read(products[b]->block + stretch);
+    int64_t part = stretch + kType.header_bytes();
     for (int32_t p = 0; p < kType.depth / kGgufPart; ++p, part += kType.part_bytes()) {
       typename Dot::Row operands[4];
       for (int i = 0; i < 4; ++i) operands[i] = Dot::row(row + i * 8);
@@ -293,26 +299,31 @@ inline void gguf_row(const BlockProducts& products) {
       __builtin_memcpy(row_sum, row_sums, sizeof(row_sum));
       Words start[kGroups];
       for (int g = 0; g < kGroups; ++g) start[g] = Dot::start(Dot::zeros(nullptr), row_sum[g]);
-      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-        const std::byte* words = part + kGroups * kSteps +
-                                 c / kGgufColumns * (kType.bits * kGgufLine) + c % kGgufColumns * 4;
-        if (c % kGgufColumns == 0) {
-          for (int w = 0; w < kType.bits; ++w) {
-            __builtin_prefetch(words + kGgufAhead + w * kGgufLine);
+      for (int b = 0; b < kBlocks; ++b) {
+        const std::byte* of_block = products[b]->block + part;
+        const GgufHeader<kFormat>& header = headers[b];
+        for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+          const std::byte* words = of_block + kGroups * kSteps +
+                                   c / kGgufColumns * (kType.bits * kGgufLine) +
+                                   c % kGgufColumns * 4;
+          if (c % kGgufColumns == 0) {
+            for (int w = 0; w < kType.bits; ++w) {
+              __builtin_prefetch(words + kGgufAhead / kBlocks + w * kGgufLine);
+            }
           }
-        }
-        GgufSums<Dot, kFormat> sums(start);
-        read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
-          sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));
-        });
-        for (int g = 0; g < kGroups; ++g) {
-          const std::byte* steps = part + g * kSteps + c;
-          const Floats scale = GgufSteps<kFormat>::scale(load(header.d + c), steps);
-          float* to = products.sums + c;
-          add_scaled(to, sums.of(g), row_scale[g], scale);
-          if constexpr (kType.has_mins()) {
-            subtract_min(to, row_scale[g], row_sum[g],
-                         GgufSteps<kFormat>::min(load(header.of_mins() + c), steps));
+          GgufSums<Dot, kFormat> sums(start);
+          read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
+            sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));
+          });
+          for (int g = 0; g < kGroups; ++g) {
+            const std::byte* steps = of_block + g * kSteps + c;
+            const Floats scale = GgufSteps<kFormat>::scale(load(header.d + c), steps);
+            float* to = products[b]->sums + c;
+            add_scaled(to, sums.of(g), row_scale[g], scale);
+            if constexpr (kType.has_mins()) {
+              subtract_min(to, row_scale[g], row_sum[g],
+                           GgufSteps<kFormat>::min(load(header.of_mins() + c), steps));
+            }
           }
         }
       }
@@ -320,7 +331,6 @@ inline void gguf_row(const BlockProducts& products) {
       row_scales += kGroups * 4;
       row_sums += kGroups * 4;
     }
-    stretch += kType.stretch_bytes();
   }
 }
 

@@ -172,6 +172,8 @@ struct FormatKernels {
   void (*tiles)(const BlockProducts& products);
   // Products from panel_rows at once on, which give the same bits. nullptr: none.
   void (*panels)(const BlockProducts& products) = nullptr;
+  // Products of one row with two blocks, read at once, which give the same bits. nullptr: none.
+  void (*pair)(const BlockProducts& first, const BlockProducts& second) = nullptr;
 
   // square[k][column], fp32.
   void (*dequantize)(const SquareOfBlock& from, float* square);

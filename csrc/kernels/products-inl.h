@@ -152,6 +152,42 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
   }
 }
 
+// One row goes through two blocks at once where it asks for weights ahead: two streams keep more
+// reads in flight, and sums wait less for one another (docs/decisions/0012).
+template <typename Dot>
+concept ReadsPairs = requires {
+  Dot::kPrefetchBytes;
+};
+
+constexpr bool kSumsPairs = kTile.single_row_blocks == 2;
+static_assert(!kSumsPairs || kTile.single_row_vectors * kLanes == kBlockColumns);
+// With room for the sums of one block alone, blocks take turns of so many words.
+constexpr int32_t kTurnWords = 8;
+
+// One row with the words of two blocks, one of each in turn.
+template <typename Dot, int kVectors>
+inline void add_words_of_pair(const std::byte* const (&words)[2], int32_t count,
+                              const std::byte* row, typename Dot::Sum (&sums)[2][kVectors]) {
+  constexpr int kAtOnce = vectors_expanded<Dot>();
+  for (int32_t j = 0; j < count; ++j) {
+    const typename Dot::Row values = Dot::row(row + j * Dot::kRowWords * 4);
+#pragma GCC unroll 2
+    for (int b = 0; b < 2; ++b) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; v += kAtOnce) {
+        const std::byte* at =
+            words[b] + (int64_t{j} * kBlockColumns + v * kLanes) * column_bytes<Dot>();
+        if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<HalfAsFar<Dot>>(at);
+        typename Dot::Weights weights[kAtOnce];
+        expand_weights<Dot>(at, weights);
+        for (int i = 0; i < kAtOnce; ++i) {
+          sums[b][v + i] = Dot::add(sums[b][v + i], values, weights[i]);
+        }
+      }
+    }
+  }
+}
+
 // One group of each row's activations.
 struct GroupRows {
   const std::byte* bytes[kTileRows];
@@ -309,6 +345,45 @@ inline void integer_products(const BlockProducts& products) {
   }
 }
 
+// One group of both blocks, with the row's activations in the units of each.
+template <typename Dot, typename Group>
+inline void integer_pair_tile(const Group (&groups)[2], const GroupRows (&rows)[2],
+                              float* const (&sums)[2]) {
+  constexpr int kVectors = vectors_at_once(kTile, 1);
+  Words exact[2][kVectors];
+  for (int b = 0; b < 2; ++b) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Words zeros = Dot::zeros(groups[b].scales_of(v * kLanes));
+      exact[b][v] = Dot::start(zeros, rows[b].sum[0]);
+    }
+  }
+  const std::byte* words[2] = {groups[0].words, groups[1].words};
+  add_words_of_pair<Dot>(words, groups[0].count, rows[0].bytes[0], exact);
+  for (int b = 0; b < 2; ++b) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t column = v * kLanes;
+      add_scaled(sums[b] + column, exact[b][v], rows[b].scale[0], groups[b].scale(column));
+    }
+  }
+}
+
+template <typename Dot, typename Scales>
+inline void integer_pair(const BlockProducts& first, const BlockProducts& second) {
+  using Group = IntegerGroup<Dot, Scales>;
+  const int32_t count = first.shape.depth_padded / first.shape.group_size;
+  const float units[2] = {block_unit<Scales>(first), block_unit<Scales>(second)};
+  for (int32_t g = 0; g < count; ++g) {
+    const Group groups[2] = {{first, g}, {second, g}};
+    const GroupRows rows[2] = {group_rows(first, g, units[0]), group_rows(second, g, units[1])};
+    if constexpr (kSumsPairs) {
+      integer_pair_tile<Dot>(groups, rows, {first.sums, second.sums});
+    } else {
+      integer_tile<1, Dot>(groups[0], rows[0], 0, NothingAhead::Share{}, first.sums);
+      integer_tile<1, Dot>(groups[1], rows[1], 0, NothingAhead::Share{}, second.sums);
+    }
+  }
+}
+
 // Floats go in steps of 32 words. Of bf16 these are 8 KiB of the block: they stay in L1 while the
 // tiles go over them.
 constexpr int32_t kStepWords = 32;
@@ -412,6 +487,31 @@ inline void bf16_products(const BlockProducts& products) {
 }
 
 template <typename Dot>
+inline void bf16_pair(const BlockProducts& first, const BlockProducts& second) {
+  const std::byte* row = operand_row(first, 0);
+  const int32_t words = first.shape.depth_padded / 2;
+  if constexpr (kSumsPairs) {
+    constexpr int kVectors = vectors_at_once(kTile, 1);
+    Floats sums[2][kVectors];
+    for (int v = 0; v < kVectors; ++v) sums[0][v] = sums[1][v] = broadcast(0.0f);
+    const std::byte* blocks[2] = {first.block, second.block};
+    add_words_of_pair<Dot>(blocks, words, row, sums);
+    for (int v = 0; v < kVectors; ++v) {
+      store(first.sums + v * kLanes, sums[0][v]);
+      store(second.sums + v * kLanes, sums[1][v]);
+    }
+  } else {
+    for (int32_t word = 0; word < words; word += kTurnWords) {
+      const std::byte* values = row + word * 4;
+      for (const BlockProducts* products : {&first, &second}) {
+        float_tile<Dot, 1>(products->block + int64_t{word} * kBlockColumns * 4, kTurnWords,
+                           Unscaled{}, &values, NothingAhead::Share{}, products->sums);
+      }
+    }
+  }
+}
+
+template <typename Dot>
 inline void fp8_products(const BlockProducts& products) {
   const std::byte* pairs = fp8_pairs(products);
   const int32_t deep = fp8_step_depth(products.shape.group_size);
@@ -420,6 +520,33 @@ inline void fp8_products(const BlockProducts& products) {
     float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
                     Fp8Step(products.block, products.shape.group_size, depth, Dot::kUnit),
                     NothingAhead{});
+  }
+  Dot::Expanding::restore_subnormals(before);
+}
+
+template <typename Dot>
+inline void fp8_pair(const BlockProducts& first, const BlockProducts& second) {
+  constexpr int kVectors = vectors_at_once(kTile, 1);
+  const OperandShape& shape = first.shape;
+  const std::byte* row = operand_row(first, 0);
+  const std::byte* pairs[2] = {fp8_pairs(first), fp8_pairs(second)};
+  const int32_t deep = fp8_step_depth(shape.group_size);
+  const uint32_t before = Dot::Expanding::count_subnormals();
+  for (int32_t depth = 0; depth < shape.depth_padded; depth += deep) {
+    Floats tile[2][kVectors];
+    for (int v = 0; v < kVectors; ++v) tile[0][v] = tile[1][v] = broadcast(0.0f);
+    add_words_of_pair<Dot>(pairs, deep / 2, row + int64_t{depth} * 2, tile);
+    for (int b = 0; b < 2; ++b) {
+      const BlockProducts& products = b == 0 ? first : second;
+      const Fp8Step step(products.block, shape.group_size, depth, Dot::kUnit);
+      for (int v = 0; v < kVectors; v += 2) {
+        Dot::Expanding::put_in_order(tile[b][v], tile[b][v + 1]);
+      }
+      for (int v = 0; v < kVectors; ++v) {
+        step.end(products.sums + v * kLanes, tile[b][v], step.scales_of(v * kLanes));
+      }
+      pairs[b] += int64_t{deep} * kBlockColumns;
+    }
   }
   Dot::Expanding::restore_subnormals(before);
 }

@@ -21,11 +21,13 @@ constexpr bool kLooksUp32 = false;
 // Of 16 registers, two rows by four vectors of sums leave eight for expanded weights and
 // activations; four rows do not fit. One row needs few operands, so all eight vectors of a block's
 // 64 columns are summed at once.
-constexpr TileShape kTile = {.rows = 2, .vectors = 4, .single_row_vectors = 8};
+constexpr TileShape kTile = {
+    .rows = 2, .vectors = 4, .single_row_vectors = 8, .single_row_blocks = 1};
 // From this many rows on expanding nibbles once for all of them is faster than for each tile.
 constexpr int32_t kExpandedRows = 4;
 // Of a panel: 12 sums, 2 vectors of weights, one activation.
-constexpr TileShape kPanelTile = {.rows = 6, .vectors = 2, .single_row_vectors = 4};
+constexpr TileShape kPanelTile = {
+    .rows = 6, .vectors = 2, .single_row_vectors = 4, .single_row_blocks = 1};
 
 inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
 inline void store(float* to, Floats value) { _mm256_storeu_ps(to, value); }

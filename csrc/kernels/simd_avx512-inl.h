@@ -30,11 +30,13 @@ constexpr bool kLooksUp32 = true;  // floats in one operation
 
 // Four vectors are a block's 64 columns. Of 32 registers four rows take 16 for sums and up to eight
 // for their expanded activations; the rest holds weights. Eight rows would not fit.
-constexpr TileShape kTile = {.rows = 4, .vectors = 4, .single_row_vectors = 4};
+constexpr TileShape kTile = {
+    .rows = 4, .vectors = 4, .single_row_vectors = 4, .single_row_blocks = 2};
 // From this many rows on expanding nibbles once for all of them is faster than for each tile.
 constexpr int32_t kExpandedRows = 24;
 // Of a panel: 24 sums, 4 vectors of weights, one activation.
-constexpr TileShape kPanelTile = {.rows = 6, .vectors = 4, .single_row_vectors = 4};
+constexpr TileShape kPanelTile = {
+    .rows = 6, .vectors = 4, .single_row_vectors = 4, .single_row_blocks = 1};
 
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }

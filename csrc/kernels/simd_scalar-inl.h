@@ -17,7 +17,8 @@ using Mask = bool;
 constexpr int32_t kLanes = 1;
 constexpr bool kLooksUp32 = false;
 
-constexpr TileShape kTile = {.rows = 1, .vectors = 8, .single_row_vectors = 8};
+constexpr TileShape kTile = {
+    .rows = 1, .vectors = 8, .single_row_vectors = 8, .single_row_blocks = 1};
 constexpr int32_t kExpandedRows = 4;
 constexpr TileShape kPanelTile = kTile;
 
@@ -144,6 +145,7 @@ inline void transpose_lanes(float (&)[1]) {}
 // Rows of bf12 as words of bf16.
 class Bf12Words {
  public:
+  Bf12Words() = default;
   explicit Bf12Words(const std::byte* table) : table_(table) {}
 
   // take(column, word) for each column of the row, but for exceptions.

@@ -47,10 +47,55 @@ inline void block_products_bf16(const BlockProducts& products) {
 template <typename Dot>
 inline void block_products_bf12(const BlockProducts& products) {
   if (products.gemm != nullptr) return gemm_bf12(products, RuntimeGemm(products));
-  if (products.rows.count == 1) return bf12_row<Dot>(products);
+  if (products.rows.count == 1) return bf12_row<Dot, Dot, 1>({&products});
   clear_sums(products);
   bf12_products<Dot>(products);
 }
+
+using Pair = void (*)(const BlockProducts&, const BlockProducts&);
+
+template <typename Dot>
+inline void block_pair_bf16(const BlockProducts& first, const BlockProducts& second) {
+  clear_sums(first);
+  clear_sums(second);
+  bf16_pair<Dot>(first, second);
+}
+template <typename Dot>
+constexpr Pair kBf16Pair = nullptr;
+template <ReadsPairs Dot>
+constexpr Pair kBf16Pair<Dot> = block_pair_bf16<Dot>;
+
+// Blocks that take turns gain nothing here.
+template <typename Dot>
+inline void block_pair_bf12(const BlockProducts& first, const BlockProducts& second) {
+  bf12_row<Dot, HalfAsFar<Dot>, 2>({&first, &second});
+}
+template <typename Dot>
+constexpr Pair kBf12Pair = nullptr;
+template <ReadsPairs Dot>
+requires(kSumsPairs) constexpr Pair kBf12Pair<Dot> = block_pair_bf12<Dot>;
+
+template <typename Dot, typename Scales>
+inline void block_pair_integers(const BlockProducts& first, const BlockProducts& second) {
+  clear_sums(first);
+  clear_sums(second);
+  integer_pair<Dot, Scales>(first, second);
+}
+template <typename Dot, typename Scales>
+constexpr Pair kIntegerPair = nullptr;
+template <ReadsPairs Dot, typename Scales>
+constexpr Pair kIntegerPair<Dot, Scales> = block_pair_integers<Dot, Scales>;
+
+template <typename Dot>
+inline void block_pair_fp8(const BlockProducts& first, const BlockProducts& second) {
+  clear_sums(first);
+  clear_sums(second);
+  fp8_pair<Dot>(first, second);
+}
+template <typename Dot>
+constexpr Pair kFp8Pair = nullptr;
+template <ReadsPairs Dot>
+requires(kSumsPairs) constexpr Pair kFp8Pair<Dot> = block_pair_fp8<Dot>;
 
 template <typename Dot>
 inline void block_products_fp8(const BlockProducts& products) {
@@ -126,8 +171,15 @@ inline void block_products_gguf(const BlockProducts& products) {
   using Group = GgufGroup<kFormat>;
   if (products.gemm != nullptr)
     return gemm_integer<Dot, HalfScales, Group>(products, RuntimeGemm(products));
-  if (products.rows.count == 1) return gguf_row<Dot, kFormat>(products);
+  if (products.rows.count == 1) return gguf_row<Dot, kFormat, 1>({&products});
   integer_products<Dot, HalfScales, Group>(products);
+}
+
+template <typename Dot, Format kFormat>
+inline void block_pair_gguf(const BlockProducts& first, const BlockProducts& second) {
+  clear_sums(first);
+  clear_sums(second);
+  gguf_row<Dot, kFormat, 2>({&first, &second});
 }
 
 // From how many rows on; `panels` of 0: none.
@@ -176,6 +228,7 @@ struct FormatTrait<Format::kBf16> {
             .products = block_products_bf16<typename Target::Bf16>,
             .tiles = Target::Tiles::bf16,
             .panels = kRows.panels > 0 && kRows.bf16_panels ? block_panels<bf16_panels> : nullptr,
+            .pair = kBf16Pair<typename Target::Bf16>,
             .dequantize = dequantize_bf16,
             .pack_group = pack_bf16_group};
   }
@@ -189,6 +242,7 @@ struct FormatTrait<Format::kBf12> {
     kernels.products = block_products_bf12<typename Target::Bf16>;
     kernels.tiles = Target::Tiles::bf12;
     if (kernels.panels != nullptr) kernels.panels = block_panels<bf12_panels>;
+    kernels.pair = kBf12Pair<typename Target::Bf16>;
     kernels.dequantize = dequantize_bf12;
     return kernels;
   }
@@ -202,6 +256,7 @@ struct FormatTrait<Format::kFp8> {
             .products = block_products_fp8<typename Target::Fp8>,
             .tiles = Target::Tiles::fp8,
             .panels = Target::kRows.panels > 0 ? block_panels<fp8_panels> : nullptr,
+            .pair = kFp8Pair<typename Target::Fp8>,
             .dequantize = dequantize_fp8};
   }
 };
@@ -213,6 +268,7 @@ struct Int8Trait {
     return {.gemm_rows = Target::kRows.gemm_int8,
             .products = block_products_int8<typename Target::Int8, Scales>,
             .tiles = Target::Tiles::template bytes<Scales>,
+            .pair = kIntegerPair<typename Target::Int8, Scales>,
             .dequantize = dequantize_integers<SignedBytes, Scales>};
   }
 };
@@ -226,6 +282,7 @@ struct NibbleTrait {
             .products =
                 block_products_nibbles<typename Target::template Nibbles<Codes>, Levels, Scales>,
             .tiles = Target::Tiles::template nibbles<Codes, Scales>,
+            .pair = kIntegerPair<typename Target::template Nibbles<Codes>, Scales>,
             .dequantize = dequantize_integers<BytesOfNibbles<Codes>, Scales>};
   }
 };
@@ -287,6 +344,9 @@ requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
                           .products = block_products_gguf<Dot, kFormat>,
                           .tiles = Target::Tiles::template gguf<kFormat>,
                           .dequantize = dequantize_gguf<kFormat>};
+    if constexpr (ReadsPairs<typename Target::Int8>) {
+      kernels.pair = block_pair_gguf<Dot, kFormat>;
+    }
     // Products of 16 inputs fill a quarter of a tile. A gemm of them takes longer than this table's
     // own products, unless there are mins.
     if constexpr (kType.group == 16 && !kType.has_mins()) {

@@ -54,6 +54,7 @@ TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
   panels_ = kernels.panels;
   const bool alone = runtime.few_rows && has_float_products(matrix.format);
   const bool many = !alone && rows >= kernels.gemm_rows;
+  pair_ = many ? nullptr : kernels.pair;
   if (many && kernels.tiles != nullptr) {
     tiles_ = &table.tiles;
     product_ = kernels.tiles;

@@ -23,6 +23,9 @@ void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const vo
                   ScalarType type, int64_t row_stride, int32_t begin, int32_t end,
                   std::byte* prepared);
 
+// Blocks that a task may go through at once: one row reads two, and more rows gain nothing.
+constexpr int32_t blocks_at_once(int32_t rows) { return rows == 1 ? 2 : 1; }
+
 // The rows of one task against blocks of one matrix. Whether gemm or tiles run depends on the
 // number of rows and on Runtime::few_rows alone, so a product's bits do too.
 class TaskProducts {
@@ -39,9 +42,20 @@ class TaskProducts {
     product({block, shape, rows, use_gemm_ ? &runtime_ : nullptr, sums});
   }
 
+  // The same with two blocks.
+  void operator()(const std::byte* const (&blocks)[2], const OperandShape& shape,
+                  const OperandRows& rows, float* const (&sums)[2]) const {
+    if (rows.count == 1 && pair_ != nullptr) {
+      return pair_({blocks[0], shape, rows, nullptr, sums[0]},
+                   {blocks[1], shape, rows, nullptr, sums[1]});
+    }
+    for (int i = 0; i < 2; ++i) (*this)(blocks[i], shape, rows, sums[i]);
+  }
+
  private:
   void (*product_)(const BlockProducts&);
   void (*panels_)(const BlockProducts&);
+  void (*pair_)(const BlockProducts&, const BlockProducts&);  // of few rows
   int32_t panel_rows_;
   const Runtime& runtime_;
   const KernelTable::Tiles* tiles_ = nullptr;

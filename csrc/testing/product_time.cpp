@@ -1,6 +1,7 @@
 #include "testing/product_time.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <vector>
 
@@ -52,13 +53,19 @@ double product_seconds(const Runtime& runtime, const std::string& isa, const std
   prepared.at_least(operand_shape(matrix).row_bytes * rows);
   prepare_rows(table, matrix, x.data(), ScalarType::kFloat32, matrix.depth, 0, rows,
                prepared.data());
-  out.at_least(int64_t{rows} * kBlockColumns * static_cast<int64_t>(sizeof(float)));
+  out.at_least((int64_t{rows} + 1) * kBlockColumns * static_cast<int64_t>(sizeof(float)));
 
   const auto begin = std::chrono::steady_clock::now();
-  for (int32_t block = 0; block < matrix.blocks; ++block) {
-    const std::byte* data = weights.data() + block * matrix.block_bytes;
-    linear_block(table, runtime, matrix, {data, kBlockColumns, nullptr}, prepared.data(), rows,
-                 out.data(), ScalarType::kFloat32, kBlockColumns);
+  const int32_t at_once = blocks_at_once(rows);
+  for (int32_t block = 0; block < matrix.blocks; block += at_once) {
+    std::array<LinearBlock, 2> blocks;
+    for (int32_t i = 0; i < at_once; ++i) {
+      blocks[i] = {weights.data() + (block + i) * matrix.block_bytes, kBlockColumns, nullptr,
+                   out.data() + i * kBlockColumns * 4};
+    }
+    const auto count = static_cast<size_t>(std::min(at_once, matrix.blocks - block));
+    linear_blocks(table, runtime, matrix, {blocks.data(), count}, prepared.data(), rows,
+                  ScalarType::kFloat32, kBlockColumns);
   }
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }

@@ -160,7 +160,10 @@ TEST(Bf12, ReadsDamagedBlocksWithinTheirBounds) {
                                      {rows.data(), nullptr, count},
                                      nullptr,
                                      reinterpret_cast<float*>(sums.data())};
+        BlockProducts second = products;
+        second.sums += kTile;
         kernels.products(products);
+        if (count == 1 && kernels.pair != nullptr) kernels.pair(products, second);
         if (kernels.panels != nullptr) kernels.panels(products);
       }
       kernels.dequantize({blocks.data(), 0, matrix.depth_padded, kTile},

@@ -20,6 +20,7 @@
 #include "kernels/expert_ffn.h"
 #include "kernels/kernel_table.h"
 #include "kernels/pack.h"
+#include "kernels/task_products.h"
 
 namespace torch_mesh {
 
@@ -250,7 +251,11 @@ inline std::vector<float> run_ffn(const KernelTable& table, const Shape& shape, 
   for (int32_t t = 0; t < ffn.gate_up_tasks(); ++t) {
     ffn.gate_up(in_order(t, ffn.gate_up_tasks()), prepared.data(), expert);
   }
-  for (int32_t t = 0; t < ffn.down_tasks(); ++t) ffn.down(in_order(t, ffn.down_tasks()), expert);
+  const int32_t tasks = ffn.down_tasks(), at_once = blocks_at_once(rows.count());
+  for (int32_t t = 0; t < tasks; t += at_once) {
+    const int32_t count = std::min(at_once, tasks - t);
+    ffn.down(backwards ? tasks - t - count : t, count, expert);
+  }
   return products;
 }
 

@@ -432,7 +432,7 @@ TEST(Linear, AgreesWithFloat64) {
         const auto prepare = projection == 0 ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
         (ffn.*prepare)(x.data(), ScalarType::kFloat32, depth, 0, rows + first, prepared.data());
         for (int32_t task = 0; task < ffn.linear_tasks(projection); ++task) {
-          ffn.linear(projection, task, prepared.data(), record.data(), first, rows, out.data(),
+          ffn.linear(projection, task, 1, prepared.data(), record.data(), first, rows, out.data(),
                      stride);
         }
         for (int32_t r = 0; r < rows; ++r) {
@@ -454,6 +454,40 @@ TEST(Linear, AgreesWithFloat64) {
           }
           for (int64_t c = columns; c < stride; ++c) ASSERT_EQ(out[r * stride + c], -1.0f);
         }
+      }
+    }
+  }
+}
+
+// Of one row, all blocks by themselves and in twos from the first or from the second on.
+TEST(Linear, TwoBlocksAtOnceHaveTheBitsOfEachAlone) {
+  Random random;
+  for (const Shape& shape : shapes()) {
+    SCOPED_TRACE(name_of(shape));
+    const RecordLayout layout = shape.layout();
+    const Bytes record = Weights(layout, random).pack(kernel_table());
+    for (int32_t projection : {0, 1}) {
+      const int32_t depth = projection == 0 ? shape.hidden : shape.intermediate;
+      const int32_t columns = projection == 0 ? layout.halves() * shape.intermediate : shape.hidden;
+      const auto x = random.normals(depth);
+      for (const KernelTable* table : all_tables()) {
+        const ExpertFfn ffn(layout, shape.activation, {}, *table);
+        const int32_t tasks = ffn.linear_tasks(projection);
+        Bytes prepared(projection == 0 ? ffn.prepared_bytes(1) : ffn.prepared_hidden_bytes(1));
+        const auto prepare = projection == 0 ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
+        (ffn.*prepare)(x.data(), ScalarType::kFloat32, depth, 0, 1, prepared.data());
+        const auto run = [&](int32_t first, int32_t at_once) {
+          std::vector<float> out(static_cast<size_t>(columns), -1.0f);
+          for (int32_t task = 0, count = first; task < tasks; task += count, count = at_once) {
+            count = std::min(count, tasks - task);
+            ffn.linear(projection, task, count, prepared.data(), record.data(), 0, 1, out.data(),
+                       columns);
+          }
+          return out;
+        };
+        const auto alone = run(1, 1);
+        EXPECT_TRUE(same_bits(alone, run(2, 2))) << table->name;
+        EXPECT_TRUE(same_bits(alone, run(1, 2))) << table->name;
       }
     }
   }

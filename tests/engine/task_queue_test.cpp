@@ -60,19 +60,23 @@ TEST(TaskQueue, ATaskFindsEndedWhatItNeeds) {
     for (int round = 0; round < 30; ++round) {
       constexpr int64_t kTasks[] = {3, 0, 17, 1, 40};
       constexpr TaskQueue::Stages kNeeds[] = {{0, 0}, {0, 0}, {0, 1}, {0, 3}, {1, 3}};
+      constexpr int32_t kAtOnce[] = {1, 2, 2, 1, 3};
       TaskQueue queue;
       for (int stage = 0; stage < 5; ++stage) {
-        ASSERT_EQ(queue.add(kTasks[stage], kNeeds[stage]), stage);
+        ASSERT_EQ(queue.add(kTasks[stage], kNeeds[stage], kAtOnce[stage]), stage);
       }
       // Plain memory: ThreadSanitizer would see a task that does not wait.
       std::vector<std::vector<int>> runs;
       for (int64_t tasks : kTasks) runs.emplace_back(tasks, 0);
-      queue.run(team(parallel_for_late_threads), threads, [&](int32_t stage, int64_t task) {
-        for (int32_t before = kNeeds[stage].begin; before < kNeeds[stage].end; ++before) {
-          for (int count : runs[before]) ASSERT_EQ(count, 1);
-        }
-        ++runs[stage][task];
-      });
+      queue.run(team(parallel_for_late_threads), threads,
+                [&](int32_t stage, int64_t task, int32_t tasks) {
+                  for (int32_t before = kNeeds[stage].begin; before < kNeeds[stage].end; ++before) {
+                    for (int count : runs[before]) ASSERT_EQ(count, 1);
+                  }
+                  ASSERT_GE(tasks, 1);
+                  ASSERT_LE(tasks, kAtOnce[stage]);
+                  for (int32_t i = 0; i < tasks; ++i) ++runs[stage].at(task + i);
+                });
       for (const auto& stage : runs) {
         for (int count : stage) EXPECT_EQ(count, 1);
       }
@@ -89,7 +93,7 @@ TEST(TaskQueue, ATaskThatThrowsHoldsNobodyUp) {
       queue.add(8, {0, 1});
       std::atomic<int> ended{0};
       EXPECT_THROW(queue.run(team(parallel_for_catching), threads,
-                             [&](int32_t stage, int64_t task) {
+                             [&](int32_t stage, int64_t task, int32_t) {
                                if (stage == 0 && task == bad) throw std::runtime_error("task");
                                ++ended;
                              }),
@@ -109,7 +113,7 @@ TEST(TaskQueue, OneThreadGetsAllInOrder) {
   queue.add(50, {0, 1});
   std::vector<std::pair<int32_t, int64_t>> order;
   queue.run(team(parallel_for_late_threads), 1,
-            [&](int32_t stage, int64_t task) { order.emplace_back(stage, task); });
+            [&](int32_t stage, int64_t task, int32_t) { order.emplace_back(stage, task); });
   ASSERT_EQ(order.size(), 150u);
   EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
 }
@@ -149,7 +153,7 @@ TEST(TaskQueue, LanesLoseNothingWhoeverComes) {
       // Some nodes have several threads, some none.
       const auto node = [&] { return next_node.fetch_add(1) % threads; };
       lanes.queue.run(team(parallel_for_late_threads), threads, node,
-                      [&](int32_t stage, int64_t task) {
+                      [&](int32_t stage, int64_t task, int32_t) {
                         const int32_t last = static_cast<int32_t>(runs.size()) - 1;
                         if (stage > 0 && stage < last) {
                           ASSERT_TRUE(ended(runs[stage % 2 == 1 ? 0 : stage - 1]));
@@ -171,14 +175,15 @@ TEST(TaskQueue, AThreadBeginsInTheLaneOfItsNode) {
   std::atomic<int32_t> begun{0}, strangers{0};
   next_node = 0;
   const auto node = [] { return node_of_this_thread = next_node.fetch_add(1); };
-  lanes.queue.run(team(parallel_for_late_threads), kNodes, node, [&](int32_t stage, int64_t) {
-    if (stage == 0 || stage > 2 * kNodes) return;
-    if (begun < kNodes) {
-      if ((stage - 1) / 2 != node_of_this_thread) ++strangers;
-      ++begun;
-      while (begun < kNodes) std::this_thread::yield();
-    }
-  });
+  lanes.queue.run(team(parallel_for_late_threads), kNodes, node,
+                  [&](int32_t stage, int64_t, int32_t) {
+                    if (stage == 0 || stage > 2 * kNodes) return;
+                    if (begun < kNodes) {
+                      if ((stage - 1) / 2 != node_of_this_thread) ++strangers;
+                      ++begun;
+                      while (begun < kNodes) std::this_thread::yield();
+                    }
+                  });
   EXPECT_EQ(begun, kNodes);
   EXPECT_EQ(strangers, 0);
 }
@@ -187,7 +192,8 @@ TEST(TaskQueue, TheTasksOfANodeWithoutThreadsAreDoneByOthers) {
   NodeLanes lanes({2, 3});
   std::vector<int32_t> order;
   lanes.queue.run(
-      team(nullptr), 1, [] { return 1; }, [&](int32_t stage, int64_t) { order.push_back(stage); });
+      team(nullptr), 1, [] { return 1; },
+      [&](int32_t stage, int64_t, int32_t) { order.push_back(stage); });
   EXPECT_TRUE(std::is_sorted(order.begin(), order.begin() + 5));
   EXPECT_EQ(order[5], 3);  // its own node's
   EXPECT_EQ(order[5 + 9], 1);
@@ -203,8 +209,45 @@ TEST(TaskQueue, ATeamOfOneDoesAllOfIt) {
   // Asked for four threads, the runtime gives one.
   const Runtime alone = team(
       [](int64_t count, int32_t, ParallelBody body, void* context) { body(context, 0, count); });
-  queue.run(alone, 4, [&](int32_t stage, int64_t task) { order.push_back(stage * 10 + task); });
+  queue.run(alone, 4,
+            [&](int32_t stage, int64_t task, int32_t) { order.push_back(stage * 10 + task); });
   EXPECT_EQ(order, (std::vector<int>{0, 1, 10, 11, 12}));
+}
+
+TEST(TaskQueue, NeighboursOfARunAreGivenTogether) {
+  TaskQueue queue;
+  queue.add(1, {0, 0});
+  queue.add(21, {0, 1}, 2);
+  std::vector<int64_t> firsts;
+  int64_t next = 0;
+  queue.run(team(nullptr), 1, [&](int32_t stage, int64_t task, int32_t count) {
+    if (stage == 0) return;
+    ASSERT_EQ(task, next);
+    if (count == 2) firsts.push_back(task);
+    next = task + count;
+  });
+  EXPECT_EQ(next, 21);
+  // Runs of 10, 5, 3, 1, 1 and 1.
+  EXPECT_EQ(firsts, (std::vector<int64_t>{0, 2, 4, 6, 8, 10, 12, 15}));
+}
+
+// The rest of a run counts as ended where tasks that were given together throw.
+TEST(TaskQueue, TasksGivenTogetherThrowTogether) {
+  for (int64_t bad : {0, 20, 38}) {
+    TaskQueue queue;
+    queue.add(40, {0, 0}, 2);
+    queue.add(8, {0, 1});
+    std::atomic<int> after{0};
+    EXPECT_THROW(queue.run(team(parallel_for_catching), 2,
+                           [&](int32_t stage, int64_t task, int32_t count) {
+                             if (stage == 1) ++after;
+                             if (stage == 0 && task <= bad && bad < task + count) {
+                               throw std::runtime_error("tasks");
+                             }
+                           }),
+                 std::runtime_error);
+    EXPECT_EQ(after, 8);
+  }
 }
 
 }  // namespace
