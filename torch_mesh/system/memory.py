@@ -43,9 +43,9 @@ def shortage(needed: int) -> int | None:
     return free if free < needed else None
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes(proc: Path = Path("/proc")) -> int:
     """Anonymous memory of this process, without mapped files and page cache."""
-    return _kilobytes(Path("/proc/self/status"), "RssAnon:", "so what this process takes is not known") * 1024
+    return _kilobytes(proc / "self/status", "RssAnon:", "so what this process takes is not known") * 1024
 
 
 def trim_heap() -> None:
