@@ -94,7 +94,7 @@ std::optional<ChunkRead> ChunkScheduler::next() {
 }
 
 bool ChunkScheduler::room_for_prefetch() const {
-  return under_way() < chunks_beside_prefetch(static_cast<int32_t>(chunks_.size())) &&
+  return under_way() < std::max(1, static_cast<int32_t>(chunks_.size()) / 4) &&
          bytes_under_way_ < kMaxBytesBesidePrefetch;
 }
 

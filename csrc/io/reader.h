@@ -6,7 +6,6 @@
 // between io_uring and a pool of preadv threads is only the Backend that carries out one chunk.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstddef>
@@ -74,10 +73,9 @@ struct ReaderOptions {
   Interpose interpose = nullptr;  // for tests
 };
 
-// A prefetch begins where fewer chunks and fewer bytes than these are under way. Two MiB keep a
-// disk of 7 GB/s busy, and delay what is needed next by little.
+// A prefetch begins where fewer bytes than these and less than a quarter of the depth are under
+// way. Two MiB keep a disk of 7 GB/s busy, and delay what is needed next by little.
 inline constexpr int64_t kMaxBytesBesidePrefetch = 2 << 20;
-constexpr int32_t chunks_beside_prefetch(int32_t depth) { return std::max(1, depth / 4); }
 
 struct ReaderStats {
   int64_t requests;

@@ -65,11 +65,11 @@ void check(const Source& source, const PackRecord& pack, const PoolOptions& opti
 }
 
 // As many as the reader reads ahead at a time, and one to follow; a slot that is taken sooner is an
-// eviction that may prove needless.
+// eviction that may prove needless. A depth below four is for one at a time.
 int64_t reads_ahead(const PoolOptions& options) {
   const int64_t chunk = std::min(options.reader.chunk_bytes, options.record_bytes);
-  const int64_t at_a_time = std::min<int64_t>(chunks_beside_prefetch(options.reader.depth) * chunk,
-                                              kMaxBytesBesidePrefetch);
+  const int64_t at_a_time =
+      std::min<int64_t>(options.reader.depth / 4 * chunk, kMaxBytesBesidePrefetch);
   return 1 + (at_a_time + options.record_bytes - 1) / options.record_bytes;
 }
 
