@@ -161,11 +161,7 @@ void ExpertFfn::gate_up(int32_t task, const std::byte* prepared, const ExpertRow
       const int32_t index = (first + c) / kBlockColumns * halves;
       const std::byte* weights =
           expert.record + layout_.gate_up_offset + index * layout_.gate_up.block_bytes;
-      if (layout_.gated) {
-        products({weights, weights + layout_.gate_up.block_bytes}, shape, rows, {gate, up});
-      } else {
-        products(weights, shape, rows, gate);
-      }
+      products({weights, weights + layout_.gate_up.block_bytes}, halves, shape, rows, {gate, up});
       for (int32_t half = 0; half < halves; ++half) {
         const BlockOfHalf block = block_of_half(layout_.gate_up, halves, index + half);
         float* sums = half == 0 ? gate : up;
@@ -203,11 +199,7 @@ void ExpertFfn::down(int32_t task, int32_t count, const ExpertRows& expert) cons
   for (int32_t row = 0; row < expert.rows; row += kTileRows) {
     const OperandRows rows{expert.scratch + row * shape.row_bytes, nullptr,
                            std::min(expert.rows - row, kTileRows)};
-    if (count == 2) {
-      products({weights, weights + matrix.block_bytes}, shape, rows, {sums[0], sums[1]});
-    } else {
-      products(weights, shape, rows, sums[0]);
-    }
+    products({weights, weights + matrix.block_bytes}, count, shape, rows, {sums[0], sums[1]});
     for (int32_t i = 0; i < count; ++i) {
       const BlockOfHalf block = block_of_half(matrix, 1, task + i);
       const BlockBias bias(expert.record, layout_.down_bias_offset, block.first, block.columns);

@@ -16,11 +16,8 @@ void linear_blocks(const KernelTable& table, const Runtime& runtime, const Packe
   for (int32_t row = 0; row < rows; row += kTileRows) {
     const OperandRows tile{prepared + row * shape.row_bytes, nullptr,
                            std::min(rows - row, kTileRows)};
-    if (blocks.size() == 2) {
-      products({blocks[0].data, blocks[1].data}, shape, tile, {sums[0], sums[1]});
-    } else {
-      products(blocks[0].data, shape, tile, sums[0]);
-    }
+    products({blocks.front().data, blocks.back().data}, static_cast<int32_t>(blocks.size()), shape,
+             tile, {sums[0], sums[1]});
     for (size_t i = 0; i < blocks.size(); ++i) {
       const LinearBlock& block = blocks[i];
       for (int32_t r = 0; r < tile.count; ++r) {

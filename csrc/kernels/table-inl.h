@@ -52,50 +52,17 @@ inline void block_products_bf12(const BlockProducts& products) {
   bf12_products<Dot>(products);
 }
 
-using Pair = void (*)(const BlockProducts&, const BlockProducts&);
-
-template <typename Dot>
-inline void block_pair_bf16(const BlockProducts& first, const BlockProducts& second) {
+template <void (*kPair)(const BlockProducts&, const BlockProducts&)>
+inline void block_pair(const BlockProducts& first, const BlockProducts& second) {
   clear_sums(first);
   clear_sums(second);
-  bf16_pair<Dot>(first, second);
+  kPair(first, second);
 }
-template <typename Dot>
-constexpr Pair kBf16Pair = nullptr;
-template <ReadsPairs Dot>
-constexpr Pair kBf16Pair<Dot> = block_pair_bf16<Dot>;
 
-// Blocks that take turns gain nothing here.
 template <typename Dot>
 inline void block_pair_bf12(const BlockProducts& first, const BlockProducts& second) {
   bf12_row<Dot, HalfAsFar<Dot>, 2>({&first, &second});
 }
-template <typename Dot>
-constexpr Pair kBf12Pair = nullptr;
-template <ReadsPairs Dot>
-requires(kSumsPairs) constexpr Pair kBf12Pair<Dot> = block_pair_bf12<Dot>;
-
-template <typename Dot, typename Scales>
-inline void block_pair_integers(const BlockProducts& first, const BlockProducts& second) {
-  clear_sums(first);
-  clear_sums(second);
-  integer_pair<Dot, Scales>(first, second);
-}
-template <typename Dot, typename Scales>
-constexpr Pair kIntegerPair = nullptr;
-template <ReadsPairs Dot, typename Scales>
-constexpr Pair kIntegerPair<Dot, Scales> = block_pair_integers<Dot, Scales>;
-
-template <typename Dot>
-inline void block_pair_fp8(const BlockProducts& first, const BlockProducts& second) {
-  clear_sums(first);
-  clear_sums(second);
-  fp8_pair<Dot>(first, second);
-}
-template <typename Dot>
-constexpr Pair kFp8Pair = nullptr;
-template <ReadsPairs Dot>
-requires(kSumsPairs) constexpr Pair kFp8Pair<Dot> = block_pair_fp8<Dot>;
 
 template <typename Dot>
 inline void block_products_fp8(const BlockProducts& products) {
@@ -176,9 +143,7 @@ inline void block_products_gguf(const BlockProducts& products) {
 }
 
 template <typename Dot, Format kFormat>
-inline void block_pair_gguf(const BlockProducts& first, const BlockProducts& second) {
-  clear_sums(first);
-  clear_sums(second);
+inline void gguf_pair(const BlockProducts& first, const BlockProducts& second) {
   gguf_row<Dot, kFormat, 2>({&first, &second});
 }
 
@@ -224,13 +189,16 @@ struct FormatTrait<Format::kBf16> {
   template <typename Target>
   static constexpr FormatKernels kernels() {
     constexpr ManyRows kRows = Target::kRows;
-    return {.gemm_rows = kRows.gemm_floats,
-            .products = block_products_bf16<typename Target::Bf16>,
-            .tiles = Target::Tiles::bf16,
-            .panels = kRows.panels > 0 && kRows.bf16_panels ? block_panels<bf16_panels> : nullptr,
-            .pair = kBf16Pair<typename Target::Bf16>,
-            .dequantize = dequantize_bf16,
-            .pack_group = pack_bf16_group};
+    using Dot = typename Target::Bf16;
+    FormatKernels kernels{
+        .gemm_rows = kRows.gemm_floats,
+        .products = block_products_bf16<Dot>,
+        .tiles = Target::Tiles::bf16,
+        .panels = kRows.panels > 0 && kRows.bf16_panels ? block_panels<bf16_panels> : nullptr,
+        .dequantize = dequantize_bf16,
+        .pack_group = pack_bf16_group};
+    if constexpr (ReadsPairs<Dot>) kernels.pair = block_pair<bf16_pair<Dot>>;
+    return kernels;
   }
 };
 
@@ -239,10 +207,13 @@ struct FormatTrait<Format::kBf12> {
   template <typename Target>
   static constexpr FormatKernels kernels() {
     FormatKernels kernels = FormatTrait<Format::kBf16>::kernels<Target>();
-    kernels.products = block_products_bf12<typename Target::Bf16>;
+    using Dot = typename Target::Bf16;
+    kernels.products = block_products_bf12<Dot>;
     kernels.tiles = Target::Tiles::bf12;
     if (kernels.panels != nullptr) kernels.panels = block_panels<bf12_panels>;
-    kernels.pair = kBf12Pair<typename Target::Bf16>;
+    // Blocks that take turns gain nothing here.
+    kernels.pair = nullptr;
+    if constexpr (ReadsPairs<Dot> && kSumsPairs) kernels.pair = block_pair_bf12<Dot>;
     kernels.dequantize = dequantize_bf12;
     return kernels;
   }
@@ -252,12 +223,14 @@ template <>
 struct FormatTrait<Format::kFp8> {
   template <typename Target>
   static constexpr FormatKernels kernels() {
-    return {.gemm_rows = Target::kRows.gemm_fp8,
-            .products = block_products_fp8<typename Target::Fp8>,
-            .tiles = Target::Tiles::fp8,
-            .panels = Target::kRows.panels > 0 ? block_panels<fp8_panels> : nullptr,
-            .pair = kFp8Pair<typename Target::Fp8>,
-            .dequantize = dequantize_fp8};
+    using Dot = typename Target::Fp8;
+    FormatKernels kernels{.gemm_rows = Target::kRows.gemm_fp8,
+                          .products = block_products_fp8<Dot>,
+                          .tiles = Target::Tiles::fp8,
+                          .panels = Target::kRows.panels > 0 ? block_panels<fp8_panels> : nullptr,
+                          .dequantize = dequantize_fp8};
+    if constexpr (ReadsPairs<Dot> && kSumsPairs) kernels.pair = block_pair<fp8_pair<Dot>>;
+    return kernels;
   }
 };
 
@@ -265,11 +238,13 @@ template <typename Scales>
 struct Int8Trait {
   template <typename Target>
   static constexpr FormatKernels kernels() {
-    return {.gemm_rows = Target::kRows.gemm_int8,
-            .products = block_products_int8<typename Target::Int8, Scales>,
-            .tiles = Target::Tiles::template bytes<Scales>,
-            .pair = kIntegerPair<typename Target::Int8, Scales>,
-            .dequantize = dequantize_integers<SignedBytes, Scales>};
+    using Dot = typename Target::Int8;
+    FormatKernels kernels{.gemm_rows = Target::kRows.gemm_int8,
+                          .products = block_products_int8<Dot, Scales>,
+                          .tiles = Target::Tiles::template bytes<Scales>,
+                          .dequantize = dequantize_integers<SignedBytes, Scales>};
+    if constexpr (ReadsPairs<Dot>) kernels.pair = block_pair<integer_pair<Dot, Scales>>;
+    return kernels;
   }
 };
 
@@ -277,13 +252,14 @@ template <typename Codes, typename Scales>
 struct NibbleTrait {
   template <typename Target>
   static constexpr FormatKernels kernels() {
+    using Dot = typename Target::template Nibbles<Codes>;
     using Levels = typename Target::template Levels<Codes>;
-    return {.gemm_rows = Target::kRows.gemm_nibbles,
-            .products =
-                block_products_nibbles<typename Target::template Nibbles<Codes>, Levels, Scales>,
-            .tiles = Target::Tiles::template nibbles<Codes, Scales>,
-            .pair = kIntegerPair<typename Target::template Nibbles<Codes>, Scales>,
-            .dequantize = dequantize_integers<BytesOfNibbles<Codes>, Scales>};
+    FormatKernels kernels{.gemm_rows = Target::kRows.gemm_nibbles,
+                          .products = block_products_nibbles<Dot, Levels, Scales>,
+                          .tiles = Target::Tiles::template nibbles<Codes, Scales>,
+                          .dequantize = dequantize_integers<BytesOfNibbles<Codes>, Scales>};
+    if constexpr (ReadsPairs<Dot>) kernels.pair = block_pair<integer_pair<Dot, Scales>>;
+    return kernels;
   }
 };
 
@@ -345,7 +321,7 @@ requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
                           .tiles = Target::Tiles::template gguf<kFormat>,
                           .dequantize = dequantize_gguf<kFormat>};
     if constexpr (ReadsPairs<typename Target::Int8>) {
-      kernels.pair = block_pair_gguf<Dot, kFormat>;
+      kernels.pair = block_pair<gguf_pair<Dot, kFormat>>;
     }
     // Products of 16 inputs fill a quarter of a tile. A gemm of them takes longer than this table's
     // own products, unless there are mins.

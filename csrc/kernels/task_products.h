@@ -36,20 +36,17 @@ class TaskProducts {
   TaskProducts(const TaskProducts&) = delete;
   TaskProducts& operator=(const TaskProducts&) = delete;
 
-  void operator()(const std::byte* block, const OperandShape& shape, const OperandRows& rows,
-                  float* sums) const {
-    const auto product = rows.count >= panel_rows_ ? panels_ : product_;
-    product({block, shape, rows, use_gemm_ ? &runtime_ : nullptr, sums});
-  }
-
-  // The same with two blocks.
-  void operator()(const std::byte* const (&blocks)[2], const OperandShape& shape,
+  // With the first `count` blocks: one or two.
+  void operator()(const std::byte* const (&blocks)[2], int32_t count, const OperandShape& shape,
                   const OperandRows& rows, float* const (&sums)[2]) const {
-    if (rows.count == 1 && pair_ != nullptr) {
+    if (count == 2 && rows.count == 1 && pair_ != nullptr) {
       return pair_({blocks[0], shape, rows, nullptr, sums[0]},
                    {blocks[1], shape, rows, nullptr, sums[1]});
     }
-    for (int i = 0; i < 2; ++i) (*this)(blocks[i], shape, rows, sums[i]);
+    const auto product = rows.count >= panel_rows_ ? panels_ : product_;
+    for (int32_t i = 0; i < count; ++i) {
+      product({blocks[i], shape, rows, use_gemm_ ? &runtime_ : nullptr, sums[i]});
+    }
   }
 
  private:
