@@ -12,8 +12,9 @@ namespace {
 
 // Reading takes a microsecond.
 constexpr std::chrono::milliseconds kBetweenReads{20};
-// A thread that comes after so long was idle. What it waited for is of another time, and until the
-// kernel has moved it, it may share a processor with the thread that woke it.
+// A thread was idle if its last call is longer ago than this. Its waits in that gap are out of
+// date. Just after it was woken it may share a processor with the thread that woke it, until the
+// kernel moves it.
 constexpr std::chrono::milliseconds kIdle{200};
 
 }  // namespace

@@ -1,9 +1,9 @@
-// Whether other processes want the processors that a team of spinning threads computes on.
+// Detects that other processes compete for the processors of a team of spinning threads.
 //
-// Such a team is fastest while each of its threads has a processor. Where one has none, every
-// region waits for it while the others spin. The kernel counts how long each thread was ready to
-// run and had no processor; a good part of the time is contention. For a while the team is then to
-// be done without. After that it is tried again, and the pause grows while nothing has changed.
+// Such a team is fastest while each of its threads has a processor. If one has none, every region
+// waits for it while the others spin. The kernel counts how long each thread was runnable without a
+// processor; a good part of the time is contention. Regions then run without the team for a pause.
+// After it the team is tried again, and the pause grows while the contention lasts.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +19,14 @@ class Contention {
   using Clock = std::chrono::steady_clock;
 
   static constexpr std::chrono::milliseconds kFirstPause{250}, kLongestPause{2000};
-  // Of the time, that a thread may be without a processor: threads of our own that start reads take
-  // it for moments.
+  // The tolerated part of the time that a thread is without a processor: our own threads that start
+  // reads take it for moments.
   static constexpr int kTolerated = 3;  // one part in so many
 
   // Whether a region that begins now should do without spinning threads.
   bool contended(Clock::time_point now) const { return since_epoch(now) < until_; }
 
-  // For `waited` of the time `passed` until now a spinning thread had no processor.
+  // Reports that a spinning thread had no processor for `waited` of the last `passed`.
   void note(Clock::time_point now, Clock::duration passed, Clock::duration waited) {
     if (kTolerated * waited < passed || contended(now)) return;
     // A trial soon after the last pause has failed.
@@ -39,12 +39,12 @@ class Contention {
   static int64_t ns(std::chrono::nanoseconds duration) { return duration.count(); }
   static int64_t since_epoch(Clock::time_point at) { return ns(at.time_since_epoch()); }
 
-  // Several threads may note at a time; which of them is last does not matter.
+  // Several threads may call note() at a time; which of them is last does not matter.
   std::atomic<int64_t> until_{INT64_MIN / 2};
   std::atomic<int64_t> pause_{ns(kFirstPause)};
 };
 
-// How long the calling thread, whose own this is, was ready to run and had no processor.
+// Reads how long the thread that made it was runnable without a processor.
 class TimeWithoutProcessor {
  public:
   TimeWithoutProcessor();
@@ -52,9 +52,9 @@ class TimeWithoutProcessor {
   TimeWithoutProcessor(const TimeWithoutProcessor&) = delete;
   TimeWithoutProcessor& operator=(const TimeWithoutProcessor&) = delete;
 
-  // In all; none where the kernel does not count it.
+  // The total so far; nullopt where the kernel does not count it.
   std::optional<std::chrono::nanoseconds> read() const;
-  // Tells `contention` of the time since the last call, every few milliseconds.
+  // Reports the time since the last report to `contention`, every 20 ms at most.
   void note(Contention& contention);
 
  private:

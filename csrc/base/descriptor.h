@@ -1,4 +1,4 @@
-// File descriptors, and the event by which a thread wakes another that waits for some.
+// An owned file descriptor, and an eventfd that wakes a thread which waits for descriptors.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -8,7 +8,7 @@
 
 namespace torch_mesh {
 
-// -1: none. Closed at the end.
+// Owns a file descriptor and closes it at the end; -1: none.
 class Descriptor {
  public:
   explicit Descriptor(int number = -1) : number_(number) {}
@@ -30,7 +30,7 @@ class Descriptor {
   int number_;
 };
 
-// Readable from wake() until clear(). get() is -1 where the system had no descriptor.
+// Readable from wake() until clear(). get() is -1 if the system had no descriptor left.
 class WakeUp {
  public:
   int get() const { return event_.get(); }

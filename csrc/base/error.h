@@ -23,7 +23,7 @@ enum class ErrorKind : uint8_t {
   kDevice,       // the GPU's driver refused a call, or there is none
 };
 
-// Where in the model and on disk something went wrong; -1 and "" where that is unknown.
+// The place of an error in the model and on disk; -1 and "" where it is unknown.
 struct ErrorPlace {
   int32_t layer = -1;
   int32_t expert = -1;
@@ -46,7 +46,7 @@ class Error : public std::runtime_error {
   int os_error_;
 };
 
-// Strings and numbers, one after the other: what messages are made of.
+// Concatenates strings and numbers into a message.
 template <typename... Parts>
 std::string concat(const Parts&... parts) {
   std::string all;
@@ -66,11 +66,11 @@ template <typename... Parts>
   throw Error(ErrorKind::kInvalid, concat(parts...));
 }
 
-// To be copied, which takes no memory.
+// Copying it allocates nothing.
 inline const Error kNoMemory{
     ErrorKind::kMemory, "no memory left; keep fewer experts resident, or raise the memory limit"};
 
-// What `act` throws of the engine's errors or for lack of memory.
+// Calls `act`. Returns the Error that it throws, kNoMemory for std::bad_alloc, else nullopt.
 template <typename Act>
 std::optional<Error> caught(const Act& act) {
   try {

@@ -74,7 +74,7 @@ void Freeing::wait(std::chrono::milliseconds timeout, const Runtime& runtime) {
   }
   std::thread ended = std::move(thread_);
   lock.unlock();
-  if (ended.joinable()) ended.join();  // so that it is no more when this returns
+  if (ended.joinable()) ended.join();  // the thread has ended when this returns
 }
 
 }  // namespace torch_mesh

@@ -1,10 +1,10 @@
-// The end of something that reads files and that several threads use: an engine, or tables.
+// Frees an object that reads files and that several threads use: an engine, or tables.
 //
-// The disk may still write what it was asked for, however long that takes, so nothing is freed
-// before the last read is back. The last user cannot wait for that: it may be any thread, with any
-// lock, at the end of the process. A separate thread does. A caller that wants to know can be
-// interrupted, and waits for a limited time. Where reads never end neither does that thread, and
-// the memory is kept until the process ends.
+// The disk may still write into its buffers, however long that takes, so nothing is freed before
+// the last read has returned. The last user cannot wait for that: it may be any thread, with any
+// lock held, at the end of the process. So a separate thread waits and frees. A caller of wait()
+// can be interrupted, and waits for a limited time. If a read never ends, neither does that thread,
+// and the memory is kept until the process ends.
 #pragma once
 
 #include <chrono>
@@ -23,16 +23,16 @@ class Freeing : public std::enable_shared_from_this<Freeing> {
  public:
   ~Freeing();
 
-  // Once, by the last user. Waits for nothing: where the system has no thread left, `last` is never
-  // freed. In a child of the process that opened it, it is left alone.
+  // Called once, by the last user; returns at once. If the system has no thread left, `last` is
+  // never freed. In a child of the process that opened it, `last` is leaked.
   template <typename T>
   void begin(std::unique_ptr<T> last) noexcept {
     begin(last.release(), [](void* object) { delete static_cast<T*>(object); });
   }
 
-  // Until the last user has gone and all is freed. Throws Error(kTimeout) when users take longer
-  // than `timeout`, or reads after them, and Error(kInterrupted); either way what was begun goes
-  // on. Throws Error(kMemory) where nothing will be freed.
+  // Waits until the last user has gone and all is freed. Throws Error(kTimeout) when users take
+  // longer than `timeout`, or the reads after them, and Error(kInterrupted); freeing goes on either
+  // way. Throws Error(kMemory) if nothing will be freed.
   void wait(std::chrono::milliseconds timeout, const Runtime& runtime);
 
  private:

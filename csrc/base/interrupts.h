@@ -1,6 +1,6 @@
-// Asking the interrupt hook (base/runtime.h). It runs Python's signal handlers and, from
-// Python 3.12 on, its garbage collector: code that may want any lock of the engine's. A thread that
-// asks holds none.
+// Calls of the interrupt hook (base/runtime.h). The hook runs Python's signal handlers and, from
+// Python 3.12 on, its garbage collector. That code may want any lock of the engine's, so a thread
+// that calls the hook holds none.
 #pragma once
 
 #include <chrono>
@@ -14,19 +14,20 @@
 
 namespace torch_mesh {
 
-// How long a wait goes on between two looks for Ctrl-C.
+// The time between two checks for Ctrl-C during a wait.
 inline constexpr std::chrono::milliseconds kInterruptSlice{100};
 
 [[noreturn]] inline void throw_interrupted(std::string_view during) {
   throw Error(ErrorKind::kInterrupted, "interrupted while " + std::string(during));
 }
 
-// Throws Error(kInterrupted) when the hook says stop: "interrupted while ", and `during`.
+// Throws Error(kInterrupted), "interrupted while " and `during`, when the hook says stop.
 inline void check_interrupted(const Runtime& runtime, std::string_view during) {
   if (runtime.interrupted != nullptr && runtime.interrupted()) throw_interrupted(during);
 }
 
-// The same for a caller that holds `lock`, and holds it again afterwards, whatever comes of it.
+// The same for a caller that holds `lock`. Releases it for the call of the hook, and holds it again
+// on return and when it throws.
 inline void check_interrupted(const Runtime& runtime, std::string_view during,
                               std::unique_lock<std::mutex>& lock) {
   if (runtime.interrupted == nullptr) return;
@@ -36,7 +37,7 @@ inline void check_interrupted(const Runtime& runtime, std::string_view during,
   if (interrupted) throw_interrupted(during);
 }
 
-// Waits on `changed` until holds() is true. Throws Error(kInterrupted), with the lock.
+// Waits on `changed` until holds() is true. Throws Error(kInterrupted), with the lock held.
 template <typename Holds>
 void wait_interruptibly(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
                         const Runtime& runtime, std::string_view during, const Holds& holds) {

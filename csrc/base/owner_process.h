@@ -1,4 +1,4 @@
-// Threads and locks do not survive fork(): what has them remembers which process opened it.
+// Remembers which process opened an object. Threads and locks do not survive fork().
 #pragma once
 
 #include <pthread.h>
@@ -11,8 +11,8 @@
 
 namespace torch_mesh {
 
-// Loading the model in the child is no way out: torch's OpenMP does not survive a fork either, and
-// its first parallel product would hang.
+// Loading the model in the forked child does not help: torch's OpenMP does not survive a fork
+// either, and its first parallel product would hang.
 inline constexpr const char* kSpawnInstead =
     "start the child with the spawn method, as multiprocessing.get_context('spawn') does, and load "
     "the model there";
@@ -24,15 +24,15 @@ inline constexpr const char* kSpawnInstead =
                   kSpawnInstead);
 }
 
-// Asked several times in every forward, so it counts forks: getpid() is a system call, up to a
-// microsecond each in a virtual machine.
+// forked() is called several times in every forward, so it compares a count of forks: getpid() is a
+// system call, up to a microsecond each in a virtual machine.
 class OwnerProcess {
  public:
   OwnerProcess() : forks_(forks()) {}
   bool forked() const { return forks() != forks_; }
 
-  // Throws Error(kForked) in a child. To be called before any lock is taken: one that another
-  // thread held at the fork is never released in the child.
+  // Throws Error(kForked) in a child. Call it before taking any lock: one that another thread held
+  // at the fork is never released in the child.
   void check(const char* what) const {
     if (forked()) throw_forked(what);
   }
@@ -44,7 +44,7 @@ class OwnerProcess {
     return count_.load(std::memory_order_relaxed);
   }
 
-  static inline std::atomic<uint32_t> count_{0};  // by which this process is away from the first
+  static inline std::atomic<uint32_t> count_{0};  // forks between the first process and this one
   uint32_t forks_;
 };
 

@@ -1,13 +1,13 @@
-// What the engine takes from its embedder. The bindings hand in torch's thread pool, its
-// brgemm and Python's signal check; the engine's own tests hand in std::thread and nothing else.
+// Functions that the engine takes from its embedder. The bindings pass torch's thread pool, its
+// brgemm and Python's signal check; the engine's own tests pass std::thread and nothing else.
 #pragma once
 
 #include <cstdint>
 
 namespace torch_mesh {
 
-// That compute one call. A team that the system has no threads for ends the process: OpenMP knows
-// no error.
+// The most threads that compute one call. OpenMP terminates the process if the system has no
+// threads left for a team.
 inline constexpr int32_t kMaxThreads = 1024;
 
 // body(context, begin, end) is called on disjoint ranges that cover [0, count), from any thread.
@@ -17,8 +17,8 @@ struct Runtime {
   // Runs body over [0, count) on `threads` threads at most and returns when all of it is done.
   void (*parallel_for)(int64_t count, int32_t threads, ParallelBody body, void* context) = nullptr;
 
-  // Calls wait(context) on this thread, and lets the others of a team of so many sleep until it has
-  // returned, where they would spin for work of parallel_for. nullptr: they sleep anyhow.
+  // Calls wait(context) on this thread. Until it returns, the other threads of a team of `threads`
+  // sleep instead of spinning for work of parallel_for. nullptr: they sleep anyway.
   void (*wait_asleep)(int32_t threads, void (*wait)(void* context), void* context) = nullptr;
 
   // C[m][n] (ldc) = A[m][k] (lda) · B, B in 64-column panels as packed (VNNI order, ldb = 64).
@@ -30,14 +30,14 @@ struct Runtime {
   // Ends a thread's run of gemm calls (AMX tile state).
   void (*gemm_release)() = nullptr;
 
-  // Of the rows of a decode step: each is to have the bits that it has alone. So products of floats
-  // go neither to gemm nor to tiles, which add up in another order than those of one row, or a
-  // token that is verified would have other bits than one that is not. (Sums of integers are
-  // exact.)
+  // True for the rows of a decode step: each row gets the same bits as alone. So products of floats
+  // use neither gemm nor tiles, whose sums are in another order than those of one row. Otherwise a
+  // token that is verified would get other bits than one that is not. (Sums of integers are exact.)
   bool few_rows = false;
 
-  // True when the caller should stop waiting (a pending Ctrl-C). Called about ten times a second
-  // by a thread that waits, never by an I/O thread, and never with a lock held (base/interrupts.h).
+  // True when the caller should stop waiting (a pending Ctrl-C). A waiting thread calls it about
+  // ten times a second; an I/O thread never does. It is called without any lock held
+  // (base/interrupts.h).
   bool (*interrupted)() = nullptr;
 };
 

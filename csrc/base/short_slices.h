@@ -1,5 +1,5 @@
-// A thread that is woken takes a processor from one that computes only if it asks for a shorter
-// slice (Linux 6.12). Older kernels do without.
+// Asks the kernel for short time slices (Linux 6.12; no effect before). A thread that is woken
+// takes a processor from one that computes only if its slice is shorter.
 #pragma once
 
 #include <sys/syscall.h>
@@ -12,7 +12,7 @@ namespace torch_mesh {
 // For the calling thread. Threads that it makes inherit it.
 inline void ask_for_short_slices() {
   // The kernel's sched_attr in its first size; its header and that of glibc before 2.41 cannot both
-  // be had.
+  // be included.
   struct {
     uint32_t size, policy;
     uint64_t flags;

@@ -1,5 +1,6 @@
 // Threads made under this guard leave signals to the application's own threads: Python expects them
-// there, and a thread that only reads has no use for them. What a thread causes itself stays open.
+// there, and a thread that only reads has no use for them. Signals that a thread itself causes stay
+// unblocked.
 #pragma once
 
 #include <pthread.h>

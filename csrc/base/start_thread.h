@@ -1,4 +1,4 @@
-// Starting a thread of the engine's own.
+// Starts the engine's own threads.
 #pragma once
 
 #include <string>
@@ -12,8 +12,8 @@
 
 namespace torch_mesh {
 
-// Runs `body` on a new thread, which leaves signals to the application's. Throws Error(kMemory),
-// which names `which` thread, where the system has none left, and std::bad_alloc.
+// Runs `body` on a new thread, which leaves signals to the application's threads. Throws
+// Error(kMemory), which names `which` thread, if the system has none left, and std::bad_alloc.
 template <typename Body>
 std::thread start_thread(std::string_view which, Body body) {
   const SignalsBlocked guard;

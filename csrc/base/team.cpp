@@ -19,26 +19,27 @@
 namespace torch_mesh {
 namespace {
 
-constexpr uint32_t kTaken = 1u << 31;                           // by a caller
-constexpr uint32_t kSleeps = 1u << 30;                          // the caller, until all have left
-constexpr uint32_t kSeat = 1u << 15, kSeats = kSleeps - kSeat;  // that are free
+constexpr uint32_t kTaken = 1u << 31;                           // a caller has it
+constexpr uint32_t kSleeps = 1u << 30;                          // the caller sleeps until all leave
+constexpr uint32_t kSeat = 1u << 15, kSeats = kSleeps - kSeat;  // free seats
 constexpr uint32_t kInside = kSeat - 1;                         // threads that run parts
 static_assert(kMaxThreads <= static_cast<int32_t>(kInside));
 
-// From one region to the next of a decode step, most of the time. Waking a thread takes tens of
+// Usually covers the gap between two regions of a decode step. Waking a thread takes tens of
 // microseconds in a virtual machine.
 constexpr std::chrono::microseconds kSpin{500};
-// For the rest of a part that another thread computes.
+// How long a caller spins for parts that other threads compute, before it sleeps.
 constexpr std::chrono::microseconds kSpinForOthers{20};
 // How long a thread that was descheduled does not spin.
 constexpr std::chrono::milliseconds kModest{50};
 
-// Ranges that a thread takes at a time: a few, so that one that loses its core holds up little.
+// A region is divided into so many ranges per thread, and a thread takes one at a time. So a thread
+// that loses its core holds up little.
 constexpr int64_t kRangesPerThread = 8;
 
 thread_local bool inside_region = false;
 
-// Sleeps while `word` is `value`, if it is; may return early.
+// Sleeps while `word` equals `value`; may return early.
 void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
@@ -57,7 +58,7 @@ void pause() {
 #endif
 }
 
-// done() or not, after at most `patience`.
+// Spins until done(), for at most `patience`. Returns done().
 template <typename Done>
 bool spin_until(const Done& done, std::chrono::nanoseconds patience) {
   using Clock = std::chrono::steady_clock;
@@ -112,7 +113,7 @@ void Team::Region::close() {
   state.fetch_and(kTaken | kInside, std::memory_order_relaxed);
   const auto empty = [this] { return (state.load(std::memory_order_acquire) & kInside) == 0; };
   if (spin_until(empty, kSpinForOthers)) return;
-  // Asleep, it leaves its core to the threads that it waits for.
+  // The caller sleeps, so that the threads that it waits for can use its core.
   uint32_t seen = state.fetch_or(kSleeps, std::memory_order_acquire) | kSleeps;
   while ((seen & kInside) != 0) {
     sleep_on(state, seen);
@@ -219,8 +220,8 @@ void Team::make_threads(int32_t wanted) {
   }
   const std::lock_guard<std::mutex> lock(making_);
   try {
-    members_.reserve(
-        static_cast<size_t>(wanted));  // or a thread that has no place ends the process
+    // If push_back() threw, destroying the running thread would terminate the process.
+    members_.reserve(static_cast<size_t>(wanted));
     while (std::ssize(members_) < wanted) {
       const auto thread = static_cast<int32_t>(std::ssize(members_));
       members_.push_back(start_thread("a thread that computes", [this, thread] { work(thread); }));

@@ -1,9 +1,10 @@
-// Threads that compute beside the one that calls, for a machine that does other things too.
+// Threads that run parallel loops together with the caller, on a machine that is busy with other
+// processes too.
 //
-// A region ends when its work is done, not when all threads have arrived: a thread whose core is
-// busy elsewhere comes late, or never, and the others do its share. Only a part that a thread has
-// begun is waited for. Idle threads spin for microseconds and then sleep; where other processes
-// want the cores they sleep at once.
+// A region, one such loop, ends when its work is done, not when all threads have arrived. A thread
+// whose core is busy elsewhere comes late, or never, and the others do its part. The caller waits
+// only for ranges that a thread has begun. Idle threads spin for microseconds and then sleep; if
+// other processes want the cores, they sleep at once.
 #pragma once
 
 #include <array>
@@ -19,9 +20,9 @@
 
 namespace torch_mesh {
 
-// How many threads take part in a region: one less after a region whose caller waited for others
-// longer than the work explains, and one more each time that this has gone well for a while.
-// Any number of threads may call at a time.
+// The number of threads that take part in a region. It falls by one after a region whose caller
+// waited for others longer than the work explains. It rises by one each time that there was no such
+// region for a while. Any number of threads may call at a time.
 class ThreadLimit {
  public:
   using Time = std::chrono::steady_clock::time_point;
@@ -30,9 +31,10 @@ class ThreadLimit {
 
   explicit ThreadLimit(std::chrono::nanoseconds late = kLate) : late_(late) {}
 
-  // Of a region that begins now, the caller among them.
+  // The number for a region that begins now, the caller included.
   int32_t at(Time now);
-  // A region of so many threads has ended; its caller had nothing left to do when it was `done`.
+  // Reports that a region of `threads` threads has ended. At `done` its caller had nothing left to
+  // do.
   void note(int32_t threads, Time begun, Time done, Time ended);
 
  private:
@@ -49,20 +51,20 @@ class Team {
   Team& operator=(const Team&) = delete;
 
   // Runs body(context, begin, end) on disjoint ranges that cover [0, count), on this thread and up
-  // to `threads` - 1 others, and returns when all have ended. From within a region it stays on the
-  // calling thread. Any number of threads may call at a time. The first exception of a body is
-  // thrown here; ranges that had not begun by then may be left out. Threads that cannot be made
-  // are done without.
+  // to `threads` - 1 others, and returns when all have ended. Called from within a region, it runs
+  // on the calling thread alone. Any number of threads may call at a time. The first exception of a
+  // body is thrown here; ranges that had not begun by then may be left out. If the system refuses
+  // threads, it runs with fewer.
   void parallel_for(int64_t count, int32_t threads, ParallelBody body, void* context);
 
-  // Those made so far, beside the callers.
+  // The threads made so far, callers not included.
   int32_t threads() const { return made_.load(std::memory_order_relaxed); }
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  // Where a caller offers its work. `state` counts free seats and threads inside: who takes a seat
-  // is inside, and the caller stays until all have left.
+  // A loop that a caller offers to the other threads. `state` counts free seats and threads inside.
+  // A thread that takes a seat is inside, and the caller stays until all have left.
   struct alignas(64) Region {
     std::atomic<uint32_t> state{0};
     ParallelBody body = nullptr;
