@@ -1,5 +1,5 @@
-// The concept that carries out one chunk at a time. Everything a Reader promises (order, repeats,
-// reports) stands above it, so a backend knows neither requests nor retries.
+// A backend carries out the reads of chunks. All that a Reader promises (order, repeats, reports)
+// is above it, so a backend knows neither requests nor retries.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@
 
 namespace torch_mesh {
 
-// `chunk` is below the depth that the backend was made with and names one chunk until it completes.
+// `chunk` names a chunk until it completes; it is below the depth that the backend was made with.
 struct ChunkRead {
   int32_t chunk;
   int32_t file;
@@ -32,33 +32,33 @@ struct ChunkResult {
 // All members but wake() are called on the reader's I/O thread.
 class Backend {
  public:
-  // After stop(), or when start() threw: gives back what start() had taken by then.
+  // Called after stop(), or when start() threw: gives back what start() had taken by then.
   virtual ~Backend() = default;
 
   // Throws Error(kInvalid) when this backend cannot work here, with the reason.
   virtual void start() {}
-  // Takes a chunk over without waiting for it. At most capacity() are under way at a time.
+  // Begins the read of a chunk, without waiting for it. At most capacity() are under way at a time.
   virtual void submit(const ChunkRead& read) = 0;
-  // Completed chunks, as many as fit into `results`. Returns early, perhaps with none, on wake()
-  // and when the time is over.
+  // Waits for completed chunks, as many as fit into `results`, and returns how many. Returns early,
+  // perhaps with none, on wake() and when the time is over.
   virtual int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) = 0;
   // From any thread: ends the current wait(), or the next one if none is under way.
   virtual void wake() = 0;
-  // Memory that reads may go into from now on (`attached`) or no more: a backend that pins memory
-  // pins it, or lets go of it. Nothing may be under way into it. Must not throw: a note that there
-  // is no memory for is lost.
+  // Reads may go into this memory from now on (`attached`), or no more: a backend that pins memory
+  // pins or unpins it. No read into it may be under way. Must not throw: a note is lost if there is
+  // no memory for it.
   virtual void change_buffer(const MemoryRegion& buffer, bool attached) {
     (void)buffer, (void)attached;
   }
-  // The reader closes, and waits for what is under way. A backend that waits for others, and not
-  // for the kernel, ends it now. May be called again.
+  // The reader closes, and waits for the reads under way. A backend whose reads wait for another
+  // process ends them now. May be called again.
   virtual void cancel() {}
-  // Gives everything back; nothing may be under way. May be called again.
+  // Gives everything back; no read may be under way. May be called again.
   virtual void stop() {}
 
   virtual const char* name() const = 0;
   virtual int32_t capacity() const = 0;
-  // What was tried and fell back from, in words.
+  // Messages about fallbacks: what was tried and could not be used.
   virtual std::vector<std::string> notes() const { return {}; }
 };
 

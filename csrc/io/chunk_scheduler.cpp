@@ -11,13 +11,13 @@ namespace {
 
 // Requests that fit before the tables grow: more than a forward of the largest models asks for.
 constexpr size_t kReservedRequests = 4096;
-// Attempts in a row that bring nothing: a kernel that keeps saying EAGAIN, or a file cut off within
-// a block, must end in an error and not in a loop.
+// Limits of attempts in a row without progress. A kernel that keeps saying EAGAIN, or a file cut
+// off within a block, must end in an error and not in a loop.
 constexpr int32_t kMaxInterruptions = 1000;
 constexpr int32_t kMaxShortStalls = 8;
-// Reads that are under way together share the disk and end together, and all that they bring is
-// computed after the last. So many bytes keep a disk of 28 GB/s busy for 0.2 ms, as long as its
-// answer takes; more only delay the first record.
+// Reads under way together share the disk and end together, and all their records are computed
+// after the last. So many bytes keep a disk of 28 GB/s busy for 0.2 ms, which is its latency; more
+// only delay the first record.
 constexpr int64_t kMaxBytesUnderWay = 6 << 20;
 
 }  // namespace
@@ -183,7 +183,8 @@ void ChunkScheduler::complete(int32_t index, int64_t result) {
     ++stats_.retries;
     if (unwanted(chunk)) fail(index, ECANCELED);
   } else {
-    // ENODATA is how the block layer names a medium error; to our callers it is the file's end.
+    // The block layer reports a medium error as ENODATA, which to our callers means the end of the
+    // file.
     fail(index, error == ENODATA ? EIO : error);
   }
 }
@@ -221,8 +222,8 @@ void ChunkScheduler::advance(int32_t index, int64_t bytes) {
   const bool progress = landed > chunk.landed;
   chunk.landed = std::max(chunk.landed, landed);
   chunk.stalls = progress ? 0 : chunk.stalls + 1;
-  // Direct I/O refuses to go on from the middle of a block, so that block is read again. A file
-  // that ends within it brings the same bytes each time.
+  // Direct I/O cannot go on from the middle of a block, so that block is read again. If the file
+  // ends within it, each attempt returns the same bytes.
   chunk.resume = chunk.landed / alignment_ * alignment_;
   if (bytes == 0 || chunk.stalls > kMaxShortStalls) {
     fail(index, ENODATA);
@@ -258,7 +259,7 @@ void ChunkScheduler::release(int32_t index) {
   finish_if_complete(chunk.request);
 }
 
-// What is not cut yet will not be read: the request has failed or the reader closes.
+// Drops the bytes that are not cut into chunks yet: the request has failed or the reader closes.
 void ChunkScheduler::stop_cutting(int32_t index) {
   Request& request = requests_[index];
   if (request.state != RequestState::kQueued) return;
@@ -268,8 +269,8 @@ void ChunkScheduler::stop_cutting(int32_t index) {
   record_error(request, ECANCELED, rest.file, rest.offset + request.cut_offset);
 }
 
-// A failed request is reported only when its last chunk is back: the caller may then reuse the
-// buffer.
+// A failed request is reported only when its last chunk has returned, since the caller may then
+// reuse the buffer.
 void ChunkScheduler::finish_if_complete(int32_t index) {
   Request& request = requests_[index];
   if (request.state != RequestState::kCut || request.chunks > 0) return;

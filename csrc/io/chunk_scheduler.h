@@ -1,5 +1,6 @@
-// What a reader does next, as plain data: requests in, chunks out, completions in, reports out. No
-// threads, no clocks, no system calls, so that every order of events can be tried in a test.
+// The scheduling of a reader, as plain data: requests in, chunks out, completions in, reports out.
+// It has no threads and makes no system calls, so that a test can try every order of events. Of the
+// clock it takes only the times in reports.
 #pragma once
 
 #include <algorithm>
@@ -18,21 +19,21 @@ class ChunkScheduler {
  public:
   ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment, int32_t retries);
 
-  void add(const ReadRequest& request);  // std::bad_alloc leaves all as it was
+  void add(const ReadRequest& request);  // std::bad_alloc changes nothing
   void raise_priority(uint64_t tag);
-  // Nothing is started any more; requests that lack chunks finish with ECANCELED once those under
-  // way are back.
+  // Starts no more chunks. Requests that lack chunks finish with ECANCELED once those under way
+  // have returned.
   void cancel();
 
-  // The chunk to start now: repeats before new chunks, in the order of Urgency, first come first.
-  // None when `depth` are under way or nothing waits.
+  // The chunk to start now, in the order of Urgency; within one, repeats before new chunks, first
+  // come first. None when `depth` chunks or the limit of bytes are under way, or nothing waits.
   std::optional<ChunkRead> next();
   // `result` is a number of bytes or a negative errno.
   void complete(int32_t chunk, int64_t result);
   // The next finished request, in order of completion.
   std::optional<ReadResult> take_finished();
 
-  // Nothing waits, is under way or is left to be taken.
+  // Whether nothing waits, is under way or is left to be taken.
   bool idle() const { return live_ == 0; }
   const ReaderStats& stats() const { return stats_; }
 
@@ -40,7 +41,7 @@ class ChunkScheduler {
   enum class RequestState : uint8_t {
     kFree,
     kQueued,    // in the queue of its urgency, with bytes not cut into chunks yet
-    kCut,       // all chunks cut, or none to be cut any more; some are not back
+    kCut,       // all chunks cut, or no more to be cut; some have not returned
     kFinished,  // in the finished queue
   };
   enum class ChunkState : uint8_t {
@@ -54,7 +55,7 @@ class ChunkScheduler {
     ReadResult result;       // with its first error
     int32_t cut_piece = 0;   // the next bytes to cut
     int64_t cut_offset = 0;  // within that piece
-    int32_t chunks = 0;      // cut and not back
+    int32_t chunks = 0;      // cut and not returned
   };
   struct Chunk {
     ChunkState state;
@@ -71,9 +72,10 @@ class ChunkScheduler {
   };
   IndexList& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
 
-  // What is under way cannot be overtaken, and shares the disk with what begins after it. So a
-  // prediction begins beside the last demand reads, which it then slows down little, and few
-  // predictions are in the way of the next ones.
+  // Whether a prefetch chunk may start. A chunk under way cannot be overtaken, and shares the disk
+  // with those that begin after it. So a prefetch begins only beside the last demand reads, which
+  // it slows down little. Few are under way at a time, so that they delay the next demand reads
+  // little.
   bool room_for_prefetch() const;
   int32_t under_way() const;
   int32_t ready_chunk(Urgency urgency) const;

@@ -35,7 +35,7 @@ int open_repeating(const File& file, int flags) {
   }
 }
 
-// What the file system asks of direct I/O; 0 when it does not say.
+// The alignment that the file system asks of direct I/O; 0 when it does not say.
 int64_t reported_alignment([[maybe_unused]] int descriptor) {
 #ifdef STATX_DIOALIGN
   struct statx status;
@@ -47,7 +47,7 @@ int64_t reported_alignment([[maybe_unused]] int descriptor) {
   return 0;
 }
 
-// Some file systems let O_DIRECT pass at open and refuse the reads: one read tells.
+// Some file systems accept O_DIRECT at open and refuse the reads, so one read is tried.
 bool direct_read_refused(int descriptor, int64_t alignment) {
   void* block = std::aligned_alloc(alignment, alignment);
   if (block == nullptr) throw Error(ErrorKind::kMemory, "no memory to probe direct I/O");
@@ -61,12 +61,13 @@ bool direct_read_refused(int descriptor, int64_t alignment) {
   return error == EINVAL || error == EOPNOTSUPP;
 }
 
-// What the kernel reads ahead at once, whatever the device: a longer advice it cuts off.
+// The most that the kernel reads ahead for one call, whatever the device. It cuts longer advice
+// off.
 constexpr int64_t kAdvised = 128 << 10;
-// The kernel drops no part of a folio.
+// The kernel drops only whole folios from the page cache.
 constexpr int64_t kMaxFolio = 2 << 20;
 
-// Before it is opened: to open a pipe is to wait for its writer.
+// Called before the file is opened, since opening a pipe waits for its writer.
 void check_kind(const File& file) {
   struct stat status;
   if (::stat(file.path.c_str(), &status) != 0) fail_to_open(file, errno, "cannot open");
@@ -140,7 +141,7 @@ void FileTable::open_one(const File& file, bool direct) {
   Descriptor opened(open_repeating(file, 0));
   if (opened.get() < 0) fail_to_open(file, errno, "cannot open");
   check_size(file, opened.get());
-  // Else a read at random brings as much again as the disk's read-ahead is set to.
+  // Otherwise each random read also reads as much as the disk's read-ahead is set to.
   posix_fadvise(opened.get(), 0, 0, POSIX_FADV_RANDOM);
   add(std::move(opened), true);
 }

@@ -1,4 +1,4 @@
-// The open files of a reader and what direct I/O asks of them.
+// The open files of a reader, and the alignment that direct I/O asks of them.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,17 @@ namespace torch_mesh {
 class FileTable {
  public:
   // Throws Error(kRead) for a file that cannot be opened or has shrunk, Error(kInvalid) for one
-  // that is no file or has a negative size. Files are read through the page
-  // cache unless `direct` asks for O_DIRECT and the file system takes it; notes() says so.
+  // that is no file or has a negative size. Files are read through the page cache unless `direct`
+  // asks for O_DIRECT and the file system takes it; notes() says so.
   FileTable(std::span<const File> files, bool direct);
 
   std::span<const int> descriptors() const { return descriptors_; }
-  // Of offsets, lengths and memory; 1 when every file is read through the page cache.
+  // The alignment of offsets, lengths and memory; 1 when every file is read through the page cache.
   int64_t alignment() const { return alignment_; }
   // Whether some file is read through the page cache.
   bool buffered() const;
-  // Of files that are: it reads these bytes ahead, or drops them. Advice, from any thread.
+  // Advise the page cache to read these bytes ahead, or to drop them; without effect on files that
+  // are read directly. From any thread.
   void will_need(const Extent& extent) const;
   void forget(const Extent& extent) const;
   const std::vector<std::string>& notes() const { return notes_; }

@@ -26,7 +26,7 @@ namespace torch_mesh {
 
 namespace {
 
-// A lost wake-up would cost this much and not the process.
+// The longest wait, so that a lost wake-up costs this much and does not hang the process.
 constexpr std::chrono::microseconds kMaxWait{500'000};
 constexpr size_t kReservedMessages = 4096;
 constexpr int64_t kChunkUnit = 4096;
@@ -38,8 +38,8 @@ struct BufferChange {
   Reader::Then then;
 };
 
-// All that the I/O thread touches. Separate from the Reader so that a forked child, in which that
-// thread does not exist, can leave it behind as a whole.
+// The I/O thread and all that it touches. Separate from the Reader so that a forked child, in which
+// that thread does not exist, can leak it as a whole.
 class IoLoop {
  public:
   IoLoop(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
@@ -57,7 +57,7 @@ class IoLoop {
     thread_.join();
   }
 
-  // Throws what the backend's start() threw.
+  // Waits until the backend's start() has returned, and throws what it threw.
   void wait_until_started() {
     std::unique_lock lock(mutex_);
     life_changed_.wait(lock, [this] { return life_ != Life::kStarting; });
@@ -90,7 +90,7 @@ class IoLoop {
     flush();
   }
 
-  // A backend that has stopped still takes a wake-up.
+  // The backend may have stopped by then: it still accepts a wake-up.
   void flush() {
     {
       const std::lock_guard lock(mutex_);
@@ -154,8 +154,9 @@ class IoLoop {
     pthread_setname_np(pthread_self(), "mesh-io");
     try {
       backend_->start();
-      // A read that a forward asks for would else begin when the forward has run out of work.
-      ask_for_short_slices();  // after it: threads of a backend that copies are not to have them
+      // Otherwise a read that a forward asks for would begin only when the forward has run out of
+      // work.
+      ask_for_short_slices();  // after start(): the backend's own threads must not inherit them
     } catch (...) {
       const std::lock_guard lock(mutex_);
       start_error_ = std::current_exception();
@@ -168,7 +169,8 @@ class IoLoop {
     for (;;) {
       const bool closing = take_messages();
       start_chunks();
-      // After the reads, which forwards may wait for: the call takes as long as it has pages.
+      // After the reads have begun, since forwards may wait for them: the time of this call grows
+      // with the number of pages.
       for (const Extent& extent : taken_.predicted) files_->will_need(extent);
       taken_.predicted.clear();
       report_finished();
@@ -183,7 +185,8 @@ class IoLoop {
     set_life(Life::kClosed);
   }
 
-  // True when the reader closes. Shows the statistics before the requests in them are reported.
+  // Returns whether the reader closes. Publishes the statistics before the requests in them are
+  // reported.
   bool take_messages() {
     bool closing;
     {
@@ -206,14 +209,14 @@ class IoLoop {
     return closing;
   }
 
-  // False when something has arrived without a wake-up to follow.
+  // False when messages have arrived for which no wake-up will follow.
   bool may_sleep() {
     const std::lock_guard lock(mutex_);
     awake_ = !inbox_.empty();
     return !awake_;
   }
 
-  // What this thread throws ends the process.
+  // Reports lack of memory as a failed read: an exception on this thread terminates the process.
   void add(const ReadRequest& request) {
     try {
       scheduler_.add(request);
@@ -229,7 +232,7 @@ class IoLoop {
     change.then();
   }
 
-  // Where there is no memory for them the earlier ones stay.
+  // If there is no memory for the notes, the earlier ones stay.
   void copy_notes() {
     try {
       std::vector<std::string> notes = backend_->notes();
@@ -251,7 +254,7 @@ class IoLoop {
   const std::unique_ptr<Backend> backend_;
   const Reader::Done done_;
 
-  // Of the I/O thread alone.
+  // Used by the I/O thread alone.
   ChunkScheduler scheduler_;
   std::vector<ChunkResult> results_;
   Messages taken_;
@@ -262,7 +265,7 @@ class IoLoop {
   std::exception_ptr start_error_;
   std::vector<std::string> notes_;  // the backend's
   Messages inbox_;
-  bool awake_ = true;  // the I/O thread, or it is about to be: it looks into the inbox
+  bool awake_ = true;  // the I/O thread is, or will be: it looks into the inbox
   ReaderStats stats_{};
 
   std::thread thread_;
@@ -282,8 +285,8 @@ class EngineReader final : public Reader {
   }
 
   ~EngineReader() override {
-    // The I/O thread did not come along into the child, and at the moment of the fork it may have
-    // held the lock: nothing in there can be waited for or freed. Leaked on purpose.
+    // The I/O thread does not exist in the child, and may have held the lock at the fork. So
+    // nothing of the loop can be waited for or freed: it is leaked on purpose.
     if (forked()) static_cast<void>(loop_.release());
   }
 

@@ -1,9 +1,9 @@
-// Reads from NVMe behind one interface, whatever carries them out.
+// Reads from NVMe, through one interface for all backends.
 //
-// A Reader owns one I/O thread. It cuts requests into chunks, keeps a bounded number of them under
-// way, takes demand chunks before those of a window and both before prefetch chunks, continues
-// short reads, repeats what is worth repeating and reports each request exactly once. What differs
-// between io_uring and a pool of preadv threads is only the Backend that carries out one chunk.
+// A Reader owns one I/O thread. It cuts requests into chunks and keeps a bounded number of them
+// under way: demand chunks first, then those of a window, then prefetch chunks. It continues short
+// reads, repeats what is worth repeating and reports each request exactly once. io_uring and a pool
+// of pread threads differ only in the Backend, which carries out one chunk.
 #pragma once
 
 #include <array>
@@ -22,9 +22,9 @@
 
 namespace torch_mesh {
 
-// One contiguous read. With direct I/O file offset, bytes and memory are multiples of the reader's
-// alignment(), so a piece is the aligned superset of what is wanted; `needed` is how many of its
-// bytes must be there (the last block of a file may end early).
+// One contiguous read. With direct I/O, file offset, bytes and memory are multiples of the reader's
+// alignment(), so a piece is the aligned superset of the bytes wanted. `needed` is how many of its
+// bytes must be there, since the last block of a file may end early.
 struct Piece {
   Extent from;
   int64_t needed;
@@ -44,7 +44,7 @@ struct ReadRequest {
 
 struct ReadResult {
   uint64_t tag = 0;
-  int error = 0;  // or an errno; ENODATA: the file ended before `needed` bytes
+  int error = 0;  // 0 or an errno; ENODATA: the file ended before `needed` bytes
   int32_t file = 0;
   int64_t offset = 0;                                // where it failed
   std::chrono::steady_clock::time_point begun = {};  // its first chunk; unset: never
@@ -59,7 +59,7 @@ struct MemoryRegion {
 class Backend;
 class FileTable;
 
-// Puts something between a reader and its backend.
+// Puts another backend between a reader and its own.
 using Interpose = std::function<std::unique_ptr<Backend>(std::unique_ptr<Backend>,
                                                          std::shared_ptr<const FileTable>)>;
 
@@ -73,8 +73,8 @@ struct ReaderOptions {
   Interpose interpose = nullptr;  // for tests
 };
 
-// A prefetch begins where fewer bytes than these and less than a quarter of the depth are under
-// way. Two MiB keep a disk of 7 GB/s busy, and delay what is needed next by little.
+// A prefetch chunk starts while fewer bytes than these, and fewer chunks than a quarter of the
+// depth, are under way. 2 MiB keep a disk of 7 GB/s busy, and delay the next demand read little.
 inline constexpr int64_t kMaxBytesBesidePrefetch = 2 << 20;
 
 struct ReaderStats {
@@ -93,51 +93,53 @@ class Reader {
 
   virtual ~Reader() = default;  // lets what is under way complete, drops what was not started
 
-  // From any thread; never waits for the disk, and begins with flush(). All requests or, when it
-  // throws, none: Error(kClosed) after close().
+  // Queues the requests, whose reads begin with flush(). From any thread; never waits for the disk.
+  // Queues all of them or, when it throws, none: Error(kClosed) after close().
   virtual void submit(std::span<const ReadRequest> requests) = 0;
-  // The read `tag` becomes a demand read with flush(). Unknown tags are ignored.
+  // Makes the read `tag` a demand read, with flush(). Unknown tags are ignored.
   virtual void raise_priority(uint64_t tag) = 0;
-  // Wakes the I/O thread if it sleeps and there is something to do: a system call, for which a
-  // caller had better hold no lock.
+  // Wakes the I/O thread if it sleeps and there is something to do. This is a system call: callers
+  // should hold no lock.
   virtual void flush() = 0;
-  // Memory that requests read into has come, or goes: a ring that pins its buffers lets go of the
-  // pages, which nothing else could take away. Carried out on the I/O thread, which then calls
-  // `then`, once; as `Done`, it must not throw. Nothing may be under way into the buffer. Throws
+  // Add or remove memory that requests read into. A ring pins the pages of its buffers, so they can
+  // be freed only once the buffer is unregistered. Carried out on the I/O thread, which then calls
+  // `then`, once; like `Done`, it must not throw. No read into the buffer may be under way. Throws
   // Error(kClosed) after close().
   using Then = std::function<void()>;
   virtual void register_buffer(const MemoryRegion& buffer, Then then) = 0;
   virtual void unregister_buffer(const MemoryRegion& buffer, Then then) = 0;
-  // Refuses new requests, reports what was not started as ECANCELED, waits for what is under way.
+  // Refuses new requests, reports those not started as ECANCELED, and waits for reads under way.
   virtual void close() = 0;
 
-  // Whether files are read through the page cache, which may then hold what the pool does not.
+  // Whether files are read through the page cache, which may then hold records that the pool does
+  // not.
   virtual bool buffered() const = 0;
-  // Of such files: the page cache reads this ahead, with flush(). Advice, which may be lost.
+  // For such files: advises the page cache to read this ahead, with flush(). The advice may be
+  // lost.
   virtual void will_need(const Extent& extent) = 0;
-  // The page cache drops this, so that the next read is one of the disk.
+  // Drops this from the page cache, so that the next read is one of the disk.
   virtual void forget(const Extent& extent) = 0;
 
   virtual ReaderStats stats() const = 0;
   virtual const char* backend() const = 0;             // "uring", "threads", "shared"
   virtual int64_t alignment() const = 0;               // of offsets, lengths and memory, in bytes
-  virtual std::vector<std::string> notes() const = 0;  // what was tried and fell back, in words
+  virtual std::vector<std::string> notes() const = 0;  // messages about fallbacks
 };
 
-// `buffers` is memory that requests will read into; registered with io_uring where the memlock
-// limit allows it. Throws Error(kRead) for a file that cannot be opened, Error(kInvalid) for a
-// backend that is unknown or cannot work here (the message says why: seccomp, sysctl, not built
-// in).
+// Opens a reader. `buffers` is memory that requests will read into; it is registered with io_uring
+// if the memlock limit allows it. Throws Error(kRead) for a file that cannot be opened,
+// Error(kInvalid) for a backend that is unknown or cannot work here (the message says why: seccomp,
+// sysctl, not built in).
 std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                                     std::span<const MemoryRegion> buffers, Reader::Done done);
 
-// Requests carried out by `backend`, whose chunks are options.chunk_bytes. `files` has those that
+// Opens a reader over `backend`, in chunks of options.chunk_bytes. `files` has the files that
 // requests name.
 std::unique_ptr<Reader> open_reader_over(std::unique_ptr<Backend> backend,
                                          const ReaderOptions& options,
                                          std::shared_ptr<const FileTable> files, Reader::Done done);
 
-// What O_DIRECT on this file wants offsets, lengths and memory to be multiples of; 0 if the file
+// The alignment of offsets, lengths and memory that O_DIRECT asks for on this file; 0 if the file
 // system does not say, -1 if it refuses O_DIRECT. Throws Error(kRead) for a file that cannot be
 // opened.
 int64_t direct_io_alignment(const std::string& path);

@@ -1,5 +1,5 @@
-// A pool of threads, each in pread with one chunk: for containers that forbid io_uring and machines
-// without it.
+// A backend of threads that each read one chunk by pread: for containers that forbid io_uring and
+// machines without it.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -21,7 +21,8 @@ namespace {
 
 class ThreadsBackend final : public Backend {
  public:
-  // More chunks than threads would queue here, where demand could not overtake prefetch.
+  // Takes no more chunks than there are threads: others would queue here, where demand could not
+  // overtake prefetch.
   ThreadsBackend(std::shared_ptr<const FileTable> files, int32_t threads, int32_t depth)
       : files_(std::move(files)),
         capacity_(std::min(threads, depth)),

@@ -5,8 +5,8 @@
 
 namespace torch_mesh {
 
-// Of a read. kDemand: a forward waits for it. kWindow: sure to be needed, but not yet, and so
-// behind demand only, at full depth. kPrefetch: a prediction.
+// The urgency of a read. kDemand: a forward waits for it. kWindow: certain to be needed, but not
+// yet; after demand, at full depth. kPrefetch: a prediction.
 enum class Urgency : uint8_t { kDemand, kWindow, kPrefetch };
 
 inline constexpr std::array kUrgencies{Urgency::kDemand, Urgency::kWindow, Urgency::kPrefetch};

@@ -45,14 +45,14 @@ constexpr size_t kMaxBuffer = size_t{1} << 30;
 constexpr size_t kMaxBuffers = 1 << 14;
 // The user data of the poll that wakes the ring; chunks are 0 and up.
 constexpr uint64_t kWakeUp = ~uint64_t{0};
-// How long to stay away from a ring that answers with an unexpected error.
+// The pause before a ring that answered with an unexpected error is asked again.
 constexpr std::chrono::microseconds kCoolDown{1000};
-// A request that does nothing comes back within microseconds.
+// The time limit of a request that does nothing, which returns within microseconds.
 constexpr std::chrono::seconds kMaxNop{5};
 
 constexpr const char* kSetup = "io_uring_setup";
 
-// Why there is no ring that works: the call that the kernel refused, and its errno.
+// Why no ring works here: the call that the kernel refused, and its errno.
 struct Refusal {
   std::string call;
   int error = 0;
@@ -70,7 +70,7 @@ std::string why_no_ring(const Refusal& refusal) {
     case ENOSYS:
       return "this kernel has no io_uring (" + reason + " from " + refusal.call + ")";
     case ENOMEM:
-      if (refusal.call != kSetup) break;  // that limit is of what a ring takes
+      if (refusal.call != kSetup) break;  // the memlock limit is for the setup
       return "no memory for a ring (" + reason + "): raise the memlock limit (ulimit -l)";
     case EMFILE:
     case ENFILE:
@@ -81,11 +81,11 @@ std::string why_no_ring(const Refusal& refusal) {
   return refusal.call + " failed (" + reason + ")";
 }
 
-// No memory for requests, or completions must be reaped first.
+// Errors that may pass: no memory for requests, or completions must be reaped first.
 bool may_pass(int error) { return error == EAGAIN || error == EBUSY || error == ENOMEM; }
 
-// 0 or a positive errno. A seccomp profile may let a ring be made that nothing can be put into:
-// reads in it would never end.
+// Passes a request that does nothing; returns 0 or a positive errno. A seccomp profile may allow
+// making a ring and forbid submitting to it: reads would never end.
 int pass_an_entry(io_uring* ring) {
   io_uring_prep_nop(io_uring_get_sqe(ring));
   const auto deadline = std::chrono::steady_clock::now() + kMaxNop;
@@ -107,7 +107,7 @@ int pass_an_entry(io_uring* ring) {
   return last;
 }
 
-// Each set of flags is tried on the kernel itself; versions tell little, because distributions
+// Tries each set of flags on the kernel itself: versions tell little, because distributions
 // backport.
 Refusal make_ring(unsigned entries, io_uring* ring) {
   constexpr std::array<unsigned, 3> kFlags = {
@@ -118,7 +118,7 @@ Refusal make_ring(unsigned entries, io_uring* ring) {
     if (error != EINVAL) break;  // the kernel knows these flags
   }
   if (error != 0) return {kSetup, error};
-  // Without it a wait with a time-out would be a request of its own.
+  // Without this feature a wait with a time-out would be a request of its own.
   if ((ring->features & IORING_FEAT_EXT_ARG) == 0) {
     io_uring_queue_exit(ring);
     return {kSetup, ENOSYS};
@@ -202,7 +202,7 @@ class UringBackend final : public Backend {
 
   void stop() override {
     if (!std::exchange(made_, false)) return;
-    // Done here and not by the exit, which gives the pages back some time later.
+    // Unregistered here, since io_uring_queue_exit() gives the pages back only some time later.
     if (buffers_registered_) io_uring_unregister_buffers(&ring_);
     if (files_registered_) io_uring_unregister_files(&ring_);
     io_uring_queue_exit(&ring_);
@@ -213,10 +213,10 @@ class UringBackend final : public Backend {
   std::vector<std::string> notes() const override { return notes_; }
 
  private:
-  // Of one buffer, while buffers_registered_.
+  // The state of one buffer, while buffers_registered_.
   enum class Registration : uint8_t {
     kUsed,
-    kStuck,  // the ring keeps pages that the pool has freed: not those that are there now
+    kStuck,  // the ring keeps pages that the pool has freed, and not the present ones
     kNone,
   };
 
@@ -248,23 +248,24 @@ class UringBackend final : public Backend {
                                                        static_cast<unsigned>(buffers_.size()));
     buffers_registered_ = error == 0;
     if (buffers_registered_) return;
-    // Both are the answer of a kernel whose limit of locked memory is too low.
+    // A kernel returns either when the limit of locked memory is too low.
     const bool locked = error == ENOMEM || error == EPERM;
     note("io_uring did not register ", bytes, " bytes of buffers (", std::strerror(error),
          "), so reads cost more CPU time",
          locked ? "; raise the memlock limit (ulimit -l, LimitMEMLOCK) above that size" : "");
   }
 
-  // Each buffer keeps its index, with nothing behind it while it is not registered.
+  // A buffer keeps its index, which is empty while the buffer is not registered.
   void change(size_t index, bool attached) {
     const iovec buffer = attached ? buffers_[index] : iovec{.iov_base = nullptr, .iov_len = 0};
-    // Counts what it changed. Without tags it is what IORING_REGISTER_BUFFERS_UPDATE does.
+    // Returns how many buffers it changed. Without tags it does what IORING_REGISTER_BUFFERS_UPDATE
+    // does.
     const __u64 no_tag = 0;
     const int changed = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(index),
                                                              &buffer, &no_tag, 1);
     if (changed == 1) {
       registrations_[index] = attached ? Registration::kUsed : Registration::kNone;
-    } else if (attached) {  // and it is read into as other memory is
+    } else if (attached) {  // reads go on as into memory that is not registered
       note("io_uring did not register ", buffers_[index].iov_len,
            " bytes that have come back to the pool (", strerror(-changed),
            "), so reads into them cost more CPU time");
@@ -277,10 +278,10 @@ class UringBackend final : public Backend {
     }
   }
 
-  // For kernels that cannot take one buffer out (before 5.13): no page may stay pinned that the
-  // pool has freed.
+  // For kernels that cannot unregister one buffer (before 5.13): no page that the pool has freed
+  // may stay pinned.
   void unregister_all(int error) {
-    // What is prepared names its buffer by index, so it goes before the indices do.
+    // Prepared reads name their buffer by index, so they are submitted before the indices go.
     while (io_uring_sq_ready(&ring_) > 0 && io_uring_submit(&ring_) < 0) {
       ::usleep(static_cast<useconds_t>(kCoolDown.count()));
     }
@@ -290,7 +291,8 @@ class UringBackend final : public Backend {
          "), so all were when the pool shrank, and reads cost more CPU time");
   }
 
-  // A note that there is no memory for is lost: nothing that it is about may end half-way.
+  // A note is lost if there is no memory for it, so that the operation it describes is not
+  // interrupted.
   template <typename... Parts>
   void note(const Parts&... parts) {
     try {
@@ -316,16 +318,16 @@ class UringBackend final : public Backend {
     return inside && registrations_[index] == Registration::kUsed ? index : -1;
   }
 
-  // A poll and not a read: it leaves no buffer of ours with the kernel when the ring is taken down.
+  // A poll and not a read, so that the kernel holds no buffer of ours when the ring is taken down.
   void arm_wake_up() {
     io_uring_sqe* entry = io_uring_get_sqe(&ring_);
     io_uring_prep_poll_add(entry, wake_up_.get(), POLLIN);
     io_uring_sqe_set_data64(entry, kWakeUp);
   }
 
-  // What was to be submitted stays in the queue for the next call. Nothing that is under way may be
-  // dropped, whatever the error, because its buffer would be reused: the ring is asked again,
-  // without burning a core, and the caller's own time-outs bound the damage.
+  // Entries that were not submitted stay in the queue for the next call. Reads under way may not be
+  // dropped, whatever the error, because their buffers would be reused. So the ring is asked again
+  // after a pause, and the caller's own time-outs limit the damage.
   void recover(int error) {
     if (error == 0 || error == ETIME || error == EINTR) return;
     if (io_uring_cq_ready(&ring_) == 0) ::usleep(static_cast<useconds_t>(kCoolDown.count()));
