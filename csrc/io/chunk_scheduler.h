@@ -1,6 +1,6 @@
 // The scheduling of a reader, as plain data: requests in, chunks out, completions in, reports out.
-// It has no threads and makes no system calls, so that a test can try every order of events. Of the
-// clock it takes only the times in reports.
+// It has no threads and makes no system calls, so that a test can try every order of events. It
+// reads the clock only for the times in reports.
 #pragma once
 
 #include <algorithm>

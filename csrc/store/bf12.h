@@ -1,9 +1,9 @@
-// Blocks of bf12: bf16 weights in 12.1 bits, every one of them as it was.
+// Blocks of bf12: bf16 weights in 12.1 bits, without loss.
 //
-// Few of the upper bytes of neighbouring weights differ: the sign and seven of the exponent's eight
-// bits. A tile of 64 x 64 weights has a table of 16 upper bytes, and a nibble for each weight that
-// names its own there. Lower bytes are as they are. A weight whose upper byte is not in the table
-// is an exception. A block is
+// A weight's upper byte is the sign and seven of the exponent's eight bits; neighbouring weights
+// have few different ones. A tile of 64 x 64 weights has a table of 16 upper bytes, and for each
+// weight a nibble, which is an index in this table, and the lower byte. A weight whose upper byte
+// is not in the table is an exception. A block is
 //   [tiles][16] tables | [tiles] uint32, where the tile's exceptions end | uint32 exceptions |
 //   [tiles] tiles
 // with room for 11 exceptions for each tile, which any tile may use. A tile is [32] rows of 192
@@ -12,8 +12,8 @@
 // are beside each other. Columns are in the order that interleaving the bytes of each 16 puts
 // right: 0-3, 16-19, 4-7, 20-23, 8-11, 24-27, 12-15, 28-31.
 //
-// An exception is  place << 8 | upper byte,  the place being that of this byte in the same tile of
-// bf16. They are in the order of places.
+// An exception is  place << 8 | upper byte. Its place is the offset of this byte in the same tile
+// of bf16. Exceptions are in the order of places.
 #pragma once
 
 #include <cstddef>
@@ -29,16 +29,16 @@ inline constexpr int32_t kBf12TileBytes = kBf12Rows * kBf12RowBytes;
 inline constexpr int32_t kBf12WordsBytes = kBf12Depth * 64 * 2;  // of a tile as bf16
 inline constexpr int32_t kBf12Names = 16;                        // in a table
 inline constexpr int32_t kBf12Exceptions = 11;                   // docs/decisions/0073-bf12.md
-// What a block's header has for each tile.
+// Bytes of a block's header for each tile.
 inline constexpr int32_t kBf12HeaderBytes = kBf12Names + 4 + kBf12Exceptions * 4;
 static_assert(kBf12HeaderBytes % 64 == 0);
 
-// Where the lower byte of a column's even k-value is in a row, which is followed by the odd one's.
+// The offset in a row of the lower byte of a column's even k-value. The odd one's follows it.
 constexpr int32_t bf12_place(int32_t column) {
   return column / 32 * 64 + column % 16 / 4 * 16 + column % 32 / 16 * 8 + column % 4 * 2;
 }
 
-// Where the parts of a block begin.
+// The parts of a block.
 template <typename Byte>
 struct Bf12Block {
   Byte* block;
@@ -56,7 +56,7 @@ struct Bf12Block {
     __builtin_memcpy(&value, at, sizeof(value));
     return value;
   }
-  // The tile's exceptions are [first, last): some that there are, even in a damaged record.
+  // The tile's exceptions are [first, last), which are in the block even if the record is damaged.
   uint32_t first_of(int32_t tile) const { return tile == 0 ? 0 : last_of(tile - 1); }
   uint32_t last_of(int32_t tile) const {
     const uint32_t last = word(end(tile)), room = static_cast<uint32_t>(tiles) * kBf12Exceptions;

@@ -1,4 +1,4 @@
-// Where bytes stand on disk.
+// Files, and ranges of bytes in them.
 #pragma once
 
 #include <cstdint>

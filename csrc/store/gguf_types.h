@@ -2,25 +2,28 @@
 //
 //   weight = scale * (code - zero) - min         or    scale * levels[code] of the IQ types
 //
-// A file's block has `depth` weights of a row. With steps it has a half d, and a byte or less for
-// each `group` weights: scale = d * step * unit, in fp32, and min = dmin * its step likewise.
-// Without them scale is d itself, and min a half of the block's. All products but the last are
-// exact in fp32, so that the gguf package's values are these to the bit. docs/decisions/0069.
+// A file's block has `depth` weights of a row. With steps it has an fp16 number d, and a byte or
+// less for each `group` weights: scale = d * step * unit, in fp32, and min = dmin * its step
+// likewise. Without steps, scale is d itself, and min an fp16 number of the block. All products but
+// the last are exact in fp32: the values are the gguf package's, bit for bit. docs/decisions/0069.
 //
-// The codes of IQ1, IQ2 and IQ3 name the magnitudes of several weights at once: a record has a code
-// of its own for each weight, whose last bit is the sign. Weights of IQ1 are -1, 0 or 1 and an
-// eighth more or less: which of them is a bit of each code of IQ1_M. Of IQ1_S, where it is the same
-// for a group, the min is the scale's multiple in eighths.
+// A file's code of IQ1, IQ2 or IQ3 names the magnitudes of several weights at once. A record has a
+// code for each weight, whose last bit is the sign. Weights of IQ1 are -1, 0 or 1, plus or minus an
+// eighth. In IQ1_M a bit of each code says which. In IQ1_S a whole group has the same, and the min
+// is a multiple of the scale in eighths.
 //
 // In a record a block of 64 columns is a row of stretches of `depth` inputs:
-//   64 halves d | 64 halves dmin, if there are mins | a part for each 32 inputs:
+//   64 fp16 d | 64 fp16 dmin, if there are mins | a part for each 32 inputs:
 //     for each group 64 steps, and behind them the 64 of its mins (of q2_k and iq1_s in the upper
 //     nibble) |
 //     [4][bits][16] words
-// A word holds the codes of one column, 16 of which stand beside each other. Codes of four bits and
-// more have their lower four in the first four words as int4's (eight inputs each); of those of two
-// bits and more, and of six, two bits go to two words of 16 inputs each: input 4 b + i is in bits
-// 2 b of byte i; a last bit to one word: input 4 b + i is in bit b of byte i.
+// A word holds the codes of one column; the words of 16 columns stand beside each other.
+// - The lower four bits of codes of four bits and more are in the first four words, as int4's
+//   (eight inputs each).
+// - Two bits of codes of two, three and six bits are in two words of 16 inputs each: input 4 b + i
+//   is in bits 2 b of byte i.
+// - The last bit of codes of three and five bits is in one word: input 4 b + i is in bit b of
+//   byte i.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +35,7 @@ namespace torch_mesh {
 inline constexpr int32_t kGgufPart = 32;       // inputs
 inline constexpr int32_t kMaxGgufDepth = 256;  // of a stretch
 
-// Where the mins come from: halves; halves times bytes or nibbles; scales times nibbles.
+// How mins are stored: fp16; fp16 times bytes or nibbles; scales times nibbles.
 enum class GgufMins : uint8_t { kNone, kHalves, kBytes, kNibbles, kEighths };
 inline constexpr float kGgufEighth = 0.125f;
 
@@ -50,7 +53,7 @@ struct GgufType {
   int32_t bytes;   // of it
   int32_t bits;    // of a code
   int32_t group;   // weights that share a scale, 16 or 32
-  bool steps;      // a scale is d times one
+  bool steps;      // a scale is d times a step
   bool is_signed;  // of steps
   GgufMins mins;
   int32_t zero;          // the code of a weight of zero, but for its min
@@ -59,12 +62,12 @@ struct GgufType {
 
   constexpr bool has_mins() const { return mins != GgufMins::kNone; }
   constexpr bool has_half_mins() const { return has_mins() && mins != GgufMins::kEighths; }
-  // A step and what makes the min in one byte.
+  // Whether a step and its min share a byte.
   constexpr bool has_nibbles() const {
     return mins == GgufMins::kNibbles || mins == GgufMins::kEighths;
   }
   constexpr int32_t part_groups() const { return kGgufPart / group; }
-  // Of one column of a group.
+  // Bytes of one column of a group: its step and its min.
   constexpr int32_t step_bytes() const { return !steps ? 0 : mins == GgufMins::kBytes ? 2 : 1; }
   constexpr int64_t header_bytes() const {
     return int64_t{kBlockColumns} * (has_half_mins() ? 4 : 2);

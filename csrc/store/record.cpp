@@ -62,7 +62,7 @@ int32_t checked_group(Format format, int32_t group_size) {
   }
 }
 
-// Those that hold the codes of a type of GGUF.
+// Whether records of this format hold the codes of a type of GGUF.
 bool is_in_gguf(Format format) {
   return is_gguf(format) || format == Format::kInt4Fp16 || format == Format::kInt8Fp16 ||
          format == Format::kMxfp4;

@@ -35,8 +35,8 @@
 //   q2_k to q6_k, iq1_s to iq4_xs, q4_1, q5_0, q5_1: GGUF's types of these names,
 //          store/gguf_types.h
 //
-// These have codes of two and three bits that say less than their weights (store/trellis.h), and
-// the words of 16 columns beside each other:
+// These have codes of two and three bits, each of which determines a weight only with the codes
+// before it (store/trellis.h), and the words of 16 columns beside each other:
 //   tcq2:  [4][group/16][16] words; code j of stream s of 16 k-values is in bits 2j of byte s
 //   tcq3:  [4][group/32][3][16] words: two with the codes' upper two bits, laid out as tcq2's, for
 //          16 k-values each, and one with their lowest bits: code j of stream s of 32 k-values in
@@ -96,13 +96,13 @@ constexpr int64_t scale_bytes(ScaleType type) {
                                                                 : 2;
 }
 
-// Hold every number of bf16, with the same products.
+// Formats that hold every number of bf16, with the same products.
 constexpr bool is_bf16(Format format) { return format == Format::kBf16 || format == Format::kBf12; }
-// Multiplied as floats, by activations in bf16; the others by activations in int8.
+// Formats multiplied as floats, by activations in bf16; the others by activations in int8.
 constexpr bool has_float_products(Format format) {
   return is_bf16(format) || format == Format::kFp8;
 }
-// Nothing is rounded to these: they are made of codes and scales that are there already.
+// Formats made of a checkpoint's own codes and scales: no weight is rounded to them.
 constexpr bool is_made_of_codes(Format format) {
   return format > Format::kLut4 && format < Format::kTcq2;
 }
@@ -110,7 +110,8 @@ constexpr bool is_trellis(Format format) { return format >= Format::kTcq2; }
 // Blocks of GGUF with scales that are products: store/gguf_types.h.
 constexpr bool is_gguf(Format format) { return format >= kFirstGguf && format < Format::kTcq2; }
 static_assert(static_cast<int>(Format::kTcq2) - static_cast<int>(kFirstGguf) == kGgufTypes);
-// Have a code for each weight, beside scales: records can be made of a checkpoint's own codes.
+// Formats with a code for each weight, beside scales: their records can be made of a checkpoint's
+// own codes.
 constexpr bool has_codes_of_weights(Format format) {
   return format == Format::kInt8 || format == Format::kInt4 || is_made_of_codes(format);
 }
@@ -122,8 +123,8 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Minimise the error of Gaussian weights in groups of 32 (docs/decisions/0010). None exceeds 64, so
-// that four products with an activation of at most 127 fit 16 bits.
+// These levels minimise the error of Gaussian weights in groups of 32 (docs/decisions/0010). None
+// exceeds 64, so that four products with an activation of at most 127 fit 16 bits.
 alignas(16) inline constexpr uint8_t kLut4Levels[16] = {0,  7,  12, 16, 20, 23, 26, 29,
                                                         32, 35, 38, 42, 46, 51, 56, 63};
 inline constexpr uint32_t kLut4Zeros = 4;  // a power of two: the scale's lowest bits choose
@@ -134,7 +135,7 @@ alignas(16) inline constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 2
                                                        12, 11, 10, 9,  8,  6,  4,  0};
 inline constexpr uint32_t kFp4Zero = 12;
 
-// What stands before a block's first group.
+// Bytes before a block's first group.
 constexpr int64_t block_header_bytes(Format format, int32_t group_size, int32_t depth_padded) {
   if (format == Format::kNvfp4) return 64;
   if (format == Format::kBf12) return depth_padded / kBf12Depth * int64_t{kBf12HeaderBytes};
@@ -160,7 +161,7 @@ struct PackedMatrix {
   int32_t groups() const {
     return group_size == 0 ? 1 : (depth_padded + group_size - 1) / group_size;
   }
-  // Of a group, before its words.
+  // Bytes of a group's scales, which are before its words.
   int64_t scales_bytes() const {
     return has_float_products(format) ? 0 : kBlockColumns * scale_bytes(scale_type());
   }
@@ -175,7 +176,7 @@ struct PackedMatrix {
                            int32_t halves = 1);
 };
 
-// Of a record's projections.
+// The formats of a record's projections.
 struct RecordFormats {
   Format gate_up;
   Format down;
@@ -183,15 +184,15 @@ struct RecordFormats {
   RecordFormats(Format both) : gate_up(both), down(both) {}  // NOLINT: a format is the usual case
   RecordFormats(Format gate_up, Format down) : gate_up(gate_up), down(down) {}
 
-  // "tcq2", or "tcq2+tcq3" with gate_up's first. Error(kInvalid) for what is none.
+  // "tcq2", or "tcq2+tcq3" with gate_up's first. Throws Error(kInvalid) for others.
   static RecordFormats from_name(std::string_view name);
 
   bool operator==(const RecordFormats&) const = default;
 };
 
-// The formats of a model whose layers differ, "q4_k+q6_k|q4_k:0110": up to ten names, and for each
-// layer the digit of its own. Those of all layers, or one for a name of one. Error(kInvalid) for
-// what is neither.
+// Parses the formats of a model whose layers differ, "q4_k+q6_k|q4_k:0110": up to ten names, and
+// for each layer the digit of its own. Returns those of all layers, or a single one if the name is
+// of one. Throws Error(kInvalid) for a name that is neither.
 std::vector<RecordFormats> formats_of_layers(std::string_view name);
 
 struct RecordLayout {
@@ -215,14 +216,15 @@ struct RecordLayout {
                            int32_t intermediate, bool gated, bool bias);
 };
 
-// Of each layer, or one of all. Throws what RecordLayout::make and formats_of_layers throw.
+// The layouts of all layers, or a single one if all have the same. Throws what RecordLayout::make
+// and formats_of_layers throw.
 std::vector<RecordLayout> layouts_of_layers(std::string_view name, int32_t group_size,
                                             int32_t hidden, int32_t intermediate, bool gated,
                                             bool bias);
-// The one that a slot has to have room for.
+// The layout that a slot must have room for.
 const RecordLayout& largest(const std::vector<RecordLayout>& layouts);
 
-Format format_from_name(std::string_view name);  // Error(kInvalid) for what is none
+Format format_from_name(std::string_view name);  // throws Error(kInvalid) for others
 const char* format_name(Format format);
 
 }  // namespace torch_mesh

@@ -48,7 +48,7 @@ void validate_files(const Source& source) {
   }
 }
 
-// How many experts there are in all layers.
+// Checks the counts. Returns the number of experts of all layers.
 size_t validate_counts(const Source& source) {
   if (source.layers < 1 || source.experts < 1) {
     throw_invalid("layers is ", source.layers, " and experts is ", source.experts,
@@ -99,7 +99,7 @@ void validate_extent(const Source& source, const Extent& extent, ErrorPlace plac
     refuse(place, "an extent has ", what, ", beyond the end of ", file.path, " with its ",
            file.bytes, " bytes");
   }
-  // Records are read straight into their slots with direct I/O, which has no room for a superset.
+  // Direct I/O reads records straight into their slots, which have no room for a superset.
   if (!source.raw &&
       (extent.offset % kRecordAlignment != 0 || extent.bytes % kRecordAlignment != 0)) {
     refuse(place, "a record has ", what, "; both must be multiples of ", kRecordAlignment);

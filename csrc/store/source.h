@@ -1,4 +1,4 @@
-// Where the records of a model come from, and what turns the bytes read into a packed record.
+// The source of a model's records: files, extents and checksums.
 #pragma once
 
 #include <array>
@@ -10,16 +10,17 @@
 
 namespace torch_mesh {
 
-// Gate, up, down and their biases; of quantised ones codes, scales, zero points and order of each.
+// The most pieces of an expert: gate, up, down and their biases; of quantised ones codes, scales,
+// zero points and order of each.
 inline constexpr int32_t kMaxPieces = 16;
 
 struct Source {
   std::vector<File> files = {};
   int32_t layers = 0;
   int32_t experts = 0;  // per layer
-  // The first of them by the number that it has in the model, whose routers choose among
-  // `routed_experts`: a rank of several has a range of the model's experts, and counts its own from
-  // 0. Checksums and errors have the model's numbers. 0: the source has all of them.
+  // The number of the first expert in the model, and how many experts the model's routers choose
+  // among. A rank of several has a range of the model's experts, and counts its own from 0.
+  // Checksums and errors have the model's numbers. Both 0: the source has all of them.
   int32_t first_expert = 0;
   int32_t routed_experts = 0;
   int32_t pieces = 1;  // extents per expert: 1 in a store, 2 to kMaxPieces in a raw checkpoint
@@ -27,8 +28,8 @@ struct Source {
   // [layers][experts][pieces], row-major.
   std::vector<Extent> extents = {};
 
-  // A record as stored lands in its slot and is used as it is. Raw weights land in a staging
-  // buffer, piece by piece, and are packed from there.
+  // Whether records are raw weights. These are read into a staging buffer, piece by piece, and
+  // packed from there. A packed record is read into its slot and used as it is.
   bool raw = false;
 
   // [layers][experts]; empty: the source has none, and the first read of each record sets its own.
@@ -40,7 +41,7 @@ struct Source {
   const Extent* expert(int32_t layer, int32_t index) const {
     return &extents[(static_cast<size_t>(layer) * experts + index) * pieces];
   }
-  // What the model calls the expert `index` of a layer.
+  // The model's number of the expert `index` of a layer.
   int32_t number(int32_t index) const { return first_expert + index; }
 };
 

@@ -1,6 +1,5 @@
-// Trellis-coded weights (docs/decisions/0054). A code of two or three bits says less than its
-// weight, which the codes before it choose, too: neighbours then share levels as no code of a
-// weight of its own could.
+// Trellis-coded weights (docs/decisions/0054). A weight depends on its own code of two or three
+// bits and on the codes before it, so that it has more levels than its code alone could name.
 //
 // The inputs k = 4 j + s of a column are its stream s, one of four, with a code for each j. In tcq2
 // a code n has two bits, and
@@ -13,9 +12,9 @@
 // Before a stream's first code come its last ones, those of padding included (tail-biting), so that
 // no weight has fewer levels than others.
 //
-// Two tables of 16 bytes are two byte shuffles. No sum exceeds 63, so that two products with an
-// activation of at most 127 fit 16 bits. tools/trellis_tables.py makes such tables: Lloyd's
-// algorithm for Gaussian weights, rounded.
+// A look-up in both tables of 16 bytes takes two byte shuffles. No sum exceeds 63, so that two
+// products with an activation of at most 127 fit 16 bits. tools/trellis_tables.py makes such
+// tables: Lloyd's algorithm for Gaussian weights, rounded.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +27,7 @@ inline constexpr int32_t kTrellisZero = 32;
 inline constexpr int32_t kTrellisStreams = 4;
 
 // A window holds all codes that a weight depends on, the newest in the lowest bits; a step shifts a
-// code in. What is left of it before a step is the state.
+// code in. The state is the window without its newest code.
 struct Tcq2 {
   static constexpr int32_t kCodes = 4;
   static constexpr int32_t kStates = 1024;   // five codes
@@ -46,7 +45,7 @@ struct Tcq2 {
     const int32_t window = state << 2 | code;
     return kFirst[pair(window) ^ pair(window >> 8)] + kSecond[pair(window >> 4)];
   }
-  // The newest code of four bits above the one before it.
+  // n(j - 1) + 4 n(j) of the lowest two codes, n(j) being the newest.
   static constexpr int32_t pair(int32_t codes) { return (codes & 3) << 2 | (codes >> 2 & 3); }
 };
 

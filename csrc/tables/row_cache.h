@@ -1,4 +1,4 @@
-// Rows of one table that are in memory: a set-associative cache without threads or clocks.
+// A set-associative cache of rows of one table, without threads or clocks.
 //
 // A row can be in any way of one set, so a look-up reads one line of ids and nothing is allocated
 // after the start. A new row is evicted before those of its set that were used since: a prompt
@@ -16,14 +16,15 @@ class RowCache {
  public:
   static constexpr int32_t kWays = 8;
 
-  // In at most `bytes`, and no more than `rows` rows of `row_bytes`; none if not one set fits.
-  // Throws std::bad_alloc.
+  // Takes at most `bytes`, with room for `rows` rows of `row_bytes` at most; none if not one set
+  // fits. Throws std::bad_alloc.
   RowCache(int64_t bytes, int64_t rows, int64_t row_bytes);
 
-  // The bytes of a row, which counts as used; nullptr if it is not there. Valid until insert().
+  // Returns the bytes of a row and marks it as used; nullptr if it is not there. Valid until
+  // insert().
   const std::byte* find(int64_t row);
   bool contains(int64_t row) const;
-  // A row that is not there, in the place of another if its set is full.
+  // Inserts a row that is not there, in the place of another if its set is full.
   void insert(int64_t row, const std::byte* bytes);
 
   int64_t capacity() const { return sets_ * kWays; }  // rows

@@ -21,7 +21,7 @@ constexpr int kInt4Low = -8, kInt4High = 7;
 // Candidates put a group's largest magnitude at -6.86, -7.12, ..., as records of int4 do.
 constexpr double kFirstCandidate = -6.86, kCandidateStep = -0.26;
 constexpr int kCandidates = 10;
-// Values that are made at a time, so that a row needs no memory of its own.
+// Values decoded at a time, so that a row needs no memory of its own.
 constexpr int64_t kValuesAtOnce = 256;
 static_assert(kValuesAtOnce % kInt4Group == 0);
 
@@ -29,7 +29,7 @@ int64_t groups_of(Format format, int64_t dim) {
   return format == Format::kInt8 ? 1 : (dim + kInt4Group - 1) / kInt4Group;
 }
 
-// Of a magnitude below 2^51: the hardware's rounding does the work, without a call for each value.
+// For magnitudes below 2^51. The addition rounds in hardware, without a call for each value.
 double nearest_integer(double value) {
   constexpr double kMagic = 0x1.8p52;
   return value + kMagic - kMagic;
@@ -113,7 +113,7 @@ float largest_of(ScalarType type) {
   return std::numeric_limits<float>::max();
 }
 
-// Of values [begin, begin + count) of a row.
+// Decodes values [begin, begin + count) of a row.
 void values_of(const RowCodes& codes, const std::byte* row, int64_t begin, int64_t count,
                float* to) {
   const std::byte* from = row + groups_of(codes.format, codes.dim) * kScaleBytes;

@@ -33,8 +33,8 @@ int64_t coded_row_bytes(Format format, int64_t dim);
 // finite: there is no code for it.
 bool encode_row(Format format, std::span<const float> values, std::byte* row);
 
-// The values of a row, codes.value_bytes() bytes. A value beyond the type's range, which a scale
-// that was rounded up may reach, is the type's largest.
+// Writes the values of a row, codes.value_bytes() bytes. A value beyond the type's range, which a
+// scale that was rounded up may reach, becomes the type's largest.
 void decode_row(const RowCodes& codes, const std::byte* row, std::byte* values);
 
 }  // namespace torch_mesh

@@ -21,7 +21,7 @@ constexpr int64_t kSector = 512;
 // Buffers to read into: enough reads to keep a disk busy, in little memory.
 constexpr int64_t kStagingBytes = 8 << 20;
 constexpr int64_t kMaxReads = 64, kMinReads = 2;
-// A row is one latency of the disk, so many are under way at a time.
+// Each row takes one latency of the disk, so many are under way at a time.
 constexpr int32_t kDepth = 128, kThreads = 16;
 // Groups that are looked up before others get the lock.
 constexpr int32_t kLookedUpAtOnce = 4096;
@@ -122,7 +122,7 @@ void pad_rows(const std::array<uint8_t, 16>& salt, int64_t first_row, int64_t ro
   }
 }
 
-// One call of gather(). Its ids in order, so that each row is one group of equal ids.
+// One call of gather(). Its ids are sorted, so that each distinct row is one group of equal ids.
 struct Tables::Gather {
   struct Wanted {
     int64_t row;
@@ -155,7 +155,7 @@ struct Tables::Gather {
   bool has_more() const { return next < groups() || !again.empty(); }
   bool is_done() const { return !has_more() && joined.empty() && under_way == 0; }
 
-  // The values of a row, as it is in the file.
+  // Writes the values of a row for all ids of its group. `bytes`: the row as it is in the file.
   void copy(int32_t group, const std::byte* bytes) {
     int64_t index = begins[group];
     if (codes) {
@@ -186,7 +186,7 @@ struct Tables::Gather {
   Clock::time_point progress = Clock::now();
 };
 
-// Reads that are being filled with rows, with the lock: what is not submitted is free again.
+// Reads that are being filled with rows, under the lock. Reads that are not submitted are released.
 class Tables::Begun {
  public:
   Begun(Tables& tables, int32_t table, Gather* owner)
@@ -199,14 +199,14 @@ class Tables::Begun {
 
   bool empty() const { return reads_.empty(); }
   bool is_full() const { return empty() || last().count == kRowsPerRead; }
-  // There is a free read, or room.
+  // Requires a free read, or room in the last one.
   void add(int64_t row, int32_t group) {
     if (is_full()) take_read();
     Read& read = tables_.reads_[reads_.back()];
     read.rows[read.count] = row;
     read.groups[read.count++] = group;
   }
-  // All of them, or none when it throws.
+  // Submits all of them, or none when it throws.
   void submit() {
     if (empty()) return;
     std::vector<ReadRequest> requests;
@@ -347,8 +347,8 @@ void Tables::prefetch(int32_t table, std::span<const int64_t> ids) {
   reader_->flush();
 }
 
-// Looks groups up and begins to read what is not there. True where it stops although it could go
-// on, so that others get the lock.
+// Looks groups up and begins to read the rows that are not there. True if it stops although it
+// could go on, so that other threads get the lock.
 bool Tables::start(Gather& gather, Lock& lock) {
   if (!gather.joined.empty() && gather.joined_at != prefetches_ended_) {
     gather.again.insert(gather.again.end(), gather.joined.begin(), gather.joined.end());
@@ -357,7 +357,7 @@ bool Tables::start(Gather& gather, Lock& lock) {
   bool has_begun = false;
   {
     Begun begun(*this, gather.table, &gather);
-    // A group that needs a read when there is none stays to be looked up.
+    // A group that needs a read while none is free is looked up later.
     for (int32_t looked_up = 0; gather.has_more() && looked_up < kLookedUpAtOnce; ++looked_up) {
       if (free_reads_.empty() && begun.is_full()) break;
       if (gather.again.empty()) {
@@ -407,11 +407,11 @@ void Tables::release(int32_t read) {
   if (ended.owner != nullptr) --ended.owner->under_way;
   ended.state = Read::State::kFree;
   ended.owner = nullptr;
-  free_reads_.push_back(read);  // as many as there are fit
+  free_reads_.push_back(read);  // which has room for all
   changed_.notify_all();
 }
 
-// Until there is something to be done for the gather.
+// Waits until there is something to be done for the gather.
 void Tables::wait(const Gather& gather, Lock& lock) {
   const auto begin = Clock::now();
   const auto deadline = gather.progress + options_.timeout;
@@ -434,7 +434,7 @@ void Tables::wait(const Gather& gather, Lock& lock) {
   stats_[gather.table].wait_nanoseconds += nanoseconds_since(begin);
 }
 
-// What has landed, to where it is wanted and into the cache.
+// Copies rows that have landed to the output and into the cache.
 void Tables::finish(Gather& gather, Lock& lock) {
   if (gather.landed.empty()) return;
   std::vector<int32_t> landed = gather.landed;
@@ -478,7 +478,7 @@ void Tables::copy_rows(Gather& gather, int32_t read) const {
   }
 }
 
-// Reads of a gather that ends early: what is under way is released when it lands.
+// Releases the reads of a gather that ends early; those under way are released when they land.
 void Tables::abandon(const Gather& gather) {
   for (int32_t read = 0; read < std::ssize(reads_); ++read) {
     if (reads_[read].owner != &gather) continue;
@@ -543,7 +543,7 @@ std::byte* Tables::buffer(int32_t read, int32_t index) const {
   return staging_.get() + (int64_t{read} * kRowsPerRead + index) * buffer_bytes_;
 }
 
-// Whole blocks of the reader's alignment.
+// The read of a row: whole blocks of the reader's alignment.
 Piece Tables::piece_of(int32_t read, int32_t index) const {
   const Extent row = extent_of(reads_[read].table, reads_[read].rows[index]);
   const int64_t alignment = reader_->alignment();

@@ -43,21 +43,21 @@ struct Table {
   std::optional<RowCodes> codes;   // none: a row is its values
   int64_t stride = 0;              // bytes from one row to the next
   bool has_checksums = false;      // each row is followed by its own, see row_checksum()
-  std::array<uint8_t, 16> salt{};  // of those, so that rows of another table do not pass
+  std::array<uint8_t, 16> salt{};  // hashed with a row, so that those of other tables do not pass
   std::vector<RowStretch> stretches;
   int64_t cache_bytes = 0;
 };
 
-// Of a row in a store: XXH3-64 as of a record, with the table's salt in the place of the store's
-// id.
+// The checksum of a row in a store: XXH3-64 as of a record, with the table's salt in the place of
+// the store's id.
 uint64_t row_checksum(const std::array<uint8_t, 16>& salt, int64_t row, const std::byte* bytes,
                       int64_t row_bytes);
 
-// What a store keeps of a row: its bytes, its checksum and zeros. A power of two up to a sector,
-// which it then never crosses, or whole sectors.
+// The bytes of a row in a store: its own, its checksum and zeros. A power of two up to a sector, so
+// that it never crosses one, or whole sectors.
 int64_t padded_row_bytes(int64_t row_bytes);
 
-// Rows as a checkpoint has them, one after the other, to rows of a store.
+// Turns rows as a checkpoint has them, one after the other, into rows of a store.
 void pad_rows(const std::array<uint8_t, 16>& salt, int64_t first_row, int64_t row_bytes,
               std::span<const std::byte> rows, std::span<std::byte> padded);
 
@@ -74,8 +74,8 @@ struct TableStats {
   int64_t lookups;     // ids
   int64_t distinct;    // of those, in each gather
   int64_t hits;        // of those, in the cache
-  int64_t reads;       // of those, from files: the others were being read already
-  int64_t bytes_read;  // by both, whole blocks
+  int64_t reads;       // of those, from files; the others were being read already
+  int64_t bytes_read;  // by gathers and prefetches, whole blocks
   int64_t prefetches;  // rows
   int64_t failed;      // reads
   int64_t wait_nanoseconds;
@@ -90,12 +90,12 @@ class Tables {
   Tables(const Tables&) = delete;
   Tables& operator=(const Tables&) = delete;
 
-  // The values of rows `ids` of a table, each within [0, rows(table)), one after the other to
-  // `out`, which is aligned for them. Throws Error(kRead), (kChecksum), (kTimeout), (kInterrupted),
-  // (kClosed) or (kForked); later gathers work again once the cause is gone.
+  // Writes the values of rows `ids` of a table, each within [0, rows(table)), one after the other
+  // to `out`, which is aligned for them. Throws Error(kRead), (kChecksum), (kTimeout),
+  // (kInterrupted), (kClosed) or (kForked); later gathers work again once the cause is gone.
   void gather(int32_t table, std::span<const int64_t> ids, std::byte* out);
-  // Begins to read those that the cache lacks into it, as many as there are buffers for. A hint:
-  // waits for nothing, and failed reads are dropped.
+  // Hint: begins to read the rows that the cache lacks into it, as many as there are buffers for.
+  // Waits for nothing, and drops failed reads.
   void prefetch(int32_t table, std::span<const int64_t> ids);
 
   // Ends gathers that wait, with Error(kClosed); waits for nothing. Throws Error(kForked).
