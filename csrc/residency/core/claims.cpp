@@ -31,19 +31,19 @@ void Claims::reserve(ClaimState& claim, const Window& window) {
   join_present(claim);
   const size_t count = claim.entries.size();
   for (size_t i = 0; i < count && claim.waiting > 0; ++i) {
-    // Forwards list the expert of most rows first. What a window reads last is what it leaves.
+    // Forwards list the expert of most rows first. A window leaves resident what it reads last.
     if (!reserve_one(claim, claim.window ? count - 1 - i : i, window)) return;
   }
 }
 
-// Before any slot is reserved, so that no victim is an expert which this claim needs.
+// Called before any slot is reserved, so that no victim is an expert which this claim needs.
 void Claims::join_present(ClaimState& claim) {
   for (size_t i = 0; i < claim.entries.size(); ++i) {
     if (claim.entries[i].state != ClaimEntry::kWaiting) continue;
     const int32_t slot = slots_.find(id_of(claim, i));
     if (slot < 0) continue;
     const bool ready = slots_[slot].state == SlotState::kReady;
-    // A prefetch is used by a forward.
+    // Only a forward counts a prefetch as used.
     const bool ahead = claim.part.kind == ClaimKind::kForward && slots_.use_prefetched(slot);
     join(claim, i, slot, ahead);
     if (!ready) slots_.raise_priority(slot);
@@ -51,7 +51,7 @@ void Claims::join_present(ClaimState& claim) {
   }
 }
 
-// False when no slot is to be had.
+// False when there is no slot.
 bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) {
   if (claim.entries[index].state != ClaimEntry::kWaiting) return true;
   const ExpertId id = id_of(claim, index);

@@ -1,5 +1,4 @@
-// Claims: which slots the experts of one forward of one layer take, in which order, and who waits
-// for slots before whom.
+// The claims of forwards: the slots of their experts, and the queue of claims that wait for slots.
 #pragma once
 
 #include <cstddef>
@@ -23,10 +22,10 @@ struct ClaimEntry {
   };
   int32_t slot;
   State state;
-  bool read;  // for this claim, or ahead of it
+  bool read;  // read for this claim, or ahead of it
 };
 
-// A claim as the core knows it; lives with its maker, and does not move.
+// A claim's state in the core. Its maker keeps it alive, and does not move it.
 struct ClaimState {
   int32_t layer = 0;
   ForwardPart part = {};
@@ -36,9 +35,9 @@ struct ClaimState {
   int32_t joined = 0;                     // resident or being read for this claim, not handed out
   int32_t held = 0;                       // handed out, not released
   int32_t reading = 0;                    // read for this claim or ahead of it, not released
-  bool window = false;  // it reads through the pool's window, and so will the next layer's
-  // Its thread runs the interrupt hook: others take slots before it. It would keep a forward of a
-  // signal handler waiting for as long as it waits for the handler.
+  bool window = false;  // reads through the pool's window, as the next layer's will
+  // Its thread runs the interrupt hook, so others take slots before it. Otherwise a forward in a
+  // signal handler would wait for this claim, which waits for the handler.
   bool passed_over = false;
 
   struct Links {
@@ -65,26 +64,26 @@ class Claims {
   void add(ClaimState& claim);     // with all entries kWaiting
   void remove(ClaimState& claim);  // drops all pins; reads under way go on
 
-  // Slots for what has none: first what is resident or being read, then empty or reusable ones. A
-  // claim that finds others in the queue takes nothing yet: pins on what happens to be resident
-  // could keep a small pool full for ever, forward after forward, while the head of the queue
-  // waits.
+  // Takes slots for the experts that have none: first those that are resident or being read, then
+  // empty or reusable ones. A claim that finds others in the queue takes nothing yet: pins on
+  // experts that happen to be resident could keep a small pool full for ever, forward after
+  // forward, while the head of the queue waits.
   void reserve(ClaimState& claim, const Window& window);
-  // What is READY and not handed out yet. An expert whose read failed is done with, its error in
-  // `error`, once nothing else is left to hand out before it.
+  // Hands out experts that are READY and not handed out yet. It stops before one whose read failed;
+  // if that is the first, it ends this one, with its error in `error`.
   int32_t hand_out(ClaimState& claim, std::span<HandedOut> ready, std::optional<Error>& error);
-  // The claim's experts at these positions of its list. Returns how many it held; it stops at the
-  // first that it does not hold.
+  // Releases the claim's experts at these positions of its list. Returns how many it held; it stops
+  // at the first that it does not hold.
   size_t release(ClaimState& claim, std::span<const int32_t> indices);
-  // Whether a read that it has joined is still under way, and no other has ended.
+  // Whether all reads that it has joined are still under way.
   bool waits_for_reads(const ClaimState& claim) const;
   // Whether all reads that it waits for were begun as prefetches.
   bool waits_for_prefetches(const ClaimState& claim) const;
-  // The first slot that it waits for; -1: none.
+  // The first slot whose read it waits for; -1: none.
   int32_t late_slot(const ClaimState& claim) const;
 
-  // A claim that finds no slot waits in the queue, and leaves it whatever comes of that. It may be
-  // passed over meanwhile.
+  // A claim that finds no slot waits in the queue, and leaves it however the wait ends. Others may
+  // pass it meanwhile.
   void enter_queue(ClaimState& claim);
   void leave_queue(ClaimState& claim);
   bool queued() const { return first_waiting_ != nullptr; }
@@ -96,7 +95,7 @@ class Claims {
   bool reserve_one(ClaimState& claim, size_t index, const Window& window);
   void join(ClaimState& claim, size_t index, int32_t slot, bool read);
   void count(const ClaimState& claim, size_t index, AccessCount how);
-  // Whether others of the queue take slots before it.
+  // Whether other claims in the queue take slots before it.
   bool is_behind_others(const ClaimState& claim) const;
   ExpertId id_of(const ClaimState& claim, size_t index) const {
     return claim.layer * experts_ + claim.experts[index];

@@ -48,7 +48,8 @@ void Core::begin_forward(ClaimState& claim) {
     learn(claim);
   }
   claims_.reserve(claim, window_);
-  // They are pinned if they are this claim's, else of a forward broken off.
+  // Deferred experts are pinned by now if this claim uses them; otherwise they are left from a
+  // forward that was broken off.
   if (claim.part.teaches() || (deferral.late && claim.waiting == 0)) {
     slots_.forget_deferred(claim.layer);
   }
@@ -86,7 +87,7 @@ void Core::advance(ClaimState& claim) {
 size_t Core::release(ClaimState& claim, std::span<const int32_t> indices) {
   const size_t released = claims_.release(claim, indices);
   claims_.reserve(claim, window_);
-  // What is released before hand_out() is seen there.
+  // While the claim uses or waits for others, advance() reads ahead before the next hand_out().
   if (claim.joined + claim.held == 0) read_next_layer(claim);
   return released;
 }
@@ -99,8 +100,8 @@ void Core::end(ClaimState& claim) {
   effects_.forward_ended = true;
 }
 
-// Claims that queue for slots come before all of it. Predictions have half of the slots at most, so
-// that wrong ones cannot hold up the forwards.
+// Claims that queue for slots come before all reads ahead. Predictions have half of the slots at
+// most, so that wrong ones cannot hold up the forwards.
 bool Core::admits(ReadAhead what) const {
   if (closed_ || !options_.reads || claims_.queued()) return false;
   const int64_t half = slots_.slots_for_others() / 2;
@@ -118,9 +119,9 @@ bool Core::admits(ReadAhead what) const {
   return false;
 }
 
-// Of what is used one layer later nothing is pinned: a forward that waits for slots holds no pin.
-// It is soft-pinned instead. Of what another pool computes, the policy has learned of the use and
-// says which to read before the next one.
+// Reads the experts that a claim leaves out. Those used one layer later are soft-pinned, not
+// pinned, since a forward that waits for slots holds no pin. For those that another pool computes,
+// the policy has learned of the use and says which to read before the next one.
 void Core::read_left_out(const ClaimState& claim) {
   const Deferral& deferral = claim.part.deferral;
   const Phase phase = claim.part.phase;

@@ -1,9 +1,8 @@
 // The pool's decisions: which experts are resident, which claims use them, what is read next and
-// what is evicted. Pure: no threads, locks, clocks, files or slot memory. Each call is an event; it
-// returns what is to be done as Effects, which the caller carries out before the next event. Calls
-// and completions may come in any order that the states allow, and tests try them all
-// (tests/engine/core_test.cpp). The live pool and the replay of a trace are two drivers of these
-// decisions.
+// what is evicted. It has no threads, locks, clocks, files or slot memory. Each call is an event
+// and returns Effects, which the caller carries out before the next event. Calls and completions
+// may come in any order that the states allow, and tests try them all (tests/engine/core_test.cpp).
+// The live pool and the replay of a trace both drive this core.
 //
 // The life of a slot:
 //
@@ -19,8 +18,9 @@
 // - A claim waits for slots only while it holds no pin, first come first served; so forwards on a
 //   small pool cannot deadlock, and none starves.
 //
-// Every read begins with SlotTable::read(). What a claim needs comes first, as many as it has slots
-// for (claims.h, window.h). All else is a ReadAhead, and Core::admits() the one rule for it.
+// Every read begins with SlotTable::read(). Reads that a claim needs come first, as many as it has
+// slots for (claims.h, window.h). Any other is a ReadAhead, and Core::admits() is the one rule for
+// it.
 #pragma once
 
 #include <cstdint>
@@ -45,17 +45,17 @@ struct CoreOptions {
   int32_t slots = 0;
   SoftPinOptions soft_pins = {};
   PrefillWindow prefill = PrefillWindow::kAuto;
-  int64_t reads_ahead = 1;        // of what is expected or warmed: as many are under way at a time
+  int64_t reads_ahead = 1;        // expected or warmed experts that are read at a time
   int32_t slots_per_segment = 0;  // see Sizing
-  bool reads = true;              // false: records come by fill() and are never evicted
+  bool reads = true;              // false: fill() brings records, which are never evicted
 };
 
-// What is read before a claim asks for it, by priority.
+// Kinds of reads that begin before a claim asks for them, by priority.
 enum class ReadAhead : uint8_t {
-  kDeferred,   // what a claim has put off by a layer: once it has a slot for all that it needs
-  kNextLayer,  // of a prompt: into the slots of its window
-  kHint,       // prefetch(), and what another pool has computed
-  kExpected,   // what the next layer is predicted to use, see expected.h
+  kDeferred,   // deferred by a layer: once the claim has slots for all that it needs
+  kNextLayer,  // the next layer of a prompt, into the slots of its window
+  kHint,       // prefetch(), and experts that another pool has computed
+  kExpected,   // predicted for the next layer, see expected.h
   kWarm,       // before any forward asks: into empty slots, while the disk is idle, see soft_pins.h
 };
 
@@ -65,18 +65,18 @@ class Core {
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
 
-  // To be carried out, then cleared, after each event.
+  // The caller carries them out, then clears them, after each event.
   Effects& effects();
 
-  // A claim, made with its layer, part, experts and entries, takes the first slots and queues their
-  // reads. It is alive until end(), or not at all if this throws std::bad_alloc.
+  // Begins a claim, made with its layer, part, experts and entries: takes the first slots and
+  // queues their reads. It is alive until end(), or not at all if this throws std::bad_alloc.
   void begin(ClaimState& claim);
-  // Takes what slots it can get by now, and reads ahead for the next layer.
+  // Takes the slots that are free by now, and reads ahead for the next layer.
   void advance(ClaimState& claim);
   size_t release(ClaimState& claim, std::span<const int32_t> indices);  // as Claims::release()
   void end(ClaimState& claim);
 
-  // What became of an effect's load; bytes: that were read for it.
+  // A read of Effects::reads has ended. bytes: read for it.
   void landed(int32_t slot, int64_t bytes);
   void failed(int32_t slot, int64_t bytes, Error error);
 
@@ -94,7 +94,7 @@ class Core {
   int32_t fill(ExpertId id);
   void filled(int32_t slot) { slots_.filled(slot); }
 
-  // Nothing is read ahead any more.
+  // Begins no more reads ahead.
   void close() { closed_ = true; }
 
   SlotState state(ExpertId id) const;
@@ -118,16 +118,16 @@ class Core {
   void validate() const;
 
  private:
-  // Whether every expert has a slot: then nothing is evicted, and the policy need not learn.
+  // Whether every expert has a slot. Then nothing is evicted, and the policy need not learn.
   bool covers_all() const { return slots_.limit() == options_.layers * options_.experts; }
   void begin_forward(ClaimState& claim);
   void learn(const ClaimState& claim);
-  // Whether one more such read may begin.
+  // Whether one more read of this kind may begin.
   bool admits(ReadAhead what) const;
   void read_left_out(const ClaimState& claim);
   bool worth_a_slot(ExpertId id);
   void read_next_layer(const ClaimState& claim);
-  // Begins as many of the expected reads as shall be under way, then those that warm the pool.
+  // Begins expected reads, up to the number allowed under way, then those that warm the pool.
   void read_ahead();
 
   const CoreOptions options_;

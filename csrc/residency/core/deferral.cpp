@@ -63,7 +63,7 @@ void split_by_pool(std::span<const SlotState> here, std::span<const SlotState> t
 
 namespace {
 
-// What a group mask leaves of an expert's score; such a one is never chosen for being resident.
+// Whether a group mask removed the expert: then it is never chosen for being resident.
 bool masked(float score) {
   return score == 0.0f || score == -std::numeric_limits<float>::infinity();
 }
@@ -86,8 +86,8 @@ int64_t reroute_one(std::span<const SlotState> states, std::span<const float> sc
   }
   std::ranges::stable_sort(spare, std::greater{}, score_of);
   const float bonus = bias * (most - least);
-  // The worst cold choice against the best spare one, and so on: what topk of scores with the bonus
-  // added would choose.
+  // Compares the worst cold choice with the best spare expert, and so on. The result is what topk
+  // would choose of the scores with the bonus added.
   auto best = spare.begin();
   int64_t replaced = 0;
   for (auto at = by_score.rbegin(); at != by_score.rend() - kept && best != spare.end(); ++at) {

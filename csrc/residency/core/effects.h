@@ -1,5 +1,5 @@
-// What a core wants done after an event. Its driver carries the effects out, in whatever threads it
-// has, and clears them; what comes of them are further events.
+// The actions that a core requires after an event. Its driver carries them out, in whatever threads
+// it has, and clears them. Their outcomes are further events.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Effects {
   // Slots whose reads begin, in this order; each ends in landed() or failed().
   std::vector<int32_t> reads;
   std::vector<int32_t> raised;      // slots whose reads have become demand
-  std::vector<ExpertId> predicted;  // have no slot, and are likely to be read next
+  std::vector<ExpertId> predicted;  // without a slot, likely to be read next
   std::vector<int64_t> vacant;      // segments to detach: detached() or detach_failed() follows
   bool landed = false;              // a read that claims have joined has ended
   bool freed = false;               // a slot may be reused, or the head of the queue has changed
@@ -21,7 +21,7 @@ struct Effects {
   bool forward_ended = false;
   bool resized = false;  // a segment was attached or detached
 
-  // Room for what one event may ask for, so that no event takes memory. `experts`: of a layer.
+  // Reserves room for all effects of one event, so that no event allocates. `experts`: of a layer.
   Effects(int32_t slots, int32_t experts, int64_t segments) {
     reads.reserve(static_cast<size_t>(slots));
     raised.reserve(static_cast<size_t>(slots));

@@ -1,10 +1,10 @@
-// What the next layer is expected to use, from the prediction until the layer begins. No threads:
-// the caller holds the pool's lock.
+// The experts that the next layer is expected to use, from the prediction until the layer begins.
+// No threads: the caller holds the pool's lock.
 //
-// An expert gets a slot only when its read can begin: one that still waits when its layer begins
-// has cost no slot, and is dropped if the layer does not use it. Where a prediction stands in its
-// layer's ranking says how likely it is right. How many reads have begun before it says how likely
-// it arrives in time: a wrong prediction that arrives in time delays no other read. What is too
+// An expert gets a slot only when its read can begin. One that still waits when its layer begins
+// has cost no slot, and is dropped if the layer does not use it. The rank of a prediction says how
+// likely it is right. The number of reads that have begun before it says how likely it arrives in
+// time: a wrong prediction that arrives in time delays no other read. A prediction that is too
 // unlikely to be right, for its place among the reads, is not read (docs/decisions/0018).
 #pragma once
 
@@ -26,8 +26,8 @@ class Expected {
     cold_.reserve(experts);
   }
 
-  // Distinct experts of `layer`, the likeliest first, in position of what was expected before.
-  // Those without a slot are cold.
+  // Replaces the expected experts by distinct experts of `layer`, the likeliest first. Those
+  // without a slot are cold.
   void set(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
     clear();
     for (int32_t expert : experts) {
@@ -37,8 +37,8 @@ class Expected {
     layer_ = layer;
   }
 
-  // A forward of `layer` begins, and asks for what it needs itself: `experts`. It shows which
-  // predictions were right, of what was not read, too, and which reads have ended in time.
+  // A forward of `layer` begins, and uses `experts`. Learns which predictions were right, including
+  // those that were not read, and which reads ended in time.
   void begin(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
     if (layer != layer_) return;
     for (size_t position = 0, reads = 0; position < ids_.size(); ++position) {
@@ -63,7 +63,7 @@ class Expected {
   }
 
   // Begins to read the likeliest one that has no slot and is worth it. Returns its slot; -1: there
-  // is no such expert, or no slot. None of those expected is evicted for it.
+  // is no such expert, or no slot. Evicts none of those expected.
   int32_t read_next(SlotTable& slots, Phase phase) {
     while (next_ < ids_.size() && (slots.find(ids_[next_]) >= 0 || !worth_reading(next_, reads_))) {
       ++next_;
@@ -71,18 +71,18 @@ class Expected {
     if (next_ == ids_.size()) return -1;
     int32_t slot = -1;
     slots.while_pinned(ids_, [&] { slot = slots.read(ids_[next_], Urgency::kPrefetch, phase); });
-    // Whatever comes of its read: one that fails at once is not asked for again. Without a slot the
-    // others get none either.
+    // One whose read fails at once is not asked for again. Without a slot for this one there is
+    // none for the others.
     next_ = slot < 0 ? ids_.size() : next_ + 1;
     ++reads_;
     return slot;
   }
 
  private:
-  // Of the last few hundred times, those that something was so.
+  // How often something was true, of the last few hundred times.
   struct Fraction {
     static constexpr int32_t kMemory = 256;
-    float value = 1;  // as if it had been so eight times
+    float value = 1;  // as if it had been true eight times
     int32_t count = 8;
 
     void learn(bool so) {
@@ -90,18 +90,18 @@ class Expected {
       value += (static_cast<float>(so) - value) / static_cast<float>(count);
     }
   };
-  static constexpr size_t kPositions = 16;  // that a ranking of any length is divided into
-  static constexpr size_t kReads = 16;      // for one layer; what comes after them is as the last
+  static constexpr size_t kPositions = 16;  // parts of a ranking of any length
+  static constexpr size_t kReads = 16;      // of one layer; later ones count as the last
 
   Fraction& right_at(size_t position) {
     return right_[layer_ * kPositions + position * kPositions / ids_.size()];
   }
 
-  // `reads`: those of this layer before it.
+  // `reads`: the reads of this layer before it.
   Fraction& in_time_after(size_t reads) { return in_time_[std::min(reads, kReads - 1)]; }
 
-  // How often a prediction has to be right for it to be read: one that arrives in time costs an
-  // eviction if it is wrong, one that does not delays others.
+  // How often a prediction has to be right to be read. A wrong one that arrives in time costs an
+  // eviction; one that does not also delays others.
   static constexpr float kMinRightInTime = 0.3f, kMinRightLate = 0.7f;
 
   bool worth_reading(size_t position, size_t reads) {
@@ -119,10 +119,10 @@ class Expected {
 
   int32_t experts_;  // per layer
   int32_t layer_ = -1;
-  std::vector<Fraction> right_;  // [layer][position]; all are read until it is known better
+  std::vector<Fraction> right_;  // [layer][position]; all are read until it has learned more
   std::array<Fraction, kReads> in_time_;  // by the number of a layer's reads before it
   std::vector<ExpertId> ids_;
-  std::vector<char> cold_;  // when they were predicted
+  std::vector<char> cold_;  // had no slot when they were predicted
   size_t next_ = 0;         // those before it have or had a slot
   size_t reads_ = 0;        // that have begun
 };

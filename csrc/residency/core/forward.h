@@ -7,8 +7,8 @@
 
 namespace torch_mesh {
 
-// What a claim or a prefetch is for. kNone: neither, such as promote(), a backward, or a caller's
-// own hint.
+// What a claim or a prefetch is for. kNone: neither prefill nor decode, such as promote(), a
+// backward, or a caller's own hint.
 enum class Phase : uint8_t { kNone, kPrefill, kDecode };
 inline constexpr size_t kPhases = 3;
 
@@ -21,14 +21,14 @@ constexpr Phase phase_of(int64_t rows) {
   return rows > kMaxDecodeRows ? Phase::kPrefill : Phase::kDecode;
 }
 
-// Forwards of a layer that have as many rows as the one before, up to so many, are steps of so many
-// sequences rather than prompts: the next one will want as many experts, too.
+// Consecutive forwards of a layer with the same number of rows, up to this many, are steps of as
+// many sequences and not prompts: the next one will use as many experts, too.
 inline constexpr int64_t kMaxStepRows = 128;
 
-// What a claim is to the pool.
+// How the pool treats a claim.
 enum class ClaimKind : uint8_t {
   kForward,  // a use: it counts, teaches the policy, and begins its layer
-  // Not a forward: records are read to move or copy experts to a GPU, for a gradient or to unpack.
+  // Not a forward: it reads records to move or copy experts to a GPU, for a gradient or to unpack.
   // It counts no access, teaches the policy nothing, and keeps the layer's predictions.
   kVisit,
 };
@@ -37,10 +37,10 @@ enum class ClaimKind : uint8_t {
 struct Deferral {
   // Not handed out: they are used one layer later, by a claim that is `late`.
   std::span<const int32_t> experts = {};
-  // They are computed from another pool instead, and no late claim comes: this pool learns of their
-  // use, and reads what is worth a slot ahead of the next one.
+  // Another pool computes them instead, and no late claim follows. This pool learns of their use,
+  // and reads those worth a slot ahead of the next one.
   bool fallback = false;
-  // The claim is for what an earlier one of the forward deferred, which has counted it.
+  // The claim is for experts that an earlier one of the forward deferred and counted.
   bool late = false;
 };
 
@@ -53,10 +53,10 @@ struct ForwardPart {
   // counts as a use of its expert. Empty: the claim counts as one use of each of its experts.
   std::span<const int64_t> ids = {};
   int32_t top_k = 0;
-  // Each of its experts is used once, so that it may read into slots of those it has computed. The
-  // core decides whether it does, see window.h.
+  // Each of its experts is used once, so it may read into slots of experts that it has computed.
+  // The core decides whether it does, see window.h.
   bool streams = false;
-  // Its experts are the last ones of the claim's list, see deferral.h.
+  // The deferred experts are the last ones of the claim's list, see deferral.h.
   Deferral deferral = {};
   ClaimKind kind = ClaimKind::kForward;
 

@@ -1,5 +1,5 @@
-// How often a model used each of its experts: what outlives a sequence, and may outlive the process
-// as a profile (docs/profiles.md).
+// Counts of how often a model used each of its experts. They outlive a sequence, and may outlive
+// the process as a profile (docs/profiles.md).
 #pragma once
 
 #include <cstddef>
@@ -19,19 +19,19 @@ struct ModelUse {
 
   int32_t experts() const { return static_cast<int32_t>(uses.size() / tokens.size()); }
 
-  // Of a token: how likely it is to use the expert. 0 where nothing is known.
+  // The probability that a token uses the expert; 0 where nothing is known.
   float rate(int64_t id) const {
     const int64_t seen = tokens[id / experts()];
     return seen > 0 ? static_cast<float>(uses[id]) / static_cast<float>(seen) : 0.f;
   }
 
-  // Uses of what is not counted by count(), since something else computes it: ids of experts whose
-  // entry in `on_gpu` is not negative, top_k for each token. `alone`: nothing else of these
-  // tokens is counted. Those of a `prompt` count each, those of a decode step once.
+  // Counts uses that count() does not see, since a GPU computes them: of ids whose entry in
+  // `on_gpu` is not negative, top_k for each token. `alone`: nothing else of these tokens is
+  // counted. Each use by a `prompt` counts; those of a decode step count once per expert.
   void count_on_gpu(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
                     std::span<const int32_t> on_gpu, bool prompt, bool alone);
 
-  // Arguments as those of Policy::tick_prompt(); without `ids` one token used `chosen`.
+  // Arguments as for Policy::tick_prompt(); without `ids` one token used `chosen`.
   void count(int32_t layer, std::span<const int32_t> chosen, std::span<const int64_t> ids,
              int32_t top_k) {
     const int32_t all = experts();
@@ -48,12 +48,12 @@ struct ModelUse {
   }
 };
 
-// Throws Error(kInvalid) unless it is one of this shape, with nothing negative and no expert used
-// more often than there were tokens. `tokens` may be empty: nothing is known.
+// Throws Error(kInvalid) unless `use` has this shape, nothing negative and no expert used more
+// often than there were tokens. `tokens` may be empty: nothing is known.
 void check(const ModelUse& use, int32_t layers, int32_t experts);
 
-// Ids that were used at all and are not `on_gpu`, the most used per token first; `most` of them
-// at most.
+// The ids that were used and are not `on_gpu`, the most used per token first, at most `most` of
+// them.
 std::vector<int32_t> hottest(const ModelUse& use, int32_t most,
                              const std::vector<bool>& on_gpu = {});
 

@@ -54,8 +54,8 @@ void Sizing::detach_failed(int64_t segment) { segments_[segment] = State::kAttac
 
 int64_t Sizing::next_to_attach() {
   if (std::ranges::find(segments_, State::kAttaching) != segments_.end()) return -1;
-  // From the first one up, as slots can only be used without a gap below them: one that is
-  // being detached is waited for.
+  // Attaches from the first one up, as slots can be used only without a gap below them: waits for
+  // one that is being detached.
   const int64_t segment = first_not_attached();
   if (segment == std::ssize(segments_) || segments_[segment] == State::kDetaching) return -1;
   if (first_of(segment) >= target_) return -1;
@@ -66,7 +66,7 @@ int64_t Sizing::next_to_attach() {
 void Sizing::attached(int64_t segment) {
   segments_[segment] = State::kAttached;
   raise_limit();
-  detach_vacant(segment);  // if it is too late
+  detach_vacant(segment);  // if the pool has shrunk meanwhile
   effects_.resized = true;
 }
 

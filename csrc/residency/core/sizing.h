@@ -1,6 +1,6 @@
-// How many slots may be used, and which segments of their memory, of some slots each, are attached.
-// A slot beyond the limit is retired: never reserved, and emptied as soon as it is not in use. A
-// segment whose slots are all retired and EMPTY may be detached.
+// The number of slots that may be used, and which segments of their memory, of some slots each, are
+// attached. A slot beyond the limit is retired: never reserved, and emptied as soon as it is not in
+// use. A segment whose slots are all retired and EMPTY may be detached.
 #pragma once
 
 #include <cstdint>
@@ -26,16 +26,16 @@ class Sizing {
   // now.
   int64_t next_to_attach();
   void attached(int64_t segment);
-  void attach_failed(int64_t segment);  // there is no memory for it: the target is what there is
+  void attach_failed(int64_t segment);  // no memory for it: lowers the target to what there is
   // The outcome for a segment of Effects::vacant.
   void detached(int64_t segment);
   void detach_failed(int64_t segment);  // until the next resize()
   // Begins to detach the segments that are not in use.
   void detach_vacant();
 
-  // Slots of `segment` have memory, or will soon.
+  // Whether the slots of `segment` have memory, or will soon.
   bool held(int64_t segment) const { return segments_[segment] != State::kDetached; }
-  // `closed`: what is vacant stays attached.
+  // `closed`: vacant segments stay attached.
   void validate(bool closed) const;
 
  private:
@@ -48,7 +48,7 @@ class Sizing {
   };
 
   int32_t first_of(int64_t segment) const;
-  int64_t first_not_attached() const;  // not kAttached; behind the last: none
+  int64_t first_not_attached() const;  // one behind the last: all are attached
   bool vacant(int64_t segment) const;
   void detach_vacant(int64_t segment);
   void raise_limit();  // up to the target, or to the first segment without memory
@@ -57,7 +57,7 @@ class Sizing {
   const int32_t slots_per_segment_;
   std::vector<State> segments_;
   int32_t target_;      // slots that the last resize() asked for
-  bool grown_ = false;  // it has made the pool larger
+  bool grown_ = false;  // the last resize() has made the pool larger
   SlotTable& slots_;
   SoftPins& soft_pins_;
   Statistics& statistics_;

@@ -216,7 +216,7 @@ void SlotTable::unpin(int32_t index) {
 void SlotTable::drop_pin(int32_t index) {
   Slot& slot = slots_[index];
   --slot.pins;
-  slot.uses = std::min(slot.uses, slot.pins);  // of claims that wait no longer
+  slot.uses = std::min(slot.uses, slot.pins);  // drops those of claims that wait no longer
   if (slot.pins > 0) return;
   --pinned_;
   if (in_policy(slot)) policy_->unpin(slot.expert);

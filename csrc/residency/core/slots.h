@@ -1,10 +1,10 @@
-// The slots, what is in them, and the reads into them: which expert gets a slot, which one is
-// evicted for it, and what became of what was read ahead.
+// The slots, their experts and the reads into them: which expert gets a slot, which one is evicted
+// for it, and whether reads ahead were used.
 //
 // Two things keep an expert in its slot. A pin counts a claim that uses the slot or waits for its
 // read: a pinned slot is never a victim. A soft pin is a mark on the expert, with a reason, that
-// makes it a victim of the last resort: a deferred one when nothing else is evictable, an early
-// one for a claim that could do nothing else.
+// makes it a victim of last resort: a deferred one when nothing else is evictable, an early one for
+// a claim that has nothing else to do.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct Slot {
   int32_t uses = 0;  // while LOADING: pins that the policy will learn of as uses
   // The read under way into it, or that filled it.
   Urgency urgency = Urgency::kDemand;  // kDemand once it has ended
-  Phase phase = Phase::kNone;          // that queued it
+  Phase phase = Phase::kNone;          // the phase that queued it
   bool speculative = false;            // begun as a prefetch, and not repeated as a demand read
   bool unused = false;                 // a prefetch that no forward has used yet, also while READY
   int64_t bytes = 0;                   // read into the slot by this read
@@ -69,9 +69,9 @@ class SlotTable {
   Policy& policy() { return *policy_; }
   const Policy& policy() const { return *policy_; }
 
-  // Begins the read of an expert that has no slot, in an empty one or that of a victim. Returns the
-  // slot; -1: there is none. Every read begins here. `stuck`: for a claim that has nothing to use
-  // or to wait for.
+  // Begins the read of an expert that has no slot, into an empty slot or that of a victim. Returns
+  // the slot; -1: there is none. Every read begins here. `stuck`: for a claim that has nothing to
+  // use or to wait for.
   int32_t read(ExpertId id, Urgency urgency, Phase phase, bool stuck = false);
   // Calls read() for those of `ids` without a slot, in order, while `has_room()`. Those that are
   // READY are not evicted for the others.
@@ -96,12 +96,13 @@ class SlotTable {
     }
   }
   ExpertId victim(bool stuck = false);  // of the next read; kNoExpert: none
-  void raise_priority(int32_t slot);    // its read has become a demand read
+  void raise_priority(int32_t slot);    // makes its read a demand read
   void landed(int32_t slot, int64_t bytes);
-  // A failed prefetch that a forward waits for is repeated instead: a forward must not fail for a
-  // read that it did not begin.
+  // Repeats a failed prefetch that a forward waits for: a forward must not fail for a read that it
+  // did not begin.
   void failed(int32_t slot, int64_t bytes, Error error);
-  // For cores that read nothing: take an empty slot for a record; the record is in its slot.
+  // For cores that read nothing: reserve() takes an empty slot for a record; filled() says that the
+  // record is there.
   int32_t reserve(ExpertId id);
   void filled(int32_t slot);
   void evict(int32_t slot, Phase phase);  // READY and unpinned → EMPTY, counted
@@ -114,15 +115,15 @@ class SlotTable {
 
   void pin(int32_t slot);    // a forward uses the expert, or waits for it
   void unpin(int32_t slot);  // the forward is done with the slot, or has seen its error
-  // Pins without counting a use: for a moment, or for a visit. To policies that count recency from
-  // the last unpin it is a use.
+  // Pins without counting a use: briefly, or for a visit. Policies that count recency from the last
+  // unpin see a use.
   void hold(int32_t slot);
 
   void soft_pin(ExpertId id, SoftPin reason, bool on);
-  // Whether SoftPin::kEarly is set, which at most half of the slots have.
+  // Whether SoftPin::kEarly is set; at most half of the slots have it.
   bool early(ExpertId id) const { return (soft_pins_[id] & kEarly) != 0; }
   int32_t slots_for_others() const { return limit_ - early_experts_; }
-  void forget_deferred(int32_t layer);  // SoftPin::kDeferred, of this layer's experts
+  void forget_deferred(int32_t layer);  // clears SoftPin::kDeferred of its experts
 
   // Throws std::logic_error naming the first broken invariant.
   void validate() const;
@@ -134,7 +135,7 @@ class SlotTable {
   LayerStats& stats_of(const Slot& slot) {
     return statistics_.of_layer_of(slot.expert, slot.phase);
   }
-  bool in_policy(const Slot& slot) const {  // as one that may be a victim
+  bool in_policy(const Slot& slot) const {  // as a possible victim
     return slot.state == SlotState::kReady && soft_pins_[slot.expert] == 0;
   }
   void clear(int32_t slot);  // → EMPTY

@@ -8,7 +8,7 @@
 namespace torch_mesh {
 namespace {
 
-// An early layer's experts change slowly: their uses are remembered for some hundred tokens.
+// An early layer's hot experts change slowly, so uses are remembered for some hundred tokens.
 constexpr float kDecay = .99f;
 
 }  // namespace

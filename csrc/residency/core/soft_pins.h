@@ -1,6 +1,6 @@
-// Experts that a pool soft-pins, the hottest of its first layers as they are used, and those that
-// it reads before any forward asks. Soft pins take at most half of the slots: when the pool shrinks
-// below twice their number some experts lose theirs, the least used first.
+// Chooses the experts that a pool soft-pins, the hottest of its first layers by recent use, and
+// those that it reads before any forward asks. Soft pins take at most half of the slots: when the
+// pool shrinks below twice their number some experts lose theirs, the least used first.
 //
 // The live pool and its replay use the same object. No threads: the caller holds the lock.
 #pragma once
@@ -14,15 +14,15 @@
 
 namespace torch_mesh {
 
-// What a pool knows of its model before the first forward.
+// What a pool is told of its model before the first forward.
 struct SoftPinOptions {
   ModelUse profile = {};  // of earlier runs; or empty
-  // [layers * experts]: a GPU is to hold them, so that they are not warmed, and warming waits for
-  // Pool::warm_up(). Or empty: none.
+  // [layers * experts]: experts that a GPU will hold. They are not warmed, and warming waits for
+  // Pool::warm_up(). Empty: none.
   std::vector<bool> on_gpu = {};
-  // What the profile does not name is read too while slots are empty.
+  // Also read experts that the profile does not name while slots are empty.
   bool fill = false;
-  int32_t early_layers = 0;   // of so many first layers
+  int32_t early_layers = 0;   // the number of first layers of which
   int32_t early_experts = 0;  // so many experts are soft-pinned
 };
 
@@ -33,15 +33,15 @@ class SoftPins {
  public:
   SoftPins(const SoftPinOptions& options, int32_t layers, int32_t experts, SlotTable& slots);
 
-  // A forward of `layer` begins; arguments as those of Policy::tick_prompt().
+  // A forward of `layer` begins; arguments as for Policy::tick_prompt().
   void tick(int32_t layer, std::span<const int32_t> chosen, std::span<const int64_t> ids,
             int32_t top_k);
   // The limit of the slot table has changed.
   void resize();
 
   // Begins to read the next expert before it is used, into an empty slot. Returns the slot; -1: no
-  // slot is empty, or none is left to read. What is soft-pinned comes first, then the hottest of
-  // the profile, then, to fill the pool, the others: an equal number of each layer, each once.
+  // slot is empty, or none is left to read. Soft-pinned experts come first, then the hottest of the
+  // profile, then, to fill the pool, the others: an equal number of each layer, each once.
   int32_t read_warm();
 
  private:
@@ -51,7 +51,7 @@ class SoftPins {
   const int32_t experts_;
   const int32_t early_layers_, max_early_;
   SlotTable& slots_;
-  int32_t early_ = 0;           // of each early layer, soft-pinned now
+  int32_t early_ = 0;           // experts of each early layer that are soft-pinned now
   std::vector<float> recent_;   // [early_layers][experts]: uses, decayed
   std::vector<int32_t> order_;  // [experts]
   std::vector<ExpertId> warm_;

@@ -1,4 +1,4 @@
-// What a pool counts. "Access" is one distinct expert of one forward of a layer: a hit, a cold
+// The counts of a pool. An "access" is one distinct expert of one forward of a layer: a hit, a cold
 // miss, an in-flight miss, or deferred.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace torch_mesh {
 
 // Counts of one layer in one phase since the pool was opened or its counts were reset. A read is
 // counted in the phase that queued it, an eviction in the phase that needed the slot, both at the
-// expert's own layer. All that sums, shows or copies counts goes through these lists.
+// expert's own layer. All code that sums, shows or copies counts goes through these lists.
 #define TORCH_MESH_LAYER_COUNTS(X)                                                                \
   X(forwards)      /* that ended, in an error too */                                              \
   X(rerouted)      /* choices of tokens that went to a resident expert; no accesses */            \
@@ -98,7 +98,7 @@ inline constexpr AccessCount kInflightMiss{&LayerStats::inflight_misses,
                                            &ExpertStats::inflight_misses};
 inline constexpr AccessCount kDeferred{&LayerStats::deferred, &ExpertStats::deferred};
 
-// The counts of a pool while it counts.
+// Counts the events of a pool.
 class Statistics {
  public:
   Statistics(int32_t layers, int32_t experts)
@@ -116,7 +116,7 @@ class Statistics {
     ++forwards_[layer];
   }
   void keep_prefetch_error(const Error& error);
-  // In place: who adds to a count holds on to it.
+  // Sets the counts to zero in place: callers keep references to them.
   void reset();
 
   PoolStats& counts() { return counts_; }

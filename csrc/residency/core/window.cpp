@@ -6,15 +6,15 @@
 namespace torch_mesh {
 namespace {
 
-// Enough that some are read while others are computed. What the window of the last layers holds is
-// lost to decode, so a small pool's is an eighth.
+// Enough that some are read while others are computed. Decode cannot use what the window of the
+// last layers holds, so a small pool's window is an eighth.
 constexpr int32_t kMinWindow = 16;
-// A token's experts are read at once, whatever the pool.
+// At least one token's experts, which are read at once, whatever the pool.
 constexpr int32_t kMinNarrow = 8;
 
 }  // namespace
 
-// Where a forward leaves out many experts of its layer, so will the next layer's, and most of what
+// If a forward leaves out many experts of its layer, so will the next layer's, and most of what
 // would be read ahead for it would be in vain.
 bool Window::takes(const ClaimState& claim) const {
   if (!claim.part.streams || claim.part.phase != Phase::kPrefill) return false;
@@ -23,7 +23,7 @@ bool Window::takes(const ClaimState& claim) const {
   return std::ssize(claim.entries) * 8 >= int64_t{experts_} * 7;
 }
 
-// Where other chunks follow they find the whole layer there, if that is at most half of the pool.
+// If other chunks follow, they find the whole layer there, if that is at most half of the pool.
 int32_t Window::slots_for(int32_t layer, bool last_chunk) const {
   const int32_t all = slots_.limit();
   const auto hot = static_cast<int32_t>(int64_t{all} * (layer + 1) / layers_);
@@ -32,7 +32,7 @@ int32_t Window::slots_for(int32_t layer, bool last_chunk) const {
   return std::max({1, all - hot, least});
 }
 
-// As few as keep the disk busy: what they hold is of no use to the next forward.
+// As few slots as keep the disk busy: the next forward has no use for what they hold.
 int32_t Window::narrow() const {
   return std::max(kMinNarrow, std::min(kMinWindow, slots_.limit() / 8));
 }
@@ -47,7 +47,7 @@ void Window::read_next_layer(const ClaimState& claim) {
     missing += slot < 0;
     ahead += slot >= 0 && slots_[slot].unused;
   }
-  // One narrow window is read before the next layer's attention is over.
+  // The disk reads one narrow window before the next layer's attention is over.
   const int32_t most = is_narrow(claim) ? 2 * narrow() : slots_for(layer, true);
   const int32_t begun_before = slots_.loading();
   const auto has_room = [&] {

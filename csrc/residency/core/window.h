@@ -1,14 +1,16 @@
-// Forwards that read many experts do so through a window of slots rather than through the whole
-// pool: what they have computed makes room for the next ones. The slots outside hold what the
-// policy thinks hottest, which a scan of the layers would throw out before they come round again.
+// The window: slots through which a forward that reads many experts reads them, rather than through
+// the whole pool. Experts that it has computed make room for the next ones. The slots outside hold
+// what the policy ranks hottest, which a scan of the layers would evict before those layers run
+// again.
 //
-// Decode steps have a narrow one, and so have steps of more sequences than are decode and prompts
-// of as few rows: more that is read ahead of their short layers hides nothing. A longer prompt that
-// needs nearly all of its layer comes to a pool that holds another text's experts: the slots
-// outside its window are an equal part of the pool for each layer that it has come to, so the
-// window narrows from layer to layer, and decode starts with experts of all layers rather than with
-// those of the last. While it computes the rest of its experts, the next layer's are read into the
-// slots that it is done with.
+// Decode steps have a narrow window, and so have steps of more sequences than are decode and
+// prompts of as few rows: reading more ahead of their short layers would hide nothing.
+//
+// A longer prompt that needs nearly all of its layer comes to a pool that holds another text's
+// experts. The slots outside its window are an equal part of the pool for each layer that it has
+// come to. So the window narrows from layer to layer, and decode starts with experts of all layers
+// rather than of the last. While the prompt computes the rest of its experts, the next layer's are
+// read into the slots that it has released.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +19,7 @@
 
 namespace torch_mesh {
 
-// Whether forwards of prompts take the pool's window: never, those that need nearly all experts of
+// Which forwards of prompts use the pool's window: none, those that need nearly all experts of
 // their layer, or all.
 enum class PrefillWindow : uint8_t { kNever, kAuto, kAlways };
 
@@ -26,14 +28,15 @@ class Window {
   Window(int32_t layers, int32_t experts, PrefillWindow prefill, SlotTable& slots)
       : layers_(layers), experts_(experts), prefill_(prefill), slots_(slots) {}
 
-  // Whether a claim that begins is of a forward that takes the window, and whose next layer will.
+  // Whether a claim that begins is of a forward that uses the window, and whose next layer will.
   bool takes(const ClaimState& claim) const;
-  // How many slots a claim may take from others for reads whose experts it has not computed yet.
+  // The number of slots that a claim may take from others for reads of experts that it has not
+  // computed yet.
   int32_t slots_for(const ClaimState& claim) const {
     if (claim.window && !is_narrow(claim)) return slots_for(claim.layer, claim.part.last);
     return claim.part.streams && claim.part.last ? narrow() : slots_.limit();
   }
-  // For a claim that has a slot for all that it needs: what it reads goes first on the disk.
+  // For a claim that has slots for all that it needs, since the disk reads those first.
   void read_next_layer(const ClaimState& claim);
 
  private:
