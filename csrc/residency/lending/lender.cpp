@@ -31,9 +31,11 @@ using lending::Poller;
 using lending::Request;
 using lending::Welcome;
 
-// So that one borrower cannot keep the thread from the others.
+// The most requests of a borrower that are heard at a time, so that it cannot keep the thread from
+// the others.
 constexpr int kRequestsAtOnce = 64;
-// After the system had no descriptor or memory for a connection: it stays in the queue until then.
+// The pause after the system had no descriptor or memory for a connection, which waits in the
+// queue.
 constexpr int kRetryMilliseconds = 100;
 constexpr std::chrono::seconds kLockPatience{10};
 
@@ -53,7 +55,7 @@ struct Lent {
 };
 
 struct Borrower {
-  // What the poller's events are of: one of the two descriptors.
+  // Names the descriptor that an event of the poller is of: one of these two.
   struct Watch {
     Borrower* borrower;
     bool of_process;
@@ -63,20 +65,20 @@ struct Borrower {
   Descriptor process;                       // readable when it has ended; none: unknown
   std::vector<std::unique_ptr<Lent>> lent;  // by slot
   std::vector<int32_t> pending = {};        // slots whose record is not there yet
-  bool refused = false;                     // nothing that it sends is heard any more
+  bool refused = false;                     // its further messages are ignored
   bool gone = false;
   Watch socket_watch{this, false};
   Watch process_watch{this, true};
 };
 
-// A packet without bytes looks to recv() as the end of a connection does. A worker that only sends
-// no more has not closed its either.
+// Whether the peer has closed its end. recv() also returns 0 for an empty packet, and for a worker
+// that has only ended sending.
 bool is_closed(const Descriptor& socket) {
   pollfd polled{socket.get(), 0, 0};
   return poll(&polled, 1, 0) > 0 && (polled.revents & POLLHUP) != 0;
 }
 
-// What an Answer says of an error.
+// The errno by which an Answer reports an error.
 int errno_of(const Error& error) {
   switch (error.kind()) {
     case ErrorKind::kChecksum:
@@ -90,8 +92,8 @@ int errno_of(const Error& error) {
   }
 }
 
-// Of several owners that start at once, one looks at the socket, replaces it and listens before the
-// next one looks.
+// Locks the folder of a socket. Of several owners that start at once, one looks at the socket,
+// replaces it and listens before the next one looks.
 Descriptor lock_folder(const std::string& path) {
   const size_t slash = path.rfind('/');
   const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
@@ -110,7 +112,7 @@ Descriptor lock_folder(const std::string& path) {
   return locked;
 }
 
-// Takes the slot of a socket that no process answers at.
+// Removes a socket at `path` that no process answers at.
 void make_room(const std::string& path, const sockaddr_un& address) {
   struct stat about {};
   if (lstat(path.c_str(), &about) != 0) {
@@ -146,7 +148,7 @@ struct Lender::Impl {
                .record_bytes = pool.shared_bytes() / pool.max_slots(),
                .pool_bytes = pool.shared_bytes(),
                .fingerprint = lending::fingerprint(pool.source())};
-    // What the thread throws ends the process.
+    // Reserved here, since an exception on the thread terminates the process.
     all.reserve(static_cast<size_t>(max));
     events.resize(2 + 2 * static_cast<size_t>(max));
     if (wake_up.get() < 0) throw_system(path, "make an event for");
@@ -170,7 +172,7 @@ struct Lender::Impl {
     make_room(path, address);
     listening.reset(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (listening.get() < 0) throw_system(path, "make a socket for");
-    // No process can connect before listen(): the mode is there by then.
+    // No process can connect before listen(), and the mode is set by then.
     if (bind(listening.get(), lending::generic(address), sizeof(address)) != 0)
       throw_system(path, "bind");
     struct stat about {};
@@ -217,7 +219,7 @@ struct Lender::Impl {
     if (borrower.process.get() >= 0) poller.remove(borrower.process.get());
   }
 
-  // After those that have gone have left their slots.
+  // Called after the slots of borrowers that have gone are released.
   void welcome_one() {
     Descriptor socket(accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (socket.get() < 0) {
@@ -241,7 +243,7 @@ struct Lender::Impl {
       auto borrower = std::make_unique<Borrower>();
       borrower->lent.resize(static_cast<size_t>(borrowed));
       borrower->pending.reserve(static_cast<size_t>(borrowed));
-      // A child that the borrower has forked keeps its socket open.
+      // The process is watched, too: a child that the borrower has forked keeps its socket open.
       if (peer.pid > 0) {
         borrower->process.reset(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
       }
@@ -255,7 +257,7 @@ struct Lender::Impl {
       }
       all.push_back(std::move(borrower));
       connected = static_cast<int32_t>(all.size());
-    } catch (const std::bad_alloc&) {  // it finds the connection closed
+    } catch (const std::bad_alloc&) {  // the borrower finds the connection closed
     }
   }
 
@@ -295,8 +297,8 @@ struct Lender::Impl {
            std::ranges::find(borrower.pending, request.slot) == borrower.pending.end();
   }
 
-  // It may be reading what it was lent, which stays until it is gone. A packet without bytes tells
-  // it; shutdown() would hide from is_closed() whether it has closed its own end.
+  // The borrower may be reading its loans, which stay until it has gone. An empty packet tells it.
+  // shutdown() would hide from is_closed() whether it has closed its own end.
   void refuse(Borrower& borrower) {
     borrower.refused = true;
     ++refusals;
@@ -306,7 +308,7 @@ struct Lender::Impl {
 
   void lend(Borrower& borrower, const Request& request) {
     std::unique_ptr<Lent>& lent = borrower.lent[request.slot];
-    lent.reset();  // before: its slot may be the only one that is free
+    lent.reset();  // first: its slot may be the only one that is free
     const auto error = caught([&] {
       lent = std::make_unique<Lent>(pool, request.layer, request.expert);
       borrower.pending.push_back(request.slot);
@@ -328,7 +330,7 @@ struct Lender::Impl {
     });
   }
 
-  // One that asks and does not listen.
+  // Refuses a borrower that sends requests and does not receive answers.
   void send(Borrower& borrower, const Answer& message) {
     if (borrower.refused) return;
     const ssize_t sent =
@@ -363,7 +365,7 @@ struct Lender::Impl {
   std::atomic<int32_t> connected{0};
   std::atomic<int64_t> refusals{0};
 
-  // Of the thread.
+  // Used by the thread alone.
   std::vector<std::unique_ptr<Borrower>> all;
   std::vector<epoll_event> events;
   bool no_descriptors = false;  // for the next connection

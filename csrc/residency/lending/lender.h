@@ -1,10 +1,10 @@
 // Lends the slots of a shared pool to other processes of the same user, see protocol.h.
 //
-// One thread answers all of them. Each borrower has as many slots as every other, and all of these
-// together are no more than the pool has slots: a request finds a slot that is not in use, whatever
-// others hold and however long. What is lent is pinned by an ordinary claim of one expert. The pins
-// of a borrower go when its socket closes or its process ends, so that one that is killed leaves
-// none behind; until then nothing that it may still look at is overwritten, misbehave as it may.
+// One thread answers all borrowers. Each has the same number of slots, and together they have no
+// more than the pool. So a request finds a slot that is not in use, whatever others hold and for
+// however long. A lent record is pinned by an ordinary claim of one expert. A borrower's pins end
+// when its socket closes or its process ends, so that one that is killed leaves none behind. Until
+// then nothing that it may still read is overwritten, even if it misbehaves.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +18,21 @@ namespace torch_mesh {
 
 class Lender {
  public:
-  // Listens at `path`, a socket that only this user can open; one that no process answers at any
-  // more is replaced. `pool` is shared (PoolOptions::sharing) and outlives the lender. Throws
-  // Error(kInvalid) for a path where something else is or a process answers, for a pool that is not
-  // shared, and for more borrowers than it has slots; Error(kRead) where the system refuses it.
+  // Listens at `path`, a socket that only this user can open; replaces one that no process answers
+  // at. `pool` is shared (PoolOptions::sharing) and outlives the lender. Throws Error(kInvalid) for
+  // a path where something else is or a process answers, for a pool that is not shared, and for
+  // more borrowers than it has slots; Error(kRead) if the system refuses it.
   Lender(Pool& pool, const std::string& path, int32_t borrowers);
   ~Lender();
   Lender(const Lender&) = delete;
   Lender& operator=(const Lender&) = delete;
 
-  // Closes the pool, ends all loans and takes the socket away. What was lent stays readable to
-  // the borrowers, for no slot is written to any more.
+  // Closes the pool, ends all loans and removes the socket. Borrowers can still read what was lent,
+  // since no slot is written to any more.
   void close();
 
   int32_t borrowers() const;  // connected now
-  int32_t slots() const;      // of each
+  int32_t slots() const;      // of each borrower
   int64_t refused() const;    // connections that ended for what they sent
 
  private:

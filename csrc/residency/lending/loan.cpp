@@ -34,7 +34,7 @@ constexpr int kAskMilliseconds = 100;  // how often the interrupt hook is asked
 constexpr std::chrono::milliseconds kRetryTime{20};
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// Calls ready() until it is true, with a look at the interrupt hook now and then: ready() takes
+// Calls ready() until it is true, and the interrupt hook after each call. ready() takes
 // kAskMilliseconds at most.
 template <typename Ready>
 void wait_for_owner(const std::string& path, std::chrono::milliseconds timeout,
@@ -84,7 +84,7 @@ Loan::Loan(const std::string& path, const Source& source, int64_t record_bytes,
 
 Loan::~Loan() {
   if (owner_.forked()) return;
-  // A child that this process has forked may have the socket, too.
+  // Ends the connection even if a child that this process has forked has the socket, too.
   shutdown(socket_.get(), SHUT_RDWR);
   unmap();
 }
@@ -128,7 +128,8 @@ void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& run
   for (cmsghdr* control = CMSG_FIRSTHDR(&header); count > 0 && control != nullptr;
        control = CMSG_NXTHDR(&header, control)) {
     if (control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) continue;
-    // With its padding there is room for two: each that has come is to be closed.
+    // With its padding the buffer has room for two descriptors: each that was received must be
+    // closed.
     for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= control->cmsg_len; at += sizeof(int)) {
       int descriptor;
       std::memcpy(&descriptor, CMSG_DATA(control) + at, sizeof(descriptor));
@@ -154,7 +155,7 @@ void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& run
 
 void Loan::map() {
   struct stat about {};
-  // A read of memory that its owner cuts off would end this process.
+  // Without the seals the owner could cut the memory off, and a read of it would kill this process.
   const int seals = fcntl(shared_.get(), F_GET_SEALS);
   const bool sound = welcome_.borrowed > 0 && welcome_.borrowed <= welcome_.slots &&
                      welcome_.pool_bytes == welcome_.slots * welcome_.record_bytes && seals >= 0 &&
@@ -164,7 +165,7 @@ void Loan::map() {
     throw_invalid("what answers at ", path_, " lends no memory of its pool");
   }
   lent_.assign(static_cast<size_t>(slots()), nullptr);
-  // All of it at once: the first use of a record would pay for its page faults.
+  // Populated at once: otherwise the first use of each record would pay for its page faults.
   void* mapped = mmap(nullptr, static_cast<size_t>(welcome_.pool_bytes), PROT_READ,
                       MAP_SHARED | MAP_POPULATE, shared_.get(), 0);
   void* destinations = mmap(nullptr, static_cast<size_t>(slots()) * kRecordAlignment, PROT_NONE,
@@ -180,7 +181,7 @@ void Loan::map() {
   madvise(begin_, static_cast<size_t>(welcome_.pool_bytes), MADV_DONTFORK);
 }
 
-// Reads of whole records, each a request for a slot.
+// A backend whose reads are of whole records. Each is a request to the owner, for a slot.
 class LentBackend final : public Backend {
  public:
   LentBackend(Loan& loan, const Source& source) : loan_(loan) {
@@ -229,7 +230,7 @@ class LentBackend final : public Backend {
     return static_cast<int32_t>(count);
   }
 
-  // The owner may stand still, and writes to no memory of this process.
+  // Ends reads at once: the owner may never answer, and writes to no memory of this process.
   void cancel() override { lose(ECANCELED); }
 
   void wake() override { wake_up_.wake(); }
@@ -258,7 +259,7 @@ class LentBackend final : public Backend {
     }
   }
 
-  // False for what no owner says.
+  // False for an answer that no owner gives.
   bool take(const Answer& answer) {
     const Welcome& welcome = loan_.welcome_;
     if (answer.slot < 0 || answer.slot >= welcome.borrowed || reads_[answer.slot].chunk < 0) {
@@ -278,7 +279,7 @@ class LentBackend final : public Backend {
     return true;
   }
 
-  // What was lent stays: the owner has gone, or ends loans with the connection only.
+  // Ends all reads. Loans stay valid: the owner has gone, or ends them only with the connection.
   void lose(int error) {
     if (std::exchange(lost_, error) == 0) poller_.remove(loan_.socket_.get());
     for (int32_t slot = 0; slot < loan_.slots(); ++slot) {
@@ -291,7 +292,7 @@ class LentBackend final : public Backend {
   const WakeUp wake_up_;
   std::map<std::pair<int32_t, int64_t>, Request> experts_;  // by file and offset
   std::vector<UnderWay> reads_;                             // by slot
-  std::vector<ChunkResult> ended_;                          // to be told by wait()
+  std::vector<ChunkResult> ended_;                          // not returned by wait() yet
   int lost_ = 0;                                            // an errno: the owner answers no more
 };
 

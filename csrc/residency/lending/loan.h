@@ -1,5 +1,5 @@
-// The slots that another process lends to this one, see protocol.h: a connection, and its pool's
-// memory mapped for reading.
+// The slots that another process lends to this one, see protocol.h: a connection, and the owner's
+// pool mapped for reading.
 #pragma once
 
 #include <chrono>
@@ -21,18 +21,18 @@ namespace torch_mesh {
 
 class Loan final : public SlotMemory {
  public:
-  // Asks the owner at `path` for a part of its pool, which has to be of the store that `source`
-  // is, with records of so many bytes. Throws Error(kRead) without an answer, where all places are
-  // taken or the owner is of another user; Error(kInvalid) for a raw source, another store or
-  // another version of torch_mesh; Error(kTimeout) where the owner stands still, after twice the
-  // time-out at most, Error(kInterrupted) on Ctrl-C then.
+  // Asks the owner at `path` for a part of its pool, which must be of the store that `source` is,
+  // with records of `record_bytes`. Throws Error(kRead) without an answer, if all slots are taken
+  // or the owner is of another user; Error(kInvalid) for a raw source, another store or another
+  // version of torch_mesh; Error(kTimeout) if the owner does not respond, after twice the time-out
+  // at most; Error(kInterrupted) on Ctrl-C meanwhile.
   Loan(const std::string& path, const Source& source, int64_t record_bytes,
        std::chrono::milliseconds timeout, const Runtime& runtime);
   ~Loan() override;  // ends the loan
   Loan(const Loan&) = delete;
   Loan& operator=(const Loan&) = delete;
 
-  int32_t slots() const { return welcome_.borrowed; }  // slots of a pool that borrows
+  int32_t slots() const { return welcome_.borrowed; }  // of a pool that borrows
   const std::string& path() const { return path_; }
 
   std::byte* piece(int64_t slot) const override { return lent_[slot]; }
@@ -57,8 +57,8 @@ class Loan final : public SlotMemory {
   Descriptor shared_;
   lending::Welcome welcome_;
   std::byte* begin_ = nullptr;         // of the owner's pool
-  std::byte* destinations_ = nullptr;  // a page for each slot, not to be touched: where reads "go"
-  // By slot, of the I/O thread while a read is under way there; nullptr: nothing is lent.
+  std::byte* destinations_ = nullptr;  // an inaccessible page for each slot: where reads "go"
+  // By slot. Only the I/O thread uses one into which a read is under way. nullptr: nothing is lent.
   std::vector<std::byte*> lent_;
 };
 

@@ -1,5 +1,5 @@
-// Waiting for descriptors, by epoll: poll() refuses more of them than the process may open, and
-// that limit may have been lowered since.
+// Waits for descriptors by epoll: poll() refuses more of them than the process may open, and that
+// limit may have been lowered since.
 #pragma once
 
 #include <sys/epoll.h>
@@ -31,14 +31,15 @@ class Poller {
   bool add(int descriptor, uint32_t events, void* tag) const {
     return control(EPOLL_CTL_ADD, descriptor, events, tag) == 0;
   }
-  // Of one that was added.
+  // Changes the events of a descriptor that was added.
   void change(int descriptor, uint32_t events, void* tag) const {
     control(EPOLL_CTL_MOD, descriptor, events, tag);
   }
-  // To be called before it is closed, since a forked child may have it, too.
+  // Call it before closing the descriptor, since a forked child may have it, too.
   void remove(int descriptor) const { control(EPOLL_CTL_DEL, descriptor, 0, nullptr); }
 
-  // Those that are ready, as many as fit. None after `milliseconds` (-1: never), or after a signal.
+  // Waits for events and returns as many as fit; none after `milliseconds` (-1: never), or after a
+  // signal.
   std::span<const epoll_event> wait(std::span<epoll_event> ready, int milliseconds) const {
     const int count =
         epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), milliseconds);

@@ -1,10 +1,10 @@
-// What an owner of a pool and those who borrow its slots say to each other, over a Unix socket that
-// keeps messages whole (SOCK_SEQPACKET). Both sides run on one machine: no byte order.
+// The messages between the owner of a pool and the borrowers of its slots, over a Unix socket that
+// keeps messages whole (SOCK_SEQPACKET). Both sides run on one machine, so there is no byte order.
 //
 // The owner sends a Welcome, with the memfd of its slots beside it. Then the borrower sends
-// Requests, each for a slot of its own, of which it has `borrowed`: the loan that was there ends,
-// and one of another expert begins. The owner answers each with an Answer when the record is there.
-// A loan ends with the next one of its slot, or when the borrower is gone.
+// Requests, each for one of its `borrowed` slots: the loan in that slot ends, and one of another
+// expert begins. The owner sends an Answer to each when the record is there. A loan ends with the
+// next one of its slot, or when the borrower has gone.
 #pragma once
 
 #include <sys/socket.h>
@@ -47,7 +47,7 @@ struct Answer {
 static_assert(std::is_trivially_copyable_v<Welcome> && sizeof(Request) == 12 &&
               sizeof(Answer) == 16);
 
-// Of all that says which bytes a record has: the store's id, its shape and its checksums.
+// A hash of all that determines the bytes of a record: the store's id, its shape and its checksums.
 uint64_t fingerprint(const Source& source);
 
 // Sends `message` with a descriptor beside it, unless that is -1. Never waits. False: errno says
@@ -61,7 +61,8 @@ inline const sockaddr* generic(const sockaddr_un& address) {
   return reinterpret_cast<const sockaddr*>(&address);
 }
 
-// Error(kRead) for what the system refused at `path`: `parts` are the message, `error` an errno.
+// Throws Error(kRead) when the system refused something at `path`: `parts` are the message, `error`
+// an errno.
 template <typename... Parts>
 [[noreturn]] void throw_refused(const std::string& path, int error, const Parts&... parts) {
   throw Error(ErrorKind::kRead, concat(parts...), {-1, -1, path, -1}, error);

@@ -53,7 +53,7 @@ std::string mebibytes(int64_t bytes) { return std::to_string(bytes >> 20) + " Mi
       {}, os_error);
 }
 
-// Where this is refused the pages go where the kernel puts them.
+// If the kernel refuses this, it places the pages by its own rules.
 void prefer_nodes(std::byte* data, size_t bytes, int mode, std::span<const int32_t> nodes) {
   std::array<unsigned long, 16> mask{};
   constexpr int32_t kBits = 8 * sizeof(unsigned long);
@@ -61,9 +61,9 @@ void prefer_nodes(std::byte* data, size_t bytes, int mode, std::span<const int32
   syscall(SYS_mbind, data, bytes, mode, mask.data(), sizeof(mask) * 8, 0);
 }
 
-// A segment lies on one of the nodes that compute, or on the next when that is full. With threads
-// on one node alone, or it is unknown which, interleaving gives each core the mean of all nodes'
-// memory.
+// Places a segment on one of the nodes that compute, or on the next when that is full. If threads
+// run on one node alone, or it is unknown on which, interleaving gives each core the mean of all
+// nodes' memory.
 void place_on(std::byte* data, size_t bytes, const Topology& topology, int32_t node) {
   if (topology.nodes() > 1) {
     const int32_t preferred = topology.kernel_node(node);
@@ -73,7 +73,8 @@ void place_on(std::byte* data, size_t bytes, const Topology& topology, int32_t n
   if (nodes.size() > 1) prefer_nodes(data, bytes, MPOL_INTERLEAVE, nodes);
 }
 
-// Returns 0 or an errno. Registered pages must exist, and a forward must not pay for page faults.
+// Faults pages in; returns 0 or an errno. Registered pages must exist, and a forward must not pay
+// for page faults.
 int populate(std::byte* data, size_t bytes) {
   int status;
   do {
@@ -85,8 +86,9 @@ int populate(std::byte* data, size_t bytes) {
   return 0;
 }
 
-// The kernel clears pages on the thread that asks for them: one alone takes seconds for each 10 GB,
-// and where a virtual machine's host has to find them, too, far longer.
+// Faults segments in on several threads. The kernel clears pages on the thread that asks for them:
+// one alone takes seconds for each 10 GB, and far longer if a virtual machine's host has to find
+// them, too.
 int populate(std::span<const MemoryRegion> segments) {
   std::atomic<size_t> next{0};
   std::atomic<int> failed{0};
@@ -102,7 +104,7 @@ int populate(std::span<const MemoryRegion> segments) {
     while (others.size() + 1 < threads) {
       others.push_back(start_thread("a thread that prepares memory", work));
     }
-  } catch (const Error&) {  // those that there are will do
+  } catch (const Error&) {  // those that have started do the work
   } catch (const std::bad_alloc&) {
   }
   work();
@@ -110,8 +112,8 @@ int populate(std::span<const MemoryRegion> segments) {
   return failed;
 }
 
-// 2 MiB aligned, so that every page of it can be a huge one; of a memfd, unless `descriptor` is -1.
-// nullptr: errno says why.
+// Maps memory aligned to 2 MiB, so that every page of it can be a huge one; that of a memfd, unless
+// `descriptor` is -1. nullptr: errno says why.
 std::byte* map_aligned(size_t bytes, int descriptor) {
   const size_t room = bytes + kHugePage;
   void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -131,7 +133,7 @@ std::byte* map_aligned(size_t bytes, int descriptor) {
   return nullptr;
 }
 
-// Of arguments that are yet to be checked.
+// The pieces of a segment. The arguments are not checked yet.
 int64_t fitting_pieces(int64_t count, int64_t bytes, int32_t nodes, int64_t segment_bytes) {
   const int64_t fit = bytes > 0 ? segment_bytes / bytes : 1;
   const int64_t of_node = count / nodes + (count % nodes != 0);
@@ -140,7 +142,8 @@ int64_t fitting_pieces(int64_t count, int64_t bytes, int32_t nodes, int64_t segm
 
 }  // namespace
 
-// Makes an arena without memory first: whatever ends this one gives back what it has by then.
+// Delegates to a constructor without memory, so that the destructor frees what there is by then if
+// this constructor throws.
 Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t segment_bytes,
              Sharing sharing)
     : Arena(count, bytes, fitting_pieces(count, bytes, topology.nodes(), segment_bytes),
@@ -185,7 +188,8 @@ Arena::Arena(int64_t count, int64_t bytes, int64_t pieces_per_segment, int32_t n
 
 Arena::~Arena() { release(); }
 
-// Sealed: no process can cut off what others have mapped, and no other one can write to it.
+// Maps a sealed memfd: no process can cut off what others have mapped, and no other process can
+// write to it.
 void Arena::map_shared(int64_t bytes) {
   descriptor_ = memfd_create("torch_mesh_pool", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   const auto size = static_cast<size_t>(bytes);
@@ -217,7 +221,7 @@ std::byte* Arena::piece(int64_t index) const {
 }
 
 void Arena::drop(int64_t segment) const {
-  // Whole huge pages, as the segment begins with one, so that nothing is left to be split.
+  // Drops whole huge pages, as the segment begins with one, so that none has to be split.
   madvise(segments_[segment].data, segments_[segment].bytes, MADV_DONTNEED);
 }
 

@@ -16,16 +16,16 @@ namespace torch_mesh {
 
 inline constexpr int64_t kSegmentBytes = int64_t{64} << 20;
 
-// Whose memory it is: of this process alone, or of a sealed memfd whose segments lie one behind the
+// The kind of memory: of this process alone, or of a sealed memfd whose segments lie one behind the
 // other, which other processes may map for reading.
 enum class Sharing : uint8_t { kPrivate, kShared };
 
 class Arena final : public SlotMemory {
  public:
-  // Room for `count` pieces (none: no memory) of `bytes` each (a multiple of 4 KiB). A piece never
-  // crosses a segment; segments are 64 MiB or one piece, whichever is larger, or a node's part of
-  // it all, if that is smaller. Throws Error(kMemory), saying how much was asked for and what is
-  // free.
+  // Maps room for `count` pieces (none: no memory) of `bytes` each (a multiple of 4 KiB). A piece
+  // never crosses a segment. A segment is 64 MiB or one piece, whichever is larger, or a node's
+  // part of all pieces, if that is smaller. Throws Error(kMemory), which says how much was asked
+  // for and what is free.
   Arena(int64_t count, int64_t bytes, const Topology& topology = Topology::of_this_process(),
         int64_t segment_bytes = kSegmentBytes, Sharing sharing = Sharing::kPrivate);
   ~Arena() override;

@@ -16,16 +16,17 @@ class SlotMemory {
   virtual ~SlotMemory() = default;
 
   virtual std::byte* piece(int64_t slot) const = 0;
-  // Where a read of it goes.
+  // Where a read of the slot's record goes.
   virtual std::byte* destination(int64_t slot) const { return piece(slot); }
   // The node of the pool's topology that a record is on; -1: unknown.
   virtual int32_t node(int64_t slot) const = 0;
-  // A reader of the records of `source`. `staging`: further memory that it reads into.
+  // Opens a reader of the records of `source`. `staging`: further memory that it reads into.
   virtual std::unique_ptr<Reader> open_reader(const ReaderOptions& options, const Source& source,
                                               std::span<const MemoryRegion> staging,
                                               Reader::Done done) = 0;
 
-  // Own memory, which is attached and detached in segments of slots; empty: there is none.
+  // The pool's own memory, which is attached and detached in segments of slots; empty: there is
+  // none.
   virtual std::span<const MemoryRegion> segments() const { return {}; }
   virtual int64_t first_of(int64_t segment) const { return (void)segment, 0; }
   virtual void fault_in(int64_t segment) const { (void)segment; }

@@ -14,18 +14,19 @@ class Topology {
   // One node: where a thread runs makes no difference.
   Topology() = default;
 
-  // As the kernel describes it in `folder` (/sys/devices/system/node): the nodes that have one of
-  // `cpus` and are among `memory`. Fewer than two such nodes, or a folder that cannot be read, are
-  // one node. `current_cpu` says which processor the calling thread runs on.
+  // Reads what the kernel says in `folder` (/sys/devices/system/node): the nodes that have one of
+  // `cpus` and are among `memory`. Fewer than two such nodes, or a folder that cannot be read,
+  // count as one node. `current_cpu` returns the processor that the calling thread runs on.
   static Topology read(const std::string& folder, std::span<const int32_t> cpus,
                        std::span<const int32_t> memory, int32_t (*current_cpu)());
 
-  // What this process may use, by its affinity and its cgroup, when first asked.
+  // The nodes that this process may use, by its affinity and its cgroup, as of the first call.
   static const Topology& of_this_process();
 
   int32_t nodes() const { return static_cast<int32_t>(kernel_nodes_.size()); }
   int32_t kernel_node(int32_t node) const { return kernel_nodes_[node]; }
-  // In [0, nodes()). A thread may be moved at any time: this is where to begin, nothing more.
+  // The node that the calling thread runs on, in [0, nodes()). A hint: a thread may be moved at any
+  // time.
   int32_t current_node() const;
 
  private:

@@ -1,5 +1,5 @@
-// What policies share that rank the experts within each layer: the coldest evictable one of each,
-// looked for only when it may have changed.
+// The base of policies that rank the experts within each layer. It knows the coldest evictable one
+// of each layer, and searches for it only when it may have changed.
 #pragma once
 
 #include <cstddef>

@@ -3,10 +3,11 @@
 // An expert that its layer will use with probability p per forward is expected back after
 //     distance + (1/p - 1) * layers
 // layer steps, where `distance` is how far its layer is ahead in the cycle. p is linear in
-// - how often the expert was used, seen through seven windows and over its whole life: some are
-//   subtracted, so that the sum can be steeper or flatter than any one decay;
-// - what the layer used a moment ago: which expert follows which one, a table that is learned while
-//   it is used, by the error of the last prediction (least mean squares; Widrow and Hoff, 1960).
+// - how often the expert was used, seen through seven windows and over its whole life. Some windows
+//   have negative weights, so that the sum can be steeper or flatter than any one decay;
+// - what the layer used a moment ago, by a table of which expert follows which one. The table is
+//   learned while it is used, by the error of the last prediction (least mean squares; Widrow and
+//   Hoff, 1960).
 // The weights of the windows are a least-squares fit of the next uses on prompts 0-34 of the
 // DeepSeek-V2-Lite trace; the decision has the figures.
 #include <algorithm>
@@ -24,31 +25,35 @@ constexpr size_t kWindows = 7;
 constexpr std::array<float, kWindows> kDecays{.5f, .8f, .9f, .95f, .98f, .99f, .995f};
 constexpr std::array<float, kWindows> kWeights{.240f, -.317f, .414f, .096f, .305f, -.072f, .118f};
 constexpr float kLifeWeight = .100f;
-// Of the fraction of its layer's experts that a forward uses.
+// The weight of the fraction of its layer's experts that a forward uses.
 constexpr float kPriorWeight = .117f;
 constexpr float kMinProbability = 1e-4f;
 constexpr float kNegligible = 1e-9f;  // of a mean
-// How much of a use's weight is taken from the router's scores, where there are any.
+// The part of a use's weight that is taken from the router's scores, where there are any.
 constexpr float kScoreFraction = .5f;
 constexpr float kLearningRate = .001f;
-// What follows tells of the next forward alone, while an expert that stays does so for longer: the
-// whole of it gains at a tenth of the experts and loses at half.
+// The part of the table's prediction that counts for a victim. The table predicts the next forward
+// alone, while a resident expert stays for longer: the whole of it gains with a tenth of the
+// experts resident and loses with half.
 constexpr float kFollowTrust = .5f;
-// A forward of many tokens uses a large part of its layer and says little of what follows what.
+// The most experts of a forward that teaches the table: one of many tokens uses a large part of its
+// layer and says little of which expert follows which.
 constexpr int32_t kMaxLearned = 32;
-// Entries of the table of what follows what: 256 MB. Models have a few million; a layer of very
-// many experts goes without it.
+// The most entries of the table of which expert follows which: 256 MB. Models have a few million;
+// one with very many experts in a layer has no table.
 constexpr size_t kMaxTable = size_t{1} << 26;
-// Of a prompt: the longest window has all but forgotten what was before.
+// The last tokens of a prompt, which alone count: the longest window has all but forgotten those
+// before.
 constexpr size_t kMaxPromptTokens = 512;
-// Of those, the last ones teach the table of what follows what. A tick costs microseconds, and the
-// pool's lock is held for all of them: half a millisecond per layer.
+// The last ones of those, which teach the table. A tick costs microseconds, and the pool's lock is
+// held for all of them: half a millisecond per layer.
 constexpr size_t kMaxPromptTicks = 256;
-// That a profile counts for, so that its weight fades within some thousand tokens.
+// The ticks that a profile counts for at most, so that its weight fades within some thousand
+// tokens.
 constexpr int64_t kMaxPriorTicks = 1000;
 
-// So many times sooner is a use expected of what deserves another's slot. With 1, two that are
-// alike take turns: twice the reads, and fewer hits (docs/decisions/0028).
+// An expert gets another's slot if its use is expected so many times sooner. With 1, two similar
+// experts evict each other in turn: twice the reads, and fewer hits (docs/decisions/0028).
 constexpr float kPreferenceMargin = 2.f;
 
 class Heat final : public ColdestByLayer<Heat> {
@@ -100,9 +105,9 @@ class Heat final : public ColdestByLayer<Heat> {
     forget_scores(layer);
   }
 
-  // As if the prompt had been decoded: that nearly all experts are used by some token says nothing,
-  // how often and how lately each was is what the next token asks for. Scores that were observed
-  // count for each token alike.
+  // Learns as if the prompt had been decoded. Nearly all experts are used by some token, which says
+  // nothing. How often and how lately each was used predicts the next token. Scores that were
+  // observed count for each token alike.
   void tick_prompt(int32_t layer, std::span<const int32_t> experts, std::span<const int64_t> ids,
                    int32_t top_k) override {
     const size_t tokens = top_k > 0 ? ids.size() / static_cast<size_t>(top_k) : 0;
@@ -133,7 +138,8 @@ class Heat final : public ColdestByLayer<Heat> {
     }
   }
 
-  // The whole life is the model's; the windows and what was used last are the text's.
+  // Keeps the uses over the whole life, which are the model's. Resets the windows and the last
+  // uses, which are the text's.
   void begin_sequence(int32_t layer) override {
     if (ticks_[layer] == 0) return;
     const float* life = &life_[static_cast<size_t>(layer) * experts_];
@@ -167,8 +173,8 @@ class Heat final : public ColdestByLayer<Heat> {
     order_changed(layer);
   }
 
-  // What advance() with each of these tokens would leave in the means, in one pass. It neither
-  // learns nor predicts.
+  // Updates the means as advance() with each of these tokens would, in one pass. It neither learns
+  // nor predicts.
   void fold(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
     if (ids.empty()) return;
     const auto tokens = static_cast<float>(ids.size() / top_k);
@@ -176,7 +182,7 @@ class Heat final : public ColdestByLayer<Heat> {
         std::count_if(ids.begin(), ids.end(), [this](int64_t id) { return is_expert(id); }));
     const float own = observed_[layer] == 0 ? 1.f : 1.f - kScoreFraction;  // a use's weight
     std::fill(use_.begin(), use_.end(), 0.f);
-    blend_scores(layer, used / tokens);  // of every token alike: the rest of its weight
+    blend_scores(layer, used / tokens);  // for every token alike: the rest of a use's weight
     for (size_t window = 0; window < kWindows; ++window) {
       const float decay = kDecays[window], left = std::pow(decay, tokens);
       float* mean = window_of(layer, window);
@@ -203,7 +209,7 @@ class Heat final : public ColdestByLayer<Heat> {
     last_count_[layer] = 0;  // what comes next does not follow what was before the prompt
   }
 
-  // use_: 1 for an expert that the forward uses, blended with the scores of its tokens.
+  // Sets use_: 1 for an expert that the forward uses, blended with the scores of its tokens.
   void read_use(int32_t layer, std::span<const int32_t> experts) {
     std::fill(use_.begin(), use_.end(), 0.f);
     for (int32_t expert : experts) use_[expert] = 1.f;
@@ -212,7 +218,8 @@ class Heat final : public ColdestByLayer<Heat> {
 
   void blend_scores(int32_t layer, float used) {
     if (observed_[layer] == 0) return;
-    // As much in all as the uses are; an expert is used once at most, however many tokens want it.
+    // The scores are scaled to the sum of the uses. An expert is used once at most, however many
+    // tokens want it.
     const float* scores = &scores_[static_cast<size_t>(layer) * experts_];
     const float scale = used / static_cast<float>(observed_[layer]);
     for (int32_t expert = 0; expert < experts_; ++expert) {

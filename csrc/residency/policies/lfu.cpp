@@ -2,16 +2,16 @@
 // its uses, where a tick is one forward of its layer. Heat outlives eviction, so that an expert
 // that comes back keeps its past.
 //
-// Nothing is ever decayed. Instead one use weighs 1/kDecay more with every tick of its layer, and
-// heat is read relative to the present weight of the layer. Within a layer the order of experts
-// then changes only when one of them is used.
+// Stored heat is never decayed. Instead the weight of one use is divided by kDecay with every tick
+// of its layer, and heat is read relative to the present weight of the layer. Within a layer the
+// order of experts then changes only when one of them is used.
 #include "residency/policies/coldest_by_layer.h"
 
 namespace torch_mesh {
 namespace {
 
 constexpr double kDecay = 0.97;
-// What a router probability of 1 adds, in uses.
+// The uses that a router probability of 1 adds.
 constexpr double kScoreHeat = 1.0;
 constexpr double kMaxWeight = 0x1p400;
 
@@ -51,7 +51,7 @@ class Lfu final : public ColdestByLayer<Lfu> {
   void tick(int32_t layer, std::span<const int32_t>) override {
     weight_[layer] /= kDecay;
     if (weight_[layer] < kMaxWeight) return;
-    // A power of two: relative heat stays as it was, until it is too small for a number and ties go
+    // kMaxWeight is a power of two, so relative heat stays exact until it underflows; ties then go
     // by last use.
     weight_[layer] /= kMaxWeight;
     for (int32_t expert = 0; expert < experts_; ++expert) {
@@ -60,7 +60,7 @@ class Lfu final : public ColdestByLayer<Lfu> {
     order_changed(layer);
   }
 
-  // What uses at these rates would have come to.
+  // The heat that uses at these rates would have come to.
   void start_from(const ModelUse& use) override {
     for (size_t id = 0; id < heat_.size(); ++id) {
       heat_[id] = static_cast<double>(use.rate(static_cast<int64_t>(id))) / (1 - kDecay);
@@ -70,8 +70,8 @@ class Lfu final : public ColdestByLayer<Lfu> {
  private:
   friend ColdestByLayer;
 
-  // Equally cold: the one that was used longer ago. Within a layer heat is compared as it is
-  // stored, so that rounding cannot make the order depend on the weight of the moment.
+  // Of two equally cold experts, the one used longer ago is colder. Within a layer heat is compared
+  // as it is stored, so that rounding cannot make the order depend on the weight of the moment.
   bool colder(ExpertId a, ExpertId b) const {
     const int32_t layer_a = a / experts_, layer_b = b / experts_;
     const bool same = layer_a == layer_b;

@@ -1,5 +1,5 @@
-// Least recently used. A use lasts from touch() to the last unpin(), which is when recency counts
-// from.
+// Least recently used. A use lasts from touch() to the last unpin(), and recency counts from its
+// end.
 #include "residency/policies/policy.h"
 
 namespace torch_mesh {

@@ -49,30 +49,30 @@ class Policy {
   virtual ExpertId victim() = 0;
 
   // Whether `id`, which is not resident and need not be, is worth a read into the slot of `victim`.
-  // Most policies give a slot to whatever is used.
+  // Most policies say so of every expert.
   virtual bool prefers(ExpertId id, ExpertId victim) const {
     (void)id, (void)victim;
     return true;
   }
 
-  // Uses by earlier runs, before any other call. Most policies ignore it.
+  // Starts from the uses by earlier runs, before any other call. Most policies ignore it.
   virtual void start_from(const ModelUse& use) { (void)use; }
-  // The layer's next forward is the first of a new sequence: forgets what is true of one text, not
-  // what is true of the model.
+  // The layer's next forward is the first of a new sequence: forgets what is true of one text, and
+  // keeps what is true of the model.
   virtual void begin_sequence(int32_t layer) { (void)layer; }
 
   // The pool has this many slots now. Surplus experts are removed one by one, before or after this
   // call.
   virtual void resize(int32_t slots) { (void)slots; }
 
-  // Router scores of one token over all experts of a layer (probabilities). Most policies have no
-  // use for them.
+  // The router scores of one token over all experts of a layer (probabilities). Most policies
+  // ignore them.
   virtual void observe(int32_t layer, std::span<const float> scores) { (void)layer, (void)scores; }
-  // One forward of a layer begins and needs these experts, resident or not, each once: the clock of
-  // policies that decay, and all that policies which predict learn from. Scores of its tokens are
-  // observed before.
+  // One forward of a layer begins and needs these experts, resident or not, each once. This is the
+  // clock of policies that decay, and what policies that predict learn from. The scores of its
+  // tokens are observed before.
   virtual void tick(int32_t layer, std::span<const int32_t> experts) { (void)layer, (void)experts; }
-  // In place of tick() where the forward is that of a prompt: `ids` are what its tokens chose, in
+  // Called in place of tick() for a forward of a prompt: `ids` are the choices of its tokens, in
   // their order, top_k each; those outside [0, experts) are none.
   virtual void tick_prompt(int32_t layer, std::span<const int32_t> experts,
                            std::span<const int64_t> ids, int32_t top_k) {
@@ -83,7 +83,7 @@ class Policy {
  protected:
   bool evictable(ExpertId id) const { return standing_[id] == Standing::kEvictable; }
   bool any_evictable() const { return evictable_count_ > 0; }
-  // Of a list of residents; kNoExpert when all are pinned.
+  // The first evictable expert of a list of residents; kNoExpert when all are pinned.
   ExpertId first_evictable(const IndexList& list) const {
     ExpertId id = list.front();
     while (id >= 0 && !evictable(id)) id = list.next(id);

@@ -21,13 +21,13 @@ class Queues {
 
   Name of(ExpertId id) const { return of_[id]; }
   const IndexList& operator[](Name queue) const { return lists_[static_cast<size_t>(queue)]; }
-  // To the back of `to`, from wherever it is.
+  // Moves an expert to the back of `to`, from wherever it is.
   void move(ExpertId id, Name to) {
     if (of_[id] != Name::kNone) list(of_[id]).erase(id);
     if (to != Name::kNone) list(to).push_back(id);
     of_[id] = to;
   }
-  // Moves the oldest ones of a queue on until it has at most so many.
+  // Moves the oldest experts of `queue` to `to` until it has at most `most`.
   void shorten(Name queue, int32_t most, Name to) {
     while (list(queue).size() > most) move(list(queue).front(), to);
   }

@@ -31,7 +31,7 @@ class S3Fifo final : public Policy {
     forget_overflow();
   }
 
-  // The use that an expert was read for is none that came back.
+  // The use that an expert was read for is no reuse.
   void touch(ExpertId id) override {
     if (used_[id]) reuses_[id] = std::min<uint8_t>(kMaxUses, reuses_[id] + 1);
     used_[id] = true;
@@ -67,7 +67,7 @@ class S3Fifo final : public Policy {
     }
   }
 
-  // Ends: each round takes one from the reuses of every expert that is not pinned.
+  // The loop ends, since each round takes one from the reuses of every expert that is not pinned.
   ExpertId from_main() {
     const IndexList& main = queues_[Queue::kMain];
     for (int32_t left = main.size() * (kMaxUses + 1); left > 0; --left) {

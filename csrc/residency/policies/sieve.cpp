@@ -1,9 +1,9 @@
 // SIEVE (Zhang et al., NSDI 2024): a queue in order of admission and a hand that moves from old to
 // new, clears the mark of what was used since it last passed, and evicts the first without one.
 //
-// An expert enters with its mark set, unlike in the paper: the layers scan the pool cyclically, so
-// that a new expert cannot be used again before a whole token has passed, and the hand would take
-// it first. That costs half of all hits (.227 instead of .435 at a quarter of DeepSeek-V2-Lite).
+// An expert enters with its mark set, unlike in the paper. The layers scan the pool cyclically, so
+// that a new expert cannot be used again before a whole token has passed, and the hand would evict
+// it first. That costs half of all hits (0.227 instead of 0.435 at a quarter of DeepSeek-V2-Lite).
 #include "residency/policies/policy.h"
 
 namespace torch_mesh {

@@ -1,6 +1,7 @@
 // 2Q (Johnson and Shasha, VLDB 1994). An expert enters a short queue, in which uses do not count.
 // One that is asked for again soon after it has left that queue enters the main one, which is least
-// recently used. The layers scan the pool cyclically: this is what keeps them apart.
+// recently used. The layers scan the pool cyclically, and this keeps such a scan out of the main
+// queue.
 #include <algorithm>
 
 #include "residency/policies/queues.h"

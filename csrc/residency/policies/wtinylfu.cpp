@@ -1,7 +1,8 @@
 // W-TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage 2017): a small window, least
-// recently used, before a segmented main part. What leaves the window enters the main part only if
-// it was used more often than what would have to leave there. There are few enough experts to count
-// each one, so no sketch is needed; all counts are halved every ten uses per slot.
+// recently used, before a segmented main part. An expert that leaves the window enters the main
+// part only if it was used more often than the one that would have to leave there. There are few
+// enough experts to count each one, so no sketch is needed; all counts are halved every ten uses
+// per slot.
 #include <algorithm>
 
 #include "residency/policies/queues.h"
