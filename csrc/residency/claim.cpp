@@ -1,4 +1,4 @@
-// Forwards: what a claim waits for, and how long.
+// Claims of forwards: their waits for slots and reads, and the time-outs of these.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -67,9 +67,9 @@ Claim::~Claim() {
   impl_.core.end(state_);
 }
 
-// Attention, dense layers, Python: from the end of one layer's experts to the beginning of the
-// next one's, and from one decode step to the next. What is between two prompts, or before one, is
-// not the model's.
+// Counts the time of attention, dense layers and Python: from the end of one layer's experts to the
+// beginning of the next one's, and from one decode step to the next. The time between two prompts,
+// or before one, is not the model's.
 void Claim::count_outside() const {
   const Pool::Impl::LastForward& last = impl_.last_forward;
   const Phase phase = state_.part.phase;
@@ -81,7 +81,7 @@ void Claim::count_outside() const {
   impl_.stats_of(state_.layer, phase).outside_nanoseconds += nanoseconds(last.end, begin_);
 }
 
-// With the lock: what is ready by now.
+// Takes the experts that are ready by now. Called with the lock held.
 int32_t Claim::take(std::span<ReadyExpert> ready, std::optional<Error>& error) {
   std::array<HandedOut, 64> handed;
   const auto most = std::span(handed).first(std::min(ready.size(), handed.size()));

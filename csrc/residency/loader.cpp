@@ -156,7 +156,7 @@ void Loader::begin(const SlotTable& slots, std::span<const int32_t> reads,
   begin_queued(refused);
 }
 
-// What is refused gives its staging buffer to the next in line.
+// A refused read gives its staging buffer to the next in the queue.
 void Loader::begin_queued(std::vector<Ended>& refused) {
   for (take_staging(); !to_submit_.empty(); take_staging()) submit(refused);
 }
@@ -228,7 +228,7 @@ void Loader::raise_priority(int32_t slot) {
   } else {
     try {
       reader_->raise_priority(tag_of(slot, read.generation));
-    } catch (const std::bad_alloc&) {  // it comes later than it could
+    } catch (const std::bad_alloc&) {  // the read comes later than it could
     }
   }
 }
@@ -384,7 +384,7 @@ void Loader::end(int32_t slot, std::optional<Error> error, const ReadResult& rea
     if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
     begin_queued(refused);
   }
-  reader_->flush();  // before `done` waits for whatever it may
+  reader_->flush();  // first, since `done` may wait
   done_(std::move(ended));
   for (Ended& over : refused) done_(std::move(over));
   refused.clear();

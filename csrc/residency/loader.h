@@ -51,7 +51,7 @@ struct LoaderOptions {
 
 class Loader {
  public:
-  // How a read has ended: in a record that is ready to be used, or in an error.
+  // The end of a read: a record that is ready to be used, or an error.
   struct Ended {
     int32_t slot;
     int64_t bytes;  // that were read for it
@@ -77,7 +77,7 @@ class Loader {
   // whether there is something to flush().
   bool will_need(std::span<const ExpertId> predicted);
   void flush() { reader_->flush(); }  // see Reader
-  // Waits for what is under way, and then for `done` of each.
+  // Waits for the reads under way, and then for `done` of each.
   void close();
 
   Reader& reader() { return *reader_; }
@@ -136,7 +136,8 @@ class Loader {
   std::optional<Arena> staging_;
 
   mutable std::mutex mutex_;
-  // By slot. One that is under way is changed by who finishes it alone, but for its urgency.
+  // By slot. While a read is under way, only the thread that finishes it changes it, except for its
+  // urgency.
   std::vector<Read> reads_;
   std::vector<int32_t> free_staging_;
   IndexLinks queue_links_;
@@ -147,7 +148,7 @@ class Loader {
   int32_t with_reader_ = 0;            // reads that are not reported by the reader yet
   std::vector<Ended> refused_by_io_;
 
-  // By expert; of the thread that finishes its read.
+  // By expert. Used only by the thread that finishes the expert's read.
   std::vector<uint64_t> checksums_;
   std::vector<uint8_t> checksum_known_;
   std::vector<uint8_t> verified_;

@@ -64,8 +64,8 @@ void check(const Source& source, const PackRecord& pack, const PoolOptions& opti
   }
 }
 
-// As many as the reader reads ahead at a time, and one to follow; a slot that is taken sooner is an
-// eviction that may prove needless. A depth below four is for one at a time.
+// As many records as the reader prefetches at a time, and one to follow. A slot that is taken
+// sooner is an eviction that may prove needless. With a depth below four it is one record.
 int64_t reads_ahead(const PoolOptions& options) {
   const int64_t chunk = std::min(options.reader.chunk_bytes, options.record_bytes);
   const int64_t at_a_time =
@@ -136,7 +136,7 @@ void Pool::Impl::hint(HintOfCore hint, int32_t layer, std::span<const int32_t> e
   carry_out();
 }
 
-// A read that is refused and a segment that cannot leave are events again.
+// Refused reads, and segments that cannot be detached, are events again.
 void Pool::Impl::carry_out() {
   for (Effects* effects = &core.effects(); effects->any(); effects = &core.effects()) {
     queued |= !effects->reads.empty() || !effects->raised.empty();
@@ -187,7 +187,7 @@ bool Pool::Impl::detach(int64_t segment) {
       core.sizing().detached(segment);
     });
   });
-  return !error;  // if the reader is closed all goes with the pool
+  return !error;  // if the reader is closed, the memory is freed with the pool
 }
 
 bool Pool::Impl::grow(Lock& lock) {
@@ -227,7 +227,7 @@ bool Pool::Impl::wait(Lock& lock, std::condition_variable& condition, Patience& 
                       ClaimState* queued) const {
   if (Clock::now() >= patience.deadline) return false;
   condition.wait_until(lock, std::min(patience.deadline, patience.ask));
-  // Not only after a slice without news: those who wait on a busy pool are woken all the time.
+  // Also after wake-ups: threads that wait on a busy pool are woken all the time.
   const auto now = Clock::now();
   if (now < patience.ask) return true;
   patience.ask = now + kInterruptSlice;
@@ -255,7 +255,7 @@ Pool::Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, i
 Pool::~Pool() {
   if (impl_->owner.forked()) {
     // The threads that read and those that wait exist in the parent alone: joining them, or
-    // destroying what they wait on, would hang.
+    // destroying the conditions that they wait on, would hang.
     static_cast<void>(impl_.release());
     return;
   }
@@ -330,7 +330,7 @@ int32_t Pool::resize(int32_t slots) {
   impl.carry_out();
   auto patience = impl.patience();
   while (!impl.core.sizing().settled()) {
-    // Memory that comes takes the time that the kernel takes to clear it.
+    // The time that the kernel takes to clear new memory does not count.
     if (impl.grow(lock)) patience.deadline = impl.patience().deadline;
     impl.check_open();
     if (impl.core.sizing().settled()) break;
@@ -395,7 +395,7 @@ PoolTotals Pool::totals() const { return impl_->locked_core()->statistics().tota
 
 PoolStats Pool::detailed_stats() const {
   impl_->check_process();
-  PoolStats copy(layers(), experts());  // its memory, before the lock is taken
+  PoolStats copy(layers(), experts());  // allocated before the lock is taken
   const Impl::Lock lock(impl_->mutex);
   copy = impl_->core.statistics().counts();
   copy.slots = impl_->core.slots().limit();

@@ -1,9 +1,8 @@
 // The resident experts: slots, their states, promotion and eviction. One pool serves all MoE layers
 // of a model.
 //
-// core/core.h decides, loader.h reads, memory/ holds the records. This file adds what those do not
-// know: the lock, the threads that wait, and for how long. Reading, checking and packing happen
-// outside the lock.
+// core/core.h decides, loader.h reads, memory/ holds the records. This file adds the lock, the
+// threads that wait, and their time-outs. Reading, checking and packing happen outside the lock.
 #pragma once
 
 #include <chrono>
@@ -33,7 +32,7 @@
 
 namespace torch_mesh {
 
-// In seconds, 31 years: what clocks can add to the present without an overflow.
+// The longest time-out in seconds, 31 years: clocks can add it to the present without an overflow.
 inline constexpr double kMaxTimeout = 1e9;
 
 class Loan;
@@ -51,10 +50,10 @@ struct PoolOptions {
   ReaderOptions reader;
   int32_t staging = 4;                              // buffers for raw records; ignored for a store
   Topology topology = Topology::of_this_process();  // whose nodes the slots are spread over
-  int64_t segment_bytes = kSegmentBytes;            // memory comes and goes in pieces of this size
+  int64_t segment_bytes = kSegmentBytes;            // memory is attached in pieces of this size
   Sharing sharing = Sharing::kPrivate;              // kShared: to be lent, see lending/lender.h
-  // Slots of another process's pool of the same store, which lends as many as `slots` says (see
-  // lending/loan.h). That pool verifies records, and `verify` is ignored.
+  // If set, the slots are those that another process lends of its pool of the same store, as many
+  // as `slots` says (see lending/loan.h). That pool verifies records, and `verify` is ignored.
   std::shared_ptr<Loan> loan = nullptr;
 };
 
@@ -81,12 +80,12 @@ class Pool {
   void promote(int32_t layer, std::span<const int32_t> experts);
   // Hint: queues prefetch reads into empty or evictable slots, and returns. Never throws for a full
   // pool. At most half of the slots are loading prefetches at a time, so that a wrong prediction
-  // cannot hold up the forwards. A read that fails is kept in stats() and reaches no forward: one
-  // that waits for it gets a read of its own.
+  // cannot hold up the forwards. A failed read is kept in stats() and reaches no forward: one that
+  // waits for it gets a read of its own.
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
   // Hint of a forward: `layer` is the next one, and likely to use these, the likeliest first.
   // Prefetches them one after the other as reads end, until the layer begins or another one is
-  // predicted; then what has not begun is dropped. Else as prefetch().
+  // predicted; those not begun by then are dropped. Otherwise as prefetch().
   void expect(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
   // Evicts the READY and unpinned ones among `experts`; returns how many. A memory-only pool
   // throws.
@@ -158,10 +157,10 @@ class Pool {
   int32_t slots() const;  // that may be used now
   int32_t min_slots() const;
   int32_t max_slots() const;
-  int32_t segment_slots() const;  // memory comes and goes in so many
+  int32_t segment_slots() const;  // slots of a segment of memory
   int32_t pinned() const;         // slots with at least one pin
   int64_t memory_bytes() const;   // slots and staging buffers, as of now
-  int64_t slot_bytes() const;     // those of them that resize() can free
+  int64_t slot_bytes() const;     // slots alone, which resize() can free
   std::chrono::milliseconds timeout() const;
   const Topology& topology() const;
   std::string_view policy() const;
@@ -201,7 +200,7 @@ class Claim {
   // claim has to release() experts before it can get another slot. `team`: threads that will
   // compute; they sleep through a long wait, see Runtime::wait_asleep.
   int32_t next(std::span<ReadyExpert> ready, int32_t team = 1);
-  // As next(), but returns 0 where that would wait. Pool::on_progress() then tells of reads and
+  // As next(), but returns 0 where that would wait. Pool::on_progress() then reports reads and
   // slots that become ready.
   int32_t try_next(std::span<ReadyExpert> ready);
   // The forward is done with these; their slots may be reused, also by this claim.

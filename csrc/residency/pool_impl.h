@@ -1,4 +1,4 @@
-// What pool.cpp and claim.cpp share.
+// Shared by pool.cpp and claim.cpp.
 #pragma once
 
 #include <chrono>
@@ -17,7 +17,7 @@
 
 namespace torch_mesh {
 
-// Adds the time from its making to its end.
+// Adds the time from its construction to its destruction.
 class Stopwatch {
  public:
   explicit Stopwatch(int64_t& nanoseconds) : nanoseconds_(nanoseconds) {}
@@ -46,7 +46,7 @@ struct Pool::Impl {
     return Lock(mutex);
   }
 
-  // The core as it is, with the lock until the end of the expression.
+  // The core for reading, with the lock held until the end of the expression.
   class LockedCore {
    public:
     explicit LockedCore(const Impl& impl) : lock_(impl.locked()), core_(impl.core) {}
@@ -58,7 +58,8 @@ struct Pool::Impl {
   };
   LockedCore locked_core() const { return LockedCore(*this); }
 
-  // One call of the pool: an event of the core under the lock, and what comes of it.
+  // One call of the pool: holds the lock for an event of the core, and carries out its effects at
+  // the end.
   class Event {
    public:
     explicit Event(Impl& impl) : impl_(impl), lock_(impl.locked()) {}
@@ -77,7 +78,7 @@ struct Pool::Impl {
   using HintOfCore = void (Core::*)(int32_t, std::span<const int32_t>, Phase);
   void hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts, Phase phase);
 
-  // The last forward that has ended, of whatever layer.
+  // The last forward that has ended, of any layer.
   struct LastForward {
     std::thread::id thread;
     int32_t layer = 0;
@@ -87,7 +88,8 @@ struct Pool::Impl {
 
   // With the lock, after every event of the core.
   void carry_out();
-  // Lets go of the lock and begins what has been queued: whom that wakes may take this very core.
+  // Releases the lock, then begins the queued reads: the thread that this wakes may take this very
+  // processor core.
   void flush(Lock& lock);
 
   // How long a wait may last, and when to ask the interrupt hook next.
@@ -101,8 +103,8 @@ struct Pool::Impl {
   bool wait(Lock& lock, std::condition_variable& condition, Patience& patience,
             ClaimState* queued = nullptr) const;
 
-  // One segment that is wanted back; without the lock while the kernel clears its pages. False if
-  // there is none to take now.
+  // Attaches one segment that has to come back, without the lock while the kernel clears its pages.
+  // False if there is none to attach now.
   bool grow(Lock& lock);
   int64_t present_bytes() const;
 
@@ -114,7 +116,7 @@ struct Pool::Impl {
 
   mutable std::mutex mutex;
   Core core;
-  std::condition_variable landed;  // see Effects, as the others
+  std::condition_variable landed;  // see Effects, also for the others
   std::condition_variable freed;
   std::condition_variable idle;
   std::condition_variable resized;                // or the pool is closed
@@ -123,7 +125,7 @@ struct Pool::Impl {
   std::function<void()> progress;
   LastForward last_forward;
   Timeline timeline;
-  bool queued = false;                 // reads, since the last flush()
+  bool queued = false;                 // there are queued reads since the last flush()
   std::vector<Loader::Ended> refused;  // by the loader
   std::vector<int64_t> leaving;        // segments
 

@@ -20,7 +20,7 @@ class Previous final : public Predictor {
     clock_[layer] += 1.f;
     for (int32_t expert : experts) used_[layer * experts_ + expert] = clock_[layer];
     if (clock_[layer] < kRestart) return;
-    // Beyond this a float has no next integer: keep the order of the last forwards alone.
+    // Beyond this a float has no next integer, so only the order of the last forwards is kept.
     float* used = &used_[static_cast<size_t>(layer) * experts_];
     for (int32_t i = 0; i < experts_; ++i) used[i] = std::max(0.f, used[i] - kRestart / 2);
     clock_[layer] -= kRestart / 2;

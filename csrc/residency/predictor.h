@@ -17,9 +17,9 @@ class Predictor {
   // A forward of `layer` uses these experts, each once.
   virtual void observe(int32_t layer, std::span<const int32_t> experts) = 0;
   // Fills `out` with distinct experts of `layer`, the likeliest first; returns how many. Fewer than
-  // out.size() when nothing speaks for any more.
+  // out.size() if there is no reason to expect more.
   virtual int32_t predict(int32_t layer, std::span<int32_t> out) = 0;
-  // A new sequence begins: forgets what is true of one text, not what is true of the model.
+  // A new sequence begins: forgets what is true of one text, and keeps what is true of the model.
   virtual void reset() {}
 };
 

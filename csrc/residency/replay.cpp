@@ -106,7 +106,7 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
 }
 
 // Belady's optimum (IBM Systems Journal 1966): evicts the expert whose next use lies furthest
-// ahead. It knows the future, so it serves replays alone, from the first token on.
+// ahead. It knows the future, so only replays can use it, from the first token on.
 class Belady final : public Policy {
  public:
   explicit Belady(const RoutingTrace& trace)
@@ -153,7 +153,7 @@ class Belady final : public Policy {
   std::set<std::pair<int64_t, ExpertId>> evictable_;
 };
 
-// What the trace itself predicts.
+// The predictions of a replay, for the next layer of a decode step.
 class Predictions {
  public:
   Predictions(const RoutingTrace& trace, const ReplayOptions& options)
@@ -206,16 +206,16 @@ class Predictions {
   std::vector<int32_t> order_;
 };
 
-// One disk, which reads one record at a time: what a forward waits for first, then what a window
-// reads, then predictions.
+// One disk, which reads one record at a time: demand reads first, then those of a window, then
+// predictions.
 class Disk {
  public:
-  // free_at: until then it reads, for whichever of the ranks that share it.
+  // free_at: the time until which it reads, for any of the ranks that share it.
   explicit Disk(double& free_at) : free_at_(free_at) {}
 
   void queue(int32_t slot, Urgency urgency) { queue_of(urgency).push_back(slot); }
 
-  // It has become a demand read, unless it is under way.
+  // Makes it a demand read, unless it is under way.
   void raise_priority(int32_t slot) {
     for (Urgency urgency : {Urgency::kWindow, Urgency::kPrefetch}) {
       if (std::erase(queue_of(urgency), slot) == 0) continue;
@@ -224,8 +224,8 @@ class Disk {
     }
   }
 
-  // Whether a read is under way, or now begins. `now`: when what is queued was queued at the
-  // earliest.
+  // Begins a read, unless one is under way; false if there is none. `now`: the earliest time at
+  // which a queued read was queued.
   bool start(double now, double seconds) {
     if (reading_ >= 0) return true;
     for (Urgency urgency : kUrgencies) {
@@ -274,14 +274,14 @@ class Replay {
     while (disk_.start(0, 0)) land();  // a profile's experts are there when the first token comes
   }
 
-  // In order, each with all of its layers.
+  // Forwards run in order, each with all of its layers.
   void begin_forward(int64_t forward) {
     if (sequence_ == trace_.sequences.size() ||
         trace_.first_token(forward) != trace_.sequences[sequence_]) {
       return;
     }
     predictions_.reset();
-    // Of prompts the core sees it itself.
+    // The core itself sees that a prompt begins a sequence.
     for (int32_t layer = 0; trace_.forwards.empty() && layer < trace_.layers; ++layer) {
       core_.begin_sequence(layer);
     }
@@ -299,7 +299,7 @@ class Replay {
 
   double now() const { return now_; }
 
-  // Nothing but the disk goes on until then.
+  // Moves the clock on; only the disk works meanwhile.
   void idle_until(int64_t forward, double time) {
     result_.seconds_of[trace_.first_token(forward)] += time - now_;
     result_.idle_seconds += time - now_;
@@ -363,7 +363,8 @@ class Replay {
     result_.accesses_of[first] += counts(phase, layer).accesses - accesses;
   }
 
-  // As an engine does it: what is ready is computed, and its slots serve what waits for some.
+  // Runs a claim as an engine does: ready experts are computed, and their slots serve those that
+  // wait for one.
   template <typename Queued>
   void claim(int32_t layer, std::span<const int32_t> experts, const ForwardPart& part,
              const Queued& reads_queued) {
@@ -392,7 +393,7 @@ class Replay {
       carry_out();
       tell();
       if (claim.joined + claim.held + claim.waiting == 0) break;
-      if (claim.joined == 0) {  // all slots are read into for others
+      if (claim.joined == 0) {  // all slots are being read into for others
         wait_for_one_read();
         core_.advance(claim);
         carry_out();
@@ -404,7 +405,7 @@ class Replay {
     carry_out();
   }
 
-  // Leaves the experts that are deferred at the end of the list, and in late_.
+  // Moves the deferred experts to the end of the list, and copies them to late_.
   void defer(int64_t first, int64_t last, int32_t layer, std::vector<int32_t>& experts) {
     std::vector<int64_t> now, later;
     std::vector<float> weights;
@@ -430,7 +431,8 @@ class Replay {
     experts.insert(experts.end(), choices.experts.begin(), choices.experts.end());
   }
 
-  // What the layer after this one will use, of the same forward or the next, if that is a step too.
+  // Predicts the experts of the layer after this one, of the same forward or the next, if that is a
+  // step too.
   void expect(int64_t forward, int32_t layer) {
     if (layer == trace_.layers) {
       layer = 0;
@@ -484,7 +486,7 @@ class Replay {
   std::vector<int64_t> predicted_for_;  // by expert id: the last forward that it was predicted for
   std::vector<ClaimEntry> entries_;
   std::vector<int64_t> prompt_;  // ids of a prompt's tokens
-  std::vector<int32_t> late_;    // what the last layer left for this one
+  std::vector<int32_t> late_;    // deferred by the last layer, for this one
   size_t sequence_ = 0;
   double queued_at_ = 0;  // when the last reads were queued
   double now_ = 0;

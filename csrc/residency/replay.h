@@ -1,5 +1,5 @@
 // Replays recorded routing: a virtual clock and a virtual disk drive the live pool's own core
-// (core/core.h), which decides here as it does there.
+// (core/core.h), which decides as in the live pool.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ struct RoutingTrace {
   int32_t layers = 0;
   int32_t experts = 0;  // per layer
   int32_t top_k = 0;
-  // [tokens][layers][top_k], distinct within a layer. What another rank has is missing: kOtherRank,
-  // behind all that is here.
+  // [tokens][layers][top_k], distinct within a layer. kOtherRank stands for an expert of another
+  // rank, behind all those of this one.
   std::span<const int32_t> ids;
   std::span<const float> scores;     // [tokens][layers][experts], router probabilities; or empty
   std::span<const float> lookahead;  // as scores: of `layer`, predicted one layer before; or empty
@@ -34,12 +34,13 @@ struct RoutingTrace {
   int64_t forward_count() const {
     return forwards.empty() ? tokens : static_cast<int64_t>(forwards.size());
   }
-  // Of a forward; of the one behind the last: the number of tokens.
+  // The first token of a forward; of the one behind the last: the number of tokens.
   int64_t first_token(int64_t forward) const {
     if (forwards.empty()) return forward;
     return forward < std::ssize(forwards) ? forwards[forward] : tokens;
   }
-  // As the router lists them, with those of other ranks; and without.
+  // The choices of a token, as the router lists them: row() with those of other ranks, chosen()
+  // without.
   std::span<const int32_t> row(int64_t token, int32_t layer) const {
     return ids.subspan((token * layers + layer) * top_k, top_k);
   }
@@ -58,7 +59,7 @@ struct ReplayOptions {
   int32_t slots = 0;
   // "off", "previous", "coactivation" (predictor.h), "lookahead" (the trace's own), or "simulated":
   // a seeded one that names each expert which will be used with probability `recall`, and others in
-  // its place.
+  // place of the rest.
   std::string predictor = "off";
   int32_t prefetch = 0;  // experts that are asked for ahead of each layer of a decode step
   double recall = .75;
@@ -66,8 +67,8 @@ struct ReplayOptions {
   // As the pool's; a profile's experts have been read when the first token comes.
   SoftPinOptions soft_pins = {};
   PrefillWindow prefill = PrefillWindow::kAuto;
-  int32_t deferred = 0;  // experts of a token that are put off by a layer at most where cold
-  // Of the virtual clock; only ratios matter to the counts.
+  int32_t deferred = 0;  // cold experts of a token that are deferred by a layer, at most
+  // Times of the virtual clock; only ratios matter to the counts.
   double read_seconds = 1;    // for one expert; the disk reads one at a time, in order of urgency
   double expert_seconds = 1;  // for computing one, however many tokens of the forward use it
   double rest_seconds = 0;    // of a layer, before its experts are known
@@ -75,8 +76,8 @@ struct ReplayOptions {
 };
 
 struct ReplayResult {
-  // By token, those of a forward at its first: experts that were READY when their layer began, and
-  // experts asked for.
+  // By token, those of a forward at its first token: experts that were READY when their layer
+  // began, and experts asked for.
   std::vector<int64_t> hits;
   std::vector<int64_t> accesses_of;
   std::vector<double> seconds_of;  // by token, those of a forward at its first
@@ -91,9 +92,9 @@ struct ReplayResult {
 // Throws Error(kInvalid) for a trace or options that make no sense.
 ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options);
 
-// Ranks that divide the experts, each with a pool of its own: what each has of the same forwards.
-// After each layer they wait for the last one and then for the exchange of its outputs, while their
-// disks go on. exchange_seconds: [forwards][layers].
+// Replays ranks that divide the experts, each with a pool of its own: the traces of the same
+// forwards on each. After each layer they wait for the last one and then for the exchange of its
+// outputs, while their disks go on. exchange_seconds: [forwards][layers].
 std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
                                        const ReplayOptions& options,
                                        std::span<const double> exchange_seconds);

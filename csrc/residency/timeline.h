@@ -1,5 +1,4 @@
-// When the misses of forwards were claimed, read, handed over and computed: off unless it is asked
-// for.
+// Records when the misses of forwards were claimed, read, handed out and computed. Off by default.
 #pragma once
 
 #include <algorithm>
@@ -23,12 +22,12 @@ struct Miss {
   Time released = {};  // computed; 0: not yet
 };
 
-inline constexpr int32_t kMaxMisses = 1 << 20;  // that one timeline has
+inline constexpr int32_t kMaxMisses = 1 << 20;  // the most of one timeline
 
-// With the pool's lock.
+// Used with the pool's lock held.
 class Timeline {
  public:
-  // Forgets what is recorded, and records the next `misses`; 0: none.
+  // Drops the recorded misses, and records the next `misses`; 0: none.
   void start(int32_t misses, int32_t slots) {
     misses_.clear();
     misses_.reserve(static_cast<size_t>(misses));
