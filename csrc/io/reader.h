@@ -68,7 +68,7 @@ struct ReaderOptions {
   int32_t depth = 16;            // chunks under way
   int64_t chunk_bytes = 1 << 20;
   int32_t threads = 8;            // of the "threads" backend
-  int32_t retries = 3;            // repeats of a chunk that failed with EIO
+  int32_t retries = 3;            // repeats of a chunk after errors of the disk
   bool direct = true;             // O_DIRECT where the file system allows it; else see FileTable
   Interpose interpose = nullptr;  // for tests
 };

@@ -107,16 +107,16 @@ class Loader {
     return options_.verify == Verify::kAlways ||
            (options_.verify == Verify::kFirst && checksum_known_[id] != 0 && verified_[id] == 0);
   }
-  // With the lock.
+  // Called with the lock held.
   void fill_request(int32_t slot);
   void take_staging();
   void submit(std::vector<Ended>& refused);
   Error refusal(const Error& error, ExpertId id) const;
   void begin_queued(std::vector<Ended>& refused);
-  // On the I/O thread.
+  // Called on the I/O thread.
   void on_read(const ReadResult& result);
   bool hand_to_finisher(const ReadResult& result);
-  // On the I/O thread or the finisher's, each with its own vector of what is refused meanwhile.
+  // Called on the I/O thread or the finisher's, each with its own vector of refused reads.
   void finish(const ReadResult& result, std::vector<Ended>& refused);
   std::optional<Error> outcome(const ReadResult& result, bool& again);
   std::optional<Error> pack_record(int32_t slot) const;

@@ -203,7 +203,7 @@ class Claim {
   // As next(), but returns 0 where that would wait. Pool::on_progress() then reports reads and
   // slots that become ready.
   int32_t try_next(std::span<ReadyExpert> ready);
-  // The forward is done with these; their slots may be reused, also by this claim.
+  // The forward no longer uses these; their slots may be reused, also by this claim.
   void release(std::span<const ReadyExpert> done);
   // Whether every expert is resident or being read; false while some wait for a slot.
   bool placed() const { return state_.waiting == 0; }

@@ -86,7 +86,7 @@ struct Pool::Impl {
     std::chrono::steady_clock::time_point end;
   };
 
-  // With the lock, after every event of the core.
+  // Called with the lock held, after every event of the core.
   void carry_out();
   // Releases the lock, then begins the queued reads: the thread that this wakes may take this very
   // processor core.

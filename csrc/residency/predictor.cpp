@@ -90,7 +90,7 @@ class Coactivation final : public Predictor {
   int32_t layers_;
   int32_t experts_;
   int32_t last_layer_ = kNone;
-  std::vector<int32_t> last_;  // what it used
+  std::vector<int32_t> last_;  // its experts
   std::vector<float> count_;   // [layer][expert of the layer before][expert]
   std::vector<float> votes_;
   std::vector<int32_t> order_;

@@ -144,7 +144,7 @@ class Tables {
   const std::byte* row_of(int32_t read, int32_t index) const;  // that has been read
   bool checksum_matches(int32_t read, int32_t index) const;
 
-  // With the lock.
+  // Called with the lock held.
   bool start(Gather& gather, Lock& lock);
   void take(Gather& gather, int32_t group, Begun& begun);
   void release(int32_t read);

@@ -100,8 +100,8 @@ class Expected {
   // `reads`: the reads of this layer before it.
   Fraction& in_time_after(size_t reads) { return in_time_[std::min(reads, kReads - 1)]; }
 
-  // How often a prediction has to be right to be read. A wrong one that arrives in time costs an
-  // eviction; one that does not also delays others.
+  // How often a prediction has to be right to be read. A wrong one costs an eviction if it arrives
+  // in time, and delays others if it does not.
   static constexpr float kMinRightInTime = 0.3f, kMinRightLate = 0.7f;
 
   bool worth_reading(size_t position, size_t reads) {

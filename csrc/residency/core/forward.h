@@ -1,4 +1,4 @@
-// What a claim tells the pool about its forward.
+// The facts about a forward that a claim passes to the pool.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace torch_mesh {
 
-// What a claim or a prefetch is for. kNone: neither prefill nor decode, such as promote(), a
+// The purpose of a claim or a prefetch. kNone: neither prefill nor decode, such as promote(), a
 // backward, or a caller's own hint.
 enum class Phase : uint8_t { kNone, kPrefill, kDecode };
 inline constexpr size_t kPhases = 3;
@@ -35,7 +35,7 @@ enum class ClaimKind : uint8_t {
 
 // Experts of a decode step that its forward does not compute with the rest.
 struct Deferral {
-  // Not handed out: they are used one layer later, by a claim that is `late`.
+  // The claim does not hand these out: one that is `late` uses them one layer later.
   std::span<const int32_t> experts = {};
   // Another pool computes them instead, and no late claim follows. This pool learns of their use,
   // and reads those worth a slot ahead of the next one.

@@ -114,7 +114,7 @@ class SlotTable {
   bool take_emptied() { return std::exchange(emptied_, false); }
 
   void pin(int32_t slot);    // a forward uses the expert, or waits for it
-  void unpin(int32_t slot);  // the forward is done with the slot, or has seen its error
+  void unpin(int32_t slot);  // the forward no longer uses the slot, or has seen its error
   // Pins without counting a use: briefly, or for a visit. Policies that count recency from the last
   // unpin see a use.
   void hold(int32_t slot);

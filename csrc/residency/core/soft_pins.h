@@ -14,7 +14,7 @@
 
 namespace torch_mesh {
 
-// What a pool is told of its model before the first forward.
+// The facts about its model that a pool has before the first forward.
 struct SoftPinOptions {
   ModelUse profile = {};  // of earlier runs; or empty
   // [layers * experts]: experts that a GPU will hold. They are not warmed, and warming waits for

@@ -1,4 +1,4 @@
-// Where the records of slots lie: in an arena of the pool's own, or in a pool that lends them.
+// The memory of slots: an arena of the pool's own, or a pool that lends them.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ class SlotMemory {
   virtual ~SlotMemory() = default;
 
   virtual std::byte* piece(int64_t slot) const = 0;
-  // Where a read of the slot's record goes.
+  // The address that a read of the slot's record writes to.
   virtual std::byte* destination(int64_t slot) const { return piece(slot); }
   // The node of the pool's topology that a record is on; -1: unknown.
   virtual int32_t node(int64_t slot) const = 0;

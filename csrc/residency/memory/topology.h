@@ -39,7 +39,7 @@ class Topology {
 // NUMA).
 std::vector<int32_t> memory_nodes();
 
-// "0-3,8" as in the kernel's files; empty for what is not such a list.
+// "0-3,8" as in the kernel's files; empty for any other text.
 std::vector<int32_t> parse_cpu_list(const std::string& text);
 
 }  // namespace torch_mesh

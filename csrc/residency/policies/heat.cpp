@@ -206,7 +206,7 @@ class Heat final : public ColdestByLayer<Heat> {
     for (const int64_t id : ids) {
       if (is_expert(id)) life[id] += step * own;
     }
-    last_count_[layer] = 0;  // what comes next does not follow what was before the prompt
+    last_count_[layer] = 0;  // later tokens do not follow those before the prompt
   }
 
   // Sets use_: 1 for an expert that the forward uses, blended with the scores of its tokens.

@@ -1,5 +1,6 @@
 // SIEVE (Zhang et al., NSDI 2024): a queue in order of admission and a hand that moves from old to
-// new, clears the mark of what was used since it last passed, and evicts the first without one.
+// new. The hand clears the marks of experts used since it last passed, and evicts the first without
+// one.
 //
 // An expert enters with its mark set, unlike in the paper. The layers scan the pool cyclically, so
 // that a new expert cannot be used again before a whole token has passed, and the hand would evict
