@@ -60,7 +60,7 @@ EngineAdapters::EngineAdapters(const AdapterArguments& adapters, const at::Tenso
     std::vector<int64_t> used;
     const at::Tensor flat = contiguous_as(ids, at::kLong);
     for (const int64_t id : const_values_of<int64_t>(flat)) {
-      // What is no expert is for the engine to judge.
+      // The engine refuses or skips ids that name no expert.
       if (id < 0 || id >= static_cast<int64_t>(indices_.size()) || indices_[id] >= 0) continue;
       indices_[id] = static_cast<int32_t>(used.size());
       used.push_back(id);

@@ -1,4 +1,4 @@
-// Low-rank adapters of experts, as ops get and the engine takes them.
+// Checks the low-rank adapters that ops take and converts them for the engine.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,11 +11,13 @@
 
 namespace torch_mesh {
 
-// ValueError for other shapes or dtypes than those.
+// Raises ValueError for a wrong shape, rank, dtype or device, and for `a` without `b` or `b`
+// without `a`.
 void check_adapters(const AdapterArguments& adapters, Engine& engine);
 
-// As the engine takes them: fp32 that is contiguous in its last dimension lies where it is, of
-// anything else the experts among `ids` are copied.
+// Adapters in the form that the engine takes. Factors are used in place if all of them are fp32 and
+// contiguous in their last dimension. Otherwise the experts among `ids` are copied from all of
+// them.
 class EngineAdapters {
  public:
   EngineAdapters(const AdapterArguments& adapters, const at::Tensor& ids, Engine& engine);
@@ -28,7 +30,7 @@ class EngineAdapters {
   AdapterStack stack(const at::Tensor& a, const at::Tensor& b, double scaling);
 
   at::Tensor used_;               // int64, the distinct experts among the ids
-  std::vector<int32_t> indices_;  // [experts] in used_
+  std::vector<int32_t> indices_;  // [experts]: position in used_, or -1
   std::vector<at::Tensor> kept_;
   Adapters adapters_;
 };

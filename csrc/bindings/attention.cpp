@@ -35,7 +35,7 @@ void check_heads(const at::Tensor& query, const at::Tensor& key, const at::Tenso
       value.sizes());
 }
 
-// A view wherever the last dimension is contiguous.
+// Copies only if the last dimension is not contiguous.
 at::Tensor with_contiguous_last(const at::Tensor& tensor) {
   return tensor.stride(-1) == 1 || tensor.size(-1) == 1 ? tensor : tensor.contiguous();
 }

@@ -1,10 +1,10 @@
-// The gradients of experts, experts_adapted, grouped_linear and linear: for the hidden states, the
-// routing weights, adapters and linear's bias; packed weights are frozen. Quantised activations
-// pass it straight through (Bengio et al. 2013, arXiv 1308.3432), so it is the gradient of the same
-// layer with exact activations. plain_linear, whose weights are torch's, has torch's own.
+// Gradients of experts, experts_adapted, grouped_linear and linear: for hidden states, routing
+// weights, adapters and the bias of linear. Packed weights are frozen. The rounding of activations
+// has a straight-through gradient (Bengio et al. 2013, arXiv 1308.3432), which is that of the same
+// layer with exact activations. If plain_linear needs a gradient, torch's own linear computes it.
 //
-// In C++, because an autograd formula in Python costs more per call than the rest of the op, with
-// or without a gradient.
+// They are in C++ because an autograd formula in Python costs more per call than the rest of the
+// op, with or without a gradient.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -36,7 +36,7 @@ c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Whether it has a derivative of forward mode. Ops that do not ask have zeros for theirs.
+// Whether `input` has a forward-mode tangent. An op that does not check gives zero tangents.
 bool has_tangent(const at::Tensor& input) { return input._fw_grad(/*level=*/0).defined(); }
 
 template <typename... Tensors>
@@ -59,7 +59,7 @@ at::Tensor experts_below(const ExpertsArguments& arguments, const NextLayer& nex
                  next.bias, next.scoring);
 }
 
-// Autograd sees the tensors that forward takes one by one, each of which has a gradient.
+// Autograd tracks only tensors that are arguments of `forward` themselves: those with a gradient.
 struct Experts : torch::autograd::Function<Experts> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& weights, const ExpertsArguments& arguments,
@@ -139,7 +139,7 @@ struct ExpertsAdapted : torch::autograd::Function<ExpertsAdapted> {
         if_defined(saved[5]), context->saved_data["gate_up_scaling"].toDouble(),
         if_defined(saved[6]), if_defined(saved[7]), context->saved_data["down_scaling"].toDouble(),
         context->saved_data["sentinels"].toBool());
-    // The hand-over gives results to the device of x; the factors may be on the CPU.
+    // handover.cpp copies results to the device of x; the factors may be on the CPU.
     const auto of = [&](const at::Tensor& gradient, size_t factor) {
       return saved[factor].defined() ? gradient.to(saved[factor].device()) : at::Tensor();
     };
@@ -285,7 +285,7 @@ TORCH_LIBRARY_IMPL(torch_mesh, Autograd, m) {
   m.impl("grouped_linear", torch_mesh::op<torch_mesh::grouped_linear>);
   m.impl("linear", torch_mesh::op<torch_mesh::linear>);
   m.impl("plain_linear", torch_mesh::op<torch_mesh::plain_linear>);
-  // No gradient of a gradient: an error and not zeros.
+  // Double backward is an error; without a registration its gradients would be zeros.
   m.impl("experts_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("experts_adapted_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("grouped_linear_backward", torch::autograd::autogradNotImplementedFallback());

@@ -35,12 +35,12 @@ DeviceAddress address(const at::Tensor& tensor) {
 // torch.cuda.Stream.cuda_stream
 Stream stream_from(uintptr_t handle) { return {reinterpret_cast<void*>(handle)}; }
 
-// Where the host is the device, what torch computes next is in no stream.
+// On a simulated device torch's next operations are in no stream, so the thread itself waits.
 void settle(Driver& driver, Stream stream) {
   if (!driver.device()) driver.synchronize(stream);
 }
 
-// On the device of a share: a number of CUDA's, or none for the CPU.
+// `device` is that of the host share: a CUDA index, or none for the CPU.
 void check_dense(const at::Tensor& tensor, const char* name, std::optional<int32_t> device,
                  at::ScalarType type, at::IntArrayRef sizes) {
   const bool here = device ? tensor.is_cuda() && tensor.get_device() == *device : tensor.is_cpu();
@@ -54,8 +54,8 @@ void check_dense(const at::Tensor& tensor, const char* name, std::optional<int32
 
 constexpr const char* kWhose = "what this pool does on a device";
 
-// Who learns from the routing that host nodes see. They take the lock and own nothing: a mover must
-// not end on a thread of the driver's.
+// The mover that is told of the routing that host nodes see. Host nodes call it under the lock and
+// do not own it: a mover must not be destroyed on a thread of the driver.
 struct Following {
   std::mutex mutex;
   Mover* mover = nullptr;
@@ -76,7 +76,7 @@ class PyHostShare {
         });
   }
   ~PyHostShare() {
-    if (process_.forked()) {  // its threads are the parent's
+    if (process_.forked()) {  // its threads exist only in the parent
       static_cast<void>(share_.release());
       static_cast<void>(new std::shared_ptr<Driver>(std::move(driver_)));
       return;
@@ -122,7 +122,7 @@ class PyHostShare {
       py::gil_scoped_release released;
       ticket = share.submit(call, stream_from(stream));
     }
-    // Their memory must not become anybody else's before what copies it has run.
+    // torch must not reuse their memory before the copies from and to it have run.
     held_[ticket] = {x, ids, weights, table, out};
     return ticket;
   }
@@ -149,14 +149,14 @@ class PyHostShare {
  private:
   OwnerProcess process_;
   std::map<int32_t, std::array<at::Tensor, 5>>
-      held_;  // of calls that are not joined, under the GIL
+      held_;  // the tensors of calls that are not joined; under the GIL
   std::shared_ptr<Driver> driver_;
   std::weak_ptr<Engine> engine_;
   const std::shared_ptr<Following> following_ = std::make_shared<Following>();
   std::unique_ptr<HostShare> share_;
 };
 
-// As a method of Python's.
+// Makes a Python method that checks for a fork and releases the GIL.
 template <typename Result, typename... Arguments>
 auto method(Result (HostShare::*function)(Arguments...)) {
   return [function](const PyHostShare& self, Arguments... arguments) {
@@ -275,7 +275,7 @@ class PyMover {
 
   OwnerProcess process_;
   PyHostShare& share_;          // outlives this: see keep_alive below
-  at::Tensor records_, table_;  // kept for as long as copies go there
+  at::Tensor records_, table_;  // kept while copies may write to them
   std::unique_ptr<Mover> mover_;
 };
 
@@ -322,7 +322,7 @@ class PyUplift {
  private:
   OwnerProcess process_;
   std::shared_ptr<Driver> driver_;
-  std::array<at::Tensor, 2> buffers_;  // kept for as long as copies go there
+  std::array<at::Tensor, 2> buffers_;  // kept while copies may write to them
   std::unique_ptr<Uplift> uplift_;
 };
 
@@ -345,7 +345,7 @@ class PyTurn {
     turn_.reset();
   }
   int32_t bring(int32_t layer, const std::vector<int32_t>& experts) {
-    static_cast<void>(uplift_.uplift());  // a child of the process that took the turn has none
+    static_cast<void>(uplift_.uplift());  // throws in a forked child, which has no turn
     TORCH_CHECK_VALUE(turn_, "bring() belongs within `with uplift.turn(stream)`");
     py::gil_scoped_release released;
     const int32_t buffer = turn_->bring(layer, experts);

@@ -1,5 +1,5 @@
-// torch_mesh._C.HostShare, what of a device's layers the host computes; Uplift, which brings a
-// prompt experts; Mover, which moves hot ones there.
+// torch_mesh._C.HostShare, the host's part of layers that are partly on a device; Uplift, which
+// streams a prompt's experts to the device; Mover, which moves hot experts there.
 #pragma once
 
 #include <pybind11/pybind11.h>

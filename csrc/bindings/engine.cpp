@@ -34,15 +34,15 @@ using ByteArray = py::array_t<uint8_t, py::array::c_style>;
 
 // -- options --------------------------------------------------------------------------------------
 
-// Of torch's, as many as an engine may have.
+// torch's intra-op threads, but no more than an engine may have.
 int32_t torch_threads() { return std::min(at::get_num_threads(), kMaxThreads); }
 
-// Within what clocks can add to the present.
+// Throws Error(kInvalid) below 1 ms (0 if `none_allowed`) and above kMaxTimeout.
 double seconds_from(double seconds, const char* name, bool none_allowed) {
   if (seconds >= (none_allowed ? 0 : 1e-3) && seconds <= kMaxTimeout) return seconds;
   invalid(std::string(name) + " is " + std::to_string(seconds) +
           " seconds; allowed: " + (none_allowed ? "0" : "0.001") + " to " +
-          std::to_string(static_cast<int64_t>(kMaxTimeout)));  // NaN comes here, too
+          std::to_string(static_cast<int64_t>(kMaxTimeout)));  // also for NaN
 }
 
 std::chrono::milliseconds milliseconds_from(double seconds, const char* name, bool none_allowed) {
@@ -109,7 +109,7 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   return options;
 }
 
-// Slots as another process lends them.
+// Takes the pool's slots from the process that lends them at `path`.
 void borrow(const std::string& path, const Source& source, const Runtime& runtime,
             PoolOptions& pool) {
   pool.loan = std::make_shared<Loan>(path, source, pool.record_bytes, pool.timeout, runtime);
@@ -120,9 +120,9 @@ void borrow(const std::string& path, const Source& source, const Runtime& runtim
           "; start torch-mesh share with a larger --resident or fewer --workers");
 }
 
-// -- what Python asks -----------------------------------------------------------------------------
+// -- queries --------------------------------------------------------------------------------------
 
-// int64 [shape] of each of `fields`.
+// An int64 array of `shape` for each of `fields`.
 template <typename Counts, size_t kFields>
 py::dict dict_of(const std::vector<Counts>& counts,
                  const std::pair<const char*, int64_t Counts::*> (&fields)[kFields],
@@ -250,7 +250,7 @@ ByteArray read_record(const PyEngine& self, int32_t layer, int32_t expert) {
   return copy;
 }
 
-// torch_mesh._C.Lender: of an engine, which it keeps.
+// torch_mesh._C.Lender, which keeps its engine alive.
 class PyLender {
  public:
   PyLender(const PyEngine& engine, const std::string& path, int32_t workers)
@@ -279,7 +279,7 @@ class PyLender {
   std::unique_ptr<Lender> lender_;
 };
 
-// As a method of Python's.
+// Makes a Python method that runs without the GIL.
 template <typename Result, typename... Arguments>
 auto method(Result (*function)(Engine&, Arguments...)) {
   return [function](const PyEngine& self, Arguments... arguments) {
@@ -345,8 +345,8 @@ PyEngine::PyEngine(const py::kwargs& options) {
 PyEngine::~PyEngine() {
   try {
     close(/*wait=*/true);
-  } catch (const std::exception&) {  // which would end the process
-    // A forked child can only forget its parent's engine. Who interrupts wants the wait to end.
+  } catch (const std::exception&) {  // a destructor must not throw
+    // A forked child cannot close its parent's engine. A Ctrl-C ends the wait and is reported.
     if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
   }
 }
@@ -360,7 +360,7 @@ bool PyEngine::wait_for_forwards(int32_t layer, int64_t forwards, double patienc
 }
 
 void PyEngine::close(bool wait) {
-  // Under the GIL, so that one of several callers gets it.
+  // The GIL is held, so only one of several callers gets the engine.
   std::shared_ptr<LiveEngine> live = std::move(live_);
   if (live == nullptr) return;
   py::gil_scoped_release released;
@@ -369,8 +369,8 @@ void PyEngine::close(bool wait) {
   const std::chrono::milliseconds timeout = live->engine->pool().timeout();
   const std::shared_ptr<Freeing> freeing = live->freeing;
   live.reset();
-  // A signal handler runs inside the forward that it interrupts, which cannot end before it. And
-  // a process that ends need not wait for what goes with it.
+  // A signal handler runs inside the forward that it interrupts, so it cannot wait for that forward
+  // to end. At exit there is no need to wait: the process frees everything.
   if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
   freeing->wait(timeout, torch_runtime());
 }

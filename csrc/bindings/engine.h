@@ -15,8 +15,7 @@
 
 namespace torch_mesh {
 
-// torch_mesh._C.Interpose, which tests make: what stands between an engine's reader and its
-// backend.
+// torch_mesh._C.Interpose, which tests make: a hook between an engine's reader and its backend.
 struct PyInterpose {
   Interpose interpose;
 };
@@ -37,9 +36,9 @@ class PyEngine {
     return live_;
   }
 
-  // What `see` says of the engine, which is let go of before anything of Python's is made of that:
-  // the garbage collector may run then, find the model dead and close this engine, which waits for
-  // its last user.
+  // Returns see(engine), called without the GIL. The engine is released before Python objects are
+  // made from the result. Making them may run the garbage collector, which may close this engine
+  // with an unreachable model, and close() waits for its last user.
   template <typename See>
   std::invoke_result_t<See, Engine&> look(const See& see) const {
     const std::shared_ptr<LiveEngine> live = this->live();
@@ -47,7 +46,7 @@ class PyEngine {
     return see(*live->engine);
   }
 
-  // False, too, when the engine is closed.
+  // Returns false also if the engine is closed.
   bool wait_for_forwards(int32_t layer, int64_t forwards, double patience) const;
   void close(bool wait);
 
@@ -57,14 +56,15 @@ class PyEngine {
   int64_t generation_ = 0;
 };
 
-// Of an engine or tables, in seconds; Error(kInvalid) for one that is out of range.
+// Converts the time-out of an engine or of tables, in seconds. Throws Error(kInvalid) if it is out
+// of range.
 std::chrono::milliseconds timeout_from(double seconds);
 
-// Sets what reads files, by the name that MeshConfig has for it. Throws Error(kInvalid) for one
-// that is gone.
+// Sets how `reader` reads, from the `io` of MeshConfig. Throws Error(kInvalid) for "mmap", which no
+// longer exists.
 void read_by(const std::string& io, ReaderOptions& reader);
 
-// By the name that MeshConfig has for it; else Error(kInvalid).
+// Converts the `prefill` of MeshConfig. Throws Error(kInvalid) for an unknown name.
 PrefillWindow prefill_from(const std::string& name);
 
 void define_engine(pybind11::module_& module);

@@ -11,12 +11,13 @@
 
 namespace torch_mesh {
 
-// Error becomes the class of torch_mesh.errors that its kind names (ValueError, MemoryError and
-// KeyboardInterrupt for those kinds) when it leaves a function of the module.
+// Registers the translation of an Error that leaves a function of the module: to the class of
+// torch_mesh.errors for its kind, or to ValueError, MemoryError or KeyboardInterrupt.
 void register_error_translator();
 
-// Raises the same exceptions from an op. torch translates what an op throws by a list of its own,
-// which knows Python's exceptions and not ours: from torch 2.15 on pybind11 is not asked.
+// Raise the same exceptions from an op. torch translates exceptions of ops by a list of its own,
+// which has Python's exceptions but not Error. From torch 2.15 on it does not call pybind11's
+// translators.
 [[noreturn]] void throw_as_python(const Error& error);
 [[noreturn]] void throw_memory_error();
 
@@ -35,11 +36,11 @@ struct PythonErrors<function> {
   }
 };
 
-// What m.impl takes for `function`, an op's implementation.
+// The argument of m.impl for an op that `function` implements.
 template <auto function>
 constexpr auto op = &PythonErrors<function>::call;
 
-// The exception that `error` becomes, not raised.
+// Returns the Python exception for `error` without raising it.
 pybind11::object exception_of(const Error& error);
 
 [[noreturn]] inline void invalid(const std::string& message) {

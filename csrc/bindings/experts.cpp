@@ -24,9 +24,9 @@
 namespace torch_mesh {
 namespace {
 
-// What makes a call more than the experts of its layer for x.
+// Optional parts of a call of run_experts.
 struct Extras {
-  // As in ExpertsCall. Empty: never.
+  // As in ExpertsCall; empty: not called.
   std::function<void()> reads_queued = {};
   Deferral deferral = {};
   Adapters adapters = {};
@@ -72,7 +72,7 @@ std::optional<Lookahead> lookahead_for(const at::Tensor& x, const NextLayer& nex
   return lookahead;
 }
 
-// For Extras; `lookahead` outlives them.
+// The reads_queued of Extras; `lookahead` has to outlive it.
 std::function<void()> prefetch_of(const std::optional<Lookahead>& lookahead) {
   if (!lookahead) return {};
   return [&lookahead] { lookahead->prefetch(); };
@@ -110,15 +110,15 @@ at::Tensor experts_adapted(const at::Tensor& x, const at::Tensor& topk_ids,
 
 // -- deferred -------------------------------------------------------------------------------------
 
-// What the last layer left for this one. Per thread, since forwards of several threads interleave;
-// by handle and not by engine, so that it keeps no closed pool alive.
+// The choices that the previous layer deferred. One per thread, since forwards of several threads
+// interleave. It has the handle in place of the engine, so that it keeps no closed pool alive.
 struct Remainder {
   HandleIds handle;
   at::Tensor x, ids, weights;
 };
 thread_local std::optional<Remainder> remainder;
 
-// A remainder of other rows, another model or another layer is what an aborted forward left behind.
+// False for the remainder of an aborted forward: of other rows, another model or another layer.
 bool follows(const Remainder& carried, const LayerHandle& layer, const at::Tensor& x) {
   const HandleIds& from = carried.handle;
   const HandleIds here = layer.ids();
@@ -126,8 +126,8 @@ bool follows(const Remainder& carried, const LayerHandle& layer, const at::Tenso
          from.generation == here.generation && carried.x.sizes() == x.sizes();
 }
 
-// Choices [tokens][k] of this call and of a later one; the sentinel `experts` stands where the
-// other has a choice.
+// Choices [tokens][k] of this call and of the next layer's. Each has the sentinel `experts` where
+// the other has a choice.
 struct Split {
   at::Tensor now, later;
   std::vector<int32_t> deferred;  // the distinct experts of `later`
@@ -149,7 +149,7 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
                             bool last_layer, bool sentinels, const OptionalTensor& next_router,
                             const OptionalTensor& next_handle, int64_t next_top_k,
                             const OptionalTensor& next_bias, c10::string_view next_scoring) {
-  // First of all: a forward that ends in an error leaves nothing behind.
+  // Taken before anything can throw, so that a forward that fails leaves no remainder.
   const std::optional<Remainder> carried = std::exchange(remainder, std::nullopt);
   const LayerHandle layer = resolve(handle);
   Pool& pool = layer.engine().pool();
@@ -182,8 +182,8 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
 
 // -- fallback -------------------------------------------------------------------------------------
 
-// Choices [tokens][k] of this pool and of the fallback pool; the sentinel `experts` stands
-// where the other has a choice.
+// Choices [tokens][k] of this pool and of the fallback pool. Each has the sentinel `experts` where
+// the other has a choice.
 struct FallbackSplit {
   at::Tensor exact, low;
   std::vector<int32_t> experts;  // the distinct ones of `low`
@@ -232,8 +232,8 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
   if (lookahead) lookahead->read_into_fallback(low);
   FallbackSplit split{.exact = ids, .low = {}, .experts = {}, .doubles = {}};
   if (phase_of(x.size(0)) == Phase::kDecode) split = split_by_pool(layer, low, ids);
-  // Neither pool keeps what the other has: together they hold the more experts. Where each has a
-  // slot for all experts anyhow, nothing would be gained.
+  // Experts that both pools have are evicted from the fallback pool, so that together the pools
+  // hold more experts. With a slot for every expert nothing would be gained.
   Pool& fallback_pool = low.engine().pool();
   if (!split.doubles.empty() &&
       fallback_pool.slots() < fallback_pool.layers() * fallback_pool.experts()) {
@@ -246,7 +246,7 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
                         .out = out});
   };
   if (split.experts.empty()) return compute_exact({});
-  // What is resident is computed while fallback experts are being read.
+  // Resident experts are computed while fallback experts are being read.
   at::Tensor exact;
   at::Tensor out =
       run_experts(low, x, split.low, weights, /*sentinels=*/true,

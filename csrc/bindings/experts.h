@@ -1,4 +1,4 @@
-// What the ops on experts have in common.
+// Arguments and checks that the ops on experts share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +13,8 @@ namespace torch_mesh {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Arguments of an op of the table in library.cpp, gathered for the functions behind it. They refer
-// to the op's own and live as long.
+// Arguments of an op in library.cpp, grouped for the functions that implement it. They are
+// references to the op's arguments, valid while it runs.
 struct NextLayer {
   const OptionalTensor &router, &handle;
   int64_t top_k;
@@ -27,7 +27,7 @@ struct ExpertsArguments {
   bool sentinels;
 };
 
-// Low-rank adapters, of any strides. `a` and `b` of a projection are both there or neither is.
+// Low-rank adapters, of any strides. A projection has both `a` and `b` or neither.
 struct AdapterArguments {
   const OptionalTensor& gate_up_a;  // [experts, rank, hidden]
   const OptionalTensor& gate_up_b;  // [experts, rank, halves, intermediate]
@@ -37,11 +37,12 @@ struct AdapterArguments {
   double down_scaling;
 };
 
-// ValueError for what is not x [tokens, hidden], topk_ids and topk_weights [tokens, k].
+// Raises ValueError unless x is [tokens, hidden], topk_ids and topk_weights are [tokens, k], and
+// the dtypes of these two are allowed.
 void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                           const Engine& engine);
 
-// Whether autograd runs a backward pass on this thread: what computes forwards in it is gradient
+// Whether autograd runs a backward pass on this thread. A forward within one is gradient
 // checkpointing.
 bool in_backward_pass();
 

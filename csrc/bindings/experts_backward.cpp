@@ -39,7 +39,7 @@
 namespace torch_mesh {
 namespace {
 
-// What the down product takes, and its derivatives by gate and up, in fp32.
+// The input of the down product, and its derivatives by gate and up, in fp32.
 struct Activated {
   at::Tensor value, by_gate, by_up;
 };
@@ -64,7 +64,7 @@ Activated activate(const Activation& activation, const at::Tensor& gate, const a
       return {square * up, 2 * relu * up, square};
     }
     case Activation::kSwiglu: {
-      // As torch differentiates clamp: at a limit the gradient passes, beyond it there is none.
+      // As for torch's clamp, the gradient passes at a limit and is 0 beyond it.
       const float alpha = activation.alpha;
       const at::Tensor g = at::clamp_max(gate, activation.gate_limit);
       const at::Tensor sigmoid = at::sigmoid(g * alpha);
@@ -90,8 +90,8 @@ Activated activate(const Activation& activation, const at::Tensor& gate, const a
   TORCH_INTERNAL_ASSERT(false, "unknown activation");
 }
 
-// One projection's adapter of one expert, in fp32, and where its gradients go. Undefined where it
-// has none.
+// One projection's adapter of one expert, in fp32, and the gradients that it adds to. A default
+// one, which converts to false, means that there is no adapter.
 class ExpertAdapter {
  public:
   ExpertAdapter() = default;
@@ -106,20 +106,20 @@ class ExpertAdapter {
   explicit operator bool() const { return a_.defined(); }
 
   at::Tensor inner_of(const at::Tensor& x) const { return at::mm(x, a_.t()); }
-  // products += scaling * (x · a^T) · b, and x · a^T.
+  // products += scaling * (x · a^T) · b. Returns x · a^T.
   at::Tensor add_to(at::Tensor& products, const at::Tensor& x) const {
     const at::Tensor inner = inner_of(x);
     products.addmm_(inner, b_, 1, scaling_);
     return inner;
   }
-  // The same in the other direction: x_grad += scaling * (grad · b^T) · a, and grad · b^T.
+  // The same for the gradient: x_grad += scaling * (grad · b^T) · a. Returns grad · b^T.
   at::Tensor add_back(at::Tensor& x_grad, const at::Tensor& grad) const {
     const at::Tensor inner = at::mm(grad, b_.t());
     x_grad.addmm_(inner, a_, 1, scaling_);
     return inner;
   }
-  // Adds to the gradients, given what `inner_of` and `add_back` returned and had. A factor of each
-  // row belongs to both inner products.
+  // Adds to the gradients, from arguments and results of `inner_of` and `add_back`. If rows have
+  // factors, such as routing weights, both inner products have to include them.
   void learn(const at::Tensor& inner, const at::Tensor& inner_grad, const at::Tensor& x,
              const at::Tensor& grad) const {
     a_grad_.add_(at::mm(inner_grad.t(), x).mul_(scaling_));
@@ -135,7 +135,7 @@ class ExpertAdapter {
 struct Gradients {
   at::Tensor x;                                     // [tokens, hidden], fp32
   at::Tensor weights;                               // [tokens * k], fp32
-  at::Tensor gate_up_a, gate_up_b, down_a, down_b;  // as the adapters; empty where there are none
+  at::Tensor gate_up_a, gate_up_b, down_a, down_b;  // shaped as the adapters'; empty: no adapter
 };
 
 FloatRows rows_of(const at::Tensor& matrix) {
@@ -146,9 +146,9 @@ at::Tensor new_matrix(int64_t rows, int64_t columns) {
   return at::empty({rows, columns}, at::TensorOptions().dtype(at::kFloat));
 }
 
-// Rows of one expert on their way back, in steps between which products with its weights are made.
-// Integer weights stand for their values: the gradient goes straight through the rounding of
-// activations.
+// The backward pass for some rows of one expert, in this order: begin, first, between, last, end.
+// `first` and `last` are products with its weights, divided into tasks. Integer weights count as
+// the values that they stand for. The rounding of activations has a straight-through gradient.
 class ExpertRun {
  public:
   ExpertRun(const RecordLayout& layout, const std::byte* record)
@@ -159,7 +159,7 @@ class ExpertRun {
 
   ExpertAdapter gate_up_adapter, down_adapter;
 
-  // `grad` without the routing weights [rows, 1].
+  // x and grad [rows, hidden], weights [rows, 1] of the routing. `grad` does not include weights.
   void begin(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& weights) {
     x_ = x;
     grad_ = grad;
@@ -188,8 +188,8 @@ class ExpertRun {
                               : at::ones({}, products_.options());
     const Activated activated = activate(activation, gate, up);
 
-    // By the hidden activations, without the routing weights, for which it holds the gradients,
-    // too: (down · h) · grad is h · (down^T · grad).
+    // hidden_grad_ is the gradient by the hidden activations, still without the routing weights.
+    // The gradients of those follow from it: (down · h) · grad is h · (down^T · grad).
     at::Tensor inner_grad;
     if (down_adapter) inner_grad = down_adapter.add_back(hidden_grad_, grad_);
     weights_grad = (hidden_grad_ * activated.value).sum(1);
@@ -220,7 +220,7 @@ class ExpertRun {
   at::Tensor x_grad;        // [rows, hidden]
   at::Tensor weights_grad;  // [rows]
 
-  // Of all tensors of a row, those of `activate` among them.
+  // Bytes of all tensors for one row, including those in `activate`.
   static int64_t bytes_per_row(const RecordLayout& layout) {
     return int64_t{sizeof(float)} * (3 * layout.hidden + 10 * int64_t{layout.intermediate});
   }
@@ -244,7 +244,7 @@ at::Tensor zeros_for(const OptionalTensor& factor) {
   return factor ? at::zeros_like(*factor) : at::empty({0});
 }
 
-// Some rows of an expert, and where they are among all.
+// Some rows of an expert: their tokens, and their indices among all (token, choice) pairs.
 struct Part {
   ExpertRun* run;
   at::Tensor tokens, places;
@@ -254,8 +254,8 @@ at::Tensor indices(std::vector<int32_t>& values, int64_t first, int64_t count) {
   return at::from_blob(values.data() + first, {count}, at::kInt).to(at::kLong);
 }
 
-// In torch's own region, in which its products take one thread each: with several, as in a team
-// that torch does not know of, they would add in another order.
+// Runs in torch's own parallel region, where each of torch's products uses one thread. In a team
+// that torch does not know of, each would use several, and add in another order.
 template <typename Body>
 void for_each(std::vector<Part>& parts, int32_t threads, const Body& body) {
   const int64_t count = std::ssize(parts);
@@ -266,10 +266,10 @@ void for_each(std::vector<Part>& parts, int32_t threads, const Body& body) {
   });
 }
 
-// Tasks of all parts at once, so that one expert of many rows keeps all threads busy.
+// Runs the tasks of all parts at once, so that one expert of many rows keeps all threads busy.
 void for_each_task(std::vector<Part>& parts, int32_t threads, int32_t (ExpertRun::*tasks)() const,
                    void (ExpertRun::*run)(int32_t)) {
-  const int64_t each = (parts.front().run->*tasks)();  // the same of all: they have one layout
+  const int64_t each = (parts.front().run->*tasks)();  // the same for all: they have one layout
   parallel_for(torch_runtime(), std::ssize(parts) * each, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       (parts[i / each].run->*run)(static_cast<int32_t>(i % each));
@@ -277,7 +277,7 @@ void for_each_task(std::vector<Part>& parts, int32_t threads, int32_t (ExpertRun
   });
 }
 
-// sums[token] += row, by columns, of which each thread has its own.
+// sums[token] += row, where each thread adds columns of its own.
 void add_rows(const at::Tensor& rows, const at::Tensor& tokens, float* sums, int32_t threads) {
   const int64_t width = rows.size(1);
   const float* from = rows.const_data_ptr<float>();
@@ -294,7 +294,7 @@ void add_rows(const at::Tensor& rows, const at::Tensor& tokens, float* sums, int
 Gradients backward(const at::Tensor& grad, const ExpertsArguments& arguments,
                    const AdapterArguments& adapters) {
   const auto& [x, topk_ids, topk_weights, handle, sentinels] = arguments;
-  // Under autocast the products would be in its dtype. Other threads never have it.
+  // Disables autocast, which would give the products its dtype. Other threads never have it on.
   const c10::impl::ExcludeDispatchKeyGuard exact(c10::autocast_dispatch_keyset);
   const LayerHandle layer = resolve(handle);
   Engine& engine = layer.engine();

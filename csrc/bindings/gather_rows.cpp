@@ -48,7 +48,7 @@ at::ScalarType dtype_of(ScalarType type) {
   return at::kFloat;
 }
 
-// int64 and contiguous. Raises what torch's embedding raises for ids that are no rows.
+// Returns contiguous int64 ids. Raises IndexError, as torch's embedding, for ids that are no rows.
 at::Tensor checked_ids(const at::Tensor& ids, int64_t rows) {
   TORCH_CHECK_VALUE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
                     "row ids have dtype ", ids.scalar_type(), "; allowed: int32, int64");

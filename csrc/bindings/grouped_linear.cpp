@@ -15,7 +15,7 @@
 namespace torch_mesh {
 namespace {
 
-// Rows behind the last offset are no expert's.
+// Rows after the last offset belong to no expert.
 at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t experts) {
   TORCH_CHECK_VALUE(offsets.scalar_type() == at::kLong || offsets.scalar_type() == at::kInt,
                     "offsets has dtype ", offsets.scalar_type(), "; allowed: int64, int32");

@@ -1,5 +1,5 @@
-// What the ids of a handle stand for. A handle is a tensor of ids and holds no pointer, so a graph
-// that was compiled or captured holds none either, and a stale handle is an error.
+// Maps handles to engines and tables. A handle is a tensor of ids and holds no pointer, and so
+// neither does a compiled or captured graph: a stale handle is an error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,19 +17,19 @@
 
 namespace torch_mesh {
 
-// What a handle holds: `pool` is an engine or tables, `layer` is a layer or a table of it.
+// The ids in a handle: `pool` names an engine or tables, `layer` one of its layers or tables.
 struct HandleIds {
   int64_t pool, layer, generation;
 };
 
-// Checks dtype, device and size; `handle` is as ops take it.
+// Reads the ids of a handle, as ops take it, after checks of its dtype, device and size.
 HandleIds ids_of(const at::Tensor& handle);
 
-// Unique among everything that handles name, so that a handle of one kind is never taken for one of
-// another. A forked child reads it without a lock.
+// Ids are unique across engines and tables, so that a handle of one is never taken for one of the
+// other. Atomic, since a forked child reads it without a lock.
 inline std::atomic<int64_t> next_handle_id{1};
 
-// By id. `Live` has an id and a generation.
+// Engines or tables by id. `Live` has an id and a generation.
 template <typename Live>
 class Handles {
  public:
@@ -42,7 +42,7 @@ class Handles {
     return live;
   }
 
-  // Later look-ups fail; callers that have found it keep it until they end.
+  // Later look-ups fail. Callers that have found the object keep it alive until they end.
   static void remove(int64_t id) {
     Handles& all = of_process();
     std::shared_ptr<Live> last;  // freed after the lock is released
@@ -75,8 +75,9 @@ class Handles {
  private:
   Handles() = default;
 
-  // A child begins one of its own: at the fork another thread may have held the parent's lock, or
-  // have been changing its map. Never destroyed: a forward may run on while the process ends.
+  // A forked child starts an empty map of its own: at the fork another thread may have held the
+  // parent's lock, or have been changing its map. Never destroyed: a forward may still run while
+  // the process ends.
   static Handles& of_process() {
     Handles* all = current_.load();
     if (!all->owner_.forked()) return *all;
@@ -88,7 +89,7 @@ class Handles {
   static std::atomic<Handles*> current_;
 
   const OwnerProcess owner_;
-  const int64_t first_id_ = next_handle_id.load();  // those below it are of the parent process
+  const int64_t first_id_ = next_handle_id.load();  // lower ids are of the parent process
   std::mutex mutex_;
   std::unordered_map<int64_t, std::shared_ptr<Live>> live_;
 };

@@ -1,5 +1,5 @@
-// A model on a GPU with its experts on the CPU: the plain hand-over. Arguments move to the CPU, the
-// CPU op runs, results move back to the device of the first argument that was not on the CPU.
+// Ops for a model on a GPU with its experts on the CPU. Arguments are copied to the CPU and the CPU
+// op runs. Results are copied to the device of the first argument that was not on the CPU.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>

@@ -1,5 +1,5 @@
-// The keyword arguments of a constructor, each read by name where it is used: what has many options
-// names them once.
+// The keyword arguments of a constructor, each read by name where it is used, so that an option's
+// name is written once.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,7 +9,8 @@
 
 namespace torch_mesh {
 
-// Raises TypeError for what is missing, of another type or, by none_left(), left over.
+// Raises TypeError for an argument that is missing or of another type and, by none_left(), for one
+// that nothing has read.
 class Keywords {
  public:
   Keywords(const char* whose, const pybind11::kwargs& given) : whose_(whose), left_(given) {}

@@ -1,5 +1,5 @@
-// linear, linear_backward, pack_linear, pack_linear_blocks and unpack_linear: layers outside the
-// experts.
+// linear, plain_linear, linear_backward, pack_linear, pack_linear_blocks and unpack_linear: layers
+// outside the experts.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -44,7 +44,7 @@ const std::byte* bytes_of(const at::Tensor& packed) {
   return reinterpret_cast<const std::byte*>(packed.const_data_ptr());
 }
 
-// The output [..., out_features] of x [..., in_features], which multiply(rows) has computed.
+// Returns the output [..., out_features] for x [..., in_features], which multiply(rows) computes.
 template <typename Multiply>
 at::Tensor with_rows(const at::Tensor& x, const OptionalTensor& bias, int64_t in_features,
                      int64_t out_features, const Multiply& multiply) {
@@ -149,7 +149,7 @@ at::Tensor pack_linear(const at::Tensor& weight, c10::string_view format, int64_
   return packed;
 }
 
-// A row of GGUF's blocks: of 32 weights and a scale before them, or of the format's own type.
+// Views rows of GGUF blocks: each a scale and 32 codes, or a block of the format's own type.
 CodesView blocks_view(const PackedMatrix& matrix, const std::byte* data) {
   if (is_gguf(matrix.format)) {
     const GgufType type = gguf_type(matrix.format);

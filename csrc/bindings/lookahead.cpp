@@ -27,10 +27,10 @@ void lookahead(const at::Tensor& x, const at::Tensor& router_weight, at::Tensor&
   Lookahead(x, {router_weight, bias, parse_scoring(scoring)}, handle, top_k).prefetch();
 }
 
-// [tokens, experts], larger for what is chosen first.
+// Returns [tokens, experts], larger for experts that the router prefers.
 at::Tensor ranking(const at::Tensor& x, const RouterTensors& router) {
   const at::Tensor logits = at::mm(x.to(router.weight.scalar_type()), router.weight.t());
-  // No scoring changes the order of a token's logits: it only says what the bias weighs.
+  // No scoring changes the order of a token's logits, so it matters only with a bias.
   if (!router.bias) return logits;
   const at::Tensor exact = logits.to(at::kFloat), bias = router.bias->to(at::kFloat);
   switch (router.scoring) {
@@ -73,18 +73,18 @@ Lookahead::Lookahead(const at::Tensor& x, RouterTensors router, const at::Tensor
                     experts);
 }
 
-// The residual stream changes little from one layer to the next, so the next layer's router, asked
-// with this layer's hidden states, names most of the experts that it will choose (FATE, arXiv
-// 2502.12224). A wrong prediction costs a read.
+// The residual stream changes little from one layer to the next. So the next layer's router,
+// applied to this layer's hidden states, predicts most of the experts that it will choose (FATE,
+// arXiv 2502.12224). A wrong prediction costs a read.
 void Lookahead::prefetch() const {
   Pool& pool = next_.engine().pool();
   const bool all_resident = pool.slots() == pool.layers() * pool.experts();
   // Decode steps only: a prompt needs most experts of every layer anyway.
   if (x_.size(0) == 0 || phase_of(x_.size(0)) != Phase::kDecode || all_resident) return;
-  // By rank: the likeliest first, whatever row it is of.
+  // Ordered by rank: the first choices of all rows come before any second choice.
   const at::Tensor ranked = std::get<1>(at::topk(ranking(x_, router_), top_k_)).t();
   std::vector<int32_t> likely = distinct_ids(ranked, pool.routed_experts());
-  // Other ranks read theirs.
+  // Other ranks read their own experts.
   const int32_t first = pool.first_expert();
   std::erase_if(likely, [&](int32_t id) { return id < first || id >= first + pool.experts(); });
   for (int32_t& id : likely) id -= first;
@@ -102,7 +102,7 @@ void Lookahead::prefetch() const {
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
   m.impl("lookahead", torch_mesh::op<torch_mesh::lookahead>);
 }
-// On the device that has the router: only the ids it names come over.
+// Runs on the router's device; only the ids that it selects are copied to the CPU.
 TORCH_LIBRARY_IMPL(torch_mesh, CUDA, m) {
   m.impl("lookahead", torch_mesh::op<torch_mesh::lookahead>);
 }

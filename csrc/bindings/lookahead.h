@@ -1,4 +1,4 @@
-// The next layer's router asked with this layer's hidden states.
+// Predicts the next layer's experts: applies its router to this layer's hidden states.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,13 +11,13 @@
 
 namespace torch_mesh {
 
-// What a router makes of its logits before it adds its bias and takes the largest.
+// The function that a router applies to its logits before it adds its bias and selects.
 enum class Scoring { kLogits, kSigmoid, kSoftmax, kSqrtSoftplus };
 
-// Of "logits", "sigmoid", "softmax" or "sqrtsoftplus"; throws for others.
+// Parses "logits", "sigmoid", "softmax" or "sqrtsoftplus"; throws for other names.
 Scoring parse_scoring(std::string_view name);
 
-// What ranks the experts of a layer.
+// The tensors of a router, which ranks the experts of a layer.
 struct RouterTensors {
   at::Tensor weight;               // [experts, hidden]
   std::optional<at::Tensor> bias;  // [experts]
@@ -26,11 +26,11 @@ struct RouterTensors {
 
 class Lookahead {
  public:
-  // The router of the layer `handle`, for hidden states [tokens, hidden]. Throws for shapes that
-  // do not fit.
+  // `router` is that of the layer `handle`; x is [tokens, hidden]. Throws for shapes that do not
+  // fit.
   Lookahead(const at::Tensor& x, RouterTensors router, const at::Tensor& handle, int64_t top_k);
 
-  // What the next layer's pool lacks is read into the pool of `fallback` instead.
+  // Makes prefetch() read experts that the next layer's pool lacks into the pool of `fallback`.
   void read_into_fallback(const LayerHandle& fallback) { fallback_ = {fallback.live, next_.layer}; }
 
   // Queues reads of the `top_k` experts that the router ranks first for each token.

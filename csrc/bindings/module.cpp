@@ -45,7 +45,8 @@ py::dict features() {
   return result;
 }
 
-// `function` of the largest layout of all layers and `Arguments`, whose names follow the layout's.
+// Defines a Python function that calls `function` with the largest layout of all layers and
+// `Arguments`. Their `names` follow those of the layout.
 template <typename Result, typename... Arguments, typename... Names>
 void define_of_layout(py::module_& m, const char* name,
                       Result (*function)(const RecordLayout&, Arguments...),
@@ -64,7 +65,7 @@ void define_of_layout(py::module_& m, const char* name,
 
 int64_t record_bytes(const RecordLayout& layout) { return layout.bytes; }
 
-// For the kernels of other devices, which are not C++.
+// For kernels that are not C++: those of GPUs.
 std::map<std::string, int64_t> record_layout(const RecordLayout& layout) {
   return {{"bytes", layout.bytes},
           {"group_bytes", layout.down.group_bytes},

@@ -37,7 +37,7 @@ RecordLayout layout_of(c10::string_view format, int64_t group_size, int64_t hidd
                             bias);
 }
 
-// An expert as it is given, its views and the layout of its record.
+// An expert as given: views of its tensors and the layout of its record.
 struct GivenExpert {
   RecordLayout layout;
   ExpertViews views;

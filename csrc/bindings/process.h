@@ -1,4 +1,4 @@
-// What ops without a pool share: those of linear layers and attention.
+// Workspaces and the fork check of ops without a pool: linear layers and attention.
 #pragma once
 
 #include "engine/workspace.h"
@@ -7,8 +7,8 @@ namespace torch_mesh {
 
 WorkspacePool& process_workspaces();
 
-// Throws Error(kForked) in a child of the process that first called it: there are no OpenMP threads
-// to share the work with, and waiting for them would hang.
+// Throws Error(kForked) in a child of the process that first called it. A forked child has none of
+// the OpenMP threads, and waiting for them would hang.
 void check_process();
 
 }  // namespace torch_mesh

@@ -1,4 +1,4 @@
-// How Python gives and gets what a model used: (tokens int64 [layers], uses int64 [layers,
+// Converts what a model used from and to Python: (tokens int64 [layers], uses int64 [layers,
 // experts]).
 #pragma once
 

@@ -1,4 +1,4 @@
-// Engines by the ids of handles.
+// Looks up engines by handle.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@
 
 namespace torch_mesh {
 
-// What the pool of a handle is: the engine, and what its forwards share beyond it.
+// A registered engine. Its last user hands it to `freeing`, which outlives it.
 struct LiveEngine {
   ~LiveEngine() { freeing->begin(std::move(engine)); }
 
@@ -32,11 +32,11 @@ struct LayerHandle {
   HandleIds ids() const { return {live->id, layer, live->generation}; }
 };
 
-// The state of each expert of the layer, as of one moment.
+// The state of each expert of the layer at one moment.
 std::vector<SlotState> states_of(const LayerHandle& layer);
 
 std::shared_ptr<LiveEngine> register_engine(std::unique_ptr<Engine> engine);
-// Later look-ups fail; forwards that run keep the engine until they end.
+// Later look-ups fail; running forwards keep the engine alive until they end.
 void unregister_engine(int64_t id);
 
 // Checks shape, dtype, id, generation and layer. Throws Error(kClosed) for a stale handle, and

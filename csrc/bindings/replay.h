@@ -1,4 +1,4 @@
-// torch_mesh._C.replay: recorded routing through the live pool's policies.
+// torch_mesh._C.replay and replay_ranks: recorded routing through the pool's own core.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -37,7 +37,7 @@ void observe(at::Tensor& handle, const at::Tensor& router_logits) {
   TORCH_CHECK_VALUE(router_logits.dim() == 2 && router_logits.size(1) == pool.experts(),
                     "router_logits must be [tokens, experts=", pool.experts(), "]; got ",
                     router_logits.sizes());
-  // A token whose logits are not numbers says nothing; its NaN would stay in the heat for ever.
+  // A token with NaN logits counts as zeros: a NaN would stay in the policy's heat for ever.
   const at::Tensor scores =
       at::softmax(router_logits.to(at::kFloat), -1).nan_to_num(0.0).contiguous();
   const float* data = scores.const_data_ptr<float>();

@@ -1,4 +1,4 @@
-// route: the selection among a token's experts leans towards those that are resident.
+// route: biases the selection among a token's experts towards resident ones.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 

@@ -24,12 +24,12 @@
 namespace torch_mesh {
 namespace {
 
-// The extension is compiled with -fopenmp and so shares torch's OpenMP runtime: asking for as many
-// threads as torch uses reuses its team, and no second pool competes for the cores. A host node
-// runs on a thread of a GPU's driver and gets a team of its own, while torch's waits for the GPU.
+// The extension is compiled with -fopenmp and so shares torch's OpenMP runtime. Asking for as many
+// threads as torch uses reuses torch's team, and no second pool competes for the cores. A host node
+// runs on a thread of a GPU's driver. It gets a team of its own, while torch's waits for the GPU.
 void parallel_for_openmp(int64_t count, int team, ParallelBody body, void* context,
                          Contention& contention) {
-  // An exception that leaves the region ends the process; brgemm may throw.
+  // An exception that leaves the region terminates the process; brgemm may throw.
   std::exception_ptr failure;
 #pragma omp parallel num_threads(team)
   {
@@ -49,9 +49,9 @@ void parallel_for_openmp(int64_t count, int team, ParallelBody body, void* conte
   if (failure != nullptr) std::rethrow_exception(failure);
 }
 
-// libgomp's idle threads spin for milliseconds, but for microseconds where it has made more threads
-// than there are processors. While this lives it has: torch's own regions then leave the processors
-// to threads that compute.
+// libgomp's idle threads spin for milliseconds, but only for microseconds while it has more threads
+// than there are processors. An object of this class holds that many threads, so that idle threads
+// of torch's own regions leave the processors to threads that compute.
 class OpenMpSleeps {
  public:
   OpenMpSleeps() {
@@ -59,11 +59,11 @@ class OpenMpSleeps {
       holder_ = start_thread("a thread that OpenMP counts", [this] {
         const int more = std::max(2, omp_get_num_procs() - omp_get_max_threads() + 2);
 #pragma omp parallel num_threads(more)
-        { asm volatile(""); }  // or the compiler leaves it out
+        { asm volatile(""); }  // or the compiler removes the region
         std::unique_lock lock(mutex_);
         over_.wait(lock, [this] { return ended_; });
       });
-    } catch (const Error&) {  // no thread is to be had: they spin
+    } catch (const Error&) {  // no thread could be started: they spin
     }
   }
   ~OpenMpSleeps() {
@@ -84,8 +84,9 @@ class OpenMpSleeps {
   std::thread holder_;
 };
 
-// Who computes: torch's threads while they have the processors to themselves, else a team that
-// sleeps. Never destroyed: a forward may still run on another thread while the process ends.
+// Runs parallel work: on torch's threads while these have the processors to themselves, else on a
+// team whose idle threads sleep. Never destroyed: a forward may still run on another thread while
+// the process ends.
 class Computers {
  public:
   void parallel_for(int64_t count, int32_t threads, ParallelBody body, void* context) {
@@ -102,7 +103,7 @@ class Computers {
   }
 
   bool contended() {
-    // Threads that are bound to processors are the application's to place.
+    // The application has placed threads that are bound to processors, so they are used.
     static const bool bound = omp_get_proc_bind() != omp_proc_bind_false;
     const bool contended = !bound && contention_.contended(Contention::Clock::now());
     if (contended != sleeps_.load(std::memory_order_relaxed)) {
@@ -132,8 +133,8 @@ void parallel_for_computers(int64_t count, int32_t threads, ParallelBody body, v
   computers().parallel_for(count, threads, body, context);
 }
 
-// OpenMP's threads spin for milliseconds when a region has ended, in case another one follows. In a
-// region of their own they can sleep.
+// OpenMP's threads spin for milliseconds after a region, in case another one follows. While wait()
+// runs they sleep in a region of their own.
 void wait_asleep_openmp(int32_t threads, void (*wait)(void* context), void* context) {
   if (omp_in_parallel() || computers().contended()) {
     wait(context);
@@ -173,7 +174,8 @@ void gemm_u8s8(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_
 
 void gemm_release() { at::native::cpublas::brgemm_release(/*is_vnni=*/true); }
 
-// Products of one value each over one panel, at every depth that the kernels ask for.
+// Multiplies constant matrices over one panel, at every depth that the kernels use. Returns why
+// `gemm` cannot be used, or "".
 template <typename A, typename B, typename C>
 std::string probe(void (*gemm)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const A*,
                                const B*, C*),
@@ -198,8 +200,7 @@ std::string probe(void (*gemm)(int64_t, int64_t, int64_t, int64_t, int64_t, int6
   return "";
 }
 
-// One set of interrupt slots a thread: an exception raised by a signal handler must reach the
-// caller whose wait it ended.
+// Per thread: an exception that a signal handler raises must reach the caller whose wait it ended.
 struct PendingInterrupt {
   PyObject* type = nullptr;
   PyObject* value = nullptr;
@@ -208,8 +209,8 @@ struct PendingInterrupt {
 thread_local PendingInterrupt pending_interrupt;
 thread_local bool handling_signals = false;
 
-// Python delivers signals to its main thread alone. Any other thread has no reason to take the GIL
-// here, which would end it in a process that is finalising.
+// Python delivers signals to its main thread only. Other threads return without the GIL: taking it
+// would end them in a process that is finalising.
 bool interrupted() {
   if (syscall(SYS_gettid) != getpid() || !Py_IsInitialized()) return false;
   const PyGILState_STATE gil = PyGILState_Ensure();
@@ -233,7 +234,7 @@ const std::string& brgemm_bf16_unavailable() {
 
 const std::string& brgemm_int8_unavailable() {
   static const std::string reason =
-      // The largest operands: arithmetic that saturates would show.
+      // The largest operands show whether arithmetic saturates.
       probe<uint8_t, int8_t, int32_t>(gemm_u8s8, 255, 127, 255 * 127, {16, 32, 64, 128});
   return reason;
 }

@@ -124,7 +124,7 @@ RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t
   return result;
 }
 
-// Which of `count` raw_views each expert has: the only one, unless `given` says.
+// Returns the index, among `count` raw_views, of each expert's: `given`, or 0 if there is only one.
 std::vector<int32_t> views_of_experts(const std::optional<Int64Array>& given, const Source& source,
                                       size_t count) {
   const auto experts = static_cast<size_t>(source.layers) * static_cast<size_t>(source.experts);
@@ -190,7 +190,8 @@ PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
   return result;
 }
 
-// Where a strided range ends that begins at `offset`: steps and their counts, the last one's bytes.
+// The end of a strided range that begins at `place`. Each steps() adds a count of steps and their
+// bytes; the last one adds the bytes of an element.
 struct Range {
   const char* name;
   int32_t piece;
@@ -252,8 +253,8 @@ void check_codes(const RawCodes& codes, Format format, int64_t rows, int64_t col
         .within(piece_bytes);
     return;
   }
-  // The last run may be cut off, but for halves, which have no end before their whole; none may lie
-  // within another.
+  // Runs must not overlap. The last one may be cut off, except in kHalves, where a code's position
+  // depends on the length of the whole run.
   const int64_t whole = view.order == CodeOrder::kBytes ? view.run : view.run / 2;
   if (columns > view.run && view.run_bytes < whole) {
     invalid(std::string("raw_views['") + name + "'] has runs of " + std::to_string(whole) +

@@ -1,4 +1,4 @@
-// torch_mesh._C.Source: where records are, in a store or in the files of a raw checkpoint.
+// torch_mesh._C.Source: the location of records, in a store or in the files of a raw checkpoint.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,9 +18,9 @@
 
 namespace torch_mesh {
 
-// Where in the pieces of a raw expert something begins, in bytes.
+// A position in the pieces of a raw expert, in bytes.
 struct RawPlace {
-  int32_t piece = -1;  // there is none
+  int32_t piece = -1;  // -1: there is none
   int64_t offset = 0;
 };
 
@@ -31,7 +31,7 @@ struct RawView {
   int64_t column_stride = 0;
 };
 
-// One matrix in codes and scales: a view without its pointers, and where these point to.
+// One matrix in codes and scales: a view without its pointers, and the places to point to.
 struct RawCodes {
   CodesView view;
   RawPlace codes, scales, factor, divisor, zeros, in_turn;
@@ -43,7 +43,7 @@ struct RawViews {
   RawView gate, up, down, gate_bias, up_bias, down_bias;
   RawCodes gate_codes, up_codes, down_codes;
 
-  // Throws Error(kInvalid) where pieces of these sizes are too short for the layout.
+  // Throws Error(kInvalid) if pieces of these sizes are too short for the layout.
   void check(const RecordLayout& layout, std::span<const int64_t> piece_bytes) const;
   void pack(const RecordLayout& layout, std::span<const std::byte* const> pieces,
             std::byte* record) const;
@@ -51,12 +51,12 @@ struct RawViews {
 
 struct PySource {
   Source source;
-  // Of a raw one: what experts are laid out as, and which of these each is, [layers][experts].
+  // Of a raw source: its distinct layouts, and the index of each expert's, [layers][experts].
   std::vector<RawViews> views;
   std::vector<int32_t> views_of;
 
-  // What makes records for an engine of raw pieces; none for a store. Throws Error(kInvalid) where
-  // the pieces of an expert are too short for them.
+  // Returns the function that packs raw pieces to an engine's records; none for a store. Throws
+  // Error(kInvalid) if the pieces of an expert are too short.
   PackRecord packing(const EngineOptions& engine) const;
 };
 

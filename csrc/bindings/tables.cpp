@@ -31,7 +31,7 @@ using Floats = py::array_t<float, py::array::c_style>;
 
 Table table_from(const py::dict& given) {
   const auto copy = py::reinterpret_steal<py::kwargs>(PyDict_Copy(given.ptr()));
-  Keywords keys("a table", copy);  // which takes them out
+  Keywords keys("a table", copy);  // Keywords removes what it reads
   Table table;
   table.name = keys.take<std::string>("name");
   table.row_bytes = keys.take<int64_t>("row_bytes");
@@ -170,13 +170,13 @@ PyTables::PyTables(const py::kwargs& given) {
 PyTables::~PyTables() {
   try {
     close(/*wait=*/true);
-  } catch (const std::exception&) {  // as of an engine
+  } catch (const std::exception&) {  // a destructor must not throw
     if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
   }
 }
 
 void PyTables::close(bool wait) {
-  // Under the GIL, so that one of several callers gets it.
+  // The GIL is held, so only one of several callers gets the tables.
   std::shared_ptr<LiveTables> live = std::move(live_);
   if (live == nullptr) return;
   const py::gil_scoped_release released;
@@ -185,7 +185,7 @@ void PyTables::close(bool wait) {
   const std::chrono::milliseconds timeout = live->tables->timeout();
   const std::shared_ptr<Freeing> freeing = live->freeing;
   live.reset();
-  // As of an engine: a signal handler runs within the gather that it interrupts.
+  // As in PyEngine::close(): a signal handler runs inside the gather that it interrupts.
   if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
   freeing->wait(timeout, torch_runtime());
 }

@@ -32,8 +32,8 @@ class PyTables {
   int64_t id() const { return id_; }
   int64_t generation() const { return generation_; }
 
-  // What `see` returns of the tables, without the GIL. They are let go of before anything of
-  // Python's is made of that (see PyEngine::look). Throws Error(kClosed) after close(), and
+  // Returns see(tables), called without the GIL. The tables are released before Python objects are
+  // made from the result (see PyEngine::look). Throws Error(kClosed) after close(), and
   // Error(kForked) in a child.
   template <typename See>
   std::invoke_result_t<See, Tables&> look(const See& see) const {

@@ -1,4 +1,4 @@
-// Tensors as the engine sees them.
+// Checks tensors and converts them to views for the engine.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,13 +7,13 @@
 
 namespace torch_mesh {
 
-// bf16, fp16 or fp32; else ValueError naming `what`.
+// Returns bf16, fp16 or fp32. Raises ValueError, naming `what`, for another dtype.
 ScalarType scalar_type(const at::Tensor& tensor, const char* what);
 
-// A 2-d tensor whose rows are contiguous; a copy only where they are not.
+// Returns the 2-d tensor, or a copy if its rows are not contiguous.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
-// A copy only where dtype or layout differ.
+// Returns the tensor, or a copy if its dtype or layout differs.
 at::Tensor contiguous_as(const at::Tensor& tensor, at::ScalarType type);
 
 ConstRows const_rows(const at::Tensor& tensor, const char* what);
@@ -29,11 +29,11 @@ std::span<T> values_of(const at::Tensor& tensor) {
   return {tensor.mutable_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
 }
 
-// A size as layouts take it; beyond what any of them takes, so that narrowing cannot make a wrong
-// size a right one.
+// Clamps a size to int32. Layouts refuse the limits of int32, so that a wrong size stays wrong.
 int32_t narrowed(int64_t size);
 
-// 1-d int64 ids, each inside [0, experts), without repeats, in order of first appearance.
+// Returns distinct ids in order of first appearance. Raises ValueError for an id outside [0,
+// experts) and for a dtype that is not an integer.
 std::vector<int32_t> distinct_ids(const at::Tensor& ids, int32_t experts);
 
 }  // namespace torch_mesh
