@@ -15,11 +15,11 @@ struct CapturedCalls::Size {
     }
   }
 
-  const std::shared_ptr<HostWork> work;  // and so the driver, which the buffers go back to
+  const std::shared_ptr<HostWork> work;  // keeps the driver alive, which frees the buffers
   CallBuffers buffers;
   std::vector<std::unique_ptr<HostCall>>
-      calls;         // of each layer: its arguments live on in the graph
-  Ticket first = 0;  // the first layer's, once one was captured
+      calls;         // one for each layer; a graph that captured it refers to it by address
+  Ticket first = 0;  // of the first layer; 0: none was captured yet
   bool used() const { return first > 0; }
 };
 
@@ -79,7 +79,7 @@ HostCall& CapturedCalls::at(Ticket ticket) const {
   throw_invalid("ticket ", ticket, " names no call");
 }
 
-// Never destroyed where a graph has captured them. And who has a ticket may ask.
+// A size that a graph has captured is never destroyed, and its tickets stay valid.
 void CapturedCalls::retire() {
   static auto* in_graphs = new Sizes;
   static std::mutex mutex;

@@ -1,5 +1,5 @@
-// The calls that graphs have captured, with pinned memory of their own: who captured a graph may
-// launch it at any time.
+// The calls that graphs have captured, with pinned memory of their own: a captured graph may be
+// launched at any time.
 #pragma once
 
 #include <cstdint>
@@ -11,30 +11,31 @@
 
 namespace torch_mesh {
 
-// Not safe from several threads at once, but for make().
+// Only make() is safe from several threads at once.
 class CapturedCalls {
  public:
   // Tickets begin at `first`.
   CapturedCalls(std::shared_ptr<HostWork> work, Ticket first)
       : work_(std::move(work)), next_(first) {}
-  // What a captured graph may still name stays.
+  // Keeps calls that a captured graph may still refer to.
   ~CapturedCalls() { retire(); }
   CapturedCalls(const CapturedCalls&) = delete;
   CapturedCalls& operator=(const CapturedCalls&) = delete;
 
-  // All layers' calls of one number of tokens, on one block: they follow each other.
+  // The calls of all layers for one number of tokens. They share one block of pinned memory, since
+  // they run one after another.
   struct Size;
   using Sizes = std::vector<std::shared_ptr<Size>>;
   // Throws Error(kInvalid) for a number of tokens below 1.
   Sizes make(std::span<const int32_t> tokens, int32_t top_k, Engine& engine) const;
-  // In place of those that were set before.
+  // Replaces those that were set before.
   void set(Sizes sizes);
   std::vector<int32_t> tokens() const;
 
-  // The layer's call of that size. Error(kInvalid) for a size that was not set, and where it was
-  // captured before as another kind of call.
+  // Returns the ticket of the layer's call of that size. Throws Error(kInvalid) for a size that was
+  // not set, and if it was captured before with another dtype, top_k or `sentinels`.
   Ticket take(const DeviceCall& call);
-  // One of those sizes or of earlier ones. Error(kInvalid) where there is none.
+  // Returns a call of the current or earlier sizes. Throws Error(kInvalid) if there is none.
   HostCall& at(Ticket ticket) const;
 
  private:
@@ -42,8 +43,8 @@ class CapturedCalls {
 
   const std::shared_ptr<HostWork> work_;
   Sizes sizes_;
-  std::vector<Size*> retired_;  // of earlier sizes, where graphs have captured them
-  Ticket next_;                 // of no call before, whatever sizes were set
+  std::vector<Size*> retired_;  // earlier sizes that graphs have captured
+  Ticket next_;                 // never given to a call before, of any sizes
 };
 
 }  // namespace torch_mesh

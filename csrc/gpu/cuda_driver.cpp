@@ -18,15 +18,15 @@ constexpr const char* kLibrary = "libcuda.so.1";
 
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
-constexpr unsigned kStreamNonBlocking = 1;  // with the default stream, which torch computes on
+constexpr unsigned kStreamNonBlocking = 1;  // not synchronised with the default stream, torch's
 constexpr unsigned kHostAllocPortable = 1;
 constexpr unsigned kDisableTiming = 2;
-constexpr int kThreadLocal = 1;     // what other threads capture forbids this one nothing
-constexpr int kMinVersion = 11000;  // which releases a primary context as done here
+constexpr int kThreadLocal = 1;     // captures of other threads do not restrict this one
+constexpr int kMinVersion = 11000;  // the first with cuDevicePrimaryCtxRelease_v2
 
 using Handle = void*;
 
-// Each is the symbol, its result is a CUresult.
+// Field, symbol and parameters of each function. All return a CUresult.
 #define TORCH_MESH_CUDA_FUNCTIONS(X)                                                    \
   X(init, "cuInit", (unsigned))                                                         \
   X(driver_version, "cuDriverGetVersion", (int*))                                       \
@@ -77,7 +77,7 @@ void check(const CudaTable& table, int result, const char* call) {
   if (result != kSuccess) fail(std::string(call) + " failed, " + words(table, result));
 }
 
-// Never closed again: the driver has threads of its own.
+// The library is never closed: the driver has threads of its own.
 CudaTable load(const char* library) {
   void* loaded = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (loaded == nullptr) fail(std::string("no CUDA driver: ") + dlerror());
@@ -185,7 +185,7 @@ class CudaDriver final : public Driver {
   }
 
  private:
-  // The device's context, for as long as this lives, on a thread that may use another one.
+  // Makes the device's context current while it lives, on a thread that may use another one.
   class Current {
    public:
     explicit Current(const CudaDriver& driver) : table_(driver.table_) {
@@ -210,7 +210,7 @@ class CudaDriver final : public Driver {
     const Current current(*this);
     check(table_, function(arguments...), name);
   }
-  // In destructors: where the context is gone, so is what belonged to it.
+  // For destructors. If the context is gone, so are its objects.
   template <typename Argument>
   void quietly(int (*function)(Argument), Argument argument) noexcept {
     try {

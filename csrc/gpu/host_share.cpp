@@ -44,15 +44,15 @@ Ticket HostShare::submit(const DeviceCall& call, Stream stream) {
       if (capturing) break;
     }
   } catch (...) {
-    // The caller's tensors are not read or written once it has given them up.
+    // After the error the caller may free its tensors, so no earlier part may still use them.
     if (ticket >= 0) drain(*driver_, side_);
     throw;
   }
   return ticket;
 }
 
-// Waits for a ticket without the lock: what the interrupt hook runs may join other calls. Calls
-// that it or other threads submit meanwhile come between a prompt's parts.
+// Waits for a ticket without the lock, since the interrupt hook may join other calls. Calls that it
+// or other threads submit meanwhile come between a prompt's parts.
 Ticket HostShare::submit_part(const DeviceCall& call, Ticket part_before, Engine& engine,
                               Stream stream, bool capturing) {
   std::unique_lock lock(submitting_);
@@ -98,7 +98,7 @@ void HostShare::enqueue(HostCall& call, Engine& engine, Stream stream, bool capt
   driver_->copy_down(buffers.weights(), device.weights, weights_bytes, side);
   driver_->copy_down(buffers.table(), device.table, table_bytes, side);
   if (!capturing) driver_->record(inputs_, side);
-  call.busy = !capturing;  // of a captured one the graph's launches are not known
+  call.busy = !capturing;  // launches of a captured call are not known
   try {
     driver_->launch_host(
         side,
@@ -119,13 +119,13 @@ void HostShare::join(Ticket ticket, Stream stream) {
   const std::lock_guard lock(submitting_);
   HostCall& call = called(ticket);
   try {
-    // Within a capture no thread could ask how long the device waited.
+    // In a capture no thread could query how long the device waited.
     const bool timed = TicketRing::names(ticket);
     if (timed) driver_->record(call.arrived, stream);
     driver_->wait(stream, call.done);
     call.timed = timed;
   } catch (...) {
-    drain(*driver_, side_);  // nothing may write to the output once the caller has let it go
+    drain(*driver_, side_);  // the caller may free the output after the error
     throw;
   }
 }

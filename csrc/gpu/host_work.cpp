@@ -19,7 +19,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kPoll = std::chrono::microseconds(50);
 constexpr int64_t kAlignment = 64;
 
-// Where what follows `count` values of T begins.
+// The aligned offset after `count` values of T at `begin`.
 template <typename T>
 constexpr int64_t after(int64_t begin, int64_t count) {
   return begin + round_up(count * static_cast<int64_t>(sizeof(T)), kAlignment);
@@ -49,7 +49,7 @@ void HostCall::wait_until_idle(const Runtime& runtime) const {
     std::this_thread::sleep_for(kPoll);
     if (Clock::now() < look) continue;
     look = Clock::now() + kInterruptSlice;
-    static_cast<void>(work->driver().done(done));  // throws where the device is lost
+    static_cast<void>(work->driver().done(done));  // throws if the device is lost
     check_interrupted(runtime, "waiting for the device");
   }
 }
@@ -79,7 +79,7 @@ void HostWork::run(HostCall& call) noexcept {
   call.busy.store(false, std::memory_order_release);
 }
 
-// Whether there was anything to compute.
+// Returns whether the host had anything to compute.
 bool HostWork::compute(const HostCall& call) {
   const auto live = live_engine(engine_);
   const DeviceCall& device = call.call;
@@ -99,7 +99,7 @@ bool HostWork::compute(const HostCall& call) {
     buffers.host_ids[i] = here ? ids[i] : experts;
     any |= here;
   }
-  // A profile shall know of what the device computes, too.
+  // Profiles count the experts that the device computes, too.
   live->pool().count_on_gpu(device.layer, ids, device.top_k,
                             {buffers.table(), static_cast<size_t>(experts)}, !any);
   if (!any) {

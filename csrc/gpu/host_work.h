@@ -1,5 +1,5 @@
-// What the host does of a call: a node in a stream finds the inputs in pinned memory, asks the
-// engine for the experts that the device does not have, and leaves their sum there.
+// The host's work for a call. A node in a stream reads the inputs from pinned memory, has the
+// engine compute the experts that the device does not have, and writes their sum to pinned memory.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,8 @@
 
 namespace torch_mesh {
 
-// One forward as it lies on the device, without gaps between rows. All of it has to stay there
-// until the call is joined.
+// The tensors of one forward on the device, contiguous. They have to stay allocated until the call
+// is joined.
 struct DeviceCall {
   int32_t layer;
   int32_t tokens, top_k;
@@ -36,22 +36,22 @@ struct HostShareStats {
   int64_t failed = 0;
   int64_t bytes_down = 0, bytes_up = 0;
   double node_seconds = 0;  // in host nodes
-  // How long the device had done its own and waited for the host, over the last calls that are
-  // known to have ended; a captured one is never known.
+  // How long the device waited for the host after computing its own experts, over the last calls
+  // that are known to have ended. Captured calls are never known to have.
   double waited_seconds = 0;
   int64_t waited_calls = 0;
 };
 
-// Told of every id that a host node sees, one node at a time.
+// Called with all ids that a host node sees, by one node at a time.
 using UsedExperts = std::function<void(int32_t layer, std::span<const int64_t> ids, int32_t top_k)>;
 
 // Names a call until it is joined; a captured one for good.
 using Ticket = int32_t;
 
-// Pinned memory of one call, and what its node needs beside that.
+// Pinned memory of one call, and what else its node needs.
 class CallBuffers {
  public:
-  // For calls of so many tokens and experts a token at most.
+  // For calls of at most `tokens` tokens with `top_k` experts each.
   CallBuffers(Driver& driver, Engine& engine, int32_t tokens, int32_t top_k);
 
   std::byte* x() const { return memory_.data(); }
@@ -70,12 +70,12 @@ class CallBuffers {
 
 class HostWork;
 
-// One call and its node, which a stream or a graph knows by address.
+// One call and its node, to which a stream or a graph refers by address.
 struct HostCall {
   explicit HostCall(std::shared_ptr<HostWork> work);
 
-  // Until its node has ended. Asks the interrupt hook, so the caller holds no lock. Throws where
-  // the device is lost, and Error(kInterrupted).
+  // Waits until its node has ended. Calls the interrupt hook, so the caller must hold no lock.
+  // Throws if the device is lost, and Error(kInterrupted).
   void wait_until_idle(const Runtime& runtime) const;
 
   const std::shared_ptr<HostWork> work;
@@ -83,16 +83,16 @@ struct HostCall {
   CallBuffers* buffers = nullptr;
   int32_t hidden = 0;
   int64_t bytes_down = 0, bytes_up = 0;
-  Ticket part_before = -1;         // of the same prompt; -1: this is the first
+  Ticket part_before = -1;         // the prompt's part before; -1: this is the first
   std::exception_ptr failure;      // under the lock of `work`
-  std::atomic<bool> busy = false;  // its node has not ended; never of a captured call
+  std::atomic<bool> busy = false;  // its node has not ended; never set if captured
   bool timed = false;              // joined, by a stream that was not captured
   const OwnedEvent ready, done;
-  const OwnedEvent arrived;  // of the device, at the join
+  const OwnedEvent arrived;  // the device has reached the join
 };
 
-// What host nodes know. It outlives the share where a captured graph names its nodes: one that is
-// launched too late computes while the engine lives, and finds it closed afterwards.
+// The state of host nodes. It outlives the share if a captured graph contains a node. A node that
+// is launched after the share's end computes while the engine lives, and fails once it is closed.
 class HostWork {
  public:
   HostWork(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine, UsedExperts used)
@@ -101,13 +101,13 @@ class HostWork {
   Driver& driver() const { return *driver_; }
   const std::weak_ptr<Engine>& engine() const { return engine_; }
 
-  // The node of a call. What fails makes its output NaN and is kept.
+  // Runs the node of a call. An error makes the output NaN and is kept.
   void run(HostCall& call) noexcept;
-  // Throws the first failure since the last that was thrown.
+  // Throws the first error since the last one thrown.
   void check();
-  // Throws what this call failed with, once; no later caller is told.
+  // Throws the error of this call, once: neither check() throws it again.
   void check(HostCall& call);
-  // `used` is not told any more.
+  // Stops calling `used`.
   void forget_used();
 
   HostShareStats stats() const;

@@ -28,7 +28,7 @@ TicketRing::~TicketRing() {
   };
   while (any_busy() && Clock::now() < deadline) std::this_thread::sleep_for(kPoll);
   if (!any_busy()) return;
-  // The device is lost; should its driver come back to them, they are there.
+  // The device is lost. Its driver may still run these calls, so they and their buffers are leaked.
   for (auto& call : calls_) static_cast<void>(call.release());
   static_cast<void>(buffers_.release());
 }
@@ -36,7 +36,7 @@ TicketRing::~TicketRing() {
 Ticket TicketRing::take(const DeviceCall& call, Engine& engine) {
   const Ticket ticket = std::exchange(next_, after(next_));
   if (buffers_ == nullptr || buffers_->tokens < call.tokens || buffers_->top_k < call.top_k) {
-    work_->driver().synchronize(stream_);  // copies from and to the smaller ones
+    work_->driver().synchronize(stream_);  // waits for copies from and to the smaller ones
     const int32_t tokens = std::max(call.tokens, buffers_ ? buffers_->tokens : 0);
     const int32_t top_k = std::max(call.top_k, buffers_ ? buffers_->top_k : 0);
     buffers_.reset();  // first: there may not be room for both

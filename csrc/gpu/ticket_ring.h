@@ -1,5 +1,5 @@
-// The calls that are under way in one stream: they take turns in a ring, and one block of pinned
-// memory serves them all, since they follow each other.
+// The pending calls of one stream, in a ring of reused entries. One block of pinned memory serves
+// them all, since they run one after another.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace torch_mesh {
 
-// Not safe from several threads at once, but for operator[].
+// Only operator[] is safe from several threads at once.
 class TicketRing {
  public:
   static constexpr Ticket kInFlight = 64;
@@ -24,13 +24,13 @@ class TicketRing {
   static Ticket after(Ticket ticket) { return (ticket + 1) % kInFlight; }
   HostCall& operator[](Ticket ticket) { return *calls_[ticket]; }
 
-  // The call whose turn it is, which may still be busy.
+  // The call that take() takes next, which may still be busy.
   HostCall& next() { return *calls_[next_]; }
-  // Its ticket, with buffers that `call` fits in: next() has to be idle. Waits for all calls where
-  // the buffers were too small.
+  // Takes next(), which has to be idle, and returns its ticket. Its buffers fit `call`; waits for
+  // all calls if they have to grow.
   Ticket take(const DeviceCall& call, Engine& engine);
 
-  // Adds how long the device waited for those that are known to have ended.
+  // Adds how long the device waited, over the calls that are known to have ended.
   void add_waits(HostShareStats& stats) const;
   void forget_waits();
 

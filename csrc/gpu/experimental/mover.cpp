@@ -94,8 +94,8 @@ Mover::~Mover() {
   }
   changed_.notify_all();
   worker_.join();
-  drain(*driver_, copy_);  // staging goes
-  try {                    // and so does the table's
+  drain(*driver_, copy_);  // staging is freed next
+  try {                    // and so is table_
     while (!driver_->done(switched_)) std::this_thread::yield();
   } catch (const Error&) {  // the device is lost
   }
@@ -114,7 +114,7 @@ void Mover::used(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
   }
   ++forwards_[layer];
   if (phase_of(static_cast<int64_t>(ids.size()) / top_k) == Phase::kPrefill) {
-    // A prompt uses nearly all of them: it teaches the policy, and wants none more than the others.
+    // A prompt uses nearly all experts: the policy counts its uses, but no expert becomes wanted.
     wanted_->tick_prompt(layer, distinct_, ids, top_k);
     return;
   }
@@ -122,7 +122,7 @@ void Mover::used(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
   for (const int32_t expert : distinct_) want(layer * experts_ + expert);
 }
 
-// wanted_mutex_ is held, or no other thread knows of this yet.
+// wanted_mutex_ is held, except in the constructor.
 void Mover::want(ExpertId id) {
   if (wanted_->resident(id)) {
     wanted_->touch(id);
@@ -167,8 +167,8 @@ int32_t Mover::step(Stream compute) {
   return 0;
 }
 
-// The batch that is to come, if any expert has been wanted for long enough: the longest first, or
-// layers whose experts change often would keep the others out. mutex_ is held.
+// Chooses the next batch, if any expert has been wanted for long enough. Those wanted longest come
+// first: otherwise layers whose experts change often would keep the others out. mutex_ is held.
 void Mover::choose() {
   const std::lock_guard lock(wanted_mutex_);
   up_.clear(), down_.clear(), into_.clear();
@@ -195,7 +195,7 @@ void Mover::choose() {
   changed_.notify_all();
 }
 
-// As many leave with up_ as keeps a batch of slots spare.
+// How many experts leave with up_ so that a batch of slots is spare.
 int64_t Mover::to_go() const {
   return std::max<int64_t>(
       0, options_.batch + static_cast<int64_t>(up_.size()) - static_cast<int64_t>(spare_.size()));
@@ -210,7 +210,7 @@ void Mover::work() {
     std::exception_ptr failure;
     const size_t fetched = fetch(failure);
     lock.lock();
-    if (failure != nullptr) {  // what came before it is there
+    if (failure != nullptr) {  // the records before it were read
       ++stats_.failed;
       stats_.last_failure = failure;
       const std::lock_guard wanted(wanted_mutex_);
@@ -223,8 +223,8 @@ void Mover::work() {
   }
 }
 
-// up_ into staging, as far as it can be read. Without mutex_: no other thread touches either while
-// records are fetched.
+// Reads up_ into staging, up to the first error; returns how many were read. Without mutex_: no
+// other thread touches either while records are fetched.
 size_t Mover::fetch(std::exception_ptr& failure) {
   size_t fetched = 0;
   try {
@@ -242,10 +242,10 @@ size_t Mover::fetch(std::exception_ptr& failure) {
   return fetched;
 }
 
-// up_ into its slots, which no forward reads. By step(), or in a move.
+// Copies up_ into its slots, which no forward reads. Called by step() and move().
 void Mover::send(Stream compute) {
   try {
-    // What `compute` was given before may still read what lay in them.
+    // Earlier work of `compute` may still read the former records of these slots.
     driver_->record(arrived_, compute);
     driver_->wait(copy_, arrived_);
     for (size_t i = 0; i < up_.size(); ++i) {
@@ -260,7 +260,8 @@ void Mover::send(Stream compute) {
   }
 }
 
-// mutex_ is held, the records have arrived, and no copy of the table is under way.
+// Enters the batch in the table. mutex_ is held, the records have arrived, and no copy of the table
+// is pending.
 int32_t Mover::enter(Stream compute) {
   std::vector<int32_t> next = slots_of_;
   for (const ExpertId id : down_) next[id] = -1;
@@ -270,7 +271,7 @@ int32_t Mover::enter(Stream compute) {
   if (options_.before_switch) options_.before_switch(compute);
   driver_->copy_up(options_.table, table_.data(),
                    static_cast<int64_t>(next.size() * sizeof(int32_t)), compute);
-  // From here on it has happened, whatever fails.
+  // From here on the batch counts as entered, whatever fails.
   if (state_ == State::kCopying) state_ = State::kIdle;
   spare_.resize(spare_.size() - up_.size());
   for (const ExpertId id : down_) spare_.push_back(slots_of_[id]);
@@ -286,7 +287,7 @@ int32_t Mover::enter(Stream compute) {
     throw;
   }
   const auto engine = engine_.lock();
-  if (engine != nullptr && engine->pool().reader() != nullptr) {  // none is kept twice
+  if (engine != nullptr && engine->pool().reader() != nullptr) {  // not kept in both
     for (const ExpertId id : up_) {
       const int32_t expert = id % experts_;
       engine->pool().evict(id / experts_, {&expert, 1});
@@ -295,8 +296,7 @@ int32_t Mover::enter(Stream compute) {
   return entered;
 }
 
-// Waits until no records are fetched. A batch that was on its way is dropped: it would find other
-// slots taken.
+// Waits until no records are fetched. Drops a pending batch, whose slots may be taken afterwards.
 void Mover::begin_move(const Runtime& runtime) {
   const auto self = std::this_thread::get_id();
   std::unique_lock lock(mutex_);
@@ -339,7 +339,7 @@ void Mover::check_named(std::span<const ExpertId> up, std::span<const ExpertId> 
   }
 }
 
-// Waits and reads without the lock: what the interrupt hook runs may ask where experts are.
+// Waits and reads without the lock, since the interrupt hook may call slots_of().
 void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute) {
   if (driver_->capturing(compute)) {
     throw_invalid(
@@ -354,7 +354,7 @@ void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, S
   wait(copied_);
   check_named(up, down);
 
-  // All that go make room in the first batch; the others come a batch at a time.
+  // All of `down` leave with the first batch; `up` comes a batch at a time.
   std::span<const ExpertId> going = down;
   size_t begin = 0;
   while (begin < up.size() || !going.empty()) {
@@ -374,7 +374,7 @@ void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, S
       const std::lock_guard lock(mutex_);
       enter(compute);
     }
-    // Or the next step would undo it.
+    // Otherwise the next step would undo it.
     const std::lock_guard wanted(wanted_mutex_);
     for (const ExpertId id : down_) forget(id);
     for (const ExpertId id : up_) want(id);

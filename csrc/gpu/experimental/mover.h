@@ -1,14 +1,14 @@
-// Experimental: dynamic placement (gpu={"placement": "dynamic"}). Nothing outside this folder needs
-// it but bindings/device.cpp.
+// Experimental: dynamic placement (gpu={"placement": "dynamic"}). Outside of this folder only
+// bindings/device.cpp needs it.
 //
-// Moves hot experts up to a device while a model runs: between two steps, a batch at a time, beside
-// whatever computes.
+// Moves hot experts to a device while a model runs: between two steps, a batch at a time, in
+// parallel with computation.
 //
-// What should be there is what a policy of the pool's kind would keep in a cache of as many slots:
-// it follows every forward, moves nothing, and costs next to nothing. What is there follows it, in
-// batches, once an expert has been wanted for a while. A batch goes into spare slots; then the
-// table is written once, in the order of the stream that computes, so that no forward sees half of
-// it; and the slots that it freed are the next batch's.
+// A policy of the pool's kind chooses the experts that are wanted on the device: those that it
+// would keep in a cache of as many slots. It follows every forward, moves nothing, and costs next
+// to nothing. Experts that have been wanted for a while move, in batches. A batch is copied into
+// spare slots. Then the table is written once, in the order of the stream that computes, so that no
+// forward sees half of a batch. The slots that become free are for the next batch.
 #pragma once
 
 #include <condition_variable>
@@ -29,21 +29,21 @@
 namespace torch_mesh {
 
 struct MoverOptions {
-  // Has the records that go up, for as long as it lives: the pool's own engine, or one of the same
-  // layers and experts in the format that the device has them in.
+  // The engine that has the records to copy: the pool's own, or one of the same layers and experts
+  // in the device's format. Moves fail once it is closed.
   std::weak_ptr<Engine> source;
   DeviceAddress records;  // [slots][record bytes of the source]
   DeviceAddress table;    // int32 [layers][experts], which holds `slots_of` already
   int32_t slots;
   std::vector<int32_t> slots_of;  // [layers * experts]: the slot of each expert, or -1
-  // bool [layers]: their experts may move. A layer that is on the device as a whole is not seen by
-  // the host, and one that computes elsewhere has no experts there.
+  // bool [layers]: whether the layer's experts may move. They may not in a layer that is on the
+  // device as a whole, whose forwards the host does not see, nor in one without experts there.
   std::vector<bool> moving;
-  int32_t batch = 4;  // slots that are kept spare, and so experts that move at a time
+  int32_t batch = 4;  // spare slots, and so the most experts that move at a time
   std::string policy = "auto";
-  int32_t patience = 32;  // forwards of its layer for which an expert has to be wanted
-  // Makes a stream wait until all that reads the table has read it, but for that stream's own
-  // work: HostShare::follow_inputs. None: nothing else does.
+  int32_t patience = 32;  // an expert moves once wanted for so many forwards of its layer
+  // Makes a stream wait until all other readers of the table have read it:
+  // HostShare::follow_inputs. None: only that stream reads it.
   std::function<void(Stream)> before_switch = nullptr;
 };
 
@@ -51,7 +51,7 @@ struct MoverStats {
   int64_t moved_up = 0;
   int64_t batches = 0;
   int64_t bytes_up = 0;
-  int64_t failed = 0;               // batches that were dropped because a read failed
+  int64_t failed = 0;               // batches that a failed read cut short
   std::exception_ptr last_failure;  // of those
 };
 
@@ -62,25 +62,26 @@ class Mover {
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
 
-  // A forward of a layer used these, top_k each token. From any thread, a host node's among them.
+  // A forward of a layer used these experts, top_k a token. Safe from any thread, such as a host
+  // node's.
   void used(int32_t layer, std::span<const int64_t> ids, int32_t top_k);
 
-  // Between two steps of `compute`, the only stream whose kernels read the slots: enters what has
-  // arrived, or sends for the next batch. Never waits, and does nothing in a capture. Returns how
-  // many experts were entered.
+  // To be called between two steps of `compute`, the only stream whose kernels read the slots.
+  // Enters in the table a batch that has arrived, or begins the next one. Never waits, and does
+  // nothing in a capture. Returns how many experts were entered.
   int32_t step(Stream compute);
 
-  // Now, and waited for: `up` go to the device and `down` leave it. Other threads' moves come
-  // before or after it. Error(kInvalid) for experts that are where they should go, for more than
-  // the slots hold, and within a move of the same thread, which a signal handler interrupted. When
-  // a read fails, what came before it has moved.
+  // Moves `up` to the device and `down` off it, and waits. Moves of other threads come before or
+  // after it. Throws Error(kInvalid) for experts that are already there, for more than the slots
+  // hold, in a capture, and in a signal handler that interrupted a move of this thread. If a read
+  // fails, earlier batches of the move have been entered.
   void move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute);
 
   std::vector<int32_t> slots_of() const;
   MoverStats stats() const;
 
  private:
-  // kMoving: of move(), which works without the lock; the batch and the slots are its own.
+  // kMoving: a move() runs, without the lock. No other method changes batch or slots meanwhile.
   enum class State : uint8_t { kIdle, kFetching, kFetched, kCopying, kMoving };
 
   void want(ExpertId id);
@@ -96,7 +97,7 @@ class Mover {
   void check_named(std::span<const ExpertId> up, std::span<const ExpertId> down) const;
 
   std::shared_ptr<Driver> driver_;
-  std::weak_ptr<Engine> engine_;  // computes what is not on the device
+  std::weak_ptr<Engine> engine_;  // computes the experts that are not on the device
   MoverOptions options_;
   int32_t experts_;  // of a layer
   int64_t record_bytes_;
@@ -105,18 +106,18 @@ class Mover {
   PinnedMemory staging_;  // [batch][record bytes]
   PinnedMemory table_;    // as the device's
 
-  // What should be there. A lock of its own, since host nodes take it: no thread may hold it that
-  // waits for the device.
+  // The experts that are wanted on the device. They have a lock of their own, since host nodes take
+  // it: no thread that waits for the device may hold it.
   mutable std::mutex wanted_mutex_;
   std::unique_ptr<Policy> wanted_;
-  std::vector<int64_t> wanted_since_;  // by its layer's forwards; -1: is not
-  int32_t capacity_;                   // of what is wanted
+  std::vector<int64_t> wanted_since_;  // at which forward of its layer; -1: not wanted
+  int32_t capacity_;                   // how many may be wanted
   int32_t wanted_count_ = 0;
   std::vector<int64_t> forwards_;  // of each layer
   std::vector<int32_t> distinct_;
   std::vector<bool> seen_;  // of a layer's experts, by one forward
 
-  // What is there. Taken before wanted_mutex_.
+  // The experts that are on the device. This lock is taken before wanted_mutex_.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   State state_ = State::kIdle;
@@ -127,7 +128,7 @@ class Mover {
   std::vector<int32_t> slots_of_;
   std::vector<int32_t> spare_;
   MoverStats stats_;
-  std::thread worker_;  // reads records, which may take as long as a disk takes
+  std::thread worker_;  // reads records, and may wait for the disk
 };
 
 }  // namespace torch_mesh

@@ -42,7 +42,7 @@ Uplift::Uplift(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
   for (const Side& side : sides_) driver_->record(side.used, stream);
 }
 
-Uplift::~Uplift() { drain(*driver_, copy_); }  // staging goes
+Uplift::~Uplift() { drain(*driver_, copy_); }  // staging is freed next
 
 void Uplift::begin_turn() {
   const auto self = std::this_thread::get_id();

@@ -1,9 +1,9 @@
-// Experimental: prompts that borrow the device. Nothing outside this folder needs it but
-// bindings/device.cpp.
+// Experimental: streams a prompt's experts to the device. Outside of this folder only
+// bindings/device.cpp needs it.
 //
-// Lends a prompt the device for experts that have no slot there: their records come up a stream of
-// their own into two buffers that take turns, the next one's copies beside the products of the
-// last.
+// A prompt computes experts on the device that have no slot there. Their records are copied, in a
+// separate stream, to two buffers in turn: copies to one run in parallel with products from the
+// other.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ namespace torch_mesh {
 class Uplift {
  public:
   // Each of `buffers` is device memory for `batch` records. They were allocated in the order of
-  // `stream`, which may still use what that memory held before: the first copies wait for it.
+  // `stream`, which may still use the former contents of that memory: the first copies wait for it.
   Uplift(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
          std::array<DeviceAddress, 2> buffers, int32_t batch, Stream stream);
   ~Uplift();
@@ -33,9 +33,9 @@ class Uplift {
   int32_t batch() const { return batch_; }
   int64_t bytes_up() const { return bytes_up_.load(std::memory_order_relaxed); }
 
-  // A prompt's use of the buffers, one thread at a time: ends when `compute` has been given its
-  // last product. A signal handler may run another prompt within it, on the same thread: each turn
-  // then has one buffer for itself, and a third one none.
+  // A prompt's use of the buffers, by one thread at a time. It ends when the prompt's last product
+  // is enqueued in `compute`. A signal handler may run another prompt within it, on the same
+  // thread. Each of the two then has one buffer, and a third prompt none.
   class Turn {
    public:
     // Waits for the turns of other threads. Throws Error(kInterrupted).
@@ -44,10 +44,10 @@ class Uplift {
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
-    // Reads up to batch() experts of a layer, cold ones from disk, and sends each up as it arrives.
-    // What `compute` is given from here to the next call finds the i-th in place i of the buffer
-    // whose number is returned. Waits for the disk, and for copies of two calls ago. Throws
-    // Error(kInvalid) where turns around this one have both buffers.
+    // Reads up to batch() experts of a layer, cold ones from disk, and copies each to the device as
+    // it arrives. Work enqueued in `compute` from now to the next call finds the i-th one at index
+    // i of the buffer whose number is returned. Waits for the disk, and for copies of two calls
+    // before. Throws Error(kInvalid) if turns around this one have both buffers.
     int32_t bring(int32_t layer, std::span<const int32_t> experts);
 
    private:
@@ -57,13 +57,13 @@ class Uplift {
   };
 
  private:
-  // Device memory for a batch of records, and what it waits for.
+  // Device memory for a batch of records, and its events.
   struct Side {
     Side(Driver& driver, DeviceAddress records) : records(records), copied(driver), used(driver) {}
     DeviceAddress records;
-    OwnedEvent copied;   // the last record, out of staging
-    OwnedEvent used;     // by products
-    bool taken = false;  // by a turn: it is being filled, or its products are not all given yet
+    OwnedEvent copied;   // all records, out of staging
+    OwnedEvent used;     // products have read the records
+    bool taken = false;  // by a turn: being filled, or not all its products are enqueued
   };
 
   void begin_turn();
@@ -80,7 +80,7 @@ class Uplift {
   std::array<Side, 2> sides_;
   PinnedMemory staging_;  // as both buffers
 
-  // Never held for longer than a look: the interrupt hook may begin a turn within one.
+  // Held only briefly, since the interrupt hook may begin a turn within one.
   std::mutex mutex_;
   std::condition_variable turn_ended_;
   std::thread::id owner_;  // of the turns under way
