@@ -54,7 +54,7 @@ class FaultyBackend final : public Backend {
   void submit(const ChunkRead& read) override {
     given.fetch_add(1, std::memory_order_relaxed);
     Attempt& attempt = attempts_[read.chunk];
-    // What is left of a chunk keeps its end, however far it has come.
+    // The rest of a chunk after a short read has the same end as the whole.
     const bool failed_before = attempt.failed_once && attempt.read.file == read.file &&
                                attempt.read.to + attempt.read.bytes == read.to + read.bytes;
     attempt = Attempt{.read = read, .failed_once = failed_before};
@@ -72,7 +72,7 @@ class FaultyBackend final : public Backend {
     int32_t released = release(results);
     if (released > 0) return released;
     const int32_t arrived = inner_->wait(until_next_release(timeout), results);
-    // Held back first and handed out from there, so that `results` is free for what is released.
+    // All are held back first, so that `results` is free for those that are released.
     for (const ChunkResult& result : results.first(arrived)) hold(spoil(result));
     return release(results);
   }
@@ -102,8 +102,7 @@ class FaultyBackend final : public Backend {
   uint64_t next_random() { return mix(state_ += kGoldenGamma); }
 
   bool draw(double probability) {
-    // No word is spent on faults that are off, so that turning one on leaves the others as they
-    // were.
+    // Faults that are off draw no number, so that turning one on leaves the others as they were.
     return probability > 0 && below(next_random(), probability);
   }
 
@@ -113,7 +112,7 @@ class FaultyBackend final : public Backend {
   }
 
   std::optional<int> draw_error(const ChunkRead& read, bool failed_before) {
-    // A function of the place alone: the bad sector stays bad.
+    // Depends on the place alone: a bad sector stays bad.
     const uint64_t place = mix(mix(faults_.seed + kGoldenGamma * (read.file + 1)) ^ read.offset);
     if (faults_.eio_always > 0 && below(place, faults_.eio_always)) return EIO;
     if (!failed_before && draw(faults_.eio_once)) return EIO;
@@ -122,7 +121,7 @@ class FaultyBackend final : public Backend {
     return std::nullopt;
   }
 
-  // A neighbouring place that has as many bytes, where there is one.
+  // An adjacent offset with as many bytes, if there is one.
   int64_t misplaced(const ChunkRead& read) const {
     const int64_t step = std::max<int64_t>(files_->alignment(), 512);
     const int64_t end = ::lseek(files_->descriptors()[read.file], 0, SEEK_END);
@@ -133,12 +132,12 @@ class FaultyBackend final : public Backend {
   ChunkResult spoil(ChunkResult result) {
     Attempt& attempt = attempts_[result.chunk];
     const ChunkRead& read = attempt.read;
-    // A block at least, as a disk would: progress is certain even with a probability of 1.
+    // At least one block, as from a disk: progress is certain even with a probability of 1.
     const int64_t least = files_->alignment();
     if (result.result > least && draw(faults_.short_read)) {
       result.result = draw_between(least, result.result - 1);
     }
-    // The chunk is done; what follows under its number is another one.
+    // The chunk is complete. Its number is used for another one next.
     if (result.result == read.bytes) attempt.failed_once = false;
     if (result.result > 0 && draw(faults_.bit_flip)) {
       const int64_t bit = draw_between(0, result.result * 8 - 1);

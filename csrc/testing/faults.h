@@ -1,4 +1,4 @@
-// A backend that lies: it stands between a reader and another one and injects faults.
+// A backend between a reader and its real backend that injects faults.
 #pragma once
 
 #include <chrono>
@@ -23,11 +23,11 @@ struct Faults {
   std::chrono::microseconds max_delay{2000};
 };
 
-// Nothing where no fault has a probability. Throws Error(kInvalid) for what is no probability and
-// for more than a day.
+// Returns nullptr if all probabilities are 0. Throws Error(kInvalid) for a probability outside of
+// [0, 1] and a max_delay outside of 0 to a day.
 Interpose with_faults(const Faults& faults);
 
-// Chunks that backends with faults have been given, in all of this process.
+// Chunks that were submitted to backends with faults, in all of this process.
 int64_t chunks_given();
 
 }  // namespace torch_mesh

@@ -1,6 +1,6 @@
-// torch_mesh._testing: what tests and benchmarks need of the engine beyond what ships. Of a
-// checkout only: the wheel has no such module. It is linked with objects of the engine's of its
-// own, and works on what torch_mesh._C has made.
+// torch_mesh._testing: functions of the engine that only tests and benchmarks need. A checkout has
+// it; the wheel does not. It is linked with its own copy of the engine's objects, and works on
+// objects that torch_mesh._C has made.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -66,7 +66,7 @@ uint64_t sum_records(const PyEngine& engine, int32_t layer, const std::vector<in
 PYBIND11_MODULE(_testing, m) {
   namespace py = pybind11;
   using namespace torch_mesh;
-  py::module_::import("torch_mesh._C");  // whose types these functions take and give
+  py::module_::import("torch_mesh._C");  // the types that these functions take and return
   m.def(
       "faults", faults,
       "For Engine(interpose=): faults of reads, see csrc/testing/faults.h. `seed`, `max_delay` in "

@@ -45,7 +45,7 @@ double product_seconds(const Runtime& runtime, const std::string& isa, const std
       way == "gemm" || way == "tiles" ? 0 : kNoRows;
   table.panel_rows = way == "panels" ? 0 : kNoRows;
 
-  // Written, so that each page is one of its own. Zeros take as long as other weights.
+  // Written to, so that each page has memory of its own. Zeros take as long as other weights.
   Buffer weights, prepared, out;
   weights.at_least(matrix.bytes());
   std::fill_n(weights.data(), matrix.bytes(), std::byte{0});

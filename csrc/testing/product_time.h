@@ -1,4 +1,4 @@
-// Times one way of multiplying, to set the thresholds between them by.
+// Times one way of multiplying, to set the thresholds between the ways.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace torch_mesh {
 
-// The ways that a product of a format may go on this machine, "few", "panels" and "gemm" or
-// "tiles", with the rows from which on the table of `isa` goes it. Throws Error(kInvalid) for what
-// this machine has not.
+// Returns the ways in which a product of a format may be computed on this machine: "few", "panels",
+// and "gemm" or "tiles". Each comes with the number of rows from which the table of `isa` uses it.
+// Throws Error(kInvalid) for an unknown format, and for an `isa` that this machine does not have.
 std::map<std::string, int32_t> product_ways(const Runtime& runtime, const std::string& isa,
                                             const std::string& format);
 
-// What one thread takes for `rows` rows times one matrix by one way. Throws Error(kInvalid) for a
-// way that this machine has not.
+// Returns the seconds that one thread takes for `rows` rows times one matrix by one way. Throws
+// Error(kInvalid) for a way that this machine does not have.
 double product_seconds(const Runtime& runtime, const std::string& isa, const std::string& format,
                        int32_t group_size, int32_t in_features, int32_t out_features, int32_t rows,
                        const std::string& way);

@@ -103,7 +103,7 @@ double random_read_seconds(const std::string& path, std::span<const int64_t> off
   const auto begin = std::chrono::steady_clock::now();
   const auto count = std::ssize(offsets);
   int64_t next = 0, batch_end = batch > 0 ? std::min<int64_t>(batch, count) : count;
-  // What is under way is waited for after an error, too: it goes into the buffers.
+  // Reads in flight are waited for after an error too, since they write to the buffers.
   while (std::ssize(free) < depth || (next < count && ring.error() == 0)) {
     for (; next < batch_end && !free.empty() && ring.error() == 0; ++next) {
       const int32_t buffer = free.back();

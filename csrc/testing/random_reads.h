@@ -1,4 +1,4 @@
-// The raw random reads that rows of tables are measured against.
+// Raw random reads, with which reads of table rows are compared.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 namespace torch_mesh {
 
-// Seconds for direct reads of `bytes` bytes at `offsets`, in their order, by one io_uring with at
-// most `depth` under way. With `batch` all of so many reads are waited for before the next begin.
-// Throws Error: kInvalid for numbers that direct I/O refuses and without io_uring, kRead for a
-// file that cannot be read.
+// Returns the seconds for direct reads of `bytes` bytes at `offsets`, in their order, by one
+// io_uring with at most `depth` in flight. If `batch` is not 0, each batch of so many reads ends
+// before the next one begins. Throws Error: kInvalid for numbers that direct I/O refuses and
+// without io_uring, kRead for a file that cannot be read.
 double random_read_seconds(const std::string& path, std::span<const int64_t> offsets, int32_t bytes,
                            int32_t depth, int32_t batch);
 

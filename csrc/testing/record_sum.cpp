@@ -10,14 +10,14 @@ namespace {
 
 using Vector [[gnu::vector_size(16), gnu::aligned(8), gnu::may_alias]] = uint64_t;
 
-// Where one processor reads from several places at once its memory keeps more requests under way:
-// the best read that there is, and so the limit of everything that reads. Sixteen bytes at a time,
-// as every x86-64 processor can: the loop is bound by memory.
+// A processor that reads from several places at once has more memory requests in flight. This is
+// the fastest read, and so the limit of all kernels. It takes 16 bytes at a time, as every x86-64
+// processor can: the loop is bound by memory.
 constexpr int kStreams = 4;
 
 uint64_t sum_words(const uint64_t* words, int64_t count) {
   constexpr int64_t kWords = sizeof(Vector) / sizeof(uint64_t);
-  constexpr int64_t kStep = 4 * kWords;  // a sum of its own for each, or they wait for one another
+  constexpr int64_t kStep = 4 * kWords;  // with a sum of its own each, so that none waits
   Vector sums[kStreams][4] = {};
   const int64_t length = count / kStreams / kStep * kStep;
   for (int64_t at = 0; at < length; at += kStep) {

@@ -23,12 +23,12 @@ namespace torch_mesh {
 using Clock = std::chrono::steady_clock;
 using Operation = std::function<void()>;
 
-// What each stream was given, in its order. Of events only the edges are left: a record has a
-// number that later waits name.
+// The captured operations of each stream, in order. Events are replaced by edges: a record has a
+// number to which later waits refer.
 class SimulatedDevice::Graph {
  public:
   struct Node {
-    Operation operation;  // or none:
+    Operation operation;  // empty: one of these is set
     int32_t records = -1;
     int32_t waits = -1;
   };
@@ -42,20 +42,20 @@ namespace {
   throw Error(ErrorKind::kDevice, "the simulated device: " + message);
 }
 
-// How far each stream of a capture has come, by the streams' handles.
+// For each captured stream, by handle, how many of its operations come before some point.
 using Progress = std::map<void*, int64_t>;
 
 struct EventState {
   std::mutex mutex;
   std::condition_variable changed;
   int64_t recorded = 0;   // times
-  int64_t completed = 0;  // the latest record that its stream has come to
+  int64_t completed = 0;  // the latest record that its stream has reached
   Clock::time_point at;
   std::optional<Progress> captured;  // set while its last record is part of a capture
-  int32_t captured_record = -1;      // of the graph
+  int32_t captured_record = -1;      // its number in the graph
 };
 
-// One stream: a thread and what it still has to do.
+// One stream: a thread and its queue.
 class Worker {
  public:
   Worker(uint64_t seed, int32_t max_delay_us)
@@ -243,8 +243,8 @@ class SimulatedDriver final : public SimulatedDevice {
         std::free(memory);
         return;
       }
-      // Where a device fails the thread that frees could not wait; here its streams go on all the
-      // same.
+      // On a failed device the freeing thread could not wait. Here the streams still run, so it
+      // waits.
       workers = destroyed_;
       for (const auto& [handle, worker] : workers_) workers.push_back(worker);
     }
@@ -297,7 +297,7 @@ class SimulatedDriver final : public SimulatedDevice {
   }
 
  private:
-  // Streams of a graph run beside each other too, but for its edges.
+  // Streams of a graph run in parallel too, except for its edges.
   void replay(const Graph& graph) const {
     std::mutex mutex;
     std::condition_variable changed;
@@ -319,7 +319,7 @@ class SimulatedDriver final : public SimulatedDevice {
         });
       }
     }
-    workers.clear();  // each ends when its work does
+    workers.clear();  // each ends with its work
   }
 
   std::shared_ptr<Worker> new_worker() {
@@ -328,7 +328,7 @@ class SimulatedDriver final : public SimulatedDevice {
   bool captured(Stream stream) const {
     return capture_ != nullptr && progress_.contains(stream.handle);
   }
-  // Counts a call and lets it fail when it is its turn. mutex_ is held.
+  // Counts a call, and fails it if the options or a capture require that. mutex_ is held.
   void count_call(const char* name, bool in_capture) {
     const int64_t failing = options_.failing_call;
     const int64_t turn = calls_++;
@@ -369,7 +369,7 @@ class SimulatedDriver final : public SimulatedDevice {
   std::shared_ptr<Graph> capture_;
   std::thread::id capturing_thread_;
   std::map<void*, Progress> progress_;  // of the streams that are captured
-  // What they were given still runs, as on a device.
+  // Their pending work still runs, as on a device.
   std::vector<std::shared_ptr<Worker>> destroyed_;
   std::map<void*, std::shared_ptr<Worker>> workers_;
 };
