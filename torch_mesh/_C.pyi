@@ -31,7 +31,7 @@ def record_layout(
 def calibration_order(format: str) -> tuple[int, int]:
     """(streams, step): the order in which ``torch.ops.torch_mesh.pack_calibrated`` codes a format's inputs.
 
-    Those of one stream (k, k + streams ...) come after those of another, ``step`` of a stream together. A step of 0:
+    Stream k has the inputs k, k + streams, ... It is coded after stream k - 1, ``step`` inputs at a time. A step of 0:
     the format is not supported.
     """
 
@@ -45,12 +45,12 @@ def tokens_per_chunk(
     top_k: int,
     workspace: int,
 ) -> int:
-    """How many tokens a fused forward computes at a time in ``workspace`` bytes, on this machine's kernels."""
+    """Tokens per chunk of a fused forward within ``workspace`` bytes, on this machine's kernels."""
 
 MAX_THREADS: int  # of an engine
 MAX_TIMEOUT: float  # in seconds
 MAX_DECODE_ROWS: int  # a forward of a layer with more rows is prefill
-HEAD_DIM_STEP: int  # head sizes are its multiples
+HEAD_DIM_STEP: int  # head sizes are multiples of it
 MAX_HEAD_DIM: int
 
 def linear_bytes(format: str, group_size: int, in_features: int, out_features: int) -> int:
@@ -86,7 +86,7 @@ def replay(
     """Replay recorded routing with the pool's own core, see csrc/residency/replay.h.
 
     Returns the fields of ReplayResult: ``hits`` and ``accesses_of`` int64 [tokens], ``seconds_of`` float64 [tokens].
-    ``ids`` [tokens, layers, top_k], -1 for experts of other ranks, behind all others; ``scores`` and ``lookahead``
+    ``ids`` [tokens, layers, top_k], -1 for experts of other ranks, after all others; ``scores`` and ``lookahead``
     [tokens, layers, experts]; ``sequences`` and ``forwards``: the first token of each. Raises ValueError for ids out of
     range or repeated, and for invalid options.
     """
@@ -113,8 +113,8 @@ def replay_ranks(
     """As ``replay``, for ranks that each have ``experts`` of a layer and ``slots``, and wait for each other after each
     layer; a result for each.
 
-    ``ids`` [ranks, tokens, layers, top_k], ``scores`` and ``lookahead`` [ranks, tokens, layers, experts], by each
-    rank's own numbers; ``exchange_seconds`` [forwards, layers], after the last rank has computed.
+    ``ids`` [ranks, tokens, layers, top_k], ``scores`` and ``lookahead`` [ranks, tokens, layers, experts], in each
+    rank's own numbering; ``exchange_seconds`` [forwards, layers], after the last rank has computed.
     """
 
 def cuda_driver() -> str:
@@ -154,7 +154,7 @@ class HostShare:
         """
 
     def join(self, ticket: int, stream: int) -> None:
-        """Later work of ``stream`` finds the host's sum in ``out``."""
+        """Make later work of ``stream`` wait for the host's sum in ``out``."""
 
     def wait(self, ticket: int) -> None:
         """Wait for the node of one call and raise its error, before 64 others have been submitted. Raises ValueError
@@ -180,8 +180,8 @@ class Turn:
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
     def bring(self, layer: int, experts: list[int]) -> int:
-        """Copy up to ``batch`` distinct experts up; returns the buffer, 0 or 1, in which ``stream`` finds them in
-        order."""
+        """Copy up to ``batch`` distinct experts to the device; return the buffer, 0 or 1, which has them in this order
+        for later work of ``stream``."""
 
 class Uplift:
     """Streams experts without a slot to the device, see csrc/gpu/experimental/uplift.h. The buffers are uint8 [records,
@@ -281,16 +281,16 @@ def pack_raw(
     and for scales and codes that the format cannot hold."""
 
 class Source:
-    """Where records are. ``extents`` is int64 [layers, experts, pieces, 3] of (file, offset, bytes); ``checksums``
-    uint64 [layers, experts] or None.
+    """The location of records. ``extents`` is int64 [layers, experts, pieces, 3] of (file, offset, bytes);
+    ``checksums`` uint64 [layers, experts] or None.
 
-    A raw source gives ``raw_dtype`` ('bf16', 'fp16', 'fp32'; of biases alone if weights are in codes) and
+    A raw source has ``raw_dtype`` ('bf16', 'fp16', 'fp32'; of biases alone if weights are in codes) and
     ``raw_views``, each with keys among gate, up, down, gate_bias, up_bias, down_bias. ``raw_views_of`` is int64
-    [layers, experts], the index in ``raw_views`` of each expert's; None if there is one for all.
+    [layers, experts], each expert's index in ``raw_views``; None if there is one for all.
 
-    A rank has the experts from ``first_expert`` on of the ``routed_experts`` that routers choose from, and counts them
-    from 0; checksums and errors have the model's numbers. 0: all of them. Raises ValueError for an extent outside of
-    its file.
+    A rank has a range of the model's experts, from ``first_expert`` on, and numbers them from 0; checksums and errors
+    use the model's numbers. ``routed_experts`` is how many routers choose from; 0: the source has all of them. Raises
+    ValueError for an extent outside of its file.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class _DetailedStats(TypedDict):
     experts: dict[str, npt.NDArray[np.int64]]
     prefetch_error: Exception | None
     slots: int  # now
-    kept: int  # pinned experts, now
+    kept: int  # soft-pinned early experts, now
     max_slots: int
     shrinks: int
     grows: int
@@ -359,13 +359,13 @@ class Table(TypedDict):
     name: str
     row_bytes: int  # in the file
     # The format of codes, the dtype of their values ('bf16', 'fp16', 'fp32') and the values of a row; None: rows are
-    # their values.
+    # values themselves.
     codes: tuple[str, str, int] | None
     stride: int  # bytes from one row to the next
-    has_checksums: bool  # each row is followed by its own, as ``pad_rows`` writes it
-    salt: bytes  # 16, of those: rows of another table do not pass
+    has_checksums: bool  # each row is followed by its checksum, as from ``pad_rows``
+    salt: bytes  # 16, hashed into the checksums, so that rows of another table fail
     stretches: Sequence[tuple[int, int, int]]
-    cache_bytes: int  # at most, of rows in memory
+    cache_bytes: int  # limit of the cache of rows in memory
 
 class _TablesDescription(TypedDict):
     cache_rows: list[int]  # by table
@@ -395,27 +395,27 @@ class Tables:
     @property
     def generation(self) -> int: ...
     def stats(self) -> list[dict[str, int]]:
-        """Of each table: 'gathers', 'lookups' (ids), 'distinct' (of those, in each gather), 'hits' and 'reads' (of
-        those), 'bytes_read', 'prefetches' (rows), 'failed' (reads), 'wait_nanoseconds'."""
+        """Counts of each table: 'gathers', 'lookups' (ids), 'distinct' (of those, in each gather), 'hits' and 'reads'
+        (of the distinct ones), 'bytes_read', 'prefetches' (rows), 'failed' (reads), 'wait_nanoseconds'."""
 
     def reset_stats(self) -> None: ...
     def describe(self) -> _TablesDescription: ...
     def close(self, wait: bool = True) -> None:
-        """As of an engine."""
+        """As ``Engine.close``, for gathers."""
 
 def padded_row_bytes(row_bytes: int) -> int:
-    """What a store keeps of a row: its bytes, its checksum and zeros. No row crosses a sector that it would fit in."""
+    """Bytes of a row in a store: its values, its checksum and zeros. A row that fits in a sector is in one."""
 
 def pad_rows(salt: bytes, first_row: int, row_bytes: int, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Consecutive rows of a checkpoint, as a store keeps them. Raises ValueError for what are no whole rows."""
+    """Consecutive rows of a checkpoint in the form of a store. Raises ValueError unless ``rows`` are whole rows."""
 
 def coded_row_bytes(weights: str, dim: int) -> int:
     """Bytes of a row of ``dim`` values in the format ``weights``, see csrc/tables/row_codes.h. Raises ValueError for a
     format that rows of tables cannot have."""
 
 def code_rows(weights: str, first_row: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """[rows, dim] rounded to codes: [rows, coded_row_bytes(weights, dim)]. Raises ValueError for a value that is not
-    finite, with its row, counted from ``first_row``."""
+    """Round values [rows, dim] to codes [rows, coded_row_bytes(weights, dim)]. Raises ValueError for a value that is
+    not finite, with its row, counted from ``first_row``."""
 
 class Engine:
     """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers
@@ -435,7 +435,7 @@ class Engine:
         intermediate: int,
         gated: bool,
         bias: bool,
-        # as in csrc/kernels/activation.h, of all layers or of each; None: only grouped_linear is used
+        # as in csrc/kernels/activation.h, one for all layers or one for each; None: only grouped_linear is used
         activation: str | Sequence[str] | None,
         slots: int,
         policy: str,
@@ -448,11 +448,11 @@ class Engine:
         source: Source | None,
         interpose: Interpose | None = None,
         min_slots: int = 1,  # minimum for resize()
-        profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,  # as of model_use()
-        # These, see csrc/residency/core/soft_pins.h.
+        profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,  # in the form of model_use()
+        # The next four: see csrc/residency/core/soft_pins.h.
         early_layers: int = 0,
         early_experts: int = 0,
-        on_gpu: list[bool] = [],  # of layers * experts: neither warmed nor pinned
+        on_gpu: list[bool] = [],  # [layers * experts]: on a GPU, so neither warmed nor pinned
         fill_empty: bool = False,  # read experts into empty slots while the disk is idle
         lendable: bool = False,  # slots in shared memory, for a Lender
         lender: str | None = None,  # the socket of a Lender, which sets the number of slots
@@ -463,28 +463,28 @@ class Engine:
     def generation(self) -> int: ...
     def fill(self, layer: int, expert: int, record: npt.NDArray[np.uint8]) -> None: ...
     def read_record(self, layer: int, expert: int) -> npt.NDArray[np.uint8]:
-        """A copy of the packed record, promoted if it is cold."""
+        """Copy the packed record of an expert, which is promoted if it is cold."""
 
     def stats(self) -> dict[str, npt.NDArray[np.int64]]:
         """Each field of LayerStats (csrc/residency/core/statistics.h) as int64 [layers], over all phases."""
 
     def totals(self) -> dict[str, int]:
-        """The sums of ``stats`` over all layers, and 'resets', atomically: takes a hundredth of a millisecond."""
+        """The sums of ``stats`` over all layers, and 'resets', atomically. Takes 10 µs."""
 
     def detailed_stats(self) -> _DetailedStats:
         """All counts, atomically."""
 
     def reset_stats(self) -> None: ...
     def record_misses(self, count: int) -> None:
-        """Record when the next ``count`` misses (up to 2^20) were claimed, read and computed; 0: no more."""
+        """Record when the next ``count`` misses (up to 2^20) were claimed, read and computed; 0: stop."""
 
     def misses(self) -> npt.NDArray[np.int64]:
-        """Those recorded, as [misses, 7]: layer, expert, and nanoseconds of ``time.monotonic_ns()`` at which a forward
-        claimed the expert, its read began, its read ended, it was handed over, and it was computed. 0: unknown, or not
-        yet."""
+        """The recorded misses as [misses, 7]: layer, expert, and nanoseconds of ``time.monotonic_ns()`` at which a
+        forward claimed the expert, its read began, its read ended, it was handed over, and it was computed. 0: unknown,
+        or not yet."""
 
     def warm_up(self) -> None:
-        """Begin to read the profile's experts, if ``on_gpu`` was given; otherwise that began with the engine."""
+        """Begin to read the profile's experts if ``on_gpu`` was given; otherwise the constructor has begun to."""
 
     def model_use(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens int64 [layers] and uses int64 [layers, experts] since the engine was made, added to its profile; never
@@ -498,8 +498,8 @@ class Engine:
         ``close``."""
 
     def resize(self, slots: int) -> int:
-        """Keep ``slots`` experts from now on, while forwards run, see Pool::resize in csrc/residency/pool.h; returns
-        the actual number.
+        """Set the number of slots, while forwards run, see Pool::resize in csrc/residency/pool.h; return the actual
+        number.
 
         Raises ValueError for a number outside of [min_slots, max_slots] and for an engine without a source,
         MemoryError if there is no memory to grow (the pool then keeps its size), ReadTimeoutError if the I/O thread is
