@@ -116,8 +116,8 @@ _WHERE = {
     "watch": "statistics.watch",
 }
 
-# `torch-mesh doctor` has to run without the extension, so the package imports without it; every name that needs it
-# raises the reason.
+# `torch-mesh doctor` has to run without the extension, so importing the package does not need it. Every name that needs
+# it raises this error.
 _unusable: ImportError | None = None
 
 _HOW_TO_BUILD = (
@@ -174,7 +174,8 @@ def _load_extension() -> None:
 
 
 def _is_of_checkout(error: Exception | None) -> bool:
-    """Whether a part that builds make is missing, in sources that shadow an installed package."""
+    """Whether a compiled or generated part is missing because Python imported a checkout's sources that were never
+    built."""
     missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(f"{__name__}.")
     return missing and os.path.exists(os.path.join(os.path.dirname(__file__), os.pardir, "setup.py"))
 
@@ -201,7 +202,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _WHERE or name == "_C":
-            # Loads the extension, or finds the error: a checkout's cannot find torch's libraries without it.
+            # Importing torch loads the extension, or records why it does not load. A checkout's extension needs torch's
+            # libraries to be loaded first.
             import torch  # noqa: F401
 
             _torch.act_if_due()  # another thread may have begun to import torch before torch_mesh

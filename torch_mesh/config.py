@@ -417,8 +417,8 @@ class MeshConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The config of a dict that was passed to from_pretrained, in which all fields are given; also one of
-        ``to_dict``."""
+        """The config from a dict that was passed to from_pretrained, all of whose fields count as given; also from a
+        dict of ``to_dict``."""
         given = {name: value for name, value in config_dict.items() if name != "quant_method"}
         given |= {name: kwargs.pop(name) for name in list(kwargs) if name in {*FIELDS, *GROUPS}}
         config = cls()
@@ -427,8 +427,8 @@ class MeshConfig(QuantizationConfigMixin):
 
     @classmethod
     def of_checkpoint(cls, stored: Mapping[str, Any]) -> MeshConfig:
-        """The config of a checkpoint's config.json, which the environment overrides. Warns of fields that a checkpoint
-        may not set."""
+        """The config from a checkpoint's config.json, which the environment overrides. Warns about fields that a
+        checkpoint may not set."""
         own = {name: value for name, value in stored.items() if name != "quant_method"}
         layers = own.pop("early_layers", None)
         if layers is not None:  # an earlier release wrote two numbers

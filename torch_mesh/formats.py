@@ -19,7 +19,8 @@ SCALES_ERROR = 0.0016
 
 
 class ExpertSizes(NamedTuple):
-    """By which a format's record is laid out: arguments of the extension's functions, in order and by name."""
+    """The sizes that determine a record's layout: arguments of the extension's functions, in order and by
+    name."""
 
     hidden: int
     intermediate: int
@@ -199,7 +200,7 @@ _LISTED: Mapping[str, WeightFormat] = {
     "q5_0": _gguf(5, 16, 32, "Q5_0"),
     "q4_1": _gguf(4, 32, 32, "Q4_1"),
 }
-# That hold a type of GGUF: a record may have one for gate and up and another for down, and layers may differ.
+# Formats that hold a type of GGUF. A record may have one for gate and up and another for down, and layers may differ.
 GGUF_FORMATS = (*(name for name, each in _LISTED.items() if each.gguf), "int8_fp16", "int4_fp16", "mxfp4")
 
 
@@ -232,7 +233,7 @@ def name_of_layers(formats: Sequence[str]) -> str:
 
 
 def short_name(weights: str) -> str:
-    """For people, without a digit for each layer."""
+    """The name without a digit for each layer, for messages."""
     return weights.partition(":")[0]
 
 

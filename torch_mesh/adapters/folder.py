@@ -251,7 +251,7 @@ def _merged(
 
 
 def _on_given(name: str, given: Change, change: Change) -> Change:
-    """``change``, applied to the values of ``name`` in the adapter's file instead of the base's."""
+    """Like ``change``, but applied to the values of ``name`` in the adapter's file instead of the base's."""
     needs = tuple(need for need in change.needs if need != name)
     return Change(needs, lambda values: change.made_of({**values, name: given.made_of(values).float()}))
 

@@ -110,9 +110,9 @@ class _Base:
     weights: str
     group_size: int
     fingerprint: str
-    rest: Callable[[Container[str], int], Rest]  # for changed parameters and the most bytes of a file
+    rest: Callable[[Container[str], int], Rest]  # takes the changed parameters and the maximum bytes of a file
     expert: Callable[[int, int], ExpertTensors]
-    unchanged: Callable[[int, int], torch.Tensor]  # the record of an expert without an adapter
+    unchanged: Callable[[int, int], torch.Tensor]  # reads the record of an expert without an adapter
     tables: str = ""  # the format that rows of embedding tables are rounded to
 
 
@@ -133,7 +133,7 @@ def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, gro
     _check_rounds(source, weights)
 
     def rest(changed: Container[str], max_file_bytes: int) -> Rest:
-        # A table that the adapter changes is written as other tensors are: its rows are no longer the base's.
+        # A table that the adapter changes is written like any other tensor, since its rows differ from the base's.
         tables = [table for _, table in tables_in_files(source, model, "auto") if table.name not in changed]
         rows = table_files(tables, fingerprint, max_file_bytes)
         return rest_of_checkpoint(experts, model, tables, rows, codes_files(experts, model, max_file_bytes, changed))

@@ -19,8 +19,8 @@ _TOLERANCE = 0.01  # relative to the largest: different CPUs round differently
 
 
 def own_experts(first: torch.Tensor, second: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
-    """The views [own, ...] of two stacks [routed, ...]. Their gradients are of the whole stacks and equal on all ranks;
-    every rank has to run the backward."""
+    """The views [own, ...] of two stacks [routed, ...]. Gradients are those of the whole stacks and equal on all
+    ranks; every rank has to run the backward."""
     if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
         return _OwnExperts.apply(first, second, share)
     return first[share.own], second[share.own]

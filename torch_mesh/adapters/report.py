@@ -20,7 +20,7 @@ def describe_training(model: nn.Module) -> str:
     layers = list(patched_modules(model))
     if not layers:
         raise MeshError(f"{type(model).__name__} is not patched: see torch_mesh.patch.")
-    trained: dict[str, set[int]] = {}  # experts modules by trained parameters
+    trained: dict[str, set[int]] = {}  # the indices of experts modules, by trained parameter
     of_experts = 0
     modules: Iterator[Any] = model.modules()
     for wrapper in modules:

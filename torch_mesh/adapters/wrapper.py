@@ -20,7 +20,7 @@ from ..modules.packed_weight import PackedExpertsWeight
 from .factors import Factors, factors_of, rank_of, together, widened
 from .ranks import check_same
 
-# The others start from the values of the base weight, or change it.
+# PEFT's other initializations start from the values of the base weight, or change it.
 _INITIALISATIONS = (True, False, "gaussian")
 
 
@@ -35,7 +35,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
     ) -> None:
         inside = base_layer.get_base_layer() if isinstance(base_layer, lora.ParamWrapper) else base_layer
         _check(cast(MeshExperts, inside), parameter_name, config)
-        self._compared = False  # with the other ranks, if any
+        self._compared = False  # whether the weights were compared with those of other ranks
         super().__init__(base_layer, adapter_name, parameter_name, config, **kwargs)
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int] | tuple[None, None]:
@@ -65,7 +65,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
         return f"{self._layer.path}.{self.parameter_name}"
 
     def _lay_out(self, adapter: str) -> None:
-        """The same values in the same parameter, so that an optimizer keeps it."""
+        """Store the factor by columns in the same parameter, so that an optimizer keeps it."""
         weight: Any = self.lora_B[adapter].weight
         if not weight.is_meta and not weight.t().is_contiguous():
             with torch.inference_mode(False):  # inference tensors would never get gradients

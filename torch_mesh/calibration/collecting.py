@@ -17,9 +17,9 @@ from ..models.families import InPool
 from .rows import LayerRows, RowFiles
 
 _MIN_TOKENS = 256
-_LENGTH = 1024  # of a sequence, at most
-_TOKENS_AT_ONCE = 8192  # in one forward, which reads each expert once
-_MAX_CHARACTERS = 64  # of a token: limits how much of a large file is tokenized
+_LENGTH = 1024  # maximum length of a sequence
+_TOKENS_AT_ONCE = 8192  # tokens of one forward, which reads each expert once
+_MAX_CHARACTERS = 64  # characters per token: limits how much of a large file is tokenized
 
 _Argument = tuple[str, int]
 _ARGUMENTS: Sequence[_Argument] = (("hidden_states", 0), ("top_k_index", 1), ("top_k_weights", 2))

@@ -34,7 +34,7 @@ class InputMoments:
 
 
 class Moments:
-    """The mean of w x^T x over weighted rows x, by which a product's squared error is measured."""
+    """The mean of w x^T x over weighted rows x, which measures a product's squared error."""
 
     def __init__(self, inputs: int) -> None:
         self._sum = torch.zeros(inputs, inputs)

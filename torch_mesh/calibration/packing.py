@@ -65,8 +65,8 @@ class Calibrator:
         # If the surrounding module is replaced, each choice of a token is a row of its own, times its routing weight.
         top_k, rows_per_token = (shape.top_k, 1) if layers[0].block is None else (1, shape.top_k)
         self._files = RowFiles(shape.layers, top_k, shape.hidden, self._sequences.numel(), rows_per_token)
-        self._folder: Path | None = None  # of the rows, once they are complete
-        self._seen: dict[int, _SeenLayer] = {}  # the last two, which may be packed at a time
+        self._folder: Path | None = None  # the folder of the rows, once they are complete
+        self._seen: dict[int, _SeenLayer] = {}  # the last two layers, which may be packed at the same time
         self._lock = threading.Lock()
 
     @cached_property

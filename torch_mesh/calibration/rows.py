@@ -17,7 +17,7 @@ import torch
 from ..system.atomic_files import FILE_MODE, new_file
 
 _STATE = "calibration.json"
-_ALIGNMENT = 8  # of a row
+_ALIGNMENT = 8  # rows are padded to a multiple of these bytes
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class RowFiles:
-    """The files of all layers in one folder. ``tokens`` are those of the text, ``rows_per_token`` a layer's rows for
-    each."""
+    """The files of all layers in one folder. ``tokens``: those of the text; ``rows_per_token``: rows of a layer for
+    each token."""
 
     layers: int
     top_k: int

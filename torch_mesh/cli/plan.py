@@ -225,7 +225,7 @@ def _card(given: int | None) -> tuple[int, int]:
 
 
 def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, int] | None) -> None:
-    """``disk``: bytes of the store that torch-mesh convert would make, and of weight files beside it."""
+    """``disk``: bytes of the store that torch-mesh convert would write, and of the weight files beside it."""
     table = Table("", "", title=escape(planned.folder), title_justify="left", show_header=False)
     if planned.ranks is not None:
         ranks = planned.ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive
 from torch_mesh.cli.serve import OF_SERVERS, add_server_arguments, given_options
 
-# Options that requests of a file have no use for.
+# Options that do not apply to requests from a file.
 _LEFT_OUT = OF_SERVERS | {"compile", "continuous_batching", "prefix_cache"}
 
 

@@ -14,9 +14,9 @@ from torch_mesh.cli.options import add_config_arguments, add_model_argument, giv
 from torch_mesh.errors import MeshError
 from torch_mesh.system.background import Flag
 
-END = 15  # seconds from a signal on until the process is gone, whatever it still computes
+END = 15  # seconds after a signal within which the process ends, even during a computation
 _FREEING = 3  # of those, for the kernel to free its memory
-# Options of who may reach a server, and of requests that its own clients do not send.
+# Options that control who may reach a server, and options for requests that torch_mesh's own clients do not send.
 OF_SERVERS = frozenset({"allow_anyone", "api_key", "decision_config", "enable_cors", "host", "port"})
 
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Serve until a signal comes, and then end the process."""
+    """Serve until a signal arrives, then end the process."""
     from torch_mesh.serving.server import Server
 
     config = given_config(arguments)

@@ -138,7 +138,7 @@ def _automatic_counts(
     for device in usable:
         its_own = [index for index, where in enumerate(devices) if where == device]
         free, total = _device_memory(device)
-        free += sum(_bytes_on(layers[index], device) for index in its_own)  # which patching frees
+        free += sum(_bytes_on(layers[index], device) for index in its_own)  # patching frees these
         plan = plan_gpu(
             free,
             total,

@@ -14,8 +14,8 @@ from ..statistics.stats import shared_devices_of
 
 
 def synchronize(model: nn.Module) -> None:
-    """Wait until the host has computed its part of all forwards so far; raise its first error since the last raised
-    one.
+    """Wait until the host has computed its part of all forwards so far. Raises the first error since the last one that
+    was raised.
 
     The output of a failed forward is NaN. This waits neither for the GPU nor for replays of a captured graph: call
     ``torch.cuda.synchronize()`` first, then this raises their errors. Raises MeshError for a model without experts on a

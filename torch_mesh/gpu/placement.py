@@ -13,7 +13,8 @@ from ..routing.profiles import profile_of_trace
 from ..routing.traces import Trace
 from ..statistics.counters import Stats
 
-# Records of each of the two streaming buffers for prompts; both take at most an eighth of the slots, from 16 slots on.
+# Records of each of the two streaming buffers for prompts. Both together take at most an eighth of the slots, from 16
+# slots on.
 _MAX_BATCH = 8
 _SLOTS_PER_BATCH = 16
 # Experts that move at a time under gpu.placement="dynamic", and so the number of spare slots.
@@ -50,8 +51,8 @@ class Placement:
         return self.count_on(device) + self.spare_on(device)
 
     def on_gpu(self, layers: int, layer_indices: Sequence[int]) -> torch.Tensor | None:
-        """bool [layers, experts]: experts that a pool of ``layers`` need not hold, of which the model's are
-        ``layer_indices``; None without any."""
+        """bool [layers, experts]: the experts that a pool of ``layers`` layers need not hold; None without any.
+        ``layer_indices``: the model's layers in that pool."""
         if self.count == 0:
             return None
         mask = torch.zeros((layers, self.here[0].numel()), dtype=torch.bool)
@@ -71,8 +72,8 @@ class Placement:
 
 
 def check_beside_gpu(*, lossy_modes: str, prefill: str) -> None:
-    """Raises ValueError for settings that exclude experts on a GPU: lossy modes, to which these would look cold, and
-    windows, which read whole layers."""
+    """Raises ValueError for settings that exclude experts on a GPU: lossy modes, which would treat these as cold,
+    and windows, which read whole layers."""
     if lossy_modes:
         raise ValueError(f"lossy {lossy_modes} and gpu.experts exclude each other: choose one.")
     if prefill == "window":
@@ -113,7 +114,7 @@ def given_experts(
 
 
 def from_counts(counts: Sequence[int], experts: int, uses: npt.NDArray[np.int64] | None) -> tuple[torch.Tensor, ...]:
-    """So many experts of each layer: the most used, or the first."""
+    """The ``counts`` most used experts of each layer; without ``uses``, the first ones."""
     if uses is None:
         return tuple(torch.arange(experts) < count for count in counts)
     return tuple(_hottest(of_layer, count) for of_layer, count in zip(uses, counts, strict=True))
@@ -129,7 +130,7 @@ def _from_mask(mask: tuple[tuple[bool, ...], ...], layers: int, experts: int) ->
 
 
 def _hottest(uses: npt.NDArray[np.int64], count: int) -> torch.Tensor:
-    """bool [experts]: the ``count`` most used, the first of equal ones."""
+    """bool [experts]: the ``count`` most used, the first ones among equals."""
     mask = torch.zeros(len(uses), dtype=torch.bool)
     mask[np.argsort(-uses, kind="stable")[:count].copy()] = True
     return mask

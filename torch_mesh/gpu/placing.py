@@ -18,7 +18,7 @@ from .placement import Placement
 
 # Slots of a pool that only reads experts for GPUs.
 GPU_POOL_SLOTS = 8
-# Forwards of a layer for which it has to want an expert before that moves.
+# An expert moves once its layer has wanted it in this many more forwards.
 _PATIENCE = 32
 
 

@@ -11,7 +11,7 @@ from ..config import GpuFields
 from ..errors import UnsupportedModelError
 from .placement import MOVED_TOGETHER, Placement, batch_beside, given_experts
 
-# What gpu.experts="auto" leaves free for the KV cache, activations and other processes.
+# Memory that gpu.experts="auto" leaves free for the KV cache, activations and other processes.
 _RESERVE_BYTES = 2 << 30
 _RESERVE_DIVISOR = 8  # the fraction 1 / 8 of the GPU
 # The page size in which torch's allocator takes large blocks.
@@ -116,7 +116,7 @@ def _no_plan(layers: int, advice: str, loads: bool) -> GpuPlan:
 
 
 def _whole(size: int) -> int:
-    """The largest allocation within so many bytes."""
+    """The largest allocation that fits in so many bytes."""
     return max(0, size) // _ALLOCATION * _ALLOCATION
 
 

@@ -24,8 +24,8 @@ from ..modules.dense import computes_dense
 from .compat import attention_of
 
 _TAKEN = "_mesh_attention"  # attribute of modules whose decode steps use torch_mesh
-# Of a decode step with its drafts; torch computes prompts. A token has the same bits with and without drafts, unlike
-# with torch.
+# The most tokens of a decode step with its drafts; torch computes longer forwards. With this kernel a token has the
+# same bits with and without drafts, unlike with torch.
 _MAX_TOKENS = _C.MAX_DECODE_ROWS
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Arguments that the kernel does not support.
@@ -86,7 +86,7 @@ def _packed(
     if _has_foreign(kwargs):
         return None
     ends = list(zip(cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist(), strict=True))
-    return ends if len(ends) > 2 and ends[-1] == (tokens, keys) else None  # else it is one sequence, or padded
+    return ends if len(ends) > 2 and ends[-1] == (tokens, keys) else None  # otherwise one sequence, or padding
 
 
 def _by_sequence(
@@ -98,7 +98,8 @@ def _by_sequence(
     attention_mask: Tensor,
     **kwargs: Any,
 ) -> Tensor:
-    """Each sequence by itself: together, each token would be multiplied by the keys of all sequences and masked."""
+    """Compute each sequence separately. Together, each token would be multiplied by the keys of all sequences and
+    masked."""
     kwargs |= {"cu_seq_lens_q": None, "cu_seq_lens_k": None}
     outputs = []
     for (first, first_key), (end, end_key) in itertools.pairwise(ends):
@@ -114,8 +115,8 @@ def _has_foreign(arguments: dict[str, Any]) -> bool:
 
 
 def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for transformers' "sdpa": in marked modules decode steps by torch_mesh's kernel, and other tokens
-    without copies of keys. Else ``theirs``."""
+    """Replacement for transformers' "sdpa". In marked modules, decode steps use torch_mesh's kernel, and other
+    tokens no copies of keys. Otherwise ``theirs``."""
 
     @functools.wraps(theirs)
     def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the layers of a dynamic cache hold, as named tensors that can be put back.
+"""The contents of a dynamic cache's layers, as named tensors that can be restored.
 
 - *rows*: of each token, in full attention: keys and values, MLA's latent, keys of an indexer.
 - *window rows*: of the last tokens, in a sliding window.
@@ -19,13 +19,13 @@ from ..models.families import CONTINUED_STATES
 from .generation_compat import has_dynamic_cache
 from .kv_cache import room_for
 
-# By name, as some are in a model's own file.
+# Class names, since some of these classes are in a model's own file.
 _FULL = frozenset({"DynamicLayer", "GrowingLayer", "DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer"})
 _WINDOW = frozenset({"DynamicSlidingWindowLayer", "RecordedWindow"})
 _LINEAR, _EMPTY = "LinearAttentionLayer", "DummyLayer"
 # Tensors with a row for each token, in the last dimension but one.
 _ROWS = ("keys", "values", "indexer_keys", "idx_keys")
-_POSITIONS = "indexer_position_ids"  # with a column for each token: shown as rows of one number
+_POSITIONS = "indexer_position_ids"  # has a column for each token; ``rows`` gives rows of one number
 _STATES = ("conv_states", "recurrent_states")
 Tensors = dict[str, Tensor]
 
@@ -47,7 +47,7 @@ def has_rows(layer: Any) -> bool:
 
 
 def unsupported_reason(model: Any) -> str:
-    """Why what the caches of ``model`` hold cannot be taken out, put back and continued; empty: it can."""
+    """Why the contents of this model's caches cannot be saved, restored and continued; empty if they can."""
     config = model.config.get_text_config(decoder=True)
     if isinstance(model, GenerationMixin) and not has_dynamic_cache(model):
         return "the model has caches of its own"
@@ -76,15 +76,15 @@ def length(cache: Any) -> int | None:
 
 
 def tensors_of(layer: Any) -> list[Tensor]:
-    """All that ``layer`` holds."""
+    """All tensors of ``layer``."""
     named = [getattr(layer, name, None) for name in (*_ROWS, _POSITIONS)]
     named += [state for name in _STATES for state in (getattr(layer, name, None) or {}).values()]
     return [tensor for tensor in named if tensor is not None]
 
 
 def rows(cache: Any, windows: bool) -> Tensors:
-    """Of layers with full attention, or of those with ``windows``: [..., tokens, dim], all up to the last token. Views
-    of what the cache holds now."""
+    """The rows of layers with full attention or, if ``windows``, with sliding windows: [..., tokens, dim], up to the
+    last token. Views of the cache's current tensors."""
     kind = is_window if windows else is_full
     found: Tensors = {}
     for index, layer in enumerate(cache.layers):
@@ -96,7 +96,7 @@ def rows(cache: Any, windows: bool) -> Tensors:
 
 
 def states(cache: Any) -> Tensors:
-    """Copies."""
+    """Copies of all layers' states."""
     return {name: tensor for index in range(len(cache.layers)) for name, tensor in layer_states(cache, index).items()}
 
 
@@ -112,7 +112,7 @@ def layer_states(cache: Any, index: int) -> Tensors:
 
 
 def window_rows(cache: Any, tokens: int) -> dict[str, int]:
-    """How many rows each layer with a window needs before token ``tokens``, by the layer's number."""
+    """The number of rows before token ``tokens`` that each layer with a window needs, by the layer's number."""
     layers = enumerate(cache.layers)
     return {str(index): min(layer.sliding_window - 1, tokens) for index, layer in layers if is_window(layer)}
 

@@ -123,7 +123,7 @@ def unhook(module: Any) -> None:
 
 
 def keep_local(module: Any) -> None:
-    """For a layer with a rank's plain part of a weight: its hooks then pass local tensors."""
+    """Make the hooks of a layer that has a rank's plain part of a weight pass local tensors."""
     module._hf_quantized_needs_local_tp = True
 
 

@@ -88,10 +88,10 @@ def _prepare_cache(
         and generation_config.cache_implementation in (None, "dynamic")
         and generation_config.use_cache is not False
         and not generation_config.disable_compile
-        and generation_config.prefill_chunk_size is None  # would compile the chunks of a prompt too
-        # whose cache is cropped: static caches support that from transformers 5.24 on
+        and generation_config.prefill_chunk_size is None  # with chunks, those of a prompt would be compiled too
+        # Assistants crop the cache; static caches support that from transformers 5.24 on.
         and not generation_config.is_assistant
-        and not is_flash_attention_requested(model.config)  # for which generate has dropped the mask by now
+        and not is_flash_attention_requested(model.config)  # generate has already dropped the mask for it
         and given_cache(model_kwargs) is None
     )
     if free:

@@ -69,8 +69,8 @@ def check_divisible(
 
 
 def divide(model: Any, layers: Sequence[ExpertsLayer], share: Share) -> list[ExpertsLayer]:
-    """Do what ``grouped_gemm`` would do for loaded experts: each module gets the parameters and number of this rank's,
-    on the meta device. Removes the plan's rules that would find no parameters."""
+    """Do what ``grouped_gemm`` would do for loaded experts: give each module this rank's parameters and number of
+    experts, on the meta device. Removes the plan's rules that would find no parameters."""
     for layer in layers:
         module: Any = layer.module
         for name, parameter in layer.parameters.items():
@@ -114,14 +114,14 @@ def past_dispatch(experts: nn.Module, adapters: Any, *inputs: Any) -> Any:
 
 
 def prepare_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
-    """Before transformers wraps them: late forwards for experts and linear layers."""
+    """Install late forwards for experts and linear layers, before transformers wraps them."""
     modules = [layer.module for layer in layers]
     for module in (*modules, *(module for module in model.modules() if type(module) is nn.Linear)):
         LateForward(module)
 
 
 def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer], undivided: Iterable[nn.Module]) -> None:
-    """After transformers' wrapping: check the dispatch, and let every collective of the model fail with
+    """Check the dispatch after transformers' wrapping, and make every collective of the model fail with
     ``LostRankError``. ``undivided``: modules with all of their weights on each rank, whatever rule the plan has."""
     for module in model.modules():
         LateForward.remove(module)
@@ -182,7 +182,8 @@ class _Watched:
 
 
 class _WatchedModel:
-    """Wraps the forward of the whole model: a failure between collectives leaves other ranks in the next one."""
+    """Wraps the forward of the whole model, since a failure between collectives leaves other ranks waiting in the
+    next one."""
 
     def __init__(self, forward: Callable[..., Any], forwards: _Forwards) -> None:
         self.__wrapped__ = forward  # for signature lookups
@@ -195,7 +196,7 @@ class _WatchedModel:
             return self.__wrapped__(*args, **kwargs)
         forwards.begun = False
         try:
-            # In forwards 1, 2, 4, 8 and each sixteenth, which costs a thousandth.
+            # Compare in forwards 1, 2, 4, 8 and each sixteenth, which costs a thousandth.
             this = forwards.count + 1
             if (this.bit_count() == 1 or this % 16 == 0) and forwards.compared < this:
                 own = _summary(args[0] if args else kwargs.get("input_ids"))
@@ -213,7 +214,7 @@ class _WatchedModel:
 
 
 def _summary(ids: Any) -> tuple[list[int], int] | None:
-    """A digest by which ranks compare their tokens."""
+    """A digest of a rank's tokens, for comparing ranks."""
     if not torch.is_tensor(ids):
         return None
     values = ids.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # numpy has no bf16

@@ -95,11 +95,11 @@ class AfterImport(MetaPathFinder):
 
 
 def _is_imported(name: str) -> bool:
-    """Completely: modules that another thread is importing are in sys.modules too."""
+    """Whether the import is complete: modules that another thread is importing are in sys.modules too."""
     module = sys.modules.get(name)
     return module is not None and not _is_begun(module)
 
 
 def _is_begun(module: ModuleType) -> bool:
-    """Whether its import has not ended."""
+    """Whether the module's import has begun and not ended."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

@@ -26,7 +26,7 @@ def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
     ``is_quantized`` and ``quantization_method`` stay unset: transformers would refuse to train or cast the model.
     """
     pool = next(patched_modules(model))._mesh_pool
-    # Without the store, which belongs to this model's weights: another model opened with the config would use it.
+    # Leave out the store: it belongs to this model's weights, and another model opened with the config would use it.
     group_size = pool.group_size if FORMATS[pool.weights].chosen_groups else config.group_size
     config = config.replace(weights=pool.weights, group_size=group_size, store=None)
     replaced: list[tuple[Any, Any]] = []
@@ -59,7 +59,7 @@ def patched_models(model: nn.Module) -> list[Any]:
 
 
 class _PackedNames:
-    """The current names of packed weights, resolved when read: PEFT may have added wrappers.
+    """The current names of packed weights. They are resolved when read, since PEFT may have added wrappers.
 
     Each process has its own pool of frozen weights, which must not be broadcast.
     """

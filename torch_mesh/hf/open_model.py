@@ -35,7 +35,7 @@ def open_tokenizer(folder: Path) -> Any:
 
 
 def _named(folder: Path) -> tuple[Path, dict[str, str]]:
-    """A model's path for transformers: of a GGUF file its folder, and the file's name."""
+    """A model's path for transformers: for a GGUF file, its folder and the argument that names the file."""
     return (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})
 
 

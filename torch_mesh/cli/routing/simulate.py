@@ -200,7 +200,7 @@ def _simulate_nodes(
         for resident in _fractions(arguments.resident)
         for policy in policies
         for nodes in _counts(arguments.nodes)
-        # One machine has all experts, and exchanges nothing.
+        # One machine has all experts and exchanges nothing.
         for placement in (placements if nodes > 1 else PLACEMENTS[:1])
         for dispatch in (dispatches if nodes > 1 else DISPATCHES[:1])
     ]
