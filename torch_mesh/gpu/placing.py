@@ -18,7 +18,7 @@ from .placement import Placement
 
 # Slots of a pool that only reads experts for GPUs.
 GPU_POOL_SLOTS = 8
-# An expert moves once its layer has wanted it in this many more forwards.
+# Number of forwards of its layer for which an expert has to be wanted before it moves.
 _PATIENCE = 32
 
 

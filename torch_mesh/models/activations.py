@@ -78,17 +78,17 @@ def gate_named(name: str) -> Gate | None:
 
 
 def swiglu(alpha: float, offset: float, gate_limit: float, up_limit: float) -> str:
-    """The name of that gate."""
+    """The name of the gate with these parameters."""
     return Gate("swiglu", float(alpha), float(offset), float(gate_limit), float(up_limit)).name
 
 
 def softcap(gate_limit: float, up_limit: float) -> str:
-    """The name of that gate."""
+    """The name of the gate with these limits."""
     return Gate("softcap", gate_limit=float(gate_limit), up_limit=float(up_limit)).name
 
 
 def limit_before_silu(limit: float) -> float:
-    """Where silu reaches ``limit``, which is above 0: clamping there clamps silu's value."""
+    """The x for which silu(x) is ``limit``, which is above 0: clamping x there clamps silu's value."""
     if limit == math.inf:
         return limit
     at = limit

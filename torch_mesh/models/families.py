@@ -139,7 +139,8 @@ CONTINUED_STATES = frozenset(
     }
 )
 
-# Added to the scores for selection only: an attribute of the router, of a module in it or of the block around it.
+# Names of the correction that is added to the scores for selection only: an attribute of the router, of a module in it,
+# or of the block around it.
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 # Named as in the op ``lookahead``.

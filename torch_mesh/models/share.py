@@ -35,7 +35,7 @@ class Share:
 
     @property
     def own(self) -> slice:
-        """Of an array by all experts: those of the rank."""
+        """The slice of an array over all experts that has this rank's."""
         return slice(self.experts.start, self.experts.stop)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Share:
         return min(free for machine, free in seen if machine == here)
 
     def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a ``Source`` with this rank's experts only, from those of one with all."""
+        """Restrict the arguments of a ``Source`` with all experts to this rank's."""
         own = self.own
         of_experts = {name: arguments.get(name) for name in ("checksums", "raw_views_of")}
         return {

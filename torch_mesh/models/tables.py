@@ -18,8 +18,8 @@ MIN_VALUES = 128 << 20
 # forward takes the row of the padding token, as a slice of the weight.
 READS_VOCABULARY = ("Gemma4Model",)
 
-# Modules that make the ids of rows of tokens alone, by the name of their class, and the embedding in them: what a
-# decode step will look up is known before its first layer runs.
+# Modules that compute row ids from the tokens alone, by class name, and the embedding in them. The rows that a decode
+# step will look up are known before its first layer runs.
 OF_TOKENS = {"Qwen4ExpTextNGramEmbedding": "ngram_embedding"}
 
 
@@ -34,7 +34,7 @@ class TableLayer:
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """The parameter's name."""
         return f"{self.path}.weight"
 
     @property
@@ -52,9 +52,9 @@ def find_tables(
 ) -> list[TableLayer]:
     """The tables that ``MeshConfig.tables`` chooses, in the order of the modules.
 
-    By itself it takes those of at least ``MIN_VALUES`` values that are neither the input embedding nor tied to
-    anything: qwen4_exp's n-gram table, the per-layer embeddings of Gemma. With ``vocabularies`` these are joined by
-    ``find_vocabularies``. Names also take others that are only looked up. Works on meta parameters.
+    Without names it chooses those of at least ``MIN_VALUES`` values that are neither the input embedding nor tied to
+    anything: qwen4_exp's n-gram table, the per-layer embeddings of Gemma. ``vocabularies`` adds those of
+    ``find_vocabularies``. Names may also choose smaller tables that are only looked up. Works on meta parameters.
 
     Raises UnsupportedModelError for a name that no module has, or whose weight is not only looked up.
     """
@@ -101,7 +101,7 @@ def _reads_vocabulary(model: nn.Module) -> bool:
 
 
 def unsupported_reason(model: Any, table: TableLayer) -> str:
-    """Why something beside look-ups needs the table's weight; empty: nothing does."""
+    """Why something other than look-ups needs the table's weight; empty if nothing does."""
     tied = getattr(model, "all_tied_weights_keys", {})
     if table.name in tied or table.name in tied.values():
         return "its weight is tied to another"
@@ -114,7 +114,7 @@ def unsupported_reason(model: Any, table: TableLayer) -> str:
 
 
 def embeddings(model: nn.Module) -> Iterator[TableLayer]:
-    """All of a model's, whatever uses them."""
+    """All embeddings of a model, whatever uses them."""
     return (
         TableLayer(path, module)
         for path, module in model.named_modules()

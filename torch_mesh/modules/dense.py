@@ -171,7 +171,8 @@ def packs(dense: str) -> bool:
 
 
 def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], *, dense: str, speculation: str) -> None:
-    """``dense="auto"``, and what "codes" leaves: keep weights, and multiply with torch_mesh where that is faster."""
+    """Install torch_mesh's products for ``dense="auto"``, and for layers that "codes" leaves unpacked. Weights stay,
+    and torch_mesh multiplies where that is faster."""
     if dense in ("auto", CODES):
         max_rows = None
         if not torch_emulates_bf16():  # verification has to give the bits of plain decoding
@@ -228,7 +229,8 @@ def _linears(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.L
 
 @dataclass(frozen=True)
 class _Packing:
-    """A layer that ``pack_dense`` packs, and to what. ``blocks``: these codes, instead of rounding the weight."""
+    """A layer that ``pack_dense`` packs, and its format. ``blocks``: existing codes to use instead of rounding the
+    weight."""
 
     path: str
     linear: nn.Linear
@@ -238,7 +240,7 @@ class _Packing:
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's."""
+        """This rank's part of the weight."""
         return own_part(self.linear.weight)
 
     @property
@@ -262,8 +264,8 @@ Blocks = Mapping[str, "LinearCodes"]  # by the names of parameters
 
 
 def check_dense(dense: str, blocks: Blocks | None) -> None:
-    """Raises UnsupportedModelError for ``dense="codes"`` without any. ``blocks``: None where there is no GGUF file, nor
-    a store with the codes of one."""
+    """Raises UnsupportedModelError for ``dense="codes"`` without any codes. ``blocks`` is None without a GGUF file or a
+    store with the codes of one."""
     if dense != CODES or blocks:
         return
     why = (

@@ -56,7 +56,7 @@ def _request_rows(decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 class _Requesting:
-    """A module of ``OF_TOKENS`` whose embedding requests the rows that it is to look up."""
+    """Stands in for a module of ``OF_TOKENS``: its embedding requests the rows instead of looking them up."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -75,11 +75,11 @@ class _Request:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         torch.ops.torch_mesh.prefetch_rows(ids.cpu(), self._embedding._mesh_handle)
-        return ids.unsqueeze(-1)  # of the rank of rows, which the caller drops
+        return ids.unsqueeze(-1)  # has as many dimensions as rows have; the caller drops it
 
 
 class _Unchanged:
-    """A cache that the look-up of ids may read, and not change before the forward does."""
+    """A view of a cache that the look-up of ids may read, and may not change before the forward does."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache

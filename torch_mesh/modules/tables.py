@@ -1,4 +1,4 @@
-"""What takes the place of an embedding whose table stays in files: the same module, without its weight."""
+"""The replacement of an embedding whose table stays in files: the same module, without its weight."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class MeshEmbedding(PackedModule, nn.Embedding):
     may do more than look rows up. Frozen."""
 
     _mesh_tables: RowTables
-    _mesh_table: int  # of those
+    _mesh_table: int  # the table's index in them
     _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
     _mesh_stored_dtype: torch.dtype
-    _mesh_dtype: torch.dtype  # the weight's, which a compiled forward should not ask for
-    _mesh_class: type[nn.Module]  # before
+    _mesh_dtype: torch.dtype  # the weight's; a compiled forward should not read the weight for it
+    _mesh_class: type[nn.Module]  # the original class
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """ids [...] -> [..., embedding_dim], on their device."""
@@ -63,7 +63,7 @@ class PackedTableWeight(FrozenWeight):
         self.exact = not tables.tables[table].weights
 
     def unpacked(self) -> torch.Tensor:
-        """Reads the whole table. Raises MemoryError where it does not fit into memory."""
+        """Read the whole table. Raises MemoryError if it does not fit in memory."""
         check_room(self)
         values = torch.empty(self.shape, dtype=self.dtype)
         for first in range(0, len(values), _ROWS_AT_ONCE):
@@ -90,7 +90,7 @@ class PackedTableWeight(FrozenWeight):
             "memory."
         )
 
-    # torch.compile keeps the context for as long as the compiled code: so it names the tables and does not hold them.
+    # torch.compile keeps this context as long as the compiled code, so it names the tables instead of holding them.
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["handle"], (self.shape, self.dtype, self.tables.engine_id, self.table)
 
@@ -101,7 +101,7 @@ class PackedTableWeight(FrozenWeight):
 
 
 def check_room(weight: torch.Tensor) -> None:
-    """Raises MemoryError where a table does not fit into memory."""
+    """Raises MemoryError if a table does not fit in memory."""
     if (free := shortage(weight.nbytes)) is not None:
         path = weight.path if isinstance(weight, PackedTableWeight) else "the table"
         raise MemoryError(
@@ -112,7 +112,7 @@ def check_room(weight: torch.Tensor) -> None:
 
 
 def install_table(table: TableLayer, tables: RowTables, index: int) -> None:
-    """Makes ``table.module`` read its rows from table ``index`` of ``tables``."""
+    """Make ``table.module`` read its rows from table ``index`` of ``tables``."""
     module: Any = table.module
     weight = table.weight
     handle = tables.handle(index)
@@ -134,12 +134,12 @@ def table_modules(model: nn.Module) -> Iterator[tuple[str, MeshEmbedding]]:
 
 
 def tables_of(model: nn.Module) -> list[RowTables]:
-    """Those that a model's embeddings read, each once."""
+    """The tables that a model's embeddings read, each once."""
     return list({id(module._mesh_tables): module._mesh_tables for _, module in table_modules(model)}.values())
 
 
 def restore_tables(model: nn.Module, device: torch.device) -> None:
-    """The reverse of ``install_table``, of all: whole tables in memory. Raises MemoryError where they do not fit."""
+    """Reverse ``install_table`` for all tables, which are read into memory. Raises MemoryError if they do not fit."""
     for _, embedding in list(table_modules(model)):
         module: Any = embedding
         restore_weight(module, device)

@@ -68,11 +68,11 @@ class CheckpointSource(RecordSource):
         self.config = config
 
     def prepare(self) -> None:
-        """Find the records, or convert to them: after all checks that need none."""
+        """Find the records, or convert to them. Called after all checks that need no records."""
         raise NotImplementedError
 
     def _stored(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
-        """The records of a store that ``make`` writes by ``config``, unless the cache has it."""
+        """The records of the store at ``config.store`` or in the cache, which ``make`` writes unless it exists."""
         # The cache has no conversion of what can be read as it is.
         weights = config.weights if config.store is not None else packed_format(config.weights)
         folder = config.store or _cached(

@@ -60,7 +60,7 @@ class Mode:
     check: Callable[[Any], object] = lambda patching: None
     install: Callable[[Any], object] = lambda patching: None
     uninstall: Callable[[nn.Module, torch.device], object] = lambda model, device: None
-    before_pool: bool = False  # the pool gets the memory that these leave
+    before_pool: bool = False  # installed before the pool, which gets the remaining memory
 
 
 def _install_tables(patching: Patching) -> None:

@@ -39,7 +39,7 @@ def check(model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, sour
     patching = Patching(model, layers, config, source)
     for mode in MODES:
         mode.check(patching)
-    # Called for its errors: later there are as many layers or more, and less memory.
+    # Called for its errors. Later there are as many layers or more, and less memory.
     pool_slots(layers, config, stored_layers=len(layers), weights=source.weights, group_size=source.group_size)
 
 

@@ -62,7 +62,7 @@ class MeshQuantizer(PatchedModelQuantizer):
     update_tp_plan = update_attn_implementation  # up to transformers 5.19, which does not call the other
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype of a GGUF file, which names none (None), is bf16, in which its experts are computed."""
+        """The default dtype for a GGUF file, which names none (None), is bf16: its experts are computed in it."""
         return torch.bfloat16 if dtype is None else dtype
 
     def read_header(self, gguf_file: str) -> None:
@@ -74,7 +74,7 @@ class MeshQuantizer(PatchedModelQuantizer):
             self.config_of_gguf.dtype = self.update_dtype(None)
 
     def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> None:
-        """Nothing: also for a GGUF file, the checkpoint files of the source are read."""
+        """Return None: the source's checkpoint files are read, also for a GGUF file."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any

@@ -40,9 +40,11 @@ class Limits:
 
 
 class Miss(NamedTuple):
-    """When a cold expert of a decode step was claimed by the forward, its read began and ended, it was handed over
-    (packed and checked, with what was computed before it done), and it was computed: seconds since the first claim. A
-    read that began ahead of the claim has an earlier ``begun``. None: unknown."""
+    """Times of a cold expert of a decode step, in seconds since the first claim; None: unknown.
+
+    ``claimed``: the forward claimed it. ``begun`` and ``landed``: its read began and ended; ``begun`` is earlier if the
+    read began ahead of the claim. ``handed``: it was handed over, packed and checked, after the experts before it were
+    computed. ``computed``: its computation ended."""
 
     layer: int
     expert: int
@@ -184,7 +186,7 @@ def _generate(model: Any, prompt: Sequence[int], tokens: int) -> tuple[_Clock, S
 
 
 def _misses(rows: np.ndarray) -> tuple[Miss, ...]:
-    """From ``_C.Engine.misses()``."""
+    """Convert the rows of ``_C.Engine.misses()``."""
     first = rows[:, 2].min(initial=np.iinfo(np.int64).max)
     times = [[(each - first) / 1e9 if each else None for each in row] for row in rows[:, 2:].tolist()]
     return tuple(Miss(layer, expert, *own) for (layer, expert), own in zip(rows[:, :2].tolist(), times, strict=True))

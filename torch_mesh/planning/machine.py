@@ -27,8 +27,8 @@ from .token_time import Speeds
 _READERS = 8
 _HUGE_PAGE = 2 << 20
 
-# Beside its products a decoder layer takes, without compilation, as long as so many calls of a small torch function:
-# measured with mesh-tiny, whose weights take no time.
+# Without compilation, a decoder layer spends as much time outside its products as this many calls of a small torch
+# function. Measured with mesh-tiny, whose weights take no time.
 _SMALL_CALLS_PER_LAYER = 300
 
 # The largest number of outputs of a matrix that represents the weights outside the experts. Narrow models get several
@@ -81,10 +81,11 @@ def disk_speed(files: Sequence[Path], block: int) -> float | None:
     blocks = [(file, at) for file in files for at in range(0, file.stat().st_size - block + 1, block)]
     if len(blocks) < _READERS:
         return None
-    # Each block once: a buffered read leaves it in the page cache.
+    # Read each block once: a buffered read leaves it in the page cache.
     order = np.random.default_rng().permutation(len(blocks))
     parts = [[blocks[index] for index in order[first::_READERS]] for first in range(_READERS)]
-    # A pool's slots are in no cache: reads into memory that is cost a third less.
+    # A pool's slots are in no CPU cache. Reads into cached memory would cost a third less, so the buffers exceed the
+    # caches.
     each = max(1, LARGE_BYTES // (_READERS * block))
     with _opened(files) as descriptors, TaskThreads(_READERS) as readers:
         buffers = huge_pages(_READERS * each * block).reshape(_READERS, each, block)
@@ -133,7 +134,7 @@ def _read(
 
 
 def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
-    """An engine with all experts in memory and zeros as weights. Layers of several formats all have the largest."""
+    """An engine with all experts in memory and zero weights. With several formats, all layers have the largest."""
     weights = max(layer_formats(weights), key=lambda each: shape.record_bytes(each, group_size))
     engine = _C.Engine(
         layers=shape.layers,
@@ -141,7 +142,7 @@ def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
         format=weights,
         group_size=group_size,
         **shape.sizes._asdict(),
-        activation=shape.activation_of(0) or "silu",  # makes no difference to the time
+        activation=shape.activation_of(0) or "silu",  # does not affect the time
         slots=shape.layers * shape.experts,
         policy="lru",
         verify="never",

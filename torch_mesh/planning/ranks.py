@@ -50,7 +50,7 @@ def divided(sizes: Sizes, ranks: int) -> tuple[Sizes, RankPlan]:
 
 
 def _busiest(experts: int, top_k: int, ranks: int) -> float:
-    """The mean number of a token's experts on the rank with most of them, for random routing: of a few thousand draws
+    """The mean number of a token's experts on the rank with most of them, for random routing: from a few thousand draws
     with a fixed seed."""
     draws = np.random.default_rng(0).random((4096, experts)).argpartition(top_k - 1)[:, :top_k]
     owners = draws // (experts // ranks)

@@ -43,7 +43,7 @@ class Sizes:
     dense_bytes: int | None  # all other weights in memory, packed by ``dense=``; None: unknown without a config.json
     dense_bytes_loading: int | None  # the same before packing
     dense_bytes_per_token: int | None  # of those that a token reads: without the embedding and ``left_alone``
-    dense_format: str  # that ``dense=`` packs most weights to; empty: none
+    dense_format: str  # the format that ``dense=`` packs most weights to; empty: none
     left_alone_bytes: int | None  # experts of other shapes, which stay outside the pool
     left_alone: str  # their description
     tables: str  # embedding tables that stay in files
@@ -106,7 +106,7 @@ def _store_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> Sizes:
         check_dense(config.dense, blocks)
         dense = _dense_bytes(model, layers, tables, config, dtype or torch.bfloat16, blocks)
         others = layers_left_alone(model)
-        # As this build fuses it: the build that wrote the store may have known fewer activations.
+        # Use this build's activations: the build that wrote the store may have fused fewer.
         shape = dataclasses.replace(shape, activation=common_activation(layers))
     files = tuple(folder / file.name for file in manifest.record_files)
     return _sizes(shape, manifest.weights, manifest.group_size, dense, others, tables, config, files)
@@ -174,7 +174,7 @@ def _sizes(
     config: MeshConfig,
     files: tuple[Path, ...],
 ) -> Sizes:
-    """Of a store, whose records are read as they are."""
+    """The sizes of a store, whose records are read as they are."""
     record = shape.record_bytes(weights, group_size)
     return Sizes(
         shape=shape,
@@ -221,7 +221,7 @@ def _dense_bytes(
     dtype: torch.dtype,
     blocks: Blocks | None,
 ) -> _Rest:
-    """Of a model on the meta device."""
+    """Bytes of a model on the meta device, without its pooled experts."""
     model.to(dtype)
     for name, parameter in model.named_parameters():
         if kept_in_fp32(model, name, dtype):
@@ -240,7 +240,7 @@ def _dense_bytes(
     for path, format in dense_formats(model, layers, **how).items():
         linear = model.get_submodule(path)
         formats[format] += linear.weight.numel()
-        tied = tied and linear is not head  # packed, it is a weight of its own
+        tied = tied and linear is not head  # a packed head is a separate weight
     not_read = 0 if tied or id(embedding) in in_files else embedding.nbytes
     left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
     most = formats.most_common(1)

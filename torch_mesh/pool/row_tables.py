@@ -20,13 +20,13 @@ from .expert_pool import close_engine, notice_exit
 _CACHED_FRACTION = 64
 _MIN_CACHE, _MAX_CACHE = 16 << 20, 1 << 30
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-# The buffers that rows are read into (csrc/tables/tables.cpp).
+# Size of the buffers that rows are read into (csrc/tables/tables.cpp).
 STAGING_BYTES = 8 << 20
 
 
 def divided_cache(tables: Sequence[int], cache_bytes: int | None) -> list[int]:
-    """Bytes of the row cache of each table, for tables of so many bytes. ``cache_bytes``: of all caches; None: by the
-    tables' sizes."""
+    """Bytes of each table's row cache. ``tables``: bytes of each table; ``cache_bytes``: of all caches together, or
+    None to choose by the tables' sizes."""
     every = sum(tables)
     if cache_bytes is None:
         cache_bytes = min(max(every // _CACHED_FRACTION, _MIN_CACHE), _MAX_CACHE)
@@ -34,16 +34,16 @@ def divided_cache(tables: Sequence[int], cache_bytes: int | None) -> list[int]:
 
 
 def tables_memory(tables: Sequence[int], cache_bytes: int | None) -> int:
-    """Memory of tables of so many bytes: row caches and buffers."""
+    """Memory of tables of these sizes in bytes: row caches and buffers."""
     return sum(divided_cache(tables, cache_bytes)) + STAGING_BYTES if tables else 0
 
 
 def vocabulary_in_files(vocabulary: int, experts: int, free: int) -> bool:
-    """Whether memory is short for an input embedding of so many bytes, which transformers maps from its file.
+    """Whether memory is short for an input embedding of ``vocabulary`` bytes, which transformers maps from its file.
 
-    ``free``: bytes that are left for ``experts`` bytes of experts and the page cache. Short means that
-    ``resident="auto"`` would not hold all experts, and that the page cache could not hold the embedding in what is left
-    free then: each look-up would wait for a page, and drop others.
+    ``free``: bytes that are left for ``experts`` bytes of experts and the page cache. Memory is short if
+    ``resident="auto"`` would not hold all experts, and the page cache could not hold the embedding in the memory that
+    is then left free: each look-up would wait for a page, and drop others.
     """
     return auto_budget(free, 0) < experts and auto_margin(free) < vocabulary
 

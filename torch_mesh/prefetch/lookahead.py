@@ -27,9 +27,10 @@ class NextLayer:
     top_k: int
 
     def prefetch(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
-        """Starts reading what the next layer's router would choose for hidden_states [tokens, hidden]: a hint.
+        """Start to read the experts that the next layer's router would choose for hidden_states [tokens, hidden].
 
-        ``output`` is that of the layer that looks ahead: guesses are to be read after what it needs itself.
+        A hint. ``output`` is that of the current layer: predicted experts are read after those that this layer needs
+        itself.
         """
         router = self.router
         torch.ops.torch_mesh.lookahead(
@@ -38,7 +39,8 @@ class NextLayer:
 
     @property
     def hint(self) -> tuple[Any, ...]:
-        """The same as the last arguments of the ops that compute experts, which read these ahead behind their own."""
+        """The same prediction as the last arguments of the ops that compute experts, which read these experts after
+        their own."""
         router = self.router
         return router.weight, self.handle, self.top_k, router.bias, router.scoring
 

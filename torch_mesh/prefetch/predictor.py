@@ -198,7 +198,7 @@ _Seen = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _routing(model: Any, layers: Sequence[ExpertsLayer], sequences: Iterable[torch.Tensor]) -> Iterator[_Seen]:
-    """Run each sequence and yield what its layers saw."""
+    """Run each sequence and yield the inputs and ids of its layers."""
     check_recordable(layers)
     seen: list[Any] = [None] * len(layers)
     # Logits of all tokens would take longer than some layers do.

@@ -24,14 +24,14 @@ from torch_mesh.system.memory import left_bytes
 
 _LOG = logging.getLogger(__name__)
 
-# The reserve, as in the pools' guard: half of what resident="auto" leaves.
+# Memory that stays free, as for the pools' guard: half of what resident="auto" leaves.
 RESERVE_BYTES = 256 << 20
-_PROBES = (3, 5)  # tokens: less than any window, so that all layers grow between them
+_PROBES = (3, 5)  # tokens: fewer than any window, so that all layers' caches grow between the two
 # Bytes for each head and each pair of a prompt's token with a key, where attention is not fused. Measured: 7.3 for
 # gpt-oss with eager attention, 10.8 for DeepSeek V3.
 _EAGER_PAIR_BYTES = 8
 _UNEVEN_PAIR_BYTES = 11
-_MASK_PAIR_BYTES = 2  # one for all heads
+_MASK_PAIR_BYTES = 2  # one mask for all heads
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Needs:
     """Memory of a sequence. ``pair_bytes``: for each pair of a prompt's token and a key, while a layer computes."""
 
     layers: tuple[LayerSize, ...]
-    token_bytes: int  # of a prompt, while it is computed
+    token_bytes: int  # for each token of a prompt, while it is computed
     pair_bytes: int
     positions: int | None  # that the model supports
 
@@ -153,11 +153,11 @@ def check_blocks(capacity: int, prompt: int, new: int) -> None:
 
 
 def _cache_of(model: Any, tokens: int) -> list[Any]:
-    """The layers of the cache that the model makes of so many tokens, without computing or reading experts if
+    """The layers of the cache that the model makes for this many tokens, without computing or reading experts if
     possible."""
     try:
         return _computed(model, tokens, FakeTensorMode(allow_non_fake_inputs=True))
-    except Exception as error:  # noqa: BLE001  # a family may look at values, which are not there
+    except Exception as error:  # noqa: BLE001  # a family may read values, which fake tensors lack
         _LOG.info("The cache size of a token is found by computing some: %s", error)
         return _computed(model, tokens, nullcontext())
 

@@ -46,9 +46,9 @@ _FIELDS: dict[str, Kind] = {
     "tool_choice": OBJECT,
     "thinking": OBJECT,
     "output_config": OBJECT,
-    "metadata": OBJECT,  # a name of the user, which changes no answer
+    "metadata": OBJECT,  # names the user; changes no answer
     "service_tier": only("auto", "standard_only"),
-    "cache_control": OBJECT,  # as in blocks: what was computed is kept anyway
+    "cache_control": OBJECT,  # no effect, as in blocks: keys and values are kept anyway
     "container": only(),
     "context_management": only(),
     "mcp_servers": only([]),

@@ -61,7 +61,7 @@ class Batches(Engine):
         check_blocks(self._capacity(), len(job.prompt), job.config.max_new_tokens)
 
     def check_options(self, job: Job) -> None:
-        """Raises RequestError for what continuous batching, or the model, has not."""
+        """Raises RequestError for options that continuous batching or the model does not support."""
         config = job.config
         if (config.num_beams or 1) > 1:
             raise RequestError("--continuous-batching does not support beams: give num_beams 1.", "generation_config")
@@ -174,13 +174,14 @@ def _sampling(job: Job) -> tuple[Any, ...]:
 
 
 def _sized_config(configured: dict[str, Any]) -> Any:
-    """The given number of blocks, or as many as fit in the free memory: transformers ignores cgroups and other
-    processes."""
+    """A config with the given number of blocks, or as many as fit in the free memory: transformers ignores cgroups and
+    other processes."""
     import psutil
     from transformers import ContinuousBatchingConfig
 
     config = ContinuousBatchingConfig(**configured)
-    # transformers 5.17 would take as many tokens as their masks, of each with every other, fit in the free memory.
+    # transformers 5.17 would choose the tokens of a forward by memory: as many as fit with masks of each token with
+    # every other.
     if config.num_blocks is not None and config.max_batch_tokens is None:
         config.max_batch_tokens = _MAX_ROWS
     if config.max_memory_percent is None:
@@ -201,7 +202,7 @@ def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callab
         return int(processor.cache.num_blocks * getattr(config, "page_size", config.block_size))  # until 5.17
     if status.fatal_error is None:
         raise BatchesEndedError("Continuous batching has ended.")  # the server is stopping
-    problem = str(status.fatal_error)  # the error itself has frames, and those the model
+    problem = str(status.fatal_error)  # the error itself refers to frames, and these to the model
     end()  # the next request may find more memory
     raise RequestTooLongError(
         f"There is no memory for the blocks of continuous batching ({problem}): "

@@ -17,7 +17,7 @@ from torch_mesh.validators import parse_size
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_HANDLE, _METHOD = "_prefix_cache", "generate"  # attributes of a model, which need not be patched
+_HANDLE, _METHOD = "_prefix_cache", "generate"  # attributes of a model, patched or not
 
 
 def cache_prefixes(model: Any, size: str | int = "8GiB") -> CachedPrefixes:
@@ -45,7 +45,7 @@ def cache_prefixes(model: Any, size: str | int = "8GiB") -> CachedPrefixes:
 
 
 class CachedPrefixes:
-    """What ``cache_prefixes`` has installed, until ``close`` or the end of a ``with`` block."""
+    """The installation that ``cache_prefixes`` made, until ``close`` or the end of a ``with`` block."""
 
     def __init__(self, model: Any, limit: int) -> None:
         self._model = model
@@ -59,11 +59,12 @@ class CachedPrefixes:
         return self._prefixes.counts
 
     def flush(self) -> None:
-        """Return when the sequences so far are written. Without it they are at the end of the process."""
+        """Return when the sequences so far are written. Without this call they are written by the end of the
+        process."""
         self._prefixes.flush()
 
     def close(self) -> None:
-        """Let ``model.generate`` be as before."""
+        """Restore the original ``model.generate``."""
         if vars(self._model).get(_HANDLE) is self:
             del vars(self._model)[_HANDLE], vars(self._model)[_METHOD]
         self._prefixes.close()
@@ -75,7 +76,7 @@ class CachedPrefixes:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model has none."""
+        """A copy of the model has no prefix cache."""
 
     def __reduce__(self) -> Any:
         return types.NoneType, ()

@@ -42,7 +42,7 @@ class Decisions:
         )
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request. Raises RequestError for one that the pipeline does not accept."""
+        """Answer a request. Raises RequestError for a request that the pipeline does not accept."""
         given = checked_request(DECISIONS, body, self._service.served, 0)
         request = {"assets": {}, **given}
 

@@ -33,7 +33,7 @@ _TENSOR_BYTES = 4096
 class Conversation:
     tokens: Tensor  # [n]
     cache: DynamicCache
-    shared: bool = False  # its memory belongs to another conversation until something is added
+    shared: bool = False  # its memory belongs to another conversation until tokens are added
 
     @property
     def nbytes(self) -> int:
@@ -42,8 +42,8 @@ class Conversation:
         return self.tokens.nbytes + sum(tensor.untyped_storage().nbytes() + _TENSOR_BYTES for tensor in held)
 
     def common(self, tokens: Tensor) -> int:
-        """The length of the common prefix with ``tokens`` [n] that it can rewind to; at least one token is left to
-        compute."""
+        """The length of the longest common prefix with ``tokens`` [n] to which the cache can be rewound, leaving at
+        least one token to compute; otherwise 0."""
         limit = min(len(self.tokens), len(tokens) - 1)
         differ = (self.tokens[:limit] != tokens[:limit]).nonzero()
         length = int(differ[0]) if len(differ) else limit
@@ -120,7 +120,7 @@ class KeptKeys:
                 result = self._generate(**arguments)
                 complete = True
                 return result
-            finally:  # also if a client disconnects, which may come back
+            finally:  # also if a client disconnects: it may ask again
                 self._computing = None
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
                 states = {} if checkpoints is None else checkpoints.finish()
@@ -129,7 +129,7 @@ class KeptKeys:
                     if self.prefixes is not None:
                         self.prefixes.save(conversation.tokens, conversation.cache, states)
                 self._count()
-                # Conversations are freed in any order, and malloc keeps the gaps.
+                # Conversations are freed in any order, and malloc keeps the gaps between them.
                 trim_heap()
 
     def check(self, prompt: Tensor, new: int) -> None:
@@ -206,7 +206,7 @@ class KeptKeys:
         if best is None or length == 0:
             return Conversation(tokens[:0], self._new_cache())
         if 2 * length < len(best.tokens):
-            # Another conversation that shares the prefix, and until something is added its memory.
+            # A new conversation with the same prefix, which shares the memory until tokens are added.
             cache = copy.copy(best.cache)
             cache.layers = [copy.copy(layer) for layer in cache.layers]
             best = Conversation(best.tokens, cache, shared=True)
@@ -217,7 +217,7 @@ class KeptKeys:
 
     def _keep(self, conversation: Conversation) -> None:
         if conversation.nbytes > self.limit:
-            return  # others would be dropped for it, and then it as well
+            return  # the loop below would drop all others, and then this one too
         self.conversations.append(conversation)
         while self.conversations and sum(each.nbytes for each in self.conversations) > self.limit:
             del self.conversations[0]

@@ -1,4 +1,4 @@
-"""What the keys of a prompt depend on beside its tokens."""
+"""A model's part in the identity of a prompt's keys, beside the tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torch_mesh.modules.packed_weight import PackedWeight
 from torch_mesh.modules.tables import MeshEmbedding
 from torch_mesh.version import __version__
 
-_LAYOUT = 1  # of what is kept; a change makes all that was kept before unknown
-# Fields of MeshConfig by which the values of a forward change. The rest changes the speed alone, or is in the weights.
+_LAYOUT = 1  # version of the kept data; a change makes earlier data unknown
+# Fields of MeshConfig that change the values of a forward. The others change only the speed, or are in the weights.
 _FIELDS = ("attention", "lossy", "gpu")
 
 
@@ -104,7 +104,7 @@ def _files_of(module: MeshEmbedding) -> str:
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Of PEFT, in the module itself."""
+    """Whether the module itself has adapters of PEFT."""
     return hasattr(module, "merged_adapters")
 
 

@@ -34,10 +34,10 @@ from torch_mesh.system.atomic_files import new_file
 
 _LOG = logging.getLogger(__name__)
 _KINDS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
-_FIELDS = {"custom_id", "method", "url", "body"}  # of a line of OpenAI's batch files
-_MAX_NAMED = 5  # mistakes that an error names
-_PAGE = 256  # tokens in a block of transformers' continuous batching, unless it is given
-_MAX_ROWS = 4096  # of a forward: transformers has a mask of each with every key
+_FIELDS = {"custom_id", "method", "url", "body"}  # the fields of a line of OpenAI's batch files
+_MAX_NAMED = 5  # an error names at most this many mistakes
+_PAGE = 256  # default for the tokens of a block of transformers' continuous batching
+_MAX_ROWS = 4096  # rows of a forward: transformers makes a mask of each row with every key
 # The sampling options, which all sequences of a batch share.
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "generation_config")
 
@@ -51,13 +51,13 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """Of what is asked, by which an answer is known to be this request's."""
+        """A digest of the request's contents. It shows that an answer is this request's."""
         text = json.dumps([self.kind, self.body], sort_keys=True)
         return f"req_{hashlib.blake2b(text.encode('utf-8', 'backslashreplace'), digest_size=12).hexdigest()}"
 
 
 def read_requests(path: Path) -> list[Request]:
-    """All lines of a file in OpenAI's batch format, or with the bodies alone. Raises ValueError that names the first
+    """Read all lines of a file in OpenAI's batch format, or with the bodies alone. Raises ValueError naming the first
     wrong lines, OSError for a file that cannot be read."""
     found: list[Request] = []
     wrong: list[str] = []
@@ -136,7 +136,7 @@ def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
     kept = []
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
-            break  # a run was killed while it wrote this
+            break  # a killed run left this line incomplete
         try:
             answer = json.loads(line)
             name, response = answer["custom_id"], answer["response"]
@@ -158,8 +158,8 @@ def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
 
 
 class _SizedBatches(Batches):
-    """Batches with blocks and forwards for the requests that are computed at once: transformers would take all memory
-    that is left."""
+    """Batches with blocks and forwards sized for the requests that are computed at once. By default transformers takes
+    all free memory."""
 
     def __init__(self, kept: KeptKeys, tokenizer: Any, configured: dict[str, Any], at_once: int) -> None:
         super().__init__(kept, tokenizer, configured)
@@ -167,20 +167,20 @@ class _SizedBatches(Batches):
         self._needs: list[tuple[int, int]] = []  # tokens of each sequence, and of its prompt
 
     def check(self, job: Job) -> None:
-        """Checks all but the memory: ``choose_sizes`` does that when all jobs are known."""
+        """Check all but the memory: ``choose_sizes`` checks it when all jobs are known."""
         self.check_options(job)
         prompt = len(job.prompt)
         self._needs.append((prompt + job.config.max_new_tokens, prompt))
 
     def choose_sizes(self) -> None:
-        """Choose the number of blocks and rows. Raises RequestTooLongError where the longest sequence does not fit."""
+        """Choose the number of blocks and rows. Raises RequestTooLongError if the longest sequence does not fit."""
         self._needs.sort(reverse=True)
         admission = self.kept.admission
         assert admission is not None
         longest, prompt = self._needs[0]
         admission.check(prompt, longest - prompt, known=0, held=0)
         free, some = admission.free_bytes(), self._needs[: self._at_once]
-        # Beside the keys there are copies of them in each layer, and masks of every row with every key.
+        # Beside the keys, each layer has copies of them, and masks of every row with every key.
         while len(some) > 1 and 2 * sum(admission.needs.cache(tokens) for tokens, _ in some) > free:
             some.pop()
         page = self._configured.get("block_size") or _PAGE
@@ -188,7 +188,7 @@ class _SizedBatches(Batches):
         rows = min(_MAX_ROWS, sum(prompt for _, prompt in some) + len(some))
         sized: dict[str, Any] = {"num_blocks": pages, "max_batch_tokens": rows}
         if len(some) == len(self._needs[: self._at_once]) and "num_blocks" not in self._configured:
-            sized["safety_margin"] = 0.0  # all have their blocks to the end: no prompt waits for free ones
+            sized["safety_margin"] = 0.0  # all sequences have their blocks to the end: no prompt waits for free blocks
         self._configured = {**sized, **self._configured}
 
 
@@ -196,7 +196,7 @@ class _SizedBatches(Batches):
 def open_service(model: str, config: MeshConfig, given: Mapping[str, Any], at_once: int) -> Iterator[Service]:
     """Open a model, and close it when the block ends. ``given``: OPTIONS by name.
 
-    Raises ValueError for an option that cannot be, and what opening a model raises.
+    Raises ValueError for an invalid option, and what opening a model raises.
     """
     source = source_of(model)
     options = complete_options(given)
@@ -205,7 +205,7 @@ def open_service(model: str, config: MeshConfig, given: Mapping[str, Any], at_on
     prompts = Prompts(source.name, processor, found, options["arguments"])
     kept = KeptKeys(found, 0, Admission(found, find_needs(found, keeps_windows=False)))
     layers = {type(layer) for layer in DynamicCache(config=found.config.get_text_config(decoder=True)).layers}
-    # Of other layers transformers' continuous batching knows nothing.
+    # transformers' continuous batching supports no other layers.
     batches = hasattr(found, "init_continuous_batching") and layers <= {DynamicLayer, DynamicSlidingWindowLayer}
     if batches:
         engine: Engine = _SizedBatches(kept, prompts.tokenizer, options["blocks"], at_once)
@@ -220,7 +220,7 @@ def open_service(model: str, config: MeshConfig, given: Mapping[str, Any], at_on
 
 
 def check(service: Service, requests: Sequence[Request], path: Path) -> None:
-    """Raises ValueError that names the first lines that would be refused."""
+    """Raises ValueError naming the first lines that would be refused."""
     api, wrong = OpenAI(service), []
     for request in requests:
         try:
@@ -237,13 +237,13 @@ def check(service: Service, requests: Sequence[Request], path: Path) -> None:
 async def answer(
     service: Service, requests: Sequence[Request], out: Path, at_once: int, progress: Callable[[int, int], None]
 ) -> int:
-    """Add a line to ``out`` for each request as soon as it is answered, ``at_once`` computed together. Returns how many
-    have failed.
+    """Add a line to ``out`` for each request as soon as it is answered; ``at_once`` are computed together. Returns how
+    many failed.
 
-    Raises MeshError where the model computes no more, OSError for a full disk. What was written stays.
+    Raises MeshError if the model can compute no more, OSError for a full disk. Lines written before stay.
     """
     api = OpenAI(service)
-    # Sequences with other sampling options wait for each other.
+    # Sort by sampling options, since sequences with others wait for each other.
     order = iter(
         sorted(requests, key=lambda each: json.dumps([each.body.get(name) for name in _SAMPLING_FIELDS], default=str))
     )

@@ -102,7 +102,7 @@ class OpenAI:
         self._service = service
 
     def check(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Raises what answering would raise before it computes. ``kind``: CHAT, COMPLETIONS or RESPONSES."""
+        """Raise what answering would raise before it computes. ``kind``: CHAT, COMPLETIONS or RESPONSES."""
         service = self._service
         prepare = {CHAT: self._chat_answers, COMPLETIONS: self._completion_answers, RESPONSES: self._response_answer}
         prepare[kind](checked_request(kind, body, service.served, service.vocabulary))
@@ -247,7 +247,7 @@ class OpenAI:
         count, top = given.get("n", 1), given.get("logprobs")
         best = given.get("best_of", count)
         given = {**given, "max_tokens": 1} if given.get("max_tokens") == 0 else given
-        top = top if best == count or top is not None else 0  # best_of goes by probability
+        top = top if best == count or top is not None else 0  # best_of compares probabilities
         answers: list[Answer] = []
         for each in inputs:
             answers += service.answers(_not_empty(each, "prompt"), given, limit="max_tokens", count=best, top=top)
@@ -256,7 +256,7 @@ class OpenAI:
     def _completion_logprobs(
         self, prompt: Sequence[int], found: Sequence[TokenLogprobs | None], start: int = 0
     ) -> Body:
-        """Log-probabilities of tokens; only the first of a prompt has none."""
+        """Log-probabilities of tokens; only the first token of a prompt has none."""
         ids = [prompt[index] if each is None else each.token for index, each in enumerate(found)]
         texts = [self._text(token) for token in ids]
         offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
@@ -268,7 +268,7 @@ class OpenAI:
         }
 
     def _top(self, found: TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens and the chosen one. Of tokens with one text the most probable counts."""
+        """The most probable tokens and the chosen one. If tokens have the same text, the most probable one counts."""
         named: dict[str, float] = {}
         for token, logprob in (*found.top, (found.token, found.logprob)):
             named.setdefault(self._text(token), max(logprob, -9999.0))
@@ -341,7 +341,7 @@ class _Response:
         self._number = 0
 
     def body(self, status: str | None = None, error: Body | None = None) -> Body:
-        """``status``: None once it has ended."""
+        """The response's body. ``status``: None once the answer has ended."""
         given, ended = self._given, status is None
         cut = ended and self._answer.finish == "length"
         sampling = self._answer.job.config
@@ -408,7 +408,7 @@ class _Response:
         return events
 
     def close(self) -> list[str]:
-        """An answer has a message or calls."""
+        """Close the message: an answer has a message or calls."""
         events = []
         if not any(item["type"] != "reasoning" for item in (*self._output, *filter(None, (self._open,)))):
             events += self._close() + self._begin("message")

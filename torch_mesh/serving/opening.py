@@ -17,7 +17,8 @@ from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import check_folder, store_error
 from torch_mesh.store.hub import check_model, local_folder
 
-# owner/model, @revision, and a GGUF file of it behind a colon, or behind a slash, as in the rest of torch_mesh.
+# A model of the hub is owner/model, with @revision. A GGUF file of it follows a colon or, as in the rest of torch_mesh,
+# a slash.
 _ON_HUB = tuple(
     re.compile(pattern)
     for pattern in (
@@ -103,7 +104,7 @@ def open_served(source: Source, config: MeshConfig, given: Mapping[str, Any]) ->
 
 
 def _location(source: Source) -> dict[str, Any]:
-    """The config of a folder, as in ``from_pretrained``."""
+    """Keyword arguments of ``from_pretrained`` for the location: the GGUF file, or the revision."""
     if source.file is not None:
         return {"gguf_file": source.file}
     return {"revision": source.revision} if source.revision else {}
@@ -119,7 +120,8 @@ def _folder_of(source: Source) -> str:
 
 
 def _class_of(config: Any) -> Any:
-    """The one that the checkpoint names, unless it brings its own code; transformers may know it by its type alone."""
+    """The model class that the checkpoint names, unless it brings its own code. transformers may know some only by
+    model type."""
     import transformers
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES

@@ -127,7 +127,7 @@ def _check_decision_config(path: str | None) -> None:
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
-    """Check options of continuous batching now: it would check them with the first request, and end."""
+    """Check options of continuous batching now: it would check them only at the first request, and end."""
     for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens"):
         if (value := given[name]) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
@@ -137,7 +137,7 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
 
 
 def _prefix_bytes(given: Mapping[str, Any]) -> int:
-    """0: no prefix cache."""
+    """Bytes of the prefix cache; 0 for none."""
     size = given["prefix_cache"]
     if size == "off":
         return 0
@@ -161,7 +161,8 @@ def check_key(given: Mapping[str, Any]) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Of every address that ``host`` stands for. One that stands for none is refused where it is listened at."""
+    """Whether every address of ``host`` is loopback. A host without an address counts as loopback and is refused by
+    ``check_address``."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
         return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)

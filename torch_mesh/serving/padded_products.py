@@ -1,8 +1,8 @@
-"""Pad the rows of a server's matrix products, so that prompts of all lengths share a few compiled ones.
+"""Pad the rows of a server's matrix products, so that prompts of all lengths share a few compiled products.
 
-On processors with bf16 products torch multiplies with oneDNN, which compiles 0.33 MB of code for each number of rows
-(up to about a thousand) and each shape of weights, and never frees it. Masked attention takes less, but for each pair
-of numbers of rows and keys. A server that sees all lengths would grow by a gigabyte (docs/decisions/0072).
+On processors with bf16 products torch multiplies with oneDNN. It compiles 0.33 MB of code for each number of rows (up
+to about a thousand) and each shape of weights, and never frees it. Masked attention compiles less code, but for each
+pair of numbers of rows and keys. A server with prompts of all lengths would grow by a gigabyte (docs/decisions/0072).
 """
 
 from __future__ import annotations

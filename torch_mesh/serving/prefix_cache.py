@@ -35,18 +35,18 @@ _LOG = logging.getLogger(__name__)
 BLOCK = 64  # tokens
 _ROWS, _WINDOW, _STATE = "rows", "window", "state"  # kinds of files of a block
 _READERS = 4  # threads
-_MAX_PENDING = 1 << 30  # bytes that wait to be written, beyond which nothing more is
-_ENDING = 10.0  # seconds for what is still to be written when the cache is closed
-# A state of linear attention takes as much as the rows of hundreds of tokens. It is kept at the ends of a prompt's
-# longest messages: of so many, with at least so many tokens.
+_MAX_PENDING = 1 << 30  # maximum bytes waiting to be written; further sequences are not kept
+_ENDING = 10.0  # seconds to write pending files when the cache is closed
+# A state of linear attention takes as much as the rows of hundreds of tokens. States are kept at the ends of a prompt's
+# longest messages: at most so many messages, each of at least so many tokens.
 _MAX_MESSAGES, _MIN_MESSAGE = 4, 256
-# Kinds of rotary embeddings by which the keys of a token depend on the tokens after it.
+# Types of rotary embeddings that make the keys of a token depend on later tokens.
 _BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass
 class PrefixCounts:
-    hits: int = 0  # prompts with a beginning that was read
+    hits: int = 0  # prompts whose beginning was read from disk
     tokens: int = 0  # of those beginnings
     read_bytes: int = 0
     written_bytes: int = 0
@@ -66,7 +66,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Found:
-    """The blocks of a prompt's beginning. ``known``: tokens that have rows on disk, though perhaps no state."""
+    """The blocks of a prompt's beginning. ``known``: tokens whose rows are on disk, perhaps without a state."""
 
     blocks: tuple[Block, ...] = ()
     known: int = 0
@@ -113,18 +113,18 @@ class PrefixCache:
         self._finalizer()
 
     def flush(self) -> None:
-        """Return when all that was given to ``save`` is written."""
+        """Return when everything given to ``save`` is written."""
         self._writer.flush()
 
     def refresh(self) -> None:
-        """Compute the model's identity again, so that only blocks of the model as it is now are found."""
+        """Compute the model's identity again, so that only blocks of the model's current state are found."""
         root = self._identity.digest()
         if root != getattr(self, "_root", None):
             self._files = PrefixBlocks(self._folder / f"{self._name}-{root.hex()[:16]}", self._limit)
             self._root = root
 
     def find(self, tokens: Tensor) -> Found:
-        """The longest beginning of a prompt [n] that is on disk, of at most n - 1 tokens."""
+        """The longest beginning of a prompt [n] that is on disk, at most n - 1 tokens."""
         files, kind, tokens = self._files, self._row_kinds[0], tokens.cpu()
         chain: list[Block] = []
         for block in _chain(self._root, tokens[:-1]):
@@ -132,7 +132,7 @@ class PrefixCache:
                 break
             chain.append(block)
         parent, start = (chain[-1].key, chain[-1].stop) if chain else (self._root, 0)
-        # The last block of an earlier sequence, of any length.
+        # Look for the last block of an earlier sequence, which may be of any length.
         for stop in range(min(start + BLOCK, len(tokens)) - 1, start, -1):
             last = Block(_key(parent, tokens[start:stop]), start, stop)
             if files.has(last.file(kind)):
@@ -144,8 +144,8 @@ class PrefixCache:
         return Found(tuple(chain), known)
 
     def restore(self, tokens: Tensor, cache: DynamicCache, more_than: int = 0) -> int:
-        """Put the longest beginning of a prompt [n] into an empty ``cache``, if it has ``more_than`` so many tokens.
-        Returns its tokens: fewer than ``find`` has found where files are damaged, 0 for none."""
+        """Put the longest beginning of a prompt [n] into an empty ``cache``, if it has more than ``more_than`` tokens.
+        Returns its number of tokens: fewer than ``find`` found if files are damaged, 0 for none."""
         begun = time.monotonic()
         read = self.counts.read_bytes
         while (found := self.find(tokens)).length > more_than:
@@ -166,17 +166,18 @@ class PrefixCache:
         return 0
 
     def checkpoints(self, tokens: Tensor, start: int, cache: DynamicCache) -> Checkpoints | None:
-        """Keeps states of linear attention while a prompt [n] is computed into ``cache``, which has ``start`` of its
-        tokens. None for a model that has no such layers."""
+        """Keep states of linear attention while a prompt [n] is computed into ``cache``, which has ``start`` of its
+        tokens. Returns None for a model without such layers."""
         if not self._linear:
             return None
-        known = self.find(tokens).known  # where other prompts have parted from this one
+        known = self.find(tokens).known  # where earlier prompts diverge from this one
         ends = {known, len(tokens) - 1, *self._long_messages(tokens)}
         positions = {end // BLOCK * BLOCK for end in ends}
         return Checkpoints(self._model, cache, start, sorted(each for each in positions if each > start))
 
     def save(self, tokens: Tensor, cache: DynamicCache, states: dict[int, dict[str, Tensor]]) -> None:
-        """Write what ``cache`` has of a sequence [n], in the background. ``states`` of linear attention by position."""
+        """Write the contents of ``cache`` for a sequence [n] in the background. ``states``: of linear attention, by
+        position."""
         files, chain = self._files, list(_chain(self._root, tokens.cpu()))
         if self._linear and not files.has(chain[-1].file(_STATE)):
             states = states | {len(tokens): cache_state.states(cache)}
@@ -186,7 +187,7 @@ class PrefixCache:
         self._writer.add(_Job(files, len(tokens), names, rows, states))
 
     def _wanted(self, chain: Sequence[Block]) -> Iterator[tuple[Block, str]]:
-        """The files that hold what a cache has after the last block of ``chain``, but for whole rows."""
+        """The files with the contents of a cache after the last block of ``chain``, without those of whole rows."""
         stop = chain[-1].stop
         if _WINDOW in self._row_kinds:
             rows = max(cache_state.window_rows(self._outline, stop).values())
@@ -195,7 +196,7 @@ class PrefixCache:
             yield chain[-1], _STATE
 
     def _read(self, found: Found) -> dict[str, Tensor] | None:
-        """None where a file is gone or damaged."""
+        """The tensors of the files; None if a file is missing or damaged."""
         files = self._files
         wanted: dict[str, list[Block]] = {_ROWS: list(found.blocks)} if _ROWS in self._row_kinds else {}
         for block, kind in self._wanted(found.blocks):
@@ -216,7 +217,7 @@ class PrefixCache:
         return held
 
     def _gathered(self, files: PrefixBlocks, blocks: Sequence[Block], kind: str) -> tuple[dict[str, Tensor], int]:
-        """Rows of ``blocks`` side by side, and bytes read; no rows where a file is gone or damaged."""
+        """Rows of ``blocks`` side by side, and bytes read; no rows if a file is missing or damaged."""
         read = files.read(blocks[0].file(kind))
         if read is None:
             return {}, 0
@@ -232,7 +233,7 @@ class PrefixCache:
             if read is None:
                 return 0
             for name, part in read[0].items():
-                begin = stop - rows[name].shape[-2]  # the token of its first row
+                begin = stop - rows[name].shape[-2]  # the token of the first row
                 skipped = max(0, begin - block.start)
                 rows[name][..., block.start + skipped - begin : block.stop - begin, :] = part[..., skipped:, :]
             return read[1]
@@ -264,7 +265,7 @@ class _Job:
         return sum(tensor.nbytes for part in parts for tensor in part.values())
 
     def tensors(self, block: Block, kind: str) -> dict[str, Tensor]:
-        """What a file holds; nothing where a window has moved on."""
+        """The tensors of a file; empty if a window no longer has all of the block."""
         if kind == _STATE:
             return dict(self.states[block.stop])
         found = {}
@@ -318,7 +319,7 @@ class _Writer:
                 _LOG.warning("The keys of %d tokens are not kept on disk: %s", job.length, error)
             with self._lock:
                 self._pending -= job.nbytes
-            job = None  # or it would hold its tensors until the next one
+            job = None  # otherwise it would hold its tensors until the next job
 
     def _write(self, job: _Job) -> None:
         for block, kind in job.names:
@@ -329,7 +330,7 @@ class _Writer:
 
 
 def unsupported_reason(model: Any) -> str:
-    """Why what a model's caches hold cannot be kept; empty: it can."""
+    """Why the contents of a model's caches cannot be kept; empty if they can."""
     config = model.config.get_text_config(decoder=True)
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "its layers are on several devices"
@@ -339,7 +340,7 @@ def unsupported_reason(model: Any) -> str:
 
 
 def _rotary_types(parameters: Any) -> set[str]:
-    """Of all layers: some models have parameters for each type of layer."""
+    """The rotary types of all layers: some models have parameters for each type of layer."""
     if not isinstance(parameters, dict):
         return set()
     within = [_rotary_types(value) for value in parameters.values()]
@@ -356,5 +357,5 @@ def _chain(root: bytes, tokens: Tensor) -> Iterator[Block]:
 
 
 def _key(parent: bytes, tokens: Tensor) -> bytes:
-    """``tokens`` [n], on the CPU."""
+    """The key of a block of ``tokens`` [n], on the CPU, after the block ``parent``."""
     return hashlib.blake2b(parent + tokens.to(torch.int64).numpy().tobytes(), digest_size=16).digest()

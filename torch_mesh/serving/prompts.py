@@ -20,7 +20,7 @@ NO_TEMPLATE = (
     "server's /v1/completions."
 )
 _ROLES = ("system", "user", "assistant", "tool")
-# Of a message. The template may read others.
+# Names of a message's fields. The template may read others.
 _NAMES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _TEXTS = ("text", "input_text", "output_text")
 # The processor's component for each kind of part, and the field with its content.
@@ -138,7 +138,7 @@ class Prompts:
         return re.search(rf"\b{re.escape(variable)}\b", self.template or "") is not None
 
     def _check_message(self, where: str, message: Mapping[str, Any], field: str) -> None:
-        """Raises RequestError for a role and for fields of which the chat template reads nothing."""
+        """Raises RequestError for a role or a field that the chat template does not read."""
         role = message["role"]
         if role not in (*_ROLES, "developer") and not re.search(rf"['\"]{re.escape(role)}['\"]", self.template or ""):
             raise wrong(field, f"{where}.role", role, f"{', '.join(_ROLES)} or developer")

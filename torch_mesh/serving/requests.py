@@ -53,7 +53,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 def only(*allowed: Any) -> Kind:
-    """The kind of a field that must ask for what the server does anyway."""
+    """The kind of a field that may only ask for the server's own behaviour."""
     shown = " or ".join(json.dumps(each) for each in allowed)
     words = (
         f"{shown}, or leave it out: this server supports nothing else"
@@ -67,7 +67,7 @@ _COMMON = {
     "temperature": TEMPERATURE,
     "top_p": FRACTION,
     "stream": BOOL,
-    # Names for the client's own use, and hints, change no answer.
+    # Names for the client's own use and hints change no answer.
     "user": TEXT,
     "safety_identifier": TEXT,
     "prompt_cache_key": TEXT,
@@ -82,7 +82,7 @@ _SAMPLING = {
     "n": _COUNT,
     "seed": Kind("a whole number of 64 bits", is_whole),
     "stream_options": OBJECT,
-    # Not of OpenAI's API.
+    # These are not in OpenAI's API.
     "top_k": whole(0),
     "min_p": FRACTION,
     "repetition_penalty": FACTOR,
@@ -381,7 +381,7 @@ def _check_input(content: Any) -> None:
 def _check_tool(where: str, tool: Any) -> None:
     check(where, tool, OBJECT, "tools")
     check(f"{where}.type", tool.get("type", "function"), only("function"), "tools")
-    function = tool.get("function", tool)  # of the Responses API without a level
+    function = tool.get("function", tool)  # the Responses API has no inner level
     check(f"{where}.function", function, OBJECT, "tools")
     if function is not tool:
         check_names(where, tool, ("type", "function", "cache_control"), "tools")

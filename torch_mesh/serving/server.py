@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds for pending requests when the server stops
 AFTERMATH = 20.0  # further seconds for computations to end
-# Products that oneDNN keeps ready, each of 0.3 MB: more than a forward has, less than its default of 1,024, which
-# prompts of all lengths would fill.
+# Number of products that oneDNN keeps compiled, each of 0.3 MB. A forward has fewer. Prompts of all lengths would fill
+# oneDNN's default of 1,024.
 _COMPILED_PRODUCTS = "128"
 _ANSWERING = 2.0  # seconds for error responses to pending requests
 

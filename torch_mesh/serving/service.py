@@ -24,7 +24,7 @@ from torch_mesh.serving.requests import check_names
 from torch_mesh.serving.tool_calls import AnswerFormat, parser_of
 
 DEFAULT_TOKENS = 1024  # the limit of an answer unless the request has one
-_SCORED_ROWS = 512  # rows of a prompt's logits in memory at a time
+_SCORED_ROWS = 512  # rows of a prompt's logits in memory at the same time
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,8 @@ def json_schema(given: Mapping[str, Any], field: str) -> tuple[Mapping[str, Any]
 
 
 def _named_function(choice: Mapping[str, Any]) -> str:
-    """Of ``{"type": "function", "function": {"name": ...}}``, in the Responses API without a level."""
+    """The name in ``{"type": "function", "function": {"name": ...}}``; in the Responses API the inner level is
+    missing."""
     function = choice.get("function", choice)
     check_names("tool_choice", choice, ("type", "name" if function is choice else "function"), "tool_choice")
     if isinstance(function, dict):

@@ -61,7 +61,7 @@ class Stops:
     _held: str = field(default="", init=False)
 
     def push(self, text: str) -> str:
-        """Return the text that cannot begin a stop sequence; "" after one was found."""
+        """Return the text that cannot be the beginning of a stop sequence; "" after one was found."""
         if self.found is not None:
             return ""
         text = self._held + text
