@@ -11,7 +11,7 @@ from typing import Any
 
 from torch_mesh.formats import is_passthrough
 
-# Equal to those of the extension, without which `torch-mesh doctor` has to run.
+# Must equal the extension's value; `torch-mesh doctor` has to run without the extension.
 MAX_THREADS = 1024
 MAX_TIMEOUT = 1e9  # seconds
 

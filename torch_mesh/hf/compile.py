@@ -26,7 +26,7 @@ from .generation_compat import (
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Attributes of a model, which need not be patched: so without patching's prefix.
+# Attributes of a model, patched or not: so without patching's prefix.
 _OPTIONS, _OWNER = "_compiled_steps_config", "_compiled_steps_owner"
 _SHORTEST = 128  # minimum capacity of a cache in tokens
 SLACK = 15  # tokens that a step may draft

@@ -48,11 +48,11 @@ class Assistant(Drafter):
         self._model = model
         self._text = list(tokens)
         self._read: list[int] = []  # cached tokens
-        self._agreed = 0  # those of them that are confirmed as the text's
+        self._agreed = 0  # how many of the cached tokens are known to equal the text's
         self._cache: Any = new_cache(model)
         self._rewinding: Rewinding | None = None  # after the first forward
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
-        # Learned positions end there, and rotary ones degrade.
+        # Learned positions end at this length, and rotary ones degrade beyond it.
         self._longest: int = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", sys.maxsize)
         takes = inspect.signature(_without_adapters(model).forward).parameters
         self._last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}

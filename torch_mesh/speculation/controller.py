@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _TRIAL = 3  # forwards with drafts before they are judged
-_PLAIN = 4  # without, before the first of those
+_PLAIN = 4  # forwards without drafts before the first ones with drafts
 _FIRST_WAIT, _MAX_WAIT = 16, 1024  # forwards without drafts after a failed trial; doubled each time
 _REVIEW = 32  # forwards with one length before another one is tried
-_STALE = 64  # before a forward without drafts updates its time
+_STALE = 64  # forwards with drafts before one without updates the plain time
 # Fraction of plain decoding time that trials may lose. Their further costs stay within a twentieth: the last trial,
 # which starts while budget is left, and the untimed first forward of each length.
 _LOSS = 1 / 30
-_MAX_SAVED = 4.0  # forwards without drafts: limits the budget from earlier gains
+_MAX_SAVED = 4.0  # in forwards without drafts: limits the budget from earlier gains
 # Correction of a bias: drafts seem up to this much better than they are, since plain forwards between drafts are slower
 # than plain decoding (docs/decisions/0056-speculation.md).
 _FLATTERY = 1.05
-_ODD = 4  # times the usual duration: an outlier of the machine
-_OFTEN_WHOLE = 0.7  # fraction of a draft's tokens: then try a longer one
+_ODD = 4  # longer durations, in multiples of the usual one, are cut as outliers
+_OFTEN_WHOLE = 0.7  # fraction of a draft's tokens; if more are right, try a longer draft
 
 
 class _Mean:
@@ -52,7 +52,7 @@ class _Drafts:
         self.tokens = {length: _Mean(16) for length in self._lengths}
 
     def utilities(self, worth: float) -> dict[int, float]:
-        """Of each recently tried length: tokens per second, relative to one in ``worth`` seconds."""
+        """Tokens per second of each recently tried length, relative to one token in ``worth`` seconds."""
         return {
             length: tokens.value * worth / seconds.value
             for (length, seconds), tokens in zip(self.seconds.items(), self.tokens.values(), strict=True)
@@ -64,7 +64,7 @@ class _Drafts:
             self.wait, self.interval = 0, _FIRST_WAIT
 
     def tried(self, length: int, worth: float) -> int:
-        """``length``, unless it would not pay even if all of it were right."""
+        """``length``, unless it would not pay even if all drafted tokens were right."""
         seconds = self.seconds[length]
         hopeless = seconds.count > 0 and seconds.value >= (length + 1) * worth
         return self.give_up() if hopeless else length
@@ -123,7 +123,7 @@ class Controller:
             return drafts.tried(lengths[0], self._worth) if earned else 0
         drafts.interval = _FIRST_WAIT
         pays = [length for length in lengths if known.get(length, 0) > 1]
-        if not pays:  # but longer ones do, which do not fit
+        if not pays:  # only longer drafts pay, which do not fit
             return 0
         best = max(pays, key=known.__getitem__)
         index = lengths.index(best)
@@ -135,14 +135,14 @@ class Controller:
         return best
 
     def _fail(self, tier: int) -> bool:
-        """Whether drafts of this tier do not pay, and are not to be retried yet."""
+        """Whether drafts of this tier do not pay and may not be retried yet."""
         drafts, known = self._of(tier), self.utilities(tier)
         if known and max(known.values()) <= 1:
             drafts.give_up()
         return drafts.wait > 0
 
     def fitting(self, length: int) -> int:
-        """The longest of its lengths that a draft of ``length`` tokens can be cut to; 0: none."""
+        """The longest length in ``lengths`` that a draft of ``length`` tokens can be cut to; 0 without one."""
         return max((each for each in self.lengths if each <= length), default=0)
 
     def lose(self, seconds: float) -> None:

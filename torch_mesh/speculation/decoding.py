@@ -90,7 +90,7 @@ class Speculation:
         self._new_controller = copy.deepcopy(controller)
         self._drafter = drafter
         self._clock = clock
-        self._ran: set[Any] = set()  # kinds of forwards so far
+        self._ran: set[Any] = set()  # kinds of forwards that have run
 
     def __call__(
         self,
@@ -123,7 +123,7 @@ class Speculation:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """transformers' ``_sample`` for calls without an ``unsupported_reason``."""
+        """Replaces transformers' ``_sample`` for calls without an ``unsupported_reason``."""
         outputs = prefill(model, input_ids, generation_config, model_kwargs)
         model_kwargs = next_kwargs(model, outputs, model_kwargs)
         text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
@@ -146,7 +146,7 @@ class Speculation:
         texts = len(drafters)
         controller = self._controllers.setdefault(texts, copy.deepcopy(self._new_controller))
         tally = tally_of(model)
-        pool = _Pool(model)  # from after the prompt on
+        pool = _Pool(model)  # counts from the end of the prompt
         controller.begin()
 
         def step(model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -158,23 +158,23 @@ class Speculation:
             chosen = controller.choose(most, tier)
             steady = not chosen or not text.waits_for(drafters)
             drafted = text.drafts(drafters, chosen) if chosen else [[] for _ in drafters]
-            count = controller.fitting(len(drafted[0]))  # other lengths have no time or graph of their own
+            count = controller.fitting(len(drafted[0]))  # other lengths have neither a measured time nor a graph
             drafted = [own[:count] for own in drafted]
             drafting = self._clock() - begin
             in_vain = drafting if chosen and not count else 0.0
             held = int(cache.get_seq_length())
             try:
                 logits = _forward(model, forward, text.ids, drafted, model_kwargs)
-            except BaseException:  # some or all layers have the drafted tokens by now
+            except BaseException:  # some or all layers already have the drafted tokens
                 rewinding.go_back(held)
                 raise
             try:
                 tokens = text.add_while(drafted, logits)
-            finally:  # a processor, streamer or criterion may raise, and the cache be used again
+            finally:  # the cache may be used again after a processor, streamer or criterion raises
                 rewinding.rewind(count + 1 - text.rows)
             for drafter, own in zip(drafters, zip(*tokens, strict=True), strict=True):
                 drafter.extend(own)
-            kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # what is compiled anew
+            kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # each kind is compiled separately
             seconds = self._clock() - begin if kind in self._ran and steady else None
             self._ran.add(kind)
             controller.observe(count, len(tokens) - 1, seconds and seconds - in_vain, tier)
@@ -222,7 +222,7 @@ class _Text:
             yield (tokens if masks is None else tokens[masks[row].to(tokens.device)]).tolist()
 
     def waits_for(self, drafters: Sequence[Drafter]) -> bool:
-        """Whether a draft would take longer than later ones."""
+        """Whether the next draft would take longer than later ones."""
         return any(drafter.is_behind for drafter in compress(drafters, self._goes_on()))
 
     def tier(self, drafters: Sequence[Drafter]) -> int:
@@ -242,7 +242,7 @@ class _Text:
         return [own[:length] for own in found]
 
     def _goes_on(self) -> list[bool]:
-        """Per text, whether it has not ended."""
+        """Which texts have not ended."""
         return [True] * len(self.ids) if self._pad is None else self._unfinished.bool().tolist()
 
     def add(self, row: Tensor) -> list[int]:
@@ -329,7 +329,7 @@ def _forward(
 def unsupported_reason(
     model: Any, input_ids: Tensor, generation_config: Any, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> str:
-    """Why a call of ``generate`` cannot speculate; empty: it can."""
+    """Why a call of ``generate`` cannot speculate; empty if it can."""
     name = type(model).__name__
     mode = generation_config.get_generation_mode()
     if reason := model_unsupported_reason(model):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 class Drafter(ABC):
     """Drafts for one text, which grows."""
 
-    # The next draft takes longer than later ones, for what it has to read first.
+    # Whether the next draft takes longer than later ones, since the drafter has tokens to read first.
     is_behind = False
 
     @property

@@ -31,7 +31,7 @@ def is_linear(layer: Any) -> bool:
 
 
 def linear_unsupported_reason(model: nn.Module, cache: Any) -> str:
-    """Why the linear attention of ``model`` cannot be rewound in ``cache``; empty: it can, or there is none."""
+    """Why the linear attention of ``model`` cannot be rewound in ``cache``; empty if it can, or if there is none."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin) and not is_linear(layer):
             return (
@@ -142,7 +142,7 @@ class LinearAttention:
         self._states.clear()
 
     def go_back(self) -> None:
-        """Return to before the last forward of several tokens."""
+        """Restore the state before the last forward of several tokens."""
         for index, states in self._states.items():
             _restore(self._cache.layers[index], states[0])
         self._states.clear()
@@ -166,7 +166,7 @@ class Checkpoints:
         self._states: dict[int, dict[str, Tensor]] = {position: {} for position in positions}
         mixers = {index: _mixers(model, index) for index in self._done}
         if not positions or any(len(found) != 1 for found in mixers.values()):
-            return  # which of a layer's modules has the state is ambiguous
+            return  # several modules of a layer could have its state
         for (mixer,) in mixers.values():
             _step_mixer(mixer)
         setattr(cache, _STEPS, self)
@@ -190,7 +190,7 @@ class Checkpoints:
         return torch.cat(found, dim=1)
 
     def finish(self) -> dict[int, dict[str, Tensor]]:
-        """The states by position, where all layers have come to it."""
+        """The states by position, for positions that all layers have reached."""
         vars(self._cache).pop(_STEPS, None)
         return {
             position: states
@@ -218,7 +218,7 @@ def _copied(layer: Any) -> _State:
 
 
 def _restore(layer: Any, copied: _State) -> None:
-    """In place, for compiled steps; states of convolutions grow while transformers records them."""
+    """Restore in place, for compiled steps. States of convolutions grow while transformers records them."""
     for states, kept in zip(_states(layer), copied, strict=True):
         for key, state in kept.items():
             now = states[key]

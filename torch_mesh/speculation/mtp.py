@@ -31,14 +31,14 @@ _lock = threading.Lock()
 clock = time.perf_counter
 
 
-# Puts the experts of heads into a pool in 8 bits, with a fraction of them in memory and as many threads.
+# Packs the experts of heads into a pool in 8 bits, with the given resident fraction and number of threads.
 PatchHeads = Callable[[nn.Module, float, "str | int"], None]
 
 
 class KeptHeads(MtpCandidateGenerator):
     """transformers' generator with given heads, and without drafts while ``controller`` wants none."""
 
-    full_seq_last_hidden_states: Any  # of transformers' own, with several heads
+    full_seq_last_hidden_states: Any  # set by the base class, with several heads
 
     def __init__(
         self, model: Any, heads: Any, controller: Controller, generation_config: Any, logits_processor: Any
@@ -68,12 +68,12 @@ class KeptHeads(MtpCandidateGenerator):
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         self._began = None
-        if is_first_iteration:  # it brings the hidden states of the prompt
+        if is_first_iteration:  # its forward computes the hidden states of the prompt
             return input_ids, None
         began = clock()
         hidden = model_outputs.hidden_states[-1]
         late = bool(self._unseen)
-        # All of a prompt's tokens stay; later the one before the draft and the accepted ones.
+        # A prompt keeps all of its tokens. Later forwards keep the token before the draft and the accepted ones.
         staying = n_last_matches + 1 if late or not self.is_main_model_prefill else input_ids.shape[1] - 1
         rows = hidden[:, :staying].to(self.device)
         self._drafted = self._controller.choose(self.num_mtp_layers)
@@ -89,7 +89,7 @@ class KeptHeads(MtpCandidateGenerator):
             model_outputs = types.SimpleNamespace(hidden_states=(rows,))
             n_last_matches = rows.shape[1] - 1
         else:
-            self._began = began  # catching up is like a prompt, and tells nothing of later drafts
+            self._began = began  # not when catching up, which is like a prompt and predicts no later draft's time
         candidates: tuple[Any, Any] = super().get_candidates(
             input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kwargs
         )
@@ -101,9 +101,9 @@ class KeptHeads(MtpCandidateGenerator):
             self._controller.observe(self._drafted, int(num_matches), seconds)
 
     def _take_back(self, rows: Tensor) -> Tensor:
-        """After a draft: ``rows``, preceded by those of drafted tokens in the heads' cache, which may have been wrong
-        and are cut."""
-        if self.num_mtp_layers == 1:  # a single head has seen none
+        """After a draft: ``rows``, preceded by those of the drafted tokens in the heads' cache. These may have been
+        wrong, and are cut from it."""
+        if self.num_mtp_layers == 1:  # a single head caches no drafted tokens
             return rows
         count = min(self.num_mtp_layers, self.full_seq_last_hidden_states.shape[1])
         self.mtp_cache.crop(-count)

@@ -23,7 +23,7 @@ _DUMMY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 def rewind_unsupported_reason(model: nn.Module, cache: Any) -> str:
-    """Why ``cache`` of ``model`` cannot be rewound; empty: it can."""
+    """Why ``cache`` of ``model`` cannot be rewound; empty if it can."""
     if not isinstance(cache, DynamicCache | StaticCache):
         return f"a {type(cache).__name__} cannot be rewound to an earlier token"
     if reason := linear_unsupported_reason(model, cache):
@@ -62,7 +62,7 @@ class Rewinding:
         self._layers = layers
         self._linear = LinearAttention(model, cache)
         sliding = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        # Layers whose caller wants the past, and more of it than transformers' crop leaves.
+        # Layers whose caller wants earlier keys, and more of them than transformers' crop leaves.
         self._recorded = {id(layer) for layer in sliding if layer.record_past}
         self._recording: list[Any] = [layer for layer in sliding if not layer.record_past]
         for layer in self._recording:
@@ -74,8 +74,8 @@ class Rewinding:
             self._take_back(layer, tokens)
 
     def go_back(self, length: int) -> None:
-        """Return to ``length`` tokens from a failed forward, which may have updated some layers. Linear attention: if
-        it had several tokens."""
+        """Return to ``length`` tokens after a failed forward, which may have updated some layers. Linear attention is
+        restored only if the forward had several tokens."""
         self._linear.go_back()
         for layer in self._layers:
             if layer.is_initialized and not (_DUMMY and isinstance(layer, _DUMMY)):

@@ -13,7 +13,7 @@ from .rewinding import rewind_unsupported_reason
 
 
 def model_unsupported_reason(model: Any) -> str:
-    """Why no call of this model's ``generate`` can speculate; empty: some can."""
+    """Why no call of this model's ``generate`` can speculate; empty if some can."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} has an encoder and a decoder"
@@ -23,7 +23,7 @@ def model_unsupported_reason(model: Any) -> str:
 
 
 def standalone_unsupported_reason(model: Any) -> str:
-    """Why ``model`` cannot rewind the cache that ``generate`` would make for it; empty: it can."""
+    """Why ``model`` cannot rewind the cache that ``generate`` would make for it; empty if it can."""
     generates = isinstance(model, GenerationMixin)
     if not generates:
         return "it has no generate of transformers' own"

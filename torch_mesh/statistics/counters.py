@@ -299,8 +299,8 @@ def engine_stats(
 ) -> Stats:
     """The counters of these pools together; without ``experts``, all but those of each expert, which take longest.
 
-    A pool is its engine, and that of ``lossy.fallback`` beside it: whose counts are added, except for numbers of slots.
-    ``lossy`` names the model's active lossy modes; ``share``: the experts on this rank.
+    A pool is its engine and, if there is one, the engine of ``lossy.fallback``, whose counts are added, except for numbers
+    of slots. ``lossy`` names the model's active lossy modes; ``share``: the experts on this rank.
     """
     snapshots, epochs = [], []
     for engines in pools:
@@ -339,7 +339,8 @@ def was_reset(before: Stats, now: Stats) -> bool:
 
 
 def _goes_on(before: LayerCounters, now: LayerCounters) -> bool:
-    """By epoch and by each counter: lines of earlier versions have no epoch."""
+    """Whether ``now`` continues the counts of ``before``: the same epoch, and no counter fell. Lines of earlier
+    versions have no epoch."""
     return before.epoch == now.epoch and all(
         getattr(old, name) <= getattr(new, name)
         for old, new in ((before, now), (before.prefill, now.prefill), (before.decode, now.decode))

@@ -16,7 +16,7 @@ from .counters import HEADINGS
 from .report import Report, Run, Stretch, path_text
 from .snapshot import MEMORY
 
-# More than a screen can resolve; a page of an hour of a large model stays below 1.5 MB.
+# More stretches than a screen can resolve. A page of an hour of a large model stays below 1.5 MB.
 STRETCHES = 240
 _TABLES, _DATA = "<!-- tables -->", "<!-- data -->"  # placeholders in page.html
 _MAX_PLAN_BYTES = 64 << 20

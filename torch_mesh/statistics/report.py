@@ -83,13 +83,13 @@ class _Line:
     layers: int
     run: str | None  # None: of an earlier version
     resets: int
-    fell: bool  # a count is below the previous line's of the run
+    fell: bool  # a count is below that of the run's previous line
     process: int | None  # bytes of memory: the peak may be in a line that is not a cut
     budget: int | None
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Printable: a name may have bytes that are not text."""
+    """The path as printable text: a name may have bytes that are not text."""
     return os.fsencode(path).decode(errors="replace")
 
 

@@ -44,7 +44,8 @@ class Snapshot:
 
 
 def look(engines: Sequence[_C.Engine], layers: int, about: Mapping[str, str]) -> Snapshot:
-    """Of a pool: its engine, and perhaps that of fallback experts. Raises PoolClosedError for a closed engine."""
+    """The snapshot of a pool: its engine, and that of fallback experts if there is one. Raises PoolClosedError for a
+    closed engine."""
     engine = engines[0]
     states = [
         torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation])).numpy()

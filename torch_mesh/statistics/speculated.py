@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# Attribute of a model, which need not be patched: so without patching's prefix.
+# Attribute of a model, patched or not: so without patching's prefix.
 _TALLY = "_speculated"
 
 
@@ -38,7 +38,7 @@ class SpeculationCounters:
 
     @property
     def forwards(self) -> int:
-        """With drafts and without."""
+        """Forwards with drafts and without."""
         return sum(each.forwards for each in self.lengths.values())
 
     @property

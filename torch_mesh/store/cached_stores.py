@@ -1,4 +1,4 @@
-"""What is in torch_mesh's cache folder, stores and keys of prompts: list and remove it."""
+"""The contents of torch_mesh's cache folder, stores and keys of prompts: list and remove them."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class CheckpointExperts:
         return self.weights[file].read(self._index_in_stack(file, offset, size)).flatten()
 
     def _index_in_stack(self, file: int, offset: int, size: int) -> int | None:
-        """The expert that an extent of a quantized weight is; None if the weight is no stack of experts."""
+        """The index of the expert at an extent of a quantized weight; None if the weight is no stack of experts."""
         return offset // size if size < 4 * math.prod(self.weights[file].shape) else None
 
     def _view(self, pieces: Sequence[torch.Tensor], part: str) -> torch.Tensor | None:

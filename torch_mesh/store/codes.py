@@ -118,7 +118,7 @@ def _layouts(weights: Sequence[Weight], extents: npt.NDArray[np.int64]) -> list[
 
 
 def _roles(codes: Codes | None) -> list[str]:
-    """The parts to read of such a weight."""
+    """The roles of the parts to read of a weight with these codes."""
     if codes is None:
         return ["codes"]
     zeros = None if codes.zeros is None else "zeros"
@@ -153,7 +153,7 @@ def record_of(codes: Sequence[Codes]) -> tuple[str, tuple[int, ...], float] | No
 
 
 def _formats_in(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> str | None:
-    """The format of a record that has one for gate and up and another for down, of types of GGUF; None if none does."""
+    """The format of a record with one GGUF format for gate and up and another for down; None if there is none."""
     codes = {part: pieces[view["piece"]].codes for part, view in raw_views.items() if not part.endswith("_bias")}
     down = codes.pop("down")
     held = [record_of([each for each in matrices if each]) for matrices in (list(codes.values()), [down])]
@@ -162,7 +162,7 @@ def _formats_in(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> s
 
 
 def _mixture_of(formats: Sequence[str | None], layers: int) -> tuple[str, tuple[int, ...], float] | None:
-    """As ``record_of``, of the format of each expert of each layer."""
+    """Like ``record_of``, from the format of each expert of each layer."""
     each = len(formats) // layers
     own = [set(formats[layer * each : (layer + 1) * each]) for layer in range(layers)]
     names = [next(iter(found)) for found in own]

@@ -123,7 +123,7 @@ def convert(
             experts = find_checkpoint_experts(folder, model, key_mapping)
             _warn_of_left_alone(experts, model, key_mapping)
             chosen, groups = format_of_store(experts, weights, group_size, exact)
-            named = weights != "auto" or not experts.weights  # of others, weights_of_checkpoint warns
+            named = weights != "auto" or not experts.weights  # otherwise weights_of_checkpoint warns
             if named and FORMATS[chosen].holds_bf16 and not experts.fits_bf16:
                 warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=3)
             calibrator = None
@@ -350,7 +350,8 @@ def weights_of_checkpoint(
 def format_of_store(
     experts: CheckpointExperts, weights: str, group_size: int = 64, exact: str = "bf12"
 ) -> tuple[str, int]:
-    """As ``weights_of_checkpoint``, for a store: with 'auto' it holds in ``exact`` what can be read as bf16."""
+    """As ``weights_of_checkpoint``, for a store. With 'auto', experts that can be read as bf16 are stored in the format
+    ``exact``."""
     found = weights_of_checkpoint(experts, weights, group_size, stacklevel=5)  # the caller of convert
     return (exact, 0) if weights == "auto" and found == ("bf16", 0) and experts.reads_as(*found) else found
 

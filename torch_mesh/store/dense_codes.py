@@ -1,4 +1,4 @@
-"""A GGUF file's codes of linear layers outside the experts: packed, in files of a store beside their values."""
+"""A GGUF file's codes of linear layers outside the experts: packed, in files of a store beside the layers' values."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def codes_of_store(folder: Path, model: nn.Module) -> dict[str, StoredMatrix] | 
 
 
 def _linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The shapes of all linear layers' weights, by parameter. The head's may be the embedding's."""
+    """The shapes of all linear layers' weights, by parameter. A tied head has the name of the embedding."""
     weights = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     return {
         name: (parameter.shape[0], parameter.shape[1])

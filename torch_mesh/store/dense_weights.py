@@ -1,4 +1,4 @@
-"""What a store holds beside its records: the dense weights, config.json and tokenizer, as in a checkpoint."""
+"""The files of a store beside its records: the dense weights, config.json and tokenizer, as in a checkpoint."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Dense:
 
     tensor: Tensor
     chunks: Callable[[], Iterable[Chunk]]  # each valid until the next is requested
-    pieces: tuple[Piece, ...] = ()  # what ``chunks`` reads of a checkpoint's files
+    pieces: tuple[Piece, ...] = ()  # the ranges of a checkpoint's files that ``chunks`` reads
 
     def read(self) -> torch.Tensor:
         data, filled = np.empty(self.tensor.bytes, dtype=np.uint8), 0
@@ -218,7 +218,7 @@ def _copied(path: Path) -> NewFile:
 
 
 def _copied_rows(path: Path, file: OtherFile) -> NewFile:
-    """A store's file of rows, of which opening the store has checked the size alone."""
+    """A store's file of rows. Opening the store has checked only its size, so the digest is compared while copying."""
 
     def chunks() -> Iterator[Chunk]:
         digest = hashlib.blake2b(digest_size=16)

@@ -34,7 +34,7 @@ def note_use(folder: Path) -> None:
 
 @contextlib.contextmanager
 def unnamed_folder() -> Iterator[Path]:
-    """A folder in the cache that is removed when the block ends. Also removes those of killed processes."""
+    """A folder in the cache that is removed when the block ends. Also removes folders of killed processes."""
     with contextlib.ExitStack() as stack:
         parent = cache_folder()
         try:

@@ -105,14 +105,14 @@ def check_ours(partial: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a conversion made this: it has a journal or a manifest, or is empty."""
+    """Whether a conversion made this folder: it has a journal or a manifest, or is empty."""
     if not is_folder(folder):
         return False
     names = set(os.listdir(folder))
     if JOURNAL_NAME in names and stat.S_ISREG(os.lstat(folder / JOURNAL_NAME).st_mode):
         with (folder / JOURNAL_NAME).open("rb") as stream:
             start = stream.read(len(JOURNAL_START))
-        # A conversion killed at its first line leaves a part of that, and nothing else.
+        # A conversion that was killed while writing its first line leaves a part of that line, and nothing else.
         return start == JOURNAL_START or (names == {JOURNAL_NAME} and JOURNAL_START.startswith(start))
     return not names or _has_manifest(folder)
 
@@ -157,7 +157,7 @@ def move_into_place(partial: Path, folder: Path) -> None:
         replaced = folder.with_name(f".{folder.name}.replaced-{secrets.token_hex(4)}")
         if exchange(partial, folder):
             partial.rename(replaced)
-        else:  # killed here, no store has the name, and the next run moves the new one there
+        else:  # after a kill between these no store has the name; the next run moves the new one there
             folder.rename(replaced)
             partial.rename(folder)
     else:
@@ -167,7 +167,7 @@ def move_into_place(partial: Path, folder: Path) -> None:
 
 
 def remains(folder: Path) -> list[Path]:
-    """What a killed replacement leaves: the old store, and the journal of the new one."""
+    """The remains of a killed replacement: the old store, and the journal of the new one."""
     pattern = re.compile(re.escape(f".{folder.name}.replaced-") + "[0-9a-f]{8}")
     replaced = [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name)]
     partial = partial_path(folder)
@@ -186,7 +186,7 @@ def remove_remains(folder: Path) -> None:
 
 
 def remove_store(folder: Path) -> None:
-    """Marks last, so that the next run recognizes the remains."""
+    """Remove the store's markers last, so that the next run recognizes the remains."""
     marks = (MANIFEST_NAME, JOURNAL_NAME)
     for path in folder.iterdir():
         if path.name not in marks:

@@ -29,16 +29,16 @@ from torch_mesh.store.header import (
 )
 
 SUFFIX = ".gguf"
-ROPE_DIVISORS = "rope_freqs.weight"  # a tensor that becomes a part of the config: a divisor of each frequency
-MAX_FREQUENCIES = 1 << 12  # of a head
-# Types in blocks, which the package dequantizes. All others but single numbers are refused.
+ROPE_DIVISORS = "rope_freqs.weight"  # a tensor that goes into the config: a divisor for each frequency
+MAX_FREQUENCIES = 1 << 12  # maximum number of frequencies of a head
+# Types in blocks, which the gguf package dequantizes. Other types are refused, except single numbers.
 BLOCK_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
     *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
 )
 _SINGLE_TYPES = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
-# Types of ik_llama.cpp alone, for an error that names them.
+# Types that only ik_llama.cpp has, for an error that names them.
 _IK_TYPES = """
 97 Q8_0_X4, 98 Q8_1_X4, 99 Q8_2_X4, 133 Q6_0, 134 IQ1_BN, 135 IQ2_BN, 136 Q8_K64, 137 IQ2_K, 138 IQ3_K,
 139 IQ4_K, 140 IQ5_K, 141 IQ6_K, 144 IQ4_KS, 145 IQ2_KS, 146 IQ4_KSS, 147 Q8_K16, 148 Q8_K32, 149 Q8_KR8,
@@ -108,7 +108,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Gguf:
-    """The header of one GGUF file. Raises ``StoreError`` for what is damaged, ``UnsupportedModelError`` for types that
+    """The header of one GGUF file. Raises ``StoreError`` for damaged files, ``UnsupportedModelError`` for types that
     cannot be read."""
     path = Path(path)
     with open_regular(path) as (file, file_bytes):
@@ -124,7 +124,8 @@ def parse_gguf(path: Path, file: Readable, file_bytes: int) -> Gguf:
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all files of the model whose first is ``name``. Raises ``ValueError`` for another than the first."""
+    """The names of all files of the model whose first file is ``name``. Raises ``ValueError`` if ``name`` is not a
+    first file."""
     match = _SPLIT.search(name)
     if match is None:
         return [name]
@@ -136,8 +137,8 @@ def part_names(name: str) -> list[str]:
 
 
 def gguf_files(path: str | os.PathLike[str], all_there: bool = True) -> list[Path]:
-    """The files of a model, the first of which is ``path``. Raises ``StoreError`` if it is another, and unless they are
-    all there."""
+    """The files of a model, of which ``path`` is the first. Raises ``StoreError`` if it is not the first or, with
+    ``all_there``, if files are missing."""
     path = Path(path)
     try:
         files = [path.with_name(name) for name in part_names(path.name)]
@@ -151,7 +152,7 @@ def gguf_files(path: str | os.PathLike[str], all_there: bool = True) -> list[Pat
 
 
 def read_parts(path: str | os.PathLike[str]) -> tuple[Gguf, ...]:
-    """All files of a model. Raises ``StoreError`` where they are not parts of one."""
+    """Read all files of a model. Raises ``StoreError`` if they are not parts of one model."""
     files = gguf_files(path)
     parts = tuple(read_gguf(file) for file in files)
     if len(parts) == 1 and parts[0].metadata.get("split.count", 0) in (0, 1):
@@ -174,7 +175,7 @@ def read_parts(path: str | os.PathLike[str]) -> tuple[Gguf, ...]:
 
 
 def require_package() -> None:
-    """Raises ``UnsupportedModelError`` where the gguf package is not installed."""
+    """Raises ``UnsupportedModelError`` if the gguf package is not installed."""
     try:
         import gguf  # noqa: F401
     except ImportError as problem:
@@ -185,7 +186,7 @@ def require_package() -> None:
 
 @functools.cache
 def _types() -> Mapping[int, tuple[str, int, int]]:
-    """By number: name, values and bytes of a block."""
+    """By the type's number: its name, and the values and bytes of a block."""
     require_package()
     from gguf.constants import GGML_QUANT_SIZES
 
@@ -200,9 +201,9 @@ class _Parser:
         self._path = path
         self._file = file
         self._file_bytes = file_bytes
-        self._last = min(file_bytes, MAX_HEADER_BYTES)  # where a header has to end
+        self._last = min(file_bytes, MAX_HEADER_BYTES)  # the header has to end by this offset
         self._at = 0
-        self._elements = self._kept = 0  # of arrays
+        self._elements = self._kept = 0  # counts of array elements, in all and kept
 
     def parse(self) -> Gguf:
         magic = self._take(4, "the mark 'GGUF'")

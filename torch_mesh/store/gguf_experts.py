@@ -19,7 +19,8 @@ OF_GGUF: Mapping[str, Any] = {"quant_method": "gguf"}
 
 
 class GgufStacks:
-    """The experts in the files of a GGUF: each is one stretch of each of its layer's stacks, always [out, in]."""
+    """The experts in the files of a GGUF model. Each expert is one range of each of its layer's stacks, always [out,
+    in]."""
 
     quantisation = OF_GGUF
 
@@ -37,7 +38,7 @@ class GgufStacks:
         return names
 
     def common_dtype(self, names: Iterable[str]) -> str:
-        return "fp32"  # which all weights are read as
+        return "fp32"  # all weights are read as fp32
 
     def layer_views(self, layer: ExpertsLayer) -> list[dict[str, View]]:
         views: list[dict[str, View]] = [{} for _ in range(layer.num_experts)]
@@ -51,9 +52,9 @@ class GgufStacks:
         return views
 
     def _stacks_of(self, layer: ExpertsLayer) -> list[tuple[str, tuple[str, ...]]]:
-        """The tensors that hold a layer's experts, each with the parts whose rows follow one another in it.
+        """The tensors that hold a layer's experts, each with the parts whose rows are concatenated in it.
 
-        Raises ``StoreError`` for what is missing or of another shape than the model's.
+        Raises ``StoreError`` for a missing tensor, or one of another shape than the model's.
         """
         number = re.search(r"\.layers\.(\d+)\.", layer.path)
         if number is None:

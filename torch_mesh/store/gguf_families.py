@@ -1,7 +1,7 @@
-"""Architectures of GGUF files whose keys and names transformers has no tables for.
+"""Architectures of GGUF files for whose keys and names transformers has no tables.
 
-A family says which keys of the metadata are which fields of the config. Its tensors' names are those of the gguf
-package's map, and what llama.cpp's converter has changed is undone.
+A family maps keys of the metadata to fields of the config. Its tensors' names come from the gguf package's map. The
+changes that llama.cpp's converter made to the values are reversed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COMMON = {
     "expert_used_count": "num_experts_per_tok",
     "vocab_size": "vocab_size",
 }
-# Of families that have shared experts and dense layers first.
+# For families with shared experts, whose first layers are dense.
 _DEEPSEEK = {
     "expert_count": "n_routed_experts",
     "expert_shared_count": "n_shared_experts",
@@ -46,7 +46,7 @@ _DEEPSEEK = {
 }
 
 
-# Of Qwen's families with linear attention in most layers.
+# For Qwen's families with linear attention in most layers.
 _DELTA_NET = {
     "expert_count": "num_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -57,8 +57,9 @@ _DELTA_NET = {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 
-_SIGMOID = 2  # of expert_gating_func
-# Of DeepSeek-V3 and V2: the groups that routers choose from, and how many, by the number of experts.
+_SIGMOID = 2  # a value of expert_gating_func
+# DeepSeek-V3's and V2's router groups: their number, and how many of them a router chooses, by number of experts and
+# version.
 _GROUPS_OF_EXPERTS = {(256, True): (8, 4), (160, False): (8, 3)}
 
 
@@ -67,7 +68,8 @@ def _nothing(metadata: Metadata, names: Sequence[str]) -> Table:
 
 
 def _divided(table: Table, divisors: Sequence[float]) -> Table:
-    """Whatever made the divisors, LongRoPE with the same ones at all lengths divides the frequencies by them."""
+    """Rope parameters that divide the frequencies by ``divisors``, whatever scaling made them: LongRoPE with the same
+    divisors at all lengths."""
     rope = table.get("rope_parameters", {})
     if rope.get("rope_type", "default") != "default" or "partial_rotary_factor" in rope:
         raise UnsupportedModelError(
@@ -98,12 +100,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. ``keys`` has the field of each key, or None where ``more`` reads it, which makes fields of
-    several keys, or of the tensors' names.
+    """One architecture. ``keys`` maps keys of the metadata to fields of the config, or to None if ``more`` reads them.
+    ``more`` makes fields from several keys, or from the tensors' names.
 
-    ``renamed`` has GGUF's names of parameters that the package's map lacks, by the end of the parameters' names.
-    ``changed`` says how to undo what the converter did to a parameter, by a pattern of the parameters' names. ``rope``
-    makes rope_parameters of the table and the numbers that the file divides the frequencies by.
+    ``renamed``: GGUF's names of parameters that the package's map lacks, by the end of the parameters' names.
+    ``changed``: functions that reverse what the converter did to a parameter, by a pattern of the parameters' names.
+    ``rope`` makes rope_parameters from the table and the divisors of the frequencies in the file.
     """
 
     model_type: str
@@ -122,7 +124,7 @@ class Family:
 
 
 def _layers(metadata: Metadata) -> int:
-    """Those for multi-token prediction are counted in the file, and stand behind the others."""
+    """The number of layers without those for multi-token prediction, which the file counts too and numbers last."""
     count: int = metadata["block_count"] - metadata.get("nextn_predict_layers", 0)
     return count
 
@@ -144,7 +146,7 @@ def _glm4(metadata: Metadata, names: Sequence[str]) -> Table:
 
 
 def _deepseek2(metadata: Metadata, names: Sequence[str]) -> Table:
-    """V3 and what is built like it, or V2, whose router has no sigmoid."""
+    """DeepSeek V3 and models built like it, or V2, whose router has no sigmoid."""
     is_v3 = metadata.get("expert_gating_func") == _SIGMOID
     rotary = metadata["rope.dimension_count"]
     # Older files lack these keys.
@@ -155,7 +157,7 @@ def _deepseek2(metadata: Metadata, names: Sequence[str]) -> Table:
     return own | {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "q_lora_rank": metadata.get("attention.q_lora_rank") or None,
-        "num_key_value_heads": metadata["attention.head_count"],  # one, where keys and values are absorbed
+        "num_key_value_heads": metadata["attention.head_count"],  # head_count_kv is one if keys and values are absorbed
         "head_dim": rotary,
         "qk_nope_head_dim": metadata.get("attention.key_length_mla", metadata["attention.key_length"]) - rotary,
         "v_head_dim": metadata.get("attention.value_length_mla", metadata["attention.value_length"]),
@@ -168,7 +170,7 @@ def _mixtral(metadata: Metadata, names: Sequence[str]) -> Table:
     return {"sliding_window": None}
 
 
-_MAVERICK = 128  # experts: llama.cpp tells by their number that queries and keys are not normalized
+_MAVERICK = 128  # experts; llama.cpp infers from this number that queries and keys are not normalized
 
 
 def _llama4(metadata: Metadata, names: Sequence[str]) -> Table:
@@ -218,14 +220,15 @@ def _gemma4(metadata: Metadata, names: Sequence[str]) -> Table:
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": metadata["rope.freq_base"],
-                "partial_rotary_factor": 0.25,  # until the divisors are read
+                "partial_rotary_factor": 0.25,  # replaced when the divisors are read
             },
         },
     }
 
 
 def _gemma4_rope(table: Table, divisors: Sequence[float]) -> Table:
-    """llama.cpp leaves values of full layers as they are by dividing their frequencies by 1e30."""
+    """Infer the rotated fraction: to leave values of full layers unrotated, llama.cpp divides their frequencies by
+    1e30."""
     rotated = sum(divisor == 1 for divisor in divisors)
     if any((divisor != 1) if at < rotated else (divisor < 1e20) for at, divisor in enumerate(divisors)):
         raise UnsupportedModelError(
@@ -246,7 +249,7 @@ def _has(names: Sequence[str], ending: str) -> bool:
 
 
 def _in_halves(heads: str, config: transformers.PretrainedConfig, values: torch.Tensor) -> torch.Tensor:
-    """llama.cpp rotates neighbouring values of a head, transformers the halves of a head."""
+    """llama.cpp rotates pairs of adjacent values of a head, transformers pairs from its two halves."""
     rows = values.reshape(getattr(config, heads), -1, 2, *values.shape[1:])
     return rows.transpose(1, 2).reshape(values.shape)
 
@@ -260,12 +263,12 @@ def _log_of_negative(config: transformers.PretrainedConfig, values: torch.Tensor
 
 
 def _keys_and_values(config: transformers.PretrainedConfig, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Of [heads, latent, keys] and [heads, values, latent]."""
+    """Join [heads, latent, keys] and [heads, values, latent]."""
     return torch.cat([keys.transpose(1, 2), values], dim=1)
 
 
 def _by_key_head(config: transformers.PretrainedConfig, qkv: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """llama.cpp has all queries, then all keys, values and gates; transformers those of one key head together."""
+    """llama.cpp stores all queries, then all keys, values and gates; transformers groups them by key head."""
     heads, width = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     parts = (*qkv.split([heads * width, heads * width, values]), z)
@@ -305,7 +308,7 @@ FAMILIES: Mapping[str, Family] = {
         _qwen3next,
         {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"},
         {r"(layernorm|self_attn\.[qk]_norm|model\.norm)\.weight$": _less_one, r"\.A_log$": _log_of_negative},
-        # Files of older converters have the whole.
+        # Files of older converters have the whole parameter.
         Split("ssm_in.weight", "attn_qkv.weight", "attn_gate.weight", _by_key_head),
     ),
     "gemma4": Family(
@@ -364,35 +367,37 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class Names(ABC):
-    """The way from GGUF's tensors to a model's parameters."""
+    """Maps GGUF's tensors to a model's parameters."""
 
     @abstractmethod
     def target(self, name: str) -> str | None:
-        """The parameter, or None if it knows none."""
+        """The parameter for the tensor ``name``; None if there is none."""
 
     def companion(self, name: str) -> str | None:
-        """The tensor that makes up the parameter together with this one, which comes first; None: it is all of it."""
+        """The second tensor of the parameter, if this one is its first; None if this one is the whole parameter."""
         return None
 
     @abstractmethod
     def undone(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
-        """What the converter made ``values``, and those of its companion, of; the parameter's shape may differ."""
+        """Reverse the converter's changes to ``values``, joined with those of the companion. The shape may differ from
+        the parameter's."""
 
     def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
-        """What the parameter is where the file has ``values``, and those of its companion."""
+        """The parameter's values, from the file's ``values`` and those of the companion."""
         return self.undone(name, values, companion)
 
     def row_order(self, name: str, rows: int, of_companion: int = 0) -> torch.Tensor | None:
-        """Which rows of the matrix, and behind them of its companion, are those of the parameter: int64 [rows].
+        """The order in which the rows of the matrix, followed by those of its companion, make up the parameter: int64
+        [rows].
 
-        None where it has no whole rows of theirs.
+        None if the parameter is not made of whole rows of these.
         """
         index = torch.arange(rows + of_companion, dtype=torch.float32)
-        marked = torch.stack([2 * index, 2 * index + 1], dim=1)  # two columns, which must stay beside each other
+        marked = torch.stack([2 * index, 2 * index + 1], dim=1)  # two columns, which must stay adjacent
         companion = marked[rows:] if of_companion else None
         try:
             found = self.undone(name, marked[:rows], companion).reshape(-1, 2)
-        except (RuntimeError, IndexError):  # of columns that are not there
+        except (RuntimeError, IndexError):  # the conversion needs more columns
             return None
         order = found[:, 0] / 2
         if not torch.equal(found[:, 1], found[:, 0] + 1) or not torch.equal(order.sort().values, index):
@@ -401,7 +406,7 @@ class Names(ABC):
 
 
 class PackageNames(Names):
-    """The way from GGUF's tensors to a model's parameters, by the gguf package's map."""
+    """Maps GGUF's tensors to a model's parameters by the gguf package's map."""
 
     def __init__(self, architecture: str, model: transformers.PreTrainedModel) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -417,7 +422,7 @@ class PackageNames(Names):
     def target(self, name: str) -> str | None:
         layer = re.match(r"blk\.([0-9]{1,9})\.", name)
         if layer is not None and int(layer[1]) >= self._config.num_hidden_layers:
-            return f"model.layers.{layer[1]}.mtp"  # layers for multi-token prediction stand behind the others
+            return f"model.layers.{layer[1]}.mtp"  # layers for multi-token prediction are numbered last
         split = self._family.split
         if split is not None and name.endswith(f".{split.first}"):
             name = name.removesuffix(split.first) + split.whole

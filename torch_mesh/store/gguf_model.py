@@ -38,12 +38,13 @@ from torch_mesh.store.gguf_sizes import check_sizes, limit_layers
 from torch_mesh.store.header import read_range, store_error
 from torch_mesh.store.sources.layout import Shape, Weight, read_tensor
 
-# By the name that GGUF has for them: those with experts in the tables that transformers has for all, ...
+# Architectures by GGUF's names for them: those with experts in transformers' tables for all architectures, ...
 READ_BY_TABLES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
-# ... and those that it has functions for.
+# ... and those for which transformers has functions.
 READ_BY_FUNCTIONS = ("qwen35moe",)
 ARCHITECTURES = (*READ_BY_TABLES, *READ_BY_FUNCTIONS, *FAMILIES)
-# What the tables leave out: a model of another size than the config's default would not fit its file.
+# Keys that the tables leave out. Without them, a model of another size than the config's default would not fit its
+# file.
 _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "qwen2moe": {
         "expert_feed_forward_length": "moe_intermediate_size",
@@ -61,12 +62,12 @@ _ROPE_SCALING = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-_UNCHANGED = Family("", {})  # of architectures that are in transformers' tables
-_MSCALE_UNIT = 0.1  # of DeepSeek's yarn_log_multiplier
+_UNCHANGED = Family("", {})  # for architectures in transformers' tables
+_MSCALE_UNIT = 0.1  # unit of DeepSeek's yarn_log_multiplier
 _KEPT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float32}
 
 
-_DERIVED_FIELDS = ("rope_parameters", "per_layer_config")  # which configs make of others
+_DERIVED_FIELDS = ("rope_parameters", "per_layer_config")  # fields that configs derive from others
 
 
 def read_config(path: Path) -> transformers.PretrainedConfig:
@@ -92,14 +93,14 @@ def complete_config(config: transformers.PretrainedConfig, path: Path) -> None:
         )
     of_first = _config_of(path, config_table(first.metadata, list(first.header.tensors)))
     for name in dict.fromkeys((*table, *_DERIVED_FIELDS)):
-        # All else is the caller's.
+        # Other values were set by the caller.
         left_out = _field(config, name) in (_field(usual, name), _field(of_first, name))
         if left_out and name in {*vars(own), *own.attribute_map, "per_layer_config"} - {"architectures"}:
             setattr(config, name, _field(own, name))
 
 
 def _field(config: transformers.PretrainedConfig, name: str) -> Any:
-    """A field of ``config``, without the values of single layers."""
+    """A field of ``config``, without values that differ between layers."""
     if name == "per_layer_config":  # an attribute of every config
         return config.to_dict().get(name)
     return vars(config).get(config.attribute_map.get(name, name))
@@ -163,7 +164,7 @@ def _rope_divisors(parts: Sequence[Gguf]) -> list[float] | None:
 
 
 def _no_config(path: Path, problem: Exception) -> UnsupportedModelError:
-    """For whatever transformers makes of metadata that it does not expect."""
+    """The error for any exception that transformers raises for unexpected metadata."""
     what = f"{type(problem).__name__}: {problem}"
     return UnsupportedModelError(f"{path}: transformers makes no config of its metadata ({what:.400})")
 
@@ -193,7 +194,7 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     if (rope := _rope_parameters(own, architecture)) is not None:
         table["rope_parameters"] = {**table.get("rope_parameters", {}), **rope, "rope_theta": table["rope_theta"]}
     return table | {
-        # By which transformers serve chooses.
+        # transformers serve chooses the class by these names.
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[table["model_type"]]],
         "tie_word_embeddings": "output.weight" not in names,
     }
@@ -215,7 +216,7 @@ def _rope_parameters(own: Mapping[str, Any], architecture: str) -> dict[str, Any
     scaling.pop("finetuned", None)
     multiplier = scaling.pop("yarn_log_multiplier", None) if architecture == "deepseek2" else None
     if kind == "none":
-        # gpt-oss's config scales where nothing is metadata.
+        # gpt-oss's config scales by default, so state that this file does not.
         return {"rope_type": "default"} if architecture == "gpt-oss" else None
     if kind not in ("linear", "yarn") or not set(scaling) <= set(_ROPE_SCALING):
         raise UnsupportedModelError(
@@ -230,24 +231,24 @@ def _rope_parameters(own: Mapping[str, Any], architecture: str) -> dict[str, Any
 
 @dataclass(frozen=True)
 class DenseTensor:
-    """A tensor outside the experts: its name in the model, its dtype in a store, and how it is made."""
+    """A tensor outside the experts: its name in the model, its dtype in a store, and how its values are made."""
 
     name: str
     shape: Shape
     dtype: torch.dtype
     weight: Weight
     names: Names
-    companion: Weight | None = None  # that makes it up together with ``weight``
+    companion: Weight | None = None  # the second tensor that it is made of, beside ``weight``
 
     def values(self) -> torch.Tensor:
-        """In ``dtype``, read now. Raises ``StoreError``."""
+        """The values in ``dtype``, read now. Raises ``StoreError``."""
         with torch.device("cpu"):  # while transformers builds a model, the default device is "meta"
             companion = None if self.companion is None else self.companion.read()
             values = self.weight.read()
             path, tensor = self.weight.codes
             try:
                 found = self.names.values(self.weight.name, values, companion)
-            except RuntimeError as problem:  # torch's, of shapes
+            except RuntimeError as problem:  # torch's errors about shapes
                 raise store_error(
                     path,
                     f"tensor {tensor.name!r} {list(values.shape)} makes no {self.name} {list(self.shape)} ({problem})",
@@ -262,7 +263,8 @@ class DenseTensor:
         return found.to(self.dtype)
 
     def blocks(self) -> RowBlocks | None:
-        """Its blocks in the file, if it is a matrix of whole rows of them in a type that linear layers can have."""
+        """The tensor's blocks in the file, if it is a matrix of whole rows of blocks whose type linear layers can
+        have."""
         parts = (self.weight,) if self.companion is None else (self.weight, self.companion)
         codes = [part.codes_as_they_are() for part in parts]
         if len(self.shape) != 2 or any(
@@ -278,12 +280,12 @@ class DenseTensor:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """A matrix [out, in] as the file has it: rows of blocks that ``pack_linear_blocks`` makes ``format`` of."""
+    """A matrix [out, in] as the file stores it: rows of blocks, which ``pack_linear_blocks`` converts to ``format``."""
 
     format: str
     group_size: int
     parts: tuple[Weight, ...]
-    order: torch.Tensor  # int64 [out]: which of the parts' rows each is
+    order: torch.Tensor  # int64 [out]: the index of each row among the parts' rows
 
     def packed(self) -> torch.Tensor:
         """uint8, as the kernels take it; read now. Raises ``StoreError``, ValueError for scales that are not finite."""
@@ -320,7 +322,7 @@ def rest_of_model(
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     own = _without_experts(state, model)
     held = sum(math.prod(weight.shape) for weight in weights if weight.name not in experts)
-    for name in sorted(own):  # before names, with whose tables heads are put in order
+    for name in sorted(own):  # before names are made: their tables for reordering heads have sizes of the metadata
         if math.prod(state[name]) > held:
             raise store_error(
                 path,
@@ -392,13 +394,13 @@ class _TableNames(Names):
         self._processor = utils.TENSOR_PROCESSORS.get(architecture, utils.TensorProcessor)(
             config=model.config.to_dict()
         )
-        # Without its children, each of which it would look through anew, for 20 seconds: these models have all names at
-        # the top.
+        # An object without the model's children: transformers would search each of them again, for 20 seconds. These
+        # models have all names at the top.
         whole = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=lambda: None)
         self._map: dict[str, str] = utils.get_gguf_hf_weights_map(whole, self._processor)
 
     def target(self, name: str) -> str | None:
-        # Of a parameter that is no layer's, such as a sink, GGUF's name ends with .weight too.
+        # GGUF's name of a parameter outside of layers, such as a sink, may end with .weight too.
         return self._map.get(name) or self._map.get(name.removesuffix(".weight"))
 
     def undone(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
@@ -409,12 +411,12 @@ class _TableNames(Names):
 
 
 class _FunctionNames(Names):
-    """Names of an architecture that transformers has functions for."""
+    """Names of an architecture for which transformers has functions."""
 
     def __init__(self, architecture: str, model: transformers.PreTrainedModel) -> None:
         from transformers.integrations.gguf import get_gguf_conversion_mapping
 
-        # A copy, since what is asked for a name remembers that.
+        # A copy, since renaming a name changes the mapping's state.
         mapping = copy.deepcopy(get_gguf_conversion_mapping(architecture, model.config))
         self._renamings = [each for each in mapping if isinstance(each, core_model_loading.WeightRenaming)]
         self._converters = [each for each in mapping if isinstance(each, core_model_loading.WeightConverter)]
@@ -440,7 +442,7 @@ def _names_of(path: Path, model: transformers.PreTrainedModel) -> Names:
         if architecture in FAMILIES:
             return PackageNames(architecture, model)
         return (_FunctionNames if architecture in READ_BY_FUNCTIONS else _TableNames)(architecture, model)
-    except Exception as problem:  # such as tables with a row for each of the heads that the metadata claim, or for none
+    except Exception as problem:  # such as errors in tables with a row for each head of the metadata, or with none
         raise _no_config(path, problem) from problem
 
 
@@ -452,5 +454,5 @@ def _without_experts(state: Mapping[str, Shape], model: transformers.PreTrainedM
 
 
 def _is_left_out(target: str, model: transformers.PreTrainedModel) -> bool:
-    """What the model itself says that it does not take, such as layers for multi-token prediction."""
+    """Whether the model itself does not load this parameter, such as layers for multi-token prediction."""
     return target.endswith(".mtp") or any(re.search(pattern, target) for pattern in ignored_keys(model))

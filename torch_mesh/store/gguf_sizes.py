@@ -1,6 +1,6 @@
-"""The sizes that a GGUF file's metadata state, against its tensors.
+"""Compare the sizes in a GGUF file's metadata with its tensors.
 
-Configs, models and names are made of these numbers, with lists and tables of their length: so they are checked first.
+Configs, models and names allocate lists and tables of these lengths, so they are checked first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch_mesh.store.gguf import Gguf, keys_within
 from torch_mesh.store.header import store_error
 from torch_mesh.store.sources.gguf import gguf_weights
 
-MAX_LAYERS = 1 << 10  # of which a model without memory takes 150 MB
-# Keys without the architecture of what is no larger than the largest side of a tensor, where a file is whole.
+MAX_LAYERS = 1 << 10  # a meta model with so many layers takes 150 MB
+# Metadata keys, without the architecture, of sizes that are at most the largest side of a tensor in a complete file.
 _SIZES = (
     *("vocab_size", "embedding_length", "embedding_length_per_layer_input", "feed_forward_length"),
     *("leading_dense_block_count", "nextn_predict_layers", "interleave_moe_layer_step", "full_attention_interval"),
@@ -30,10 +30,9 @@ _SIZES = (
 
 
 def check_sizes(parts: Sequence[Gguf], architecture: str) -> None:
-    """Raises ``StoreError`` for metadata that state more layers, heads, experts or other sizes than the tensors have.
+    """Raises ``StoreError`` if the metadata state more layers, heads, experts or other sizes than the tensors have.
 
-    A size may be at most the largest side of a tensor: which one it is, and that it equals it, is checked with the
-    model.
+    A size may be at most the largest side of a tensor. Whether it equals the right side is checked with the model.
     """
     path, metadata = parts[0].header.path, parts[0].metadata
     own = keys_within(metadata, architecture)
@@ -61,8 +60,8 @@ def check_sizes(parts: Sequence[Gguf], architecture: str) -> None:
 
 
 def limit_layers(metadata: Mapping[str, Any], architecture: str) -> None:
-    """Raises ``UnsupportedModelError`` for more than ``MAX_LAYERS``, also of one part of a model."""
-    count = metadata.get(f"{architecture}.block_count", 1)  # that there is none is said of the config
+    """Raises ``UnsupportedModelError`` for more than ``MAX_LAYERS`` layers. Also applies to one part of a model."""
+    count = metadata.get(f"{architecture}.block_count", 1)  # the config's error reports a missing one
     further = metadata.get(f"{architecture}.nextn_predict_layers", 0)
     if type(count) is not int or type(further) is not int or not 0 <= further < count <= MAX_LAYERS:
         raise UnsupportedModelError(

@@ -26,12 +26,12 @@ from torch_mesh.errors import StoreError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_TENSORS = 1 << 20
-# Maximum of commas and opening brackets in a JSON file: bounds the parsed objects, about 64 bytes for each, before they
-# are built.
+# Maximum number of commas and opening brackets in a JSON file. It bounds the parsed objects, about 64 bytes each,
+# before they are built.
 MAX_STRUCTURE = 4 * MAX_TENSORS
 _METADATA = "__metadata__"
 _SPACE = re.compile(r"[ \t\n\r]*")
-_MAX_ENTRY_BYTES = 1 << 20  # of one tensor's description
+_MAX_ENTRY_BYTES = 1 << 20  # bytes of one tensor's description
 MAX_RANK = 32
 MAX_INTEGER = (1 << 63) - 1
 ALIGNMENT = 4096
@@ -138,7 +138,8 @@ def read_range(path: str | os.PathLike[str], offset: int, size: int) -> npt.NDAr
 
 
 def read_into(path: str | os.PathLike[str], offset: int, into: memoryview) -> None:
-    """Fill ``into``, of bytes, from ``offset`` of a file on. Raises ``StoreError`` if the file ends before that."""
+    """Fill ``into``, a view of bytes, from ``offset`` of a file on. Raises ``StoreError`` if the file ends before
+    that."""
     size, done = len(into), 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -491,7 +492,7 @@ def _check_tensor(
     file_bytes: int,
     shapes: dict[tuple[int, ...], tuple[int, ...]],
 ) -> Tensor:
-    """``shapes`` interns the shapes' tuples."""
+    """Check one tensor's entry. ``shapes`` interns the shapes' tuples."""
 
     def refuse(problem: str) -> NoReturn:
         raise store_error(path, f"tensor {name!r}: {problem}")

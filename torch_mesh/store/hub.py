@@ -31,10 +31,10 @@ from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
 from torch_mesh.store.sources import QUANTISATION_FILES, own_quantisation
 
-# Of a header, at least, with each request.
+# Minimum bytes of each request for a header.
 _RANGE_BYTES = 1 << 20
 HEADER_BYTES = 1 << 17
-TRIES = 3  # of a request, where the client does not try again itself
+TRIES = 3  # for requests that the client does not retry itself
 _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.GGUF", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
 
 
@@ -64,9 +64,10 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
 
 
 def check_model(model: str, *, revision: str | None = None) -> None:
-    """Raises as ``local_folder`` for a model that is not on the hub, or neither in the cache nor to be had.
+    """Raises as ``local_folder`` does for a model that is not on the hub, or is neither in the cache nor available.
 
-    transformers asks for one file after the other, and waits minutes between its tries where there is no network.
+    Without this check, transformers asks for one file after the other, and waits minutes between its tries if there is
+    no network.
     """
     with _to_cache(model):
         huggingface_hub.snapshot_download(model, revision=revision, allow_patterns="config.json")
@@ -104,9 +105,9 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
 
 
 def hub_names(source: str | os.PathLike[str]) -> tuple[str, list[str]]:
-    """The model id of the hub that ``source`` names, and if that is a GGUF file, its parts, from the first on. Raises
-    ``StoreError`` for a missing local path, before the hub complains about the form of model ids, and for another part
-    than the first."""
+    """The hub's model id in ``source`` and, for a GGUF file, the names of all its parts in order. Raises ``StoreError``
+    for a missing local path, before the hub complains about the form of model ids, and for a part other than the
+    first."""
     if not is_gguf(source):
         try:
             validate_repo_id(os.fspath(source))
@@ -131,12 +132,12 @@ def _cached_gguf(model: str, names: list[str]) -> Path | None:
 
 
 class _Prefix:
-    """A file of the hub, fetched into a local one from ``begin`` on, as far as it is read."""
+    """A file of the hub. Ranges are fetched into a local file from ``begin`` on, as far as they are read."""
 
     def __init__(self, url: str, local: BinaryIO, at_least: int, token: str | None = None, begin: int = 0) -> None:
         self._url = url
         self._local = local
-        self._at_least = at_least  # bytes of a request
+        self._at_least = at_least  # minimum bytes of a request
         self._headers = build_hf_headers(token=token)
         self._at = self._fetched = begin
 
@@ -153,7 +154,7 @@ class _Prefix:
         return self._at
 
     def _fetch(self, end: int) -> None:
-        failed = 0  # in a row, without a byte
+        failed = 0  # consecutive failures without a byte received
         while True:
             begin = self._fetched
             try:
@@ -182,20 +183,20 @@ class _Prefix:
 
 
 def write_header(url: str, path: Path, size: int, token: str | None = None) -> None:
-    """Write the safetensors file at ``url`` with its header alone: sparse behind it, ``size`` bytes in all."""
+    """Write the header of the safetensors file at ``url``; the rest of the ``size`` bytes is sparse."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w+b") as local:
         remote = _Prefix(url, local, HEADER_BYTES, token)
         end = len(length := remote.read(8)) + int.from_bytes(length, "little")
-        if end <= min(size, MAX_HEADER_BYTES):  # else reading the file says what is wrong
+        if end <= min(size, MAX_HEADER_BYTES):  # else reading the file raises the error
             remote.read(end - 8)
             local.truncate(end)
         local.truncate(size)
 
 
 def write_gguf_header(url: str, path: Path, size: int, token: str | None = None) -> None:
-    """Write the GGUF file at ``url`` with its header and the tensor that the config is made of alone: sparse behind
-    them, ``size`` bytes in all. Raises as ``read_gguf`` does."""
+    """Write the header of the GGUF file at ``url`` and the tensor that the config needs; the rest of the ``size`` bytes
+    is sparse. Raises as ``read_gguf`` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w+b") as local:
         remote = _Prefix(url, local, _RANGE_BYTES, token)
@@ -203,7 +204,7 @@ def write_gguf_header(url: str, path: Path, size: int, token: str | None = None)
         remote.seek(header.data_start - 1)
         remote.read(1)
         divisors = header.tensors.get(ROPE_DIVISORS)
-        if divisors is not None and divisors.bytes <= 4 * MAX_FREQUENCIES:  # else reading the config says what is wrong
+        if divisors is not None and divisors.bytes <= 4 * MAX_FREQUENCIES:  # else reading the config raises the error
             _Prefix(url, local, 0, token, divisors.offset).read(divisors.bytes)
         local.truncate(size)
 
@@ -217,7 +218,7 @@ def _cached_folder(model: str) -> Path | None:
         with _to_cache(model):
             folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
         files = weight_files(folder)
-        if is_store(folder):  # transformers only downloads files that it knows
+        if is_store(folder):  # transformers does not download record files
             files += [folder / file.name for file in read_manifest(folder).record_files]
         return folder if all(file.is_file() for file in files) else None
     except (HubError, StoreError):
@@ -228,7 +229,7 @@ def _write_outline(model: str, folder: Path) -> None:
     def fetch(name: str) -> Path:
         return Path(huggingface_hub.HfApi().hf_hub_download(model, name, local_dir=folder))
 
-    sizes = {file.rfilename: file.size for file in listing(model).siblings}  # asks once; fetch tries again for long
+    sizes = {file.rfilename: file.size for file in listing(model).siblings}  # asks once; fetch would retry for long
     fetch("config.json")
     names = weight_names(model, folder, sizes, fetch)
     for name in QUANTISATION_FILES if own_quantisation(folder) is None else ():
@@ -247,7 +248,7 @@ def listing(model: str, revision: str | None = None, token: str | None = None) -
 
 
 def weight_names(model: str, folder: Path, there: Collection[str], fetch: Callable[[str], Path]) -> list[str]:
-    """The weight files of a model that has the files ``there``, and its config.json in ``folder``."""
+    """The weight files of a model with the files ``there``, whose config.json is in ``folder``."""
     name = (
         named_in_config(folder)
         or next((usual for usual in (SINGLE_NAME, INDEX_NAME) if usual in there), None)

@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 
 from torch_mesh.errors import HubError
 
-# Causes on this machine, with advice. {choose} begins how to take another folder.
+# Causes on this machine, with advice. {choose} stands for how to choose another folder.
 _MORE_ROOM = "free some room there, or {choose} a folder on another disk"
 _MORE_RIGHTS = "let this user read and write there, or {choose} a folder where it may"
 _OF_THIS_MACHINE = {
@@ -41,8 +41,8 @@ _OF_THIS_MACHINE = {
 
 @contextmanager
 def hub_errors(source: str | os.PathLike[str], folder: str | os.PathLike[str], variable: str | None) -> Iterator[None]:
-    """Within, errors of downloading ``source`` to ``folder``, which the environment's ``variable`` moves, get advice.
-    None: that is beside the destination.
+    """Within the block, errors of downloading ``source`` to ``folder`` get advice. ``variable``: the environment
+    variable that moves the folder; None if it is beside the destination.
 
     Raises ``HubError`` for the hub's answers and connection errors, and an ``OSError`` of the same number for a full or
     broken disk, missing permissions, and too many open files.

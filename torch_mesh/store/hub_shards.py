@@ -41,8 +41,8 @@ from torch_mesh.store.store_plan import Piece
 
 _OUTLINE, _ORIGINAL = "outline", "original"
 _COPY_BYTES = 8 << 20
-# The client writes chunks of this size, and loses what it has of one when the connection breaks. Its own 10 MiB never
-# end on a connection that breaks more often.
+# The client writes chunks of this size, and loses an incomplete chunk when the connection breaks. With its default of
+# 10 MiB, downloads over frequently broken connections would never finish.
 _CHUNK_BYTES = 1 << 16
 
 
@@ -55,10 +55,10 @@ def streamed_folder(
     token: str | None = None,
     keep_original: bool = False,
 ) -> Iterator[tuple[Path, HubShards | None]]:
-    """The outline of a model of the hub, or of a GGUF file of one, and the weight files, which are fetched on request.
+    """The outline of a model of the hub, or of a GGUF file of it, and the weight files, which are fetched on request.
 
-    If the hub cannot be asked, a folder of its cache, and None; also for weights whose shapes are no part of the
-    headers (bitsandbytes), which are downloaded to the cache. ``keep_original`` fetches weight files to the cache.
+    If the hub cannot be reached, a folder of its cache, and None. The same for weights whose shapes are not in the
+    headers (bitsandbytes); they are downloaded to the cache. ``keep_original`` fetches weight files to the cache.
 
     Raises ``StoreError`` for a missing local path, and as ``hub_errors``.
     """
@@ -88,7 +88,7 @@ def streamed_folder(
 
 
 def _listing(model: str, revision: str | None, token: str | None) -> Any:
-    """None if the hub cannot be asked."""
+    """The hub's listing; None if the hub cannot be reached."""
     try:
         return listing(model, revision, token)
     except HfHubHTTPError as problem:
@@ -100,8 +100,8 @@ def _listing(model: str, revision: str | None, token: str | None) -> Any:
 
 
 class HubShards(Shards):
-    """The weight files of one commit. The constructor fetches their headers, and all other files; with ``parts`` of a
-    GGUF model, the headers of those alone."""
+    """The weight files of one commit. The constructor fetches their headers and all other files; for a GGUF model with
+    ``parts``, only the headers of these."""
 
     def __init__(
         self,
@@ -138,20 +138,21 @@ class HubShards(Shards):
 
     @property
     def checkpoint(self) -> Path:
-        """What a conversion reads: a folder, or the first file of a GGUF model."""
+        """The path that a conversion reads: a folder, or the first file of a GGUF model."""
         first = self.folder / self._names[0]
         return first if is_gguf(first) else self.folder
 
     @property
     def sizes(self) -> dict[Path, int]:
-        """Those that are, or will be, in the hub's cache take nothing beside the destination."""
+        """Bytes by file. Files that are, or will be, in the hub's cache count 0, since they take nothing beside the
+        destination."""
         return {self.folder / name: 0 if self._in_cache(name) else self._files[name].size for name in self._names}
 
     def present_bytes(self) -> int:
         return sum(path.stat().st_blocks * 512 for path in _fetched_files(self._staging))
 
     def fingerprint(self, key_mapping: Mapping[str, str] | None) -> str:
-        """As ``checkpoint_fingerprint``, by the hub's hashes."""
+        """As ``checkpoint_fingerprint``, from the hub's hashes."""
         identities = (f"{name}\0{self._files[name].size}\0{self._stated_hash(name)}\0".encode() for name in self._names)
         return fingerprint_of_files(identities, find_quantisation(self.checkpoint), key_mapping)
 
@@ -189,7 +190,7 @@ class HubShards(Shards):
         return self._keep_original or self._cached(name) is not None
 
     def _cached(self, name: str) -> Path | None:
-        """The file in the hub's cache, of this commit or as it was in another."""
+        """The file in the hub's cache, from this commit, or from another with the same hash."""
         for revision in self._revisions:
             found = huggingface_hub.try_to_load_from_cache(self._model, name, revision=revision)
             if isinstance(found, str) and (
@@ -253,13 +254,13 @@ class HubShards(Shards):
         )
 
     def _check_header(self, name: str, outline: Path, fetched: Path) -> None:
-        """Raises ``HubError`` if the header that the conversion goes by is not that of the file."""
+        """Raises ``HubError`` if the header that the conversion uses differs from the file's."""
         size = (read_gguf(outline).header if is_gguf(name) else read_header(outline)).data_start
         if read_range(outline, 0, size).tobytes() != read_range(fetched, 0, size).tobytes():
             raise HubError(f"{self._model}: the header of {name} was damaged on its way: run the same command again.")
 
     def _remove_leftovers(self) -> None:
-        """Remove what an earlier run left of files that this one does not want, or has not whole."""
+        """Remove files of an earlier run that are incomplete or not needed now."""
         shutil.rmtree(self._staging / _ORIGINAL / ".cache", ignore_errors=True)
         wanted = {self._original(name): self._files[name].size for name in self._names if not self._in_cache(name)}
         for path in _fetched_files(self._staging):
@@ -292,7 +293,7 @@ def _small_chunks() -> Iterator[None]:
 
 
 def _copy_pieces(path: Path, to: Path, pieces: Sequence[Piece]) -> None:
-    """A sparse file with these ranges alone."""
+    """Copy only these ranges of ``path``, to a sparse file."""
     with to.open("wb") as target:
         for _, offset, size in pieces:
             for begin in range(offset, offset + size, _COPY_BYTES):

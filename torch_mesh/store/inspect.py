@@ -82,7 +82,7 @@ def _tables(folder: Path, model: Any) -> dict[str, int]:
 
 
 def _bytes_by_format(codes: Iterable[StoredMatrix]) -> dict[str, int]:
-    """Of a store's codes of linear layers, which lie beside their values."""
+    """Bytes by format of a store's codes of linear layers, which lie beside the layers' values."""
     sizes: dict[str, int] = {}
     for matrix in codes:
         sizes[matrix.format] = sizes.get(matrix.format, 0) + matrix.tensor.bytes

@@ -35,7 +35,7 @@ class Journal:
             self._append({"plan": identity, "store_id": self.store_id.hex()})
 
     def _load(self, path: Path, identity: dict[str, Any]) -> int:
-        """The length of ``path`` that is a journal of this plan."""
+        """The length of the beginning of ``path`` that is a journal of this plan."""
         try:
             lines = path.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:

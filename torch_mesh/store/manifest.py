@@ -154,7 +154,7 @@ class Manifest:
 
 
 def fields_to_write(stored: Any) -> dict[str, Any]:
-    """The fields of a manifest or of a plan for one, without those that earlier builds did not know and are not set."""
+    """The fields of a manifest, or of a plan for one. Unset fields that earlier builds did not know are left out."""
     table = {"format_version": FORMATS[stored.weights].version, **asdict(stored)}
     return {name: value for name, value in table.items() if name not in ("calibration", "tables") or value}
 

@@ -73,8 +73,8 @@ class ParameterStacks:
         self.headers = read_headers(weight_files(folder))
         self.quantisation = quantisation
         self._folder = folder
-        self._shapes: dict[str, tuple[int, ...]] = {}  # without the rows of identity experts, which a file may lack
-        self._rows: dict[str, int] = {}  # with these
+        self._shapes: dict[str, tuple[int, ...]] = {}  # without rows of identity experts, which a file may lack
+        self._rows: dict[str, int] = {}  # numbers of rows, with those of identity experts
         for layer in (*find_experts(model), *layers_left_alone(model)):
             for name, parameter in layer.parameters.items():
                 self._rows[f"{layer.path}.{name}"], *sizes = parameter.shape
@@ -150,7 +150,7 @@ class ParameterStacks:
         return result
 
     def _see_weights(self, source: Source) -> None:
-        """Replace the stored tensors of weights by the weights, each as a file with fp32 values."""
+        """Replace the tensors that make up a weight by the weight, as a tensor of fp32 values in a file of its own."""
         weights = source.weights(self.headers)
         self.weights = tuple(weights.values())
         self._tensors = {
@@ -172,10 +172,11 @@ class ParameterStacks:
         return matches
 
     def _split_target(self, target: str, pattern: str, name: str) -> str:
-        """The parameter of an expert if a converter splits one list of experts evenly among several parameters.
+        """The expert's parameter if a converter splits one list of experts evenly among several parameters; otherwise
+        ``target``.
 
-        ``target`` names the first of them. By the number in ``name``, since a converted checkpoint only has a part of
-        the list.
+        ``target`` names the first of these parameters. The number in ``name`` decides, since a converted checkpoint
+        only has a part of the list.
         """
         converter = next(c for c in self._converters if pattern in c.source_patterns)
         if not isinstance(converter.operations[0], core_model_loading.ErnieFuseAndSplitTextVisionExperts):
@@ -215,7 +216,7 @@ class ParameterStacks:
         return RAW_DTYPES[next(iter(dtypes), "BF16")]
 
     def _operand(self, parameter: str, names: Sequence[str], expected: tuple[int, ...]) -> Stack:
-        """Tensors of the parameter's rank are stacks of experts; of one rank less, single experts."""
+        """Tensors with as many dimensions as the parameter are stacks of experts; with one fewer, single experts."""
         rank = len(expected)
         matrices: Stack = []
         for name in names:
@@ -305,8 +306,8 @@ def _deinterleave(operation: Any, operands: _Operands, *_: Any) -> _Operands | N
     return {pattern: result}
 
 
-# By operation of transformers' mapping: the result for (operation, operands, the converter's patterns, the parameter's
-# shape); None if strides cannot describe it.
+# By operation of transformers' mapping: a function (operation, operands, the converter's patterns, the parameter's
+# shape) -> operands; None if strides cannot describe the result.
 _OPERATIONS: dict[type, Callable[[Any, _Operands, Sequence[str], tuple[int, ...]], _Operands | None]] = {
     core_model_loading.MergeModulelist: lambda operation, operands, *_: operands if operation.dim == 0 else None,
     core_model_loading.Concatenate: lambda operation, operands, patterns, _: _joined(

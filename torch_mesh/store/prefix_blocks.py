@@ -26,25 +26,25 @@ from torch_mesh.system.atomic_files import new_file
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"mesh-prefix-1\n\0\0"
-_START = len(_MAGIC) + 8  # of what the checksum covers
+_START = len(_MAGIC) + 8  # first byte that the checksum covers
 _ALIGNMENT = 64
-_FREED = 0.1  # of the limit, beyond what is needed: listing all files takes time
-_ABANDONED = 600.0  # seconds after which a hidden file is a killed process's
+_FREED = 0.1  # fraction of the limit that is freed beyond the need, since listing all files takes time
+_ABANDONED = 600.0  # seconds after which a hidden file counts as one of a killed process
 
 
 def prefix_folder() -> Path:
-    """The folder of all models' folders. Raises MeshError without a home folder."""
+    """The folder with the folders of all models. Raises MeshError without a home folder."""
     return cache_folder() / "prefixes"
 
 
 class PrefixBlocks:
-    """The files in ``folder``; ``limit``: bytes of all folders beside it, and of this one. Reads come from any thread,
-    writes from one."""
+    """The files in ``folder``. ``limit``: bytes of all models' folders together. Any thread may read; only one may
+    write."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self._total: int | None = None  # bytes, when they were listed last and what was written since
-        self._damaged: set[str] = set()  # and still there, since they could not be removed
+        self._total: int | None = None  # bytes at the last listing plus those written since
+        self._damaged: set[str] = set()  # damaged files that may still exist, if removing them failed
 
     def has(self, name: str) -> bool:
         return name not in self._damaged and os.path.exists(self.folder / name)
@@ -53,7 +53,7 @@ class PrefixBlocks:
         """The tensors of a file, and the bytes read; None if it cannot be used. Removes a damaged file."""
         path = self.folder / name
         try:
-            # Unlike np.fromfile, readinto lets other threads run, and so read.
+            # Unlike np.fromfile, readinto releases the GIL, so other threads can read meanwhile.
             with open(path, "rb", buffering=0) as file:
                 data = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8)
                 data = data[: file.readinto(memoryview(data))]  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ class PrefixBlocks:
         return tensors, data.nbytes
 
     def touch(self, names: Sequence[str]) -> None:
-        """Note the use of files. Of these the first one is removed last."""
+        """Record that these files were used. The first of them is removed last."""
         now = time.time_ns()
         note_use(self.folder)
         for age, name in enumerate(names):
@@ -77,8 +77,8 @@ class PrefixBlocks:
                 os.utime(self.folder / name, ns=(now - age, now - age))
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        """Write a file, and remove the least recently used ones for it. Returns its bytes; 0 if it exceeds the limit.
-        Raises OSError."""
+        """Write a file, removing the least recently used ones to make room. Returns its bytes; 0 if it exceeds the
+        limit. Raises OSError."""
         data = self._packed(name, tensors)
         if not self._make_room(data.nbytes):
             return 0
@@ -154,7 +154,7 @@ class PrefixBlocks:
             for _, nbytes, path in files:
                 if self._total <= goal:
                     break
-                with contextlib.suppress(FileNotFoundError):  # another process was first
+                with contextlib.suppress(FileNotFoundError):  # another process removed it first
                     path.unlink()
                 self._total -= nbytes
         return True
@@ -165,11 +165,11 @@ def _aligned(offset: int) -> int:
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Time of last use in nanoseconds, bytes and path of each file of all models. Removes what killed processes have
+    """Time of last use in nanoseconds, bytes and path of each file of all models. Removes files that killed processes
     left."""
     now = time.time()
     for model in folder.iterdir() if folder.is_dir() else ():
-        if model.name.startswith(".") or not model.is_dir():  # one that is being removed
+        if model.name.startswith(".") or not model.is_dir():  # being removed
             continue
         for path in model.iterdir():
             try:

@@ -21,7 +21,7 @@ def progress_bar(description: str, show: bool = True, unit: str = "B") -> Iterat
 
     def progress(done: int, total: int) -> None:
         nonlocal bar
-        if bar is None:  # only now: if everything exists already, there is no bar
+        if bar is None:  # only now, so that there is no bar if everything exists already
             bar = tqdm(
                 desc=description, total=total, unit=unit, unit_scale=unit == "B", disable=disable if show else True
             )

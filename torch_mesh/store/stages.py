@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch_mesh.store.store_plan import NewFile, Piece, Record
 
-PiecesOf = Callable[[int, int], Iterable[Piece]]  # of the record of a layer and an expert
+PiecesOf = Callable[[int, int], Iterable[Piece]]  # (layer, expert) -> the ranges that their record reads
 
 
 class Shards(ABC):
@@ -31,7 +31,7 @@ class Shards(ABC):
 
     @abstractmethod
     def keep(self, path: Path, pieces: Sequence[Piece]) -> None:
-        """From now on only ``pieces`` of a fetched file are read."""
+        """Discard a fetched file except for ``pieces``: only these are read from now on."""
 
     def present_bytes(self) -> int:
         """Bytes on the disk of the destination."""
@@ -40,8 +40,8 @@ class Shards(ABC):
 
 @dataclass
 class Stage:
-    """What can be made once ``path`` has been fetched; None: without any file. ``kept`` are the ranges that later
-    stages read, by file: none of a file that this stage is the last to read."""
+    """The records and files that can be made once ``path`` has been fetched; None: without any file. ``kept``: by file,
+    the ranges that later stages read; empty for a file that this stage is the last to read."""
 
     path: Path | None
     records: list[Record] = field(default_factory=list)
@@ -51,23 +51,24 @@ class Stage:
 
 @dataclass(frozen=True)
 class Streaming:
-    """A store written from ``shards``. ``pieces_of`` says what the record of a layer and an expert reads."""
+    """A store written from ``shards``. ``pieces_of``: the ranges that the record of a layer and an expert reads."""
 
     shards: Shards
     pieces_of: PiecesOf
 
     def peak_bytes(self, records: Iterable[Record], files: Iterable[NewFile]) -> int:
-        """The most disk that the shards take at one time."""
+        """The maximum disk space that the shards take at any time."""
         sizes = self.shards.sizes
         return peak_bytes(stages(sizes, self.pieces_of, records, files), sizes)
 
     def fetched(self, records: Iterable[Record], files: Iterable[NewFile]) -> Iterator[Stage]:
-        """The stages, each when what it reads is there. What only it reads is removed when the next is asked for."""
+        """Yield each stage when the files it reads are there. Files that no later stage reads are removed when the next
+        is requested."""
         for stage in stages(self.shards.sizes, self.pieces_of, records, files):
             if stage.path is not None:
                 self.shards.fetch(stage.path)
             yield stage
-            # Its own first: that is the larger part.
+            # The stage's own file first: it is the larger part.
             for path in sorted(stage.kept, key=lambda path: path != stage.path):
                 self.shards.keep(path, stage.kept[path])
 
@@ -75,10 +76,10 @@ class Streaming:
 def stages(
     paths: Iterable[Path], pieces_of: PiecesOf, records: Iterable[Record], files: Iterable[NewFile]
 ) -> list[Stage]:
-    """The stages in the order of ``paths``, without those that nothing reads."""
+    """The stages in the order of ``paths``, without those of files that nothing reads."""
     every = [Stage(None), *map(Stage, paths)]
     numbers = {stage.path: number for number, stage in enumerate(every)}
-    # By file: the last stage that reads it, and ranges that are read in later stages than its own.
+    # By file: the last stage that reads it, and the ranges that stages after its own read.
     last: dict[Path, int] = {}
     waiting: dict[Path, set[Piece]] = defaultdict(set)
 
@@ -103,7 +104,7 @@ def stages(
 
 
 def peak_bytes(stages: Iterable[Stage], sizes: Mapping[Path, int]) -> int:
-    """The most disk that files of these ``sizes`` take at one time."""
+    """The maximum disk space that files of these ``sizes`` take at any time."""
     kept: dict[Path, int] = {}
     peak = 0
     for stage in stages:

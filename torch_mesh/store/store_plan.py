@@ -39,13 +39,13 @@ class StorePlan:
     def identity(self) -> dict[str, Any]:
         table = fields_to_write(self)
         del table["source_name"]  # a folder may move
-        if isinstance(self.shape.activation, tuple):  # JSON in the journal has lists
+        if isinstance(self.shape.activation, tuple):  # lists, as in the journal's JSON
             table["shape"]["activation"] = list(self.shape.activation)
         return table | {"modules": list(self.modules)}
 
     def is_plan_of(self, manifest: Manifest) -> bool:
         written = {name: getattr(manifest, name) for name in vars(self)} | {"source_name": self.source_name}
-        if manifest.shape.activation is None:  # perhaps of a build that did not fuse it yet
+        if manifest.shape.activation is None:  # may be from a build that did not fuse it yet
             written["shape"] = replace(manifest.shape, activation=self.shape.activation)
         return written == vars(self)
 
@@ -64,7 +64,7 @@ class Scratch:
 
 
 class Packer(Protocol):
-    """Packs records by what their experts compute: ``calibration.packing.Calibrator``."""
+    """Packs records calibrated on a text: ``calibration.packing.Calibrator``."""
 
     @property
     def calibration(self) -> Calibration: ...
@@ -78,8 +78,8 @@ class Packer(Protocol):
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call, on a worker thread.
-    A chunk may be invalid after the next. ``pieces`` are the ranges of weight files that it reads."""
+    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, again at each call, on a worker thread.
+    A chunk may become invalid after the next. ``pieces``: the ranges of weight files that it reads."""
 
     name: str
     size: int

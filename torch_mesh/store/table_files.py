@@ -36,16 +36,16 @@ class RowStretch:
 
 @dataclass(frozen=True)
 class StoredTable:
-    """An embedding table in files. Bytes."""
+    """An embedding table in files. Sizes are in bytes."""
 
-    name: str  # of the parameter
+    name: str  # the parameter's
     dim: int
-    dtype: torch.dtype  # of the values
-    stride: int  # from one row to the next
-    salt: bytes | None  # of the checksum that follows each row; None: there are none
+    dtype: torch.dtype  # the values'
+    stride: int  # bytes from one row to the next
+    salt: bytes | None  # salt of the checksum after each row; None: no checksums
     stretches: tuple[RowStretch, ...]  # in the order of the rows
-    tensors: tuple[str, ...]  # of the checkpoint, that hold it; empty in a store's own files
-    weights: str = ""  # the format of codes that stand for the values; empty: the values themselves
+    tensors: tuple[str, ...]  # the checkpoint's tensors with the table; empty in a store's own files
+    weights: str = ""  # the format of the rows' codes; empty: rows are values
 
     @property
     def rows(self) -> int:
@@ -53,7 +53,7 @@ class StoredTable:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row in the files."""
+        """Bytes of a row in the files."""
         from torch_mesh import _C
 
         return _C.coded_row_bytes(self.weights, self.dim) if self.weights else self.dim * self.dtype.itemsize
@@ -71,10 +71,10 @@ def is_table_file(name: str) -> bool:
 def table_files(
     tables: Sequence[StoredTable], fingerprint: str, max_file_bytes: int, weights: str = ""
 ) -> list[NewFile]:
-    """The files of a store for tables of a checkpoint, which ``fingerprint`` identifies. ``weights``: the format that
-    their rows are rounded to; empty: they stay as they are.
+    """The files of a store for tables of a checkpoint, which ``fingerprint`` identifies. ``weights``: the format to
+    which rows are rounded; empty: they stay unchanged.
 
-    Making them raises ``StoreError`` for a value that is not finite and has no code.
+    Making the files raises ``StoreError`` for a value that is not finite and has no code.
     """
     from torch_mesh import _C
 
@@ -97,7 +97,7 @@ def _table_file(name: str, table: StoredTable, first: int, rows: int, fingerprin
     identity = f"{fingerprint}\0{table.name}" + (f"\0{weights}" if weights else "")
     salt = hashlib.blake2b(identity.encode(), digest_size=16).digest()
     dtype = NAMES[table.dtype]
-    # Releases that know no codes look for "dtype", and refuse the file.
+    # Releases that do not know codes look for "dtype", and refuse the file.
     values = {"weights": weights, "values": dtype} if weights else {"dtype": dtype}
     about = {"first_row": first, "dim": table.dim, **values, "salt": salt.hex()}
     size = rows * stride
@@ -119,9 +119,9 @@ def _table_file(name: str, table: StoredTable, first: int, rows: int, fingerprin
 
 
 def read_rows(table: StoredTable, first: int, count: int) -> npt.NDArray[np.uint8]:
-    """Rows [first, first + count) of a checkpoint's table, one after the other.
+    """Rows [first, first + count) of a checkpoint's table, concatenated.
 
-    Raises ``StoreError`` for a file that was cut.
+    Raises ``StoreError`` for a truncated file.
     """
     rows = np.empty(count * table.row_bytes, dtype=np.uint8)
     into = rows.data
@@ -132,7 +132,7 @@ def read_rows(table: StoredTable, first: int, count: int) -> npt.NDArray[np.uint
 
 
 def _coded(table: StoredTable, first: int, rows: npt.NDArray[np.uint8], weights: str) -> npt.NDArray[np.uint8]:
-    """Rows of values, from row ``first`` on, as codes."""
+    """Encode rows of values; the first one is row ``first``."""
     from torch_mesh import _C
 
     values = torch.from_numpy(rows).view(table.dtype).view(-1, table.dim).float()
@@ -146,7 +146,7 @@ def _coded(table: StoredTable, first: int, rows: npt.NDArray[np.uint8], weights:
 
 
 def _pieces(table: StoredTable, first: int, count: int) -> Iterator[Piece]:
-    """Where rows [first, first + count) of a checkpoint's table are."""
+    """The ranges of rows [first, first + count) of a checkpoint's table."""
     for stretch in table.stretches:
         skipped = min(first, stretch.rows)
         taken = min(count, stretch.rows - skipped)
@@ -156,7 +156,7 @@ def _pieces(table: StoredTable, first: int, count: int) -> Iterator[Piece]:
 
 
 def tables_of_store(folder: Path) -> list[StoredTable]:
-    """Those that a store has in files of their own. Raises ``StoreError`` for files that do not agree."""
+    """The tables that a store has in files of their own. Raises ``StoreError`` for inconsistent files."""
     names = sorted(file.name for file in read_manifest(folder).other_files if is_table_file(file.name))
     parts: dict[str, list[tuple[int, StoredTable]]] = {}
     for name in names:
@@ -183,7 +183,7 @@ def _read_part(path: Path) -> tuple[int, StoredTable]:
 
 
 def _joined(folder: Path, parts: Sequence[tuple[int, StoredTable]]) -> StoredTable:
-    """The table of these parts, each with the number of its first row, in order."""
+    """The table of these parts in order. Each part comes with the number of its first row."""
     whole, expected = parts[0][1], 0
     stretches: list[RowStretch] = []
     for first, part in parts:

@@ -25,10 +25,10 @@ def tables_in_files(
     *,
     vocabularies: bool = False,
 ) -> list[tuple[TableLayer, StoredTable]]:
-    """The tables that ``MeshConfig.tables`` chooses, and where their rows are in ``folder``; with ``vocabularies``
-    input embeddings too.
+    """The tables that ``MeshConfig.tables`` chooses, and the location of their rows in ``folder``. ``vocabularies`` adds
+    input embeddings.
 
-    Those that cannot be read there are left out. Raises UnsupportedModelError for such a one that is named, and as
+    Tables that cannot be read there are left out. Raises UnsupportedModelError if such a table is named, and as
     ``find_tables`` and ``find_stored_tables`` do.
     """
     found = find_tables(model, choice, vocabularies=vocabularies)
@@ -46,10 +46,10 @@ def tables_in_files(
 def find_stored_tables(
     folder: Path, model: Any, tables: Sequence[TableLayer], key_mapping: Mapping[str, str] | None = None
 ) -> dict[str, StoredTable | str]:
-    """For each table, by its path, where its rows are in the folder's weight files; or why they cannot be read there.
+    """For each table, by path: the location of its rows in the folder's weight files, or why they cannot be read there.
 
-    ``model`` has all parameters, perhaps on the meta device. Raises ``StoreError`` for files that are damaged, and for
-    a table that is not all there.
+    ``model`` has all parameters, perhaps on the meta device. Raises ``StoreError`` for damaged files and for an
+    incomplete table.
     """
     if not tables:
         return {}
@@ -64,13 +64,13 @@ def find_stored_tables(
 
 
 def packed_tables(folder: Path, tables: Iterable[TableLayer]) -> list[tuple[TableLayer, StoredTable]]:
-    """Those that are in a store's files of rows, and nowhere else. Raises ``StoreError`` for one of another shape."""
+    """The tables that are only in a store's files of rows. Raises ``StoreError`` for a table of another shape."""
     if not is_store(folder):
         return []
     stored = tables_of_store(folder)
     found = []
     for layer in tables:
-        # A part of the stored model has other first names.
+        # A part of the stored model has other prefixes.
         for table in stored:
             if f".{table.name}".endswith(f".{layer.name}") or f".{layer.name}".endswith(f".{table.name}"):
                 if (table.rows, table.dim) != tuple(layer.weight.shape):
@@ -115,7 +115,8 @@ def _stored(
 
 
 def _joins_rows(converter: Any) -> bool:
-    """Whether it joins tensors along their rows and does nothing else. None: the tensor is only renamed."""
+    """Whether a converter joins tensors along their rows and does nothing else. ``converter`` None: the tensor is only
+    renamed."""
     if converter is None:
         return True
     single = len(converter.source_patterns) == len(converter.target_patterns) == 1

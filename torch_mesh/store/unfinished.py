@@ -53,7 +53,7 @@ class UnfinishedStore:
             plan.shape, plan.modules, self._record_bytes, self._journal.store_id, max_file_bytes
         )
         self._descriptors: list[int] = []
-        self._intact: set[str] = set()  # files of an earlier run whose digest has been compared
+        self._intact: set[str] = set()  # files of an earlier run with the right digest
         self._stopping = Flag()
         self._file_under_way = False
         self._one_file = threading.Lock()
@@ -84,7 +84,7 @@ class UnfinishedStore:
             prepared = counter.done + scratch.bytes
             if self._missing_records():
                 scratch.prepare(self._folder, counter.add)
-            counter.add(prepared - counter.done)  # it may take less than its maximum
+            counter.add(prepared - counter.done)  # preparing may take less than its maximum
         with TaskThreads(workers) as packing, TaskThreads(1) as syncing:
             try:
                 for stage in self._stages(files, streaming):
@@ -140,12 +140,13 @@ class UnfinishedStore:
         return _C.record_checksum(self._journal.store_id, layer, expert, record)
 
     def _stages(self, files: Sequence[NewFile], streaming: Streaming | None) -> Iterator[Stage]:
-        """What is still to be made, when it can be. The caller makes all of a stage before it asks for the next."""
+        """Yield the remaining records and files when they can be made. The caller makes all of a stage before it
+        requests the next."""
         missing = self._missing_records()
         if streaming is None:
             yield Stage(None, missing, list(files))
             return
-        # The hub's hashes identify what is made of weights, so that these need not be fetched again.
+        # The hub's hashes identify files made from weights, so that these weights need not be fetched again.
         self._intact = {file.name for file in files if file.pieces and self._is_intact(file)}
         unwritten = [replace(file, pieces=()) if file.name in self._intact else file for file in files]
         yield from streaming.fetched(missing, unwritten)
@@ -158,7 +159,7 @@ class UnfinishedStore:
             return self._write_anew(self._folder / file.name, file)
 
     def _is_intact(self, file: NewFile) -> bool:
-        """Whether an earlier run wrote it, by its digest."""
+        """Whether an earlier run wrote the file, by its digest."""
         path, known = self._folder / file.name, self._journal.files.get(file.name)
         if known is None or file.size != known.bytes or not path.is_file():
             return False
@@ -185,7 +186,7 @@ class UnfinishedStore:
     def _tasks(
         self, pack: Pack, records: Iterable[Record], files: Sequence[NewFile]
     ) -> Iterator[Callable[[], _Written]]:
-        """One file beside the records at a time, since a file may hold a whole tensor in memory."""
+        """Write one file beside the records at a time, since a file may hold a whole tensor in memory."""
         waiting = deque(files)
         for record in records:
             if waiting and not self._file_under_way:
@@ -231,7 +232,7 @@ class UnfinishedStore:
 
     def _stop_if_asked(self) -> None:
         if self._stopping.is_set():
-            raise CancelledError  # not collected: there is an error already
+            raise CancelledError  # not collected, since another error is raised
 
     def _sync(self) -> None:
         for descriptor in self._descriptors:
@@ -271,7 +272,7 @@ class _Counter:
 
 
 def _blocks(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
-    """The same bytes, cut at the blocks of a file's checksums. Each overwrites the previous one."""
+    """The bytes of ``chunks``, cut at the blocks of a file's checksums. Each block overwrites the previous one."""
     block, filled = np.empty(BLOCK_BYTES, dtype=np.uint8).data, 0
     for chunk in chunks:
         rest = memoryview(chunk)

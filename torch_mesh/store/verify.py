@@ -1,4 +1,4 @@
-"""Find damage in a store: all of it, or what is not checked when it is read."""
+"""Find damage in a store: all of it, or damage to parts that are not checked when they are read."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
 
 
 def check_other_files(store: Store, verify: str, codes: bool = True) -> None:
-    """Check a model's files without records or rows of tables, which are checked when they are read. ``codes``: also
-    those of linear layers, which ``dense="codes"`` alone reads.
+    """Check a model's files, except for records and rows of tables, which are checked when they are read. ``codes``: also
+    check the codes of linear layers, which only ``dense="codes"`` reads.
 
     Raises ``StoreError`` for changed tensors, index or config.json, whose ``quantization_config`` users may change.
-    Warns of a changed tokenizer and the like. Checks nothing if ``verify`` is 'never'.
+    Warns about a changed tokenizer and the like. Checks nothing if ``verify`` is 'never'.
     """
     if verify == "never":
         return
@@ -136,7 +136,7 @@ def _block_problem(store_id: bytes, path: Path, number: int, checksum: str) -> s
 
 
 def _only_quantisation_changed(store: Store, file: OtherFile) -> bool:
-    """Whether config.json only differs in what a user may change about torch_mesh."""
+    """Whether config.json only differs in entries that users may change about torch_mesh."""
     written = quantization_table(store.manifest.weights, store.manifest.group_size)
 
     def restored(table: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _record_checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
 
 
 def _read_record(manifest: Manifest, descriptor: int, layer: int, expert: int, offset: int) -> tuple[bytes, str | None]:
-    """The bytes, and their problem, if any."""
+    """The record's bytes, and their problem, if any."""
     from torch_mesh import _C
 
     try:

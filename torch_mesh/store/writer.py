@@ -40,7 +40,7 @@ from torch_mesh.store.unfinished import UnfinishedStore
 from torch_mesh.system.atomic_files import locked
 from torch_mesh.system.background import usable_processors
 
-_THREADS_READING = 2  # beside those that pack: about as many wait for the disk
+_THREADS_READING = 2  # beside the threads that pack: about this many wait for the disk
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def write_store(
     """
     folder = real_folder(folder)
     partial = partial_path(folder)
-    # Without the lock, whose file needs a writable folder. A store of another plan may be being replaced just now.
+    # Look without the lock, whose file needs a writable folder. Another plan's store may be replaced at this moment.
     problem: StoreError | None = None
     try:
         existing = existing_store(folder, plan, force)
@@ -160,7 +160,7 @@ def write_folder(
     if _has_all(folder, files):
         return
     with lock_of(folder, None):
-        if _has_all(folder, files):  # by another process meanwhile
+        if _has_all(folder, files):  # another process has written them meanwhile
             return
         partial = partial_path(folder)
         try:

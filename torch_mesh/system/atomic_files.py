@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 FILE_MODE = 0o666  # of new files, before the umask, as in open()
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems without locks, some on the network
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # on file systems without locks, such as some network ones
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h
 
@@ -117,7 +117,7 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def _unused_name(parent: Path, prefix: str, stack: contextlib.ExitStack) -> Path:
-    """Locked, where there are locks, until ``stack`` is left."""
+    """A new name below ``parent`` with ``prefix``. It is locked, if locks are supported, until ``stack`` is left."""
     while True:
         folder = parent / f"{prefix}{secrets.token_hex(4)}"
         lock = folder.with_name(f"{folder.name}.lock")
@@ -133,9 +133,9 @@ def _unused_name(parent: Path, prefix: str, stack: contextlib.ExitStack) -> Path
 
 
 def _sweep(parent: Path, prefix: str) -> None:
-    """Remove folders whose lock is free: their owners are gone."""
+    """Remove folders whose lock is free, since their owners have ended."""
     for lock in parent.glob(f"{prefix}*.lock"):
-        # In use, or another user's.
+        # The folder is in use, or belongs to another user.
         with contextlib.suppress(OSError), locked(lock):
             folder = lock.with_suffix("")
             if os.path.lexists(folder):

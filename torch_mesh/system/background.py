@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 class BackgroundThread(threading.Thread):
     """Start ``work`` at once. Raises MemoryError if no thread can be started.
 
-    A daemon thread; the code that closes the engine joins it, since Python would abort if it ended under it.
+    A daemon thread. The code that closes the engine joins it: if the interpreter ended while it runs, Python would abort.
     """
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
@@ -92,8 +92,8 @@ class Task(Generic[_Result]):
 class TaskThreads(contextlib.AbstractContextManager["TaskThreads"]):
     """Up to ``count`` threads that run tasks in the order of ``submit``, started as needed.
 
-    Leaving the context waits for all tasks. After an exception it cancels those that have not begun. Once submitted, a
-    task ends, whenever the main thread is interrupted.
+    Leaving the context waits for all tasks. After an exception it cancels those that have not begun. A submitted task
+    ends even if the main thread is interrupted.
     """
 
     def __init__(self, count: int) -> None:
@@ -115,7 +115,7 @@ class TaskThreads(contextlib.AbstractContextManager["TaskThreads"]):
         for _ in self._threads:
             self._tasks.put(None)
         for started, ended in self._threads:
-            if started.is_set():  # a thread that an interrupt kept from it, or that is late, finds its tasks cancelled
+            if started.is_set():  # otherwise it never started or is late, and finds its tasks cancelled
                 ended.wait()
 
     def submit(self, call: Callable[..., _Result], /, *arguments: Any) -> Task[_Result]:
@@ -123,7 +123,7 @@ class TaskThreads(contextlib.AbstractContextManager["TaskThreads"]):
         return self._submit(functools.partial(call, *arguments), lambda _: None)
 
     def map(self, call: Callable[..., _Result], /, *columns: Iterable[Any]) -> list[_Result]:
-        """Like the built-in function, at once and on all threads."""
+        """Like the built-in function, but runs at once and on all threads."""
         tasks = [self.submit(call, *arguments) for arguments in zip(*columns, strict=True)]
         return [task.result() for task in tasks]
 

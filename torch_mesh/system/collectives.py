@@ -11,7 +11,7 @@ import torch
 
 from ..errors import LostRankError, MeshError
 
-# gloo raises plain RuntimeErrors; each message names its source file.
+# Part of gloo's error messages: gloo raises plain RuntimeErrors that name its source file.
 _OF_GLOO = "gloo"
 
 
@@ -34,11 +34,11 @@ def gathered(value: Any, where: str) -> list[Any]:
 
 @contextlib.contextmanager
 def lost_ranks(where: str) -> Iterator[None]:
-    """Within, collectives raise LostRankError if another rank is gone."""
+    """Within the block, collectives raise LostRankError if another rank is gone."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, MeshError) or not (  # our own messages may name a path with that word
+        if isinstance(error, MeshError) or not (  # torch_mesh's own messages may name a path with that word
             isinstance(error, torch.distributed.DistError) or _OF_GLOO in str(error)
         ):
             raise

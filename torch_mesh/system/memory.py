@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from ..validators import parse_size
 
-# What "auto" leaves to the rest of the process: activations, KV cache, page cache.
+# Memory that "auto" leaves to the rest of the process: activations, KV cache, page cache.
 _MARGIN_BYTES = 512 << 20
 _MARGIN_DIVISOR = 8  # the fraction 1 / 8
 _SMALL_MARGIN_DIVISOR = 4  # 1 / 4, if that is less than _MARGIN_BYTES: for small containers
@@ -30,7 +30,7 @@ def available_bytes(proc: Path = Path("/proc")) -> int:
 
 
 def left_bytes(proc: Path = Path("/proc")) -> int:
-    """The same; negative if a soft limit is exceeded."""
+    """Like ``available_bytes``, but negative if a soft limit is exceeded."""
     return min([_machine_available(proc), *_cgroups_available(proc)])
 
 

@@ -13,7 +13,7 @@ LARGE_BYTES = 256 << 20  # large enough to exceed all caches
 
 
 def seconds_per_call(call: Callable[[], object], seconds: float = SECONDS) -> float:
-    """The median, which a busy moment does not affect."""
+    """The median duration, which is robust against a busy moment."""
     return statistics.median(_times(call, seconds))
 
 

@@ -31,7 +31,7 @@ _BESIDE_CONFIG = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Files that describe quantization: not copied if the weights are not quantized.
 QUANTISATION_FILES = (_MODELOPT_NAME, *_BESIDE_CONFIG)
 _PLAIN = Plain()
-# Scales of activations and of the KV cache, which are not quantized here.
+# Names of scales of activations and of the KV cache, which torch_mesh does not quantize.
 _OF_ACTIVATIONS = (
     ".input_scale",
     ".input_global_scale",
@@ -63,7 +63,7 @@ _COMPANIONS = (
     ".nested_absmax",
     ".nested_quant_map",
 )
-# Those that no unquantized model has.
+# Names of parts that no unquantized model has.
 _MARKS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight.absmax", "_proj_blocks")
 _OTHER_TOOLS = (
     "torch_mesh reads bf16, fp16 and fp32 checkpoints, and those of quant_method fp8, mxfp8, mxfp4, "
@@ -153,7 +153,7 @@ def own_quantisation(folder: Path) -> dict[str, Any] | None:
 
 
 def _has_packed_words(folder: Path) -> bool:
-    """Whether the weights are quantized as such a file says: they may have been dequantized since."""
+    """Whether the weights are quantized as that file says; they may have been dequantized since."""
     return any(name.endswith(".qweight") for path in weight_files(folder) for name in read_header(path).tensors)
 
 

@@ -23,7 +23,7 @@ from torch_mesh.store.sources.layout import (
     unpack_words,
 )
 
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, of each four bits of a word
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # for each four bits of a word: which of eight outputs they belong to
 
 
 class Awq(Layout):

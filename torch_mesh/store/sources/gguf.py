@@ -42,7 +42,7 @@ class GgufBlocks(Layout):
         blocks = parts["codes"].numpy()
         if self.title == "MXFP4" and bool((blocks.reshape(-1, _block(self.title)[1])[:, 0] == 255).any()):
             raise MisfitError("codes", "holds the scale 255, which stands for no number")
-        with np.errstate(all="ignore"):  # what is no number is refused below
+        with np.errstate(all="ignore"):  # values that are not numbers are refused below
             values = torch.from_numpy(dequantize(blocks, _type(self.title))).reshape(shape)
         if not bool(torch.isfinite(values).all()):
             raise MisfitError("codes", "holds a weight that is not a finite number")
@@ -67,7 +67,7 @@ class GgufBlocks(Layout):
         return in_int8("its blocks are none of ours, or of several types")
 
 
-# Blocks of a scale and its codes: what the codes are, their order, the scale.
+# Formats whose blocks are a scale and its codes: what the codes are, their order, the scale.
 _PASSTHROUGH = {
     "Q4_0": ("int4", "halves", "fp16"),
     "Q8_0": ("int8", "bytes", "fp16"),
@@ -78,7 +78,7 @@ _PLAIN = Plain()
 
 
 def gguf_weights(headers: Sequence[Header]) -> dict[str, Weight]:
-    """Every weight of a model's files by its name. Raises ``StoreError`` for one that is there twice."""
+    """Every weight of a model's files, by name. Raises ``StoreError`` for a duplicate name."""
     found: dict[str, Weight] = {}
     for header in headers:
         for name, tensor in header.tensors.items():
@@ -89,7 +89,7 @@ def gguf_weights(headers: Sequence[Header]) -> dict[str, Weight]:
     return found
 
 
-def _type(name: str):  # type: ignore[no-untyped-def]  # of a package that may not be there
+def _type(name: str):  # type: ignore[no-untyped-def]  # from a package that may be missing
     require_package()
     from gguf.constants import GGMLQuantizationType
 
@@ -97,7 +97,7 @@ def _type(name: str):  # type: ignore[no-untyped-def]  # of a package that may n
 
 
 def _block(name: str) -> tuple[int, int]:
-    """Values and bytes."""
+    """The values and bytes of a block."""
     kind = _type(name)
     from gguf.constants import GGML_QUANT_SIZES
 

@@ -93,7 +93,7 @@ class Codes:
     factor: str | None = None  # the part that multiplies all scales
     divisor: str | None = None  # the part that divides them
     zeros: int | None = None  # required value of each byte of the part 'zeros', since codes are symmetric
-    in_turn: str | None = None  # the part that has to show that groups are in order
+    in_turn: str | None = None  # the part whose values have to show that groups are in order
 
 
 # Groups of 32 have the least error for their bytes: docs/decisions/0040.
@@ -103,7 +103,7 @@ IN_BF16 = Nearest("bf16", 0, 0.0, "which holds every value exactly")
 
 
 def in_int8(what: str) -> Nearest:
-    """For values that no format of ours holds exactly, because of ``what``."""
+    """The nearest format for values that no format of ours holds exactly, because of ``what``."""
     return replace(_INT8, why=f"{_INT8.why}; {what}")
 
 
@@ -122,7 +122,7 @@ def scale_type(scale: Tensor) -> str:
 
 
 def nearest_to(dtype: str) -> Nearest:
-    """For weights that are not quantized."""
+    """The nearest format for unquantized weights."""
     if dtype.lower() == "bf16":
         return IN_BF16
     return Nearest("bf16", 0, BF16_ERROR, f"to which {dtype} weights are rounded")
@@ -142,7 +142,7 @@ class Layout(ABC):
     others: ClassVar[Mapping[str, Sequence[str]]] = {}
     required: ClassVar[frozenset[str]] = frozenset()  # roles besides the codes
     dtype: str | None = None  # of the codes, if it tells this layout from others
-    scale_dtypes: ClassVar[Sequence[str]] = ()  # likewise of the part 'scale'
+    scale_dtypes: ClassVar[Sequence[str]] = ()  # dtypes of the part 'scale', if they tell this layout from others
     turned: ClassVar[bool] = False  # ``read`` gives the transpose of the model's weight
 
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
@@ -169,7 +169,7 @@ class Layout(ABC):
         """Dequantize to fp32. Raises ``MisfitError`` for scales and codes that are not finite."""
 
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
-        """From headers only. None if no record holds the weight's codes."""
+        """The weight's codes, from headers only. None if no record holds them."""
         return None
 
     @abstractmethod
@@ -192,7 +192,7 @@ class Weight:
 
     @property
     def is_plain(self) -> bool:
-        """Not quantized."""
+        """Whether the weight is not quantized."""
         return not self.layout.quantised
 
     @property
@@ -200,7 +200,7 @@ class Weight:
         return sum(tensor.bytes for _, tensor in self.parts.values())
 
     def read(self, expert: int | None = None) -> torch.Tensor:
-        """Read its values in fp32; of a stack those of one expert, or of all. Raises ``StoreError``."""
+        """Read the values in fp32; of a stack, those of one expert or of all. Raises ``StoreError``."""
         shape = self.shape if expert is None else self.shape[1:]
         # While transformers builds a model, the default device is "meta".
         with torch.device("cpu"), _named(self.parts):
@@ -213,7 +213,7 @@ class Weight:
         return self.layout.codes(self._headers(), self.shape)
 
     def part(self, role: str, expert: int | None) -> tuple[Path, Tensor]:
-        """The location of a part; in a stack that of one expert, unless all share it."""
+        """The location of a part; in a stack, that of one expert's range, unless all experts share the part."""
         path, tensor = self.parts[role]
         if expert is None or not tensor.shape or tensor.shape[0] != self.shape[0]:
             return path, tensor
@@ -221,7 +221,7 @@ class Weight:
         return path, replace(tensor, offset=tensor.offset + expert * size, bytes=size, shape=tensor.shape[1:])
 
     def pieces(self, expert: int | None) -> tuple[tuple[Path, int, int], ...]:
-        """What ``read`` reads: file, offset and bytes of each part."""
+        """The ranges that ``read`` reads: file, offset and bytes of each part."""
         found = (self.part(role, expert) for role in self.parts)
         return tuple((path, tensor.offset, tensor.bytes) for path, tensor in found)
 

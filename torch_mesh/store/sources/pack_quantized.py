@@ -28,7 +28,7 @@ from torch_mesh.store.sources.layout import (
     unpack_words,
 )
 
-# Why no record holds these integers.
+# The reason if no record holds these integers.
 UNLIKE_OURS = "no record has zero points, an order of columns, or groups that are no multiple of 32"
 
 
