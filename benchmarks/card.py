@@ -27,7 +27,7 @@ def find_card(script: str) -> torch.device | None:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on beside the machine: the card, versions, the commit."""
+    """The conditions of a figure besides the machine: the card, versions, the commit."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU in its place"
     return {
         "device": name,
@@ -43,7 +43,7 @@ def describe(about: dict[str, Any]) -> str:
 
 
 def _commit() -> str:
-    """Of the working tree, marked where it was changed since."""
+    """The commit of the working tree, marked if files differ from it."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
@@ -53,7 +53,7 @@ def _commit() -> str:
 
 
 def seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """From an idle device to the end of all that ``run`` put into the current stream."""
+    """Seconds from an idle device to the end of all work that ``run`` put into the current stream."""
     if device.type != "cuda":
         begin = time.perf_counter()
         run()
@@ -83,5 +83,5 @@ def captured(device: torch.device, run: Callable[[], object]) -> Callable[[], ob
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy in memory that ``device`` reads by itself."""
+    """A copy in memory that ``device`` can read directly."""
     return tensor.pin_memory() if device.type == "cuda" else tensor.clone()

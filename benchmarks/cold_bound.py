@@ -39,15 +39,15 @@ from torch_mesh.store.manifest import open_store
 
 WARM_UP = 128
 PAST = 16  # tokens of the prompt
-HIDDEN = {0.6: 0.2, 0.75: 0.35, 0.9: 0.6}  # by recall: the part of the waiting that is to be hidden
-CLAIMED = 0.25  # of the experts, where that is claimed
-REACHED = 0.7  # of what a disk without latency would hide at this machine's speeds: the claim where that is less
+HIDDEN = {0.6: 0.2, 0.75: 0.35, 0.9: 0.6}  # by recall: the claimed fraction of the waiting that is hidden
+CLAIMED = 0.25  # the resident fraction to which the claim applies
+REACHED = 0.7  # claimed fraction of what a disk without latency hides at this machine's speeds, if that is less
 TURN = 32  # tokens
-READS = 9  # of each number of records, in a turn
+READS = 9  # reads of each number of records in a turn
 
 
 class SimulatedRouter:
-    """Gives every expert the score that it is told, whatever the hidden states."""
+    """Gives every expert the score set by ``tell``, whatever the hidden states."""
 
     bias = None
     scoring = "logits"
@@ -57,7 +57,7 @@ class SimulatedRouter:
         self.column = 0
 
     def tell(self, hidden_states: torch.Tensor, scores: torch.Tensor) -> None:
-        """The product of ``hidden_states`` [1, hidden] and the weight becomes ``scores`` [experts]."""
+        """Make the product of ``hidden_states`` [1, hidden] and the weight equal ``scores`` [experts]."""
         self.weight[:, self.column] = 0
         self.column = int(hidden_states[0].abs().argmax())
         self.weight[:, self.column] = scores / hidden_states[0, self.column].float()
@@ -118,8 +118,8 @@ class Replayed:
 
 
 def simulate_scores(routing: torch.Tensor, experts: int, recall: float) -> torch.Tensor:
-    """float32 [tokens, layers, experts]: positive for as many as are chosen. A score is the probability with which the
-    expert is right, uniform around ``recall``; a wrong one takes the place of one that is chosen."""
+    """float32 [tokens, layers, experts]: positive for as many experts as are chosen. A score is the probability that
+    the expert is right, uniform around ``recall``. A wrong expert replaces a chosen one."""
     rng = np.random.default_rng(0)
     chosen = routing.numpy()
     scores = np.zeros((*chosen.shape[:-1], experts), np.float32)
@@ -156,7 +156,7 @@ def read_seconds(seconds: Any, records: list[Any], max_count: int) -> list[float
 def take_turns(
     models: dict[str, Replayed], folder: Path, tokens: int
 ) -> tuple[dict[str, list[tuple[float, torch.Tensor, np.ndarray]]], list[float]]:
-    """The steps of each model after its warm-up, and ``read_seconds`` of the same minutes.
+    """The steps of each model after its warm-up, and ``read_seconds`` measured in the same minutes.
 
     The models compute a few tokens each in turn, so that all have the same disk, whose speed may change.
     """
@@ -179,7 +179,7 @@ def replayed_waiting(
     routing: torch.Tensor, experts: int, resident: float, seconds: dict[str, float], scores: torch.Tensor | None
 ) -> float:
     """Seconds of waiting per token, if the pool's decisions meet a disk that reads one expert at a time at full speed:
-    of the virtual clock of ``torch-mesh routing simulate`` with this machine's ``seconds``."""
+    on the virtual clock of ``torch-mesh routing simulate`` with this machine's ``seconds``."""
     _, layers, top_k = routing.shape
     predicted: dict[str, Any] = {}
     if scores is not None:
@@ -219,7 +219,7 @@ def measure(options: Any) -> Report:
 
 
 def typical(values: list[float]) -> float:
-    """The mean without the tenth that is smallest and the tenth that is largest: a virtual disk stalls now and then."""
+    """The mean without the smallest and the largest tenth, since a virtual disk stalls occasionally."""
     tenth = len(values) // 10
     return statistics.mean(sorted(values)[tenth : len(values) - tenth])
 

@@ -15,8 +15,8 @@ import torch_mesh
 class DecodeSteps:
     """Decodes one sequence of at most ``max_tokens`` tokens, one a step.
 
-    transformers' StaticCache counts its tokens on the device, so that a captured step goes on where the last one ended.
-    What a step returns is float logits [vocabulary]; those of ``replay`` lie in a buffer that the next step writes.
+    transformers' StaticCache counts its tokens on the device, so that a captured step continues after the last one.
+    Steps return float logits [vocabulary]. Those of ``replay`` are in a buffer that the next step overwrites.
     """
 
     def __init__(self, model: Any, max_tokens: int) -> None:
@@ -25,7 +25,7 @@ class DecodeSteps:
         self.ids = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         self.cache = StaticCache(config=model.config, max_cache_len=max_tokens)
         self._replay: Any = None
-        self._replayed: Tensor | None = None  # what a replay writes
+        self._replayed: Tensor | None = None  # the buffer that a replay writes
 
     def reset(self) -> None:
         """Forgets the sequence."""
@@ -38,7 +38,8 @@ class DecodeSteps:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Makes the graph that ``replay`` launches, of a model with experts on the device, and forgets the sequence."""
+        """Capture the graph that ``replay`` launches, for a model with experts on the device, and forget the
+        sequence."""
         torch_mesh.set_capture_batch_sizes(self.model, [1])
         self._replay = card.captured(self.device, self._run_for_replays)
         self.reset()

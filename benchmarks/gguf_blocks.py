@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-# Where a block has d, and dmin or m, each fp16; IQ1_M has d in parts.
+# Offsets in a block of d, and of dmin or m, each fp16. IQ1_M has d in parts.
 D_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}
 DMIN_AT = {"Q2_K": 82, "Q4_K": 2, "Q5_K": 2, "Q4_1": 2, "Q5_1": 2}
 SAMPLE = 512  # blocks
@@ -23,9 +23,9 @@ def random_blocks(kind: str, count: int, std: float, generator: np.random.Genera
 
 @cache
 def _scales(kind: str) -> tuple[float, float]:
-    """Return d and dmin with which weights have a mean of 0, where there are mins, and a deviation of 1."""
+    """Return d and dmin that give weights a standard deviation of 1 and, in types with mins, a mean of 0."""
     if kind == "IQ1_M":
-        return 0.0, 0.0  # of no effect
+        return 0.0, 0.0  # have no effect
 
     def sample(d: float, dmin: float) -> npt.NDArray[np.float32]:
         blocks = _blocks(kind, SAMPLE, d, dmin, np.random.default_rng(0))

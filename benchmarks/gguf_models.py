@@ -22,10 +22,10 @@ from cold_decode import RESIDENT, SLACK, Contender, cosine, limit_of
 from harness import Report, Row
 from whole_model import PREFILL_TOKENS, System, measure_speeds, open_contenders
 
-# Types by regular expressions of tensors' names; the first that is found counts.
+# Types by regular expressions of tensors' names; the first match counts.
 OTHERS = {"^output": "Q6_K", "": "Q4_K"}
 MIXTURES = {
-    # llama.cpp gives half of the downs and values more bits, of 4 layers those of the last two.
+    # llama.cpp gives half of the down projections and values more bits: with 4 layers, those of the last two.
     "Q4_K_M": {r"blk\.[23]\.(ffn_down_exps|attn_v)\.": "Q6_K", **OTHERS},
     "dynamic": {"ffn_down_exps|attn_v": "Q6_K", r"blk\.0\.ffn_(gate|up)_exps": "Q5_K", **OTHERS},
 }
@@ -84,7 +84,7 @@ def add_cold(report: Report, mixture: str, path: Path, options: Any) -> None:
         measured=options.tokens,
     )
     mesh = partial(system, script="mesh.py", python=Path(sys.executable))
-    # Of bytes, and not of experts: all slots have the size of the largest record.
+    # A fraction of the bytes instead of the experts, since all slots have the size of the largest record.
     of_mesh = {"threads": options.threads, "resident": str(int(RESIDENT * experts)), "dense": "codes"}
     llama = partial(system, script="llama.py", python=synthetic.PEERS_PYTHON)
     of_llama = {"threads": options.threads, "repack": False}

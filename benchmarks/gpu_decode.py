@@ -44,7 +44,7 @@ TRACED_STEPS = 4
 
 
 def open_model(folder: Path, device: torch.device, **fields: Any) -> Any:
-    """All experts in memory or on the device before it returns."""
+    """Open the model with all experts in memory or on the device."""
     config = torch_mesh.MeshConfig(resident=1.0, verify="never", **fields)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map=str(device))
     for module in patched_modules(model):
@@ -58,8 +58,7 @@ def open_model(folder: Path, device: torch.device, **fields: Any) -> Any:
 
 
 class CopiedUp:
-    """In the place of a layer's forward: the experts of a step that have no slot on the device are copied up, and it
-    computes all."""
+    """Replaces a layer's forward: copies a step's experts without a slot to the device, which computes all of them."""
 
     def __init__(self, module: MeshExperts) -> None:
         self.layer = find(module._mesh_handle)
@@ -85,12 +84,12 @@ class CopiedUp:
         return experts_triton.experts(*inputs, part, False, torch.float32)
 
     def begin(self, cold: list[int]) -> Iterator[tuple[list[int], Tensor]]:
-        """Batches of experts, and where they are when the current stream comes to them."""
+        """Batches of experts, and the buffers that hold them once the current stream gets there."""
         raise NotImplementedError
 
 
 class UpliftedExperts(CopiedUp):
-    """As prompts bring them up: from the pool to pinned memory, and from there."""
+    """Copies experts as prompts do: from the pool to pinned memory, then to the device."""
 
     def begin(self, cold: list[int]) -> Iterator[tuple[list[int], Tensor]]:
         uplift, buffers = self.shared.uplift, self.shared.buffers
@@ -104,7 +103,8 @@ class UpliftedExperts(CopiedUp):
 
 
 class PinnedExperts(CopiedUp):
-    """From pinned memory that holds all cold experts of the layer, while the device computes those that it has."""
+    """Copies from pinned memory that holds all cold experts of the layer, while the device computes the experts it
+    has."""
 
     def __init__(self, module: MeshExperts) -> None:
         super().__init__(module)
@@ -116,7 +116,7 @@ class PinnedExperts(CopiedUp):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, cold: list[int]) -> Iterator[tuple[list[int], Tensor]]:
-        # Nobody reads the buffer any more: this step's ids were waited for, and so was the last step.
+        # The buffer is free: the host has waited for this step's ids, and so for the last step.
         with torch.cuda.stream(self.stream):
             for place, expert in enumerate(cold):
                 self.buffer[place].copy_(self.records[self.place[expert]], non_blocking=True)
@@ -131,7 +131,7 @@ class PinnedExperts(CopiedUp):
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to decode ``tokens``, int64 [tokens] on the device; ``forwards`` take the place of the layers' own."""
+    """One way to decode ``tokens``, int64 [tokens] on the device; ``forwards`` replace those of the layers."""
 
     steps: DecodeSteps
     step: Callable[[Tensor], Tensor]
@@ -199,7 +199,7 @@ NODES, LAUNCHES = "the CPU's experts (between the copies down and up)", "the thr
 
 
 def united(intervals: Sequence[tuple[float, float]]) -> Intervals:
-    """The same time, without overlap."""
+    """The same intervals, merged so that they do not overlap."""
     result: Intervals = []
     for begin, end in sorted(intervals):
         if result and begin <= result[-1][1]:
@@ -210,9 +210,9 @@ def united(intervals: Sequence[tuple[float, float]]) -> Intervals:
 
 
 def lanes(events: Sequence[Mapping[str, Any]]) -> dict[str, Intervals]:
-    """Who was at work when, of the events of a chrome trace; without kernels nothing.
+    """The intervals of kernels, copies, host nodes and launches in the events of a chrome trace; empty without kernels.
 
-    A profiler sees no host nodes. Each layer's lies between its last copy down and the copy of its sum up.
+    A profiler does not show host nodes. Each layer's node lies between its last copy down and the copy of its sum up.
     """
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     found: dict[str, Intervals] = {KERNELS: [], COPIES: [], NODES: [], LAUNCHES: []}
@@ -244,13 +244,13 @@ def lanes(events: Sequence[Mapping[str, Any]]) -> dict[str, Intervals]:
 
 
 def idle_share(lane: Intervals) -> float:
-    """Of the time between the lane's first and last event."""
+    """The idle fraction of the time between the lane's first and last event."""
     busy = sum(end - begin for begin, end in lane)
     return 1 - busy / (lane[-1][1] - lane[0][0])
 
 
 def profile(contender: Contender, path: Path) -> list[dict[str, Any]]:
-    """The events of the trace of a few steps, which ``path`` keeps."""
+    """Profile a few steps; return the events of the trace, which is written to ``path``."""
     device = contender.steps.device
     contender.steps.reset()
     first, rest = contender.tokens[:1], contender.tokens[1 : 1 + TRACED_STEPS]
@@ -270,7 +270,8 @@ def profile(contender: Contender, path: Path) -> list[dict[str, Any]]:
 
 
 def add_time(report: Report, name: str, contender: Contender, path: Path) -> None:
-    """Rows of where a step's time goes, by the engine's own counters and by a profile, which slows it down."""
+    """Add rows of the parts of a step's time, from the engine's own counters and from a profile, which slows the step
+    down."""
     model = contender.steps.model
     torch_mesh.reset_stats(model)
     step = 1 / contender.tokens_per_second()

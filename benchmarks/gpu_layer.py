@@ -73,7 +73,7 @@ def record_of(weights: str, group_size: int, shape: Shape) -> DeviceRecord:
 def place(
     weights: str, group_size: int, experts: Sequence[tuple[Tensor, Tensor]], shape: Shape, device: torch.device
 ) -> DeviceLayer:
-    """Expert e is ``experts[e % len(experts)]``, with memory of its own."""
+    """Put the experts on the device: expert e is ``experts[e % len(experts)]``, with memory of its own."""
     packed = [pack(expert, weights, group_size) for expert in experts]
     records = torch.stack([packed[expert % len(packed)] for expert in range(shape.experts)]).to(device)
     table = torch.arange(shape.experts, dtype=torch.int32, device=device)
@@ -88,13 +88,13 @@ def on_card(layer: DeviceLayer) -> Layer:
 
 
 def copy_contender(device: torch.device) -> Callable[[], float]:
-    """Bytes per second that a copy on the device reads and writes."""
+    """A function that measures the bytes per second that a copy on the device reads and writes."""
     source, to = (torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     return lambda: 2 * COPY_BYTES / card.seconds(device, lambda: to.copy_(source))
 
 
 def matmul_contender(tokens: int, shape: Shape, device: torch.device) -> Callable[[], float]:
-    """Seconds that torch takes for one product of as many operations as a call has."""
+    """A function that measures the seconds of one product by torch with as many operations as a call has."""
     rows = torch.randn(tokens * shape.experts_per_token, shape.hidden, device=device, dtype=torch.bfloat16)
     matrix = torch.randn(shape.hidden, 3 * shape.intermediate, device=device, dtype=torch.bfloat16)
     return lambda: card.seconds(device, lambda: rows @ matrix)
@@ -143,12 +143,13 @@ class Comparison:
             )
 
     def timed(self, routing: Routing, run: Callable[[], object]) -> Callable[[], float]:
-        """Seconds of one call."""
+        """A function that measures the seconds of one call."""
         return lambda: card.seconds(self.device, run) / len(routing.x)
 
     def captured_if_possible(self, run: Callable[[], object], name: str, report: Report) -> Callable[[], object]:
-        """A peer may do what no capture allows; then it is launched call by call, which is how its users have it."""
-        run()  # what fails here is no matter of the capture
+        """Capture ``run``. If a peer does something that a capture forbids, it is launched call by call, as its users
+        do."""
+        run()  # an error here is not caused by the capture
         try:
             return card.captured(self.device, run)
         except RuntimeError as error:

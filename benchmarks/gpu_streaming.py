@@ -23,11 +23,11 @@ from torch_mesh.ops.streaming import Costs
 from torch_mesh.gpu import placement
 
 TOKENS = 512
-COPIES_ARE_FREE = Costs(copy=0.0, row=1.0, expert=1.0)  # so all that a prompt needs comes up
+COPIES_ARE_FREE = Costs(copy=0.0, row=1.0, expert=1.0)  # so all experts that a prompt needs are copied to the device
 
 
 class ColdLayer:
-    """A layer in the pool's memory alone, on whose prompts everything comes up."""
+    """A layer only in the pool's memory. Its prompts copy all experts to the device."""
 
     def __init__(self, weights: str, shape: Shape, device: torch.device, threads: int, tokens: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ class ColdLayer:
         none = torch.full((shape.experts,), -1, dtype=torch.int32, device=device)
         self.layer = devices.DeviceLayer(
             record,
-            self.buffers[0],  # in the place of slots, of which there are none
+            self.buffers[0],  # stands in for slots, since there are none
             none,
             torch.zeros(shape.experts, dtype=torch.bool),
             complete=False,
@@ -61,7 +61,7 @@ class ColdLayer:
         return torch.ops.torch_mesh.experts_split(*self.inputs, self.pooled.handle, False)
 
     def bring(self) -> None:
-        """What the prompt brings up, without the products."""
+        """Copy what the prompt copies to the device, without the products."""
         experts, batch = list(range(len(self.plain))), self.buffers.size(1)
         assert self.shared.uplift is not None
         with self.shared.uplift.turn(self.shared.stream()) as turn:
@@ -69,7 +69,7 @@ class ColdLayer:
                 turn.bring(0, experts[first : first + batch])
 
     def copy(self) -> None:
-        """As many bytes from pinned memory, record by record."""
+        """Copy as many bytes from pinned memory, record by record."""
         batch = self.buffers.size(1)
         for expert, record in enumerate(self.plain):
             self.buffers[expert // batch % 2, expert % batch].copy_(record, non_blocking=True)
@@ -82,7 +82,7 @@ class ColdLayer:
         }
 
     def rate_up(self, run: partial[object]) -> float:
-        """Bytes per second that come up."""
+        """Bytes per second that are copied to the device."""
         before = self.shared.stats()["bytes_streamed"]
         seconds = card.seconds(self.device, run)
         return (self.shared.stats()["bytes_streamed"] - before) / seconds
@@ -109,7 +109,7 @@ def measure(device: torch.device, shape: Shape, rounds: int, threads: int, token
             what = f"{weights}, {'a prompt' if name == 'prompt' else 'records alone'}"
             copies = gigabytes["copies"]
             report.add(harness.paired_row(what, gigabytes[name], "GB/s", "plain copies", copies, at_least=least))
-        del cold  # its memory is the next one's
+        del cold  # frees its memory for the next layer
     return report
 
 

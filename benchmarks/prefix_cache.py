@@ -46,7 +46,7 @@ TURN, ANSWER = 40, 16  # tokens of a user's turn, and of an answer
 
 
 class FirstToken(BaseStreamer):
-    """Record when the first token came, and what had been read from disk until then."""
+    """Records the time of the first token, and the bytes read from disk until then."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -108,7 +108,7 @@ def in_process(
 
 
 def read_seconds(folder: Path, size: int) -> float:
-    """How long plain reads of ``size`` bytes of a folder's largest file take."""
+    """Seconds of plain reads of ``size`` bytes of a folder's largest file."""
     file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     whole = file.stat().st_size // BLOCK * BLOCK
     return read_parts([file], [(0, 0, min(whole, size - start)) for start in range(0, size, whole)])
@@ -120,7 +120,7 @@ def bytes_of(cache: Path) -> int:
 
 
 def equal_steps(one: torch.Tensor, other: torch.Tensor) -> int:
-    """How many tokens of two answers have equal logits [ANSWER, vocabulary]."""
+    """The number of tokens of two answers with equal logits [ANSWER, vocabulary]."""
     return int((one == other).all(-1).sum())
 
 

@@ -39,7 +39,7 @@ Write calls as <tool_call>
 """
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string", "maxLength": 8}}, "required": ["word"]}
 FUNCTION = {"name": "search", "description": "Search the scriptures."}
-# How the last event of a stream begins, by address.
+# The beginning of a stream's last event, by address.
 LAST_EVENTS = {
     "/v1/completions": ("data: [DONE]",),
     "/v1/chat/completions": ("data: [DONE]",),
@@ -50,7 +50,7 @@ LAST_EVENTS = {
 
 @dataclass
 class Counts:
-    """What the clients saw. ``errors`` has one text for each error."""
+    """Counts of the clients. ``errors`` has one text for each error."""
 
     requests: int = 0
     aborted: int = 0

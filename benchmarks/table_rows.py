@@ -59,7 +59,7 @@ def configured(layers: int, experts: int, rows: int) -> Qwen4ExpTextConfig:
 
 
 def per_layer() -> Gemma4TextConfig:
-    """Small but for its per-layer embeddings, of which a token's row has those of all layers."""
+    """A small config, except for its per-layer embeddings: a token's row has those of all layers."""
     return Gemma4TextConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=GEMMA_LAYERS,
         num_attention_heads=2, num_key_value_heads=1, head_dim=32, global_head_dim=32, enable_moe_block=True,
@@ -119,7 +119,7 @@ class Stream:
 
 
 def decoded(streams: dict[str, Stream], tokens: int) -> dict[str, float]:
-    """Tokens per second of each, whose steps alternate."""
+    """Tokens per second of each stream. Their steps alternate."""
     seconds = dict.fromkeys(streams, 0.0)
     for token in range(tokens):
         for name in list(streams)[:: 1 if token % 2 else -1]:

@@ -96,7 +96,7 @@ def peer(name: str, importance: bool) -> RoundTrip:
 
 
 def searches(name: str) -> tuple[bool, ...]:
-    """Return for which searches to run: with an importance matrix (True) or without."""
+    """Return the searches to run: with an importance matrix (True) or without (False)."""
     return (True,) if name in ggml.NEED_IMPORTANCE else (False, True)
 
 

@@ -87,7 +87,7 @@ class SharedDevice:
         self.uplift: _C.Uplift | None = None
         self.mover: _C.Mover | None = None
         self.leader = -1  # first layer with dynamic placement
-        self._streamed_bytes = 0  # at the last reset of the statistics
+        self._streamed_bytes = 0  # streamed bytes at the last reset of the statistics
         self._moved = self._moves_failed = 0
         self._complete = 0
         self._counting = threading.Lock()
@@ -173,7 +173,7 @@ class DeviceLayer:
         return sum(slot >= 0 for slot in mover.slots_of()[self.index * experts : (self.index + 1) * experts])
 
 
-# By the contents of the handle. The layer's owner keeps it alive; the handle of a deleted model finds nothing.
+# Layers by the contents of their handles. A layer's owner keeps it alive, so the handle of a deleted model finds none.
 _layers: weakref.WeakValueDictionary[tuple[int, ...], DeviceLayer] = weakref.WeakValueDictionary()
 
 

@@ -21,7 +21,7 @@ def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *_: object, **__
     return x.new_empty(x.shape)
 
 
-# They differ in the arguments that follow, of which the output's shape is independent.
+# The ops differ in the arguments that follow, which do not affect the output's shape.
 for _name in ("experts", "experts_adapted", "experts_deferred", "experts_fallback"):
     torch.library.register_fake(f"torch_mesh::{_name}", _forward)
 

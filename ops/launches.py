@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch_mesh.formats import FORMATS
 
-BLOCK_COLUMNS = 64  # of a record: csrc/store/record.h
-# Of one matrix, that the kernels compute with.
+BLOCK_COLUMNS = 64  # columns in a block of a record: csrc/store/record.h
+# Formats of single matrices that the kernels support.
 _FORMATS = {name: each for name, each in FORMATS.items() if each.gpu and each.matrices is None}
-# Values in a word, of which fp8's have 16 bits, or in a window of a trellis' codes.
+# Values in a word (16 bits for fp8), or in a window of a trellis' codes.
 VALUES_PER_WORD = {
     name: 2 if name == "fp8" else 4 if each.trellis else int(32 // each.bits) for name, each in _FORMATS.items()
 }
@@ -50,8 +50,8 @@ ELEMENTWISE = Launch(4, 1)
 
 _FEW_PROGRAMS = 2048
 _MAX_SPLITS = 16
-_MIN_DEPTH = 128  # of a split
-# tl.dot needs 16. Of the sizes that were measured, 16 to 64, those that were fastest for some number of rows.
+_MIN_DEPTH = 128  # minimum depth of a split
+# tl.dot needs 16. Of the measured sizes, 16 to 64, these were the fastest for some number of rows.
 TILE_ROWS = {
     **dict.fromkeys(_FORMATS, (16, 32)),
     **dict.fromkeys(_LIKE_BF16, (16, 64)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # x_sorted [rows, in] with rows grouped by expert, offsets int64 [experts + 1], a [experts, rank, in], b [experts, rank,
-# out] -> (x · a^T) · b of each row's expert, fp32 [rows, out]. Rows behind the last offset get 0. Reads only experts
+# out] -> (x · a^T) · b of each row's expert, fp32 [rows, out]. Rows after the last offset get 0. Reads only experts
 # that have rows.
 _FORWARD = "torch_mesh::grouped_low_rank"
 _BACKWARD = "torch_mesh::grouped_low_rank_backward"
@@ -23,8 +23,8 @@ def _with_rows(offsets: Tensor) -> list[tuple[int, slice]]:
 
 
 def _exact(x: Tensor) -> torch.autocast:
-    """Disables autocast, which reaches into custom ops: its products would be rounded and would not match their
-    output's dtype."""
+    """Disable autocast, which also applies inside custom ops: products would be rounded and not match their output's
+    dtype."""
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -20,7 +20,7 @@ def _record(
     return torch.empty(bytes_, dtype=torch.uint8)
 
 
-# They differ in the arguments between the biases and the format.
+# The two ops differ in the arguments between the biases and the format.
 for _name in ("pack", "pack_calibrated"):
     torch.library.register_fake(f"torch_mesh::{_name}", _record)
 

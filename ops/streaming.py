@@ -1,6 +1,6 @@
-"""Which experts of a prompt are streamed to the device: a function of its routing and of constants.
+"""Choose the experts of a prompt that are streamed to the device: a function of the prompt's routing and of constants.
 
-Residency and timing do not enter: one prompt gives the same bits.
+The choice depends neither on residency nor on timing, so one prompt always gives the same bits.
 """
 
 from __future__ import annotations

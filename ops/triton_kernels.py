@@ -525,7 +525,7 @@ def reduce(
     hidden,
     SPLITS: tl.constexpr,
     SENTINELS: tl.constexpr,
-    ADD: tl.constexpr,  # to what ``out`` holds
+    ADD: tl.constexpr,  # add to the values in ``out``
     BITS: tl.constexpr,  # ``out`` is bits of bf16
     CHOICES: tl.constexpr,  # top_k, rounded up to a power of two
     COLUMNS: tl.constexpr,
@@ -537,7 +537,7 @@ def reduce(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < hidden
-    # All choices at once: one after the other, each would wait for its id, its slot and its product in turn.
+    # Compute all choices at once: one after the other, each would wait for its id, its slot and its product.
     choice = tl.arange(0, CHOICES)
     pair = token * top_k + choice
     expert = tl.load(ids + pair, mask=choice < top_k, other=0)

@@ -40,7 +40,7 @@ def _operand_from_bits(bits):
         return bits.to(tl.bfloat16, bitcast=True)
 
 
-# Words of a tile of bf12, and with its part of the block's header.
+# Words of a tile of bf12, and of a tile with its part of the block's header.
 _BF12_TILE = tl.constexpr(32 * 192 // 4)
 _BF12_WORDS = tl.constexpr(32 * 192 // 4 + 16)
 
@@ -219,7 +219,8 @@ def _bf12_words(block, tile, index, block_words):
     tiles = block_words // _BF12_WORDS
     rows, columns = tl.arange(0, 32)[:, None], tl.arange(0, 64)[None, :]
     half = columns // 32
-    # Pairs of lower bytes within 32 columns. Their names are in the same places, in nibbles of the half.
+    # Pairs of lower bytes within 32 columns. The names of their upper bytes are at the same index, in the nibbles of
+    # their half.
     pair = columns % 16 // 4 * 8 + columns % 32 // 16 * 4 + columns % 4
     row = tile.to(tl.pointer_type(tl.int16)) + rows * 96
     lower = tl.load(row + half * 32 + pair).to(tl.int32)
@@ -244,7 +245,7 @@ def _bf12_words(block, tile, index, block_words):
 
 @triton.jit
 def _at_most(count, room):
-    """A count of exceptions, as many as there can be even in a damaged record."""
+    """A count of exceptions, limited to the possible maximum: a damaged record may have any count."""
     return tl.where((count < 0) | (count > room), room, count)
 
 
@@ -273,7 +274,7 @@ def _stream_bytes(block, index, back, block_words, LOWEST: tl.constexpr, FORMAT:
 
 @triton.jit
 def _windows(block, index, block_words, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """All codes that input 16 w + 4 j + s of word w and stream s depends on, in row 4 w + s: int32 [GROUP / 4, 64].
+    """Row 4 w + s: all codes on which input 16 w + 4 j + s depends, for word w and stream s. int32 [GROUP / 4, 64].
 
     Bits 16 and up are the word's own upper bits, bits 8 to 15 the previous ones; below are tcq2's before these, or
     tcq3's seven lowest bits.

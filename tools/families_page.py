@@ -67,7 +67,7 @@ _TAIL = """
 <!-- `python tools/families_page.py` writes this page from `tests/models/tiny_models.py`; a test compares them. -->
 """
 
-# What no tiny model shows; tests/models/test_left_alone.py and test_families.py do.
+# Facts that no tiny model shows; tests/models/test_left_alone.py and test_families.py show them.
 _BESIDES = {
     "DiffusionGemmaTextExperts": (
         "encoder and decoder share experts: load it as it is, then `patch`; no `lossy.deferred_experts`"
@@ -102,7 +102,7 @@ def _row(name: str, tiny: Tiny) -> list[str]:
 
 
 def _model_types(family: str, config: type[PreTrainedConfig]) -> list[str]:
-    """Of a family: those that are that config, or have one within."""
+    """The family's model types that have this config, or a config with it inside."""
     own = [each for each in CONFIG_MAPPING_NAMES if model_type_to_module_name(each) == family]
     return sorted(each for each in own if config in _configs_within(CONFIG_MAPPING[each]))
 

@@ -30,7 +30,7 @@ def execute(path: Path) -> nbformat.NotebookNode:
     )
     client.execute()
     for cell in notebook.cells:
-        if cell.cell_type == "code":  # on stderr are progress, and warnings with paths of this machine
+        if cell.cell_type == "code":  # stderr has progress, and warnings with paths of this machine
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 

@@ -29,7 +29,7 @@ def _pair(codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Trellis:
-    """``next`` [states, codes] is the state that a code leads to, ``first`` and ``second`` where it looks in the
+    """``next`` [states, codes]: the state that a code leads to; ``first`` and ``second``: the indices into the two
     tables."""
 
     next: Tensor
@@ -51,8 +51,8 @@ def tcq3() -> Trellis:
 
 
 def codes_of(trellis: Trellis, weights: Tensor, values: Tensor) -> tuple[Tensor, float]:
-    """The places [steps, streams] in ``values`` [states * codes] whose values are nearest to ``weights`` of that shape,
-    and the mean square."""
+    """The indices [steps, streams] into ``values`` [states * codes] of the sequence nearest to ``weights`` of that
+    shape, and the mean squared error."""
     states, codes = trellis.next.shape
     order = trellis.next.flatten().argsort(stable=True).view(states, codes)  # by the state that is reached
     source = order // codes
@@ -72,7 +72,7 @@ def codes_of(trellis: Trellis, weights: Tensor, values: Tensor) -> tuple[Tensor,
 
 
 def fit(trellis: Trellis, weights: Tensor, places: Tensor, tables: list[Tensor]) -> None:
-    """The tables with the least squared error for these codes, each in turn, in place."""
+    """Fit the tables with the least squared error for these codes, alternately and in place."""
     target, which = weights.flatten(), [index.flatten()[places.flatten()] for index in (trellis.first, trellis.second)]
     for _ in range(30):
         for own, other in ((0, 1), (1, 0)):
@@ -83,7 +83,8 @@ def fit(trellis: Trellis, weights: Tensor, places: Tensor, tables: list[Tensor])
 
 
 def rounded(tables: list[Tensor]) -> tuple[list[Tensor], float] | None:
-    """Integers with sums in 0 ... 63 whose zero is ``ZERO``, and how many of them a weight of 1 is."""
+    """Integer tables with sums in 0 ... 63 and zero at ``ZERO``, and the integers per unit of weight; None if they do
+    not fit."""
     first, second = tables
     gain = (MOST - 1) / float(first.max() - first.min() + second.max() - second.min())
     shift = -second.min() * gain

@@ -25,7 +25,8 @@ def make_sdist(folder: Path) -> Path:
 
 
 def make_wheel(sdist: Path, folder: Path) -> Path:
-    """Nothing of the checkout but what the sdist has can get into it, and an sdist that lacks anything makes none."""
+    """Build the wheel from the sdist alone, so that an incomplete sdist fails and no other file of the checkout gets
+    in."""
     with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as repaired:
         _run("pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", plain, str(sdist))
         (built,) = Path(plain).iterdir()

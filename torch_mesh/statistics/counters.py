@@ -299,8 +299,8 @@ def engine_stats(
 ) -> Stats:
     """The counters of these pools together; without ``experts``, all but those of each expert, which take longest.
 
-    A pool is its engine and, if there is one, the engine of ``lossy.fallback``, whose counts are added, except for numbers
-    of slots. ``lossy`` names the model's active lossy modes; ``share``: the experts on this rank.
+    A pool is its engine and, if there is one, the engine of ``lossy.fallback``, whose counts are added, except for
+    numbers of slots. ``lossy`` names the model's active lossy modes; ``share``: the experts on this rank.
     """
     snapshots, epochs = [], []
     for engines in pools:

@@ -25,8 +25,8 @@ def tables_in_files(
     *,
     vocabularies: bool = False,
 ) -> list[tuple[TableLayer, StoredTable]]:
-    """The tables that ``MeshConfig.tables`` chooses, and the location of their rows in ``folder``. ``vocabularies`` adds
-    input embeddings.
+    """The tables that ``MeshConfig.tables`` chooses, and the location of their rows in ``folder``. ``vocabularies``
+    adds input embeddings.
 
     Tables that cannot be read there are left out. Raises UnsupportedModelError if such a table is named, and as
     ``find_tables`` and ``find_stored_tables`` do.

@@ -65,8 +65,8 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
 
 
 def check_other_files(store: Store, verify: str, codes: bool = True) -> None:
-    """Check a model's files, except for records and rows of tables, which are checked when they are read. ``codes``: also
-    check the codes of linear layers, which only ``dense="codes"`` reads.
+    """Check a model's files, except for records and rows of tables, which are checked when they are read. ``codes``:
+    also check the codes of linear layers, which only ``dense="codes"`` reads.
 
     Raises ``StoreError`` for changed tensors, index or config.json, whose ``quantization_config`` users may change.
     Warns about a changed tokenizer and the like. Checks nothing if ``verify`` is 'never'.

@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 class BackgroundThread(threading.Thread):
     """Start ``work`` at once. Raises MemoryError if no thread can be started.
 
-    A daemon thread. The code that closes the engine joins it: if the interpreter ended while it runs, Python would abort.
+    A daemon thread. The code that closes the engine joins it: Python would abort if it ended while the thread runs.
     """
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
