@@ -193,11 +193,11 @@ def add_kind(report: Report, kind: str, options: Any) -> None:
         )
         equal = equal_steps(logits[0], running_logits[len(prompts) + index])
         report.add(Row(f"tokens with logits of before, {name}, {kind}", equal, "", "of", ANSWER, at_least=1.0))
-        apart = float((logits - plain_logits)[0, 0].abs().max())
+        worst = float((logits - plain_logits)[0, 0].abs().max())
         same = sum(own == its for own, its in zip(restarted["answer"], plain["answer"], strict=True))
         report.notes.append(
             f"{kind}, {name}: {restarted['reused']} tokens reused; {same} of {ANSWER} tokens are those of one forward, "
-            f"the first one's logits at most {apart:.2g} apart; {restarted['bytes_read'] / 1e6:.0f} MB of experts read "
+            f"the first one's logits at most {worst:.2g} apart; {restarted['bytes_read'] / 1e6:.0f} MB of experts read "
             f"for the first token, with the keys {reading:.2g} s by plain reads"
         )
         report.details[f"{kind}, {name}"] = {"without": plain, "running": found, "restarted": restarted}

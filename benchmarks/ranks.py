@@ -224,11 +224,11 @@ def run_ranks(folder: Path, out: Path, names: Sequence[str], options: Any) -> li
         while any(process.poll() is None for process in processes):
             ended = [rank for rank, process in enumerate(processes) if process.poll()]
             if ended or time.monotonic() > deadline:
-                said = "\n".join(
+                outputs = "\n".join(
                     f"rank {rank}: {logs[rank].read_text()[-2000:]}" for rank in ended or range(len(names))
                 )
                 what = "ended" if ended else f"took more than {TIMEOUT_SECONDS} s"
-                raise SystemExit(f"{len(names)} ranks: {what}\n{said}")
+                raise SystemExit(f"{len(names)} ranks: {what}\n{outputs}")
             time.sleep(0.05)
     finally:
         for process in processes:
@@ -320,17 +320,17 @@ def measure(options: Any) -> Report:
                 results = run_ranks(folder, Path(out), links.names, options)
                 relay_percent = 100 * links.relay_seconds() / (time.monotonic() - begin)
             add_rows(report, results, load_trace(Path(out) / "trace.npz"), network, options)
-            said = (
+            note = (
                 f"{ranks} at once: disk {sum(rank['disk'] for rank in results) / 1e9:.2f} GB/s in all, experts "
                 f"{mean(results, 'experts') / 1e9:.1f} GB/s"
             )
             if ranks > 1:
-                said += (
+                note += (
                     f", a message {1e6 * mean(results, 'message_seconds'):.0f} µs, a sum "
                     f"{mean(results, 'envelope_bytes'):.0f} bytes from each in addition to its payload"
                 )
-                said += f", the relay {relay_percent:.1f} % of a core"
-            report.notes.append(said)
+                note += f", the relay {relay_percent:.1f} % of a core"
+            report.notes.append(note)
     return report
 
 

@@ -115,8 +115,8 @@ def send(address: str, path: str, body: dict[str, Any], patience: float | None, 
             return None
         text = answer.read().decode()
     except (OSError, http.client.HTTPException) as error:
-        impatient = patience is not None and isinstance(error, TimeoutError)
-        return None if impatient else f"{where}: {type(error).__name__}: {error}"
+        aborted = patience is not None and isinstance(error, TimeoutError)
+        return None if aborted else f"{where}: {type(error).__name__}: {error}"
     finally:
         connection.close()
     if not body["stream"]:

@@ -112,8 +112,8 @@ def measure(options: Any) -> Report:
         if peer is not None and resident == 1.0:
             report.add(Row(f"step, {name}", seconds, "s", PEFT, median(peer, "seconds"), at_most=1.5))
         if frozen is not None and resident < 1.0:
-            of = 3600 / median(frozen, "seconds")
-            report.add(Row(f"steps an hour, {name}", 3600 / seconds, "", ACCELERATE, of, at_least=10.0))
+            peer_rate = 3600 / median(frozen, "seconds")
+            report.add(Row(f"steps an hour, {name}", 3600 / seconds, "", ACCELERATE, peer_rate, at_least=10.0))
     for name, each in ((PEFT, peer), (ACCELERATE, frozen)):
         if each is not None:
             report.add(Row(f"peak memory, {name}", each["peak"] / 1e9, "GB"))

@@ -77,8 +77,8 @@ def main() -> None:
     serve.run(application, blocking=arguments.ask is None)  # until Ctrl-C
     if arguments.ask is not None:
         with ThreadPoolExecutor(2 * arguments.replicas) as pool:
-            asked = [pool.submit(ask, arguments.port, arguments.ask) for _ in range(4 * arguments.replicas)]
-            for each in asked:
+            answers = [pool.submit(ask, arguments.port, arguments.ask) for _ in range(4 * arguments.replicas)]
+            for each in answers:
                 print(json.dumps(each.result()))
     serve.shutdown()
     ray.shutdown()

@@ -113,19 +113,19 @@ class _Chunk:
         (pairs, width), experts, device = activated.shape, self._experts, activated.device
         place = self._ids, table, records
         group = {"GROUP": record.group_size, "BIAS": record.bias}
-        how = {"ACTIVATION": record.activation, "GATED": record.gated}
+        constants = {"ACTIVATION": record.activation, "GATED": record.gated}
 
         blocks = width // BLOCK_COLUMNS
         splits = launches.splits(pairs, blocks * record.halves, record.hidden)
         partial = torch.empty((splits, pairs, record.halves, width), dtype=torch.float32, device=device)
         sizes = pairs, *self._gate_up_sizes(record)
         gate_up_few[pairs, blocks, splits](
-            self._x, *place, activated, partial, *sizes, SPLITS=splits, **group, **how, **gate_up
+            self._x, *place, activated, partial, *sizes, SPLITS=splits, **group, **constants, **gate_up
         )
         if splits > 1:
             shape = pairs, experts, record.intermediate, width, record.words, record.gate_up_bias
-            how |= {"BIAS": record.bias, "SPLITS": splits, **_options(launches.ELEMENTWISE)}
-            activate_splits[pairs, blocks](*place, partial, activated, *shape, **how)
+            constants |= {"BIAS": record.bias, "SPLITS": splits, **_options(launches.ELEMENTWISE)}
+            activate_splits[pairs, blocks](*place, partial, activated, *shape, **constants)
 
         blocks = triton.cdiv(record.hidden, BLOCK_COLUMNS)
         splits = launches.splits(pairs, blocks, record.intermediate)
@@ -143,10 +143,10 @@ class _Chunk:
         tiles = self._grouping[-1].numel()
         place = *self._grouping, table, records
         tile = {"GROUP": record.group_size, "BIAS": record.bias, "ROWS": self._rows}
-        how = {"ACTIVATION": record.activation, "GATED": record.gated}
+        constants = {"ACTIVATION": record.activation, "GATED": record.gated}
 
         grid = tiles, width // BLOCK_COLUMNS
-        gate_up_many[grid](self._x, *place, activated, *self._gate_up_sizes(record), **tile, **how, **gate_up)
+        gate_up_many[grid](self._x, *place, activated, *self._gate_up_sizes(record), **tile, **constants, **gate_up)
 
         products = torch.empty((1, pairs, record.hidden), dtype=torch.float32, device=activated.device)
         grid = tiles, triton.cdiv(record.hidden, BLOCK_COLUMNS)

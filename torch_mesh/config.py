@@ -475,8 +475,8 @@ class MeshConfig(QuantizationConfigMixin):
         """The values of some fields, as arguments of MeshConfig."""
         arguments: dict[str, Any] = {}
         for field in map(FIELDS.__getitem__, names):
-            where = arguments if field.group is None else arguments.setdefault(field.group, {})
-            where[field.key] = self._value(field)
+            group = arguments if field.group is None else arguments.setdefault(field.group, {})
+            group[field.key] = self._value(field)
         return arguments
 
 

@@ -117,7 +117,7 @@ def _config(folder: Path, layers: Sequence[ExpertsLayer]) -> LoraConfig:
         )
     # PEFT ignores fields of a later PEFT and would build another adapter.
     if unknown := [name for name, value in table.items() if value and name not in _FIELDS]:
-        raise store_error(path, f"has {_some(unknown)}, unknown to PEFT {peft_version}: pip install -U peft")
+        raise store_error(path, f"has {_first_names(unknown)}, unknown to PEFT {peft_version}: pip install -U peft")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about names without a value, which change nothing
@@ -170,13 +170,13 @@ def _load(folder: Path, model: Any, config: LoraConfig) -> PeftModel:
     if result.unexpected_keys:
         raise store_error(
             folder / _WEIGHTS,
-            f"has tensors that {type(model).__name__} does not have: {_some(result.unexpected_keys)}",
+            f"has tensors that {type(model).__name__} does not have: {_first_names(result.unexpected_keys)}",
         )
     missing = [name for name, parameter in loaded.named_parameters() if parameter.is_meta]
     if missing:
         raise store_error(
             folder / _WEIGHTS,
-            f"lacks tensors that {_CONFIG} names: {_some([name.replace(f'.{_NAME}', '') for name in missing])}",
+            f"lacks tensors that {_CONFIG} names: {_first_names([name.replace(f'.{_NAME}', '') for name in missing])}",
         )
     return loaded
 
@@ -186,7 +186,7 @@ def _beginning(problem: Exception) -> str:
     return " ".join(lines[:3]) + (f" And {len(lines) - 3} others." if len(lines) > 3 else "")
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 

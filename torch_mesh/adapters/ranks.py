@@ -38,10 +38,10 @@ class _OwnExperts(torch.autograd.Function):
         # One message for both. Experts are the first dimension and ranks are in order: the concatenation is the whole
         # stack.
         message = torch.cat([gradient.reshape(-1) for gradient in own])
-        everyone = message.new_empty(ctx.ranks, message.numel())
+        gathered_message = message.new_empty(ctx.ranks, message.numel())
         with lost_ranks("the gradients of adapters on experts"):
-            torch.distributed.all_gather_into_tensor(everyone.view(-1), message)
-        parts = everyone.split([gradient.numel() for gradient in own], dim=1)
+            torch.distributed.all_gather_into_tensor(gathered_message.view(-1), message)
+        parts = gathered_message.split([gradient.numel() for gradient in own], dim=1)
         wholes = [
             part.reshape(ctx.ranks * gradient.size(0), *gradient.shape[1:])
             for part, gradient in zip(parts, own, strict=True)
@@ -54,9 +54,9 @@ def check_same(path: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> N
     agree. A collective call.
     """
     mine = (tuple(x.shape), _sample(x), [tuple(weight.shape) for weight in weights], [_sample(w) for w in weights])
-    everyone = gathered(mine, path)
-    shape, states, shapes, values = everyone[0]
-    for rank, other in enumerate(everyone):
+    samples = gathered(mine, path)
+    shape, states, shapes, values = samples[0]
+    for rank, other in enumerate(samples):
         if other[2] != shapes or not all(map(_agree, other[3], values)):
             raise MeshError(
                 f"{path}: the adapters of ranks 0 and {rank} have different initial values. Load the same file on all "

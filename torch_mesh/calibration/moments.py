@@ -66,10 +66,10 @@ def _with_power(moments: torch.Tensor, fraction: float) -> torch.Tensor:
     The median, because large models have a few inputs that are a thousand times as strong as the others.
     """
     power = moments.diagonal()
-    some = power[power > 0]
+    positive = power[power > 0]
     added = moments.clone()
-    if len(some):
-        added.diagonal().add_(fraction * some.median())
+    if len(positive):
+        added.diagonal().add_(fraction * positive.median())
     return added
 
 
@@ -120,7 +120,7 @@ def feedback_of(moments: torch.Tensor, streams: int = 1, step: int = 1) -> Input
     single = InputMoments((upper / scale).T.contiguous(), scale.square())
     if step == 1:
         return single
-    return _in_steps(single, [len(some) for part in parts for some in part.split(step)])
+    return _in_steps(single, [len(piece) for part in parts for piece in part.split(step)])
 
 
 def _in_steps(single: InputMoments, counts: list[int]) -> InputMoments:

@@ -54,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser(given).parse_args(given, parsed)
         return parsed.run(parsed)
     except KeyboardInterrupt:
-        return _complain(parsed, getattr(parsed, "interrupted", "interrupted"), _INTERRUPTED)
+        return _print_error(parsed, getattr(parsed, "interrupted", "interrupted"), _INTERRUPTED)
     except ValueError as error:
-        return _complain(parsed, str(error), _USAGE)
+        return _print_error(parsed, str(error), _USAGE)
     except (MeshError, ImportError, MemoryError) as error:
-        return _complain(parsed, str(error), _FAILURE)
+        return _print_error(parsed, str(error), _FAILURE)
     except OSError as error:
-        return _complain(parsed, _said(error), _FAILURE)
+        return _print_error(parsed, _os_error_message(error), _FAILURE)
 
 
 class _Command(argparse.ArgumentParser):
@@ -130,7 +130,7 @@ def _load(name: str) -> ModuleType:
     return importlib.import_module(f"torch_mesh.cli.{name}")
 
 
-def _said(error: OSError) -> str:
+def _os_error_message(error: OSError) -> str:
     """The message of an OSError, its file first, as in torch_mesh's own errors."""
     if error.filename is None or error.strerror is None:
         return error.strerror or str(error)
@@ -138,7 +138,7 @@ def _said(error: OSError) -> str:
     return f"{', '.join(names)}: {error.strerror[0].lower()}{error.strerror[1:]}"
 
 
-def _complain(arguments: argparse.Namespace, message: str, code: int) -> int:
+def _print_error(arguments: argparse.Namespace, message: str, code: int) -> int:
     if arguments.debug:
         traceback.print_exc()
     print(f"torch-mesh: {' '.join(message.split())}", file=sys.stderr)

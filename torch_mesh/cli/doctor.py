@@ -69,18 +69,18 @@ def report(folder: Path | None) -> list[Finding]:
     """
     extension, engine = _extension()
     findings = [_requirements(), extension, _quantised_checkpoints()]
-    homeless: list[Finding] = []
+    without_folder: list[Finding] = []
     if folder is None:
         try:
             folder = cache_folder()
         except MeshError as error:
-            homeless = [
+            without_folder = [
                 Finding("cache folder", "limited", str(error), "name one with --folder to have its disk looked at")
             ]
     if engine is not None:
         findings += _engine_features(engine, folder)
     findings += [_huge_pages(), _memlock(), _memory(), _memory_speed()]
-    return findings + (homeless if folder is None else [_disk(folder)])
+    return findings + (without_folder if folder is None else [_disk(folder)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

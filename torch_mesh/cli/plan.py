@@ -152,10 +152,10 @@ def run(arguments: argparse.Namespace) -> int:
             planned, folder=arguments.model, sizes=dataclasses.replace(planned.sizes, files=())
         )
     if arguments.json:
-        said = planned.to_dict() | (training.to_dict() if training is not None else {})
+        result = planned.to_dict() | (training.to_dict() if training is not None else {})
         if disk is not None:
-            said["conversion_disk"] = {"store_bytes": disk[0], "weight_file_bytes": disk[1]}
-        print(json.dumps(said))
+            result["conversion_disk"] = {"store_bytes": disk[0], "weight_file_bytes": disk[1]}
+        print(json.dumps(result))
     else:
         _print_table(planned, training, disk)
         if planned.format_choices:

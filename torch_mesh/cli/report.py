@@ -89,8 +89,8 @@ def _print(reports: list[Report], console: Console) -> None:
         for name, run in report.named_runs():
             slots = f"{run.total.slots} slots at the end"
             console.print(f"{name}: {run.span}, {slots}", markup=False, highlight=False)
-            for word, said in run.about.items():
-                console.print(f"{word}: {said}", markup=False, highlight=False)
+            for key, value in run.about.items():
+                console.print(f"{key}: {value}", markup=False, highlight=False)
             headings, *rows = run.total.table()
             table = Table(*headings)
             for row in rows:

@@ -41,12 +41,12 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     config = given_config(arguments)
     with Server(arguments.model, config, arguments.keep_keys, given_options(arguments)) as server:
         print(f"{server.model} answers at {server.address}/v1, and counts at {server.address}/metrics", flush=True)
-        told = Flag()
+        stop_requested = Flag()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: told.set())
-        while server.is_alive() and not told.wait(0.5):
+            signal.signal(number, lambda *_: stop_requested.set())
+        while server.is_alive() and not stop_requested.wait(0.5):
             pass
-        if not told.is_set():
+        if not stop_requested.is_set():
             raise MeshError("the server has ended by itself; what it said stands above")
         _end_within(END - _FREEING)
     _end_now()

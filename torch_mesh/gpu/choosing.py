@@ -91,20 +91,20 @@ def choose_experts(
     devices = tuple(layer_device(model, layer) for layer in layers)
     experts = layers[0].num_experts
     wanted = gpu.experts
-    there = format_on_gpu(gpu, weights)
+    gpu_weights = format_on_gpu(gpu, weights)
     up = record_bytes(layers, weights, group_size)
-    other = there != weights
+    other = gpu_weights != weights
     size = _RecordSizes(
-        there=record_bytes(layers, there, checked_group_size(there, other_group_size)) if other else up,
+        there=record_bytes(layers, gpu_weights, checked_group_size(gpu_weights, other_group_size)) if other else up,
         up=up,
-        formats=(there, weights),
+        formats=(gpu_weights, weights),
     )
     uses = None if gpu.experts == 0 else _uses(profile, stored_layers or len(layers), layers, layer_indices)
     if wanted == "auto":
         here = from_counts(_automatic_counts(layers, devices, size, gpu), experts, uses)
     else:
         here = given_experts(wanted, len(layers), experts, uses)
-    placement = Placement(here, devices, there, gpu.streaming, gpu.placement == "dynamic")
+    placement = Placement(here, devices, gpu_weights, gpu.streaming, gpu.placement == "dynamic")
     if placement.dynamic and placement.count == 0 and wanted != "auto":
         raise ValueError(
             "gpu.placement='dynamic' moves experts among slots on a GPU, but gpu.experts is 0: set gpu.experts."

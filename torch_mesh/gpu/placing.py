@@ -27,8 +27,8 @@ def gpu_pool_bytes(layers: Sequence[ExpertsLayer], placement: Placement, weights
     of those in memory."""
     if not placement.needs_pool(weights):
         return 0
-    there = placement.weights
-    return GPU_POOL_SLOTS * record_bytes(layers, there, checked_group_size(there, group_size))
+    gpu_weights = placement.weights
+    return GPU_POOL_SLOTS * record_bytes(layers, gpu_weights, checked_group_size(gpu_weights, group_size))
 
 
 def move_experts(

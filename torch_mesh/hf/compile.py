@@ -145,13 +145,13 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
             self.lazy_initialization(key_states, value_states)
         last = self.max_cache_len - 1
         moved = (self.cumulative_length + tokens - self.max_cache_len).clamp(0, tokens)
-        stays = (torch.arange(last + 1, device=self.device) + moved).clamp(max=last)
+        kept_rows = (torch.arange(last + 1, device=self.device) + moved).clamp(max=last)
         first = self.cumulative_length.clamp(max=self.max_cache_len - tokens)
         positions = first + torch.arange(tokens, device=self.device)
         keys: Any = self.keys
         values: Any = self.values
         for kept, new in ((keys, key_states), (values, value_states)):
-            kept.copy_(kept.index_select(2, stays))
+            kept.copy_(kept.index_select(2, kept_rows))
             kept.index_copy_(2, positions, new)
         self.cumulative_length.add_(tokens)
         return keys, values

@@ -201,9 +201,9 @@ class _WatchedModel:
             if (this.bit_count() == 1 or this % 16 == 0) and forwards.compared < this:
                 own = _summary(args[0] if args else kwargs.get("input_ids"))
                 forwards.begun = True
-                everyone = gathered(own, "the comparison of inputs")
+                summaries = gathered(own, "the comparison of inputs")
                 forwards.begun = False
-                _check_same_inputs(everyone)
+                _check_same_inputs(summaries)
                 forwards.compared = this
             output = self.__wrapped__(*args, **kwargs)
         except BaseException:
@@ -221,11 +221,11 @@ def _summary(ids: Any) -> tuple[list[int], int] | None:
     return list(ids.shape), zlib.crc32(values.numpy().tobytes())
 
 
-def _check_same_inputs(everyone: Sequence[tuple[list[int], int] | None]) -> None:
+def _check_same_inputs(summaries: Sequence[tuple[list[int], int] | None]) -> None:
     """Raises MeshError on all ranks for different inputs: sums over ranks would silently mix tokens."""
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            shapes = [each and each[0] for each in (everyone[0], other)]
+    for rank, other in enumerate(summaries):
+        if other != summaries[0]:
+            shapes = [each and each[0] for each in (summaries[0], other)]
             raise MeshError(
                 f"Ranks 0 and {rank} got different input_ids ({shapes[0]} and {shapes[1]}). Give all ranks the same "
                 "batch; where generate samples tokens, call torch.manual_seed with the same seed on each first."

@@ -207,9 +207,9 @@ class MeshExperts(PackedModule, InPool):
         if self.mesh_lookahead_unsupported_reason:
             parts.append(f"no lookahead: {self.mesh_lookahead_unsupported_reason}")
         if self._mesh_device is not None:
-            there = find(self._mesh_handle)
-            other = "" if there.record.format == self._mesh_pool.weights else f" in {there.record.format}"
-            parts.append(f"{there.count} of its {self.num_experts} on {self._mesh_device}{other}")
+            device_layer = find(self._mesh_handle)
+            other = "" if device_layer.record.format == self._mesh_pool.weights else f" in {device_layer.record.format}"
+            parts.append(f"{device_layer.count} of its {self.num_experts} on {self._mesh_device}{other}")
         if self._mesh_experimental:
             parts.append(f"experimental: {self._mesh_experimental}")
         return ", ".join(filter(None, parts))

@@ -92,15 +92,15 @@ class PatchUndo(Undo):
         rounded = [layer.module._mesh_pool.weights for layer, _ in freed if not layer.module._mesh_pool.exact]
         needed = sum(layer.nbytes for layer, device in freed if device.type == "cpu")
         left = shortage(needed)
-        stay = {layer.module for layer, _ in freed} if left is not None else set()
-        around = {layer.block for layer, _ in freed if layer.module in stay}
-        if not stay:
+        still_patched = {layer.module for layer, _ in freed} if left is not None else set()
+        around = {layer.block for layer, _ in freed if layer.module in still_patched}
+        if not still_patched:
             for layer, device in freed:
                 self._parameters[layer.module] = {**layer.module._parameters, **restored_parameters(layer, device)}
         clear_config_metadata(self._model)
         uninstall_caches(self._model)
         for module, cls, attributes in self._before:
-            if module in stay or module in around:
+            if module in still_patched or module in around:
                 continue
             module.__class__ = cls
             now = vars(module)
@@ -110,13 +110,14 @@ class PatchUndo(Undo):
             module._parameters.clear()
             module._parameters.update(self._parameters[module])
         # Warnings come last, since a filter may make them errors.
-        if stay:
-            self._keep_patched(stay)
+        if still_patched:
+            self._keep_patched(still_patched)
             lossy = ", lossy=True" if rounded else ""
             warnings.warn(
-                f"Patching ended early, and memory is short to undo it: {len(stay)} layers of experts are only in the "
-                f"pool, their originals take {needed:,} bytes, and {left:,} are free. Those layers stay patched, and "
-                f"the model runs. Free memory and call torch_mesh.unpatch(model{lossy}), or save or use the model.",
+                f"Patching ended early, and memory is short to undo it: {len(still_patched)} layers of experts are "
+                f"only in the pool, their originals take {needed:,} bytes, and {left:,} are free. Those layers stay "
+                f"patched, and the model runs. Free memory and call torch_mesh.unpatch(model{lossy}), or save or use "
+                "the model.",
                 stacklevel=6,
             )
         elif rounded:
@@ -126,8 +127,8 @@ class PatchUndo(Undo):
                 stacklevel=6,
             )
 
-    def _keep_patched(self, stay: set[nn.Module]) -> None:
-        for module in stay:
+    def _keep_patched(self, still_patched: set[nn.Module]) -> None:
+        for module in still_patched:
             any_module: Any = module
             any_module._mesh_deferred = 0  # the next layer may not be patched and cannot add deferred products
             any_module._mesh_pool.lossy = ""

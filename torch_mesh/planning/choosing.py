@@ -20,34 +20,34 @@ def choose_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
     Measures the disk and each format's arithmetic, for about six seconds. Raises ValueError if there is no choice, if
     no format is within ``max_error``, and if one token's experts fit in no format.
     """
-    asked = f"max_error={config.max_error}"
+    setting = f"max_error={config.max_error}"
     if config.weights != "auto":
         raise ValueError(
-            f"{asked} chooses the format, but weights={config.weights!r} names one: leave one of them out."
+            f"{setting} chooses the format, but weights={config.weights!r} names one: leave one of them out."
         )
     if config.resident == "auto":
         raise ValueError(
-            f"{asked} chooses the format for an amount of memory: give resident= as a size, such as '8GiB'."
+            f"{setting} chooses the format for an amount of memory: give resident= as a size, such as '8GiB'."
         )
     if config.store is not None:
-        raise ValueError(f"{asked} may choose another format each time, but store= holds one: leave store out.")
+        raise ValueError(f"{setting} may choose another format each time, but store= holds one: leave store out.")
     sizes = find_sizes(folder, config)
     if reason := why_no_choice(folder, sizes, config, card=config.gpu.experts != 0):
-        raise ValueError(f"{asked} has no choice: {reason}. Leave max_error out.")
+        raise ValueError(f"{setting} has no choice: {reason}. Leave max_error out.")
     speeds = measure_speeds(sizes, config)
     if speeds is None:
-        raise ValueError(f"{asked}: {folder} has too few experts to measure the disk by. Name a format.")
+        raise ValueError(f"{setting}: {folder} has too few experts to measure the disk by. Name a format.")
     planned = plan(folder, config, speeds=speeds, format_speeds=measure_formats(sizes, config)).format_choices
     if not planned:
         raise ValueError(
-            f"{asked}: the experts of one token fit in no format, or the machine has less memory left. Give more "
+            f"{setting}: the experts of one token fit in no format, or the machine has less memory left. Give more "
             f"memory: torch-mesh plan {folder} says how much."
         )
     choice = next((choice for choice in planned if choice.chosen), None)
     if choice is None:
         least = min(planned, key=lambda each: each.weight_error)
         raise ValueError(
-            f"{asked}: no format with an error of at most {config.max_error:.1%} fits. {least.weights} fits, with an "
+            f"{setting}: no format with an error of at most {config.max_error:.1%} fits. {least.weights} fits, with an "
             f"error of {least.weight_error:.1%}: allow that, or give more memory."
         )
     why = (

@@ -47,10 +47,10 @@ def on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: in
         return plan_on_cpu(config.gpu, shape.layers, SEVERAL_ACTIVATIONS)
     if problem := without_kernels(format_on_gpu(config.gpu, sizes.weights), sizes.weights):
         return plan_on_cpu(config.gpu, shape.layers, problem)
-    there = _gpu_record_bytes(sizes, config)
+    gpu_record_bytes = _gpu_record_bytes(sizes, config)
     left = free - sizes.dense_bytes_loading
     layout = shape.layers, shape.experts, shape.top_k
-    planned = plan_fields(config.gpu, left, total, *layout, there, sizes.expert_bytes)
+    planned = plan_fields(config.gpu, left, total, *layout, gpu_record_bytes, sizes.expert_bytes)
     if planned.placed > 0:
         check_beside_gpu(lossy_modes=config.lossy.modes, prefill=config.prefill)
     return planned

@@ -230,14 +230,14 @@ def _dense_bytes(
     in_files = {id(layer.weight) for layer, _ in tables}
     kept = [parameter for parameter in model.parameters() if id(parameter) not in experts | in_files]
     loading = sum(parameter.nbytes for parameter in kept)
-    how: Any = {"dense": config.dense, "group_size": config.group_size, "blocks": blocks}
-    freed, taken = dense_bytes(model, layers, **how, loaded=False)
+    options: Any = {"dense": config.dense, "group_size": config.group_size, "blocks": blocks}
+    freed, taken = dense_bytes(model, layers, **options, loaded=False)
     packed = loading - freed + taken
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     formats: Counter[str] = Counter()
-    for path, format in dense_formats(model, layers, **how).items():
+    for path, format in dense_formats(model, layers, **options).items():
         linear = model.get_submodule(path)
         formats[format] += linear.weight.numel()
         tied = tied and linear is not head  # a packed head is a separate weight

@@ -242,10 +242,10 @@ class _Sums:
 
     def add(self, x: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor) -> None:
         # The target is the error of the layer's own router on these hidden states, without bias.
-        lacking = (hidden - x) @ self.router.T if self.router is not None else self.chosen(ids)
+        target = (hidden - x) @ self.router.T if self.router is not None else self.chosen(ids)
         self.tokens += len(x)
         self.gram.addmm_(x.T, x)
-        self.products.addmm_(x.T, lacking)
+        self.products.addmm_(x.T, target)
 
     def chosen(self, ids: torch.Tensor) -> torch.Tensor:
         experts = self.layer.routed_experts

@@ -114,7 +114,7 @@ def simulate_nodes(
     owners = _place(trace, cluster, begin)
     own = trace.experts // nodes
     slots = max(min(trace.top_k, own), int(resident * trace.layers * own + 1e-9))
-    asked = min(trace.top_k if prefetch is None else prefetch, trace.experts)
+    requested = min(trace.top_k if prefetch is None else prefetch, trace.experts)
     forwards = None if as_decode else trace.forwards
     starts = np.arange(trace.tokens) if forwards is None else forwards
     exchange = _exchange(trace, cluster, owners, starts)
@@ -125,14 +125,14 @@ def simulate_nodes(
         policy=policy,
         slots=slots,
         scores=_divided(trace.scores, owners, nodes) if use_scores and trace.scores is not None else None,
-        lookahead=_divided(_best(trace.lookahead, asked), owners, nodes)
+        lookahead=_divided(_best(trace.lookahead, requested), owners, nodes)
         if lookahead and trace.lookahead is not None
         else None,
         sequences=trace.offsets[:-1],
         forwards=forwards,
         prefill=prefill,
         predictor="lookahead" if lookahead else "off",
-        prefetch=min(asked, own) if lookahead else 0,
+        prefetch=min(requested, own) if lookahead else 0,
         read_seconds=cluster.hardware.read_seconds(),
         expert_seconds=cluster.hardware.expert_seconds(),
         rest_seconds=cluster.hardware.rest_seconds(trace),
@@ -235,8 +235,8 @@ def _owners_of(ids: npt.NDArray[np.int32], owners: npt.NDArray[np.int32]) -> npt
 
 def _on_each(ids: npt.NDArray[np.int32], owners: npt.NDArray[np.int32], nodes: int) -> npt.NDArray[np.int64]:
     """[nodes, tokens, layers]: how many of a token's experts each machine has."""
-    where = _owners_of(ids, owners)
-    return np.stack([(where == node).sum(axis=2) for node in range(nodes)])
+    nodes_of_ids = _owners_of(ids, owners)
+    return np.stack([(nodes_of_ids == node).sum(axis=2) for node in range(nodes)])
 
 
 def _divided_ids(
@@ -251,11 +251,11 @@ def _divided_ids(
     for node in range(nodes):
         numbers[owners == node] = np.tile(np.arange(trace.experts // nodes), trace.layers)
     own = _owners_of(trace.ids, numbers)
-    where = _owners_of(trace.ids, owners)
+    nodes_of_ids = _owners_of(trace.ids, owners)
     parts = []
     for node in range(nodes):
-        order = np.argsort(where != node, axis=2, kind="stable")
-        part = np.take_along_axis(np.where(where == node, own, -1), order, axis=2)
+        order = np.argsort(nodes_of_ids != node, axis=2, kind="stable")
+        part = np.take_along_axis(np.where(nodes_of_ids == node, own, -1), order, axis=2)
         if starts is not None:
             forward, layer = np.nonzero(np.maximum.reduceat(part[..., 0], starts, axis=0) < 0)
             part[starts[forward], layer, 0] = 0
@@ -328,10 +328,10 @@ def _all_to_all(
     busiest = np.zeros((len(rows), trace.layers))  # rows that one machine sends, or receives
     moved = np.zeros_like(busiest)
     for layer in range(trace.layers):
-        where = owners[layer][trace.ids[:, layer]]
-        away = where != sender[:, None]
-        for ends in (sender[:, None], where):
-            keys = np.broadcast_to(forward[:, None] * nodes + ends, where.shape)[away]
+        receiver = owners[layer][trace.ids[:, layer]]
+        away = receiver != sender[:, None]
+        for ends in (sender[:, None], receiver):
+            keys = np.broadcast_to(forward[:, None] * nodes + ends, receiver.shape)[away]
             each = np.bincount(keys, minlength=len(rows) * nodes).reshape(-1, nodes)
             busiest[:, layer] = np.maximum(busiest[:, layer], each.max(axis=1))
         moved[:, layer] = each.sum(axis=1) * row_bytes

@@ -110,7 +110,7 @@ def simulate(
         raise ValueError(f"resident must be in (0, 1]; got {resident}")
     if predictor not in predictor_names():
         raise ValueError(f"predictor is '{predictor}'; allowed: {', '.join(predictor_names())}")
-    asked = 0 if predictor == "off" else trace.top_k if prefetch is None else prefetch
+    requested = 0 if predictor == "off" else trace.top_k if prefetch is None else prefetch
     slots = max(trace.top_k, int(resident * trace.layers * trace.experts + 1e-9))
     early_layers, kept_in_each = (0, 0) if isinstance(early_experts, str) else early_experts
     counts = _C.replay(
@@ -125,7 +125,7 @@ def simulate(
         prefill=prefill,
         deferred=deferred_experts,
         predictor=predictor,
-        prefetch=asked,
+        prefetch=requested,
         recall=recall,
         seed=seed,
         read_seconds=hardware.read_seconds() if hardware else 1.0,
@@ -154,7 +154,7 @@ def simulate(
         prefetched=counts["prefetched"],
         prefetch_used=counts["prefetch_used"],
         prefetch_unused=counts["prefetched"] - counts["prefetch_used"],
-        recall=counts["predicted_right"] / accesses if asked else None,
+        recall=counts["predicted_right"] / accesses if requested else None,
         decision_ns=1e9 * counts["decision_seconds"] / accesses,
         tokens_per_second=trace.tokens / counts["virtual_seconds"] if hardware else None,
         kept_hit_rate=kept_hits / kept if kept else None,

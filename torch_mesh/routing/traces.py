@@ -184,10 +184,10 @@ def record_trace(
     save_trace(recorder.trace(Path(path).stem), path)
 
 
-_Asked = tuple[torch.Tensor, "torch.Tensor | None", str]  # weight, bias and scoring of a router
+_Scorer = tuple[torch.Tensor, "torch.Tensor | None", str]  # weight, bias and scoring of a router
 
 
-def _asked(router: Any, corrected: bool) -> _Asked | None:
+def _scorer(router: Any, corrected: bool) -> _Scorer | None:
     """``corrected``: with a bias that affects selection only, not the weights of the selected."""
     if router is None:
         return None
@@ -204,9 +204,9 @@ class _Recorder:
         by_router = scores or (lookahead and predictor is None)
         routers: list[Any] = [find_router(model, layer) if by_router else None for layer in self.layers]
         if by_router and None in routers:
-            lacking = self.layers[routers.index(None)]
+            unranked = self.layers[routers.index(None)]
             raise MeshError(
-                f"No matrix ranks the experts of {lacking.path}: {router_unsupported_reason(model, lacking)}. Record "
+                f"No matrix ranks the experts of {unranked.path}: {router_unsupported_reason(model, unranked)}. Record "
                 "without scores and lookahead."
             )
         predictors = [None, *routers[1:]]
@@ -215,8 +215,8 @@ class _Recorder:
             fitted.check_model(model, self.layers, predictor)
             predictors = [*fitted_routers(model, self.layers, fitted.weights)]
         # Weights instead of modules, which may be hooked.
-        self.routers = [_asked(router, corrected=False) for router in routers]
-        self.predictors = [_asked(router, corrected=True) for router in predictors]
+        self.routers = [_scorer(router, corrected=False) for router in routers]
+        self.predictors = [_scorer(router, corrected=True) for router in predictors]
         self.with_scores, self.with_lookahead = scores, lookahead or predictor is not None
         self.experts = max(layer.routed_experts for layer in self.layers)
         self.starts: list[int] = []
@@ -260,7 +260,7 @@ class _Recorder:
             following = (index + 1) % len(self.layers)
             self.lookahead[following].append(self.probabilities(self.predictors[following], hidden))
 
-    def probabilities(self, router: _Asked | None, hidden: torch.Tensor) -> npt.NDArray[Any]:
+    def probabilities(self, router: _Scorer | None, hidden: torch.Tensor) -> npt.NDArray[Any]:
         """[tokens, experts]; 0 without a router."""
         if router is None:
             return np.zeros((hidden.size(0), self.experts), np.float16)

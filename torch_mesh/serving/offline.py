@@ -132,7 +132,7 @@ def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
         text = out.read_bytes()
     except FileNotFoundError:
         return list(requests)
-    asked = {request.id: request for request in requests}
+    pending = {request.id: request for request in requests}
     kept = []
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
@@ -143,18 +143,18 @@ def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
             status, digest = response["status_code"], response["request_id"]
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{out} line {number} is no answer of an earlier run: name another file") from None
-        request = asked.get(name)
+        request = pending.get(name)
         if request is None or digest != request.digest:
             raise ValueError(
                 f"{out} line {number} answers another request than {name!r} of this file: name another file"
             )
         if status == 200:
             kept.append(line)
-            del asked[name]
+            del pending[name]
     if sum(map(len, kept)) != len(text):
         with new_file(out) as file:
             file.writelines(kept)
-    return [request for request in requests if request.id in asked]
+    return [request for request in requests if request.id in pending]
 
 
 class _SizedBatches(Batches):
@@ -179,15 +179,15 @@ class _SizedBatches(Batches):
         assert admission is not None
         longest, prompt = self._needs[0]
         admission.check(prompt, longest - prompt, known=0, held=0)
-        free, some = admission.free_bytes(), self._needs[: self._at_once]
+        free, chosen = admission.free_bytes(), self._needs[: self._at_once]
         # Beside the keys, each layer has copies of them, and masks of every row with every key.
-        while len(some) > 1 and 2 * sum(admission.needs.cache(tokens) for tokens, _ in some) > free:
-            some.pop()
+        while len(chosen) > 1 and 2 * sum(admission.needs.cache(tokens) for tokens, _ in chosen) > free:
+            chosen.pop()
         page = self._configured.get("block_size") or _PAGE
-        pages = sum(-(-tokens // page) for tokens, _ in some)
-        rows = min(_MAX_ROWS, sum(prompt for _, prompt in some) + len(some))
+        pages = sum(-(-tokens // page) for tokens, _ in chosen)
+        rows = min(_MAX_ROWS, sum(prompt for _, prompt in chosen) + len(chosen))
         sized: dict[str, Any] = {"num_blocks": pages, "max_batch_tokens": rows}
-        if len(some) == len(self._needs[: self._at_once]) and "num_blocks" not in self._configured:
+        if len(chosen) == len(self._needs[: self._at_once]) and "num_blocks" not in self._configured:
             sized["safety_margin"] = 0.0  # all sequences have their blocks to the end: no prompt waits for free blocks
         self._configured = {**sized, **self._configured}
 

@@ -212,7 +212,7 @@ class OpenAI:
         if given.get("stream"):
             usage = given.get("stream_options", {}).get("include_usage", False)
             return self._completion_events(head, flat, top is not None, usage)
-        said = [Collected() for _ in flat] if scores else await collect_all(flat)
+        collected = [Collected() for _ in flat] if scores else await collect_all(flat)
         choices: list[Body] = []
         for index, each in enumerate(inputs):
             echoed, known = "", []
@@ -220,10 +220,10 @@ class OpenAI:
                 echoed = service.prompts.tokenizer.decode(each["input_ids"][0], skip_special_tokens=True)
                 if top is not None:
                     known = await service.engine.run(lambda each=each: service.score(each, top))
-            some = list(zip(flat, said, strict=True))[index * best : (index + 1) * best]
+            candidates = list(zip(flat, collected, strict=True))[index * best : (index + 1) * best]
             if best > count:
-                some.sort(key=lambda pair: -_mean_logprob(pair[1]))
-            for answer, found in some[:count]:
+                candidates.sort(key=lambda pair: -_mean_logprob(pair[1]))
+            for answer, found in candidates[:count]:
                 logprobs = None
                 if top is not None:
                     ids = each["input_ids"][0].tolist() if given.get("echo") else []
@@ -507,8 +507,8 @@ def _usage(answers: Sequence[Answer], prompts: int | None = None) -> Body:
     }
 
 
-def _mean_logprob(said: Collected) -> float:
-    return sum(each.logprob for each in said.logprobs) / max(1, len(said.logprobs))
+def _mean_logprob(collected: Collected) -> float:
+    return sum(each.logprob for each in collected.logprobs) / max(1, len(collected.logprobs))
 
 
 def _not_empty(inputs: Mapping[str, Any], field: str) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ class Progress:
         self._modules = weakref.WeakSet(patched_modules(model) if counts else ())
         self._handles: list[Any] = []
         self._done = 0
-        self._said = 0.0
+        self._logged_at = 0.0
         self.tokens = 0  # of the current prompt; 0: there is none
 
     @property
@@ -39,7 +39,7 @@ class Progress:
     @contextlib.contextmanager
     def reading(self, tokens: int) -> Iterator[None]:
         """Count from here to ``end``, or to the end of the block."""
-        self._done, self._said, self.tokens = 0, time.monotonic(), tokens
+        self._done, self._logged_at, self.tokens = 0, time.monotonic(), tokens
         self._handles = [module.register_forward_hook(self._count) for module in self._modules]
         try:
             yield
@@ -60,6 +60,6 @@ class Progress:
 
     def _count(self, *_: Any) -> None:
         self._done += 1
-        if time.monotonic() - self._said > _EVERY:
-            self._said = time.monotonic()
+        if time.monotonic() - self._logged_at > _EVERY:
+            self._logged_at = time.monotonic()
             _LOG.info("%s", self.describe())

@@ -349,7 +349,7 @@ class Parser:
             if self._state == "call":
                 yield from self._call(before)
                 continue
-            yield from self._say(before)
+            yield from self._text_pieces(before)
             self._blank, self._begun = "", False
             tools, thinking = self.format.tools, self.format.thinking
             if tools is not None and mark == tools.begin:
@@ -358,7 +358,7 @@ class Parser:
                 self._state = "reasoning" if mark == thinking[0] else "content"
         if self._state != "call":
             ready, self._text = split_held(self._text, self._marks())
-            yield from self._say(ready)
+            yield from self._text_pieces(ready)
 
     def _marks(self) -> Sequence[str]:
         """The marks that end the current state."""
@@ -370,7 +370,7 @@ class Parser:
         found = (thinking[0],) if thinking is not None else ()
         return (*found, *filter(None, (tools.begin, tools.header, tools.footer))) if tools is not None else found
 
-    def _say(self, text: str) -> Iterator[Piece]:
+    def _text_pieces(self, text: str) -> Iterator[Piece]:
         if not self._begun:
             text = text.lstrip()
         self._begun = self._begun or bool(text)
@@ -378,10 +378,10 @@ class Parser:
             if text:
                 yield Content(text)
             return
-        said = (self._blank + text).rstrip()
-        self._blank = (self._blank + text)[len(said) :]
-        if said:
-            yield Reasoning(said) if self.is_reasoning else Content(said)
+        stripped = (self._blank + text).rstrip()
+        self._blank = (self._blank + text)[len(stripped) :]
+        if stripped:
+            yield Reasoning(stripped) if self.is_reasoning else Content(stripped)
 
     def _call(self, text: str) -> Iterator[Piece]:
         tools = self.format.tools

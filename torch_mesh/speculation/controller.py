@@ -66,8 +66,8 @@ class _Drafts:
     def tried(self, length: int, worth: float) -> int:
         """``length``, unless it would not pay even if all drafted tokens were right."""
         seconds = self.seconds[length]
-        hopeless = seconds.count > 0 and seconds.value >= (length + 1) * worth
-        return self.give_up() if hopeless else length
+        cannot_pay = seconds.count > 0 and seconds.value >= (length + 1) * worth
+        return self.give_up() if cannot_pay else length
 
     def give_up(self) -> int:
         self.forget()
@@ -114,13 +114,13 @@ class Controller:
         """How many tokens to draft, at most ``limit``."""
         drafts = self._of(tier)
         lengths = [length for length in self.lengths if length <= limit]
-        unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
-        if not lengths or unsure or self._saved < 0 or any(self._fail(each) for each in range(tier + 1)):
+        needs_plain = self._plain.count < _PLAIN or self._since_plain >= _STALE
+        if not lengths or needs_plain or self._saved < 0 or any(self._fail(each) for each in range(tier + 1)):
             return 0
         known = self.utilities(tier)
         if not known:
-            earned = self._saved >= (tier - 1) * self._plain.value
-            return drafts.tried(lengths[0], self._worth) if earned else 0
+            affordable = self._saved >= (tier - 1) * self._plain.value
+            return drafts.tried(lengths[0], self._worth) if affordable else 0
         drafts.interval = _FIRST_WAIT
         pays = [length for length in lengths if known.get(length, 0) > 1]
         if not pays:  # only longer drafts pay, which do not fit

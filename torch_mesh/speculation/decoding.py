@@ -161,7 +161,7 @@ class Speculation:
             count = controller.fitting(len(drafted[0]))  # other lengths have neither a measured time nor a graph
             drafted = [own[:count] for own in drafted]
             drafting = self._clock() - begin
-            in_vain = drafting if chosen and not count else 0.0
+            unused_drafting = drafting if chosen and not count else 0.0
             held = int(cache.get_seq_length())
             try:
                 logits = _forward(model, forward, text.ids, drafted, model_kwargs)
@@ -177,8 +177,8 @@ class Speculation:
             kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # each kind is compiled separately
             seconds = self._clock() - begin if kind in self._ran and steady else None
             self._ran.add(kind)
-            controller.observe(count, len(tokens) - 1, seconds and seconds - in_vain, tier)
-            controller.lose(in_vain)
+            controller.observe(count, len(tokens) - 1, seconds and seconds - unused_drafting, tier)
+            controller.lose(unused_drafting)
             tally.add(count, len(tokens), seconds, *pool.since())
             return next_kwargs(model, {}, model_kwargs, num_new_tokens=len(tokens))
 
@@ -223,16 +223,16 @@ class _Text:
 
     def waits_for(self, drafters: Sequence[Drafter]) -> bool:
         """Whether the next draft would take longer than later ones."""
-        return any(drafter.is_behind for drafter in compress(drafters, self._goes_on()))
+        return any(drafter.is_behind for drafter in compress(drafters, self._running()))
 
     def tier(self, drafters: Sequence[Drafter]) -> int:
         """The tier of the least reliable draft."""
-        return max((drafter.tier for drafter in compress(drafters, self._goes_on())), default=0)
+        return max((drafter.tier for drafter in compress(drafters, self._running())), default=0)
 
     def drafts(self, drafters: Sequence[Drafter], length: int) -> list[list[int]]:
         """[texts][drafted]: ``length`` tokens of each; empty if a running text has none."""
         found: list[list[int]] = []
-        for drafter, goes_on in zip(drafters, self._goes_on(), strict=True):
+        for drafter, goes_on in zip(drafters, self._running(), strict=True):
             drafted = drafter.draft(length) if goes_on else [int(self._pad or 0)] * length
             own = list(takewhile(lambda token: token < self._vocabulary, drafted))
             if not own:
@@ -241,7 +241,7 @@ class _Text:
         length = min(map(len, found))
         return [own[:length] for own in found]
 
-    def _goes_on(self) -> list[bool]:
+    def _running(self) -> list[bool]:
         """Which texts have not ended."""
         return [True] * len(self.ids) if self._pad is None else self._unfinished.bool().tolist()
 

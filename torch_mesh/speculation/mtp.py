@@ -74,8 +74,8 @@ class KeptHeads(MtpCandidateGenerator):
         hidden = model_outputs.hidden_states[-1]
         late = bool(self._unseen)
         # A prompt keeps all of its tokens. Later forwards keep the token before the draft and the accepted ones.
-        staying = n_last_matches + 1 if late or not self.is_main_model_prefill else input_ids.shape[1] - 1
-        rows = hidden[:, :staying].to(self.device)
+        kept = n_last_matches + 1 if late or not self.is_main_model_prefill else input_ids.shape[1] - 1
+        rows = hidden[:, :kept].to(self.device)
         self._drafted = self._controller.choose(self.num_mtp_layers)
         if not self._drafted:
             if not late and not self.is_main_model_prefill:

@@ -39,13 +39,13 @@ def rewind_unsupported_reason(model: nn.Module, cache: Any) -> str:
     for layer in (layer for layer in cache.layers if not is_linear(layer)):
         if isinstance(layer, _QUANTISED):
             return "a quantised cache cannot go back to an earlier token"
-        if not _goes_back(layer):
+        if not _is_rewindable(layer):
             hint = " (torch_mesh.compile gives one that does)" if getattr(layer, "is_sliding", False) else ""
             return f"a cache of {type(layer).__name__} does not go back to an earlier token{hint}"
     return ""
 
 
-def _goes_back(layer: Any) -> bool:
+def _is_rewindable(layer: Any) -> bool:
     if isinstance(layer, StaticLayer):
         return type(layer) is StaticLayer or isinstance(layer, SteadySlidingLayer)
     return isinstance(layer, (DynamicLayer, _DUMMY) if _DUMMY else DynamicLayer) and layer.is_croppable

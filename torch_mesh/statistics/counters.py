@@ -268,7 +268,7 @@ class Stats(PhaseCounters):
         rows = self.table()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines += [_where_time_went(name, getattr(self, name)) for name in PHASES if getattr(self, name).forwards]
+        lines += [_time_summary(name, getattr(self, name)) for name in PHASES if getattr(self, name).forwards]
         if self.slots < self.max_slots or self.shrinks:
             lines.append(
                 f"{self.slots} of {self.max_slots} slots, shrunk {self.shrinks} times, grown {self.grows} times"
@@ -319,7 +319,7 @@ def counted_since(before: Stats, now: Stats) -> Stats:
     """
     layers = []
     for layer, old in itertools.zip_longest(now.per_layer, before.per_layer[: len(now.per_layer)]):
-        goes_on = old is not None and _goes_on(old, layer)
+        goes_on = old is not None and _continues(old, layer)
         layers.append(_changed(layer, old if goes_on else LayerCounters(), -1))
     resizes = Stats() if was_reset(before, now) else before
     return _of_layers(now, layers, {name: getattr(now, name) - getattr(resizes, name) for name in _RESIZES})
@@ -335,10 +335,10 @@ def summed(first: Stats, second: Stats) -> Stats:
 
 def was_reset(before: Stats, now: Stats) -> bool:
     pairs = itertools.zip_longest(before.per_layer, now.per_layer)
-    return any(old is None or layer is None or not _goes_on(old, layer) for old, layer in pairs)
+    return any(old is None or layer is None or not _continues(old, layer) for old, layer in pairs)
 
 
-def _goes_on(before: LayerCounters, now: LayerCounters) -> bool:
+def _continues(before: LayerCounters, now: LayerCounters) -> bool:
     """Whether ``now`` continues the counts of ``before``: the same epoch, and no counter fell. Lines of earlier
     versions have no epoch."""
     return before.epoch == now.epoch and all(
@@ -477,7 +477,7 @@ def _row(name: str, counters: Counters) -> tuple[str, ...]:
     )
 
 
-def _where_time_went(phase: str, counters: Counters) -> str:
+def _time_summary(phase: str, counters: Counters) -> str:
     times = counters.time_per_forward()
     assert times is not None
     what = "step" if phase == "decode" else "prompt"

@@ -43,8 +43,8 @@ class CachedStore:
 def cached_stores() -> list[CachedStore]:
     """All cached stores and prefix caches, most recently used first. Raises MeshError if there is no cache folder."""
     folders = [folder for folder in (cache_folder() / "stores", prefix_folder()) if folder.is_dir()]
-    there = [path for folder in folders for path in folder.iterdir() if path.is_dir()]
-    found = [described for path in there if (described := _describe(path)) is not None]
+    paths = [path for folder in folders for path in folder.iterdir() if path.is_dir()]
+    found = [described for path in paths if (described := _describe(path)) is not None]
     return sorted(found, key=lambda each: -each.used)
 
 
@@ -52,12 +52,12 @@ def remove(store: CachedStore) -> None:
     """Remove a store; processes that have it open can go on. Raises MeshError while a process writes it."""
     try:
         with locked(lock_path(_finished(store.folder))):
-            gone = store.folder.with_name(f".{_REMOVED.sub('', store.name).removeprefix('.')}.removed")
-            if store.folder != gone:
-                if os.path.lexists(gone):
-                    _delete(gone)
-                store.folder.rename(gone)  # atomically, so that no process opens half of it
-            _delete(gone)
+            removed = store.folder.with_name(f".{_REMOVED.sub('', store.name).removeprefix('.')}.removed")
+            if store.folder != removed:
+                if os.path.lexists(removed):
+                    _delete(removed)
+                store.folder.rename(removed)  # atomically, so that no process opens half of it
+            _delete(removed)
     except BlockingIOError as error:
         raise MeshError(f"{store.name} is being written by another process and stays: try again later.") from error
 

@@ -364,15 +364,15 @@ def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | N
     """
     if is_gguf(folder):
         return OF_GGUF
-    said = own_quantisation(folder)
-    if said is None and config is not None and not (folder / "config.json").is_file():
-        said = getattr(config, "quantization_config", None)
-        said = said if said is None or isinstance(said, dict) else said.to_dict()
-    if said is None:
+    declared = own_quantisation(folder)
+    if declared is None and config is not None and not (folder / "config.json").is_file():
+        declared = getattr(config, "quantization_config", None)
+        declared = declared if declared is None or isinstance(declared, dict) else declared.to_dict()
+    if declared is None:
         return None
-    if method_of(said) != "mesh":
-        source_of(said, str(folder))
-        return said
+    if method_of(declared) != "mesh":
+        source_of(declared, str(folder))
+        return declared
     if is_store(folder):
         raise UnsupportedModelError(f"{folder} is a converted store already; open it without converting it again.")
     return None  # the config of a patched model, and ordinary weights

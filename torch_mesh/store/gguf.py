@@ -159,12 +159,12 @@ def read_parts(path: str | os.PathLike[str]) -> tuple[Gguf, ...]:
         return parts
     tensors = sum(len(part.header.tensors) for part in parts)
     for number, part in enumerate(parts):
-        said = part.metadata.get("split.no"), part.metadata.get("split.count")
-        if said != (number, len(parts)):
+        declared = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if declared != (number, len(parts)):
             raise store_error(
                 part.header.path,
-                f"says that it is part {said[0]} of {said[1]} (split.no counts from 0), and by its name it is part "
-                f"{number} of {len(parts)}: the files of a split model keep the names that they were given",
+                f"says that it is part {declared[0]} of {declared[1]} (split.no counts from 0), and by its name it is "
+                f"part {number} of {len(parts)}: the files of a split model keep the names that they were given",
             )
         if part.metadata.get("split.tensors.count", tensors) != tensors:
             raise store_error(

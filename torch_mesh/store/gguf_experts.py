@@ -66,8 +66,8 @@ class GgufStacks:
             if layer.has_gate and fused in self._found:
                 found.append((fused, ("gate" + suffix, "up" + suffix)))
             else:
-                apart = ("gate", "up") if layer.has_gate else ("up",)
-                found += [(f"blk.{number[1]}.ffn_{part}_exps.{kind}", (part + suffix,)) for part in apart]
+                separate = ("gate", "up") if layer.has_gate else ("up",)
+                found += [(f"blk.{number[1]}.ffn_{part}_exps.{kind}", (part + suffix,)) for part in separate]
             found.append((f"blk.{number[1]}.ffn_down_exps.{kind}", ("down" + suffix,)))
         for name, parts in found:
             self._check(name, layer, len(parts), parts[0].startswith("down"), parts[0].endswith("_bias"))

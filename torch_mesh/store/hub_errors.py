@@ -57,7 +57,7 @@ def _explained(source: str, problem: Exception, folder: Path, variable: str | No
     causes = list(_causes(problem))
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno in _OF_THIS_MACHINE:
-            return _of_this_machine(source, cause, cause.errno, folder, variable)
+            return _local_error(source, cause, cause.errno, folder, variable)
     for cause in causes:
         if isinstance(cause, HfHubHTTPError):
             return HubError(f"{source}: {_answer(source, cause)}.")
@@ -76,13 +76,13 @@ def _explained(source: str, problem: Exception, folder: Path, variable: str | No
     )
 
 
-def _of_this_machine(source: str, problem: OSError, number: int, folder: Path, variable: str | None) -> OSError:
+def _local_error(source: str, problem: OSError, number: int, folder: Path, variable: str | None) -> OSError:
     where = folder if problem.filename is None else Path(os.fsdecode(problem.filename))
     if not where.is_relative_to(folder):  # a file of the hub's library, such as a token
         variable = "HF_HOME"
     choose = "choose as destination" if variable is None else f"set {variable} to"
-    said = f"{os.strerror(number)} while {source} was fetched: {_OF_THIS_MACHINE[number].format(choose=choose)}"
-    return OSError(number, said, os.fspath(where))
+    message = f"{os.strerror(number)} while {source} was fetched: {_OF_THIS_MACHINE[number].format(choose=choose)}"
+    return OSError(number, message, os.fspath(where))
 
 
 def _answer(source: str, problem: HfHubHTTPError) -> str:

@@ -125,10 +125,10 @@ class ParameterStacks:
             raise UnsupportedModelError(
                 self._cannot_follow(parameter, f"it is tied to {self._tied[parameter]} and has no tensors of its own")
             )
-        apart = next((name for name in self._tensors if _AS_LAYERS.search(name)), None) if not sources else None
-        if apart is not None:
+        unstacked = next((name for name in self._tensors if _AS_LAYERS.search(name)), None) if not sources else None
+        if unstacked is not None:
             raise UnsupportedModelError(
-                f"{self._folder}: {apart} is an expert as a linear layer of its own, as in unsloth's copies of "
+                f"{self._folder}: {unstacked} is an expert as a linear layer of its own, as in unsloth's copies of "
                 "gpt-oss for bitsandbytes, which transformers' mapping does not support. Use openai/gpt-oss-20b or "
                 "-120b, which are in four bits, or a GGUF file of them."
             )

@@ -35,11 +35,11 @@ def tables_in_files(
     stored = find_stored_tables(folder, model, found, key_mapping)
     kept = []
     for layer in found:
-        where = stored[layer.path]
-        if isinstance(where, StoredTable):
-            kept.append((layer, where))
+        located = stored[layer.path]
+        if isinstance(located, StoredTable):
+            kept.append((layer, located))
         elif isinstance(choice, tuple):
-            raise UnsupportedModelError(f"tables names {layer.path}, which has to stay in memory: {where}.")
+            raise UnsupportedModelError(f"tables names {layer.path}, which has to stay in memory: {located}.")
     return kept
 
 

@@ -46,8 +46,8 @@ class Damage:
 
     def __str__(self) -> str:
         where = self.file if self.offset is None else f"{self.file} at byte {self.offset}"
-        who = "" if self.layer is None else f"layer {self.layer}, expert {self.expert}: "
-        return f"{who}{where}: {self.problem}"
+        subject = "" if self.layer is None else f"layer {self.layer}, expert {self.expert}: "
+        return f"{subject}{where}: {self.problem}"
 
 
 def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:

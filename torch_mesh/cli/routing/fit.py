@@ -91,7 +91,7 @@ def _verdict(rows: Sequence[Recall], path: str, learned_from: int, measured: int
     if not both:
         return f"{where} Lookahead predicts nothing here; use it with MeshConfig(prefetch={path!r})."
     fitted, lookahead = (sum(column) / len(both) for column in zip(*both, strict=True))
-    said = f"{where} Lookahead predicts {lookahead:.1%} of the experts, the predictor {fitted:.1%}"
+    summary = f"{where} Lookahead predicts {lookahead:.1%} of the experts, the predictor {fitted:.1%}"
     if fitted - lookahead < _WORTH_IT:
-        return f"{said}: too little to gain by it. More --text of the kind that the model will read may help."
-    return f"{said}. Use it with MeshConfig(prefetch={path!r})."
+        return f"{summary}: too little to gain by it. More --text of the kind that the model will read may help."
+    return f"{summary}. Use it with MeshConfig(prefetch={path!r})."

@@ -173,8 +173,8 @@ def _simulate_nodes(
             raise ValueError(f"--{name.replace('_', '-')} is for one process: leave it out with --nodes")
     if arguments.prefetch not in ("off", "lookahead"):
         raise ValueError(f"--prefetch is '{arguments.prefetch}'; allowed with --nodes: lookahead or off")
-    placements = _some(arguments.placement, PLACEMENTS, "--placement")
-    dispatches = _some(arguments.dispatch, DISPATCHES, "--dispatch")
+    placements = _choices(arguments.placement, PLACEMENTS, "--placement")
+    dispatches = _choices(arguments.dispatch, DISPATCHES, "--dispatch")
     if arguments.hidden_size is not None and arguments.hidden_size < 1:
         raise ValueError(f"--hidden-size must be 1 or more; got {arguments.hidden_size}")
     if hardware is None or arguments.network is None or arguments.hidden_size is None:
@@ -213,7 +213,7 @@ def _counts(text: str) -> list[int]:
         raise ValueError(f"--nodes is '{text}'; allowed: numbers of machines such as 1,2,4") from None
 
 
-def _some(text: str | None, allowed: tuple[str, ...], option: str) -> list[str]:
+def _choices(text: str | None, allowed: tuple[str, ...], option: str) -> list[str]:
     parts = [allowed[0]] if text is None else text.split(",")
     if set(parts) <= set(allowed):
         return parts

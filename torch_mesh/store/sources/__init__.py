@@ -139,16 +139,16 @@ def own_quantisation(folder: Path) -> dict[str, Any] | None:
             parts.extend(value for value in part.values() if isinstance(value, dict))
     path = folder / _MODELOPT_NAME
     if path.is_file():
-        said = read_json_file(path, floats=True)
-        if not isinstance(said, dict) or not isinstance(said.get("quantization"), dict):
+        declared = read_json_file(path, floats=True)
+        if not isinstance(declared, dict) or not isinstance(declared.get("quantization"), dict):
             raise store_error(path, "has no object 'quantization'")
-        return {"quant_method": "modelopt", **said["quantization"]}
+        return {"quant_method": "modelopt", **declared["quantization"]}
     for name, method in _BESIDE_CONFIG.items():
         if (folder / name).is_file() and _has_packed_words(folder):
-            said = read_json_file(folder / name, floats=True)
-            if not isinstance(said, dict):
-                raise store_error(folder / name, f"is not an object that describes quantisation: {said!r:.80}")
-            return {"quant_method": method, **said}
+            declared = read_json_file(folder / name, floats=True)
+            if not isinstance(declared, dict):
+                raise store_error(folder / name, f"is not an object that describes quantisation: {declared!r:.80}")
+            return {"quant_method": method, **declared}
     return None
 
 
@@ -311,9 +311,9 @@ METHODS = tuple(_SOURCES)  # the supported values of quant_method
 def _parts(name: str, layout: Layout, located: Mapping[str, tuple[Path, Tensor]]) -> dict[str, str]:
     parts = {"codes": name}
     for role, names in layout.companions(name).items():
-        there = [candidate for candidate in names if candidate in located]
-        if there:
-            parts[role] = there[0]
+        present = [candidate for candidate in names if candidate in located]
+        if present:
+            parts[role] = present[0]
         elif role in layout.required:
             path, tensor = located[name]
             raise store_error(
