@@ -160,7 +160,7 @@ class DeviceLayer:
     here: Tensor  # bool [experts] on the CPU: table >= 0 at placement
     complete: bool  # all experts of the layer are here
     workspace: int  # limit in bytes for the intermediates of one chunk of tokens
-    index: int = 0  # in the pool
+    index: int = 0  # the layer's index in the pool
     shared: SharedDevice | None = None  # for experts_split
 
     @property

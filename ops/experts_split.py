@@ -54,7 +54,7 @@ class SplitForward:
         assert layer.shared is not None
         self._layer, self._shared, self._like = layer, layer.shared, x
         self._stream = self._shared.stream()
-        self.ticket: int | None = None  # of the host's part, until it is joined
+        self.ticket: int | None = None  # ticket of the host's part, until it is joined
         with torch.cuda.device_of(x):
             if self._shared.mover is not None and layer.index == self._shared.leader:
                 self._shared.mover.step(self._stream)

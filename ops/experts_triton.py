@@ -48,7 +48,7 @@ class DeviceForward:
             ]
 
     def compute(self, dtype: torch.dtype) -> Tensor:
-        """What the experts of the layer add: [tokens, hidden]."""
+        """The part that the layer's experts on the device add: [tokens, hidden]."""
         if not self._chunks:
             return torch.zeros(self._shape, dtype=dtype, device=self._device)
         out = torch.empty(self._shape, dtype=dtype, device=self._device)
@@ -71,7 +71,7 @@ def _width(record: DeviceRecord) -> int:
 
 
 class _Chunk:
-    """As many tokens as the workspace has room for."""
+    """A chunk of as many tokens as the workspace has room for."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: int, format: str) -> None:
         self._x, self._ids, self._weights, self._experts = x, ids, weights, experts

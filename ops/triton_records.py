@@ -171,7 +171,7 @@ def _e8m0(bits):
 @triton.jit
 def _steps(block, block_words, depth, FORMAT: tl.constexpr):
     """Offset of a block's first step."""
-    if FORMAT == "fp8":  # with the pairs, which end the block
+    if FORMAT == "fp8":  # steps lie beside the pairs, which end the block
         return (block + block_words - (depth + 63) // 64 * 1024).to(tl.pointer_type(tl.int16))
     elif FORMAT == "nvfp4":
         return block + 16

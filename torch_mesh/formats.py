@@ -100,7 +100,7 @@ _LISTED: Mapping[str, WeightFormat] = {
         version=1,
         bits=16,
         group_sizes=(0,),
-        errors={0: 0.0},  # of bf16 weights; BF16_ERROR for others
+        errors={0: 0.0},  # for bf16 weights; BF16_ERROR for others
         dense=True,
         description="as in most checkpoints",
     ),
@@ -154,9 +154,9 @@ _LISTED: Mapping[str, WeightFormat] = {
     ),
     "tcq2+tcq3": WeightFormat(
         version=1,
-        bits=7 / 3,  # of a gated expert, of which gate_up is two thirds
+        bits=7 / 3,  # for a gated expert, of which gate_up is two thirds
         scale_bits=16,
-        errors={32: 0.232, 64: 0.234, 128: 0.236},  # of a gated expert
+        errors={32: 0.232, 64: 0.234, 128: 0.236},  # for a gated expert
         calibrated=True,
         trellis=True,
         matrices=("tcq2", "tcq3"),

@@ -33,7 +33,7 @@ except ImportError as missing:
     raise ImportError("merging adapters needs PEFT 0.21 or later: pip install -U peft") from missing
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = "default"  # of the one adapter in PEFT's model
+_NAME = "default"  # name of the only adapter in PEFT's model
 # PEFT's other initializations change the base weights too.
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
 _FIELDS = frozenset(field.name for field in dataclasses.fields(LoraConfig))

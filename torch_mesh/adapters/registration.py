@@ -16,7 +16,7 @@ from ..errors import MeshError
 from ..hf.compat import CHECK_MERGE, CREATE_MODULE, register_wrapper
 from ..hf.import_hooks import AfterImport
 
-_MIN_PEFT = "0.21"  # its layer for a parameter takes the config
+_MIN_PEFT = "0.21"  # since 0.21 PEFT's layer for a parameter takes the config
 
 
 @functools.cache

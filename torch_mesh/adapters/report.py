@@ -1,4 +1,4 @@
-"""Which experts train."""
+"""Describe which experts train."""
 
 from __future__ import annotations
 

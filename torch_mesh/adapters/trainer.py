@@ -1,4 +1,4 @@
-"""What transformers' Trainer logs of a patched model while it trains."""
+"""The figures of a patched model that transformers' Trainer logs while it trains."""
 
 from __future__ import annotations
 

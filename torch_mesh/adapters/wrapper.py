@@ -47,7 +47,8 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         _check(self._experts, self.parameter_name, config)
-        # Read once: torch.compile guards what it reads of a packed weight, and such a guard keeps the pool in memory.
+        # Read once: torch.compile guards values that it reads from a packed weight, and such a guard keeps the pool in
+        # memory.
         self._layer = _layer_of(self._experts)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
         self._lay_out(adapter_name)

@@ -73,7 +73,7 @@ def collect(
     done(sum(files.rows(folder)) * files.row_bytes)
     if finished == len(sequences):
         return files.rows(folder)
-    model = open_model(source, MeshConfig(weights="auto"))  # the checkpoint's own format, whatever the environment says
+    model = open_model(source, MeshConfig(weights="auto"))  # overrides the environment's format
     try:
         count = len({module._mesh_layer for module in _experts_of(model)})
         if count != files.layers:

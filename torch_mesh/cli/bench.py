@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _times_of_misses(misses: Sequence[Miss]) -> Iterator[tuple[str, float]]:
-    """What a cold expert waited for, one after the other: median seconds."""
+    """The successive waits of a cold expert: median seconds."""
     for name, begin, end in (
         ("a cold expert: queued", "claimed", "begun"),
         ("  being read", "begun", "landed"),

@@ -313,7 +313,7 @@ def _locks_without_limit() -> bool:
 
 
 def _gpu(driver: str) -> Finding:
-    """What gpu.experts needs: a driver, a CUDA build of torch, a GPU of compute capability 8.0, Triton.
+    """Check the requirements of gpu.experts: a driver, a CUDA build of torch, a GPU of compute capability 8.0, Triton.
 
     ``driver`` is the engine's description of it.
     """

@@ -30,7 +30,7 @@ class _RecordSizes:
 
     there: int
     up: int
-    formats: tuple[str, ...]  # those of both
+    formats: tuple[str, ...]  # the formats of both
 
 
 def format_on_gpu(gpu: GpuFields, weights: str) -> str:

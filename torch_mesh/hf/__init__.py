@@ -1,1 +1,1 @@
-"""What touches transformers: its config, cache, attention, compilation, saving and parallelism, for a patched model."""
+"""The parts of a patched model that touch transformers: config, cache, attention, compilation, saving, parallelism."""

@@ -80,7 +80,7 @@ class PatchedModelQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor] | None, dict]:
-        """What transformers writes: lazy tensors for packed weights, nothing for rounded experts."""
+        """The state dict that transformers writes: lazy tensors for packed weights, nothing for rounded experts."""
         if has_own_adapters(model):
             return None, {}  # only adapters are saved
         unpacking = being_saved.get()
@@ -385,7 +385,7 @@ def _link(source: Path, target: Path, mode: int) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """In the kernel, which shares blocks if the file system can."""
+    """Copy in the kernel, which shares blocks if the file system can."""
     with source.open("rb") as reading, target.open("xb") as writing:
         rest = os.fstat(reading.fileno()).st_size
         try:

@@ -1,1 +1,1 @@
-"""What a model looks like: which modules hold experts, with what layout, router and activation."""
+"""The structure of a model: which modules hold experts, with what layout, router and activation."""

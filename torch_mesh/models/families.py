@@ -32,7 +32,7 @@ _Entry = TypeVar("_Entry")
 # Dtypes in which experts may be loaded.
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# What use_experts_implementation leaves on every instance.
+# Attributes that use_experts_implementation sets on every instance.
 _LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
@@ -124,7 +124,8 @@ ROUTERS: dict[str, RouterAdapter] = {
     "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
 }
 
-# Types of models whose linear attention continues from its state with several tokens at once. Jamba's begins anew.
+# Types of models whose linear attention continues from its state with several tokens at once. Jamba's starts again from
+# an empty state.
 CONTINUED_STATES = frozenset(
     {
         "bailing_hybrid",
@@ -172,7 +173,7 @@ UNDECORATED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all experts of one pool have in common."""
+    """The sizes that all experts of one pool have in common."""
 
     num_experts: int
     hidden: int
@@ -231,10 +232,10 @@ class ExpertsLayer:
     has_bias: bool
     is_transposed: bool  # weights are [experts, in, out]
     is_concatenated: bool  # gate and up are halves of gate_up; else its even and odd columns
-    activation: str | None  # of the fused kernel, by name; None: the layer runs unfused with its own
+    activation: str | None  # the fused kernel's, by name; None: the layer runs unfused, with its own activation
     has_post_expert_norm: bool = False
     block: nn.Module | None = field(default=None, repr=False)  # around it, if that is replaced too
-    share: Share | None = None  # of the model's experts, on a rank
+    share: Share | None = None  # this rank's part of the model's experts; None: all
 
     @property
     def geometry(self) -> Geometry:
@@ -274,7 +275,7 @@ class ExpertsLayer:
 
     @property
     def kind(self) -> str:
-        """Its path without numbers. Each token runs through all layers of a kind or none."""
+        """The path without numbers. Each token runs through all layers of a kind or none."""
         return re.sub(r"(?<=\.)\d+(?=\.)", "*", self.path)
 
     @property
@@ -387,7 +388,7 @@ def check_recordable(layers: Sequence[ExpertsLayer]) -> None:
 
 
 def describe_left_alone(layers: Sequence[ExpertsLayer]) -> str:
-    """Those layers and their bytes, for a message; empty for none."""
+    """The layers left alone and their bytes, for a message; empty without layers."""
     kinds: dict[str, list[ExpertsLayer]] = {}
     for layer in layers:
         kinds.setdefault(layer.kind, []).append(layer)

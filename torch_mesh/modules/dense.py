@@ -48,7 +48,7 @@ class MeshLinear(PackedModule, nn.Linear):
     """
 
     _mesh_packed: torch.Tensor  # uint8; an attribute, not a buffer: .to() must neither move nor cast it
-    _mesh_shape: tuple[int, int]  # of the weight, cached for speed; on a rank that of its part
+    _mesh_shape: tuple[int, int]  # the weight's, cached for speed; on a rank, its part's
     _mesh_format: str
     _mesh_group_size: int
 
@@ -74,7 +74,7 @@ class MeshLinear(PackedModule, nn.Linear):
     def exact(self) -> bool:
         """Whether unpacking restores the original weights."""
         weight: Any = self.weight
-        return not isinstance(weight, PackedLinearWeight) or weight.exact  # or it is being restored
+        return not isinstance(weight, PackedLinearWeight) or weight.exact  # an ordinary weight is being restored
 
     def unpacked_weight(self) -> torch.Tensor:
         """[out_features, in_features] in the parameter's dtype, on the CPU."""

@@ -21,14 +21,14 @@ from .packed_weight import PackedWeight, as_parameter, packed_experts
 if TYPE_CHECKING:
     from ..adapters.factors import Factors
 
-_PREFIX = "_mesh_"  # of all attributes that patching adds to modules
+_PREFIX = "_mesh_"  # prefix of all attributes that patching adds to modules
 
 
 class PackedModule(nn.Module):
     """A module with PackedWeights for the parameters ``_mesh_parameters``."""
 
     _mesh_parameters: dict[str, bool]  # their names and requires_grad
-    _mesh_of_rank: bool = False  # with expert parallelism
+    _mesh_of_rank: bool = False  # True with expert parallelism
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Skips packed parameters on ranks: PEFT would save this rank's part under the name of the whole."""
@@ -93,16 +93,16 @@ class MeshExperts(PackedModule, InPool):
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
     _mesh_pool: ExpertPool
-    _mesh_layer: int  # of the pool
+    _mesh_layer: int  # the layer's index in the pool
     _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
     _mesh_fused: bool
-    _mesh_next: NextLayer | None  # for prefetching
+    _mesh_next: NextLayer | None  # the layer to prefetch for
     _mesh_lookahead_unsupported_reason: str  # empty: there is lookahead, or prefetch is off
     _mesh_experimental: str = ""  # the experimental features of the model, on its first layer alone
     _mesh_deferred: int  # max per token; 0: exact
     _mesh_defers: bool  # false for the last layer
     _mesh_fallback: torch.Tensor | None  # the handle of the layer's fallback experts
-    _mesh_device: torch.device | None  # of the experts on a GPU
+    _mesh_device: torch.device | None  # device of the experts on a GPU
 
     def forward(
         self,
@@ -327,7 +327,7 @@ class DetachedParameters:
         self._parameters = detach_parameters(module, layer.parameter_names)
         placeholder = torch.empty(0)  # some families initialize them from the surrounding module
         set_initialized(placeholder)
-        if not any(True for _ in module.buffers(recurse=False)):  # which transformers would leave as they are
+        if not any(True for _ in module.buffers(recurse=False)):  # transformers would leave buffers as they are
             set_initialized(module)
         vars(module).update(dict.fromkeys(layer.parameter_names, placeholder))
 

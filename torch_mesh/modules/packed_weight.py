@@ -42,7 +42,7 @@ class PackedWeight(torch.Tensor):
     path: str  # as in model.named_parameters(), for errors
     format: str
     exact: bool  # whether unpacking gives the very values that were packed
-    otherwise: ClassVar[str] = "if dense= packs it, set dense='none'"  # for errors: what else makes it ordinary
+    otherwise: ClassVar[str] = "if dense= packs it, set dense='none'"  # for errors: how else to get an ordinary weight
     _identity: torch.Tensor  # shared by all aliases of one weight
 
     @staticmethod
@@ -165,7 +165,7 @@ class PackedLinearWeight(PackedWeight):
         if source.shape != self.shape:
             raise self._refuse(f"A tensor of shape {list(source.shape)} cannot be copied into")
         weight = source.detach().to("cpu", self.dtype)
-        if is_passthrough(self.format):  # to which nothing is rounded
+        if is_passthrough(self.format):  # weights are not rounded to such formats
             if not torch.equal(self.unpacked(), weight):
                 raise self._refuse(f"Other values than those of {self.format} cannot be copied into")
             return
@@ -201,13 +201,13 @@ class PackedLinearWeight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Location:
-    """Where the values of an experts parameter are."""
+    """The location of the values of an experts parameter."""
 
     pool: ExpertPool
     index: int  # of the pool's layers
     layer: ExpertsLayer  # without its module
     parameter: str
-    shapes: dict[str, torch.Tensor]  # of all of the layer's parameters, on the meta device
+    shapes: dict[str, torch.Tensor]  # all of the layer's parameters, on the meta device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Location:
         return self  # deep copies of a model share its pool

@@ -57,7 +57,7 @@ class CheckpointSource(RecordSource):
     """The experts of a checkpoint, raw, quantised or converted: see ``find_source``."""
 
     choice = ""  # why max_error chose their format; empty without it
-    folder: Path  # of the checkpoint, or its GGUF file
+    folder: Path  # the checkpoint's folder, or its GGUF file
 
     def __init__(
         self, layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int, **about: Any
@@ -178,7 +178,7 @@ class _QuantisedSource(_RawSource):
         if FORMATS[weights].chosen_groups:
             config = config.replace(group_size=group_size)
         super().__init__(experts, model, layers, config, weights, group_size)
-        if is_gguf(folder):  # its folder may have several
+        if is_gguf(folder):  # the folder may have several files
             self._name = source_name(folder)
             if config.dense == CODES:
                 self.blocks = codes_of_checkpoint(experts, model)
@@ -187,7 +187,7 @@ class _QuantisedSource(_RawSource):
         super().prepare()
         store = self._records.store
         if store is not None:
-            check_other_files(store, self.config.verify, codes=False)  # which are read from the file itself
+            check_other_files(store, self.config.verify, codes=False)  # codes are read from the GGUF file itself
             self._files[:] = [str(path) for path in weight_files(store.folder)]
         elif self._experts.rest_is_quantised:
             folder = _cached(f"{self._name}-rest", self._fingerprint, "bf16")

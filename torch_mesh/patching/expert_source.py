@@ -63,11 +63,11 @@ class ExpertSource:
     counted: int
     layer_indices: Sequence[int]
     share: Share | None = None  # the experts of this rank; None: all
-    only_format: str | None = None  # of the stored records, if there are no originals
+    only_format: str | None = None  # format of the stored records, if there are no originals
     freed: int = 0  # bytes that the model frees when the pool is open
     staging: int = 0  # bytes of reading buffers beside the pool
     tables: TableSource | None = None  # embeddings whose rows stay in files
-    blocks: Blocks | None = None  # of matrices outside the experts, if they are kept
+    blocks: Blocks | None = None  # codes of matrices outside the experts, if they are kept
 
     def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
         """The records in ``weights``. Open them in the context: an open file outlives a temporary store."""

@@ -1,4 +1,4 @@
-"""What a patched model does beyond its experts. A new mode is a module of its own and an entry of ``MODES``."""
+"""The features of a patched model beyond its experts. A new mode is a module of its own and an entry of ``MODES``."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class MeshQuantizer(PatchedModelQuantizer):
     """Detach the experts' parameters while the rest of the model is loaded, then put the experts into a pool."""
 
     quantization_config: MeshConfig
-    config_of_gguf: PretrainedConfig  # where a GGUF file is loaded
+    config_of_gguf: PretrainedConfig  # set if a GGUF file is loaded
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
         """transformers calls this before it looks for files: remove the entry that stops it without torch_mesh."""

@@ -65,8 +65,8 @@ class Measured:
     open_seconds: float
     prefill_seconds: float
     prefill_tokens_per_second: float
-    step_seconds: tuple[float, ...]  # of each decoded token after the first, which belongs to the prefill
-    tokens_per_second: float  # of the median step
+    step_seconds: tuple[float, ...]  # each decoded token but the first, which belongs to the prefill
+    tokens_per_second: float  # at the median step
     tokens_per_second_p10: float  # a tenth of the steps are slower
     tokens_per_second_p90: float  # a tenth of the steps are faster
     hit_rate: float | None  # decoding
@@ -77,7 +77,7 @@ class Measured:
     limits: Limits
     plan: Plan
     stats: Stats
-    misses: tuple[Miss, ...]  # of decoding, the first _MAX_MISSES
+    misses: tuple[Miss, ...]  # the first _MAX_MISSES while decoding
 
     @property
     def ratio_to_plan(self) -> float | None:

@@ -1,4 +1,4 @@
-"""What a model will need and reach on a machine, before it is loaded."""
+"""Predict what a model will need and reach on a machine, before it is loaded."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class Plan:
     ranks: RankPlan | None  # None: one process has the whole model
     gpu: GpuPlan | None  # experts on a GPU
     memory_bytes: int  # all that the process may take
-    process_bytes: int  # of those: the interpreter with torch and transformers, without mapped files
-    margin_bytes: int | None  # of those: what ``resident="auto"`` leaves free; None for any other ``resident``
+    process_bytes: int  # part of it: the interpreter with torch and transformers, without mapped files
+    margin_bytes: int | None  # part of it that ``resident="auto"`` leaves free; None for any other ``resident``
     slots: int | None
-    fallback_slots: int  # of lossy.fallback, beside ``slots``
-    pool_bytes: int | None  # of both
+    fallback_slots: int  # slots of lossy.fallback, beside ``slots``
+    pool_bytes: int | None  # bytes of both kinds of slots
     resident_share: float | None  # fraction of all experts, without fallbacks
     recommended_slots: int  # twice the experts that a token uses in each layer (arXiv 2505.16056)
     recommended_bytes: int
     workspace_bytes: int
     tokens_per_chunk: int | None  # longer prompts are computed in chunks; None for unfused experts
     chunk_bytes: int | None  # read by a chunk, at most
-    peak_bytes: int | None  # of memory, without KV cache, a prompt's activations and page cache
+    peak_bytes: int | None  # peak memory without KV cache, a prompt's activations and page cache
     hit_rate: HitRate | None
     speeds: Speeds | None
     tokens_per_second: float | None  # decoding one sequence, without compilation
     tokens_per_second_range: tuple[float, float] | None  # with the low and the high hit rate
-    chunk_seconds: float | None  # of reading for one chunk of a prompt
+    chunk_seconds: float | None  # seconds of reading for one chunk of a prompt
     dense_choices: tuple[DenseChoice, ...]  # alternatives to ``dense``; empty with a GPU or ranks
     format_choices: tuple[FormatChoice, ...]  # empty without ``format_speeds``, or if there is no choice
 
@@ -173,7 +173,8 @@ def plan(
 def _token_seconds(
     sizes: Sizes, config: MeshConfig, speeds: Speeds | None, rate: HitRate | None, used: float
 ) -> list[float] | None:
-    """With the expected, the low and the high hit rate. ``used``: experts of a token in each layer."""
+    """Seconds per token with the expected, the low and the high hit rate. ``used``: experts of a token in each
+    layer."""
     if speeds is None or rate is None or sizes.dense_bytes_per_token is None:
         return None
     prefetch = config.prefetch != "off"

@@ -13,7 +13,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What differs if ranks divide the experts. All else in a plan is then of one rank."""
+    """The figures that differ if ranks divide the experts. All others in a plan are then those of one rank."""
 
     ranks: int
     experts: int  # of each layer, on each rank

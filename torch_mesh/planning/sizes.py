@@ -42,22 +42,22 @@ class Sizes:
     all_experts_bytes: int
     dense_bytes: int | None  # all other weights in memory, packed by ``dense=``; None: unknown without a config.json
     dense_bytes_loading: int | None  # the same before packing
-    dense_bytes_per_token: int | None  # of those that a token reads: without the embedding and ``left_alone``
+    dense_bytes_per_token: int | None  # the part that a token reads: without the embedding and ``left_alone``
     dense_format: str  # the format that ``dense=`` packs most weights to; empty: none
     left_alone_bytes: int | None  # experts of other shapes, which stay outside the pool
-    left_alone: str  # their description
+    left_alone: str  # description of these experts
     tables: str  # embedding tables that stay in files
-    vocabularies: str  # of those, input embeddings, which stay there where memory is short
-    vocabulary_bytes: int  # of input embeddings that would stay there, in memory
-    table_weights: str  # the format that their rows are rounded to; empty: they are as they were
-    table_bytes: int  # their size in the files
-    table_memory_bytes: int  # their cached rows and buffers
-    files: tuple[Path, ...]  # with the experts
+    vocabularies: str  # the input embeddings among ``tables``, which stay in files if memory is short
+    vocabulary_bytes: int  # size in memory of input embeddings that could stay in files
+    table_weights: str  # the format to which rows of ``tables`` are rounded; empty: unchanged
+    table_bytes: int  # size of ``tables`` in the files
+    table_memory_bytes: int  # cached rows of ``tables``, and buffers
+    files: tuple[Path, ...]  # the files with the experts
     staging_bytes: int = 0  # buffers of raw records
-    conversion: str = ""  # of a quantised checkpoint: what its experts are read as or converted to
+    conversion: str = ""  # for a quantised checkpoint: the formats that experts are read as or converted to
     # Format and group size of records that are read from the checkpoint's own files, whatever ``weights`` is.
     own_records: tuple[str, int] | None = None
-    own_error: float = 0.0  # their error, relative to the checkpoint's values
+    own_error: float = 0.0  # error of ``own_records``, relative to the checkpoint's values
     raw_staging_bytes: int = 0  # ``staging_bytes`` if they are read
     exact_in_bf16: bool = True  # False: fp16, fp32 and codes, which bf16 rounds
 

@@ -38,7 +38,7 @@ class TrainingPlan:
 
     plan: Plan
     rank: int
-    tokens: int  # of a forward: sequences times their length
+    tokens: int  # tokens of a forward: sequences times their length
     targets: tuple[str, ...]
     gradient_checkpointing: bool
     trained_parameters: int
@@ -51,7 +51,7 @@ class TrainingPlan:
     backward_bytes: int  # rows of the experts whose backward runs at one time
     peak_bytes: int | None
     experts_per_step: float  # distinct experts of a forward, over all layers
-    reads_per_step: float | None  # of experts
+    reads_per_step: float | None  # reads of experts
     read_bytes_per_step: int | None
     reading_seconds: float | None
     computing_seconds: float | None

@@ -32,7 +32,7 @@ class Records:
     weights: str
     group_size: int
     layers: int
-    layer_indices: list[int]  # of the model's layers in the source
+    layer_indices: list[int]  # indices of the model's layers in the source
     source_arguments: dict[str, Any]
     store: Store | None  # the store with the records, if any
 

@@ -122,7 +122,7 @@ class Recall:
     layer: int
     fetched: tuple[int, ...]  # k, 1.5 k and 2 k
     fitted: tuple[float, ...]
-    lookahead: tuple[float, ...] | None  # of the next layer's own router
+    lookahead: tuple[float, ...] | None  # the same for the next layer's own router
 
 
 def recall(model: nn.Module, predictor: Predictor, sequences: Iterable[torch.Tensor]) -> list[Recall]:

@@ -69,7 +69,7 @@ class NodesRow:
     nodes: int
     placement: str
     dispatch: str
-    slots: int  # of each machine
+    slots: int  # slots of each machine
     hit_rate: float
     busiest: float  # fraction of a token's experts on the machine with most of them
     read_bytes_per_token: float

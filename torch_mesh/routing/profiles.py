@@ -123,7 +123,7 @@ def _checked(path: Path, fields: Any) -> Profile:
 
 
 def _counts(value: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
-    """None unless ``value`` holds that many integers in the range of int64."""
+    """``value`` as int64 of ``shape``; None unless it holds that many integers in the range of int64."""
     rows = value if len(shape) == 2 else [value]
     if not isinstance(rows, list) or len(rows) != (shape[0] if len(shape) == 2 else 1):
         return None

@@ -53,7 +53,7 @@ class Needs:
     layers: tuple[LayerSize, ...]
     token_bytes: int  # for each token of a prompt, while it is computed
     pair_bytes: int
-    positions: int | None  # that the model supports
+    positions: int | None  # maximum number of positions of the model
 
     def cache(self, tokens: int) -> int:
         return sum(layer.nbytes(tokens) for layer in self.layers)

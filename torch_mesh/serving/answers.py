@@ -15,7 +15,7 @@ from torch_mesh.serving.tool_calls import AnswerFormat, Call, Piece, parser_of
 
 @dataclass(frozen=True)
 class Part:
-    """What a batch of tokens adds to an answer."""
+    """The parts that a batch of tokens adds to an answer."""
 
     pieces: Sequence[Piece]
     tokens: Sequence[Token]  # visible ones

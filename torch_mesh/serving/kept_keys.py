@@ -23,7 +23,7 @@ from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.serving.prefix_cache import PrefixCache, PrefixCounts
 from torch_mesh.system.memory import trim_heap
 
-# Arguments of generate that do not affect what is computed for a token.
+# Arguments of generate that do not affect the values computed for a token.
 _NEUTRAL_ARGUMENTS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer", "logits_processor"}
 # Overhead of a tensor: Python and torch objects, and shared pages. Measured: 1.0 to 2.4 KB.
 _TENSOR_BYTES = 4096
@@ -58,7 +58,7 @@ class Conversation:
 @dataclass
 class Counts:
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # of the prompts': they were cached
+    reused_tokens: int = 0  # tokens of prompts that were cached
     generated_tokens: int = 0
     kept_bytes: int = 0
     kept_tokens: int = 0
@@ -79,7 +79,7 @@ class KeptKeys:
     limit: int
     admission: Admission | None = None
     prefixes: PrefixCache | None = None
-    conversations: list[Conversation] = field(default_factory=list)  # in order of use, the limit recent last
+    conversations: list[Conversation] = field(default_factory=list)  # in order of use, the most recent last
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:

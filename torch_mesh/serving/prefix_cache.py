@@ -47,7 +47,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 @dataclass
 class PrefixCounts:
     hits: int = 0  # prompts whose beginning was read from disk
-    tokens: int = 0  # of those beginnings
+    tokens: int = 0  # tokens of these beginnings
     read_bytes: int = 0
     written_bytes: int = 0
 
@@ -109,7 +109,7 @@ class PrefixCache:
         self._finalizer = weakref.finalize(self, self._writer.end, _ENDING)
 
     def close(self) -> None:
-        """Write what is pending, for at most ten seconds, and end the thread that writes."""
+        """Write pending files, for at most ten seconds, and end the writing thread."""
         self._finalizer()
 
     def flush(self) -> None:

@@ -133,7 +133,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         ),
         "instructions": TEXT,
         "max_output_tokens": whole(1),
-        "metadata": OBJECT,  # which is part of the answer
+        "metadata": OBJECT,  # part of the answer
         "include": only([], ["message.output_text.logprobs"]),
         "reasoning": OBJECT,
         "stream_options": OBJECT,

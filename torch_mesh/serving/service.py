@@ -240,7 +240,7 @@ class Service:
         elif any(name in given for name in ("top_p", "top_k", "min_p")):
             config.do_sample = True
         if config.do_sample and config.top_k is None:
-            config.top_k = 0  # or generate would take 50
+            config.top_k = 0  # otherwise generate would use 50
         if self._compiled and config.cache_implementation is None:
             config.cache_implementation = "static"
         try:

@@ -103,7 +103,7 @@ class Speculation:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """As ``generate`` calls it, or a wrapper. Raises ValueError for unsupported calls."""
+        """Called by ``generate``, or by a wrapper. Raises ValueError for unsupported calls."""
         call = _call_of_generate(model, generation_config)
         streamer = call.get("streamer") if streamer is None else streamer
         synced_gpus = synced_gpus or _is_synced(model, call.get("synced_gpus"))

@@ -44,7 +44,7 @@ class KeptHeads(MtpCandidateGenerator):
         self, model: Any, heads: Any, controller: Controller, generation_config: Any, logits_processor: Any
     ) -> None:
         self.num_mtp_layers = heads.num_mtp_layers
-        self.model_kwargs_overrides = {"output_hidden_states": -1}  # of the last layer only
+        self.model_kwargs_overrides = {"output_hidden_states": -1}  # hidden states of the last layer only
         self.device = _device(model)
         self.mtp_model = heads
         self.mtp_cache = MtpCache(config=model.config.get_mtp_config())
@@ -54,7 +54,7 @@ class KeptHeads(MtpCandidateGenerator):
         self.is_main_model_prefill = True
         self._controller = controller
         self._unseen: list[Tensor] = []  # hidden states of tokens that came without drafting
-        self._drafted = 0  # for the next forward
+        self._drafted = 0  # tokens drafted for the next forward
         self._began: float | None = None  # start of drafting; None: not timed
         controller.begin()
 

@@ -1,4 +1,4 @@
-"""Which models can rewind rejected drafts, and so speculate or assist."""
+"""Check which models can rewind rejected drafts, and so speculate or assist."""
 
 from __future__ import annotations
 

@@ -154,9 +154,9 @@ class DeviceCounters:
     """
 
     calls: int = 0  # of host nodes: forwards of layers that are partly there; a long prompt has several
-    all_on_device: int = 0  # of the calls: the host had nothing to compute
+    all_on_device: int = 0  # calls in which the host had nothing to compute
     complete: int = 0  # forwards of layers that are entirely there; not those of a graph's replay
-    failed: int = 0  # of the calls: the output was NaN, and the error is raised later
+    failed: int = 0  # calls whose output was NaN; the error is raised later
     streamed: int = 0  # experts streamed for prompts
     moved: int = 0  # experts moved under gpu.placement="dynamic"
     moves_failed: int = 0  # failed reads of moving experts
@@ -184,16 +184,16 @@ class DeviceCounters:
 class TableCounters:
     """Counters of an embedding whose table is in files. ``str()`` is a line."""
 
-    name: str  # of the parameter
+    name: str  # the parameter's
     weights: str = ""  # the format of its rows; empty: their values
     gathers: int = 0  # forwards of the embedding
     lookups: int = 0  # ids
-    distinct: int = 0  # of those, in each forward
-    hits: int = 0  # of the distinct: the row was in memory
-    reads: int = 0  # of the distinct: it was read
+    distinct: int = 0  # distinct ids, summed over forwards
+    hits: int = 0  # distinct ids whose row was in memory
+    reads: int = 0  # distinct ids whose row was read
     prefetches: int = 0  # rows whose read began before a forward asked
     failed: int = 0  # reads that ended in an error
-    bytes_read: int = 0  # by both, in whole blocks
+    bytes_read: int = 0  # by reads and prefetches, in whole blocks
     wait_seconds: float = 0.0  # a forward waited for rows
 
     @property

@@ -45,15 +45,15 @@ class Run:
     In lines of earlier versions ``forward`` rises within a run, and a falling count shows a reset.
     """
 
-    begin: float  # of the first line
+    begin: float  # time of the first line
     end: float
     lines: int
-    forwards: int  # of the last line
-    total: Stats  # of all counts
+    forwards: int  # count at the last line
+    total: Stats  # sums of all counts
     stretches: tuple[Stretch, ...]  # between lines, in order
-    peak_bytes: int | None  # of the process, the maximum; None: unknown
-    budget_bytes: int | None  # of experts, likewise
-    about: Mapping[str, str]  # by the last line; empty for lines of earlier versions
+    peak_bytes: int | None  # maximum memory of the process; None: unknown
+    budget_bytes: int | None  # maximum memory of experts; None: unknown
+    about: Mapping[str, str]  # from the last line; empty for lines of earlier versions
 
     @property
     def span(self) -> str:
@@ -214,7 +214,7 @@ class StatsFile:
 
 
 def _runs(lines: Sequence[_Line]) -> list[list[_Line]]:
-    """In the order of their first lines. Two processes may write to one file at a time."""
+    """Group lines by run, in the order of the runs' first lines. Two processes may write to one file at a time."""
     by_name: dict[str | None, list[_Line]] = {}
     for line in lines:
         by_name.setdefault(line.run, []).append(line)

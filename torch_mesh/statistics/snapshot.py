@@ -12,9 +12,9 @@ import torch
 from .. import _C
 from ..system.memory import anonymous_bytes, available_bytes
 
-_READY = 2  # of csrc/residency/core/residents.h: EMPTY, LOADING, READY
+_READY = 2  # a state in csrc/residency/core/residents.h: EMPTY, LOADING, READY
 _MAX_INTEGER = 1 << 63
-_MAX_EXPERTS = 1 << 16  # of a layer
+_MAX_EXPERTS = 1 << 16  # experts of a layer
 MEMORY = ("process", "pool", "budget", "left")
 ABOUT = ("model", "format", "policy", "machine")
 
@@ -28,7 +28,7 @@ class Snapshot:
     ``budget`` (their limit), ``left`` (still available). None: unknown. ``about`` describes the model and the machine.
     """
 
-    experts: int = 0  # of a layer; 0: unknown, as in lines of earlier versions
+    experts: int = 0  # experts of a layer; 0: unknown, as in lines of earlier versions
     resident: tuple[str, ...] = ()
     memory: Mapping[str, int] | None = None
     about: Mapping[str, str] = field(default_factory=dict)  # the known ones of ``ABOUT``

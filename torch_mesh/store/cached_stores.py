@@ -18,7 +18,7 @@ from torch_mesh.system.atomic_files import locked
 
 _REST = "-rest-"  # dense weights of a quantized checkpoint: patching/checkpoint_source.py
 _REMOVED = re.compile(r"(\.removed)+$")
-_HIDDEN = re.compile(r"(\.partial|\.replaced-[0-9a-f]{8})$")  # by store/folders.py: incomplete, or replaced
+_HIDDEN = re.compile(r"(\.partial|\.replaced-[0-9a-f]{8})$")  # made by store/folders.py: incomplete, or replaced
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _delete(folder: Path) -> None:
 
 
 def _describe(folder: Path) -> CachedStore | None:
-    """None if it has been removed meanwhile."""
+    """Describe a folder; None if it has been removed meanwhile."""
     try:
         used = folder.stat().st_mtime
         try:

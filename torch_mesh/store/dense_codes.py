@@ -63,7 +63,7 @@ class StoredMatrix:
 class Matrix:
     """A packed matrix to write."""
 
-    name: str  # of the parameter
+    name: str  # the parameter's
     format: str
     group_size: int
     shape: tuple[int, int]

@@ -28,4 +28,4 @@ NAMES: Mapping[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in NAMES.items()}
-FLOATS = ("BF16", "F16", "F32")  # of weights that are not quantized
+FLOATS = ("BF16", "F16", "F32")  # dtypes of weights that are not quantized

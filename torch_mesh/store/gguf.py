@@ -90,7 +90,7 @@ class Gguf:
 
 
 class Readable(Protocol):
-    """As much of a file as a header needs."""
+    """The methods of a file that parsing a header needs."""
 
     def read(self, size: int, /) -> bytes: ...
 

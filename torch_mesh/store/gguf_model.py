@@ -314,7 +314,7 @@ def blocks_of_rest(
 def rest_of_model(
     path: Path, weights: Sequence[Weight], experts: frozenset[str], model: transformers.PreTrainedModel
 ) -> Iterator[DenseTensor]:
-    """What all ``weights`` but ``experts`` are in ``model``, in the order of the files.
+    """The tensors of ``model`` that all ``weights`` but ``experts`` make, in the order of the files.
 
     Raises ``StoreError`` if one has another size than in the model, belongs to nothing, or is missing,
     ``UnsupportedModelError`` for metadata of which transformers makes no names.

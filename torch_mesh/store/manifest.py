@@ -343,7 +343,7 @@ def is_of_another_release(folder: Path) -> bool:
 
 def _check_version(path: Path, table: dict[str, Any]) -> None:
     weights, version = table.get("weights"), table.get("format_version")
-    if not is_format(weights):  # of any type
+    if not is_format(weights):  # ``weights`` may have any type
         raise store_error(path, f"holds {weights!r} records; this release reads {', '.join(FORMATS)}")
     if version != FORMATS[weights].version:
         raise store_error(

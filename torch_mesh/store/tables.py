@@ -1,4 +1,4 @@
-"""Where the rows of an embedding table are: in the tensors of a checkpoint, or padded in a store."""
+"""Locate the rows of an embedding table: in the tensors of a checkpoint, or padded in a store."""
 
 from __future__ import annotations
 

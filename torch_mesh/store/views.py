@@ -63,7 +63,7 @@ class Matrix:
         return Matrix(tuple(part.transposed() for part in self.parts), 1 - self.axis)
 
     def rows(self, start: int, count: int, step: int = 1) -> View | None:
-        """Those rows as one view, or None if strides cannot describe it."""
+        """These rows as one view, or None if strides cannot describe it."""
         if len(self.parts) == 1:
             return self.parts[0].take_rows(start, count, step)
         if self.axis != 0 or step != 1:

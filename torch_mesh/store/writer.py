@@ -135,7 +135,7 @@ def _check_space(
     scratch: Scratch | None,
     streaming: Streaming | None,
 ) -> None:
-    """Raises ``StoreError`` unless the disk has room for what is still to be written."""
+    """Raises ``StoreError`` unless the disk has room for the remaining records and files."""
     record_files = plan_record_files(plan.shape, plan.modules, plan.record_bytes, bytes(16), max_file_bytes)
     total = sum(file.size for file in files) + sum(file.bytes for file, _ in record_files)
     total += 0 if scratch is None else scratch.bytes

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and how many experts fit in it."""
+"""Measure how much memory this process may still take, and how many experts fit in it."""
 
 from __future__ import annotations
 

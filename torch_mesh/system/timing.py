@@ -1,4 +1,4 @@
-"""How long calls take, and the peak memory bandwidth; needs torch alone."""
+"""Measure how long calls take, and the peak memory bandwidth; needs torch alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-SECONDS = 0.4  # of each measurement
+SECONDS = 0.4  # seconds of each measurement
 LARGE_BYTES = 256 << 20  # large enough to exceed all caches
 
 
