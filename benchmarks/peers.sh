@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what torch_mesh is measured against into a virtual environment of its own, so that no peer can change the project's.
+# Installs torch_mesh's peers into a virtual environment of their own, so that no peer can change the project's.
 # llama-cpp-python has no wheel for every machine; its source distribution takes about seven CPU minutes.
 # Usage: benchmarks/peers.sh [FOLDER]      JOBS=1 and a low priority unless JOBS says otherwise.
 set -eu

@@ -1,10 +1,11 @@
 #!/bin/sh
 # Brings a checkout to the point where torch_mesh imports: system packages, .venv, torch, requirements, extension.
-# Usage: tools/bootstrap.sh [--test | --gpu | --dev | --wheel]; --test adds what the Python tests need, --gpu what those on a card and
-# the benchmarks there need, --dev the engine's tests, style checks and the site too, --wheel what makes a wheel.
-# TORCH=system takes torch and every other package from where $PYTHON finds them: .venv then holds torch_mesh alone.
-# Other packages are of the releases in the last line of tools/tested.txt; LATEST=1 takes the newest.
-# Each step leaves a stamp in .venv that holds a hash of what it was made from, so a second run does nothing.
+# Usage: tools/bootstrap.sh [--test | --gpu | --dev | --wheel]. --test adds the packages for the Python tests, --gpu
+# those for tests and benchmarks on a GPU, --dev also those for the engine's tests, style checks and the site, --wheel
+# those for making a wheel.
+# TORCH=system uses torch and all other packages from where $PYTHON finds them. .venv then holds only torch_mesh.
+# Other packages have the versions in the last line of tools/tested.txt; LATEST=1 takes the newest.
+# Each step leaves a stamp in .venv with a hash of its inputs, so a second run does nothing.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -35,12 +36,12 @@ check_python() {
     die "'$python' is $("$python" --version 2>&1), torch_mesh needs 3.10 or newer; name another: make PYTHON=/path/to/python3"
 }
 
-# CXX may have arguments, such as those of ccache, in quotes where they have spaces: setup.py reads it so.
+# CXX may have arguments, such as those of ccache, quoted if they contain spaces. setup.py parses it the same way.
 compiler() { eval "$cxx" '"$@"'; }
 compiler_is_there() ( eval "set -- $cxx" && command -v "$1" >/dev/null )
 has_header() { printf '#include <%s>\n' "$1" | compiler -std=c++20 -x c++ -E - >/dev/null 2>&1; }
 
-# Debian's Python comes without its headers and without ensurepip; others bring both along.
+# Debian's Python lacks its headers and ensurepip; other builds include both.
 python_package() {
   "$python" -c 'import sys; print("python%d.%d-%s" % (*sys.version_info[:2], sys.argv[1]))' "$1"
 }
@@ -71,7 +72,7 @@ install_system_packages() {
     if [ -n "$required" ]; then apt_install $required || die "could not install: $required"; fi
     # shellcheck disable=SC2086
     if [ -n "$optional" ]; then apt_install $optional || say "could not install: $optional"; fi
-    # g++ has come only now, so what is missing is known only now.
+    # g++ may have been installed just now, so check the missing packages again.
     required=$(required_packages | tr '\n' ' ')
     optional=$(optional_packages | tr '\n' ' ')
   fi
@@ -81,7 +82,7 @@ install_system_packages() {
     say "building without io_uring: reads will go through a pool of threads; to have it: sudo apt-get install $optional"
 }
 
-# Where $python finds packages, if .venv is to find them there too; pip among them.
+# The folders where $python finds packages, pip included, if .venv uses these too.
 system_folders() {
   [ "$torch" = system ] || return 0
   "$python" -c 'import sys; print("\n".join(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))))'
@@ -112,7 +113,7 @@ is_stamped() { [ "$(cat "$stamps/$1" 2>/dev/null)" = "$2" ]; }
 stamp() { printf '%s\n' "$2" >"$stamps/$1"; }
 torch_version() { "$venv_python" -c 'from importlib.metadata import version; print(version("torch"))'; }
 
-# Alone and before everything else: with other requirements in the same command pip may choose another build of it.
+# torch alone and first: with other requirements in the same command pip may choose another build of it.
 install_torch() {
   if [ "$torch" = system ]; then
     torch_version >/dev/null 2>&1 || die "TORCH=system, but '$python' has no torch; name the Python that has: make PYTHON=/path/to/python3"
@@ -136,14 +137,15 @@ install_requirements() {
     return
   fi
   say "installing requirements"
-  # The installed torch is named too, so that a conflict with it is an error and never a replacement.
+  # Name the installed torch too, so that a conflict with it is an error and never replaces it.
   printf '%s\n' "$wanted" "torch==$(torch_version)" >.venv/requirements.txt
   printf '%s\n' "$tested" >.venv/tested.txt
   "$venv_python" -m pip install ${latest:+--upgrade --upgrade-strategy eager} -r .venv/requirements.txt -c .venv/tested.txt
   if [ -z "$latest" ]; then stamp "$name" "$key"; fi
 }
 
-# While pip unpacks torch on one core, the others compile what needs no torch. If that fails, build_extension says why.
+# While pip unpacks torch on one core, the others compile the parts that need no torch. If that fails, build_extension
+# reports why.
 engine=
 begin_engine() {
   if [ "$torch" = system ] || ls torch_mesh/_C*.so >/dev/null 2>&1; then return; fi

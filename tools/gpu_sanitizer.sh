@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs the tests marked smoke under compute-sanitizer. Usage: tools/gpu_sanitizer.sh PYTHON [arguments of pytest ...]
-# Exit status: 0, 1 if a tool found something or a test failed, 2 where there is no compute-sanitizer or no card.
+# Exit status: 0; 1 if a tool found something or a test failed; 2 without compute-sanitizer or a GPU.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -23,11 +23,12 @@ check() {
   name=$1
   shift
   say "$name"
-  # A tool that found something ends with 9 whatever pytest says.
+  # A tool that found something exits with 9, whatever pytest's status.
   "$sanitizer" --error-exitcode 9 "$@" || failed="$failed, $name ($?)"
 }
 
-# What the driver refuses is not asked about: our own errors are exceptions, and torch probes addresses that are not the device's.
+# Errors that the driver returns are not reported: torch_mesh raises its own as exceptions, and torch probes addresses
+# that are not the device's.
 smoke="$python -m pytest -q -m smoke -p no:cacheprovider"
 models=tests/models/test_gpu_experts.py
 # shellcheck disable=SC2086  # a list of words
@@ -36,7 +37,7 @@ models=tests/models/test_gpu_experts.py
   # allocation. A capture may not allocate in that way: its test is skipped then, and has a run of its own.
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   check memcheck --tool memcheck --report-api-errors no $smoke tests/gpu $models "$@"
-  check initcheck --tool initcheck $smoke tests/gpu "$@" # without models: other libraries' kernels are not ours to mend
+  check initcheck --tool initcheck $smoke tests/gpu "$@" # without models, whose kernels are other libraries'
   unset PYTORCH_NO_CUDA_MEMORY_CACHING
   check 'memcheck, captured' --tool memcheck --report-api-errors no $smoke -k replayed $models "$@"
   check racecheck --tool racecheck $smoke tests/gpu $models "$@"

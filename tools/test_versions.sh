@@ -16,7 +16,7 @@ while read -r releases <&3; do
   git ls-files -z --cached --others --exclude-standard | tar -c --null --ignore-failed-read -T - | tar -x -C "$folder"
   printf '%s\n' "$releases" >"$folder/tools/tested.txt"
   printf 'torch_mesh: testing with %s\n' "$releases" >&2
-  # What was given to make here, such as another torch, is not for there; PYTHON and PYTEST are.
+  # Settings given to make here, such as another torch, do not apply there; PYTHON and PYTEST do.
   env -u TORCH -u LATEST -u MAKEFLAGS -u MFLAGS -u MAKEOVERRIDES make -C "$folder" test-python || failed="$failed $name"
 done 3<build/tested.txt
 [ -z "$failed" ] || { printf 'torch_mesh: tests fail with:%s\n' "$failed" >&2; exit 1; }
