@@ -120,11 +120,14 @@ py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchang
                 "ids must be [ranks, tokens, layers, top_k], of a rank or more");
   }
   const int32_t ranks = dimension(ids, 0);
-  for (const auto& given : {scores, lookahead}) {
+  const auto check_shape = [&](const char* name, const std::optional<Array<float>>& given) {
     if (given && (given->ndim() != 4 || given->shape(0) != ranks)) {
-      throw Error(ErrorKind::kInvalid, "scores must be [ranks, tokens, layers, experts]");
+      throw Error(ErrorKind::kInvalid,
+                  std::string(name) + " must be [ranks, tokens, layers, experts]");
     }
-  }
+  };
+  check_shape("scores", scores);
+  check_shape("lookahead", lookahead);
   std::vector<RoutingTrace> traces;
   for (int32_t rank = 0; rank < ranks; ++rank) {
     traces.push_back({.tokens = dimension(ids, 1),

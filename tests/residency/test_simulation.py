@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
+from torch_mesh import _C
 from torch_mesh.routing.simulation import Hardware, simulate
 from torch_mesh.routing.traces import load_trace
 
@@ -61,3 +63,11 @@ def test_a_recorded_run_is_simulated_to_a_tenth_of_a_point(
     assert row.wait_rate == pytest.approx(live["cold_misses"] / accesses, abs=1e-3)
     assert row.deferred_rate == pytest.approx(live["deferred"] / accesses, abs=1e-3)
     assert 0 < row.hit_rate < 1 and (row.deferred_rate > 0) == (deferred > 0)
+
+
+@pytest.mark.parametrize("name", ["scores", "lookahead"])
+def test_replaying_ranks_names_the_array_of_another_shape(name: str) -> None:
+    ids = np.zeros((2, 1, 1, 1), dtype=np.int32)
+    of_one_rank = {name: np.zeros((1, 1, 1, 1), dtype=np.float32)}
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        _C.replay_ranks(ids, np.zeros((1, 1)), experts=1, policy="lru", slots=1, **of_one_rank)
