@@ -36,7 +36,7 @@ std::chrono::microseconds delay_from(double seconds) {
 PyInterpose faults(const py::kwargs& options) {
   Keywords given("faults", options);
   const auto number = [&](const char* name) { return given.take<double>(name, 0); };
-  Faults faults{.seed = static_cast<uint64_t>(number("seed")),
+  Faults faults{.seed = given.take<uint64_t>("seed", 0),
                 .short_read = number("short_read"),
                 .eintr = number("eintr"),
                 .eagain = number("eagain"),
