@@ -133,11 +133,6 @@ def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: in
     }
 
 
-def cosine(left: list[float], right: list[float]) -> float:
-    dot = sum(a * b for a, b in zip(left, right, strict=True))
-    return dot / (sum(a * a for a in left) * sum(b * b for b in right)) ** 0.5
-
-
 def add_speed(report: Report, results: dict[str, list[dict[str, Any]]]) -> None:
     speeds = {name: [run["tokens_per_second"] for run in runs] for name, runs in results.items()}
     better_llama = max((LLAMA_MMAP, LLAMA_RANDOM), key=lambda name: statistics.median(speeds[name]))
@@ -171,7 +166,8 @@ def add_conditions(report: Report, results: dict[str, list[dict[str, Any]]]) -> 
     )
     exact = results[ACCELERATE][0]["prompt_logits"]
     for name in (MESH, LLAMA_MMAP):
-        report.add(Row(f"cosine of logits with bf16's, {name}", cosine(results[name][0]["prompt_logits"], exact), ""))
+        cosine = harness.cosine(results[name][0]["prompt_logits"], exact)
+        report.add(Row(f"cosine of logits with bf16's, {name}", cosine, ""))
 
 
 def measure(options: Any) -> Report:

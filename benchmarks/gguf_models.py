@@ -18,7 +18,7 @@ from typing import Any
 import gguf
 import harness
 import synthetic
-from cold_decode import RESIDENT, SLACK, Contender, cosine, limit_of
+from cold_decode import RESIDENT, SLACK, Contender, limit_of
 from harness import Report, Row
 from whole_model import PREFILL_TOKENS, System, measure_speeds, open_contenders
 
@@ -63,7 +63,7 @@ def add_warm(report: Report, mixture: str, path: Path, options: Any) -> None:
         row = partial(harness.paired_row, f"{mixture}, decode, {own}", speeds[own], "tok/s")
         report.add(row(LLAMA, speeds[LLAMA], at_least=1.0 if own == COMPILED else None))
     report.details[f"{mixture}, decode"] = speeds
-    similarity = cosine(contenders[MESH].logits, contenders[LLAMA].logits)
+    similarity = harness.cosine(contenders[MESH].logits, contenders[LLAMA].logits)
     report.add(Row(f"{mixture}, cosine of logits with llama.cpp's", similarity, ""))
     for worker in {contender.worker for contender in contenders.values()}:
         worker.close()

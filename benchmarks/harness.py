@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -191,6 +192,11 @@ def paired_row(
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile of values in ascending order."""
     return ordered[round(percent / 100 * (len(ordered) - 1))]
+
+
+def cosine(left: Sequence[float], right: Sequence[float]) -> float:
+    dot = sum(a * b for a, b in zip(left, right, strict=True))
+    return dot / math.sqrt(sum(a * a for a in left) * sum(b * b for b in right))
 
 
 def available_cpus() -> int:

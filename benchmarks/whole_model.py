@@ -10,7 +10,6 @@ packed layers in bf16, which run separately. The cosine of each system's logits 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -129,14 +128,9 @@ def add_logits(report: Report, contenders: dict[str, Contender]) -> None:
     exact = contenders[GROUPED_MM].logits
     shown = {row.name for row in report.rows}
     for name, contender in contenders.items():
-        row = Row(f"cosine of logits, {name}", cosine(contender.logits, exact), "")
+        row = Row(f"cosine of logits, {name}", harness.cosine(contender.logits, exact), "")
         if name != GROUPED_MM and row.name not in shown:
             report.add(row)
-
-
-def cosine(left: list[float], right: list[float]) -> float:
-    dot = sum(a * b for a, b in zip(left, right, strict=True))
-    return dot / math.sqrt(sum(a * a for a in left) * sum(b * b for b in right))
 
 
 def measure_group(report: Report, weights: str, group: Sequence[str], options: Any) -> None:
