@@ -13,8 +13,8 @@ namespace torch_mesh {
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-// From so many rows on, a row to each lane costs less than adding up the lanes of each product.
-// Heads are counted and not rows, so that a token's bits do not depend on how many come with it.
+// From this many rows on, one row per lane costs less than adding up the lanes of each product.
+// Heads are counted and not rows, so that a token's bits do not depend on the number of tokens.
 constexpr int32_t kHeadsForLanes = 6;
 
 // One call, cut into chunks of keys, groups of heads that share them, and tiles of query rows.
@@ -99,7 +99,7 @@ class Plan {
       std::fill_n(sums, call_.value_dim, 0.0f);
       for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
         const int64_t part = first + int64_t{chunk} * rows_;
-        if (total_[part] == 0.0f) continue;  // all of it masked; what stands in out_ is stale
+        if (total_[part] == 0.0f) continue;  // every key masked; out_ may be stale
         const float factor = largest_[part] == largest ? 1.0f : std::exp(largest_[part] - largest);
         total += factor * total_[part];
         const float* out = out_ + part * call_.value_dim;
@@ -122,11 +122,11 @@ class Plan {
     return {row_pointer(heads.data, heads.type, 1, offset), heads.type, heads.row_stride};
   }
 
-  // One for all rows of a decode step.
+  // The number of masks of `rows` rows: one for all if there is one token.
   int32_t masks(int32_t rows) const { return call_.tokens == 1 ? 1 : rows; }
 
-  // mask[row][kAttentionKeys], what is added to the scores of each; returns how many keys are left
-  // once those at the end that no row sees are dropped, as a cache of a fixed size has them.
+  // Writes mask[row][kAttentionKeys], which is added to the scores. Returns the number of keys up
+  // to the last one that a row sees: a cache of a fixed size ends with keys that no row sees.
   int32_t expand_masks(const KernelTable& table, int64_t batch, int32_t first_row, int32_t rows,
                        int32_t first_key, int32_t count, float* mask) const {
     const AttentionMask& from = call_.mask;
@@ -154,10 +154,10 @@ class Plan {
 
   const AttentionCall& call_;
   int32_t group_;   // query heads that share a head of keys
-  int32_t rows_;    // of a group: its tokens' query heads
+  int32_t rows_;    // query rows of a group: tokens times heads
   int32_t tiles_;   // of those rows
   int32_t chunks_;  // of keys
-  // [groups][chunks][rows], and out_ [value_dim] more.
+  // [groups][chunks][rows]; out_ has [value_dim] for each.
   float* largest_;
   float* total_;
   float* out_;

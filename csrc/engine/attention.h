@@ -20,8 +20,8 @@ struct HeadRows {
   int64_t row_stride = 0;
 };
 
-// [batch][tokens][keys], the last contiguous, the same for all heads: added to the scores, or which
-// keys count.
+// [batch][tokens][keys], the last contiguous, the same for all heads. Added to the scores, or, if
+// boolean, true for the keys that count.
 struct AttentionMask {
   const void* data = nullptr;  // nullptr: every token sees all keys
   bool boolean = false;
@@ -36,7 +36,7 @@ struct AttentionCall {
   int32_t heads = 0;
   int32_t key_value_heads = 0;  // a divisor of heads
   int32_t keys = 0;
-  int32_t key_dim = 0;  // multiples of kHeadDimStep, kMaxHeadDim at most
+  int32_t key_dim = 0;  // a multiple of kHeadDimStep, kMaxHeadDim at most; so is value_dim
   int32_t value_dim = 0;
   HeadRows query, key, value;
   AttentionMask mask;
@@ -46,8 +46,8 @@ struct AttentionCall {
 };
 
 // out = softmax(scale * query · key^T + mask) · value, in fp32; zero where every key is masked. A
-// token's bits are those that it would have alone over keys that begin with the same one, and do
-// not depend on `threads`. Throws Error(kMemory). Safe from several threads at once.
+// token has the bits that it would have alone over keys that begin with the same one. They do not
+// depend on `threads`. Throws Error(kMemory). Safe from several threads at once.
 void decode_attention(const AttentionCall& call, const Runtime& runtime, int32_t threads,
                       WorkspacePool& workspaces);
 

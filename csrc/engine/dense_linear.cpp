@@ -16,13 +16,13 @@ namespace {
 
 // Bounds the workspace: a longer prompt reads the weights once per chunk.
 constexpr int64_t kChunkRows = 4096;
-// Up to so many rows, weights as they stand cost less than packing them first.
+// Up to this many rows, multiplying unpacked weights costs less than packing them first.
 constexpr int32_t kMaxPlainRows = 32;
 static_assert(kMaxPlainRows >= kMaxDecodeRows, "or a row's bits depend on what comes with it");
 
 using Bias = float[kBlockColumns];
 
-// That of a block, nullptr where there is none.
+// Returns a block's bias, padded with zeros, or nullptr if there is none.
 const float* load_bias(const KernelTable& table, const LinearRows& call, int64_t first,
                        int32_t columns, Bias& bias) {
   if (call.bias == nullptr) return nullptr;
@@ -31,8 +31,8 @@ const float* load_bias(const KernelTable& table, const LinearRows& call, int64_t
   return bias;
 }
 
-// Runs blocks(task, [1 or 2] LinearBlock, without their data) for all blocks, at_once of them
-// together, when prepare(first row, row after the last) has run for all rows.
+// Runs prepare(first row, row after the last) for all rows, then blocks(task, LinearBlocks without
+// data) for all blocks, at most `at_once` (1 or 2) of them together.
 template <typename Prepare, typename Blocks>
 void for_each_block(const PackedMatrix& matrix, const LinearRows& call, const Runtime& runtime,
                     int32_t threads, int32_t at_once, const Prepare& prepare,
@@ -62,7 +62,8 @@ void for_each_block(const PackedMatrix& matrix, const LinearRows& call, const Ru
   });
 }
 
-// Rows times blocks that block_of(task, columns) has packed, at_once of them together.
+// Multiplies the rows with packed blocks, which block_of(task, columns) returns, at most `at_once`
+// of them together.
 template <typename BlockOf>
 void by_blocks(const PackedMatrix& matrix, const LinearRows& call, const Runtime& runtime,
                int32_t threads, int32_t at_once, Workspace& workspace, const BlockOf& block_of) {
@@ -80,7 +81,7 @@ void by_blocks(const PackedMatrix& matrix, const LinearRows& call, const Runtime
                  });
 }
 
-// Values of even inputs, then of odd ones: the two halves of the words that weights are read in.
+// Writes the values of even inputs, then of odd ones. A word of weights holds one of each.
 void split_row(const KernelTable& table, const LinearRows& call, int32_t row, int32_t depth,
                int32_t half, float* to) {
   constexpr int32_t kAtOnce = 256;
@@ -137,10 +138,10 @@ void few_plain_rows(const PackedMatrix& matrix, const PlainWeights& weights, con
       });
 }
 
-// What pack_blocks makes of bf16, by moving words alone.
+// Packs a block as pack_blocks packs bf16, by moving words alone.
 void pack_plain_block(const PackedMatrix& matrix, const PlainWeights& weights, int64_t first,
                       int32_t columns, std::byte* block) {
-  constexpr int32_t kWords = 16;  // a line of each output's
+  constexpr int32_t kWords = 16;  // a cache line of each output
   const int32_t whole = matrix.depth / 2;
   if (columns < kBlockColumns || matrix.depth < matrix.depth_padded) {
     std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
@@ -162,7 +163,7 @@ void pack_plain_block(const PackedMatrix& matrix, const PlainWeights& weights, i
   }
 }
 
-// Calls part(rows) for each chunk of them.
+// Calls part(chunk) for each kChunkRows rows.
 template <typename Part>
 void for_each_chunk(const LinearRows& call, const Part& part) {
   for (int64_t begin = 0; begin < call.rows; begin += kChunkRows) {

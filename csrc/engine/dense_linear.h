@@ -20,15 +20,15 @@ struct LinearRows {
   MutableRows out;  // [rows][matrix.columns]
 };
 
-// out = x · W^T + bias on at most `threads` threads; `packed` has matrix.bytes(). A row has
-// the same bits in calls of 1 to kMaxDecodeRows. Throws Error(kMemory). Safe from several threads
+// out = x · W^T + bias on at most `threads` threads; `packed` has matrix.bytes(). A row has the
+// same bits in calls of 1 to kMaxDecodeRows rows. Throws Error(kMemory). Safe from several threads
 // at once.
 void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const LinearRows& call,
                   const Runtime& runtime, int32_t threads, WorkspacePool& workspaces);
 
-// The same of bf16 weights that are not packed: `weights` [columns][depth], whose rows are
-// `stride_bytes` apart. `matrix` is what they would be packed to. Many rows meet each block packed,
-// for as long as they need it.
+// The same with bf16 weights that are not packed: `weights` [columns][depth], whose rows are
+// `stride_bytes` apart. `matrix` is the layout that they would be packed to. For many rows each
+// block is packed while it is multiplied, and not kept.
 void unpacked_linear(const PackedMatrix& matrix, const void* weights, int64_t stride_bytes,
                      const LinearRows& call, const Runtime& runtime, int32_t threads,
                      WorkspacePool& workspaces);

@@ -14,7 +14,7 @@
 namespace torch_mesh {
 namespace {
 
-constexpr int64_t kReduceColumns = 1024;  // that one task adds up
+constexpr int64_t kReduceColumns = 1024;  // added up by one task
 
 }  // namespace
 
@@ -172,7 +172,8 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   const std::span<const int32_t> left_out = call.deferral.experts;
   grouping.experts.insert(grouping.experts.end(), left_out.begin(), left_out.end());
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries, forward);
-  // At once, or when what is computed has made room for the last of its reads.
+  // Runs the callback once no read waits for a slot: at once, or after released slots have served
+  // the last one.
   auto reads_queued = call.reads_queued;
   const auto tell = [&] {
     if (reads_queued == nullptr || !claim.placed()) return;
@@ -187,8 +188,8 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute(call, forward.phase, ready, part, workspace);
-    // The next chunk wants the same experts: nothing that has a slot need make room before it. Half
-    // of the pool is left to others meanwhile.
+    // The next chunk needs the same experts, so they stay pinned until this claim ends. At least
+    // half of the pool is left to others.
     const bool kept =
         claim.window() && !forward.last && claim.placed() && 2 * pool_->experts() <= pool_->slots();
     if (!kept) claim.release(ready);
@@ -197,9 +198,9 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   } while (computed < count);
 }
 
-// One batch in one region: preparing the rows before the first, adding up the products after the
-// last. An expert's down tasks stand behind all gate_up tasks of its node, so that by then its own
-// have ended.
+// Computes one batch in one parallel region. The first batch also prepares the rows, the last one
+// also adds up the products. An expert's down tasks come after all gate_up tasks of its node, so
+// that its own have ended by then.
 void Engine::compute(const ExpertsCall& call, Phase phase, std::span<const ReadyExpert> ready,
                      Part part, Workspace& workspace) const {
   std::array<ExpertRows, kReadyBatch> experts;

@@ -24,8 +24,8 @@ namespace torch_mesh {
 
 // Low-rank adapters of a layer's experts, one stack for each projection.
 struct AdapterStack {
-  LowRank first;                       // of the first expert
-  int64_t a_expert = 0, b_expert = 0;  // from one expert to the next
+  LowRank first;                       // the first expert's
+  int64_t a_expert = 0, b_expert = 0;  // floats from one expert to the next
   const int32_t* places = nullptr;     // [experts]: position in the stack; nullptr: the identity
 
   int32_t rank() const { return first.rank; }
@@ -36,18 +36,19 @@ struct Adapters {
   AdapterStack gate_up, down;
 };
 
-// How many tokens a forward computes at a time: as many as have room for their operands, products
-// and what adapters make of them in `workspace` bytes, and at least one.
+// Returns how many tokens a forward computes at a time, at least one. Their operands, products and
+// adapter intermediates fit into `workspace` bytes.
 int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32_t top_k,
                          int64_t workspace, const Adapters& adapters = {});
 
 struct EngineOptions {
   RecordLayout layout;
-  // Of each layer, or one of all. None: grouped_linear is the only path.
+  // One for each layer, or one for all. Empty: grouped_linear is the only path.
   std::vector<Activation> activations;
-  int32_t threads = 1;  // at most this many compute
+  int32_t threads = 1;  // the most that compute
   int64_t workspace = int64_t{256} << 20;
-  // Of each layer, where formats differ: `layout` is the largest of them then. Empty: they do not.
+  // One for each layer where formats differ; `layout` is then the largest. Empty: all have
+  // `layout`.
   std::vector<RecordLayout> layouts = {};
 
   const RecordLayout& layout_of(int32_t layer) const {
@@ -55,7 +56,7 @@ struct EngineOptions {
   }
 };
 
-// Throws Error(kInvalid) for options that no engine can have. Call it before the pool is opened,
+// Throws Error(kInvalid) for options that no engine can have. Call it before opening the pool,
 // which may begin to read at once.
 void check(const EngineOptions& options, const Runtime& runtime, int32_t layers);
 
@@ -69,14 +70,15 @@ struct ExpertsCall {
   bool sentinels;        // ids >= experts are skipped; else they are an error
   MutableRows out;       // [tokens][hidden]
   Adapters adapters = {};
-  // In a backward pass, which goes from the last layer to the first: the layer's experts stay for
-  // its own backward, and the next layer's are not read ahead.
+  // The call is part of a backward pass, from the last layer to the first. The layer's experts stay
+  // for its own backward, and the next layer's are not read ahead.
   bool backwards = false;
-  // Of a decode step: distinct experts that are not among `ids`, or that the call is late for.
+  // For decode steps: distinct experts that this call leaves out of `ids`. Or, with `late`, `ids`
+  // are what an earlier call left out.
   Deferral deferral = {};
-  // Called once, when all of the call's own reads are queued, so that reads ahead may follow. That
-  // is before it computes or, where reads wait for slots, when the last of them has one. nullptr:
-  // not called.
+  // Called once, when all of the call's own reads are queued, so that prefetches may follow. That
+  // is before it computes or, if reads wait for slots, when the last of them has one. nullptr: not
+  // called.
   void (*reads_queued)(void* context) = nullptr;
   void* context = nullptr;
 };
@@ -86,7 +88,7 @@ struct LinearCall {
   int32_t projection;      // 0: gate_up, 1: down
   ConstRows x;             // [rows][in], grouped by expert
   const int64_t* offsets;  // [experts + 1]
-  int32_t top_k = 1;       // rows of each token, which tell a decode step from a prompt
+  int32_t top_k = 1;       // rows per token, to tell a decode step from a prompt
   MutableRows out;         // [rows][out]
 };
 
@@ -113,8 +115,8 @@ class Engine {
   void experts(const ExpertsCall& call);
   void grouped_linear(const LinearCall& call);
 
-  // Calls visit(expert, record) for each of the distinct `experts`, in whatever order they become
-  // ready, one at a time. No forward: see ClaimKind.
+  // Calls visit(expert, record) for each of the distinct `experts`, one at a time, in the order in
+  // which they become ready. This is not a forward: see ClaimKind::kVisit.
   template <typename Visit>
   void visit(int32_t layer, std::span<const int32_t> experts, const Visit& visit) {
     std::vector<Claim::Entry> entries(experts.size());
@@ -127,9 +129,9 @@ class Engine {
   }
 
   // Calls visit(first, records) for runs of `at_once` of the distinct `experts` (the last may be
-  // shorter), in their order whatever is resident. Reads run ahead: of these, then of those that
-  // the layer below was last asked for by many rows, since a backward pass goes there next.
-  // No forward either.
+  // shorter), in their order whatever is resident. Reads ahead the rest of `experts`, then those
+  // that the layer below used in its last forward of many rows: a backward pass goes there next.
+  // Not a forward either.
   using VisitRun = std::function<void(int32_t first, std::span<const std::byte* const> records)>;
   void visit_in_order(int32_t layer, std::span<const int32_t> experts, int32_t at_once,
                       const VisitRun& visit);
@@ -146,7 +148,7 @@ class Engine {
   }
   int32_t rows_per_chunk(const LinearCall& call) const;
   void experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspace& workspace);
-  // Which batch of a chunk's experts.
+  // Whether a batch of experts is the first or the last of its chunk.
   struct Part {
     bool first, last;
   };
@@ -169,8 +171,8 @@ class Engine {
   EngineOptions options_;
   Runtime runtime_;
   std::unique_ptr<Pool> pool_;
-  std::vector<ExpertFfn> ffns_;           // as activations
-  std::vector<ExpertFfn> few_rows_ffns_;  // in which a row has the bits that it has alone
+  std::vector<ExpertFfn> ffns_;           // by layer, or one for all
+  std::vector<ExpertFfn> few_rows_ffns_;  // for decode steps: a row has the bits it has alone
   WorkspacePool workspaces_;
   LastUsed last_used_;
 };

@@ -13,12 +13,13 @@ namespace torch_mesh {
 
 class LastUsed {
  public:
-  // Room for all is taken here, so that no forward allocates.
+  // Reserves room for all experts, so that no forward allocates.
   LastUsed(int32_t layers, int32_t experts) : layers_(static_cast<size_t>(layers)) {
     for (auto& known : layers_) known.reserve(static_cast<size_t>(experts));
   }
 
-  // Distinct `experts`; `more` of what was noted before, of the same rows.
+  // Notes the distinct `experts` of a forward. `more`: adds to those noted before, for the same
+  // forward.
   void note(int32_t layer, std::span<const int32_t> experts, bool more) {
     const std::lock_guard lock(mutex_);
     std::vector<int32_t>& known = layers_[static_cast<size_t>(layer)];

@@ -12,13 +12,13 @@
 
 namespace torch_mesh {
 
-// Experts computed between two looks at what else has landed. Enough that a decode step of any
-// model runs in one go, few enough that a prefill gives slots back while it computes.
+// The most experts in one batch; after each the engine asks the claim for more. Enough for a decode
+// step of any model in one batch, few enough that a prefill releases slots while it computes.
 constexpr int32_t kReadyBatch = 16;
 
 static_assert(3 * kReadyBatch + 2 <= TaskQueue::kMaxStages);
 
-// The experts of a batch, those of each NUMA node in a row.
+// The experts of a batch in an order that keeps those of a NUMA node together.
 class Placement {
  public:
   Placement(const Topology& topology, std::span<const ReadyExpert> ready)
@@ -35,7 +35,8 @@ class Placement {
 
   int32_t operator[](int32_t place) const { return order_[place]; }
 
-  // lane(first place, end) for the experts of each node, in lanes of their own if there are nodes.
+  // Calls add_lane(first place, end) for the experts of each node, in a lane of its own if there
+  // are several nodes.
   template <typename AddLane>
   void add_lanes(TaskQueue& queue, const AddLane& add_lane) const {
     for (int32_t node = 0; node < nodes_; ++node) {

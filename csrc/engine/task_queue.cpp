@@ -9,14 +9,15 @@
 namespace torch_mesh {
 namespace {
 
-// Some ten microseconds: what is waited for is the rest of a task that runs. Then the core is given
-// up, since the task's thread may be waiting for it.
+// Some ten microseconds, since the task that is waited for already runs. Then this thread sleeps:
+// the task's thread may need its core.
 constexpr int32_t kSpins = 256;
 
-// Tasks that a thread takes at once: it may lose its core while it has them.
+// The most tasks that a thread takes at once: it may lose its core while it has them.
 constexpr int64_t kMaxRun = 16;
 
-// Waking a thread takes some microseconds; this is the work of five (int4) to 30 (bf16).
+// Multiply-adds for each thread. Waking one takes some microseconds; this is the work of five
+// (int4) to 30 (bf16).
 constexpr int64_t kThreadWork = int64_t{1} << 17;
 
 void wait_for_zero(const std::atomic<int32_t>& left) {

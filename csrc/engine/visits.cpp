@@ -1,4 +1,4 @@
-// Visits of a layer's records in a fixed order, while others are read ahead: backward passes.
+// Visits of a layer's records in a fixed order, while others are read ahead, for backward passes.
 #include <algorithm>
 #include <vector>
 
@@ -6,8 +6,8 @@
 
 namespace torch_mesh {
 
-// A window of the order is pinned while its runs are visited, half of the pool at most: the other
-// half is for what is read ahead.
+// Pins a window of the experts, half of the pool at most, while its runs are visited. The other
+// half is for reads ahead.
 void Engine::visit_in_order(int32_t layer, std::span<const int32_t> experts, int32_t at_once,
                             const VisitRun& visit) {
   const auto count = static_cast<int32_t>(experts.size());
@@ -23,7 +23,7 @@ void Engine::visit_in_order(int32_t layer, std::span<const int32_t> experts, int
         continue;
       }
     }
-    // Forwards of other threads have the slots.
+    // Forwards of other threads hold the slots: copy each record and release it at once.
     visit_copies(layer, experts, begin, end, at_once, visit);
   }
 }
@@ -34,7 +34,7 @@ void Engine::visit_pinned(Claim& claim, int32_t layer, std::span<const int32_t> 
   std::vector<const std::byte*> records(ready.size());
   for (int32_t first = begin; first < end; first += at_once) {
     const int32_t run = std::min(at_once, end - first);
-    // Before each run: what the last ones have released is room for more.
+    // Before each run: the slots that earlier runs released have room for more reads.
     read_ahead(layer, experts.subspan(end));
     const auto own = std::span(records).subspan(first - begin, run);
     while (std::ranges::find(own, nullptr) != own.end()) {

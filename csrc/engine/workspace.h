@@ -47,7 +47,7 @@ struct Workspace {
   Grouping grouping;
   std::vector<Claim::Entry> entries;
   std::vector<int64_t> scratch_offset;  // per distinct expert
-  std::vector<int64_t> adapted_offset;  // likewise, and in scratch as well
+  std::vector<int64_t> adapted_offset;  // likewise, in scratch too
   Buffer prepared;
   Buffer products;
   Buffer scratch;
@@ -55,7 +55,8 @@ struct Workspace {
   int64_t bytes() const { return prepared.bytes() + products.bytes() + scratch.bytes(); }
 };
 
-// Concurrent forwards each take one; there are as many as ever ran at the same time.
+// Each concurrent forward takes one workspace. There are as many as forwards ever ran at the same
+// time.
 class WorkspacePool {
  public:
   class Lease {
