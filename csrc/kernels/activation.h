@@ -7,7 +7,7 @@
 
 namespace torch_mesh {
 
-// One with its parameters; what a parameter is where its kind has none does not matter.
+// An activation with its parameters. Kernels do not read parameters that its kind does not have.
 struct Activation {
   enum Kind : uint8_t {
     // act(gate) * up, or act(gate) for experts without a gate; relu2 is max(x, 0)^2.
@@ -15,11 +15,11 @@ struct Activation {
     kGelu,
     kGeluTanh,
     kRelu2,
-    // These need both. (clamp(up, -up_limit, up_limit) + offset) * g * sigmoid(alpha * g), where g
-    // = min(gate, gate_limit).
+    // Needs gate and up: (clamp(up, -up_limit, up_limit) + offset) * g * sigmoid(alpha * g), where
+    // g = min(gate, gate_limit).
     kSwiglu,
-    // c(gate, gate_limit) * sigmoid(gate) * c(up, up_limit), where c(x, limit) = limit * tanh(x /
-    // limit).
+    // Needs both too: c(gate, gate_limit) * sigmoid(gate) * c(up, up_limit), where c(x, limit) =
+    // limit * tanh(x / limit).
     kSoftcap,
   };
 
@@ -37,11 +37,12 @@ struct Activation {
   float up_limit = std::numeric_limits<float>::infinity();
 };
 
-// That of gpt-oss.
+// The activation of gpt-oss.
 inline constexpr Activation kSwigluOai{Activation::kSwiglu, 1.702f, 1.0f, 7.0f, 7.0f};
 
-// "silu", "gelu", "gelu_tanh", "relu2", "swiglu(alpha=1,offset=0,gate=10,up=10)", of which each
-// parameter may be left out, "softcap(gate=4,up=25)", and "swigluoai". Error(kInvalid) for another.
+// Parses "silu", "gelu", "gelu_tanh", "relu2", "swiglu(alpha=1,offset=0,gate=10,up=10)", of which
+// each parameter may be left out, "softcap(gate=4,up=25)" and "swigluoai". Throws Error(kInvalid)
+// for other names.
 Activation activation_from_name(std::string_view name);
 
 }  // namespace torch_mesh

@@ -1,4 +1,5 @@
-// Which table runs: the best one that the processor has, or the one that TORCH_MESH_ISA names.
+// Chooses the table that runs: the best one that the processor supports, or the one that
+// TORCH_MESH_ISA names.
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -37,7 +38,7 @@ bool runs_avx512() {
 bool runs_avx512_vnni() { return runs_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool runs_avx512_bf16() { return runs_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
-// The system gives a process tiles when it is asked to.
+// The operating system lets a process use tiles only on request.
 bool runs_amx() {
   if (!runs_avx512_bf16()) return false;
   uint32_t eax, ebx, ecx, edx;

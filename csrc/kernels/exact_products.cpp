@@ -7,7 +7,7 @@
 namespace torch_mesh {
 namespace {
 
-constexpr int32_t kRowsAtOnce = 256;  // whose sums, 64 KiB, stay in a second-level cache
+constexpr int32_t kRowsAtOnce = 256;  // their sums, 64 KiB, stay in a second-level cache
 
 // Runs add(first row, rows, sums) over all rows, a part of them at a time, and stores the sums.
 template <typename Add>
@@ -24,7 +24,7 @@ void for_row_parts(const FloatRows& rows, float* out, int64_t out_stride, int32_
   }
 }
 
-// Of what begins at `first` of `all`.
+// The columns of the square that begins at column `first` of `all`.
 int32_t columns_of(int32_t first, int32_t all) { return std::min(kSquare, all - first); }
 
 }  // namespace

@@ -1,9 +1,9 @@
-// Products with packed weights in fp32, of rows that nothing rounds: what gradients are made of.
-// The weights are expanded a square at a time, which stays in the cache, so that no matrix of
-// floats is ever made of them.
+// Products of unrounded fp32 rows with packed weights in fp32, for gradients. Weights are
+// dequantized a square at a time, which stays in the cache; there is never a whole matrix of
+// floats.
 //
-// A task makes 64 columns of the result. Its bits depend on the weights and each row alone, never
-// on which thread runs it, or which other rows there are.
+// A task computes 64 columns of the result. Its bits depend on the weights and each row alone,
+// never on which thread runs it, or which other rows there are.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ struct FloatRows {
 
 class ExactProducts {
  public:
-  // `halves` matrices side by side in `blocks`, whose outputs follow one another: [gate | up].
+  // `blocks` holds `halves` matrices side by side, whose outputs follow one another: [gate | up].
   ExactProducts(const KernelTable& table, const PackedMatrix& matrix, int32_t halves,
                 const std::byte* blocks)
       : table_(table), matrix_(matrix), halves_(halves), blocks_(blocks) {}

@@ -47,7 +47,7 @@ BlockOfHalf block_of_half(const PackedMatrix& matrix, int32_t halves, int32_t in
   return {index, index % halves, first, std::min(matrix.columns - first, kBlockColumns)};
 }
 
-// The bias of gate or up.
+// Adds the bias of gate or up.
 void add_bias(const RecordLayout& layout, const KernelTable& table, const std::byte* record,
               const BlockOfHalf& block, const OperandRows& rows, float* sums) {
   const int64_t first = int64_t{block.half} * layout.intermediate + block.first;
@@ -58,12 +58,13 @@ void add_bias(const RecordLayout& layout, const KernelTable& table, const std::b
   }
 }
 
-// What gate_up's adapter has made of the rows' inputs, [rows][rank].
+// scaling * x · a^T of the gate_up adapter, [rows][rank], from `row` on.
 float* adapted_inputs(const ExpertRows& expert, int32_t row) {
   return expert.adapted + int64_t{row} * expert.gate_up_adapter.rank;
 }
 
-// What down's has made of the hidden activations of one gate_up task, [tasks][rows][rank].
+// Products of the down adapter's a^T with the hidden activations of each gate_up task,
+// [tasks][rows][rank].
 float* adapted_hidden(const ExpertRows& expert, int32_t task, int32_t row) {
   return adapted_inputs(expert, expert.rows) +
          (int64_t{task} * expert.rows + row) * expert.down_adapter.rank;
@@ -219,7 +220,7 @@ void ExpertFfn::down(int32_t task, int32_t count, const ExpertRows& expert) cons
   }
 }
 
-// In the order of the gate_up tasks, whichever ended first.
+// Adds up in the order of the gate_up tasks, whichever ended first.
 void ExpertFfn::add_hidden(const ExpertRows& expert, int32_t row, float* sums) const {
   const LowRank& adapter = expert.down_adapter;
   std::fill(sums, sums + adapter.rank, 0.0f);

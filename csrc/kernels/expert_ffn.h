@@ -64,10 +64,10 @@ class ExpertFfn {
                std::byte* prepared) const;
 
   int64_t scratch_bytes(int32_t rows) const;
-  // With adapters: what they make of each row on its way.
+  // Bytes of the adapters' low-rank intermediates of the rows.
   int64_t adapted_bytes(int32_t rows, int32_t gate_up_rank, int32_t down_rank) const;
-  // Tasks of an expert with an adapter of gate_up, which come before its gate_up tasks, on `x` as
-  // it was before `prepare`.
+  // Tasks of an expert with a gate_up adapter: they compute scaling * x · a^T, before its gate_up
+  // tasks. `x` is what `prepare` gets.
   static int32_t adapter_tasks(int32_t rows);
   void adapt(int32_t task, ConstRows x, const ExpertRows& expert) const;
 

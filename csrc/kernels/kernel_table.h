@@ -1,6 +1,6 @@
-// What one instruction set provides. Each table is filled by a translation unit of its own,
-// compiled with that set's flags; nothing with external linkage but its table comes out of it, so
-// that the linker cannot pick its copy of a shared inline function for a processor that lacks the
+// The kernels of one instruction set. Each table is filled by a translation unit of its own,
+// compiled with that set's flags. The table is its only symbol with external linkage. Otherwise the
+// linker could pick its copy of a shared inline function for a processor that lacks the
 // instructions.
 #pragma once
 
@@ -58,17 +58,17 @@ struct SquareOfBlock {
 struct SquareRows {
   const float* data;
   int64_t stride;
-  int32_t columns;  // that there are of kSquare; the others count as zero
+  int32_t columns;  // kSquare at most; the rest counts as zero
   int32_t count;
 };
 
-// What one task of attention takes on: its scores are 16 KiB.
+// The most keys and rows of one task of attention: its scores are 16 KiB.
 inline constexpr int32_t kAttentionKeys = 256;
 inline constexpr int32_t kAttentionRows = 16;
 inline constexpr int32_t kHeadDimStep = 16;
 inline constexpr int32_t kMaxHeadDim = 256;
 
-// Query rows that share their keys, over a run of those.
+// Query rows that share their keys, over a run of keys.
 struct AttentionPart {
   const float* queries;  // [rows][key_dim], times the scale
   int32_t rows;          // 1 to kAttentionRows
@@ -79,7 +79,7 @@ struct AttentionPart {
   int32_t value_dim;
   const float* mask;    // added to the scores, a row for each; nullptr: none
   int32_t mask_stride;  // kAttentionKeys; 0: the same for all rows
-  // A row to each lane, which adds up in another order than a row at a time.
+  // One row per lane: sums are added in another order than one row at a time.
   bool by_lane;
   // Results, for each row: the largest score, the sum of e^(score - largest), and that of
   // e^(score - largest) * value.
@@ -100,62 +100,62 @@ struct PlainProducts {
   float* sums;        // [count][kBlockColumns]
 };
 
-// A group of 64 columns while its codes are chosen, part by part. One object serves all groups of a
-// block in turn, zeroed before the first: what has to go from a group to the next may stay in it.
+// A group of 64 columns while its codes are chosen, input by input. One object serves all groups of
+// a block in turn. It is zeroed before the first, and may carry state from a group to the next.
 struct QuantisedGroup {
   int32_t depth;
-  const float* importance;                   // [depth] what the squared error of an input costs
+  const float* importance;                   // [depth] weights of the inputs' squared errors
   alignas(64) float scale[kBlockColumns];    // as it will be stored
   alignas(64) float inverse[kBlockColumns];  // 0 where the scale is
   alignas(64) float zero[kBlockColumns];     // of lut4
   alignas(64) float codes[kMaxGroup * kBlockColumns];
 };
 
-// Rounds groups to a format so that what one input's rounding got wrong can still change the
-// targets of those behind it (pack_calibrated.h). Targets and values are [inputs][kBlockColumns].
+// Rounds groups to a format input by input, so that an input's rounding error can change the
+// targets of later inputs (pack_calibrated.h). Targets and values are [inputs][kBlockColumns].
 struct GroupQuantiser {
-  // Chooses the scales, for all targets of the group as they stand before its first input's codes.
-  // nullptr: the format has no quantiser of this kind.
+  // Chooses the scales from all targets of the group, before its first input's codes. nullptr: the
+  // format has no quantiser of this kind.
   void (*begin)(const float* targets, QuantisedGroup& group) = nullptr;
-  // Chooses the codes of input k of the group, for its targets, and says what they stand for.
+  // Chooses the codes of input k of the group for its targets, and writes their values.
   void (*quantise)(const float* targets, int32_t k, QuantisedGroup& group, float* values) = nullptr;
   // Writes scales and words.
   void (*finish)(const QuantisedGroup& group, std::byte* to) = nullptr;
 };
 
-// What a squared distance of one level costs while codes of a trellis are chosen.
+// The cost of a squared distance of one level while codes of a trellis are chosen.
 inline constexpr float kTrellisDistance = 4;
 
 // One of the streams of a trellis in a block of 64 columns (store/trellis.h), with a code for each
 // step.
 struct TrellisStream {
-  int32_t steps;          // those of padding included
-  int32_t group_steps;    // that share a scale
+  int32_t steps;          // including padding
+  int32_t group_steps;    // steps that share a scale
   const float* targets;   // [steps][kBlockColumns]
-  const float* units;     // [steps] what a squared distance of one level costs; 0: padding
+  const float* units;     // [steps] cost of a squared distance of one level; 0: padding
   const float* scales;    // [steps / group_steps][kBlockColumns], as they are stored
   const float* inverses;  // of these; 0 where a scale is
-  uint8_t* codes;         // of a step, 4 * kBlockColumns behind those of the step before
-  float* values;          // [steps][kBlockColumns] what the codes stand for
-  // States by column: before the first code, which is behind the last one, and behind those that
-  // are chosen.
+  uint8_t* codes;         // a step's are 4 * kBlockColumns after those of the one before
+  float* values;          // [steps][kBlockColumns] of the codes
+  // States by column: `ring` before the first code, which is also that after the last one; `now`
+  // after the codes that are chosen.
   uint16_t* ring;
   uint16_t* now;
   std::byte* scratch;  // TrellisPacking::scratch_bytes
 };
 
-// Packs blocks of a trellis, whose codes depend on all of their stream. With scratch_bytes
-// (depth_padded) of scratch, aligned to 64.
+// Packs blocks of a trellis, whose codes depend on their whole stream. Needs
+// scratch_bytes(depth_padded) bytes of scratch, aligned to 64.
 struct TrellisPacking {
   int64_t (*scratch_bytes)(int32_t depth_padded) = nullptr;
   // panel[depth_padded][kBlockColumns], of which `depth` rows count -> a block.
   void (*pack)(const float* panel, int32_t depth, const PackedMatrix& matrix, std::byte* scratch,
                std::byte* block) = nullptr;
-  // The same part by part, for targets that are changed by what has been chosen. A ring begins
-  // where its two ends meet best for the targets as they stand.
+  // The same in parts, for targets that depend on the codes chosen before. begin() chooses the
+  // state in which a ring's two ends meet best for the present targets.
   void (*begin)(const TrellisStream& stream) = nullptr;
-  // Looks for the best path through steps [first, first + count) and keeps the codes of the first
-  // `kept`. Steps have to be kept in order, the last ones with the stream's end in sight.
+  // Finds the best path through steps [first, first + count) and keeps the codes of the first
+  // `kept`. Calls keep the steps in order, up to the stream's end.
   void (*choose)(const TrellisStream& stream, int32_t first, int32_t count, int32_t kept) = nullptr;
   // codes[depth_padded][kBlockColumns] -> the block's words; its scales stay.
   void (*store)(const uint8_t* codes, const PackedMatrix& matrix, std::byte* block) = nullptr;
@@ -163,14 +163,14 @@ struct TrellisPacking {
 
 // A format's kernels, which its FormatTrait names (table-inl.h).
 struct FormatKernels {
-  // From this many rows of one expert on `tiles` are used, or else the runtime's gemm, if there is
-  // one of them. benchmarks/row_thresholds.py measures these and panel_rows.
+  // From this many rows of one expert on, `tiles` are used, or without tiles the runtime's gemm, if
+  // there is one. benchmarks/row_thresholds.py measures gemm_rows and panel_rows.
   int32_t gemm_rows;
   void (*products)(const BlockProducts& products);
   // The table's own products of many rows, in the place of the runtime's gemm: AMX's tiles, or fp8
   // as bf16. nullptr: it has none.
   void (*tiles)(const BlockProducts& products);
-  // Products from panel_rows at once on, which give the same bits. nullptr: none.
+  // Products of panel_rows or more rows at once, which give the same bits. nullptr: none.
   void (*panels)(const BlockProducts& products) = nullptr;
   // Products of one row with two blocks, read at once, which give the same bits. nullptr: none.
   void (*pair)(const BlockProducts& first, const BlockProducts& second) = nullptr;
@@ -179,7 +179,7 @@ struct FormatKernels {
   void (*dequantize)(const SquareOfBlock& from, float* square);
 
   // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
-  // even; words of bf16 for bf12, which pack_bf12.h packs). nullptr: it is made of codes, or of a
+  // even; words of bf16 for bf12, which pack_bf12.h packs). nullptr: a format of codes, or a
   // trellis.
   void (*pack_group)(const float* panel, int32_t depth, std::byte* group) = nullptr;
   TrellisPacking pack_trellis = {};
@@ -192,13 +192,13 @@ struct KernelTable {
   FormatKernels formats[kFormats];  // by Format
   const FormatKernels& of(Format format) const { return formats[static_cast<int>(format)]; }
 
-  // FormatKernels::tiles run between these, where they are not nullptr, on one thread.
+  // Called before and after FormatKernels::tiles, on the same thread, if not nullptr.
   struct Tiles {
     void (*begin)(const OperandShape& shape);
     void (*end)();
   };
   Tiles tiles;
-  // From this many rows at once on, formats of float products go by panels.
+  // From this many rows at once on, formats of float products use panels.
   int32_t panel_rows;
 
   void (*plain)(const PlainProducts& products);

@@ -1,4 +1,4 @@
-// Weights as they stand in a checkpoint or a tensor, before packing; and rows of activations.
+// Weights as a checkpoint or a tensor holds them, before packing; and rows of activations.
 #pragma once
 
 #include <cstddef>
@@ -21,18 +21,19 @@ struct MatrixView {
   int64_t column_stride = 0;
 };
 
-// How codes of a checkpoint stand in its bytes: one in each; two, the first of them in the lower
-// nibble; or the first half of a run in the lower nibbles and the second in the upper ones. Or they
-// are blocks of the record's own type of GGUF, with their scales: `row_bytes` says all of them.
+// The order of a checkpoint's codes. kBytes: one in each byte. kPairs: two, the first in the lower
+// nibble. kHalves: the first half of a run in the lower nibbles, the second in the upper ones.
+// kBlocks: blocks of the record's own GGUF type, scales included; `data` and `row_bytes` describe
+// them.
 enum class CodeOrder : uint8_t { kBytes, kPairs, kHalves, kBlocks };
 
-// One for each `rows` x `columns` weights.
+// Scales, one for each `rows` x `columns` weights.
 struct ScalesView {
   const std::byte* data = nullptr;
   ScaleType type = ScaleType::kBf16;
   int32_t rows = 1;
   int32_t columns = 1;
-  int64_t row_bytes = 0;  // from one to that of the next rows
+  int64_t row_bytes = 0;  // from one scale to that of the next rows
   int64_t column_bytes = 0;
 };
 
@@ -40,19 +41,20 @@ struct ScalesView {
 struct CodesView {
   const std::byte* data = nullptr;  // of its first row
   CodeOrder order = CodeOrder::kBytes;
-  uint8_t flip = 0;       // bits of each byte that are the other way round in records
-  int32_t run = 0;        // input features that stand beside one another
+  uint8_t flip = 0;       // bits of each byte that records have inverted
+  int32_t run = 0;        // input features whose codes are contiguous
   int64_t run_bytes = 0;  // from one run to the next
   int64_t row_bytes = 0;  // from one output feature to the next
-  int32_t first_row = 0;  // which of the outputs that `scales` begins with is the first one here
+  int32_t first_row = 0;  // index of the first output here among those of `scales`
   ScalesView scales;
   const std::byte* factor = nullptr;   // a float that multiplies all scales; nullptr: 1
   const std::byte* divisor = nullptr;  // one that divides them
-  // Zero points, every byte of which says that codes are symmetric; nullptr: there are none.
+  // Zero points; nullptr: there are none. They are refused unless every byte is `zero`, for which
+  // codes are symmetric.
   const std::byte* zeros = nullptr;
   int64_t zeros_bytes = 0;
   uint8_t zero = 0;
-  const std::byte* in_turn = nullptr;  // int32: the group of each input, one group after another
+  const std::byte* in_turn = nullptr;  // int32: the group of each input; refused if not in order
 };
 
 // One expert. `gate` is absent in a record that is not gated. A bias is a matrix of one column.

@@ -17,7 +17,7 @@ namespace {
 
 int32_t at_most(int32_t value, int32_t limit) { return value < limit ? value : limit; }
 
-// take(panel) for each `depth` of a block's inputs.
+// Calls take(panel) for each `depth` inputs of a block.
 template <typename Take>
 void for_each_panel(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
                     int32_t first_row, int32_t depth, const Take& take) {
@@ -49,7 +49,7 @@ void pack_groups(const KernelTable& table, const PackedMatrix& matrix, const Mat
   });
 }
 
-// Codes of a trellis depend on all of their stream: the whole block is loaded first.
+// Loads the whole block first, since codes of a trellis depend on all of their stream.
 class TrellisPacker {
  public:
   TrellisPacker(const KernelTable& table, const PackedMatrix& matrix)

@@ -14,16 +14,17 @@ constexpr int32_t kWeights = 128;  // of a row
 constexpr int32_t kHalf = kWeights / 2;
 constexpr uint8_t kNoName = 0xff;
 
-// The upper bytes that the words of a tile have most of. Returns how many there are, up to
-// kBf12Names; a table that has fewer repeats its first one.
+// Fills the table with the most frequent upper bytes of a tile. Returns how many there are, up to
+// kBf12Names; a table with fewer repeats its first one.
 int32_t choose_names(const uint8_t* words, uint8_t* table) {
-  // Neighbours are often alike, and an addition to the same count has to wait for the one before.
+  // Counts neighbours apart: they are often alike, and an addition to the same count waits for the
+  // one before.
   constexpr int32_t kApart = 4;
   uint32_t counts[kApart][256] = {};
   for (int32_t at = 1; at < kBf12WordsBytes; at += 2 * kApart) {
     for (int32_t i = 0; i < kApart; ++i) ++counts[i][words[at + 2 * i]];
   }
-  uint32_t found[256];  // a count, and below it its byte, so that no two are the same
+  uint32_t found[256];  // count << 8 | byte, so that no two are equal
   int32_t distinct = 0;
   for (uint32_t byte = 0; byte < 256; ++byte) {
     const uint32_t count = counts[0][byte] + counts[1][byte] + counts[2][byte] + counts[3][byte];
@@ -37,7 +38,8 @@ int32_t choose_names(const uint8_t* words, uint8_t* table) {
   return named;
 }
 
-// Of a row, in the order of its lower bytes. The compiler makes vectors of the loops.
+// Bytes and names of a row, in the order of the record's lower bytes. The compiler vectorises the
+// loops.
 struct Row {
   alignas(64) uint8_t lower[kWeights];
   alignas(64) uint8_t upper[kWeights];

@@ -1,4 +1,4 @@
-// Tiles of bf16 to those of bf12.
+// Packs tiles of bf16 into those of bf12.
 #pragma once
 
 #include <cstddef>
@@ -8,12 +8,12 @@
 
 namespace torch_mesh {
 
-// Writes tiles [0, tiles) of a block in turn, and what its header says of each.
+// Writes tiles [0, tiles) of a block in order, and their part of its header.
 class Bf12Packer {
  public:
   Bf12Packer(std::byte* block, int32_t tiles);
 
-  // The next tile, of words of bf16 [kBf12Rows][64]. Throws Error(kInvalid) where the block has no
+  // Adds the next tile, words of bf16 [kBf12Rows][64]. Throws Error(kInvalid) if the block has no
   // room for all exceptions.
   void add(const std::byte* words);
 

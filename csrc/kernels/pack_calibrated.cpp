@@ -13,8 +13,8 @@
 namespace torch_mesh {
 namespace {
 
-// One block of 64 columns. Inputs go in runs of whole groups and whole squares: within a run each
-// one's errors are fed to all inputs behind it at once, beyond it square by square.
+// Packs one block of 64 columns in runs of inputs, each of whole groups and whole squares. An
+// input's errors are fed to later inputs of its run at once, and beyond the run square by square.
 class Block {
  public:
   Block(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
@@ -46,11 +46,11 @@ class Block {
     load_panel(table_, view_, first_row_, rows_, first, inputs, run, weights_);
     const float* fed = fed_.data() + int64_t{first} * kBlockColumns;
     for (int32_t i = 0; i < run * kBlockColumns; ++i) targets_[i] = weights_[i] + fed[i];
-    std::fill(importance_, importance_ + run, 0.0f);  // of what pads
+    std::fill(importance_, importance_ + run, 0.0f);  // of padding
     std::copy_n(moments_.importance + first, inputs, importance_);
   }
 
-  // The group that begins at input k of the run.
+  // Packs the group that begins at input k of the run.
   void pack_group(int32_t first, int32_t run, int32_t k, std::byte* to) {
     group_.depth = matrix_.group_size;
     group_.importance = importance_ + k;
@@ -97,7 +97,7 @@ class Block {
   const MatrixView& view_;
   const InputMoments& moments_;
   const int32_t first_row_, rows_;
-  std::vector<float> fed_;  // [depth_padded][kBlockColumns] of earlier runs' errors, to each input
+  std::vector<float> fed_;  // [depth_padded][kBlockColumns] fed by earlier runs' errors
   QuantisedGroup group_;
   alignas(64) float weights_[kRun * kBlockColumns];
   alignas(64) float targets_[kRun * kBlockColumns];
@@ -105,17 +105,17 @@ class Block {
   alignas(64) float importance_[kRun];
 };
 
-// Codes of a stream that are chosen together, and how many behind them a path looks at, whose
-// targets their errors then change.
+// Codes of a stream that are chosen together, and how many later ones a path looks ahead at. The
+// errors of the chosen codes then change the targets of the later ones.
 constexpr int32_t kTrellisStep = 16;
 constexpr int32_t kTrellisSight = 16;
-// What an input counts for in its stream, by the median, lies within these, lest distances lose
-// what costs can tell apart.
+// Bounds of an input's importance relative to the median of its stream: within them the integer
+// costs can tell distances apart.
 constexpr float kMinWeight = 0.125f;
 constexpr float kMaxWeight = 4.0f;
 
-// One block of a trellis, stream by stream: Viterbi's algorithm has a stream's targets as they
-// stand in sight, and a stream's errors change all of those behind it. Scales are those of plain
+// Packs one block of a trellis, stream by stream. Viterbi's algorithm sees a stream's present
+// targets; a stream's errors change the targets of all later streams. Scales are those of plain
 // packing.
 class TrellisBlockPacker {
  public:
@@ -176,7 +176,7 @@ class TrellisBlockPacker {
     }
   }
 
-  // For the scales.
+  // Packs without moments, for the scales.
   void pack_plain(std::byte* block) {
     void* scratch = scratch_.data();
     size_t room = scratch_.size();
@@ -192,7 +192,8 @@ class TrellisBlockPacker {
     }
   }
 
-  // Stream `s`, whose `inputs` are from number `first` on among those of the moments.
+  // Chooses the codes of stream `s`, whose inputs are [first, first + inputs) in the order of the
+  // moments.
   void quantise(int32_t s, int32_t first, int32_t inputs) {
     weigh(moments_.importance + first, inputs);
     uint16_t ring[kBlockColumns], now[kBlockColumns];
@@ -257,7 +258,7 @@ class TrellisBlockPacker {
   const int32_t steps_;          // of each stream
   std::vector<float> weights_;   // [depth_padded][kBlockColumns]
   std::vector<float> targets_;   // [stream][step][kBlockColumns]
-  std::vector<float> errors_;    // of a stream, to whole squares
+  std::vector<float> errors_;    // of a stream, padded to whole squares
   std::vector<float> values_;    // of a stream
   std::vector<float> scales_;    // [group][kBlockColumns]
   std::vector<float> inverses_;  // of these; 0 where a scale is

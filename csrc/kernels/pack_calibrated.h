@@ -1,5 +1,5 @@
-// Packing that keeps what products give rather than the weights: what the rounding of one input's
-// weights got wrong is made up for by the inputs behind it.
+// Packing that minimises the errors of products rather than of weights: later inputs compensate the
+// rounding error of an input's weights.
 //
 // With H the second moments of a projection's inputs, H = M D M^T with M unit upper triangular and
 // D diagonal, the squared error of the product x (W - Q)^T summed over all inputs is, for each
@@ -9,8 +9,8 @@
 // so that each q[k] in turn is rounded to its target (LDLQ, arXiv 2307.13304, which gives what GPTQ
 // does, arXiv 2210.17323, without an inverse).
 //
-// A format that chooses the codes of several inputs together (CalibrationOrder::step) wants M with
-// unit blocks of that size on its diagonal, and of D's blocks the diagonal.
+// A format that chooses the codes of several inputs together (CalibrationOrder::step) needs M with
+// unit blocks of that size on its diagonal, and the diagonal of D's blocks.
 #pragma once
 
 #include <cstddef>
@@ -23,25 +23,25 @@
 namespace torch_mesh {
 
 struct InputMoments {
-  const float* feedback;    // M^T, [depth][depth]; only what is left of its diagonal is read
+  const float* feedback;    // M^T, [depth][depth]; only the part left of its diagonal is read
   const float* importance;  // D, [depth]
 };
 
 struct ExpertMoments {
-  InputMoments hidden;        // of what gate and up see
-  InputMoments intermediate;  // of what down sees
+  InputMoments hidden;        // of the inputs of gate and up
+  InputMoments intermediate;  // of the inputs of down
 };
 
-// How a format goes through its inputs: those of one stream (k, k + streams ...) after those of
-// another, and in each `step` inputs together. Moments are of the inputs in that order. A step of
-// 0: calibration is not for it.
+// The order in which a format chooses codes: for one stream of inputs (k, k + streams ...) after
+// another, and in each for `step` inputs together. Moments are of the inputs in that order. A step
+// of 0: the format cannot be calibrated.
 struct CalibrationOrder {
   int32_t streams;
   int32_t step;
 };
 CalibrationOrder calibration_order(Format format);
 
-// One block of 64 columns, whose first one is `first_row` of the view.
+// Packs one block of 64 columns, the first of which is row `first_row` of the view.
 void pack_calibrated_block(const KernelTable& table, const PackedMatrix& matrix,
                            const MatrixView& view, const InputMoments& moments, int32_t first_row,
                            std::byte* block);

@@ -17,12 +17,12 @@ namespace {
   throw Error(ErrorKind::kInvalid, std::string(format_name(format)) + " cannot hold " + what);
 }
 
-// A code is a byte, not a nibble.
+// Whether a code is a byte, not a nibble.
 bool has_byte_codes(Format format) {
   return format == Format::kInt8 || format == Format::kInt8Fp16 || format == Format::kFp8;
 }
 
-// Where the rows of a block begin, found once: a division for each group would cost more than its
+// Offsets of a block's rows, computed once: a division for each group would cost more than its
 // codes.
 struct RowOffsets {
   int32_t count;
@@ -54,14 +54,14 @@ bool is_number(ScaleType type, const std::byte* from) {
   return false;
 }
 
-// Whether a record has scales that those of a checkpoint are rounded to: integers have bf16 or
-// fp16, and only bf16 has the range of all others.
+// Whether a checkpoint's scales of `type` are rounded to the record's. Integers have bf16 or fp16
+// scales, and only bf16 has the range of all others.
 bool rounds_scales(const PackedMatrix& matrix, ScaleType type) {
   return matrix.scale_type() == ScaleType::kBf16 &&
          (type == ScaleType::kFp16 || type == ScaleType::kFp32);
 }
 
-// The scales of a block's rows at k-value `column`, into the record's own type.
+// Writes the scales of a block's rows at k-value `column`, in the record's own type.
 template <ScaleType kType>
 void put_scales_of(const PackedMatrix& matrix, const CodesView& view, const RowOffsets& offsets,
                    int64_t column, std::byte* to) {
@@ -119,7 +119,7 @@ void check_scales(const PackedMatrix& matrix, const CodesView& view) {
       !rounds_scales(matrix, scales.type)) {
     refuse(matrix.format, "scales of another type");
   }
-  // Of fp8 a group's scale is that of all columns of its block.
+  // In fp8 with groups of 128 all columns of a block share a group's scale.
   const bool whole = matrix.format == Format::kFp8 && matrix.group_size == 128;
   const int32_t group = matrix.group_size == 0 ? matrix.depth : matrix.group_size;
   const bool alike =
@@ -139,7 +139,7 @@ void check_scales(const PackedMatrix& matrix, const CodesView& view) {
   }
 }
 
-// Codes of a run from the `within`-th on, a byte each.
+// Loads codes of a run from the `within`-th on, a byte each.
 void load_part(const CodesView& view, const std::byte* run, int32_t within, int32_t count,
                uint8_t* __restrict codes) {
   const auto* bytes = reinterpret_cast<const uint8_t*>(run);
@@ -167,12 +167,12 @@ void load_part(const CodesView& view, const std::byte* run, int32_t within, int3
   }
 }
 
-// A step of k-values, where it begins in every row.
+// A step of k-values, and where it begins in every row.
 struct Step {
-  int64_t run;     // bytes from a row's first to the run that it begins in
-  int32_t within;  // which of that run's codes is its first
-  int32_t count;   // codes that are there
-  int32_t depth;   // and those that it is filled up to
+  int64_t run;     // offset in bytes of the run that it begins in
+  int32_t within;  // index of its first code in that run
+  int32_t count;   // codes without padding
+  int32_t depth;   // and with padding
 
   Step(const PackedMatrix& matrix, const CodesView& view, int32_t first, int32_t depth)
       : run(first / view.run * view.run_bytes),
@@ -181,7 +181,7 @@ struct Step {
         depth(depth) {}
 };
 
-// The codes of one row of a step, a cache line or two of them, filled up with zeros.
+// The codes of one row of a step, one or two cache lines, padded with the code of zero.
 struct Line {
   alignas(64) uint8_t codes[kMaxGroup];
 
@@ -200,7 +200,7 @@ struct Line {
   }
 };
 
-// Words of four bytes, or of eight nibbles, into a column of a group.
+// Writes words of four bytes, or of eight nibbles, into a column of a group.
 void put_words(const PackedMatrix& matrix, const uint8_t* line, int32_t column, std::byte* words) {
   const auto* codes = reinterpret_cast<const std::byte*>(line);
   std::byte* to = words + column * 4;
@@ -257,7 +257,7 @@ bool holds_nan(const uint8_t* codes, int32_t count) {
 
 void pack_fp8_scales(const PackedMatrix& matrix, const CodesView& view, RowOffsets offsets,
                      std::byte* header) {
-  if (matrix.group_size == 128) offsets.count = 1;  // for all of them
+  if (matrix.group_size == 128) offsets.count = 1;  // one scale for all columns
   const int64_t each =
       matrix.group_size == 128 ? 4 : kBlockColumns * scale_bytes(matrix.scale_type());
   const int32_t deep = matrix.group_size == 0 ? matrix.depth : matrix.group_size;

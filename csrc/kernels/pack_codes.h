@@ -1,5 +1,5 @@
-// Codes and scales of a checkpoint into a block. No code is changed; scales are rounded where the
-// checkpoint has fp16 or fp32 and the record bf16.
+// Packs codes and scales of a checkpoint into a block. No code is changed; scales are rounded where
+// the checkpoint has fp16 or fp32 and the record bf16.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@ namespace torch_mesh {
 // Throws Error(kInvalid) for a format whose records are not made of a code for each weight.
 void check_has_codes(Format format);
 
-// Throws Error(kInvalid) for what the matrix's format cannot hold, but for single scales and codes.
+// Throws Error(kInvalid) for a view that the matrix's format cannot hold. Does not check single
+// scales and codes.
 void check_codes(const PackedMatrix& matrix, const CodesView& view);
 
 // Writes the block whose first column is output feature `first_row` of the view. Throws

@@ -15,7 +15,7 @@ namespace {
 constexpr int32_t kColumnsOfLine = 16;  // whose words stand beside each other
 constexpr int64_t kLineBytes = kColumnsOfLine * 4;
 
-// One block of a file, taken apart.
+// The parts of one block of a file.
 struct GgufBlock {
   uint16_t d;
   uint16_t min;  // what mins are multiples of, or the min itself
@@ -26,7 +26,7 @@ struct GgufBlock {
 
 const uint8_t* bytes_of(const std::byte* from) { return reinterpret_cast<const uint8_t*>(from); }
 
-// `count` codes of 32: the low nibbles of 16 bytes, then the high ones.
+// Writes 2 * `half` codes: the low nibbles of `half` bytes, then the high ones.
 void put_halves(const uint8_t* from, int32_t half, uint8_t* codes) {
   for (int32_t i = 0; i < half; ++i) {
     codes[i] = from[i] & 15;
@@ -34,7 +34,7 @@ void put_halves(const uint8_t* from, int32_t half, uint8_t* codes) {
   }
 }
 
-// Bit `bit` of each byte, beside the codes' own, as bit `as`.
+// Adds `bits` bits of each byte, from bit `bit` on, to a code, from its bit `as` on.
 void put_bits(const uint8_t* from, int32_t bit, int32_t bits, int32_t as, int32_t count,
               uint8_t* codes) {
   const uint32_t mask = (1u << bits) - 1;
@@ -43,7 +43,7 @@ void put_bits(const uint8_t* from, int32_t bit, int32_t bits, int32_t as, int32_
   }
 }
 
-// Of q4_k and q5_k: eight scales and eight mins of six bits.
+// Steps of q4_k and q5_k: eight scales and eight mins of six bits.
 void put_steps_of_six(const uint8_t* from, GgufBlock& to) {
   for (int32_t i = 0; i < 4; ++i) {
     to.steps[i] = from[i] & 63;
@@ -57,7 +57,7 @@ void put_steps_of_six(const uint8_t* from, GgufBlock& to) {
 void take_block_of_32(const GgufType& type, const std::byte* from, GgufBlock& to) {
   const std::byte* at = from + 2;
   if (type.has_mins()) {
-    to.min = read_as<uint16_t>(at) ^ 0x8000;  // these types add theirs
+    to.min = read_as<uint16_t>(at) ^ 0x8000;  // these types add their min
     at += 2;
   }
   put_halves(bytes_of(at + (type.bits == 5 ? 4 : 0)), 16, to.codes);
@@ -124,13 +124,14 @@ void take_iq4_xs(const std::byte* from, GgufBlock& to) {
   }
 }
 
-// Eight signs of seven bits, the last of which makes the number of ones even.
+// Returns eight signs for seven bits; the last one makes the number of ones even.
 uint32_t eight_signs(uint32_t bits) {
   bits &= 127;
   return bits | (static_cast<uint32_t>(std::popcount(bits)) & 1) << 7;
 }
 
-// Codes of `count` weights: magnitudes of `bits` from an entry of a grid, and a sign above each.
+// Writes the codes of `count` weights: magnitudes of `bits` bits from an entry of a grid, and a
+// sign above each.
 void put_grid(uint32_t entry, uint32_t signs, int32_t bits, int32_t count, uint8_t* codes) {
   const uint32_t mask = (1u << bits) - 1;
   for (int32_t i = 0; i < count; ++i) {
@@ -138,13 +139,13 @@ void put_grid(uint32_t entry, uint32_t signs, int32_t bits, int32_t count, uint8
   }
 }
 
-// Eight weights of two entries of IQ3.
+// Writes the codes of eight weights from two entries of IQ3's grid.
 void put_two_of_iq3(uint32_t first, uint32_t second, uint32_t signs, uint8_t* codes) {
   put_grid(first, signs, 3, 4, codes);
   put_grid(second, signs >> 4, 3, 4, codes + 4);
 }
 
-// A half and as much as a nibble says, in halves.
+// The step 1/2 + nibble, in halves.
 uint8_t odd_step(uint32_t nibble) { return static_cast<uint8_t>(2 * (nibble & 15) + 1); }
 
 void take_iq3_xxs(const std::byte* from, GgufBlock& to) {
@@ -186,7 +187,7 @@ void take_iq2_xxs(const std::byte* from, GgufBlock& to) {
   }
 }
 
-// Of IQ2_XS and IQ2_S: a nibble for each 16 weights.
+// Steps of IQ2_XS and IQ2_S: a nibble for each 16 weights.
 void put_steps_of_four(const uint8_t* from, GgufBlock& to) {
   for (int32_t i = 0; i < 16; ++i) to.steps[i] = odd_step(from[i / 2] >> i % 2 * 4);
 }
@@ -208,14 +209,14 @@ void take_iq2_s(const std::byte* from, GgufBlock& to) {
   }
 }
 
-// Of IQ1: which eight magnitudes, by eight bits and three.
+// The eight magnitudes of a code of IQ1, by its eight low bits and three high ones.
 uint32_t iq1_entry(uint8_t low, uint32_t high) { return kIq1Grid[low | (high & 7) << 8]; }
 
 void take_iq1_s(const std::byte* from, GgufBlock& to) {
   const uint8_t* low = bytes_of(from) + 2;
   for (int32_t group = 0; group < 8; ++group) {
     const uint32_t bits = read_as<uint16_t>(from + 34 + group * 2);
-    // Magnitudes begin with -1: an eighth more is seven eighths below them.
+    // Magnitudes 0 to 2 stand for -1 to 1, an eighth more or less: 7/8 or 9/8 is subtracted.
     const uint32_t eighths = bits >> 15 == 0 ? 7 : 9;
     to.steps[group] = static_cast<uint8_t>(odd_step(bits >> 12 & 7) | eighths << 4);
     for (int32_t i = 0; i < 4; ++i) {
@@ -280,13 +281,13 @@ bool is_finite_half(uint16_t bits) { return (bits & 0x7c00) != 0x7c00; }
 
 // -- into a column of a record's block --
 
-// Word `word` of a column's part, whose first one is at `words`.
+// Writes word `word` of a column's part, whose first word is at `words`.
 void put_word(uint32_t bits, int32_t word, std::byte* words) {
   std::memcpy(words + word * kLineBytes, &bits, sizeof(bits));
 }
 
-// Bits [first, first + bits) of codes, 32 / bits of them: code 4 b + i in bits `bits` * b of byte
-// i.
+// Returns bits [first, first + bits) of 32 / bits codes: those of code 4 b + i are at bit `bits` *
+// b of byte i.
 uint32_t word_of(const uint8_t* codes, int32_t first, int32_t bits) {
   const uint32_t mask = (1u << bits) - 1;
   uint32_t word = 0;

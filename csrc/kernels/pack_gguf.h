@@ -1,4 +1,4 @@
-// Blocks of a GGUF file into those of a record. No code, scale or min is changed.
+// Packs blocks of a GGUF file into those of a record. No code, scale or min is changed.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace torch_mesh {
 
-// Writes the block whose first column is output feature `first_row` of the view, all of it. Throws
+// Writes the whole block whose first column is output feature `first_row` of the view. Throws
 // Error(kInvalid) for a scale that is not finite.
 void pack_gguf(const PackedMatrix& matrix, const CodesView& view, int32_t first_row,
                std::byte* block);

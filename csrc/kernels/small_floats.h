@@ -32,7 +32,7 @@ inline uint16_t nearest_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// A number with a sign, `exponent_bits` and `mantissa_bits`; not for those that have none.
+// A number with a sign, `exponent_bits` and `mantissa_bits`. Does not decode infinities and NaN.
 inline float small_float(uint32_t bits, int exponent_bits, int mantissa_bits) {
   const uint32_t mantissa = bits & ((1u << mantissa_bits) - 1);
   const int exponent = static_cast<int>(bits >> mantissa_bits & ((1u << exponent_bits) - 1));

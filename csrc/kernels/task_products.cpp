@@ -71,7 +71,7 @@ TaskProducts::~TaskProducts() {
   try {
     runtime_.gemm_release();
   } catch (...) {
-    // It frees tile state of this thread, which the next product sets anew.
+    // It only frees this thread's tile state, which the next product sets anew.
   }
 }
 

@@ -1,5 +1,5 @@
-// What a task needs to multiply rows with blocks of one matrix: how its activations are laid out,
-// and which product runs.
+// Products of a task's rows with blocks of one matrix: the layout of the activations, and which
+// kernel runs.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,7 @@ class TaskProducts {
   TaskProducts(const TaskProducts&) = delete;
   TaskProducts& operator=(const TaskProducts&) = delete;
 
-  // With the first `count` blocks: one or two.
+  // Multiplies with the first `count` blocks, one or two.
   void operator()(const std::byte* const (&blocks)[2], int32_t count, const OperandShape& shape,
                   const OperandRows& rows, float* const (&sums)[2]) const {
     if (count == 2 && rows.count == 1 && pair_ != nullptr) {
@@ -52,7 +52,7 @@ class TaskProducts {
  private:
   void (*product_)(const BlockProducts&);
   void (*panels_)(const BlockProducts&);
-  void (*pair_)(const BlockProducts&, const BlockProducts&);  // of few rows
+  void (*pair_)(const BlockProducts&, const BlockProducts&);  // nullptr for many rows
   int32_t panel_rows_;
   const Runtime& runtime_;
   const KernelTable::Tiles* tiles_ = nullptr;

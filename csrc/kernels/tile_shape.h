@@ -1,4 +1,4 @@
-// How much a target sums in registers.
+// The sums that a target keeps in registers.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 namespace torch_mesh {
 
 struct TileShape {
-  int32_t rows;                // at once
-  int32_t vectors;             // of columns, for each of them
-  int32_t single_row_vectors;  // with one row: all that there is room for, so that sums do not wait
+  int32_t rows;                // rows at once
+  int32_t vectors;             // vectors of columns for each row
+  int32_t single_row_vectors;  // vectors for one row: as many as fit, so that sums do not wait
                                // for one another
-  int32_t single_row_blocks;   // whose sums of one row there is room for
+  int32_t single_row_blocks;   // blocks whose sums of one row fit
 };
 
 }  // namespace torch_mesh

@@ -15,7 +15,7 @@ uint32_t nibble_at(const std::byte* words, int32_t k, int32_t column) {
   return k % 8 < 4 ? byte & 15 : byte >> 4;
 }
 
-// What the scale multiplies.
+// Returns the number that the scale multiplies.
 float quantised_at(Format format, const std::byte* scale, const std::byte* words, int32_t k,
                    int32_t column) {
   switch (format) {
@@ -34,7 +34,7 @@ float quantised_at(Format format, const std::byte* scale, const std::byte* words
   }
 }
 
-// Two bits of each of four codes beside each other, or one of eight.
+// Returns the bits of code j: a byte holds two bits of four codes, or one of eight.
 uint32_t bits_of_code(const std::byte* words, int32_t bits, int32_t j, int32_t stream) {
   const auto byte = static_cast<uint32_t>(words[stream]);
   return byte >> bits * (j % (8 / bits)) & ((1u << bits) - 1);
@@ -87,7 +87,7 @@ float fp8_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int3
   return value * scale_value(matrix.scale_type(), block + scale * scale_bytes(matrix.scale_type()));
 }
 
-// A code of a column, whose words begin at `words`, by the planes of its bits.
+// Returns code k of a column, whose words begin at `words`, from the planes of its bits.
 int32_t gguf_code(int32_t bits, const std::byte* words, int32_t k) {
   constexpr int32_t kLine = 16 * 4;
   int32_t code = 0;
@@ -134,7 +134,7 @@ float gguf_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int
   const std::byte* own = words + column / 16 * type.bits * 16 * 4 + column % 16 * 4;
   const int32_t code = gguf_code(type.bits, own, k % kGgufPart);
   const int32_t level = type.levels != nullptr ? type.levels[code] : code - type.zero;
-  // As the package has it, of which a scale of zero leaves the sign.
+  // In the order of the gguf package, so that with a scale of zero the sign is the same.
   if (eighths > 0) return scale * (static_cast<float>(8 * level - eighths) * kGgufEighth);
   const float value = scale * static_cast<float>(level);
   return type.has_half_mins() ? value - min : value;

@@ -10,7 +10,7 @@ const std::byte* element(const MatrixView& view, int64_t row, int64_t column) {
   return static_cast<const std::byte*>(view.data) + index * scalar_bytes(view.type);
 }
 
-// `count` elements that are `stride` apart, at most kMaxGroup.
+// Loads `count` elements that are `stride` apart, at most kMaxGroup.
 void load_line(const KernelTable& table, const std::byte* from, ScalarType type, int64_t stride,
                int32_t count, float* floats) {
   if (stride == 1) return table.to_floats(from, type, count, floats);
@@ -38,7 +38,7 @@ void load_panel(const KernelTable& table, const MatrixView& view, int32_t row, i
                 int32_t column, int32_t columns, int32_t depth, float* panel) {
   const bool whole = rows == kBlockColumns && columns == depth;
   const size_t bytes = sizeof(float) * static_cast<size_t>(depth) * kBlockColumns;
-  // Lines run along the direction in which memory does.
+  // Loads lines along the contiguous direction.
   if (view.row_stride == 1) {
     if (!whole) std::memset(panel, 0, bytes);
     for (int32_t c = 0; c < columns; ++c) {

@@ -1,4 +1,4 @@
-// Weights of up to 64 columns as packing wants them, wherever they stand.
+// Loads weights of up to 64 columns of any view in the order that packing needs.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace torch_mesh {
 
-// `count` elements of a view's row or column, at most kMaxGroup, from (row, column) on.
+// Loads `count` elements of a view's row or column, at most kMaxGroup, from (row, column) on.
 void load_row(const KernelTable& table, const MatrixView& view, int32_t row, int32_t column,
               int32_t count, float* floats);
 void load_column(const KernelTable& table, const MatrixView& view, int32_t row, int32_t column,
                  int32_t count, float* floats);
 
-// Rows [row, row + rows) of the view, at most kBlockColumns, and its columns [column, column +
-// columns), transposed to panel[depth][kBlockColumns] and zero-padded; depth at most kMaxGroup.
+// Loads rows [row, row + rows) of the view, at most kBlockColumns, and its columns [column, column
+// + columns), transposed to panel[depth][kBlockColumns] and zero-padded; depth at most kMaxGroup.
 void load_panel(const KernelTable& table, const MatrixView& view, int32_t row, int32_t rows,
                 int32_t column, int32_t columns, int32_t depth, float* panel);
 
