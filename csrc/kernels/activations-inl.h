@@ -49,7 +49,7 @@ inline Floats silu(Floats x) { return x / (broadcast(1.0f) + exponential(broadca
 
 // x * Phi(x). Phi(-z) = e^(-z^2 / 2) * P(z) for z = |x| keeps its relative accuracy far out, where
 // 1 + erf(x) has cancelled to nothing. P(z) = erfcx(z / sqrt 2) / 2 falls like 1 / z; P(z) * (z +
-// k) is a gentle function of (z - k) / (z + k).
+// k) is a smooth function of (z - k) / (z + k).
 inline Floats gelu(Floats x) {
   const Floats z = clamp(as_floats(magnitude_bits(x)), 0.0f, 14.5f);
   const Floats square = z * z;
@@ -78,7 +78,7 @@ inline Floats relu2(Floats x) {
   return positive * positive;
 }
 
-// See Activation. What is not a number stays so; up + 1 is exact where it cancels.
+// See Activation. NaN stays NaN; up + 1 is exact where it cancels.
 inline Floats swiglu(const Activation& a, Floats gate, Floats up) {
   gate = minimum(broadcast(a.gate_limit), gate);
   up = clamp(up, -a.up_limit, a.up_limit) + broadcast(a.offset);

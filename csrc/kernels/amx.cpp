@@ -1,6 +1,6 @@
 // AVX512 with VNNI, BF16 and AMX: Sapphire Rapids and later.
 #include "kernels/simd_avx512_vnni-inl.h"
-// All others are written in its terms.
+// The headers below are written in its terms.
 #include "kernels/bf16_dot-inl.h"
 #include "kernels/tile_products-inl.h"
 #include "kernels/vnni_target-inl.h"

@@ -26,8 +26,7 @@ inline float sum_of(const Partials& partials) {
   return lanes[0];
 }
 
-// The rows that come next are asked for meanwhile: one row is too short for the processor to
-// predict the next.
+// Prefetches the next rows meanwhile: one row is too short for the processor to predict the next.
 inline void expand_rows(const ConstRows& rows, int32_t first, int32_t count, int32_t dim,
                         float* to) {
   constexpr int64_t kLine = 64;
@@ -87,7 +86,7 @@ inline void transpose_queries(const AttentionPart& part, float* transposed) {
   }
 }
 
-// `keys` has kKeysAtOnce rows, whatever those behind `count` hold.
+// `keys` has kKeysAtOnce rows; the values of those behind `count` do not matter.
 inline void score_by_lane(const AttentionPart& part, const float* transposed, const float* keys,
                           int32_t count, float* scores) {
   constexpr int kSums = 8;  // enough to hide the latency of a multiplication
@@ -146,8 +145,7 @@ inline float exponentials(float* scores, int32_t count, float largest) {
   return sum_of(sums);
 }
 
-// A score that is not a number does not count here, but makes its exponential one that is not.
-// `count` is a multiple of kPartials.
+// Ignores a score that is NaN; its exponential is NaN. `count` is a multiple of kPartials.
 inline float largest_of(const float* scores, int32_t count) {
   Partials largest;
   for (int v = 0; v < kPartialVectors; ++v) largest[v] = broadcast(kMinusInfinity);

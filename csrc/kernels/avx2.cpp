@@ -1,6 +1,6 @@
 // AVX2, FMA and F16C: every x86 server and desktop since 2015.
 #include "kernels/simd_avx2-inl.h"
-// All others are written in its terms.
+// The headers below are written in its terms.
 #include "kernels/pair_target-inl.h"
 
 namespace torch_mesh {

@@ -1,6 +1,6 @@
 // AVX512 F, BW, DQ, VL, CD: Skylake servers.
 #include "kernels/simd_avx512-inl.h"
-// All others are written in its terms.
+// The headers below are written in its terms.
 #include "kernels/pair_target-inl.h"
 
 namespace torch_mesh {

@@ -1,14 +1,14 @@
 // AVX512 with VNNI and BF16: Cooper Lake, Sapphire Rapids, Zen 4.
 #include "kernels/simd_avx512_vnni-inl.h"
-// All others are written in its terms.
+// The headers below are written in its terms.
 #include "kernels/bf16_dot-inl.h"
 #include "kernels/vnni_target-inl.h"
 
 namespace torch_mesh {
 namespace {
 
-// On Zen 4 neither gemm nor panels are ever the faster way (docs/decisions/0027). From gemm_fp8
-// rows on fp8 is multiplied as bf16.
+// On Zen 4 neither gemm nor panels are ever faster (docs/decisions/0027). From gemm_fp8 rows on fp8
+// is multiplied as bf16.
 struct Amd : VnniTarget {
   struct Tiles : NoTiles {
     static constexpr Product fp8 = many_rows_of_fp8<NativeBf16Dot>;

@@ -1,6 +1,6 @@
 // AVX512 with VNNI: Cascade Lake, Ice Lake.
 #include "kernels/simd_avx512_vnni-inl.h"
-// All others are written in its terms.
+// The headers below are written in its terms.
 #include "kernels/vnni_target-inl.h"
 
 namespace torch_mesh {

@@ -1,7 +1,7 @@
 // AVX2 with VNNI in its VEX form: processors of Intel without AVX512, from Alder Lake and Sierra
 // Forest on.
 #include "kernels/simd_avx_vnni-inl.h"
-// All others are written in its terms.
+// The headers below are written in its terms.
 #include "kernels/vnni_target-inl.h"
 
 namespace torch_mesh {

@@ -1,5 +1,5 @@
 // Products with bf12 (store/bf12.h). A tile becomes words of bf16, in registers for one row and in
-// the first-level cache for several, which bf16's own products take: sums have the bits of bf16's.
+// the first-level cache for several. bf16's own products take these, so sums have the same bits.
 #pragma once
 
 #include "kernels/gemm_products-inl.h"
@@ -15,7 +15,7 @@ inline Bf12 bf12_block(const std::byte* block, int32_t depth_padded) {
   return {block, depth_padded / kBf12Depth};
 }
 
-// To words of bf16.
+// Expands a tile to words of bf16.
 inline void expand_bf12_tile(const Bf12& block, int32_t tile, std::byte* words) {
   const Bf12Words rows(block.table(tile));
   const std::byte* row = block.tile(tile);
@@ -30,7 +30,7 @@ inline void expand_bf12_tile(const Bf12& block, int32_t tile, std::byte* words) 
   }
 }
 
-// To weights[kBf12Depth][kBlockColumns].
+// Expands a tile to weights[kBf12Depth][kBlockColumns].
 inline void dequantize_bf12_tile(const Bf12& block, int32_t tile, float* weights) {
   const Bf12Words rows(block.table(tile));
   const std::byte* row = block.tile(tile);
@@ -54,7 +54,8 @@ inline void dequantize_bf12_tile(const Bf12& block, int32_t tile, float* weights
 
 using Bf12Sums = Floats[kBlockColumns / kLanes];
 
-// One row, with weights that go through no memory: of tiles without exceptions, one of each block.
+// Multiplies one row with tiles without exceptions, one of each block. Weights do not go through
+// memory.
 template <typename Dot, int kBlocks>
 inline void add_bf12_tiles(const Bf12* blocks, int32_t tile, const std::byte* values,
                            Bf12Sums* sums) {
@@ -75,7 +76,7 @@ inline void add_bf12_tiles(const Bf12* blocks, int32_t tile, const std::byte* va
   }
 }
 
-// Of a tile with exceptions.
+// The same for a tile with exceptions.
 template <typename Dot>
 inline void add_mended_bf12_tile(const Bf12& block, int32_t tile, const std::byte* values,
                                  Bf12Sums& sums) {
@@ -93,7 +94,8 @@ inline void add_mended_bf12_tile(const Bf12& block, int32_t tile, const std::byt
   }
 }
 
-// One row with one block or with two. Dot is that of one; two at once ask for less ahead.
+// Multiplies one row with one block or with two. Dot is for one; DotAtOnce prefetches less far
+// ahead if there are two.
 template <typename Dot, typename DotAtOnce, int kBlocks>
 inline void bf12_row(const BlockProducts* const (&products)[kBlocks]) {
   constexpr int32_t kVectors = kBlockColumns / kLanes;
@@ -128,7 +130,8 @@ inline void bf12_row(const BlockProducts* const (&products)[kBlocks]) {
   }
 }
 
-// Several rows. Their products read the first-level cache, and ask for the next tile meanwhile.
+// Multiplies several rows. Products read the first-level cache, and prefetch the next tile
+// meanwhile.
 template <typename Dot>
 inline void bf12_products(const BlockProducts& products) {
   const Bf12 block = bf12_block(products.block, products.shape.depth_padded);

@@ -1,5 +1,5 @@
-// Rows of bf12 (store/bf12.h) as words of bf16. Included by simd headers, of whose vectors it is
-// made.
+// Rows of bf12 (store/bf12.h) as words of bf16. Simd headers include this, since it uses their
+// vectors.
 #pragma once
 
 #include "store/bf12.h"
@@ -12,7 +12,7 @@ class Bf12Words {
   Bf12Words() = default;
   explicit Bf12Words(const std::byte* table) : table_(load_table(table)) {}
 
-  // take(v, words) for each vector v of the row's columns, but for exceptions.
+  // Calls take(v, words) for each vector v of the row's columns. Does not look up exceptions.
   template <typename Take>
   void read(const std::byte* row, const Take& take) const {
     constexpr int kHalf = 32 / kLanes;  // vectors of half of the columns

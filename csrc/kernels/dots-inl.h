@@ -8,15 +8,15 @@
 namespace torch_mesh {
 namespace {
 
-// A Dot that asks for the weights ahead of their use. The prefetchers of Intel's cores stop at the
-// end of a 4 KiB page, and one row's products are too short to hide the reads that follow. How far
-// ahead has been measured (docs/decisions/0012-kernels-without-vnni.md).
+// A Dot that prefetches weights. The prefetchers of Intel's cores stop at the end of a 4 KiB page,
+// and one row's products are too short to hide the reads that follow. The distance has been
+// measured (docs/decisions/0012-kernels-without-vnni.md).
 template <typename Dot>
 struct Prefetching : Dot {
   static constexpr int32_t kPrefetchBytes = 2048;
 };
 
-// Of two blocks at once: asks for as much ahead as of one.
+// For two blocks at once: prefetches as much ahead in all as for one.
 template <typename Dot>
 struct HalfAsFar : Dot {
   static constexpr int32_t kPrefetchBytes = Dot::kPrefetchBytes / 2;
@@ -32,15 +32,15 @@ struct WithoutPrefetching<Prefetching<Dot>> {
   using Type = Dot;
 };
 
-// A Dot that asks for the next group, or step, of weights where several tiles of rows go over one.
-// The prefetchers of AMD's cores keep up with one row by themselves, and stand still while a tile
-// reads what is in the cache.
+// A Dot that prefetches the next group, or step, of weights while several tiles of rows go over
+// one. The prefetchers of AMD's cores keep up with one row by themselves, and stop while a tile
+// reads the cache.
 template <typename Dot>
 struct PrefetchingGroups : Dot {
   static constexpr bool kPrefetchesGroups = true;
 };
 
-// A Dot of nibbles that takes their two words of bytes as they have been expanded.
+// A Dot of nibbles that takes them already expanded to two words of bytes.
 template <typename Dot>
 struct OfBytes : Dot {
   static constexpr int32_t kWordsAtOnce = 2;
@@ -50,7 +50,7 @@ struct OfBytes : Dot {
   static typename Dot::Weights of(Words low, Words high) { return {low, high}; }
 };
 
-// The same of signed bytes, by a Dot of int8's words.
+// The same for signed bytes, by a Dot of int8's words.
 template <typename Int8>
 struct OfSignedBytes {
   using Sum = Words;
@@ -85,7 +85,7 @@ inline uint32_t word_at(const std::byte* from) {
 
 inline Words low_nibbles(Words words) { return words & broadcast_word(0x0f0f0f0f); }
 
-// What nibbles stand for: unsigned bytes, and which of their values is a weight of zero.
+// The values of nibbles: operands() as unsigned bytes, and zeros(), the byte of a weight of zero.
 struct EvenNibbles {
   static Words operands(Words nibbles) { return nibbles; }
   static Words zeros(const std::byte*) { return broadcast_word(8); }
@@ -104,13 +104,12 @@ struct Fp4Nibbles {
   static Words zeros(const std::byte*) { return broadcast_word(kFp4Zero); }
 };
 
-// Of a trellis, which trellis-inl.h has expanded.
+// The levels of a trellis, which trellis-inl.h has expanded.
 struct TrellisLevels {
   static Words zeros(const std::byte*) { return broadcast_word(kTrellisZero); }
 };
 
-// What a group's scales are, one after the other: how many bytes, and what they load as in units of
-// kUnit.
+// A group's scales, one after the other: kBytes each, loaded as floats in units of kUnit.
 struct Bf16Scales {
   static constexpr int32_t kBytes = 2;
   static constexpr float kUnit = 1;
@@ -123,17 +122,18 @@ struct HalfScales {
   static Floats load(const std::byte* from) { return load_half(from); }
 };
 
-// Of E2M1, whose levels are twice its numbers.
+// Scales of E2M1, whose levels are twice its numbers.
 struct E8m0Scales {
   static constexpr int32_t kBytes = 1;
   static constexpr float kUnit = 0.5f;
   static Floats load(const std::byte* from) { return as_floats(shift_left<23>(load_bytes(from))); }
 };
 
-// E4M3 has the bits of a half after its sign, but for the bias: halves are 1 / kE4m3HalfUnit of it.
+// After its sign E4M3 has the bits of a half, but for the bias: the half is 1 / kE4m3HalfUnit of
+// the number.
 constexpr float kE4m3HalfUnit = 256;
 
-// Of E2M1 too; the block's header has a factor for all of them.
+// Scales of E2M1 too; the block's header has a factor for all of them.
 struct E4m3Scales {
   static constexpr int32_t kBytes = 1;
   static constexpr float kUnit = 0.5f * kE4m3HalfUnit;
@@ -160,8 +160,8 @@ struct ExpandedBf16Dot {
   }
 };
 
-// Its weights are in units of E4m3::kUnit and its sums in those of kUnit. E4m3 is one of the simd
-// header's ways of expanding them.
+// Weights are in units of E4m3::kUnit, sums in units of kUnit. E4m3 is one of the simd header's
+// ways of expanding weights.
 template <typename E4m3>
 struct Fp8Dot : ExpandedBf16Dot {
   using Expanding = E4m3;

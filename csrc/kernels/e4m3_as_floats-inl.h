@@ -1,6 +1,7 @@
-// E4M3 becomes floats by moving bits, which vcvtph2ps takes longer for than all else with AVX2, and
-// on cores of AMD with AVX512, too, where subnormals cost nothing; on Intel's a product with one
-// does (docs/decisions/0044). Included by simd headers, of whose vectors it is made.
+// Expands E4M3 to floats by moving bits. With AVX2, and on AMD's cores with AVX512 too, vcvtph2ps
+// would take longer than everything else. Subnormals cost nothing on AMD's cores; on Intel's a
+// product with one does (docs/decisions/0044). Simd headers include this, since it uses their
+// vectors.
 #pragma once
 
 #include <xmmintrin.h>
@@ -10,15 +11,16 @@
 namespace torch_mesh {
 namespace {
 
-// E4M3 has the bits of a float after its sign, but for the bias: these are 1 / kUnit of it, and
-// subnormal where it is. What they multiply is kLift times too large, so that products from 2^-70
-// on keep their bits. Activations of 2^64 and more become infinite by it; no model has any.
+// After its sign E4M3 has the bits of a float, but for the bias: the float is 1 / kUnit of the
+// number, and subnormal where that is. Activations are multiplied by kLift, so that products from
+// 2^-70 on keep their bits. Activations of 2^64 and more become infinite by it; no model has any.
 struct E4m3AsFloats {
   static constexpr float kUnit = 0x1p120f;
   static constexpr float kLift = 0x1p64f;
 
-  // From here on subnormals count, whatever torch.set_flush_denormal says; returns what to restore.
-  // No destructor does that: its cleanup would be a symbol that this object gives away.
+  // Turns off flushing of subnormals, whatever torch.set_flush_denormal has set, and returns the
+  // state to restore. A destructor cannot restore it: its cleanup would be a symbol with external
+  // linkage.
   static uint32_t count_subnormals() {
     constexpr uint32_t kIgnored = 0x8040;  // as inputs and as results
     const uint32_t before = _mm_getcsr();
@@ -29,13 +31,13 @@ struct E4m3AsFloats {
     if (_mm_getcsr() != before) _mm_setcsr(before);
   }
 
-  // The upper halves of the floats whose E4M3 are the upper bytes.
+  // Returns the upper halves of the floats whose E4M3 are the upper bytes.
   static Words upper(Words pairs) {
     return shift_right_signed_halves<4>(pairs) & broadcast_word(0x87f087f0);
   }
-  // Of two vectors of columns: the even ones, then the odd ones, which share words. Reads the byte
-  // before `from` too, which is a header's at least: a load that is one byte behind costs less than
-  // a shift.
+  // Loads two vectors of columns: the even ones, then the odd ones, which share words. Reads the
+  // byte before `from` too, which belongs to the header at least. A load one byte earlier costs
+  // less than a shift.
   static void load_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
     const Words first = upper(load_words(static_cast<const char*>(from) - 1));
     const Words second = upper(load_words(from));
@@ -44,7 +46,7 @@ struct E4m3AsFloats {
     low[1] = as_floats(first & broadcast_word(0xffff0000));
     high[1] = as_floats(second & broadcast_word(0xffff0000));
   }
-  // What came in the order of load_pairs.
+  // Restores the columns' order after load_pairs.
   static void put_in_order(Floats& first, Floats& second) { alternate_lanes(first, second); }
 };
 

@@ -1,4 +1,4 @@
-// Squares of weights in fp32, and their products with rows in fp32: what gradients are made of.
+// Squares of weights in fp32, and their products with rows in fp32, for gradients.
 #pragma once
 
 #include "kernels/panel_products-inl.h"
@@ -12,7 +12,7 @@ inline Words byte_of(Words words) {
   return shift_right<8 * kByte>(words) & broadcast_word(0xff);
 }
 
-// What stands in words, as unsigned bytes, four k-values beside each other.
+// The codes of a word as unsigned bytes, four k-values beside each other in each part.
 struct SignedBytes {
   static constexpr int kParts = 1;
   static void operands(Words words, Words (&parts)[1]) {
@@ -31,7 +31,7 @@ struct BytesOfNibbles {
   static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
 };
 
-// Factor and divisor of the block, in the order in which packing knows them.
+// Loads scales and applies the block's factor, then its divisor, as unpack.cpp does.
 template <typename Scales>
 inline Floats scales_of_block(const std::byte* block, const std::byte* scales) {
   const Floats own = Scales::load(scales) * broadcast(Scales::kUnit);

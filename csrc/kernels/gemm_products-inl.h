@@ -1,6 +1,6 @@
-// Rows times one block by the runtime's gemm, which reads the packed words as they are, and many
-// rows of fp8 expanded to words of bf16, for that gemm or for bf16's own products. Integer formats
-// give the same bits as products-inl.h.
+// Multiplies rows with one block by the runtime's gemm, which reads the packed words as they are.
+// Many rows are multiplied with fp8 weights expanded to bf16, by that gemm or by bf16's own
+// products. Integer formats give the same bits as products-inl.h.
 #pragma once
 
 #include "kernels/products-inl.h"
@@ -8,19 +8,18 @@
 namespace torch_mesh {
 namespace {
 
-// The runtime's gemm. tile_products-inl.h has another multiplication, which says the same of
-// itself.
+// The runtime's gemm. TileGemm (tile_products-inl.h) has the same interface.
 struct RuntimeGemm {
-  static constexpr bool kSignedRows = false;   // of bytes: they become value + 128
-  static constexpr bool kWholeTiles = false;   // writes sums of rows that there are not
-  static constexpr int32_t kGroupsAhead = 0;   // how far to ask for weights while sums are scaled
+  static constexpr bool kSignedRows = false;   // else rows of bytes become value + 128
+  static constexpr bool kWholeTiles = false;   // writes sums of missing rows too
+  static constexpr int32_t kGroupsAhead = 0;   // groups ahead to prefetch while scaling sums
   static constexpr int32_t kBf16Depth = 2048;  // of one gemm: its rows are gathered on the stack
 
   const Runtime& runtime;
 
   explicit RuntimeGemm(const BlockProducts& products) : runtime(*products.gemm) {}
 
-  // `bytes` of each row from `at` on, as a: one row after the other.
+  // Copies `bytes` of each row from `at` on to `a`, one row after the other.
   template <bool kBytes>
   void gather(const BlockProducts& products, int64_t at, int32_t bytes, std::byte* a) const {
     for (int32_t r = 0; r < products.rows.count; ++r) {
@@ -51,14 +50,14 @@ struct RuntimeGemm {
   }
 };
 
-// Words of bf16, and what the next ones are expanded from, if they are.
+// Words of bf16, and the bytes that the next ones are expanded from, if they are.
 struct StepWords {
   const std::byte* words;
   LinesAhead ahead;
 };
 
-// Of words of bf16: words(k, depth) are those of k-values [k, k + depth). sums is kTileRows rows
-// long, whatever there are of them.
+// Multiplies with words of bf16: words(k, depth) returns those of k-values [k, k + depth). `sums`
+// has room for kTileRows rows, whatever their number.
 template <typename Gemm, typename WordsOf>
 inline void gemm_words(const BlockProducts& products, const Gemm& gemm, const WordsOf& words) {
   alignas(64) std::byte gathered[kTileRows * Gemm::kBf16Depth * 2];
@@ -86,7 +85,7 @@ inline void gemm_bf16(const BlockProducts& products, const Gemm& gemm) {
   });
 }
 
-// Two vectors of words of bf16, which holds every number of E4M3.
+// Converts E4M3 to two vectors of words of bf16, which holds every number of E4M3.
 template <typename Expanding>
 inline void e4m3_to_bf16(const std::byte* pairs, Words (&words)[2]) {
   if constexpr (requires { Expanding::to_bf16(pairs); }) {
@@ -103,8 +102,8 @@ inline void e4m3_to_bf16(const std::byte* pairs, Words (&words)[2]) {
   }
 }
 
-// To words of bf16. `step` scales them too, if there is one: by powers of two, which is exact, but
-// for what would be subnormal or infinite.
+// Expands fp8 to words of bf16. kScaled: also scales by `step`'s powers of two, which is exact
+// unless the result is subnormal or infinite.
 template <bool kScaled>
 inline void expand_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8Step* step,
                                std::byte* to) {
@@ -130,7 +129,7 @@ inline void expand_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8S
   E4m3::restore_subnormals(before);
 }
 
-// A step of a block as words of bf16, scaled already where scales are powers of two.
+// A step of a block as words of bf16, already scaled if scales are powers of two.
 struct ExpandedFp8 {
   static constexpr int32_t kMaxDepth = 128;
 
@@ -177,8 +176,8 @@ inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
   }
 }
 
-// Many rows of fp8 by the Dot of bf16, for processors on which that is faster than the runtime's
-// gemm. Sums have other bits than those of fp8's own Dot.
+// Multiplies many rows with fp8 by the Dot of bf16, for processors on which that is faster than the
+// runtime's gemm. Sums have other bits than those of fp8's own Dot.
 template <typename Dot>
 inline void fp8_as_bf16(const BlockProducts& products) {
   const OperandShape& shape = products.shape;
@@ -202,7 +201,7 @@ constexpr bool takes_signed_bytes() {
   return Dot::kRowWords == 1 || requires { Dot::kSigned; };
 }
 
-// 128 times the sum of each column of a group, which gemm's u8 rows add.
+// Writes 128 times the sum of each column of a group, which gemm's u8 rows add.
 template <typename Dot, typename Group>
 inline void gemm_surplus(const Group& group, uint32_t* surplus) {
   alignas(8) static constexpr uint8_t kOnes[8] = {1, 1, 1, 1, 1, 1, 1, 1};
@@ -223,7 +222,8 @@ inline void gemm_surplus(const Group& group, uint32_t* surplus) {
   }
 }
 
-// Of groups whose words are gemm's own operands. Bytes of nibbles stay unsigned: s8 holds them too.
+// Multiplies with groups whose words are gemm's own operands. Bytes of nibbles stay unsigned: s8
+// holds them too.
 template <typename Dot, typename Scales, typename Group, typename Gemm>
 inline void gemm_integer(const BlockProducts& products, const Gemm& gemm) {
   alignas(64) std::byte gathered[kTileRows * kMaxGroup];

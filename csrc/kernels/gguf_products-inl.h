@@ -1,5 +1,5 @@
-// Codes of GGUF's types (store/gguf_types.h) to bytes, which are then multiplied as other formats'
-// words. Include after the target's simd header.
+// Expands codes of GGUF's types (store/gguf_types.h) to bytes, which are then multiplied as other
+// formats' words. Include after the target's simd header.
 #pragma once
 
 #include "kernels/products-inl.h"
@@ -8,7 +8,7 @@
 namespace torch_mesh {
 namespace {
 
-constexpr int32_t kGgufColumns = 16;  // whose words stand beside each other
+constexpr int32_t kGgufColumns = 16;  // columns whose words are beside each other
 constexpr int32_t kGgufLine = kGgufColumns * 4;
 constexpr int32_t kGgufAhead = 2048;  // see Prefetching, dots-inl.h
 
@@ -18,7 +18,7 @@ struct CodesFrom {
   static Words zeros(const std::byte*) { return broadcast_word(kZero); }
 };
 
-// Bits of each byte of words, moved to where a mask has them.
+// Shifts words left by kLeft bits, or right if it is negative.
 template <int kLeft>
 inline Words moved(Words words) {
   if constexpr (kLeft > 0) {
@@ -44,9 +44,9 @@ template <Format kFormat>
 struct GgufCodes {
   static constexpr GgufType kType = gguf_type(kFormat);
   static constexpr int kPairBits = kType.bits % 4 >= 2 ? 2 : 0;
-  static constexpr int kPairs = kType.bits >= 4 ? 4 : 0;             // their first word
-  static constexpr int kSingles = kPairs + (kPairBits > 0 ? 2 : 0);  // that of single bits
-  static constexpr int kPairBit = kType.bits >= 4 ? 4 : 0;           // their place in a code
+  static constexpr int kPairs = kType.bits >= 4 ? 4 : 0;             // first word of bit pairs
+  static constexpr int kSingles = kPairs + (kPairBits > 0 ? 2 : 0);  // word of single bits
+  static constexpr int kPairBit = kType.bits >= 4 ? 4 : 0;           // first bit of pairs in a code
   static constexpr int kSingleBit = kPairBit + kPairBits;
 
   static Words word(const std::byte* words, int32_t index) {
@@ -78,7 +78,7 @@ struct GgufCodes {
   }
 };
 
-// take(Constant<i>, low, high) for inputs [8 i, 8 i + 8) of a part, from kFirst on.
+// Calls take(Constant<i>, low, high) for inputs [8 i, 8 i + 8) of a part, i in [kFirst, kEnd).
 template <Format kFormat, int kFirst, int kEnd, typename Take>
 inline void read_gguf(const std::byte* words, const Take& take) {
   if constexpr (kFirst < kEnd) {
@@ -89,7 +89,7 @@ inline void read_gguf(const std::byte* words, const Take& take) {
   }
 }
 
-// Scales and mins of kLanes columns of a group, without what they are multiples of.
+// Scales and mins of kLanes columns of a group, from `d` and the group's steps.
 template <Format kFormat>
 struct GgufSteps {
   static constexpr GgufType kType = gguf_type(kFormat);
@@ -107,7 +107,7 @@ struct GgufSteps {
       return d * words_to_floats(load_bytes(steps));
     }
   }
-  // `d` of the mins, or where there are none of the scales.
+  // `d` is that of the mins, or that of the scales if mins have none.
   static Floats min(Floats d, const std::byte* steps) {
     if constexpr (kType.mins == GgufMins::kEighths) {
       const Floats eighths = words_to_floats(shift_right<4>(load_bytes(steps)));
@@ -122,7 +122,7 @@ struct GgufSteps {
   }
 };
 
-// Where group `group` of a block stands.
+// The place of group `group` in a block.
 template <Format kFormat>
 struct GgufPlace {
   static constexpr GgufType kType = gguf_type(kFormat);
@@ -152,7 +152,7 @@ struct GgufPlace {
     return GgufSteps<kFormat>::min(load_half(header + (kFirst + column) * 2), steps + column);
   }
 
-  // Words of four codes of the group, [group / 4][kBlockColumns].
+  // Writes words of four codes of the group, [kType.group / 4][kBlockColumns].
   void expand(std::byte* to) const {
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const std::byte* from =
@@ -173,7 +173,7 @@ struct GgufPlace {
   }
 };
 
-// As IntegerGroup; its words, scales and mins are expanded for all rows at once.
+// As IntegerGroup; its words, scales and mins are expanded once for all rows.
 template <Format kFormat>
 struct GgufGroup {
   static constexpr GgufType kType = gguf_type(kFormat);
@@ -210,7 +210,8 @@ struct GgufGroup {
   alignas(64) float min_[kBlockColumns];
 };
 
-// What all groups of a stretch have scales and mins from, in fp32. GgufSteps takes `of_mins`.
+// The halves that all groups of a stretch have scales and mins from, in fp32. GgufSteps::min takes
+// of_mins().
 template <Format kFormat>
 struct GgufHeader {
   static constexpr GgufType kType = gguf_type(kFormat);
@@ -232,8 +233,8 @@ struct GgufHeader {
   }
 };
 
-// Products with the codes of a part's groups, for one row. Where a Dot has 16-bit sums, these take
-// as many products as they have room for before they are widened.
+// Sums of one row's products with the codes of a part's groups. If a Dot has 16-bit sums, these
+// take as many products as fit before they are widened.
 template <typename Dot, Format kFormat>
 struct GgufSums {
   static constexpr GgufType kType = gguf_type(kFormat);
@@ -274,8 +275,8 @@ struct GgufSums {
   }
 };
 
-// One row with one block or with two, whose parts take turns: codes are multiplied where they are
-// put together, and go through no memory.
+// Multiplies one row with one block, or with two whose parts take turns. Codes are multiplied in
+// registers, where they are assembled, and do not go through memory.
 template <typename Dot, Format kFormat, int kBlocks>
 inline void gguf_row(const BlockProducts* const (&products)[kBlocks]) {
   constexpr GgufType kType = gguf_type(kFormat);
@@ -334,7 +335,7 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks]) {
   }
 }
 
-// kSquare inputs: weights as GgufType has them.
+// Dequantizes kSquare inputs as store/gguf_types.h defines them.
 template <Format kFormat>
 inline void dequantize_gguf(const SquareOfBlock& from, float* square) {
   constexpr GgufType kType = gguf_type(kFormat);
@@ -346,7 +347,7 @@ inline void dequantize_gguf(const SquareOfBlock& from, float* square) {
       const Floats scale = place.scale(c);
       for (int32_t j = 0; j < kType.group / 4; ++j) {
         float* to = square + (first + 4 * j) * kBlockColumns + c;
-        // Signed levels as SignedBytes has them.
+        // Signed levels become unsigned bytes as in SignedBytes.
         const Words turned = broadcast_word(kType.levels != nullptr ? 0x80808080 : 0);
         const Words part = load_words(codes + (j * kBlockColumns + c) * 4) ^ turned;
         store_part(part, broadcast_word(kType.levels != nullptr ? 128 : kType.zero), scale, to);

@@ -1,5 +1,5 @@
-// Activations into the operand form of the products, and sums out of it. Include after the target's
-// simd header.
+// Converts activations to the operand form of the products, and finishes sums. Include after the
+// target's simd header.
 #pragma once
 
 #include "kernels/kernel_table.h"
@@ -32,8 +32,8 @@ inline void to_floats(const void* values, ScalarType type, int32_t count, float*
   __builtin_memcpy(floats + whole, converted, rest * sizeof(float));
 }
 
-// Symmetric, by the largest magnitude. One value that is not finite makes the scale NaN, so that
-// the row's outputs are NaN.
+// Quantises symmetrically, by the largest magnitude. One value that is not finite makes the scale
+// NaN, so that the row's outputs are NaN.
 inline void quantise_group(const float* values, int32_t count, uint8_t* bytes, float* scale,
                            int32_t* sum) {
   Words largest = broadcast_word(0);

@@ -1,5 +1,5 @@
-// One group of 64 columns into its packed form. Lanes are columns and each lane runs the same
-// sequence of roundings, so that every target packs the same bits.
+// Packs one group of 64 columns. Lanes are columns and each lane runs the same sequence of
+// roundings, so that every target packs the same bits.
 #pragma once
 
 #include "kernels/kernel_table.h"
@@ -9,10 +9,10 @@ namespace torch_mesh {
 namespace {
 
 // The scales that are tried put the group's largest magnitude at these quantised values. Least
-// squares then improves each; what is kept is the best after rounding to bf16. int8 gains only from
-// a slight clipping. int4 has one more negative value than positive ones, and the group's largest
+// squares then improves each; the best after rounding to bf16 is kept. int8 gains only from a
+// slight clipping. int4 has one more negative value than positive ones, and the group's largest
 // magnitude gets it whatever its sign, as in ggml's Q4_0: the other sign of the scale, twice the
-// work, takes .04 % off the error at most (docs/decisions/0010-lut4.md).
+// work, takes 0.04 % off the error at most (docs/decisions/0010-lut4.md).
 struct Int8Grid {
   static constexpr bool kSigned = false;
   static constexpr float kLow = -127, kHigh = 127;
@@ -76,7 +76,7 @@ struct Columns {
   }
 };
 
-// What is put at a candidate.
+// The value that is scaled to a candidate.
 template <typename Grid>
 inline Floats reach(const Columns& columns) {
   return Grid::kSigned ? columns.extreme : columns.amax;
@@ -89,7 +89,7 @@ struct Fit {
   Floats gain;
 };
 
-// What the squared error of input k of the group costs: the same for all, or importance[k].
+// The weight of the squared error of input k of the group: the same for all, or importance[k].
 struct Flat {
   Floats operator()(int32_t, Floats value) const { return value; }
 };
@@ -98,7 +98,7 @@ struct Weighted {
   Floats operator()(int32_t k, Floats value) const { return value * broadcast(importance[k]); }
 };
 
-// How many candidates are fitted in one pass: their chains of additions overlap.
+// Candidates that are fitted in one pass: their chains of additions overlap.
 constexpr int kTogether = 2;
 
 // The least-squares scales for the integers that kTogether candidates give. |x - s q|^2 = |x|^2 -
@@ -142,7 +142,7 @@ inline Floats best_scale(const Columns& columns, const Cost& cost = {}) {
   return best.scale;
 }
 
-// The integers that belong to the scale that was kept, as floats in place of the values.
+// Replaces the values by their integers for the chosen scale, as floats.
 template <typename Grid>
 inline void quantise_columns(Columns& columns, Floats scale) {
   const Floats inverse = broadcast(1.0f) / scale;
@@ -165,7 +165,7 @@ inline Words byte_of_word(Words value, int byte) {
   }
 }
 
-// Codes k .. k + 3 in the bytes of a word, each plus `offset`.
+// Returns codes k .. k + 3 in the bytes of a word, each plus `offset`.
 template <typename Codes>
 inline Words four_bytes(const Codes& codes, int32_t k, uint32_t offset) {
   Words word = broadcast_word(0);

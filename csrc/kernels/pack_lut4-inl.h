@@ -1,4 +1,4 @@
-// One group of 64 columns into lut4: as pack_group-inl.h, with sixteen uneven levels.
+// Packs one group of 64 columns into lut4: as pack_group-inl.h, with sixteen uneven levels.
 #pragma once
 
 #include <type_traits>
@@ -8,8 +8,8 @@
 namespace torch_mesh {
 namespace {
 
-// The levels, and where one gives way to the next, as a search tree: four comparisons find the
-// nearest level where a scan needs fifteen. Row r has 2^r thresholds.
+// The levels, and the thresholds between them as a search tree: four comparisons find the nearest
+// level where a scan needs fifteen. Row r has 2^r thresholds.
 struct Lut4Tree {
   float levels[16];
   float thresholds[4][8];
@@ -27,8 +27,9 @@ struct Lut4Tree {
 };
 constexpr Lut4Tree kLut4Tree;
 
-// The same by the nearest even number, 0 to 62: between two odd ones there is a threshold at most,
-// and at odd ones none. Takes half of the tree's operations where 32 entries are in registers.
+// The same by the nearest even number, 0 to 62: between two odd ones there is at most one
+// threshold, and at odd ones none. Takes half of the tree's operations where 32 entries are in
+// registers.
 struct Lut4Bins {
   float thresholds[32], below[32], above[32];
 
@@ -105,8 +106,8 @@ inline Lut4Fit fit_lut4(const Columns& columns, const Cost& cost, Floats inverse
   return {scale, zero, scale * (xq + xq - scale * qq)};
 }
 
-// Both directions of the levels, each zero, and these shares of the scale that just reaches the
-// group's ends: more of them or repeating the fit gains less than 0.5 %.
+// Packing tries both directions of the levels, each zero, and these fractions of the scale that
+// just reaches the group's ends. More fractions, or repeating the fit, gain less than 0.5 %.
 constexpr float kLut4Shares[] = {0.78f, 0.85f, 0.92f, 0.99f};
 
 template <typename Cost = Flat>
@@ -133,7 +134,7 @@ inline Lut4Fit best_lut4(const Columns& columns, const Cost& cost = {}) {
   return best;
 }
 
-// The codes in place of the values.
+// Replaces the values by their codes.
 inline void quantise_lut4(Columns& columns, const Lut4Fit& fit) {
   const Floats inverse = broadcast(1.0f) / fit.scale;
   for (int32_t k = 0; k < columns.depth; ++k) {

@@ -1,6 +1,6 @@
-// One block of 64 columns into codes of a trellis: the sequence of codes whose levels are nearest
-// to a stream's weights, by Viterbi's algorithm. Lanes are streams, and their costs are integers,
-// so that every target packs the same bits.
+// Packs one block of 64 columns into codes of a trellis. Viterbi's algorithm finds the sequence of
+// codes whose levels are nearest to a stream's weights. Lanes are streams, and their costs are
+// integers, so that every target packs the same bits.
 #pragma once
 
 #include "kernels/pack_group-inl.h"
@@ -9,7 +9,8 @@
 namespace torch_mesh {
 namespace {
 
-// A state is reached from kCodes others, its predecessors i, and these share all their successors.
+// A state is reached from kCodes others, its predecessors i. These share all their successors: they
+// are a family.
 constexpr int32_t trellis_source(Tcq2, int32_t family, int32_t i) { return i << 8 | family; }
 constexpr int32_t trellis_source(Tcq3, int32_t family, int32_t i) {
   return i >> 1 << 7 | family >> 2 << 3 | (i & 1) << 2 | (family & 3);
@@ -17,9 +18,9 @@ constexpr int32_t trellis_source(Tcq3, int32_t family, int32_t i) {
 constexpr int32_t predecessor(Tcq2, int32_t state) { return state >> 8; }
 constexpr int32_t predecessor(Tcq3, int32_t state) { return state >> 7 << 1 | (state >> 2 & 1); }
 
-// Costs have 16 bits, of which the lowest name the predecessor i that a state has been reached
-// from: one minimum then chooses both. What is further away than
-// kMaxDistance units is equally far, so that no path costs kMaxCost more than another for long.
+// Costs have 16 bits. The lowest kBits name the predecessor i that a state has been reached from:
+// one minimum then chooses both. Distances above kMaxDistance units count as kMaxDistance, so that
+// no path costs kMaxCost more than another for long.
 template <typename Code>
 struct Costs {
   static constexpr int32_t kBits = Code::kCodes == 4 ? 2 : 3;
@@ -29,22 +30,22 @@ struct Costs {
   static constexpr uint32_t kMaxDistance = 2047;
   static constexpr uint32_t kMaxCost = (0xffffu >> kBits) - kMaxDistance;
 };
-// Gaussian weights of this root mean square are what the levels were made for.
+// The levels were made for Gaussian weights of this root mean square.
 constexpr float kRootMeanSquare = 11.0f;
 constexpr int32_t kLevels = 64;
-constexpr int32_t kStepsBetween = 4;  // subtractions of the least cost
+constexpr int32_t kStepsBetween = 4;  // steps between subtractions of the least cost
 constexpr int32_t kTailSteps = 16;
 
 inline Words both_halves(uint32_t value) { return broadcast_word(value << 16 | value); }
 
-// All successions of states, ordered as they are gone through.
+// All steps between states, in the order in which they are computed.
 template <typename Code>
 struct Trellis {
   static constexpr int32_t kFamilies = Code::kStates / Code::kCodes;
   uint16_t sources[kFamilies][Code::kCodes];
   uint16_t targets[kFamilies][Code::kCodes];
   uint8_t levels[kFamilies][Code::kCodes][Code::kCodes];  // by code, then by predecessor
-  // Of a target: its place in `targets`.
+  // By target: its place in `targets`.
   uint16_t places[Code::kStates];
 
   constexpr Trellis() : sources{}, targets{}, levels{}, places{} {
@@ -65,8 +66,8 @@ struct Trellis {
 template <typename Code>
 constexpr Trellis<Code> kTrellis;
 
-// What takes a group's weights, of which `count` are no padding, to levels, until there are codes
-// to choose a scale by.
+// Returns the factor from a group's weights, of which `count` are no padding, to levels. The scale
+// is chosen later, from the codes.
 inline Floats provisional_inverse(const Columns& columns, int32_t count) {
   Floats squares = broadcast(0.0f);
   for (int32_t i = 0; i < columns.depth; ++i) {
@@ -80,15 +81,15 @@ inline Floats provisional_inverse(const Columns& columns, int32_t count) {
   return load(each);
 }
 
-// Where a weight lies among the levels.
+// Returns the position of a weight among the levels.
 inline Floats position_of(Floats weight, Floats inverse) {
   const Floats position =
       multiply_add(weight, inverse, broadcast(static_cast<float>(kTrellisZero)));
-  // Beyond the levels only a little, lest all of them are equally far.
+  // Only a little beyond the levels: further out all levels would be equally far.
   return minimum(maximum(position, broadcast(-8.0f)), broadcast(kLevels + 7.0f));
 }
 
-// Streams of two sets of kLanes each, in the lower and upper halves of words.
+// Two sets of kLanes streams each, in the lower and upper halves of words.
 template <typename Code>
 struct Viterbi {
   using Cost = Costs<Code>;
@@ -113,7 +114,7 @@ struct Viterbi {
     now = 0;
     for (int32_t s = 0; s < Code::kStates; ++s) put(present(), s, first_cost(s, 0));
   }
-  // Each begins in a state of its own: [2][kLanes].
+  // Each stream begins in a state of its own: [2][kLanes].
   void begin(const uint16_t* states) {
     now = 0;
     for (int32_t s = 0; s < Code::kStates; ++s) {
@@ -125,8 +126,8 @@ struct Viterbi {
     }
   }
 
-  // `positions` are where the streams' next weights lie among the levels, and `units` what a
-  // squared distance of one level costs in each set: 0 for padding. Writes Cost::kWords words of
+  // `positions` are those of the streams' next weights among the levels. `units` are the costs of a
+  // squared distance of one level in each set, 0 for padding. Writes Cost::kWords words of
   // predecessors.
   void step(const Floats (&positions)[2], const float (&units)[2], std::byte* predecessors) {
     measure(positions, units);
@@ -156,7 +157,7 @@ struct Viterbi {
     }
   }
 
-  // The state of least cost that each stream is in.
+  // Writes each stream's state of least cost.
   void best(uint16_t* states) const {
     constexpr int32_t kRun = 32;
     alignas(64) std::byte leasts[Code::kStates / kRun * kLanes * 4];  // of runs of states
@@ -181,7 +182,7 @@ struct Viterbi {
     }
   }
 
-  // The code by which a step has come to `state`, which becomes the one before it.
+  // Returns the code of the step that led to `state`, and sets `state` to the one before it.
   static int32_t back(const std::byte* predecessors, int32_t lane, uint16_t& state) {
     const int32_t place = kTrellis<Code>.places[state];
     uint16_t kept;
@@ -190,8 +191,8 @@ struct Viterbi {
     state = kTrellis<Code>.sources[place / Code::kCodes][i];
     return place % Code::kCodes;
   }
-  // Of the step from one state to the next. (Code::level() at run time would be data that this
-  // object gives away.)
+  // The level of the step from one state to the next. (Code::level() at run time would need data
+  // with external linkage.)
   static int32_t level(uint16_t from, uint16_t to) {
     const int32_t place = kTrellis<Code>.places[to];
     const auto& levels = kTrellis<Code>.levels[place / Code::kCodes][place % Code::kCodes];
@@ -202,7 +203,7 @@ struct Viterbi {
   static Words first_cost(int32_t state, uint32_t cost) {
     return both_halves(cost << Cost::kBits | static_cast<uint32_t>(predecessor(Code{}, state)));
   }
-  // Where a lane of a word of lanes is; those of the second set are the upper halves.
+  // The place in bytes of a lane of a word of lanes; lanes of the second set are the upper halves.
   static int64_t of_lane(int32_t word, int32_t lane) {
     return (int64_t{word} * kLanes + lane % kLanes) * 4 + lane / kLanes * 2;
   }
@@ -224,7 +225,8 @@ struct Viterbi {
     }
   }
 
-  // Codes [kFirst, kEnd) of a family; their predecessors go below those of `kept`.
+  // Computes codes [kFirst, kEnd) of a family. Returns `kept` with their predecessors below those
+  // in it.
   template <int32_t kFirst, int32_t kEnd>
   Words advance(int32_t family, Words kept) {
     const Trellis<Code>& trellis = kTrellis<Code>;
@@ -240,7 +242,7 @@ struct Viterbi {
       kept = shift_left<Cost::kSlot>(kept) | (least & number);
       const int32_t target = trellis.targets[family][code];
       const Words most = both_halves(Cost::kMaxCost << Cost::kBits | number_of(target));
-      // As the cost's own lowest bits, the number is subtracted with those that it replaces.
+      // Clears the lowest bits, which name the predecessor; the target's own number replaces them.
       const Words cost = subtract_words(least, least & number);
       put(costs[1 - now], target, minimum_uint16(cost | both_halves(number_of(target)), most));
     }
@@ -251,8 +253,8 @@ struct Viterbi {
   }
 };
 
-// kCount codes' bits, of kBits each from bit kFrom on, in the bytes of their streams. `codes` are
-// those of kLanes columns, `stride` from one input to the next.
+// Returns kBits bits, from bit kFrom on, of kCount codes of each stream, in the stream's byte.
+// `codes` are those of kLanes columns, `stride` from one input to the next.
 template <int kBits, int kCount, int kFrom>
 inline Words word_of_codes(const uint8_t* codes, int32_t stride) {
   Words word = broadcast_word(0);
@@ -277,8 +279,8 @@ inline void store_unit(const uint8_t* codes, int32_t stride, std::byte* words) {
   }
 }
 
-// Of TrellisColumns: the costs, [steps][Costs::kWords] words of predecessors, [depth_padded] words
-// of positions, as many bytes of codes.
+// Bytes of scratch for TrellisColumns: the costs, [steps][Costs::kWords] words of predecessors,
+// [depth_padded] words of positions, as many bytes of codes.
 template <typename Code>
 inline int64_t trellis_scratch(int32_t depth_padded) {
   const int64_t steps = depth_padded / kTrellisStreams;
@@ -308,7 +310,7 @@ class TrellisColumns {
       uint16_t ends[2 * kLanes];
       const int32_t steps = padded_ / kTrellisStreams;
       const int32_t tail = steps < kTailSteps ? steps : kTailSteps;
-      // Where the end and the beginning of a stream, which is a ring, meet best.
+      // The state in which the end and the beginning of a stream, which is a ring, meet best.
       viterbi_.begin();
       for (int32_t j = 0; j < tail; ++j) step(stream, steps - tail + j, j);
       for (int32_t j = 0; j < tail; ++j) step(stream, j, j);
@@ -329,7 +331,7 @@ class TrellisColumns {
     }
   }
 
-  // Scales that are right for the codes, and both in the block.
+  // Writes the codes, and the least-squares scales for them, to the block.
   void store(const TrellisBlock<Code>& block, int32_t column, const float* panel,
              std::byte* to) const {
     for (int32_t u = 0; u < block.units; ++u) {
@@ -348,7 +350,7 @@ class TrellisColumns {
         xq = multiply_add(columns.row(i), q, xq);
         qq = multiply_add(q, q, qq);
       }
-      // Of a group without weights all levels may be zeros.
+      // In a group without weights all levels may be zero.
       const Floats scale = select(less(broadcast(0.0f), qq), xq / qq, broadcast(0.0f));
       store_scale(to + (block.scales(k / group_) - block.block), column, columns, scale);
     }

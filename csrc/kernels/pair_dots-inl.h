@@ -35,8 +35,8 @@ struct PairInt8Dot {
   static Words start(Words, int32_t) { return broadcast_word(0); }
 };
 
-// Nibbles x s8: two words give at most 2 * 2 * 63 * 127 = 32004 per 16-bit lane. Of int4 alone four
-// could be added there before they are widened; that was no faster.
+// Nibbles x s8: two words give at most 2 * 2 * 63 * 127 = 32004 per 16-bit lane. For int4 alone
+// four could be added there before widening; that was no faster.
 template <typename Nibbles>
 struct PairNibbleDot {
   using Sum = Words;
@@ -54,7 +54,7 @@ struct PairNibbleDot {
   static Row row(const std::byte* words) {
     return {broadcast_word(word_at(words)), broadcast_word(word_at(words + 4))};
   }
-  // Of eight k-values, in 16 bits.
+  // Adds the products of eight k-values in 16 bits.
   static Words narrow(const Row& row, const Weights& weights) {
     return add_int16(multiply_byte_pairs(weights.low, row.low),
                      multiply_byte_pairs(weights.high, row.high));

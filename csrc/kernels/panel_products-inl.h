@@ -1,6 +1,6 @@
-// Many rows of bf16 without AVX512-BF16, and of fp8 on all tables but AMD's: a step of a block is
-// expanded to fp32 once, into a panel that stays in L1, and multiplied with all rows. Adds in the
-// order of products-inl.h and so gives the same bits.
+// Multiplies many rows with bf16 without AVX512-BF16, and with fp8 on all tables but AMD's. A step
+// of a block is expanded to fp32 once, into a panel that stays in L1, and multiplied with all rows.
+// Adds in the order of products-inl.h and so gives the same bits.
 #pragma once
 
 #include "kernels/products-inl.h"
@@ -12,13 +12,13 @@ constexpr int kPanelUnroll = 4;
 static_assert(kStepDepth == kSquare);  // rows of both go to add_panel_rows
 
 struct Panel {
-  const std::byte* next;  // what the next panel is made from
+  const std::byte* next;  // the bytes that the next panel is expanded from
   int32_t depth;
   alignas(64) float weights[kStepDepth][kBlockColumns];  // 16 KiB
   alignas(64) float rows[kTileRows][kStepDepth];
 };
 
-// To weights[depth][kBlockColumns].
+// Expands words to weights[depth][kBlockColumns].
 template <typename Dot>
 inline void expand(const std::byte* words, float weight_unit, int32_t depth, float* weights_of) {
   const Floats unit = broadcast(weight_unit);
@@ -59,8 +59,8 @@ template <int kRows, typename Step>
 inline void panel_tile(const Panel& panel, const Step& step, int32_t first, float* sums) {
   constexpr int kVectors = vectors_at_once(kPanelTile, kRows);
   constexpr int kPasses = kBlockColumns / (kVectors * kLanes);
-  // The products hide the reads of the next panel, one cache line a step, which would wait at every
-  // page otherwise: the processor's own prefetchers do not look beyond it.
+  // The products hide the reads of the next panel, prefetched one cache line a step. Otherwise
+  // these would wait at every page: the processor's own prefetchers stop at its end.
   const std::byte* next = panel.next + int64_t{first / kPanelTile.rows} * kStepDepth * 64;
   for (int pass = 0; pass < kPasses; ++pass) {
     const int32_t c = pass * kVectors * kLanes;
@@ -85,7 +85,7 @@ inline void panel_tile(const Panel& panel, const Step& step, int32_t first, floa
   }
 }
 
-// Of all rows with the panel's weights.
+// Multiplies all rows with the panel's weights.
 template <typename Step>
 inline void multiply_panel(const BlockProducts& products, int32_t depth, const Step& step,
                            Panel& panel) {

@@ -1,5 +1,5 @@
-// Rows times bf16 weights as they stand in a tensor, a row of it for each output: decode steps of
-// layers that are not packed. Include after the target's simd header.
+// Multiplies rows with bf16 weights of a tensor, which has a row for each output: for decode steps
+// of layers that are not packed. Include after the target's simd header.
 #pragma once
 
 #include "kernels/dots-inl.h"

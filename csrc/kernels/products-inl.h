@@ -1,20 +1,19 @@
-// Rows times one block, the same algorithm on every target. A target's
-// simd header says how much it sums in registers; its translation unit brings a Dot for each
-// format:
+// Multiplies rows with one block, by the same algorithm on every target. A target's simd header
+// says how much it sums in registers. Its translation unit defines a Dot for each format:
 //
 //   Sum      its accumulator, one per column: Floats for bf16, Words for the integers
 //   Weights  one word of kLanes columns, expanded into operands
 //   Row      the activations that meet this word, broadcast to all columns
 //   kRowWords  how many 32-bit words of activations that is
-//   kColumnBytes  of a column's word, where it has not 32 bits
+//   kColumnBytes  bytes of a column's word, if not 4
 //   add(sum, row, weights)
 //   kVectorsAtOnce  vectors of columns that weights(words, Weights (&)[]) expands together, where
-//                   that is cheaper than one; Expanding::put_in_order takes them apart
-//   zeros(scales)   which operand stands for a weight of zero, per column (integers)
-//   start(zeros, row_sum)   what a sum begins with: the opposite of what these will add
-//   kWordsAtOnce  that weights() takes of a column; the next one is behind all columns' first
-//   kPrefetchBytes, kPrefetchesGroups  how it asks for weights ahead (Prefetching,
-//                   PrefetchingGroups), if it does
+//                   that is cheaper than one; Expanding::put_in_order restores their order
+//   zeros(scales)   the operand of a weight of zero, per column (integers)
+//   start(zeros, row_sum)   a sum's first value: minus what the zeros will add
+//   kWordsAtOnce  words of a column that weights() takes; the second is behind all columns' first
+//   kPrefetchBytes, kPrefetchesGroups  how it prefetches weights (Prefetching, PrefetchingGroups),
+//                   if it does
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -29,7 +28,7 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
-constexpr int32_t kLineBytes = 64;  // of cache
+constexpr int32_t kLineBytes = 64;  // of a cache line
 
 constexpr int32_t vectors_at_once(const TileShape& tile, int32_t rows) {
   const int32_t all = kBlockColumns / kLanes;
@@ -46,7 +45,7 @@ constexpr int32_t column_bytes() {
   }
 }
 
-// Words of a column that weights() takes: the next one is behind all columns' first.
+// Words of a column that weights() takes; the second one is behind the first ones of all columns.
 template <typename Dot>
 constexpr int32_t words_at_once() {
   if constexpr (requires { Dot::kWordsAtOnce; }) {
@@ -87,13 +86,13 @@ constexpr bool prefetches_groups() {
   return requires { Dot::kPrefetchesGroups; };
 }
 
-// From how many rows on a Dot that prefetches groups does: fewer leave the memory no time that it
-// could use.
+// The fewest rows for which a Dot with kPrefetchesGroups prefetches. With fewer the memory is never
+// idle.
 constexpr int32_t kPrefetchingRows = 8, kPrefetchingFloatRows = 12;
 
-// What the tiles that go over some weights ask for meanwhile: `bytes` from `from` on, each tile for
-// the share of its rows, two lines at a step of its products. (Of two tiles that is a line less
-// than the share, where scales stand in front of the words.)
+// The bytes that tiles prefetch while they go over other weights: `bytes` from `from` on. Each tile
+// prefetches the share of its rows, two lines at a step of its products. (With two tiles that is a
+// line less than the share, if scales precede the words.)
 struct LinesAhead {
   struct Share {
     const std::byte *next, *end;
@@ -152,8 +151,8 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
   }
 }
 
-// One row goes through two blocks at once where it asks for weights ahead: two streams keep more
-// reads in flight, and sums wait less for one another (docs/decisions/0012).
+// A Dot with kPrefetchBytes multiplies one row with two blocks at once: two streams keep more reads
+// in flight, and sums wait less for one another (docs/decisions/0012).
 template <typename Dot>
 concept ReadsPairs = requires {
   Dot::kPrefetchBytes;
@@ -161,10 +160,10 @@ concept ReadsPairs = requires {
 
 constexpr bool kSumsPairs = kTile.single_row_blocks == 2;
 static_assert(!kSumsPairs || kTile.single_row_vectors * kLanes == kBlockColumns);
-// With room for the sums of one block alone, blocks take turns of so many words.
+// If only one block's sums fit into registers, blocks take turns of so many words.
 constexpr int32_t kTurnWords = 8;
 
-// One row with the words of two blocks, one of each in turn.
+// Multiplies one row with the words of two blocks, one of each in turn.
 template <typename Dot, int kVectors>
 inline void add_words_of_pair(const std::byte* const (&words)[2], int32_t count,
                               const std::byte* row, typename Dot::Sum (&sums)[2][kVectors]) {
@@ -201,7 +200,7 @@ inline const std::byte* operand_row(const BlockProducts& products, int32_t r) {
   return rows.data + index * products.shape.row_bytes;
 }
 
-// `unit` is what the sums of this block are multiplied with besides its scales.
+// `unit` is a factor of this block's sums besides its scales.
 inline GroupRows group_rows(const BlockProducts& products, int32_t group, float unit) {
   GroupRows rows;
   const OperandShape& shape = products.shape;
@@ -226,7 +225,8 @@ constexpr int32_t header_bytes() {
   }
 }
 
-// Both floats of the header, which are 1 where they do nothing.
+// The factor of all scales: kUnit, times the header's factor over its divisor, which are 1 if
+// unused.
 template <typename Scales>
 inline float block_unit(const BlockProducts& products) {
   if constexpr (header_bytes<Scales>() > 0) {
@@ -261,8 +261,8 @@ struct IntegerGroup {
   int64_t total_bytes() const { return int64_t{kBlockColumns} * (Scales::kBytes + count * 4); }
 };
 
-// The same with its words expanded to bytes, once for all rows, as runtime's gemm takes them:
-// [2 * count][kBlockColumns]. A Dot of what they stand for multiplies these.
+// The same with its words expanded to bytes, once for all rows, as the runtime's gemm takes them:
+// [2 * count][kBlockColumns]. A Dot of the expanded bytes (OfBytes) multiplies these.
 template <typename Dot, typename Scales>
 struct ExpandedGroup : IntegerGroup<Dot, Scales> {
   alignas(64) std::byte bytes[kMaxGroup * kBlockColumns];
@@ -289,7 +289,7 @@ inline void add_scaled(float* sums, Words exact, float row_scale, Floats scale) 
   store(sums, multiply_add(words_to_floats(exact), broadcast(row_scale) * scale, load(sums)));
 }
 
-// What a group's min takes off all of its weights.
+// Subtracts a group's min, which all of its weights contain, from the sums.
 inline void subtract_min(float* sums, float row_scale, int32_t row_sum, Floats min) {
   const Floats minus = broadcast(-(row_scale * static_cast<float>(row_sum)));
   store(sums, multiply_add(minus, min, load(sums)));
@@ -345,7 +345,7 @@ inline void integer_products(const BlockProducts& products) {
   }
 }
 
-// One group of both blocks, with the row's activations in the units of each.
+// Multiplies one row with one group of both blocks; rows[b] is in the units of block b.
 template <typename Dot, typename Group>
 inline void integer_pair_tile(const Group (&groups)[2], const GroupRows (&rows)[2],
                               float* const (&sums)[2]) {
@@ -384,12 +384,12 @@ inline void integer_pair(const BlockProducts& first, const BlockProducts& second
   }
 }
 
-// Floats go in steps of 32 words. Of bf16 these are 8 KiB of the block: they stay in L1 while the
-// tiles go over them.
+// Products of floats take steps of 32 words. In bf16 these are 8 KiB of the block: they stay in L1
+// while the tiles go over them.
 constexpr int32_t kStepWords = 32;
 constexpr int32_t kStepDepth = 2 * kStepWords;
 
-// bf16 has no groups: a step goes on with the sums that are there.
+// bf16 has no groups: a step continues the sums of the one before.
 struct Unscaled {
   struct Scales {};
   static Floats begin(const float* sums) { return load(sums); }

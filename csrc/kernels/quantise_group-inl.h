@@ -8,15 +8,15 @@
 namespace torch_mesh {
 namespace {
 
-// Of kLanes columns, as the functions want them that store codes.
+// Codes of kLanes columns, as store_nibbles and store_bytes_of take them.
 struct CodesOfColumns {
   const float* codes;
   int32_t depth;
   Floats row(int32_t k) const { return load(codes + k * kBlockColumns); }
 };
 
-// The scale as its bf16 number; a group without one has no inverse either, so that its codes are
-// those of zero.
+// Keeps the scale, rounded to bf16. If it is zero or NaN its inverse is 0, so that codes are those
+// of zero.
 inline void keep_scale(QuantisedGroup& group, int32_t column, Floats scale) {
   const Floats stored = as_floats(shift_left<16>(bf16_bits(scale)));
   const Floats size = as_floats(magnitude_bits(stored));
@@ -33,7 +33,7 @@ struct IntegerCodes {
     keep_scale(group, column, best_scale<Grid>(columns, cost) * columns.restore);
   }
 
-  // The code of `target`, and what it stands for before the scale.
+  // Returns the code of `target`; `level` is its value before the scale.
   static Floats code(Floats target, const QuantisedGroup& group, int32_t column, Floats& level) {
     level = quantise<Grid>(target, load(group.inverse + column));
     return level;

@@ -1,4 +1,4 @@
-// One stream of a block into codes of a trellis, for targets that change as others are chosen: see
+// Chooses the codes of one stream of a block, for targets that change as codes are chosen: see
 // TrellisPacking. Lanes are columns.
 #pragma once
 
@@ -17,7 +17,7 @@ class TrellisRing {
         viterbi_(*reinterpret_cast<Viterbi<Code>*>(stream.scratch)),
         predecessors_(stream.scratch + sizeof(Viterbi<Code>)) {}
 
-  // Where its end and its beginning meet best.
+  // Chooses the state in which its end and its beginning meet best.
   void begin() {
     const int32_t tail = stream_.steps < kTailSteps ? stream_.steps : kTailSteps;
     viterbi_.begin();

@@ -20,7 +20,7 @@ inline Floats clamp(Floats x, float low, float high) {
   return maximum(broadcast(low), minimum(broadcast(high), x));
 }
 
-// |x| < 2^22 to the nearest integer.
+// Rounds |x| < 2^22 to the nearest integer.
 inline Words to_integers(Floats x) {
   const Floats magic = broadcast(kRoundingMagic);
   return subtract_words(as_words(x + magic), as_words(magic));
@@ -29,8 +29,8 @@ inline Words to_integers(Floats x) {
 // Ordered like the magnitudes themselves, with NaN above infinity.
 inline Words magnitude_bits(Floats x) { return as_words(x) & broadcast_word(0x7fffffff); }
 
-// Nearest bf16, ties to even, in the low half. Rounding would carry away the payload of a NaN that
-// is none of bf16: its quiet bit is set instead.
+// Returns the nearest bf16, ties to even, in the low half. Rounding could turn a NaN into an
+// infinity: instead, one with bits below bf16's gets its quiet bit set.
 inline Words bf16_bits(Floats x) {
   const Words bits = as_words(x);
   const Words odd = shift_right<16>(bits) & broadcast_word(1);

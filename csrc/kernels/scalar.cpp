@@ -1,6 +1,6 @@
 // One lane: runs everywhere, and is what every other table must agree with.
 #include "kernels/simd_scalar-inl.h"
-// All others are written in its terms.
+// The headers below are written in its terms.
 #include "kernels/dots-inl.h"
 #include "kernels/table-inl.h"
 

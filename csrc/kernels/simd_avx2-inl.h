@@ -25,7 +25,7 @@ constexpr TileShape kTile = {
     .rows = 2, .vectors = 4, .single_row_vectors = 8, .single_row_blocks = 1};
 // From this many rows on expanding nibbles once for all of them is faster than for each tile.
 constexpr int32_t kExpandedRows = 4;
-// Of a panel: 12 sums, 2 vectors of weights, one activation.
+// For panels: 12 sums, 2 vectors of weights, one activation.
 constexpr TileShape kPanelTile = {
     .rows = 6, .vectors = 2, .single_row_vectors = 4, .single_row_blocks = 1};
 
@@ -88,18 +88,18 @@ inline Words load_bytes(const void* from) {
 inline Words load_signed_bytes(const void* from) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
 }
-// Without a sign; see kE4m3HalfUnit.
+// For bytes without a sign; see kE4m3HalfUnit.
 inline Floats load_half_of_e4m3(const void* from) {
   const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(from));
   return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
 }
 
-// Each 16 bits by themselves, with copies of their sign.
+// Shifts each 16 bits by themselves, with copies of their sign.
 template <int kBits>
 inline Words shift_right_signed_halves(Words a) {
   return _mm256_srai_epi16(a, kBits);
 }
-// Lane j of both becomes lanes 2j and 2j + 1 of first and second, taken as one.
+// Interleaves lanes: lane j of both becomes lanes 2j and 2j + 1 of first and second, taken as one.
 inline void alternate_lanes(Floats& first, Floats& second) {
   const Floats low = _mm256_unpacklo_ps(first, second);
   const Floats high = _mm256_unpackhi_ps(first, second);
@@ -107,7 +107,7 @@ inline void alternate_lanes(Floats& first, Floats& second) {
   second = _mm256_permute2f128_ps(low, high, 0x31);
 }
 
-// Lane j of vector i changes places with lane i of vector j.
+// Swaps lane j of vector i with lane i of vector j.
 inline void transpose_lanes(Floats (&vectors)[8]) {
   Floats two[8], four[8];  // vectors' values beside each other, in both halves
   for (int i = 0; i < 8; i += 2) {
@@ -152,23 +152,23 @@ inline Floats look_up(const float (&table)[16], Words index) {
   const Floats high = _mm256_permutevar8x32_ps(load(table + 8), index);
   return _mm256_blendv_ps(low, high, as_floats(shift_left<28>(index)));  // by the index's bit 3
 }
-// Of bytes below 128, the lowest four bits.
+// Looks up bytes below 128 by their lowest four bits.
 inline Words look_up_bytes(const uint8_t (&table)[16], Words bytes) {
   const auto* from = reinterpret_cast<const __m128i*>(table);
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(from)), bytes);
 }
-// A table of 16 bytes that is known when it runs.
+// Loads a table of 16 bytes that is known only at run time.
 inline Words load_table(const void* from) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }
 inline Words look_up_bytes(Words table, Words bytes) { return _mm256_shuffle_epi8(table, bytes); }
-// Bytes of both in turn: of the lower eight of each 16, and of the upper ones.
+// Interleaves bytes of both: `first` gets the lower eight of each 16, `second` the upper ones.
 inline void interleave_bytes(Words& first, Words& second) {
   const Words lower = _mm256_unpacklo_epi8(first, second);
   second = _mm256_unpackhi_epi8(first, second);
   first = lower;
 }
-// Words below 2^15 times the sum of a row's group, which 16 bits hold.
+// Multiplies words below 2^15 with the sum of a row's group, which fits 16 bits.
 inline Words times_row_sum(Words words, int32_t row_sum) {
   return _mm256_madd_epi16(words, _mm256_set1_epi32(row_sum));
 }

@@ -26,7 +26,7 @@ using Words = __m512i;
 using Mask = __mmask16;
 
 constexpr int32_t kLanes = 16;
-constexpr bool kLooksUp32 = true;  // floats in one operation
+constexpr bool kLooksUp32 = true;  // looks up 32 floats in one operation
 
 // Four vectors are a block's 64 columns. Of 32 registers four rows take 16 for sums and up to eight
 // for their expanded activations; the rest holds weights. Eight rows would not fit.
@@ -34,7 +34,7 @@ constexpr TileShape kTile = {
     .rows = 4, .vectors = 4, .single_row_vectors = 4, .single_row_blocks = 2};
 // From this many rows on expanding nibbles once for all of them is faster than for each tile.
 constexpr int32_t kExpandedRows = 24;
-// Of a panel: 24 sums, 4 vectors of weights, one activation.
+// For panels: 24 sums, 4 vectors of weights, one activation.
 constexpr TileShape kPanelTile = {
     .rows = 6, .vectors = 4, .single_row_vectors = 4, .single_row_blocks = 1};
 
@@ -88,12 +88,12 @@ inline Floats load_half_of_e4m3(const void* from) {
   return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
 }
 
-// As halves; see kE4m3HalfUnit.
+// E4M3 as halves; see kE4m3HalfUnit.
 struct E4m3 {
   static constexpr float kUnit = 256;
   static constexpr float kLift = 1;
 
-  // Halves that are subnormal are none as floats.
+  // Subnormal halves are normal floats.
   static uint32_t count_subnormals() { return 0; }
   static void restore_subnormals(uint32_t) {}
 
@@ -103,7 +103,7 @@ struct E4m3 {
     floats[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
     floats[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
   }
-  // Two vectors of columns, so that only their conversion is done in halves.
+  // Loads two vectors of columns, so that only the conversion works on half registers.
   static void load_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
     const __m512i pairs = load_words(from);
     upper(_mm512_slli_epi16(pairs, 8), low);
@@ -111,8 +111,8 @@ struct E4m3 {
   }
   static void put_in_order(Floats&, Floats&) {}
 
-  // A vector of words of bf16. Below the sign the bits are those of a bf16, but for the bias; the
-  // few numbers without an exponent are looked up.
+  // Returns a vector of words of bf16. Below the sign the bits are those of a bf16, but for the
+  // bias. Zero and subnormal numbers are looked up.
   static Words to_bf16(const void* pairs) {
     alignas(64) static constexpr uint16_t kWithoutExponent[32] = {0,      0x3b00, 0x3b80, 0x3bc0,
                                                                   0x3c00, 0x3c20, 0x3c40, 0x3c60};
@@ -127,12 +127,12 @@ struct E4m3 {
   }
 };
 
-// Each 16 bits by themselves, with copies of their sign.
+// Shifts each 16 bits by themselves, with copies of their sign.
 template <int kBits>
 inline Words shift_right_signed_halves(Words a) {
   return _mm512_srai_epi16(a, kBits);
 }
-// Lane j of both becomes lanes 2j and 2j + 1 of first and second, taken as one.
+// Interleaves lanes: lane j of both becomes lanes 2j and 2j + 1 of first and second, taken as one.
 inline void alternate_lanes(Floats& first, Floats& second) {
   const Words low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const Words high = add_words(low, broadcast_word(8));
@@ -141,7 +141,7 @@ inline void alternate_lanes(Floats& first, Floats& second) {
   first = in_order;
 }
 
-// Lane j of vector i changes places with lane i of vector j.
+// Swaps lane j of vector i with lane i of vector j.
 inline void transpose_lanes(Floats (&vectors)[16]) {
   Floats two[16], four[16];  // vectors' values beside each other, in all four quarters
   for (int i = 0; i < 16; i += 2) {
@@ -185,27 +185,27 @@ inline Floats look_up(const float (&table)[8], Words index) {
 inline Floats look_up(const float (&table)[16], Words index) {
   return _mm512_permutexvar_ps(index, load(table));
 }
-// By the index's lowest five bits.
+// Looks up by the index's lowest five bits.
 inline Floats look_up(const float (&table)[32], Words index) {
   return _mm512_permutex2var_ps(load(table), index, load(table + 16));
 }
-// Of bytes below 128, the lowest four bits.
+// Looks up bytes below 128 by their lowest four bits.
 inline Words look_up_bytes(const uint8_t (&table)[16], Words bytes) {
   const auto* from = reinterpret_cast<const __m128i*>(table);
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(from)), bytes);
 }
-// A table of 16 bytes that is known when it runs.
+// Loads a table of 16 bytes that is known only at run time.
 inline Words load_table(const void* from) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }
 inline Words look_up_bytes(Words table, Words bytes) { return _mm512_shuffle_epi8(table, bytes); }
-// Bytes of both in turn: of the lower eight of each 16, and of the upper ones.
+// Interleaves bytes of both: `first` gets the lower eight of each 16, `second` the upper ones.
 inline void interleave_bytes(Words& first, Words& second) {
   const Words lower = _mm512_unpacklo_epi8(first, second);
   second = _mm512_unpackhi_epi8(first, second);
   first = lower;
 }
-// Words below 2^15 times the sum of a row's group, which 16 bits hold.
+// Multiplies words below 2^15 with the sum of a row's group, which fits 16 bits.
 inline Words times_row_sum(Words words, int32_t row_sum) {
   return _mm512_madd_epi16(words, _mm512_set1_epi32(row_sum));
 }
@@ -228,4 +228,4 @@ inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {
 }  // namespace torch_mesh
 
 #include "kernels/bf12_words-inl.h"
-#include "kernels/e4m3_as_floats-inl.h"  // which cores of AMD take
+#include "kernels/e4m3_as_floats-inl.h"  // used on AMD's cores

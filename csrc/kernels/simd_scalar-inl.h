@@ -34,7 +34,7 @@ inline float load(const float* from) { return *from; }
 inline void store(float* to, float value) { *to = value; }
 inline float broadcast(float value) { return value; }
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-// As minps and maxps: the second operand where one is not a number.
+// As minps and maxps: return the second operand if one is NaN.
 inline float minimum(float a, float b) { return a < b ? a : b; }
 inline float maximum(float a, float b) { return a > b ? a : b; }
 inline Mask is_number(float a) { return a == a; }
@@ -91,7 +91,7 @@ inline uint32_t look_up_bytes(const uint8_t (&table)[16], uint32_t bytes) {
   return found;
 }
 
-// Of both halves.
+// These work on both halves of a word.
 inline uint32_t add_int16(uint32_t a, uint32_t b) {
   return ((a & 0xffff0000) + (b & 0xffff0000)) | ((a + b) & 0xffff);
 }
@@ -117,7 +117,7 @@ inline uint32_t load_bytes(const void* from) { return *static_cast<const uint8_t
 inline uint32_t load_signed_bytes(const void* from) {
   return static_cast<uint32_t>(int32_t{*static_cast<const int8_t*>(from)});
 }
-// As halves; see kE4m3HalfUnit.
+// E4M3 as halves; see kE4m3HalfUnit.
 inline float e4m3_part(uint32_t byte) {
   return half_value((byte & 0x80) << 8 | (byte & 0x7f) << 7);
 }
@@ -126,7 +126,7 @@ struct E4m3 {
   static constexpr float kUnit = 256;
   static constexpr float kLift = 1;
 
-  // Halves that are subnormal are none as floats.
+  // Subnormal halves are normal floats.
   static uint32_t count_subnormals() { return 0; }
   static void restore_subnormals(uint32_t) {}
 
@@ -148,7 +148,7 @@ class Bf12Words {
   Bf12Words() = default;
   explicit Bf12Words(const std::byte* table) : table_(table) {}
 
-  // take(column, word) for each column of the row, but for exceptions.
+  // Calls take(column, word) for each column of the row. Does not look up exceptions.
   template <typename Take>
   void read(const std::byte* row, const Take& take) const {
     for (int32_t column = 0; column < 64; ++column) {

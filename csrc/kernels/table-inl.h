@@ -1,6 +1,6 @@
-// Puts a target's kernels together. A target's translation unit includes its simd header, defines
-// its Dots and register constants, includes this file and says make_table<Target>(name). A new
-// format is a FormatTrait.
+// Assembles a target's kernels. A target's translation unit includes its simd header, defines its
+// Dots and register constants, includes this file and calls make_table<Target>(name). A new format
+// needs a FormatTrait.
 #pragma once
 
 #include <type_traits>
@@ -147,7 +147,7 @@ inline void gguf_pair(const BlockProducts& first, const BlockProducts& second) {
   gguf_row<Dot, kFormat, 2>({&first, &second});
 }
 
-// From how many rows on; `panels` of 0: none.
+// The fewest rows for gemm or tiles, by kind of format, and for panels; `panels` of 0: none.
 struct ManyRows {
   int32_t gemm_floats, gemm_int8, gemm_nibbles, gemm_trellis;
   int32_t panels;
@@ -157,7 +157,7 @@ struct ManyRows {
 
 using Product = void (*)(const BlockProducts&);
 
-// Of a target without products of many rows of its own.
+// The Tiles of a target without many-row products of its own.
 struct NoTiles {
   static constexpr void (*begin)(const OperandShape&) = nullptr;
   static constexpr void (*end)() = nullptr;
@@ -174,12 +174,12 @@ struct NoTiles {
   static constexpr Product gguf = nullptr;
 };
 
-// kernels<Target>() are a format's. A format without a trait, or whose trait leaves out what every
-// format needs, does not compile. A Target has
+// kernels<Target>() returns a format's kernels. A format without a trait, or whose trait lacks a
+// kernel that every format needs, does not compile. A Target has
 //   Bf16, Int8, Fp8   its Dots
 //   Nibbles<Codes>    its Dot of nibbles, by what these stand for
 //   Levels<Codes>     its Dot of the bytes that they are expanded to
-//   Tiles             as NoTiles
+//   Tiles             its products of many rows, see NoTiles
 //   kRows             ManyRows
 template <Format kFormat>
 struct FormatTrait;
@@ -211,7 +211,7 @@ struct FormatTrait<Format::kBf12> {
     kernels.products = block_products_bf12<Dot>;
     kernels.tiles = Target::Tiles::bf12;
     if (kernels.panels != nullptr) kernels.panels = block_panels<bf12_panels>;
-    // Blocks that take turns gain nothing here.
+    // Blocks read in turns gain nothing here.
     kernels.pair = nullptr;
     if constexpr (ReadsPairs<Dot> && kSumsPairs) kernels.pair = block_pair_bf12<Dot>;
     kernels.dequantize = dequantize_bf12;
@@ -263,7 +263,7 @@ struct NibbleTrait {
   }
 };
 
-// A format to which weights are rounded, in groups: Kernels, and how to pack them.
+// A format to which weights are rounded in groups: Kernels and its packing.
 template <typename Kernels, typename Codes, void (*kPackGroup)(const float*, int32_t, std::byte*)>
 struct RoundedTrait {
   template <typename Target>

@@ -1,5 +1,5 @@
-// Rows times one block in the tiles of AMX: eight registers of 16 rows of 64 bytes. Include after
-// gemm_products-inl.h, whose algorithms these are, with another multiplication.
+// Multiplies rows with one block in the tiles of AMX: eight registers of 16 rows of 64 bytes. The
+// algorithms are those of gemm_products-inl.h with another multiplication; include after it.
 #pragma once
 
 #include <type_traits>
@@ -32,13 +32,14 @@ struct alignas(64) TileConfig {
   }
 };
 
-// Bytes of a row that one product of tiles takes: a group where that is less than a register has.
+// Bytes of a row that one product of tiles takes: a register's row, or a group if that is less.
 inline int32_t tile_step(const OperandShape& shape) {
   const bool floats = has_float_products(shape.format);
   return floats || shape.group_size > kRegisterBytes ? kRegisterBytes : shape.group_size;
 }
 
-// GCC's intrinsics do not say what memory they read: what stands there has to be stored before.
+// Makes the compiler store `memory` before tiles load it: GCC's intrinsics do not say what they
+// read.
 inline void stored(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
 inline void begin_tiles(const OperandShape& shape) {
@@ -91,7 +92,7 @@ inline void zero_tiles() {
 // The processor's own prefetchers see little of what tiles load.
 constexpr int32_t kTileAhead = 4096;
 
-// kDirect: the weights are the record's own, and not what they have been expanded to.
+// kDirect: the weights are multiplied as the record holds them, without being expanded.
 template <bool kDirect>
 struct TileGemm {
   static constexpr bool kSignedRows = true;
@@ -101,7 +102,7 @@ struct TileGemm {
 
   explicit TileGemm(const BlockProducts& products) : step_(tile_step(products.shape)) {}
 
-  // Row after row, and zeros up to a whole tile.
+  // Copies row after row, and pads with zero rows to whole tiles.
   template <bool kBytes>
   void gather(const BlockProducts& products, int64_t at, int32_t bytes, std::byte* a) const {
     const int32_t rows = products.rows.count;
@@ -129,9 +130,9 @@ struct TileGemm {
  private:
   static constexpr int64_t kLine = kBlockColumns * 4;  // of weights, and of sums
 
-  // What the first rows' products ask for: weights of the block further on, which are read as they
-  // are and soon, into the first-level cache; or what the next step's are expanded from, into the
-  // second. (Into the first it would take the place of words, rows and sums: 0.92 of the speed.)
+  // The prefetches of the first rows' products. Weights that are soon read as they are go into the
+  // first-level cache. Bytes that the next step's weights are expanded from go into the second. (In
+  // the first they would displace words, rows and sums: 0.92 of the speed.)
   class Asking {
    public:
     Asking(bool first_rows, const LinesAhead& ahead, int64_t steps)
@@ -233,11 +234,12 @@ inline void tile_fp8(const BlockProducts& products) {
   gemm_fp8(products, TileGemm<false>(products));
 }
 
-// Records of GGUF's types, 64 inputs at a time: what tiles take of the rows, codes as signed bytes
-// without their zero, and a sum for each group, which is scaled in registers. Loads and stores of
-// tiles take the processor 8 and 15 cycles, whatever goes on beside them; products take none if
-// they do not wait for each other. So those of 16 rows and two groups begin before the sums of the
-// ones before are scaled, and what is used again stays in the first-level cache.
+// Multiplies records of GGUF's types, 64 inputs at a time, as many as a tile has of a row. Codes
+// are signed bytes with their zero subtracted. Each group has a sum of its own, which is scaled in
+// registers. Loads and stores of tiles take 8 and 15 cycles, whatever runs beside them; products
+// take none unless they wait for each other. So the products of an item, 16 rows with two groups,
+// begin before the sums of the item before are scaled. Data that is used again stays in the
+// first-level cache.
 template <Format kFormat>
 class GgufTiles {
  public:
@@ -259,7 +261,7 @@ class GgufTiles {
         if (item + 1 < items_) {
           multiply_item(item + 1, exact_[1 - turn]);
         } else if (k + kDepth < depth) {
-          prepare(k + kDepth);  // in the place of what all products of this step have read
+          prepare(k + kDepth);  // overwrites what this step's products have read
           multiply_item(0, exact_[1 - turn]);
         }
         if (depth - k >= kDepth) {
@@ -280,16 +282,16 @@ class GgufTiles {
   static constexpr int32_t kPairs = kGroups / kAtOnce;
   static constexpr int32_t kVectors = kBlockColumns / kLanes;
   static constexpr int32_t kTileWords = kRegisterRows * kLanes;
-  static constexpr int32_t kScaleGroups = 16;  // of a row, whose scales are gathered at once
+  static constexpr int32_t kScaleGroups = 16;  // groups of a row whose scales are gathered at once
   static constexpr int64_t kLine = kBlockColumns * 4;  // of weights
   static_assert(kLanes == kGgufColumns && kLanes == kScaleGroups);
 
-  // Of the columns, for 64 inputs.
+  // Scales of the columns, for 64 inputs.
   struct Scales {
     alignas(64) float scale[kGroups][kBlockColumns];
     alignas(64) float min[kType.has_mins() ? kGroups : 1][kBlockColumns];
   };
-  // Of the rows: what sums and mins are multiplied with.
+  // Factors of the rows, for sums and for mins.
   struct RowScales {
     alignas(64) float scale[kTileRows][kScaleGroups];
     alignas(64) float minus[kType.has_mins() ? kTileRows : 1][kScaleGroups];
@@ -305,8 +307,8 @@ class GgufTiles {
   Scales& scales_of(int32_t k) { return scales_[k / kDepth % 2]; }
   RowScales& row_scales_of(int32_t group) { return row_scales_[group / kScaleGroups % 2]; }
 
-  // 64 inputs, or the last 32. Those are one group, and what stands behind it is multiplied in
-  // vain.
+  // Prepares 64 inputs, or the last 32. Those are one group; products with the bytes behind it are
+  // not used.
   void prepare(int32_t k) {
     static_assert(kType.depth % kDepth == 0 || kPartGroups == 1);
     if (k / kType.group % kScaleGroups == 0) gather_scales(k / kType.group);
@@ -324,8 +326,8 @@ class GgufTiles {
     }
   }
 
-  // As subtract_min has them. Each row's are lines of the cache by themselves, which would not stay
-  // in it from one step to the next.
+  // Gathers the rows' scales, and their factors of mins as in subtract_min. Each row's own cache
+  // lines would not stay in the cache from one step to the next.
   void gather_scales(int32_t group) {
     const int32_t groups = products_.shape.depth_padded / kType.group;
     const int32_t left = groups - group < kScaleGroups ? groups - group : kScaleGroups;
@@ -343,7 +345,7 @@ class GgufTiles {
     }
   }
 
-  // kLanes columns of a part.
+  // Expands kLanes columns of a part.
   void expand(int32_t k, int32_t part, int32_t c) {
     const int32_t group = k / kType.group + part * kPartGroups;
     const GgufPlace<kFormat> place(products_.block, group);
@@ -386,7 +388,7 @@ class GgufTiles {
     }
   }
 
-  // As add_scaled and subtract_min, one group after the other.
+  // Adds an item's sums as add_scaled and subtract_min do, one group after the other.
   template <int32_t kCount>
   void add(int32_t k, int32_t item, const Exact& exact) {
     const int32_t first = first_row(item);
@@ -403,7 +405,7 @@ class GgufTiles {
     }
     const int32_t group = k / kType.group + first_group(item);
     const RowScales& row_scales = row_scales_of(group);
-    // What is expanded in the step after the next.
+    // Prefetches what the step after the next expands.
     constexpr int64_t kBytes = kType.stretch_bytes() * kDepth / kType.depth;
     const int64_t lines = kBytes / kLineBytes / items_ + 1;
     const int64_t lines_of_row = lines / rows + 1;

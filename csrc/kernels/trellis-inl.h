@@ -1,5 +1,5 @@
-// Codes of a trellis (store/trellis.h) to bytes of their levels, which are then multiplied as other
-// formats' words. Include after the target's simd header.
+// Expands codes of a trellis (store/trellis.h) to bytes of their levels, which are then multiplied
+// as other formats' words. Include after the target's simd header.
 #pragma once
 
 #include <bit>
@@ -10,7 +10,7 @@
 namespace torch_mesh {
 namespace {
 
-constexpr int32_t kTrellisColumns = 16;  // whose words stand beside each other
+constexpr int32_t kTrellisColumns = 16;  // columns whose words are beside each other
 constexpr int32_t kTrellisLine = kTrellisColumns * 4;
 constexpr int32_t kTrellisAhead = 8192;  // see Prefetching, dots-inl.h
 
@@ -18,9 +18,9 @@ inline Words bits_of(Words bytes, uint32_t mask) {
   return bytes & broadcast_word(mask * 0x01010101);
 }
 
-// Codes of two bits, of which there are four in each byte, as look_up_bytes takes two of them.
+// Codes of two bits, four in each byte, in pairs as look_up_bytes takes them.
 struct PairsOfCodes {
-  Words of[4];  // code k and the one before it, in the lowest four bits; the uppermost one is zero
+  Words of[4];  // code k and the one before it, in the lowest four bits; the uppermost bit is zero
 
   PairsOfCodes(Words bytes, Words before) {
     of[1] = bits_of(bytes, 15);
@@ -30,7 +30,7 @@ struct PairsOfCodes {
   }
 };
 
-// Codes of one bit, of which there are eight in each byte, as look_up_bytes takes four of them.
+// Codes of one bit, eight in each byte, in fours as look_up_bytes takes them.
 struct SingleCodes {
   Words bytes, half, early;  // the codes; the first four, and these after the last three before
 
@@ -54,12 +54,12 @@ struct SingleCodes {
   }
 };
 
-// Unit u of a block, as the words of 16 columns.
+// A block, and where its scales and the words of its units are.
 template <typename Code>
 struct TrellisBlock {
   const std::byte* block;
   int32_t units;
-  int32_t unit_bits;  // of its index within a group
+  int32_t unit_bits;  // of a unit's index within a group
   int64_t part_bytes;
 
   TrellisBlock(const std::byte* block, int32_t group_size, int32_t depth_padded)
@@ -76,13 +76,13 @@ struct TrellisBlock {
     return scales(unit >> unit_bits) + kBlockColumns * 2 +
            (unit & ((1 << unit_bits) - 1)) * Code::kUnitWords * kTrellisLine;
   }
-  // From the words of a unit's first column to those of another one.
+  // Bytes from the words of a unit's first column to those of `column`.
   int64_t to_column(int32_t column) const {
     return column / kTrellisColumns * part_bytes + column % kTrellisColumns * 4;
   }
 };
 
-// Where reading begins, and what it has to know of the units before.
+// The place where reading begins, and the two units before it.
 template <typename Code>
 struct TrellisPlace {
   const std::byte *words, *last, *last_but_one;
@@ -93,8 +93,8 @@ struct TrellisPlace {
         last_but_one(block.words(unit >= 2 ? unit - 2 : unit + block.units - 2)) {}
 };
 
-// What the codes of kLanes columns are read with, one unit after the other. Levels are handed on
-// two words at a time, take(Constant<i>, low, high): AVX2's registers do not hold all of a unit's.
+// Reads the codes of kLanes columns, one unit after the other. Passes levels on two words at a
+// time, take(Constant<i>, low, high): AVX2's registers do not hold all of a unit's.
 template <typename Code>
 struct TrellisReader;
 
@@ -157,7 +157,7 @@ struct TrellisReader<Tcq3> {
   }
 };
 
-// Inputs [depth, depth + count) of a block, within one group and multiples of 32:
+// Expands inputs [depth, depth + count) of a block, within one group and multiples of 32. Writes
 // [count / 4][kBlockColumns] words of four levels.
 template <typename Code>
 inline void expand_trellis(const TrellisBlock<Code>& block, int32_t depth, int32_t count,
@@ -182,7 +182,7 @@ inline void expand_trellis(const TrellisBlock<Code>& block, int32_t depth, int32
   }
 }
 
-// As IntegerGroup; its words are expanded for all rows at once.
+// As IntegerGroup; its words are expanded once for all rows.
 template <typename Code>
 struct TrellisGroup {
   static constexpr bool kHasMins = false;
@@ -215,7 +215,8 @@ struct TrellisGroup {
   int64_t bytes_;
 };
 
-// One row: levels are multiplied where they are looked up, and go through no memory.
+// Multiplies one row. Levels are multiplied in registers, where they are looked up, and do not go
+// through memory.
 template <typename Dot, typename Code>
 inline void trellis_row(const BlockProducts& products) {
   constexpr int32_t kWords = Code::kUnitDepth / 4;

@@ -53,7 +53,7 @@ struct VnniNibbleDot {
 
 template <typename Levels>
 struct VnniLevelDot : OfBytes<VnniNibbleDot<Levels>> {
-  static constexpr int kChains = 2;  // of sums of one row, which would wait for each other
+  static constexpr int kChains = 2;  // sums of one row, so that they do not wait for each other
 };
 
 template <typename Nibbles>
