@@ -118,7 +118,7 @@ void Engine::experts(const ExpertsCall& call) {
   static_cast<void>(activation(call.layer));
   pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
-  // Chunks of equal length: a short last one would ask for few experts, and read nothing ahead.
+  // Chunks have equal lengths: a short last one would need few experts, and read nothing ahead.
   const int32_t most = tokens_per_chunk(ffn(call.layer, phase_of(call.tokens)), layout(),
                                         call.top_k, options_.workspace, call.adapters);
   const int32_t chunks = 1 + (call.tokens - 1) / most;

@@ -12,7 +12,7 @@
 namespace torch_mesh {
 namespace {
 
-constexpr int32_t kColumnsOfLine = 16;  // whose words stand beside each other
+constexpr int32_t kColumnsOfLine = 16;  // columns whose words are beside each other
 constexpr int64_t kLineBytes = kColumnsOfLine * 4;
 
 // The parts of one block of a file.

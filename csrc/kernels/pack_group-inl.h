@@ -102,7 +102,7 @@ struct Weighted {
 constexpr int kTogether = 2;
 
 // The least-squares scales for the integers that kTogether candidates give. |x - s q|^2 = |x|^2 -
-// (2 s xq - s^2 qq): the gain is what a scale takes off.
+// (2 s xq - s^2 qq): the gain is the error that a scale removes.
 template <typename Grid, typename Cost>
 inline void fit_scales(const Columns& columns, const Cost& cost, int first,
                        Fit (&fits)[kTogether]) {

@@ -1,4 +1,4 @@
-// One lane: runs everywhere, and is what every other table must agree with.
+// One lane: runs everywhere. Every other table must agree with it.
 #include "kernels/simd_scalar-inl.h"
 // The headers below are written in its terms.
 #include "kernels/dots-inl.h"

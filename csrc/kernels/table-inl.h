@@ -177,7 +177,7 @@ struct NoTiles {
 // kernels<Target>() returns a format's kernels. A format without a trait, or whose trait lacks a
 // kernel that every format needs, does not compile. A Target has
 //   Bf16, Int8, Fp8   its Dots
-//   Nibbles<Codes>    its Dot of nibbles, by what these stand for
+//   Nibbles<Codes>    its Dot of nibbles, by their values (Codes)
 //   Levels<Codes>     its Dot of the bytes that they are expanded to
 //   Tiles             its products of many rows, see NoTiles
 //   kRows             ManyRows
