@@ -31,8 +31,8 @@ const float* load_bias(const KernelTable& table, const LinearRows& call, int64_t
   return bias;
 }
 
-// Runs prepare(first row, row after the last) for all rows, then blocks(task, LinearBlocks without
-// data) for all blocks, at most `at_once` (1 or 2) of them together.
+// Runs prepare(first row, row after the last) for all rows, then blocks(task, LinearBlocks) for all
+// blocks, at most `at_once` (1 or 2) together. The LinearBlocks have no data yet.
 template <typename Prepare, typename Blocks>
 void for_each_block(const PackedMatrix& matrix, const LinearRows& call, const Runtime& runtime,
                     int32_t threads, int32_t at_once, const Prepare& prepare,

@@ -2,8 +2,8 @@
 // bytes, cut into tasks that any thread may run in any order. All gate_up tasks of an expert come
 // before its down tasks.
 //
-// A product's bits depend on the weights, the row and the number of rows of the expert, never on
-// which thread ran it, what else ran, or where the record stands.
+// A product's bits depend on the weights, the row and the number of rows of the expert. They depend
+// neither on the thread, nor on what else runs, nor on the record's address.
 #pragma once
 
 #include <cstddef>

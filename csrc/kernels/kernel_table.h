@@ -15,7 +15,7 @@
 namespace torch_mesh {
 
 // Rows computed at once: their sums (64 columns, fp32) are 12 KiB and stay in L1 beside a group of
-// weights, so that the block is streamed from memory once for all of them.
+// weights, so the block is streamed from memory once for all.
 inline constexpr int32_t kTileRows = 48;
 inline constexpr int32_t kMaxGroup = 128;
 inline constexpr int32_t kNoRows = INT32_MAX;  // threshold for "never"
