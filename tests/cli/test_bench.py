@@ -1,4 +1,4 @@
-"""torch-mesh bench: what it prints is what happened, beside the plan of the very same configuration."""
+"""torch-mesh bench: its figures agree with the model's statistics and with the plan of the same configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_mesh.planning.token_time import Speeds
 
 @pytest.fixture
 def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
-    """Given instead of measured, which takes seconds: tests of plan measure them."""
+    """Fixed speeds. Measuring takes seconds, and the tests of plan do it."""
     speeds = Speeds(disk=1e9, experts=2e10, dense=1e10, layer_seconds=1e-3, measured=())
     monkeypatch.setattr("torch_mesh.planning.bench.measure_speeds", lambda sizes, config: speeds)
     monkeypatch.setattr("torch_mesh.planning.bench.memory_speed", lambda: 3e10)
@@ -27,7 +27,7 @@ def bench(folder: Path, out: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((out / "bench.json").read_text())
 
 
-def test_it_measures_what_it_was_asked_for(
+def test_bench_measures_the_tokens_and_slots_of_its_options(
     mesh_tiny: Path, tmp_path: Path, speeds: Speeds, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--resident", "0.25", "--tokens", "12", "--prompt-tokens", "40", "--prefetch", "off"]
@@ -64,14 +64,16 @@ def test_a_timeline_has_the_misses_of_decode_steps(
     misses = [list(map(int, row)) for row in rows]
     assert len(misses) == measured["stats"]["decode"]["cold_misses"] > 0
     assert {row[0] for row in misses} <= set(range(6)) and {row[1] for row in misses} <= set(range(32))
-    assert all(row[2:] == sorted(row[2:]) for row in misses)  # each after the one before
+    assert all(row[2:] == sorted(row[2:]) for row in misses)  # the times are in order
     assert min(row[2] for row in misses) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in ("a cold expert: queued", "being read", "ready, not taken", "being computed"):
-        assert words in said
+        assert words in output
 
 
-def test_a_timeline_of_what_is_resident_is_empty(mesh_tiny: Path, tmp_path: Path, speeds: Speeds) -> None:
+def test_a_timeline_has_no_misses_where_all_experts_are_resident(
+    mesh_tiny: Path, tmp_path: Path, speeds: Speeds
+) -> None:
     timeline = tmp_path / "timeline.csv"
     arguments = ["--resident", "1.0", "--tokens", "3", "--prompt-tokens", "40", "--prefetch", "off"]
     measured = bench(mesh_tiny, tmp_path, *arguments, "--timeline", str(timeline))
@@ -79,14 +81,16 @@ def test_a_timeline_of_what_is_resident_is_empty(mesh_tiny: Path, tmp_path: Path
     assert len(misses) == measured["stats"]["decode"]["cold_misses"]
 
 
-def test_memory_decides_what_is_resident(mesh_tiny: Path, tmp_path: Path, speeds: Speeds) -> None:
+def test_the_memory_option_decides_how_many_experts_are_resident(
+    mesh_tiny: Path, tmp_path: Path, speeds: Speeds
+) -> None:
     measured = bench(mesh_tiny, tmp_path, "--tokens", "3", "--prompt-tokens", "4", "--memory", "64GiB")
     assert measured["plan"]["memory_bytes"] == 64 << 30
     assert measured["plan"]["slots"] == measured["stats"]["slots"] == 192
     assert main(["bench", str(mesh_tiny), "--memory", "1MiB"]) == 1
 
 
-def test_the_prompt_may_be_ones_own(mesh_tiny: Path, tmp_path: Path, speeds: Speeds) -> None:
+def test_the_prompt_may_come_from_a_text_file(mesh_tiny: Path, tmp_path: Path, speeds: Speeds) -> None:
     text = tmp_path / "text.txt"
     text.write_text("In the beginning God created the heaven and the earth. " * 4)
     measured = bench(
@@ -97,7 +101,7 @@ def test_the_prompt_may_be_ones_own(mesh_tiny: Path, tmp_path: Path, speeds: Spe
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["--tokens", "1"], 2, "at least 2"),
         (["--resident", "0"], 2, "resident=0.0 is not a fraction"),
@@ -107,19 +111,19 @@ def test_the_prompt_may_be_ones_own(mesh_tiny: Path, tmp_path: Path, speeds: Spe
         (["--memory", "1MiB"], 1, "give more memory"),
     ],
 )
-def test_bad_input_is_named(
+def test_bad_input_is_named_in_the_error(
     mesh_tiny: Path,
     tmp_path: Path,
     speeds: Speeds,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     code: int,
-    said: str,
+    message: str,
 ) -> None:
     (tmp_path / "text.txt").write_text("And it came to pass")
     filled = [argument.format(text=tmp_path / "text.txt") for argument in arguments]
     assert main(["bench", str(mesh_tiny), *filled]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--tokens", "0"], ["--prompt-tokens", "x"], ["--memory", "much"]])

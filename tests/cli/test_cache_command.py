@@ -1,4 +1,4 @@
-"""``torch-mesh cache``: what is listed, what goes, and what stays."""
+"""``torch-mesh cache``: the stores that it lists, removes and leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def two(stores: Path, mesh_tiny: Path) -> list[str]:
-    """Names of two stores of one model: int8 and int4, of which the second was used ten days ago."""
+    """Names of two stores of one model: int8, and int4, which was last used ten days ago."""
     names = []
     for weights in ("int8", "int4"):
         before = set(stores.iterdir()) if stores.exists() else set()
@@ -48,7 +48,7 @@ def _listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return json.loads(capsys.readouterr().out)["stores"]
 
 
-def test_what_is_there_is_listed(
+def test_stores_are_listed_with_their_size_and_last_use(
     two: list[str], stores: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = _listed(capsys)
@@ -58,10 +58,10 @@ def test_what_is_there_is_listed(
         assert each["bytes"] == held > 1e6
         assert "6 x 32 experts of mesh-tiny" in each["about"] and weights in each["about"]
     assert 9.9 < (time.time() - listed[1]["used"]) / 86400 < 10.1
-    monkeypatch.setenv("COLUMNS", "40")  # names are whole all the same: they are typed
+    monkeypatch.setenv("COLUMNS", "40")  # names are never cut, for a user types them
     assert main(["cache", "ls"]) == 0
-    said = capsys.readouterr().out
-    assert "2 stores" in said and all(name in said for name in two)
+    output = capsys.readouterr().out
+    assert "2 stores" in output and all(name in output for name in two)
 
 
 def test_an_empty_cache_is_no_error(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_an_empty_cache_is_no_error(stores: Path, capsys: pytest.CaptureFixture[
     assert "0 bytes are free" in capsys.readouterr().out
 
 
-def test_those_that_are_named_go_or_none(
+def test_rm_removes_all_named_stores_or_none(
     two: list[str], stores: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache", "rm", two[0], "another"]) == 2
@@ -86,7 +86,7 @@ def test_those_that_are_named_go_or_none(
 
 
 @pytest.mark.parametrize(("days", "goes"), [("9", True), ("11", False)])
-def test_prune_takes_what_is_old_or_of_no_use(
+def test_prune_removes_old_stores_leftovers_and_damaged_stores(
     days: str, goes: bool, two: list[str], stores: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for leftover in (".begun-int4-0123.partial", ".gone-int4-4567.removed"):
@@ -103,8 +103,8 @@ def test_prune_takes_what_is_old_or_of_no_use(
     assert {path.name for path in stores.iterdir()} == set(two[: 1 if goes else 2])
 
 
-def test_prune_leaves_what_may_be_somebody_elses(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder of another kind, and a store of a version that another torch_mesh reads: they go by age alone."""
+def test_prune_removes_foreign_folders_by_age_alone(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a folder that is no store, and of a store in a later format version, only the age counts."""
     other, later = stores / "notes", stores / "later-int8-89ab"
     for folder in (other, later):
         folder.mkdir(parents=True)
@@ -118,7 +118,9 @@ def test_prune_leaves_what_may_be_somebody_elses(stores: Path, capsys: pytest.Ca
     assert not any(stores.iterdir())
 
 
-def test_a_link_goes_and_not_what_it_leads_to(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_is_removed_and_its_target_stays(
+    stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine").touch()
@@ -131,7 +133,7 @@ def test_a_link_goes_and_not_what_it_leads_to(stores: Path, tmp_path: Path, caps
     assert not any(stores.iterdir()) and (elsewhere / "mine").exists()
 
 
-def test_what_cannot_be_removed_does_not_keep_the_others(
+def test_a_store_that_cannot_be_removed_does_not_stop_the_others(
     stores: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("first", "second"):
@@ -152,7 +154,7 @@ def test_what_cannot_be_removed_does_not_keep_the_others(
 @pytest.mark.parametrize(
     "name", [".x-int4.removed", ".x-int4.partial", ".x-int4.partial.removed", ".x-int4.replaced-1234abcd"]
 )
-def test_what_is_left_of_a_store_goes_under_its_lock(
+def test_leftovers_of_a_store_are_removed_under_its_lock(
     name: str, stores: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (stores / name).mkdir(parents=True)
@@ -162,7 +164,7 @@ def test_what_is_left_of_a_store_goes_under_its_lock(
     assert main(["cache", "prune"]) == 0 and not any(stores.iterdir())
 
 
-def test_what_is_being_written_stays_and_the_others_go(
+def test_prune_leaves_a_store_that_is_being_written(
     two: list[str], stores: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     partial = stores / ".begun-int4-0123.partial"
@@ -175,12 +177,16 @@ def test_what_is_being_written_stays_and_the_others_go(
     assert main(["cache", "prune"]) == 0 and not partial.exists()
 
 
-def test_what_is_opened_has_been_used(two: list[str], mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_opening_a_store_renews_its_last_use(
+    two: list[str], mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(weights="int4", resident=0.2))
     assert [each["name"] for each in _listed(capsys)] == two[::-1]
 
 
-def test_a_model_that_is_open_goes_on(stores: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_open_model_works_after_its_store_is_removed(
+    stores: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         mesh_tiny, quantization_config=MeshConfig(weights="int8", resident=0.2)
     )
@@ -190,7 +196,7 @@ def test_a_model_that_is_open_goes_on(stores: Path, mesh_tiny: Path, capsys: pyt
     assert model.generate(max_new_tokens=8, do_sample=False).tolist() == expected.tolist()
 
 
-def test_a_prefix_cache_is_listed_and_goes_like_a_store(
+def test_a_prefix_cache_is_listed_and_removed_like_a_store(
     stores: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(resident=0.2))

@@ -12,7 +12,9 @@ from torch_mesh.store.manifest import open_store
 from torch_mesh.store.verify import verify
 
 
-def test_converts_and_says_so_once_more(tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_run_of_convert_says_that_the_store_is_there(
+    tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["convert", str(mesh_tiny), str(tmp_path / "store"), "--weights", "int8", "--group-size", "32"]
     assert main(arguments) == 0
     assert "now holds 6 x 32 experts" in capsys.readouterr().out
@@ -22,7 +24,7 @@ def test_converts_and_says_so_once_more(tmp_path: Path, mesh_tiny: Path, capsys:
     assert "already holds 6 x 32 experts" in capsys.readouterr().out
 
 
-def test_another_store_is_replaced_with_force_alone(
+def test_another_store_is_replaced_only_with_force(
     tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ["convert", str(mesh_tiny), str(tmp_path / "store"), "--weights"]
@@ -72,7 +74,7 @@ def test_an_error_is_one_line_and_debug_shows_where(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_interrupted_it_says_how_to_continue(tmp_path: Path, mesh_tiny: Path) -> None:
+def test_an_interrupted_convert_says_how_to_continue(tmp_path: Path, mesh_tiny: Path) -> None:
     """A real SIGINT to a real process, in the middle of the records."""
     arguments = [str(mesh_tiny), str(tmp_path / "store"), "--weights", "int4", "--threads", "1"]
     process = warm.start(INTERRUPTIBLE, "convert", *arguments)

@@ -1,4 +1,4 @@
-"""What doctor finds, on this machine and on others that are made up."""
+"""torch-mesh doctor: its findings on this machine and on simulated ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEATURES = {
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands for torch_mesh._C on a machine that has everything."""
+    """A stub of torch_mesh._C on a machine that has everything."""
     fake = SimpleNamespace(
         torch_version="2.13.0",
         features=lambda: dict(FEATURES),
@@ -45,7 +45,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def kernel_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """Files of the kernel's that doctor is to see in the place of this machine's."""
+    """Contents of files under /proc and /sys that doctor reads in place of this machine's, by path."""
     files: dict[str, str | None] = {}
     read = doctor._read
     monkeypatch.setattr(doctor, "_read", lambda path: files[path] if path in files else read(path))
@@ -54,7 +54,7 @@ def kernel_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
 
 @pytest.fixture(autouse=True)
 def memory_reads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """The numbers of threads that memory was read with: by nobody, since that takes a while."""
+    """Records the numbers of threads that doctor measures memory with. Nothing is measured, for that takes a while."""
     asked: list[int | None] = []
     monkeypatch.setattr(doctor, "memory_speed", lambda threads=None: asked.append(threads) or 12e9)
     return asked
@@ -83,12 +83,12 @@ def test_memory_is_read_by_one_thread_and_by_all(
     assert ("12.0 by 4" in found) == (threads == 4)
 
 
-def test_the_best_read_keeps_the_number_of_threads() -> None:
+def test_memory_speed_restores_the_number_of_threads() -> None:
     before = torch.get_num_threads()
     assert 1e8 < memory_speed(1) < 1e12 and torch.get_num_threads() == before
 
 
-def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_all_findings_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exit_code = run(tmp_path, as_json=True)
     output = json.loads(capsys.readouterr().out)
     assert output["usable"] and exit_code == 0
@@ -108,7 +108,7 @@ def test_table_shows_every_finding(
         assert each.name in printed and each.status in printed
 
 
-def test_what_is_to_be_typed_is_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_is_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     advice = "start the container with a seccomp profile that allows io_uring_setup, _enter and _register " * 2
     findings = [
         doctor.Finding(f"thing [{number}]", "limited", "x " * 60, f"[{number}] {advice}") for number in range(2)
@@ -124,7 +124,9 @@ def test_what_is_to_be_typed_is_never_cut(monkeypatch: pytest.MonkeyPatch, capsy
     assert "What to change" not in capsys.readouterr().out
 
 
-def test_command_line(engine: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_does_not_exist_is_not_created(
+    engine: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser()
     doctor.add_arguments(parser)
     arguments = parser.parse_args(["--json", "--folder", str(tmp_path / "not" / "yet")])
@@ -196,7 +198,7 @@ def test_instruction_sets(
         ("no memory for a ring (Cannot allocate memory): raise the memlock limit", "0", "2", "ulimit -l unlimited"),
     ],
 )
-def test_why_io_uring_does_not_work(
+def test_advice_follows_why_io_uring_does_not_work(
     tmp_path: Path,
     engine: SimpleNamespace,
     kernel_files: dict[str, str | None],
@@ -220,7 +222,7 @@ def test_direct_io(tmp_path: Path, engine: SimpleNamespace, alignment: int, stat
     assert not list(tmp_path.iterdir()), "the probe file was left behind"
 
 
-def test_a_folder_that_takes_no_files(engine: SimpleNamespace) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(engine: SimpleNamespace) -> None:
     assert "cannot be written" in finding(Path("/proc"), "direct I/O").found
 
 

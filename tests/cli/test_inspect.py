@@ -25,7 +25,7 @@ def inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, objec
 
 
 @pytest.mark.parametrize(("weights", "group_size"), [("int4", 64), ("bf12", None)])
-def test_a_store(
+def test_inspect_describes_a_store(
     tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str], weights: str, group_size: int | None
 ) -> None:
     store = convert(mesh_tiny, tmp_path / "store", weights).store
@@ -36,15 +36,15 @@ def test_a_store(
     assert held["reads_per_expert"] == 1
 
 
-def test_a_checkpoint(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_describes_a_checkpoint(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held = inspect(mesh_tiny, capsys)
     assert held.items() >= {**SHAPE, "kind": "checkpoint", "weights": "bf16", "group_size": None}.items()
     assert held["expert_bytes"] == 3 * 192 * 64 * 2
     size = (mesh_tiny / "model.safetensors").stat().st_size
-    assert 0 < size - held["all_experts_bytes"] - held["other_bytes"] < 100_000  # the header
+    assert 0 < size - held["all_experts_bytes"] - held["other_bytes"] < 100_000  # the size of the header
 
 
-def test_the_table_says_the_same(tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_same_figures(tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert(mesh_tiny, tmp_path / "store", "int8")
     assert main(["inspect", str(tmp_path / "store")]) == 0
     table = capsys.readouterr().out
@@ -52,6 +52,8 @@ def test_the_table_says_the_same(tmp_path: Path, mesh_tiny: Path, capsys: pytest
         assert words in table
 
 
-def test_what_is_neither_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_neither_store_nor_checkpoint_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(tmp_path)]) == 1
     assert "has neither" in capsys.readouterr().err

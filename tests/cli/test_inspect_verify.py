@@ -25,13 +25,13 @@ def damage(store: Store, layer: int, expert: int) -> tuple[str, int]:
     return str(path), offset
 
 
-def test_a_sound_store(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undamaged_store_passes(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--verify", str(store.folder)]) == 0
     assert "192 records" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("store", ["int4", "bf12"], indirect=True)
-def test_every_bad_record_is_named(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_damaged_record_is_named(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     places = {place: damage(store, *place) for place in ((0, 0), (3, 17), (5, 31))}
     assert main(["inspect", "--verify", str(store.folder)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -53,6 +53,6 @@ def test_changed_and_missing_other_files_are_named(store: Store, capsys: pytest.
     assert "config.json: has " in output
 
 
-def test_what_is_no_store_is_a_failure(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verifying_a_checkpoint_is_a_failure(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--verify", str(mesh_tiny)]) == 1
     assert "is not a store" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Options that are fields of MeshConfig: every one is there, and means what the constructor means."""
+"""Command-line options for the fields of MeshConfig: each field has one, with the constructor's meaning."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ def test_options_give_what_the_constructor_gives() -> None:
     assert _parsed(*options) == MeshConfig(group_size=32, gpu=gpu, residency=residency, stats=stats)
 
 
-def test_a_wrong_value_is_called_by_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_is_reported_under_its_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "anything", "--gpu-placement", "often"]) == 2
     assert "--gpu-placement='often' is unknown; it is one of 'static', 'dynamic'" in capsys.readouterr().err
 
 
-def test_help_says_what_each_field_may_be(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_each_field_with_its_allowed_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for field in FIELDS.values():
-        assert f"--{field.flat.replace('_', '-')} VALUE" in said
-        assert f"({field.values.words}; default: ".replace("`", "") in said
+        assert f"--{field.flat.replace('_', '-')} VALUE" in output
+        assert f"({field.values.words}; default: ".replace("`", "") in output
 
 
 @pytest.mark.parametrize(
@@ -59,18 +61,16 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
 ) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     command = " ".join(arguments[: 2 if arguments[0] in ("cache", "routing") else 1])
-    assert end.value.code == 2 and said.startswith(f"usage: torch-mesh {command}")
-    assert said.endswith(f"torch-mesh {command}: error: unrecognized arguments: {arguments[-1]}{hint}\n")
+    assert end.value.code == 2 and stderr.startswith(f"usage: torch-mesh {command}")
+    assert stderr.endswith(f"torch-mesh {command}: error: unrecognized arguments: {arguments[-1]}{hint}\n")
 
 
 @pytest.mark.parametrize(
     ("former", "name"), [("verify", "inspect --verify"), ("fit", "routing fit"), ("simulate", "routing simulate")]
 )
-def test_a_command_of_a_former_name_says_the_new_one(
-    former: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_renamed_command_names_its_new_name(former: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([former, "here"])
     assert end.value.code == 2 and capsys.readouterr().err.endswith(f"torch-mesh {former} is now torch-mesh {name}\n")
@@ -89,15 +89,15 @@ def test_a_shell_completes_every_command_and_option(capsys: pytest.CaptureFixtur
     pytest.importorskip("shtab")
     with pytest.raises(SystemExit) as end:
         main(["--print-completion", "bash"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert end.value.code == 0
     words = ("--revision", "--keep-keys", "--dry-run", *(f"--{name.replace('_', '-')}" for name in FIELDS))
-    assert all(name in said for name in (*COMMANDS, *words))
-    done = subprocess.run(["bash", "-n"], input=said, text=True, capture_output=True, check=False)
+    assert all(name in output for name in (*COMMANDS, *words))
+    done = subprocess.run(["bash", "-n"], input=output, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_revision_is_the_hubs(
+def test_revision_and_token_are_passed_to_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--weights", "int8", "--revision", "main"]) == 2

@@ -1,4 +1,4 @@
-"""torch-mesh plan: sizes that loading confirms, verdicts that say what to change, and what it refuses."""
+"""torch-mesh plan: sizes that loading confirms, verdicts that say what to change, and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch_mesh.store.header import encode_header
 from torch_mesh.system.memory import anonymous_bytes
 
 RECORD = _C.record_bytes("bf16", 0, 192, 64, True, False)
-# Nothing is measured but what small functions cost.
+# With both speeds given, plan measures only the cost of small functions.
 GIVEN = ["--disk-speed", "1GB/s", "--memory-speed", "20GB/s"]
 
 
@@ -47,7 +47,9 @@ def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(mesh_tiny, tmp_path_factory.mktemp("plan") / "int4", "int4").store.folder
 
 
-def test_a_checkpoint_and_its_store(mesh_tiny: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_and_its_store_are_planned(
+    mesh_tiny: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for folder, weights, staging in ((mesh_tiny, "bf16", True), (store, "int4", False)):
         planned = run(capsys, str(folder), "--resident", "0.25")
         sizes = planned["sizes"]
@@ -58,12 +60,12 @@ def test_a_checkpoint_and_its_store(mesh_tiny: Path, store: Path, capsys: pytest
         assert planned["chunk_bytes"] == 192 * sizes["expert_bytes"]
         assert (sizes["staging_bytes"] > 0) == staging
         assert planned["tokens_per_second"] > 0
-    # int4 from the original: what converting it would give.
+    # int4 from the original has the sizes that converting it would give.
     assert run(capsys, str(mesh_tiny), "--weights", "int4")["sizes"]["expert_bytes"] == sizes["expert_bytes"]
 
 
 @pytest.mark.parametrize(("resident", "dense"), each_once_quick(["0.25", "1.0"], ["int8", "none"]))
-def test_loading_takes_what_was_planned(
+def test_loading_takes_the_planned_bytes(
     mesh_tiny: Path, capsys: pytest.CaptureFixture[str], dense: str, resident: str
 ) -> None:
     planned = run(capsys, str(mesh_tiny), "--resident", resident, "--dense", dense)
@@ -79,7 +81,7 @@ def test_loading_takes_what_was_planned(
     assert (packed > 0) == (dense != "none")
 
 
-def test_chunks_are_those_of_the_engine(mesh_tiny: Path) -> None:
+def test_tokens_per_chunk_are_those_of_the_engine(mesh_tiny: Path) -> None:
     config = MeshConfig(resident=0.25, workspace="1MiB", io="threads", prefetch="off")
     tokens = plan(mesh_tiny, config).tokens_per_chunk
     assert tokens is not None and 16 < tokens < 1000
@@ -87,7 +89,7 @@ def test_chunks_are_those_of_the_engine(mesh_tiny: Path) -> None:
     # A chunk claims its experts anew: one token more than fits makes a second claim.
     for rows, claims in ((tokens, 1), (tokens + 1, 2)):
         torch_mesh.reset_stats(model)
-        ids = torch.full((1, rows), 65)  # one token, so that most rows want the same experts
+        ids = torch.full((1, rows), 65)  # the same token in each row, so that most rows take the same experts
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)
         first = torch_mesh.stats(model).per_layer[0]
@@ -129,7 +131,7 @@ def test_auto_is_bounded_by_the_memory_that_is_given(mesh_tiny: Path, monkeypatc
     assert sizes.dense_bytes is not None
     rest = (400 << 20) + sizes.dense_bytes + sizes.staging_bytes + (256 << 20)
     for slots in (4, 32, 188, 192, 400):
-        left = slots * RECORD * 4 // 3  # of which a quarter is the margin
+        left = slots * RECORD * 4 // 3  # a quarter of it is the margin
         for spare in (0, RECORD):
             planned = status_of(mesh_tiny, "auto", rest + left + spare)
             assert planned.slots == min(slots, 192) and planned.margin_bytes == (left + spare) // 4
@@ -139,10 +141,10 @@ def test_auto_is_bounded_by_the_memory_that_is_given(mesh_tiny: Path, monkeypatc
     assert status_of(mesh_tiny, 0.5, rest + (1 << 30)).margin_bytes is None
 
 
-def test_a_small_limit_is_enough_for_what_decodes_in_it(
+def test_the_limit_of_the_readme_is_enough_for_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four layers of Qwen3-30B-A3B's experts in int4, of which the README says what 1.10 GB are enough for."""
+    """Four layers of Qwen3-30B-A3B's experts in int4: 1.10 GB are enough, as the README says."""
     monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 310_000_000)
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
@@ -171,8 +173,8 @@ def test_a_small_limit_is_enough_for_what_decodes_in_it(
     assert "which resident=auto leaves free" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_named_limit_holds_what_cannot_be_dropped(mesh_tiny: Path) -> None:
-    """Mapped libraries lie in the page cache: they are no part of the process in a plan, as in what bench measures."""
+def test_a_named_limit_counts_anonymous_memory_only(mesh_tiny: Path) -> None:
+    """Mapped libraries lie in the page cache. A plan does not count them to the process, and bench does not either."""
     planned = status_of(mesh_tiny, 0.25, 8 << 30)
     assert planned.process_bytes == pytest.approx(anonymous_bytes(), rel=0.05)
 
@@ -180,7 +182,7 @@ def test_a_named_limit_holds_what_cannot_be_dropped(mesh_tiny: Path) -> None:
 def test_a_card_takes_the_rest_of_the_model_and_some_experts(
     mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 300 << 20)  # or it would grow meanwhile
+    monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 300 << 20)  # it grows with time
     monkeypatch.setattr("torch_mesh.gpu.planning._ALLOCATION", 1)
     cuda = 500_000_000
     alone = run(capsys, str(mesh_tiny), "--resident", "0.25")
@@ -236,7 +238,7 @@ def _options(fields: Mapping[str, str]) -> list[str]:
         ),
     ],
 )
-def test_what_a_card_cannot_take_is_named(
+def test_options_that_exclude_a_card_are_named(
     store: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(store), *GIVEN, "--gpu-memory", "24GiB", *options]) != 0
@@ -246,7 +248,7 @@ def test_what_a_card_cannot_take_is_named(
 def test_formats_without_kernels_stay_in_memory(
     mesh_tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As patching a model places none, or refuses the number that was asked for."""
+    """Patching a model places none either, or refuses the number that was asked for."""
     monkeypatch.setitem(FORMATS, "bf12", dataclasses.replace(FORMATS["bf12"], gpu=False))
     card = "--weights", "bf12", "--gpu-memory", "24GiB"
     planned = run(capsys, str(mesh_tiny), "--resident", "0.25", *card)
@@ -257,12 +259,12 @@ def test_formats_without_kernels_stay_in_memory(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_its_memory_has_to_be_said(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_card_gpu_memory_must_be_given(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(store), *GIVEN, "--gpu-experts", "auto"]) != 0
     assert "--gpu-memory 24GiB" in " ".join(capsys.readouterr().err.split())
 
 
-def test_what_to_expect_rises_with_what_is_resident() -> None:
+def test_the_expected_hit_rate_rises_with_the_resident_fraction() -> None:
     shares = [index / 50 for index in range(51)]
     rates = [expected_hit_rate(share) for share in shares]
     assert all(rate.low <= rate.expected <= rate.high for rate in rates)
@@ -290,7 +292,7 @@ def test_a_known_hit_rate_replaces_the_expected(mesh_tiny: Path, capsys: pytest.
     assert low == high == planned["tokens_per_second"]
 
 
-def test_a_known_overlap_says_more_of_the_hits(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_known_overlap_refines_the_expected_hit_rate(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = find_sizes(mesh_tiny, MeshConfig()).shape
     rates = [simulated_hit_rate(shape, 0.25, overlap) for overlap in (0.2, 0.4, 0.6)]
     assert all(rate.low <= rate.expected <= rate.high for rate in rates)
@@ -329,7 +331,7 @@ def test_a_narrow_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert bool(planned.dense_choices) == (hidden >= 32)
 
 
-def test_the_table_says_the_same(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_same_figures(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(mesh_tiny), "--resident", "0.1", *GIVEN]
     assert main(arguments) == 0
     table = " ".join(capsys.readouterr().out.split())
@@ -338,7 +340,7 @@ def test_the_table_says_the_same(mesh_tiny: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["{none}"], 1, "there is no such folder"),
         (["{empty}"], 1, "has neither"),
@@ -349,7 +351,7 @@ def test_the_table_says_the_same(mesh_tiny: Path, capsys: pytest.CaptureFixture[
         (["{store}", "--weights", "int8"], 2, "are int4"),
     ],
 )
-def test_bad_input_is_named(
+def test_bad_input_is_named_in_the_error(
     mesh_tiny: Path,
     store: Path,
     tmp_path: Path,
@@ -357,7 +359,7 @@ def test_bad_input_is_named(
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     code: int,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folders = {"none": tmp_path / "none", "empty": tmp_path / "empty", "dense": tmp_path / "dense"}
@@ -368,7 +370,7 @@ def test_bad_input_is_named(
     (folders["dense"] / "config.json").write_text(json.dumps(config))
     filled = [argument.format(model=mesh_tiny, store=store, **folders) for argument in arguments]
     assert main(["plan", *filled, *GIVEN]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -393,7 +395,7 @@ def test_ranks_have_a_part_of_the_experts_each(
         planned = run(capsys, str(mesh_tiny), "--resident", "0.25", "--ranks", str(ranks))
         about = planned["ranks"]
         assert (about["ranks"], about["experts"], about["sum_bytes"]) == (ranks, 32 // ranks, 384)
-        assert 4 / ranks < about["busiest"] < 4  # of four a token, were they evenly spread or all on one
+        assert 4 / ranks < about["busiest"] < 4  # of four experts a token: spread evenly, or all on one rank
         assert planned["slots"] == 48 // ranks and planned["resident_share"] == whole["resident_share"]
         assert planned["sizes"]["all_experts_bytes"] * ranks == whole["sizes"]["all_experts_bytes"]
         assert planned["tokens_per_second"] > whole["tokens_per_second"]
@@ -410,7 +412,7 @@ def test_ranks_have_a_part_of_the_experts_each(
         (["--ranks", "2", "--train"], "leave --ranks out"),
     ],
 )
-def test_what_ranks_cannot_be_planned_with_is_named(
+def test_options_that_exclude_ranks_are_named(
     arguments: list[str], message: str, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(mesh_tiny), *arguments, *GIVEN]) == 2
@@ -506,7 +508,7 @@ def test_the_fastest_format_within_the_error_is_chosen(mesh_tiny: Path) -> None:
     assert chosen(mesh_tiny, little, {"tcq3": 1e10, "tcq2": 1e10}) == []
     # Arithmetic slower than the disk decides as well.
     assert chosen(mesh_tiny, little, EQUALLY_FAST | {"tcq2": 1e6, "tcq2+tcq3": 1e6}, max_error=0.3) == ["tcq3"]
-    # Where all fit, arithmetic alone counts, and what is within 5 % is as fast: then the least error.
+    # Where all experts fit, arithmetic alone counts. Formats within 5 % are equally fast: the least error decides.
     everything = str(192 * RECORD)
     least = {name: choice.expert_bytes * 1e3 for name, choice in choices_of(mesh_tiny, everything).items()}
     assert chosen(mesh_tiny, everything, least) == ["bf16"]
@@ -520,10 +522,10 @@ def test_formats_are_not_compared_where_there_is_no_choice(mesh_tiny: Path, stor
     assert choices_of(mesh_tiny, "auto", hit_rate=0.5) == {}
 
 
-def test_bf16_reads_raw_whatever_format_was_asked_for(
+def test_the_bf16_choice_reads_the_raw_checkpoint_whatever_format_was_asked_for(
     mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Its buffers of raw records take memory that resident="auto" cannot have; a store has none.
+    # The buffers of raw records take memory from resident="auto". A store has no such buffers.
     monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 0)
     staging = find_sizes(mesh_tiny, MeshConfig()).staging_bytes
     assert staging > 0
@@ -539,7 +541,7 @@ def test_bf16_reads_raw_whatever_format_was_asked_for(
     assert slots(store=str(tmp_path / "store")) == min(192, 100 + staging * 3 // 4 // RECORD)
 
 
-def test_bf16_rounds_what_has_more_bits(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_the_bf16_choice_rounds_fp16_and_fp32_checkpoints(mesh_tiny: Path, tmp_path: Path) -> None:
     little = str(12 * RECORD)
     assert choices_of(mesh_tiny, little)["bf16"].weight_error == 0
     for dtype in (torch.float16, torch.float32):
@@ -559,20 +561,20 @@ def test_bf16_rounds_what_has_more_bits(mesh_tiny: Path, tmp_path: Path) -> None
         (["--fallback", "int4"], "has two formats"),
     ],
 )
-def test_why_no_format_is_named(
+def test_the_plan_says_why_no_format_is_chosen(
     mesh_tiny: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
     reason: str,
 ) -> None:
-    # Nor is anything measured for it.
+    # Calling None would raise: the formats are not measured either.
     monkeypatch.setattr("torch_mesh.planning.machine.measure_formats", None)
     assert main(["plan", str(mesh_tiny), "--memory", "8GiB", "--max-error", "15%", *options, *GIVEN]) == 0
     assert reason in capsys.readouterr().out
 
 
-def test_no_format_fits_or_is_there_to_choose(
+def test_the_plan_says_that_no_format_fits_or_that_a_store_has_one(
     mesh_tiny: Path, store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["plan", str(mesh_tiny), "--memory", "1KiB", "--max-error", "15%", *GIVEN]) == 1
@@ -582,7 +584,7 @@ def test_no_format_fits_or_is_there_to_choose(
     assert "are int4 already" in capsys.readouterr().out
 
 
-def test_the_command_shows_the_formats(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_format_choices(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limited = [str(mesh_tiny), "--memory", "8GiB", "--max-error"]
     planned = run(capsys, *limited, "15%")
     assert [choice["weights"] for choice in planned["format_choices"]] == list(EQUALLY_FAST)
@@ -598,7 +600,7 @@ def test_the_command_shows_the_formats(mesh_tiny: Path, capsys: pytest.CaptureFi
 
 
 def test_the_disk_is_measured_into_memory_that_may_have_huge_pages() -> None:
-    """Into small ones it is half as fast: the kernel cuts its requests up."""
+    """Reads into small pages are half as fast, for the kernel splits them."""
     pages = huge_pages(8 << 20)
     address = pages.ctypes.data
     mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())

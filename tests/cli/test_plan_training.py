@@ -1,4 +1,4 @@
-"""torch-mesh plan --train: what a real step takes confirms it."""
+"""torch-mesh plan --train: a real training step confirms its figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def adapted(
 
 
 def step(model: PeftModel, optimizer: torch.optim.Optimizer) -> int:
-    """One of training; returns the bytes that its forward kept for the backward."""
+    """Run one training step; return the bytes that its forward kept for the backward."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters() if not isinstance(p, PackedWeight)}
     kept: dict[int, torch.Tensor] = {}
 
@@ -60,7 +60,7 @@ def step(model: PeftModel, optimizer: torch.optim.Optimizer) -> int:
         pytest.param(["lm_head"], [], marks=pytest.mark.slow),
     ],
 )
-def test_a_step_takes_what_was_planned(
+def test_a_training_step_takes_the_planned_bytes(
     mesh_tiny: Path, capsys: pytest.CaptureFixture[str], modules: list[str], parameters: list[str]
 ) -> None:
     targets = ["--targets", *modules, *parameters] if modules else []
@@ -76,13 +76,13 @@ def test_a_step_takes_what_was_planned(
     assert planned["gradient_bytes"] == sum(p.grad.nbytes for p in trained if p.grad is not None)
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert planned["optimizer_bytes"] == sum(moment.nbytes for moment in moments)
-    if "lm_head" not in modules:  # else nothing below the head keeps anything
-        logits = TOKENS * model.config.vocab_size  # of which the forward keeps 4 bytes each, and the peak has 12
+    if "lm_head" not in modules:  # with an adapter on the head alone, no layer below it keeps anything
+        logits = TOKENS * model.config.vocab_size  # the forward keeps 4 bytes of each, the peak holds 12
         layers = kept - 4 * logits
         assert layers / 2 < planned["activation_bytes"] - 12 * logits < 2 * layers
 
 
-def test_checkpointing_keeps_less_and_reads_once_more(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradient_checkpointing_keeps_less_and_reads_more(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tokens", str(TOKENS), "--resident", "0.25"]
     plain = run(capsys, mesh_tiny, *arguments)["training"]
     saved = run(capsys, mesh_tiny, *arguments, "--gradient-checkpointing")["training"]
@@ -92,7 +92,7 @@ def test_checkpointing_keeps_less_and_reads_once_more(mesh_tiny: Path, capsys: p
 
 
 @pytest.mark.slow
-def test_reads_are_those_of_a_step(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planned_reads_are_those_of_a_step(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned = run(capsys, mesh_tiny, "--tokens", str(TOKENS), "--resident", "0.25")["training"]
     model = adapted(mesh_tiny, [], BOTH, rank=8)
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
@@ -104,7 +104,7 @@ def test_reads_are_those_of_a_step(mesh_tiny: Path, capsys: pytest.CaptureFixtur
     assert read / 2 < planned["read_bytes_per_step"] < 2 * read
 
 
-def test_what_training_takes_is_taken_from_residency(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_for_training_counts_in_the_peak(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, large = (run(capsys, mesh_tiny, "--lora-rank", rank, "--memory", "64GiB") for rank in ("1", "64"))
     assert small["training"]["adapter_bytes"] * 64 == large["training"]["adapter_bytes"]
     beside = [
@@ -115,15 +115,15 @@ def test_what_training_takes_is_taken_from_residency(mesh_tiny: Path, capsys: py
     assert abs(grown - (beside[1] - beside[0])) < 0.1 * grown + 64e6  # the process itself grows a little
 
 
-def test_its_table_and_what_is_refused(
+def test_the_table_of_training_and_refused_options(
     mesh_tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["plan", str(mesh_tiny), "--train", "--resident", "0.25", *GIVEN]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in ("AdamW's two moments", "activations of 512 tokens", "reads of a step", "seconds of a step"):
-        assert words in said
-    assert "tokens per second" not in said
+        assert words in output
+    assert "tokens per second" not in output
     assert main(["plan", str(mesh_tiny), "--train", "--targets", "query_proj", *GIVEN]) == 2
     assert "query_proj: no module or parameter of Qwen3MoeForCausalLM" in capsys.readouterr().err
     for arguments, message in (

@@ -1,4 +1,4 @@
-"""The command line and checkpoints that another tool has quantised."""
+"""The command line on checkpoints that another tool has quantised."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from quantised import KINDS, change_config, write_gpt_oss, write_quantised
 from torch_mesh.cli import main
 
 
-def test_convert_auto_says_what_it_takes_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_auto_names_its_format_and_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_quantised(tmp_path / "raw", KINDS["awq"]())
     with pytest.warns(UserWarning, match="weights='auto' converts AWQ experts to int8 in groups of 32, which rounds"):
         assert main(["convert", str(tmp_path / "raw"), str(tmp_path / "store"), "--weights", "auto"]) == 0
@@ -18,7 +18,7 @@ def test_convert_auto_says_what_it_takes_and_why(tmp_path: Path, capsys: pytest.
     assert main(["inspect", "--verify", str(tmp_path / "store")]) == 0
 
 
-def test_plan_and_inspect_speak_of_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_inspect_name_the_source_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_gpt_oss(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0
     assert "MXFP4" in capsys.readouterr().out
@@ -29,7 +29,7 @@ def test_plan_and_inspect_speak_of_the_source(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("command", ["inspect", "plan"])
-def test_what_cannot_be_read_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_quantisation_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_gpt_oss(tmp_path)
     change_config(tmp_path, quantization_config={"quant_method": "quark"})
     assert main([command, str(tmp_path)]) != 0
@@ -37,7 +37,7 @@ def test_what_cannot_be_read_is_named(command: str, tmp_path: Path, capsys: pyte
     assert "quark" in printed.out + printed.err
 
 
-def test_a_gguf_file_goes_where_a_folder_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_a_gguf_file_in_place_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "Q5_0"}).path)
     assert main(["convert", path, str(tmp_path / "store"), "--weights", "auto"]) == 0
     assert "as q5_0" in capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_a_gguf_file_goes_where_a_folder_does(tmp_path: Path, capsys: pytest.Cap
     assert "no such file; name one of the hub as maker/model/file.gguf" in capsys.readouterr().err
 
 
-def test_a_gguf_file_of_the_hub_comes_with_its_parts(
+def test_all_parts_of_a_gguf_file_are_fetched_from_the_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", {"_exps": "Q8_0"}, parts=2)
@@ -65,7 +65,7 @@ def test_a_gguf_file_of_the_hub_comes_with_its_parts(
     assert asked == [("maker/model", [f"m-0000{part}-of-00002.gguf" for part in (1, 2)])]
 
 
-def test_doctor_names_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_names_the_quantised_formats(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--json"])
     (found,) = [
         each for each in json.loads(capsys.readouterr().out)["findings"] if each["name"] == "quantised checkpoints"

@@ -1,4 +1,4 @@
-"""torch-mesh report: sums that are right over resets and restarts, and files that are damaged or none."""
+"""torch-mesh report: its sums are right over resets and restarts; damaged and foreign files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = 3
 
 
 def line(at: float, forward: int, hits: list[int], misses: int = 0) -> dict[str, Any]:
-    """Statistics in which each layer had so many hits, all of them decoding, and all the same number of misses."""
+    """Statistics with ``hits`` for each layer, all of them of decoding, and ``misses`` in every layer."""
     layers = []
     for count in hits:
         counts = {"forwards": forward, "accesses": count + misses, "hits": count, "cold_misses": misses}
@@ -41,7 +41,7 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def test_counts_go_on_over_resets_and_begin_anew_with_a_process(tmp_path: Path) -> None:
+def test_counts_add_up_over_resets_and_a_new_process_is_a_new_run(tmp_path: Path) -> None:
     file = write(
         tmp_path / "s.jsonl",
         line(100, 10, [4, 5, 6], 2),
@@ -59,7 +59,7 @@ def test_counts_go_on_over_resets_and_begin_anew_with_a_process(tmp_path: Path) 
     assert (second.lines, second.total.hits, second.stretches) == (1, 6, ())
 
 
-def test_a_reset_is_noticed_though_all_counts_are_larger_behind_it(tmp_path: Path) -> None:
+def test_a_reset_is_noticed_even_if_all_counts_are_larger_after_it(tmp_path: Path) -> None:
     before = [line(100, 10, [4, 5, 6], 2), line(102, 20, [6, 7, 8], 3)]
     after = [line(104, 30, [7, 8, 9], 4), line(108, 40, [9, 9, 9], 5)]
     file = write(tmp_path / "s.jsonl", *(each | {"resets": 1} for each in before), *(e | {"resets": 2} for e in after))
@@ -68,7 +68,7 @@ def test_a_reset_is_noticed_though_all_counts_are_larger_behind_it(tmp_path: Pat
     assert [(part.begin, part.end, part.stats.hits) for part in run.stretches] == [(100, 102, 6), (104, 108, 3)]
 
 
-def test_names_of_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+def test_counter_names_of_earlier_versions_are_read(tmp_path: Path) -> None:
     counts = {"accesses": 9, "stand_ins": 4, "prefetches_wasted": 3, "wasted_bytes": 4096}
     layer = counts | {"prefill": counts, "decode": counts}
     file = write(
@@ -80,9 +80,7 @@ def test_names_of_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert (run.total.slots, run.total.max_slots) == (5, 7)
 
 
-def test_in_a_file_of_an_earlier_version_a_reset_is_noticed_where_any_count_falls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_reset_counter_a_falling_count_is_a_reset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line(100, 10, [4, 5, 6], 2), line(102, 20, [14, 4, 16], 4), line(104, 30, [16, 6, 18], 5)]
     for each in lines:
         del each["resets"]
@@ -95,7 +93,7 @@ def test_in_a_file_of_an_earlier_version_a_reset_is_noticed_where_any_count_fall
 
 
 def test_runs_are_told_apart_by_their_names(tmp_path: Path) -> None:
-    """A second one begins with more forwards than the first has had, and a third writes between its lines."""
+    """Run b begins with more forwards than run a has had, and the lines of run c are between those of b."""
     lines = [
         line(100, 10, [1, 1, 1]) | {"run": "a"},
         line(200, 40, [9, 9, 9]) | {"run": "b"},
@@ -109,7 +107,7 @@ def test_runs_are_told_apart_by_their_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("run", 3), ("run", None), ("resets", -1), ("resets", "2")])
-def test_a_run_is_a_name_and_resets_are_counted(tmp_path: Path, name: str, wrong: Any) -> None:
+def test_a_wrong_run_name_or_reset_count_is_refused(tmp_path: Path, name: str, wrong: Any) -> None:
     with pytest.raises(MeshError, match=f"line 1: .* its .*{wrong!r}"):
         read_report(write(tmp_path / "s.jsonl", line(1, 10, [1, 1, 1]) | {name: wrong}))
 
@@ -138,7 +136,7 @@ def test_lines_that_are_cut_short_are_left_out(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "has no line of statistics"),
         ("\n\n", "has no line of statistics"),
@@ -154,14 +152,16 @@ def test_lines_that_are_cut_short_are_left_out(tmp_path: Path, capsys: pytest.Ca
         ('{"time": NaN, "forward": 1, "per_layer": []}\n', "its time is nan"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_without_statistics_are_refused(
+    tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "s.jsonl").write_text(content, encoding="latin-1")
     assert main(["report", str(tmp_path / "s.jsonl")]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [-1, "3", None, True, float("inf"), [1], 10**400, 1 << 63])
-def test_a_count_is_a_number(tmp_path: Path, wrong: Any) -> None:
+def test_a_count_that_is_no_number_is_refused(tmp_path: Path, wrong: Any) -> None:
     spoilt = line(2, 20, [2, 2, 2])
     spoilt["per_layer"][1]["decode"]["hits"] = wrong
     with pytest.raises(MeshError, match="line 2: .* hits of decode of layer 1 is .* and no count"):
@@ -169,13 +169,13 @@ def test_a_count_is_a_number(tmp_path: Path, wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 10**400, 1.5, None, "3"])
-def test_a_size_is_a_number(tmp_path: Path, wrong: Any) -> None:
+def test_a_size_that_is_no_number_is_refused(tmp_path: Path, wrong: Any) -> None:
     spoilt = line(1, 10, [1, 1, 1]) | {SIZES[0]: wrong}
     with pytest.raises(MeshError, match="line 1: .* its sizes are"):
         read_report(write(tmp_path / "s.jsonl", spoilt))
 
 
-def test_other_versions_may_count_more_or_less(tmp_path: Path) -> None:
+def test_lines_with_more_or_fewer_counters_are_read(tmp_path: Path) -> None:
     other = line(1, 10, [1, 1, 1])
     other["new"] = {"thing": 1}
     other["decode"]["entropy"] = 0.5
@@ -183,7 +183,7 @@ def test_other_versions_may_count_more_or_less(tmp_path: Path) -> None:
     assert read_report(write(tmp_path / "s.jsonl", other)).runs[0].total.hits == 3
 
 
-def test_a_clock_that_goes_back_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_rates_are_given_where_the_clock_goes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "s.jsonl", line(100, 10, [1, 1, 1]), line(90, 20, [2, 2, 2]))
     assert main(["report", str(file), "--stretches", "3"]) == 0
     assert "over time" in capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_a_clock_that_goes_back_has_no_rates(tmp_path: Path, capsys: pytest.Capt
     assert "nothing to draw" in capsys.readouterr().err
 
 
-def test_what_a_model_writes_is_what_it_counted(
+def test_the_report_of_a_model_has_its_statistics(
     mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "stats.jsonl"

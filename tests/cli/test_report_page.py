@@ -1,4 +1,4 @@
-"""The page of torch-mesh report: what it holds, what a hostile file cannot do to it, and that a browser shows it."""
+"""The page of torch-mesh report: its content, hostile files, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOSTILE = (
 
 
 def line(index: int, rng: np.random.Generator, **others: Any) -> dict[str, Any]:
-    """The statistics after so many lines, of which each counts the same."""
+    """The statistics of line number ``index``. Each line adds the same counts."""
     counts = {
         "forwards": index,
         "accesses": 40 * index,
@@ -62,7 +62,7 @@ def data_of(page: str) -> dict[str, Any]:
     return json.loads(text)
 
 
-def test_the_page_has_what_the_lines_say(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_the_page_has_the_figures_of_the_lines(tmp_path: Path, rng: np.random.Generator) -> None:
     lines = [line(index, rng) for index in range(1, 30)]
     file = write(tmp_path / "s.jsonl", lines)
     [run] = data_of(render_page([read_report(file, STRETCHES)]))["runs"]
@@ -71,11 +71,11 @@ def test_the_page_has_what_the_lines_say(tmp_path: Path, rng: np.random.Generato
     assert run["begin"] == [4 * index for index in range(28)] and run["end"][-1] == 4 * 28
     assert set(run["hit_rate"]["decode"]) == {0.75} and set(run["hit_rate"]["prefill"]) == {None}
     assert set(run["waiting"]) == {0.225} and set(run["read"]) == {7.5e6} and set(run["steps"]) == {0.25}
-    assert data_of(render_page([read_report(file, STRETCHES)]))["live"] is False  # asks nobody, whoever serves it
+    assert data_of(render_page([read_report(file, STRETCHES)]))["live"] is False  # such a page asks for no updates
     assert run["summary"]["peak_bytes"] == 10**9 + 29 and run["summary"]["tokens_per_second"] == 0.25
 
 
-def test_the_page_says_what_ran_and_what_its_words_mean(
+def test_the_page_describes_the_run_and_explains_its_headings(
     tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = {"model": HOSTILE, "format": "int4, groups of 64", "policy": "heat", "machine": "2 processors"}
@@ -93,7 +93,7 @@ def test_the_page_says_what_ran_and_what_its_words_mean(
     assert "format: int4, groups of 64\npolicy: heat\nmachine: 2 processors" in capsys.readouterr().out
 
 
-def test_a_model_writes_what_it_is(mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_writes_its_description(mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "s.jsonl"
     config = MeshConfig(resident=0.5, weights="int8", policy="lru", stats={"file": str(file), "every": 1})
@@ -147,7 +147,7 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path, rng: np.random.Generat
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "said"),
+    ("spoilt", "message"),
     [
         ({"experts": -1}, "its experts are -1"),
         ({"experts": 1 << 20}, "its experts are 1048576"),
@@ -165,16 +165,16 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path, rng: np.random.Generat
         ({"memory": {"process": 1, "pool": 1, "budget": 1, "left": 1.5}}, "its memory is not in bytes"),
     ],
 )
-def test_what_no_line_has_is_refused(
-    tmp_path: Path, rng: np.random.Generator, spoilt: dict[str, Any], said: str
+def test_lines_with_wrong_values_are_refused(
+    tmp_path: Path, rng: np.random.Generator, spoilt: dict[str, Any], message: str
 ) -> None:
     file = write(tmp_path / "s.jsonl", [line(1, rng), line(2, rng, **spoilt)])
-    with pytest.raises(MeshError, match=f"line 2: not a line of statistics, {said}"):
+    with pytest.raises(MeshError, match=f"line 2: not a line of statistics, {message}"):
         read_report(file)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("{", "no JSON"),
         ("[" * 100_000, "no JSON"),
@@ -185,18 +185,18 @@ def test_what_no_line_has_is_refused(
         ('{"status": "ok", "hit_rate": {"expected": [1]}}', r"hit_rate is \[1\]"),
     ],
 )
-def test_other_files_are_no_plans(tmp_path: Path, content: str, said: str) -> None:
+def test_files_that_are_no_plan_are_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "plan.json").write_text(content)
-    with pytest.raises(MeshError, match=f"is not what `torch-mesh plan --json` prints: {said}"):
+    with pytest.raises(MeshError, match=f"is not what `torch-mesh plan --json` prints: {message}"):
         read_plan(tmp_path / "plan.json")
 
 
-def test_a_plan_needs_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_option_needs_html(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "s.jsonl"), "--plan", str(tmp_path / "plan.json")]) == 2
     assert "give --html" in capsys.readouterr().err
 
 
-def test_a_file_that_grows_is_read_as_one_that_is_complete(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_growing_file_reads_like_a_complete_one(tmp_path: Path, rng: np.random.Generator) -> None:
     lines = [line(index, rng) for index in range(1, 40)] + [line(index, rng) for index in range(1, 20)]
     whole = "".join(json.dumps(each) + "\n" for each in lines).encode()
     file, growing = tmp_path / "s.jsonl", StatsFile(tmp_path / "s.jsonl")
@@ -206,18 +206,18 @@ def test_a_file_that_grows_is_read_as_one_that_is_complete(tmp_path: Path, rng: 
         (tmp_path / "complete.jsonl").write_bytes(complete)
         runs = growing.report(7, growing=True).runs
         assert runs == (read_report(tmp_path / "complete.jsonl", 7).runs if complete else ())
-    write(file, lines[:3])  # another process began the file anew
+    write(file, lines[:3])  # as if another process began the file anew
     assert growing.report(7, growing=True).runs == read_report(file, 7).runs
 
 
 @pytest.mark.parametrize("way", ["unlinked", "truncated"])
-def test_a_file_that_is_replaced_by_a_larger_one_is_another(tmp_path: Path, rng: np.random.Generator, way: str) -> None:
+def test_a_replaced_file_is_read_anew(tmp_path: Path, rng: np.random.Generator, way: str) -> None:
     file = write(tmp_path / "s.jsonl", [line(index, rng) for index in range(1, 4)])
     growing = StatsFile(file)
     assert [run.lines for run in growing.report(7, growing=True).runs] == [3]
     if way == "unlinked":
-        file.rename(tmp_path / "kept.jsonl")  # its inode is not used again
-    write(file, [line(index, rng) for index in range(4, 40)])  # forwards that could go on from the first file's
+        file.rename(tmp_path / "kept.jsonl")  # keeps its inode from being reused
+    write(file, [line(index, rng) for index in range(4, 40)])  # forwards that could continue those of the first file
     assert growing.report(7, growing=True) == read_report(file, 7)
     file.unlink()
     with pytest.raises(FileNotFoundError):
@@ -226,7 +226,7 @@ def test_a_file_that_is_replaced_by_a_larger_one_is_another(tmp_path: Path, rng:
     assert growing.report(7, growing=True) == read_report(file, 7)
 
 
-def test_a_line_that_is_refused_keeps_its_number(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_an_error_in_a_growing_file_names_the_same_line_each_time(tmp_path: Path, rng: np.random.Generator) -> None:
     file = write(tmp_path / "s.jsonl", [line(1, rng), {"a": 1}])
     growing = StatsFile(file)
     for _ in range(3):
@@ -234,7 +234,7 @@ def test_a_line_that_is_refused_keeps_its_number(tmp_path: Path, rng: np.random.
             growing.report(7, growing=True)
 
 
-def test_a_model_of_other_layers_is_another_run(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_another_number_of_layers_begins_another_run(tmp_path: Path, rng: np.random.Generator) -> None:
     lines = [line(index, rng) for index in range(1, 9)]
     for each in lines[4:]:
         each["per_layer"], each["resident"] = each["per_layer"][:2], each["resident"][:2]
@@ -243,20 +243,20 @@ def test_a_model_of_other_layers_is_another_run(tmp_path: Path, rng: np.random.G
     assert all(len(hits) == run["layers"] for run in runs for hits in (*run["layer_hits"], *run["resident"]))
 
 
-def test_runs_that_are_alike_have_names_of_their_own(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_runs_of_one_file_have_distinct_names(tmp_path: Path, rng: np.random.Generator) -> None:
     file = write(tmp_path / "s.jsonl", [line(1, rng)] * 3)
     runs = data_of(render_page([read_report(file, STRETCHES)]))["runs"]
     assert [run["name"] for run in runs] == [f"{file}, run {number} of 3" for number in (1, 2, 3)]
 
 
-def test_the_peak_of_memory_is_that_of_any_line(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_the_peak_of_memory_is_the_maximum_of_all_lines(tmp_path: Path, rng: np.random.Generator) -> None:
     lines = [line(index, rng) for index in range(1, 60)]
     lines[int(rng.integers(1, 58))]["memory"] |= {"process": 10**11, "budget": 10**10}
     [run] = data_of(render_page([read_report(write(tmp_path / "s.jsonl", lines), 2)]))["runs"]
     assert run["summary"]["peak_bytes"] == 10**11 and run["summary"]["pool_bytes"] == 10**10
 
 
-def test_lines_next_to_no_time_apart_have_no_rate(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_lines_at_nearly_the_same_time_have_no_rate(tmp_path: Path, rng: np.random.Generator) -> None:
     file = write(tmp_path / "s.jsonl", [line(1, rng, time=0), line(2, rng, time=5e-324)])
     [run] = data_of(render_page([read_report(file, STRETCHES)]))["runs"]
     assert run["read"] == run["waiting"] == [None] and run["hit_rate"]["decode"] == [0.75]
@@ -297,11 +297,11 @@ def test_a_live_page_follows_its_file(live: LivePage, tmp_path: Path, rng: np.ra
     status, page = ask(live, "")
     assert status == 200 and data_of(page) == json.loads(ask(live, "data.json")[1])
     file.write_text("hello\n" * 1000)
-    status, said = ask(live, "data.json")
-    assert status == 500 and "not JSON" in said
+    status, answer = ask(live, "data.json")
+    assert status == 500 and "not JSON" in answer
 
 
-def test_what_has_not_changed_is_not_read_again(
+def test_an_unchanged_file_is_not_read_again(
     live: LivePage, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, read = tmp_path / "s.jsonl", []
@@ -322,7 +322,7 @@ def test_what_has_not_changed_is_not_read_again(
     assert "has no line yet" in ask(live, "data.json")[1]
 
 
-def test_whoever_goes_away_is_not_worth_a_traceback(live: LivePage, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_disconnects_leaves_no_traceback(live: LivePage, capfd: pytest.CaptureFixture[str]) -> None:
     def fail(error: BaseException) -> str:
         try:
             raise error
@@ -334,7 +334,7 @@ def test_whoever_goes_away_is_not_worth_a_traceback(live: LivePage, capfd: pytes
     assert "of ours" in fail(RuntimeError("of ours"))
 
 
-def test_a_live_page_is_for_this_machine_alone(live: LivePage) -> None:
+def test_a_live_page_refuses_other_host_names(live: LivePage) -> None:
     assert live.address.startswith("http://127.0.0.1:")
     port = live.server_address[1]
     for name in (
@@ -352,42 +352,42 @@ def test_a_live_page_is_for_this_machine_alone(live: LivePage) -> None:
         f"localhost:{port}",
         "127.0.0.1:1",
         "LocalHost:80",
-    ):  # as a tunnel's other end
+    ):  # names and ports at the other end of a tunnel
         assert ask(live, "", Host=name)[0] == 200
     assert ask(live, "../etc/passwd")[0] == 404 and ask(live, "data.json?x")[0] == 404
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [(["--live", "x"], "no port"), (["--live", "65536"], "no port"), (["--live", "0", "--html", "o"], "still grow")],
 )
-def test_live_wants_a_port_and_nothing_else(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_live_needs_a_port_and_excludes_html(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         assert main(["report", str(tmp_path / "s.jsonl"), *options]) == 2
     except SystemExit as exit:
         assert exit.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_named(
+def test_a_port_that_cannot_be_bound_is_named(
     live: LivePage, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = live.server_address[1]
     assert main(["report", str(tmp_path / "s.jsonl"), "--live", str(port)]) == 1
-    said = capsys.readouterr().err
-    assert f"--live {port}: Address already in use: give another port, or 0" in said
+    message = capsys.readouterr().err
+    assert f"--live {port}: Address already in use: give another port, or 0" in message
 
     def refuse(self: LivePage) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(LivePage, "server_bind", refuse)  # root may have any
+    monkeypatch.setattr(LivePage, "server_bind", refuse)  # root may bind any port
     assert main(["report", str(tmp_path / "s.jsonl"), "--live", "80"]) == 1
     assert "--live 80: Permission denied; ports below 1024 are root's: give another" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_it_with_the_status_of_all_commands(
+def test_ctrl_c_ends_a_live_page_with_exit_code_130(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(self: LivePage) -> None:
@@ -421,7 +421,9 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_browser_shows_it_and_the_keyboard_moves_it(browser: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_browser_shows_the_page_and_the_keyboard_moves_the_chart(
+    browser: Any, tmp_path: Path, rng: np.random.Generator
+) -> None:
     from selenium.webdriver.common.keys import Keys
 
     lines = [line(index, rng, lossy=HOSTILE) for index in range(1, 8)] + [line(index, rng) for index in range(1, 4)]
@@ -480,15 +482,15 @@ def test_a_browser_follows_a_live_page(browser: Any, live: LivePage, tmp_path: P
     assert find("when").get_attribute("value") == "3"
     with file.open("a") as more:
         more.write(json.dumps(line(6, rng)) + "\n")
-    until(lambda: find("when").get_attribute("value") == "4")  # at the end it follows
+    until(lambda: find("when").get_attribute("value") == "4")  # at the last moment the page follows new lines
     find("when").send_keys(Keys.HOME)
     with file.open("a") as more:
         more.write(json.dumps(line(7, rng)) + "\n")
     until(lambda: find("when").get_attribute("max") == "5")
-    assert find("when").get_attribute("value") == "0"  # elsewhere it stays
+    assert find("when").get_attribute("value") == "0"  # at an earlier moment it stays
     assert browser.get_log("browser") == []
     lines = file.read_text()
     file.write_text("hello\n")
     until(lambda: "Nothing new comes" in find("notes").text)
-    file.write_text(lines)  # as before, so that nothing is drawn again
+    file.write_text(lines)  # the same lines as before, so that nothing is drawn again
     until(lambda: find("notes").text == "")

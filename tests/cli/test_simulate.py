@@ -1,4 +1,4 @@
-"""torch-mesh routing simulate: golden miss counts, and laws of its rows."""
+"""torch-mesh routing simulate: golden miss counts, and properties of its rows."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ NETWORK = Network.parse("10Gbit/s,0.2ms")
 
 
 def a_trace(seed: int, tokens: int = 60, layers: int = 3, experts: int = 8, top_k: int = 3) -> Trace:
-    """With lookahead that is right, and prompts among the steps."""
+    """A random trace of two sequences with prompts and steps, whose lookahead scores are always right."""
     random = np.random.default_rng(seed)
     lookahead = random.random((tokens, layers, experts)).astype(np.float32)
     ids = np.argsort(-lookahead, axis=2)[..., :top_k].astype(np.int32)
@@ -87,7 +87,7 @@ def a_trace(seed: int, tokens: int = 60, layers: int = 3, experts: int = 8, top_
     return Trace("made-up", ids, np.array([0, 30, tokens]), experts, lookahead=lookahead, forwards=forwards)
 
 
-def test_what_several_read_ahead_from_one_disk_is_refused(seed: int) -> None:
+def test_prefetch_of_several_nodes_from_one_disk_is_refused(seed: int) -> None:
     trace, cluster = a_trace(seed), Cluster(2, 64, MACHINE, NETWORK, one_disk=True)
     with pytest.raises(ValueError, match="leave prefetch off"):
         simulate_nodes(trace, "lru", 0.5, cluster, lookahead=True)
@@ -95,7 +95,7 @@ def test_what_several_read_ahead_from_one_disk_is_refused(seed: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", ["off", "lookahead"])
-def test_one_node_is_one_process(seed: int, ahead: str) -> None:
+def test_one_node_equals_one_process(seed: int, ahead: str) -> None:
     trace = a_trace(seed)
     for policy in ("auto", "lru"):
         alone = simulate(trace, policy, 0.4, predictor=ahead, hardware=MACHINE)
@@ -109,7 +109,7 @@ def test_one_node_is_one_process(seed: int, ahead: str) -> None:
         assert row.sent_bytes_per_token == row.network_share == 0
 
 
-def test_what_nodes_send_and_wait_for_can_be_worked_out_by_hand() -> None:
+def test_bytes_and_waits_of_two_nodes_are_those_computed_by_hand() -> None:
     # Two tokens of a forward, one each; both experts of the first on node 0, one of the second on each.
     trace = Trace("two", np.array([[[0, 1]], [[2, 0]]], np.int32), np.array([0, 2]), 4, forwards=np.array([0]))
     network = Network(bandwidth=1e3, latency=5)
@@ -123,19 +123,19 @@ def test_what_nodes_send_and_wait_for_can_be_worked_out_by_hand() -> None:
     assert reduced.busiest == 1.5
     assert reduced.sent_bytes_per_token == 2 * 2 * row_bytes / 2
     exchanged = 2 * (5 + 2 * row_bytes / 2 / 1e3)
-    waited = 3 + 2  # the rest; two experts on node 0 are read one after the other
+    waited = 3 + 2  # the rest of the model, and two experts that node 0 reads one after the other
     assert reduced.tokens_per_second == pytest.approx(2 / (waited + exchanged))
     assert reduced.network_share == pytest.approx(exchanged / (waited + exchanged))
 
     sent = of("all_to_all")
-    counts = 2 * 8  # of node 1's two experts, or of node 0's
-    # Token 1 is node 1's, and has one expert on node 0: a row there and back; then each has a sum for the other.
+    counts = 2 * 8  # one for each of the two experts of the other node
+    # Token 1 is of node 1 and has one expert on node 0: a row there and back. Then each node sends the other a sum.
     assert sent.sent_bytes_per_token == (2 * counts + 2 * row_bytes + 2 * row_bytes) / 2
     exchanged = (5 + counts / 1e3) + 2 * (5 + row_bytes / 1e3) + (5 + row_bytes / 1e3)
     assert sent.tokens_per_second == pytest.approx(2 / (waited + exchanged))
 
 
-def test_nodes_that_get_no_row_run_their_first_expert() -> None:
+def test_nodes_without_a_row_run_their_first_expert() -> None:
     # Both tokens have experts of node 0 alone: a prompt of two, or two steps.
     ids = np.array([[[0, 1]], [[1, 0]]], np.int32)
     for forwards, idle in ((np.array([0]), 1), (None, 2)):
@@ -150,7 +150,7 @@ def test_nodes_that_get_no_row_run_their_first_expert() -> None:
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_nodes_divide_the_work_and_apart_more_evenly(
+def test_nodes_divide_the_work_more_evenly_with_placement_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: int
 ) -> None:
     machine = ["--expert-bytes", "1MB", "--disk-speed", "1GB", "--memory-speed", "20GB", "--hidden-size", "256"]
@@ -169,7 +169,7 @@ def test_nodes_divide_the_work_and_apart_more_evenly(
     assert "apart" in capsys.readouterr().out
 
 
-def test_where_experts_are_is_nothing_to_their_hits_when_all_fit(seed: int) -> None:
+def test_placement_does_not_change_reads_when_all_experts_fit(seed: int) -> None:
     trace = a_trace(seed)
     for placement in ("contiguous", "apart"):
         cluster = Cluster(2, 64, MACHINE, NETWORK, placement)
@@ -191,12 +191,12 @@ def test_where_experts_are_is_nothing_to_their_hits_when_all_fit(seed: int) -> N
         f"{'9' * 400}Gbit/s,1ms",
     ],
 )
-def test_a_network_is_a_bandwidth_and_a_latency(text: str) -> None:
+def test_a_network_that_is_no_bandwidth_and_latency_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="such as 10Gbit/s,0.2ms"):
         Network.parse(text)
 
 
-def test_networks_are_told_in_bits_or_bytes() -> None:
+def test_a_network_is_given_in_bits_or_bytes() -> None:
     assert Network(1.25e9, pytest.approx(2e-4)) == NETWORK
     assert Network.parse("1.25 GB/s, 200us") == Network(1.25e9, pytest.approx(2e-4))
 
@@ -205,7 +205,7 @@ NODES = ["--nodes", "2", "--network", "1Gbit/s,1ms", "--hidden-size", "8", "--ex
 NODES += ["--disk-speed", "1GB", "--memory-speed", "1GB"]
 
 
-def test_prompts_count_apart_add_up() -> None:
+def test_hit_rates_of_prompts_counted_separately_add_up() -> None:
     trace = load_trace(TRACE)
     whole = simulate(trace, "lru", 0.5)
     parts = [simulate(trace, "lru", 0.5, prompts=part) for part in (slice(0, 7), slice(7, None))]

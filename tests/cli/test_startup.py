@@ -1,4 +1,4 @@
-"""What is imported, and when: nobody waits for what is not used, and nothing is left unregistered."""
+"""Imports at startup: unused packages are not imported, and every import of transformers registers the format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _run(code: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
-def test_help_and_version_import_neither_torch_nor_what_is_as_slow(option: str) -> None:
+def test_help_and_version_import_neither_torch_nor_other_slow_packages(option: str) -> None:
     code = """
 import sys
 from torch_mesh.cli import main
@@ -42,9 +42,9 @@ except SystemExit as end:
     assert end.code == 0
 print("slow:", *{"torch", "transformers", "numpy", "huggingface_hub", "rich", "torch_mesh._C"} & set(sys.modules))
 """
-    said = _run(code, option)
-    assert said.endswith("slow:\n")
-    words = " ".join(said.split())
+    output = _run(code, option)
+    assert output.endswith("slow:\n")
+    words = " ".join(output.split())
     assert option == "--version" or all(f" {name} {about}" in words for name, about in COMMANDS.items())
 
 
@@ -52,12 +52,12 @@ print("slow:", *{"torch", "transformers", "numpy", "huggingface_hub", "rich", "t
 def test_each_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
-    said = capsys.readouterr().out
-    assert end.value.code == 0 and f"torch-mesh {command}" in said
-    assert len(said.split("\n\n")) > 2  # usage, what it does, its options
+    output = capsys.readouterr().out
+    assert end.value.code == 0 and f"torch-mesh {command}" in output
+    assert len(output.split("\n\n")) > 2  # usage, description, options
 
 
-def test_importing_the_package_registers_ops_and_no_more() -> None:
+def test_importing_the_package_registers_ops_and_imports_no_transformers() -> None:
     code = """
 import sys, torch, torch_mesh
 assert torch.ops.torch_mesh.experts and "transformers" not in sys.modules and "numpy" not in set(sys.modules) - before
@@ -73,11 +73,11 @@ assert torch_mesh.validators.parse_size  # a module, where nobody has imported i
 
 
 def test_a_command_that_imports_no_torch_has_the_extension() -> None:
-    said = _run(
+    output = _run(
         "import sys; from torch_mesh.store.manifest import block_checksum; assert 'torch' not in sys.modules; "
         "print(block_checksum(bytes(16), 'config.json', 0, b'{}'))"
     )
-    assert len(bytes.fromhex(said.strip())) == 8
+    assert len(bytes.fromhex(output.strip())) == 8
 
 
 _WITHOUT_EXTENSION = """
@@ -98,7 +98,7 @@ from torch_mesh.cli import main
 @pytest.mark.parametrize(
     "error", ["ImportError('no such symbol')", pytest.param("OSError('no such symbol')", marks=pytest.mark.slow)]
 )
-def test_an_extension_that_does_not_load_is_said_and_stops_nobody_else(error: str) -> None:
+def test_an_extension_that_does_not_load_is_reported_and_leaves_torch_usable(error: str) -> None:
     code = """
 assert main(["convert", "here", "there"]) == 1
 assert main(["--debug", "cache", "ls"]) == 1
@@ -117,15 +117,15 @@ import torch_mesh.cli.doctor
     assert done.returncode == 0, done.stderr
     first = done.stderr.splitlines()[0]
     assert first.startswith("torch-mesh: torch_mesh's extension does not load with torch") and "no such symbol" in first
-    assert "Traceback" in done.stderr  # of --debug alone
+    assert "Traceback" in done.stderr  # from the command with --debug
 
 
-def test_a_source_folder_says_that_it_shadows_what_is_installed(tmp_path: Path) -> None:
-    """Python puts the folder that it is started in first on its path, which in a checkout has the sources alone."""
+def test_a_source_folder_says_that_it_shadows_the_installed_package(tmp_path: Path) -> None:
+    """Python puts its start folder first on the path. In a checkout that folder has the sources without extensions."""
     package = Path(torch_mesh.__file__).parent
     shutil.copytree(package, tmp_path / "torch_mesh", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "setup.py").touch()
-    # What finds a package that is installed in place knows its extension, too.
+    # The finder of an editable install would also find its extension.
     code = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
@@ -143,14 +143,16 @@ except ImportError as error:
     print(error)
 """
     command = [sys.executable, "-c", code]
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # its module goes with that finder
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # the module that it loads needs that finder
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=1200, cwd=tmp_path, env=environment
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    said = f"{tmp_path / 'torch_mesh'} is torch_mesh's source folder, and has no extension"
-    assert len(lines) == 3 and all(line.startswith(said) for line in (*lines[:2], done.stderr[len("torch-mesh: ") :]))
+    message = f"{tmp_path / 'torch_mesh'} is torch_mesh's source folder, and has no extension"
+    assert len(lines) == 3 and all(
+        line.startswith(message) for line in (*lines[:2], done.stderr[len("torch-mesh: ") :])
+    )
     assert f"pip install -e {tmp_path}" in lines[0] and "another folder" in lines[0]
     assert "not part of a wheel" in lines[2] and "pip install -e ." in lines[2]
 
@@ -161,7 +163,7 @@ def test_python_runs_the_command_as_a_module() -> None:
     assert (done.returncode, done.stdout) == (0, f"torch-mesh {torch_mesh.__version__}\n")
 
 
-def test_ctrl_c_while_a_command_is_imported_ends_it(
+def test_ctrl_c_during_the_import_of_a_command_exits_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(_: str) -> None:
@@ -172,12 +174,12 @@ def test_ctrl_c_while_a_command_is_imported_ends_it(
     assert capsys.readouterr().err == "torch-mesh: interrupted\n"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_is_defined() -> None:
     assert all(getattr(torch_mesh, name) is not None for name in torch_mesh.__all__)
     assert set(torch_mesh.__all__) <= set(dir(torch_mesh))
 
 
-# In processes that fork from one which has imported torch_mesh, and then import what the arguments name.
+# Imports each module that the arguments name, in a fork of a process that has imported torch_mesh.
 _REGISTERS = """
 import importlib, os, sys, torch, torch_mesh, traceback
 for name in sys.argv[1:]:
@@ -211,12 +213,12 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.thorough
-def test_transformers_has_the_format_however_it_is_imported() -> None:
+def test_some_imports_of_transformers_register_the_format() -> None:
     _run(_REGISTERS, "transformers.integrations.gguf", "torch_mesh.hf.saving")
 
 
 @pytest.mark.slow
-def test_transformers_has_the_format_whichever_of_its_modules_is_imported() -> None:
+def test_the_import_of_any_module_of_transformers_registers_the_format() -> None:
     import transformers
 
     root = Path(transformers.__file__).parent
@@ -226,7 +228,7 @@ def test_transformers_has_the_format_whichever_of_its_modules_is_imported() -> N
     _run(_REGISTERS, *sorted(names), "transformers.models.auto.modeling_auto", "transformers.pipelines", "peft")
 
 
-# Whatever is registered before torch_mesh is imported, and what is called in the end.
+# Functions that a program has registered or replaced before it imports torch_mesh stay in use.
 _LEAVES_ALONE = """
 import sys
 import torch, transformers
@@ -293,7 +295,7 @@ MakePackage = Callable[..., str]
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[MakePackage]:
-    """Makes a package of modules with some code, under a name of its own."""
+    """Creates a package of modules with the given code under a unique name."""
     name = f"made_up_{seed}"
     watching = list(sys.meta_path)
 
@@ -312,7 +314,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Itera
         del sys.modules[module]
 
 
-def test_it_acts_once_and_not_while_a_module_is_half_imported(package: MakePackage) -> None:
+def test_the_action_runs_once_and_not_during_an_import(package: MakePackage) -> None:
     name = package(outer="from . import awaited, other\nwhole = True", awaited="", other="")
     seen = []
 
@@ -327,12 +329,12 @@ def test_it_acts_once_and_not_while_a_module_is_half_imported(package: MakePacka
     assert seen == [] and watch in sys.meta_path
     importlib.import_module(f"{name}.outer")
     assert seen == [True]
-    # It stays where another thread may be looking, and does no more.
+    # It stays in sys.meta_path, which another thread may be iterating, and finds nothing more.
     path = sys.modules[name].__path__
     assert watch in sys.meta_path and watch.find_spec(f"{name}.other", path) is None
 
 
-def test_what_another_thread_has_half_imported_does_not_count(package: MakePackage) -> None:
+def test_the_action_waits_for_an_import_of_another_thread(package: MakePackage) -> None:
     name = package(
         awaited="""
 import sys
@@ -350,7 +352,7 @@ whole = True
     thread.start()
     try:
         assert parent.begun.wait(60)
-        # Too late to see it end.
+        # The import has begun, so the watcher cannot see it end.
         watch = AfterImport(
             [f"{name}.awaited"], [name], lambda: seen.append(hasattr(sys.modules[f"{name}.awaited"], "whole"))
         )
@@ -364,7 +366,7 @@ whole = True
     assert seen == [True]
 
 
-def test_finders_of_any_kind_and_loaders_of_many_modules(package: MakePackage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_finder_and_a_loader_shared_by_modules_work(package: MakePackage, monkeypatch: pytest.MonkeyPatch) -> None:
     name = package(awaited="")
     executed: list[str] = []
 
@@ -389,7 +391,7 @@ def test_finders_of_any_kind_and_loaders_of_many_modules(package: MakePackage, m
     assert executed == made
 
 
-def test_it_acts_at_once_where_the_module_is_there(package: MakePackage) -> None:
+def test_the_action_runs_at_once_if_the_module_is_imported(package: MakePackage) -> None:
     name = package(awaited="")
     importlib.import_module(f"{name}.awaited")
     seen: list[int] = []
@@ -397,7 +399,7 @@ def test_it_acts_at_once_where_the_module_is_there(package: MakePackage) -> None
     assert seen == [1]
 
 
-def test_what_fails_is_heard_and_tried_again(package: MakePackage) -> None:
+def test_a_failed_action_raises_and_is_retried(package: MakePackage) -> None:
     name = package(awaited="", another="")
     attempts = []
 
