@@ -1,11 +1,11 @@
-"""Shared by all tests: seeds that can be replayed, the small trained model, GPU skips, a guard against leaked files."""
+"""Shared by all tests: seeds that can be replayed, the small trained model, GPU skips, and a check for leaked files."""
 
 from __future__ import annotations
 
 import os
 
-# Two processes of tests on two cores: threads of torch that spin while they wait take the core that the others need.
-# OpenMP reads it when torch is imported, and so do the processes that tests start.
+# Two test processes run on two cores. Threads of torch that spin while they wait would take the other process's core.
+# OpenMP reads the variable when torch is imported, also in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import contextlib
@@ -26,17 +26,18 @@ import numpy as np
 import pytest
 import torch
 
-# Without a card Triton's kernels run in its interpreter, on CPU tensors. Triton wants to know before it is imported,
-# and torch imports it too.
+# Without a card Triton's kernels run in its interpreter, on CPU tensors. The variable must be set before Triton is
+# imported, which torch does too.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Tests count what is read: nothing beside that is read into empty slots. tests/residency/test_fill.py turns it on.
+# Tests count reads, so the engine must not fill empty slots in the background. tests/residency/test_fill.py turns it
+# on.
 os.environ.setdefault("TORCH_MESH_FILL", "off")
 
 REPOSITORY = Path(__file__).parents[1]
 
-# Two busy cores make any deadline for one example a coin toss.
+# On two busy cores an example may exceed any deadline.
 hypothesis.settings.register_profile("torch_mesh", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("torch_mesh")
 
@@ -53,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "torch_mesh._testing, which no wheel has, is not built: `make build-test` or `pip install -e .`"
         )
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts background processes so
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.seed is None:  # CI sets the variable, which the engine's tests read too
         given = os.environ.get("TORCH_MESH_TEST_SEED")
@@ -70,7 +71,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # nanobind reports what is never collected as leaks
+    gc.unfreeze()  # otherwise nanobind reports frozen objects as leaks
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     yield  # -m selects by the marks
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     tests = Counter(item.path for item in items)
-    # A long module that begins last runs alone.
+    # Long modules begin first, so that none is left running alone at the end.
     items.sort(key=lambda item: (-slow[item.path], -tests[item.path]))
 
 
@@ -121,13 +122,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _default_verbosity() -> None:
-    """An earlier test's server or command may have set another level for the whole process."""
+    """Resets the log level, which a server or command in an earlier test may have set for the whole process."""
     logging.getLogger("transformers").setLevel(logging.WARNING)
 
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    """Once more: whether the fixtures of a module were made before must not change a test's draws."""
+    """Seeds once more, after the fixtures of the module: a test's draws must not depend on whether these ran now."""
     _seed_generators(_seed_of(request.node))
 
 
@@ -138,14 +139,14 @@ def _seed_generators(seed: int) -> None:
 
 
 def _generators() -> tuple[Any, ...]:
-    """The states of the generators that every test finds seeded."""
+    """The states of the generators that are seeded before every test."""
     kind, keys, *rest = np.random.get_state()
     return random.getstate(), (kind, keys.tobytes(), *rest), torch.get_rng_state().numpy().tobytes()
 
 
 class _Draws:
-    """Whether something draws from the generators as a test finds them. What is drawn after a call of
-    ``torch.manual_seed`` is what that call says: its seed is a constant, or of the fixture ``seed``."""
+    """Detects draws from the generators as seeded before the test. Draws after a call of ``torch.manual_seed`` do not
+    count: its seed is a constant, or comes from the fixture ``seed``."""
 
     def __init__(self) -> None:
         self.found = False
@@ -162,9 +163,10 @@ class _Draws:
 
 
 class _ManySeeds:
-    """Runs every test with the first seed, and with the others those that drew: no other can end differently."""
+    """Runs every test with the first seed. With the other seeds it runs only the tests that drew, for no other test can
+    end differently."""
 
-    # Each depends on --seed without the generators of a test.
+    # Fixtures that depend on --seed without drawing from the seeded generators.
     _FIXTURES = frozenset({"seed", "rng", "experts_of"})
 
     def __init__(self, config: pytest.Config) -> None:
@@ -244,7 +246,7 @@ def _engine_files() -> set[tuple[str, str]]:
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except FileNotFoundError:  # the one that lists the folder
+        except FileNotFoundError:  # the descriptor that listed the folder
             continue
         if "io_uring" in target or ".safetensors" in target:
             found.add((descriptor, target))
@@ -253,10 +255,10 @@ def _engine_files() -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_collections() -> None:
-    """Collecting garbage does not visit what was there before the module: hundreds of thousands of objects of libraries
-    took half a second for each test that leaves a model to the collector.
+    """Exempts the objects that exist before the module from garbage collection. Visiting hundreds of thousands of
+    library objects took half a second for each test that leaves a model to the collector.
 
-    Not for each test: a fixture of the module that is a cycle would stay for ever.
+    This is not done before each test: a fixture of the module that is part of a cycle would never be freed.
     """
     gc.collect()
     gc.freeze()
@@ -266,19 +268,19 @@ def _short_collections() -> None:
 def _no_leaked_files(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     before = _engine_files()
     yield
-    # A library that is imported here may log an exception, which holds the frames of who imported it.
+    # A log record of a library may hold an exception, and so the frames of its callers.
     caplog.get_records("call").clear()
     leaked = _engine_files() - before
     deadline = time.monotonic() + 5
     while leaked and time.monotonic() < deadline:
-        gc.collect()  # models sit in reference cycles; only then is their pool closed
+        gc.collect()  # models are in reference cycles: collecting them closes their pools
         leaked = _engine_files() - before
     assert not leaked, f"the test left files open: {sorted(target for _, target in leaked)}"
 
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """For tests that compile: nothing that others compiled counts against torch's limits, or in its counters."""
+    """For tests that compile: resets Dynamo, so that earlier compilations do not count in its limits and counters."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

@@ -10,9 +10,9 @@ import pytest
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combinations that hold each pair of values of two axes at least once, in an order that is always the same.
+    """Combinations that hold each pair of values of two axes at least once, in a deterministic order.
 
-    Each is the one of all products that holds the most pairs that are still missing.
+    The algorithm is greedy: it always takes the combination with the most pairs that are still missing.
     """
     products = list(itertools.product(*(range(len(axis)) for axis in axes)))
     places = list(itertools.combinations(range(len(axes)), 2))
@@ -27,7 +27,7 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def all_but_pairs_thorough(*axes: Sequence[Any]) -> list[Any]:
-    """All combinations as parameters of a test; the quick ones hold each pair of values."""
+    """All combinations as parameters of a test; those of the quick tests hold each pair of values."""
     quick = pairwise(*axes)
     return [
         pytest.param(*values, marks=[] if values in quick else [pytest.mark.thorough])
@@ -48,8 +48,8 @@ def every_other_quick(values: Iterable[Any], first: int) -> list[Any]:
 
 
 def each_once_quick(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """All combinations of two axes; the quick ones hold each value of ``first`` once, and those of ``second`` by
-    turns."""
+    """All combinations of two axes; those of the quick tests hold each value of ``first`` once, with the values of
+    ``second`` in turn."""
     return [
         pytest.param(one, other, marks=[] if index % len(second) == place else [pytest.mark.thorough])
         for index, one in enumerate(first)

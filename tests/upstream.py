@@ -1,4 +1,4 @@
-"""What releases of other packages cannot do, with or without torch_mesh."""
+"""Skip marks for features that some releases of other packages lack, with or without torch_mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sees_with_llama4 = pytest.mark.skipif(
     transformers.__version__ == "5.24.0",
     reason="the Llama 4 of transformers 5.24.0 asks its text model for image_outputs, which that does not have",
 )
-# In transformers 5.17 its router is a linear layer, and the block selects the experts.
+# In transformers 5.17 Jamba's router is a linear layer, and the block selects the experts.
 JAMBA_HAS_ROUTER = hasattr(modeling_jamba, "JambaTopKRouter")
 
 needs_ep_size = pytest.mark.skipif(

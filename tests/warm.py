@@ -1,8 +1,7 @@
-"""Python programs in processes of their own, without the seconds that torch and transformers take to import.
+"""Runs Python programs in processes of their own, without the seconds that torch and transformers take to import.
 
-One process has imported these, and nothing of torch_mesh but what watches for it. Each program is a fork of it: it runs
-as ``__main__``, and ends as a program does. What is imported under a program's own environment or path, or in an order
-of its own, needs ``subprocess`` still.
+A server process has imported these, but nothing of torch_mesh. Each program is a fork of the server: it runs as
+``__main__`` and ends as a program does. Tests of what is imported, and in which order, use ``subprocess`` instead.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _COMMAND = "import sys\nfrom torch_mesh.cli import main\nsys.exit(main(sys.argv[
 
 
 class Process:
-    """A program that runs: the part of ``subprocess.Popen`` that tests use."""
+    """A running program, with the part of the interface of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, program: str, arguments: tuple[str, ...], env: Mapping[str, str] | None, cwd: Path | None):
         about = {"program": program, "arguments": arguments, "env": dict(os.environ if env is None else env)}
@@ -83,7 +82,7 @@ class Process:
                     self.stdin.write(input)
                 self.wait(timeout)
             except BaseException:
-                self.kill()  # or the readers wait for it
+                self.kill()  # otherwise the readers wait for its end
                 raise
             out, errors = (each.result() for each in printed)
         return out, errors
@@ -100,7 +99,7 @@ class Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for its end."""
+        """Wait for the program to end."""
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
         self.wait()
@@ -109,7 +108,7 @@ class Process:
 
 
 def start(program: str, *arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Process:
-    """What ``python -c`` would run, with pipes."""
+    """Start a program as ``python -c`` does, with pipes."""
     return Process(program, tuple(map(str, arguments)), env, cwd)
 
 
@@ -121,7 +120,7 @@ def run(
     input: str = "",
     timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """The same, to its end."""
+    """Run a program as ``python -c`` does, and wait for its end."""
     process = start(program, *arguments, env=env, cwd=cwd)
     out, errors = process.communicate(input, timeout)
     assert process.returncode is not None
@@ -129,17 +128,17 @@ def run(
 
 
 def start_command(*arguments: object, env: Mapping[str, str] | None = None) -> Process:
-    """``python -m torch_mesh``."""
+    """Start ``python -m torch_mesh``."""
     return start(_COMMAND, *arguments, env=env)
 
 
 @functools.cache
 def _server() -> socket.socket:
-    """Where a program is asked for, one message each."""
+    """The socket of the server, which takes one message for each program."""
     ours, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its_end:
         command = [sys.executable, __file__, str(its_end.fileno())]
-        # torch would import torch_mesh with transformers.
+        # With autoloading, torch would import torch_mesh together with transformers.
         environment = _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[its_end.fileno()])
 
@@ -152,7 +151,7 @@ def _server() -> socket.socket:
 
 
 def _serve(requests: socket.socket) -> dict[str, Any] | None:
-    """Forks for each request. What is asked for in the child; None in the parent, when no more can come."""
+    """Fork for each request. Returns the request in a child, and None in the parent once the requests are closed."""
     waits = selectors.DefaultSelector()
     waits.register(requests, selectors.EVENT_READ)
     while True:
@@ -189,14 +188,14 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(asked: dict[str, Any]) -> Any:
-    """Makes this process the one that is asked for; what is left is to execute the code that it returns."""
+    """Set up this process as the request says. Returns the code of the program, which the caller executes."""
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
     sys.path[:] = asked["path"]
     sys.argv = ["-c", *asked["arguments"]]
     atexit.register(gc.unfreeze)  # nanobind reports what is never collected as leaks
-    # This also makes a thread pool in place of the parent's, which torch does not do for several threads at once.
+    # This also makes a new thread pool in place of the parent's. Torch cannot do this in several threads at once.
     torch = importlib.import_module("torch")
     torch.set_num_threads(int(asked["env"].get("OMP_NUM_THREADS") or torch.get_num_threads()))
     return compile(asked["program"], "<string>", "exec")
@@ -206,7 +205,7 @@ if __name__ == "__main__":
     for _name in _IMPORTED:
         importlib.import_module(_name)
     gc.collect()
-    gc.freeze()  # else a program's collections write to all of that, and so copy it
+    gc.freeze()  # otherwise garbage collection in a program writes to all these pages, and so copies them
     _asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _asked is not None:
         sys.modules["__main__"] = _main = types.ModuleType("__main__")

@@ -1,4 +1,4 @@
-"""Benchmarks use names that the others define. They run for too long to be run here."""
+"""Each benchmark uses only names that the other scripts define. Running the benchmarks would take too long here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPTS = {path.stem: ast.parse(path.read_text()) for path in sorted(FOLDER.rglo
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """The names of a module, of its own and imported."""
+    """The names that a module defines or imports."""
     names = set()
     for node in ast.walk(tree):
         match node:
@@ -24,7 +24,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_it_uses_names_that_the_others_define(script: str) -> None:
+def test_names_taken_from_other_benchmarks_are_defined(script: str) -> None:
     modules = {}
     for node in ast.walk(SCRIPTS[script]):
         match node:

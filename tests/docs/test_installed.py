@@ -1,5 +1,5 @@
-"""What `make wheel` makes, where nothing of the repository is seen: the sdist builds, the wheel of it needs no system
-package, the quickstart runs."""
+"""`make wheel`, outside the repository: the sdist builds, its wheel needs no system package, and the quickstart runs
+with it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from test_pages import MODELS, REPOSITORY, blocks, commands
 
 pytestmark = pytest.mark.slow
 TOOL = REPOSITORY / "tools" / "wheel.py"
-# Of the system, besides torch's own libraries: what manylinux lets a wheel take for granted.
+# The system's libraries that manylinux lets a wheel depend on. Torch's own libraries come on top.
 OF_SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The wheel, and what auditwheel says about it."""
+    """The wheel, and the report of auditwheel about it."""
     pytest.importorskip("auditwheel")
     folder = tmp_path_factory.mktemp("dist")
     done = subprocess.run([sys.executable, str(TOOL), str(folder)], capture_output=True, text=True, check=False)
@@ -56,8 +56,8 @@ def test_the_quickstart_runs_where_the_wheel_is_installed(
     empty.mkdir()
     venv.create(environment, with_pip=False)
     (packages,) = environment.glob("lib/python*/site-packages")
-    # torch is large, and is taken from here. A folder in a .pth file is looked into last, and its own such files, of an
-    # editable torch_mesh, are not read.
+    # Torch is large and comes from this environment. Folders in a .pth file are searched last. Their own .pth files,
+    # such as that of an editable torch_mesh, are not read.
     (packages / "others.pth").write_text(
         "".join(f"{place}\n" for place in sys.path if place.endswith(("site-packages", "dist-packages")))
     )

@@ -1,5 +1,5 @@
-"""The packages of torch_mesh: imports go down, without cycles, and few modules are at the top. The sources are read,
-not imported."""
+"""The packages of torch_mesh: they import only packages below them, without cycles, and few modules are at the top.
+The sources are parsed, not imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "torch_mesh"
 
 # From the top down: a module imports from its own line and those below. docs/architecture.md has them in the same
-# order. The lists of upstream's private names are below all that uses them.
+# order. The lists of upstream's private names are below all modules that use them.
 ORDER = (
     "__main__",
     "cli",
@@ -45,13 +45,13 @@ ORDER = (
     "errors",
     "version",
 )
-# What the package itself imports, and paths that documentation names: whatever they are of.
+# The package itself, and two public paths that documentation names: these may import from any line.
 EXEMPT = ("__init__", "families", "synthetic")
 MAX_TOP_MODULES = 12
 
 
 def _modules() -> dict[str, Path]:
-    """Their files, by dotted name without ``torch_mesh``: ``store.header``, and ``store`` for a package."""
+    """Files by dotted module name without ``torch_mesh``: ``store.header``, and ``store`` for a package."""
     names = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -63,7 +63,7 @@ MODULES = _modules()
 
 
 def _statements(node: ast.AST, functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports below ``node`` but those for type checkers; those in functions if ``functions``."""
+    """Imports below ``node``, without those for type checkers; with those in functions if ``functions``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child
@@ -105,8 +105,8 @@ def test_imports_have_no_cycle(functions: bool) -> None:
     assert not graph
 
 
-def test_imports_go_down() -> None:
-    """Those in functions, too."""
+def test_packages_import_only_packages_below_them() -> None:
+    """Imports in functions count too."""
     place = {name: number for number, name in enumerate(ORDER)}
     tops = {name: name if name in place else name.partition(".")[0] for name in MODULES}
     assert set(tops.values()) == {*ORDER, *EXEMPT}
@@ -127,15 +127,15 @@ def test_documentation_lists_the_packages_in_this_order() -> None:
     assert [name for name in rows if name in packages] == packages
 
 
-def test_few_modules_are_at_the_top() -> None:
+def test_at_most_twelve_modules_are_at_the_top() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= MAX_TOP_MODULES
 
 
-# Of csrc/, from the bottom up.
+# The folders of csrc/, from the bottom up.
 ROOMS = ("base", "store", "io", "kernels", "tables", "residency", "engine", "gpu", "bindings", "testing")
 
 
-def test_rooms_of_the_engine_include_what_is_below_them() -> None:
+def test_folders_of_csrc_include_only_folders_below_them() -> None:
     csrc = REPOSITORY / "csrc"
     upward = [
         f"{path.relative_to(csrc)} includes {target}/"
@@ -147,7 +147,7 @@ def test_rooms_of_the_engine_include_what_is_below_them() -> None:
     assert not upward
 
 
-def test_nothing_of_the_cpu_path_includes_the_gpu() -> None:
+def test_no_file_of_the_cpu_path_includes_gpu_headers() -> None:
     csrc = REPOSITORY / "csrc"
     users = {
         str(path.relative_to(csrc))
@@ -157,7 +157,7 @@ def test_nothing_of_the_cpu_path_includes_the_gpu() -> None:
     assert {path for path in users if not path.startswith(("gpu/", "testing/"))} == {"bindings/device.cpp"}
 
 
-def test_experimental_parts_of_the_gpu_are_fenced() -> None:
+def test_only_the_device_bindings_include_experimental_gpu_headers() -> None:
     csrc = REPOSITORY / "csrc"
     users = {
         str(path.relative_to(csrc))

@@ -26,7 +26,7 @@ from upstream import needs_ep_size
 from torch_mesh.cli import COMMANDS, _parser
 
 REPOSITORY = Path(__file__).parents[2]
-# What stands for what: a page may name these models and no others, since any other would be asked of the hub.
+# The small model replaces these. A page may name no others, for transformers would look for those on the hub.
 MODELS = (
     "Qwen/Qwen3-0.6B",
     "Qwen/Qwen3-30B-A3B",
@@ -35,14 +35,14 @@ MODELS = (
     "openai/gpt-oss-120b",
     "openai/gpt-oss-20b",
 )
-QUICK = {"README", "quickstart"}  # the others take seconds to minutes: make test-all runs them
+QUICK = {"README", "quickstart"}  # the other pages take seconds to minutes: make test-all runs them
 SERVES = {
     "serve",
     "chat",
     "run",
     "share",
     "--live",
-}  # do not end by themselves, or answer a file that is not there: they are parsed, and run by tests of their own
+}  # do not end by themselves, or need a file that is not there: these are only parsed here, and have their own tests
 FENCE = re.compile(r"^(`{3,})(\w*)([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
 
@@ -51,7 +51,7 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
-    """Language, what stands behind it, and the text of each fenced block."""
+    """Language, the words after it, and the text of each fenced block."""
     for _, language, words, code in FENCE.findall(page.read_text()):
         yield language, words.strip(), code
 
@@ -68,8 +68,8 @@ def runnable(page: Path) -> bool:
 
 
 def _parameter(page: Path) -> object:
-    # A block that needs a card says so behind its language, one that several ranks run, and one that asks a server,
-    # which has tests of its own; nothing else may stand there.
+    # The word after a block's language: "gpu" needs a card, "ranks" runs on several ranks, and "server" asks a server,
+    # which has tests of its own. No other word is allowed.
     words = {words for language, words, _ in blocks(page) if language == "python"}
     assert words <= {"", "gpu", "ranks", "server"}, f"{page}: {words}"
     marks = [pytest.mark.gpu] * ("gpu" in words) + [needs_ep_size] * ("ranks" in words)
@@ -81,14 +81,16 @@ def _parameter(page: Path) -> object:
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # of processes that a page starts
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # of this one, which has read it already
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # for processes that a page starts
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HF_HUB_OFFLINE", True
+    )  # for this process, which has read it already
     (tmp_path / "nvme").mkdir()
     (tmp_path / "mine.txt").write_text((REPOSITORY / "examples" / "demo.py").read_text() * 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(
         1
-    )  # two that wait for each other on busy processors take many times as long for so small a model
+    )  # on busy processors two threads that wait for each other take many times as long for so small a model
     yield tmp_path
     torch.set_num_threads(threads)
 
@@ -142,10 +144,10 @@ def test_the_template_for_chats_is_chatml(mesh_tiny: Path) -> None:
     [template] = [code for language, _, code in blocks(REPOSITORY / "docs" / "serving.md") if language == "jinja"]
     tokenizer = AutoTokenizer.from_pretrained(mesh_tiny)
     tokenizer.chat_template = template
-    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    text = tokenizer.apply_chat_template(said, tokenize=False)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
-    prompt = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == text + "<|im_start|>assistant\n"
 
 
@@ -167,7 +169,7 @@ def test_commands_and_targets_exist(page: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub and the site make them."""
+    """The anchors of a page's headings, as GitHub and the site make them."""
     text = FENCE.sub("", page.read_text())
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
@@ -178,7 +180,7 @@ LINKING = [*pages(), *(REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUT
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_to_existing_files_and_headings(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("https://", "http://")):
@@ -190,13 +192,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _anchors(linked), f"{page}: {target} is no heading of {linked}"
 
 
-def test_errors_that_are_explained_are_errors_that_exist() -> None:
+def test_errors_in_troubleshooting_exist_in_the_sources() -> None:
     page = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
     assert len(quoted) > 10
     engine = [path for path in (REPOSITORY / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
     files = [*(REPOSITORY / "torch_mesh").rglob("*.py"), *engine, REPOSITORY / "setup.py"]
-    # Literals of several lines become one, as the compiler makes them.
+    # Adjacent literals on several lines become one, as in the compiler.
     sources = [re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files]
     for message in quoted:
         assert any(message in source for source in sources), message

@@ -1,5 +1,4 @@
-"""The site of docs/ builds without a warning, and loads nothing from elsewhere; the pages that tools write are up to
-date."""
+"""The site of docs/ builds without a warning and loads nothing from other hosts. Generated pages are up to date."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ NEWEST = (REPOSITORY / "tools" / "tested.txt").read_text().splitlines()[-1].spli
 
 
 @pytest.mark.slow
-def test_the_site_builds_strictly_and_stands_alone(tmp_path: Path) -> None:
+def test_the_site_builds_without_warnings_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     build = pytest.importorskip("sphinx.cmd.build")
     pytest.importorskip("furo")
     pytest.importorskip("myst_parser")
@@ -30,7 +29,7 @@ def test_the_site_builds_strictly_and_stands_alone(tmp_path: Path) -> None:
     assert "torch_mesh.patch" in (site / "api.html").read_text()
 
 
-def test_every_public_name_has_its_place_in_the_reference() -> None:
+def test_every_public_name_is_in_the_reference() -> None:
     reference = (REPOSITORY / "docs" / "api.md").read_text()
     errors = {name for name in torch_mesh.__all__ if name.endswith("Error")}
     for name in set(torch_mesh.__all__) - errors - {"__version__"}:
@@ -40,7 +39,7 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
 
 @pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda page: page.stem)
 def test_a_page_begins_with_its_subject(page: Path) -> None:
-    """And not with the script that writes it, which readers of the site do not have."""
+    """It does not begin with the script that writes it, which readers of the site do not have."""
     assert not re.search(r"tools/\w+\.py", re.sub("<!--.*?-->", "", page.read_text()[:2000], flags=re.DOTALL))
 
 

@@ -29,7 +29,7 @@ TOGETHER = (
 
 
 def _train(launcher: tuple[str, ...], out: Path, batch: int) -> dict[str, Any]:
-    """What the example printed of its evaluation, with the epoch that it came to."""
+    """Run the example; return the metrics that it printed, with the epoch."""
     command = [sys.executable, "-m", *launcher, str(EXAMPLES / "finetune_trainer.py"), str(EXAMPLES / "mesh-tiny")]
     command += ["--text", str(EXAMPLES / "text" / "ships_log.txt"), "--resident", "0.25", "--out", str(out)]
     command += ["--steps", str(STEPS), "--batch", str(batch), "--length", "32"]
@@ -42,9 +42,9 @@ def _train(launcher: tuple[str, ...], out: Path, batch: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_processes_take_half_of_each_batch_and_learn_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_with_half_of_each_batch_train_as_one_does(tmp_path: Path) -> None:
     alone, together = _train(ALONE, tmp_path / "alone", 4), _train(TOGETHER, tmp_path / "together", 2)
-    assert together["epoch"] == pytest.approx(alone["epoch"], rel=0.02)  # as much of the text
+    assert together["epoch"] == pytest.approx(alone["epoch"], rel=0.02)  # both read the same amount of text
     assert together["eval_loss"] == pytest.approx(alone["eval_loss"], rel=0.01)
     adapters = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("alone", "together")]
     assert adapters[0].keys() == adapters[1].keys() and any("experts" in name for name in adapters[0])

@@ -1,4 +1,4 @@
-"""The notebooks lie in the repository with the outputs of a run, and run."""
+"""The notebooks are stored with the outputs of a complete run, and they run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _code(notebook: nbformat.NotebookNode) -> list[Any]:
 
 
 def _kinds(cell: Any) -> set[str]:
-    """What a cell shows: text, tables, figures."""
+    """The MIME types of a cell's outputs: text, tables, figures."""
     return {kind for output in cell.outputs for kind in output.get("data", {output.output_type: None})}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_lies_there_as_one_run_left_it(path: Path) -> None:
+def test_stored_outputs_are_those_of_one_complete_run(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert [cell.execution_count for cell in _code(notebook)] == list(range(1, len(_code(notebook)) + 1))
@@ -39,7 +39,7 @@ def test_it_lies_there_as_one_run_left_it(path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_and_shows_what_it_showed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_has_outputs_of_the_stored_types(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     stored, now = _code(nbformat.read(path, as_version=4)), _code(execute(path))
     assert [_kinds(cell) for cell in now] == [_kinds(cell) for cell in stored]

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
-def test_replicas_answer_alike(tmp_path: Path, mesh_tiny: Path, shared: bool) -> None:
+def test_both_replicas_give_the_same_answer(tmp_path: Path, mesh_tiny: Path, shared: bool) -> None:
     convert(mesh_tiny, tmp_path / "store", "int4")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""setup.py's ninja files, where paths have characters that a shell or ninja reads."""
+"""setup.py: its ninja files for paths with special characters, its versions, and errors of a wrong extension."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ int main() { std::printf("%d %s", kAnswer, NAME); }
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What setup.py defines, nothing being set up."""
+    """The names that setup.py defines. It is run without building anything."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     if shutil.which("ninja") is None:
         pytest.importorskip("ninja")
@@ -44,7 +44,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.mark.parametrize(
     "folder", [" ".join(FOLDERS), *(pytest.param(folder, marks=pytest.mark.thorough) for folder in FOLDERS)]
 )
-def test_any_path_can_be_built_in(build: SimpleNamespace, tmp_path: Path, folder: str) -> None:
+def test_a_build_works_in_a_folder_of_any_name(build: SimpleNamespace, tmp_path: Path, folder: str) -> None:
     root = tmp_path / folder
     (root / "include").mkdir(parents=True)
     (root / "include" / "answer.h").write_text(HEADER)
@@ -61,7 +61,7 @@ def test_any_path_can_be_built_in(build: SimpleNamespace, tmp_path: Path, folder
         return subprocess.run([root / "out" / "program"], capture_output=True, text=True, check=True)
 
     assert make().stdout == f"42 {expected}"
-    # The header's path goes through the compiler's list of dependencies and back.
+    # Ninja reads the header's path from the compiler's list of dependencies.
     (root / "include" / "answer.h").write_text(HEADER.replace("42", "43"))
     assert make().stdout == f"43 {expected}"
 
@@ -83,7 +83,7 @@ def test_the_compiler_may_have_arguments_and_a_path_with_spaces(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as everything here")
-def test_words_come_through_the_shell_as_they_are(build: SimpleNamespace) -> None:
+def test_words_pass_through_the_shell_unchanged(build: SimpleNamespace) -> None:
     words = ["plain", "", *FOLDERS, "two\nlines"]
     line = build._words(words).replace("$$", "$")  # as ninja does
     printed = subprocess.run(["sh", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True).stdout
@@ -91,7 +91,7 @@ def test_words_come_through_the_shell_as_they_are(build: SimpleNamespace) -> Non
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_what_tests_need_is_built_in_a_checkout_only(build: SimpleNamespace, inplace: bool) -> None:
+def test_the_testing_extension_is_built_in_a_checkout_only(build: SimpleNamespace, inplace: bool) -> None:
     shipped, testing = build.EXTENSIONS
     command = build.BuildExtension(
         setuptools.Distribution({"ext_modules": [setuptools.Extension(shipped, sources=[])]})
@@ -101,9 +101,7 @@ def test_what_tests_need_is_built_in_a_checkout_only(build: SimpleNamespace, inp
     assert [extension.name for extension in command.extensions] == ([shipped, testing] if inplace else [shipped])
 
 
-def test_what_is_built_is_for_one_torch_and_an_sdist_for_all(
-    build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_requires_one_torch_and_an_sdist_any(build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
     stated = [line for line in (REPOSITORY / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
     for command in ("bdist_wheel", "editable_wheel", "dist_info"):
@@ -115,7 +113,7 @@ def test_what_is_built_is_for_one_torch_and_an_sdist_for_all(
     assert stated[0].startswith("torch>=")
 
 
-def test_an_archive_goes_before_a_shared_library_and_one_that_does_not_link_is_none(
+def test_a_static_library_is_preferred_and_one_that_does_not_link_is_ignored(
     build: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, program = (
@@ -136,7 +134,7 @@ def test_an_archive_goes_before_a_shared_library_and_one_that_does_not_link_is_n
 @pytest.mark.parametrize(
     ("built", "loads"), [("2.13.0", True), ("2.13.9+cu130", True), ("2.12.1", False), ("3.13.0", False)]
 )
-def test_an_extension_for_another_torch_is_refused_with_the_way_out(
+def test_an_extension_for_another_torch_is_refused_with_advice(
     built: str, loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.13.4+cpu")
@@ -151,7 +149,7 @@ def test_an_extension_for_another_torch_is_refused_with_the_way_out(
         torch_mesh.patch  # noqa: B018
 
 
-def test_an_extension_that_lacks_a_symbol_of_the_running_torch_names_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extension_that_does_not_link_names_the_torch_it_was_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.15.0")
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.1.0+torch2.13")
     monkeypatch.setattr(torch_mesh, "_unusable", None)
@@ -171,7 +169,7 @@ def test_an_extension_that_lacks_a_symbol_of_the_running_torch_names_its_own(mon
 
 
 @pytest.mark.slow
-def test_an_sdist_builds_a_wheel_that_has_what_ships_and_runs(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_an_sdist_builds_a_complete_wheel_that_runs(mesh_tiny: Path, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.so", "__pycache__", "*.egg-info", ".*_cache")
     shutil.copytree(REPOSITORY, checkout, ignore=ignored)

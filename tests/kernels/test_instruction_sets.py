@@ -1,4 +1,4 @@
-"""One build serves every x86-64: no object but its own translation unit has instructions of AVX2 or AVX512."""
+"""One build serves every x86-64: AVX2 and AVX512 instructions are only in the translation units for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 OBJECTS = sorted(REPOSITORY.glob("build/extension-*/csrc/**/*.o"))
 
-# In 64-bit mode these bytes begin nothing else; segment and address-size prefixes may stand before them.
+# In 64-bit mode the bytes of ENCODINGS begin nothing else. Segment and address-size prefixes may come before them.
 PREFIXES = frozenset({"26", "2e", "36", "3e", "64", "65", "67"})
 ENCODINGS = {"62": "EVEX", "c4": "VEX", "c5": "VEX"}
 INSTRUCTION = re.compile(r"^\s*[0-9a-f]+:\t((?:[0-9a-f]{2} )+)\s*\t(.+)$")
@@ -36,7 +36,7 @@ def allowed_encodings(path: Path) -> set[str]:
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """Encoding ("" for one that every x86-64 has) and text of each instruction."""
+    """Encoding and text of each instruction; the encoding is "" for one that every x86-64 has."""
     listing = subprocess.run(
         ["objdump", "--disassemble", "--wide", str(path)], capture_output=True, text=True, check=True
     ).stdout
@@ -63,19 +63,19 @@ def test_every_kernel_table_has_an_object() -> None:
     [pytest.param(path, marks=[] if allowed_encodings(path) else [pytest.mark.thorough]) for path in OBJECTS],
     ids=name_of,
 )
-def test_an_object_keeps_to_its_instruction_set(path: Path) -> None:
+def test_an_object_has_no_instructions_beyond_its_set(path: Path) -> None:
     code = instructions(path)
     assert code, "objdump's listing was not understood"
     allowed = allowed_encodings(path)
     foreign = [text for encoding, text in code if encoding and encoding not in allowed]
     assert not foreign, f"{len(foreign)} instructions, the first: {foreign[:5]}"
-    # Else the encodings are not recognised, and the line above holds for any object.
+    # Without this the test would also pass if no encoding were recognised.
     assert allowed <= {encoding for encoding, _ in code}
 
 
 @pytest.mark.parametrize("path", [path for path in OBJECTS if allowed_encodings(path)], ids=name_of)
-def test_an_object_of_an_instruction_set_gives_away_nothing_but_its_tables(path: Path) -> None:
-    """An inline function that leaves it would be a candidate for every other object's copy."""
+def test_an_object_of_an_instruction_set_exports_only_its_tables(path: Path) -> None:
+    """The linker could take an exported inline function in place of the copy in any other object."""
     command = ["nm", "--demangle", "--defined-only", "--extern-only", "--format=posix", str(path)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     symbols = [re.sub(r" \w [0-9a-f]+ ?[0-9a-f]*$", "", line) for line in listing.splitlines()]

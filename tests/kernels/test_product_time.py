@@ -1,4 +1,4 @@
-"""What benchmarks/row_thresholds.py asks of the extension."""
+"""The functions of the test extension that benchmarks/row_thresholds.py calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_each_way_of_a_product_can_be_timed(isa: str, weights: str) -> None:
         assert 0 < _testing.product_seconds(isa, weights, group_size, 128, 64, 3, way) < 60
 
 
-def test_what_this_machine_has_not_is_refused() -> None:
+def test_unknown_instruction_sets_ways_and_rows_are_refused() -> None:
     with pytest.raises(ValueError, match='no kernels for the instruction set "sse"'):
         _testing.product_ways("sse", "bf16")
     with pytest.raises(ValueError, match='do not go by "panels" on this machine'):
