@@ -1,9 +1,8 @@
-"""Compiles every Triton kernel for cards that need not be there: Triton brings ptxas along. Run by
-test_triton_compiles.py.
+"""Compiles every Triton kernel. No card is needed, for Triton includes ptxas. Run by test_triton_compiles.py.
 
-Usage: compile_kernels.py [--frontend] CAPABILITY ...; prints a line for each kernel. Not under TRITON_INTERPRET. With
---frontend no machine code is made: a second for what takes minutes, and enough to see what Triton's compiler refuses
-and its interpreter does not.
+Usage: compile_kernels.py [--frontend] CAPABILITY ...; prints a line for each kernel. Must not run under
+TRITON_INTERPRET. With --frontend no machine code is made, which takes a second in place of minutes. That is enough to
+find code that Triton's compiler refuses and its interpreter accepts.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglu(gate=1
 
 
 def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
-    """Every kernel in every format; the tiles of most rows in every size of group, for they take the most shared
+    """Every kernel in every format. Tiles with the most rows come in every group size, for they take the most shared
     memory."""
     found: list[tuple[Any, dict[str, Any], launches.Launch]] = []
     for index, (format, few) in enumerate(launches.FEW.items()):
         groups = FORMATS[format].group_sizes
         if format.endswith("_fp16"):
-            groups = groups[:1]  # the others are as those of int8 and int4
+            groups = groups[:1]  # the other group sizes compile as for int8 and int4
         activation = ACTIVATIONS[index % len(ACTIVATIONS)]
         shape = {"FORMAT": format, "GROUP": groups[index % len(groups)]}
         gated = activation.startswith(("swiglu", "softcap")) or index % 3 != 2
@@ -49,7 +48,7 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
             (kernels.gate_up_many, shape | how | {"ROWS": least}, many),
             (kernels.gate_up_many, shape | how | {"GATED": True, "ROWS": most}, many),
         ]
-        apart = groups if format == "fp8" else groups[:1]  # its scales are elsewhere in each
+        apart = groups if format == "fp8" else groups[:1]  # fp8's scales are at another place for each group size
         found += [
             (kernels.down_few, {"FORMAT": format, "GROUP": each, "SPLITS": 1, "STAGES": few.stages}, few)
             for each in apart
@@ -79,7 +78,7 @@ def source_of(kernel: Any, constants: dict[str, Any]) -> ASTSource:
 
 
 def fused_shuffles(ptx: str) -> list[str]:
-    """Fused multiply-adds that add what a shuffle brought: each of two threads then rounds the other's term, not its
+    """Fused multiply-adds that add a shuffled value. With these each of two threads rounds the other's term and not its
     own."""
     shuffled = set(re.findall(r"shfl\.sync\.\S+\s+(%r\d+)", ptx))
     return [line for line in re.findall(r"fma\.\S+\s+.*", ptx) if shuffled & set(re.findall(r"%r\d+", line))]
@@ -99,7 +98,7 @@ def compile_for(capability: int) -> None:
 
 
 def lower_for(capability: int) -> None:
-    """As far as triton.compile goes before its first pass."""
+    """Lower the kernels as far as triton.compile does before its first pass."""
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     for kernel, constants, launch in variants():

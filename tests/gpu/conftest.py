@@ -1,4 +1,4 @@
-"""Shared by the tests of what runs on a GPU. Without one the kernels run in Triton's interpreter, on CPU tensors."""
+"""Shared by the GPU tests. Without a GPU the kernels run in Triton's interpreter, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["experts_of", "open_pool"]
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a card a driver in process takes the place of CUDA's; its streams dawdle."""
+    """Without a card a simulated driver replaces CUDA's. Its streams have random delays."""
     if DEVICE.type == "cpu":
         seed = random.randrange(2**31)
         monkeypatch.setattr(devices, "open_driver", lambda device: _testing.simulated_device(seed, max_delay_us=200))

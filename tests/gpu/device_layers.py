@@ -1,4 +1,4 @@
-"""Tiny experts on the device: a card's, or the CPU's where Triton is interpreted."""
+"""Tiny experts on the device: on a card, or on the CPU where Triton is interpreted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def device_layer(
     workspace: int = 64 << 20,
     shared: SharedDevice | None = None,
 ) -> DeviceLayer:
-    """The ``hot`` experts in slots in random order, beside slots full of NaN that nobody may read."""
+    """The ``hot`` experts in slots in random order, and two more slots full of NaN, which must not be read."""
     record = device_record(experts.spec)
     slots = torch.randperm(len(hot) + 2)[: len(hot)]
     records = torch.full((len(hot) + 2, record.words * 4), 0xFF, dtype=torch.uint8)

@@ -41,7 +41,7 @@ SPEC = Spec(layers=2, weights="bf16")
 
 
 def _place(pool: TinyPool, hot: list[int]) -> device.DeviceLayer:
-    """The caller keeps what comes back: the op finds it as long as it lives."""
+    """Register a device layer with the ``hot`` experts. The op finds it only while the caller holds the result."""
     shared = device.SharedDevice(pool.handle(), DEVICE)
     layer = device_layer(pool.weights, hot, shared=shared)
     device.register(pool.handle(), layer)
@@ -51,8 +51,8 @@ def _place(pool: TinyPool, hot: list[int]) -> device.DeviceLayer:
 def _lend(
     layer: device.DeviceLayer, batch: int, costs: Costs, up: device.DeviceRecord | None = None
 ) -> device.SharedDevice:
-    """Lets prompts stream, through buffers full of NaN; ``up``: records of the pool, if they are not as the
-    device's."""
+    """Let prompts copy experts to the device, through two buffers full of NaN. ``up`` describes the pool's records, if
+    they have another format than the device's."""
     assert layer.shared is not None
     up = up or layer.record
     buffers = [torch.full((batch, up.words * 4), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
@@ -61,7 +61,7 @@ def _lend(
     return layer.shared
 
 
-FREE_COPIES = Costs(0.0, 1.0, 1.0)  # all that can comes up
+FREE_COPIES = Costs(0.0, 1.0, 1.0)  # every expert that may be copied is
 
 
 def _split(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, sentinels: bool = False) -> Tensor:
@@ -77,9 +77,9 @@ def _assert_agrees(
     ids: Tensor,
     weights: Tensor,
 ) -> None:
-    """Each expert is computed in the format, and with the operands, of where it is.
+    """Each expert is computed in the format, and with the operands, of the place where it is.
 
-    Of one that was brought up the operands are bf16, nearer than bytes: that is within the same bound.
+    Experts that are copied to the device have bf16 operands. These round less than bytes, so the same bound holds.
     """
     on_card, none = layer.here[ids.clamp(max=in_memory.spec.experts - 1)], in_memory.spec.experts
     up, down = ids.masked_fill(~on_card, none), ids.masked_fill(on_card, none)
@@ -129,7 +129,7 @@ def test_each_routed_expert_is_computed_exactly_once_for_every_possible_split(to
         for hot in itertools.chain.from_iterable(itertools.combinations(range(count), n) for n in range(count + 1)):
             layer = _place(pool, list(hot))
             engine.reset_stats()
-            ids = torch.randint(0, count, (tokens, top_k))  # repeated ids too
+            ids = torch.randint(0, count, (tokens, top_k))  # ids may repeat within a token
             out = _split(pool, torch.randn(tokens, count), ids, torch.ones(tokens, top_k))
             assert torch.equal(out, torch.nn.functional.one_hot(ids, count).sum(1).float())
             cold = set(ids.unique().tolist()) - set(hot)
@@ -142,7 +142,7 @@ def test_each_routed_expert_is_computed_exactly_once_for_every_possible_split(to
 
 
 @pytest.mark.smoke
-def test_what_is_on_the_device_is_never_read(open_pool: OpenPool) -> None:
+def test_experts_on_the_device_are_never_read(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=3)
     layer = _place(pool, [0, 2, 5, 6, 7])
     ids, weights = torch.tensor([[0, 1, 2], [5, 6, 7], [3, 4, 0]]), torch.rand(3, 3)
@@ -151,7 +151,7 @@ def test_what_is_on_the_device_is_never_read(open_pool: OpenPool) -> None:
     assert pool.ready() == {1, 3, 4} and pool.count("promoted") == 3 and not layer.complete
 
 
-def test_a_layer_that_is_there_as_a_whole_leaves_the_pool_alone(open_pool: OpenPool) -> None:
+def test_a_layer_that_is_wholly_on_the_device_does_not_use_the_pool(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=3)
     layer = _place(pool, list(range(8)))
     x = torch.randn(6, SPEC.hidden)
@@ -213,7 +213,7 @@ def test_errors_say_what_was_given(open_pool: OpenPool) -> None:
         _split(pool, x, ids.float(), weights)
     with pytest.raises(ValueError, match="topk_weights has dtype torch.int64"):
         _split(pool, x, ids, ids)
-    del layer  # as when its model dies
+    del layer  # as when the layer's model is deleted
     with pytest.raises(ValueError, match="names no layer"):
         _split(pool, x, ids, weights)
 
@@ -235,7 +235,7 @@ def test_a_failed_read_makes_nan_and_is_raised_once(open_pool: OpenPool) -> None
     assert (counts["calls"], counts["all_on_device"], counts["failed"]) == (2, 1, 1)
 
 
-def test_a_run_with_failing_reads_is_right_or_says_so(open_pool: OpenPool) -> None:
+def test_with_failing_reads_each_output_is_right_or_nan_and_raised(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=4, faults={"seed": random.randrange(2**31), "eio_always": 0.1, "delay": 0.2})
     layer = _place(pool, [0, 1, 2])
     failed, raised = 0, 0
@@ -259,7 +259,7 @@ def test_a_run_with_failing_reads_is_right_or_says_so(open_pool: OpenPool) -> No
 def test_every_split_of_a_prompt_computes_each_expert_once(
     open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Each of so many experts on the device, brought up, or the CPU's, in all ways."""
+    """All ways to divide ``count`` experts into those on the device, those copied to it and those on the CPU."""
     spec = Spec(weights="bf16", experts=count, hidden=40, intermediate=24)
     pool = open_pool(spec, slots=2)
     tokens, top_k = 3, 2
@@ -296,7 +296,7 @@ def test_every_split_of_a_prompt_computes_each_expert_once(
 
 
 @pytest.mark.parametrize("weights", [pytest.param("int4", marks=pytest.mark.smoke), "bf16"])
-def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) -> None:
+def test_the_costs_decide_how_many_experts_a_prompt_copies(open_pool: OpenPool, weights: str) -> None:
     spec = Spec(weights=weights, hidden=40, intermediate=24)
     pool = open_pool(spec, slots=3)
     layer = _place(pool, [0, 1])
@@ -324,9 +324,8 @@ def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) 
         pytest.param("lut4", "bf16", marks=pytest.mark.slow),
     ],
 )
-def test_each_expert_is_computed_in_the_format_of_where_it_is(open_pool: OpenPool, there: str, in_memory: str) -> None:
-    """On the device, brought up or by the host: the two formats hold different weights, so that none can pass for
-    another."""
+def test_each_expert_is_computed_in_the_format_of_its_place(open_pool: OpenPool, there: str, in_memory: str) -> None:
+    """The two formats hold different weights, so that the test sees which of them computed an expert."""
     pool, on_card = open_pool(Spec(weights=in_memory), slots=4), TinyExperts(Spec(weights=there), seed=99)
     shared = device.SharedDevice(pool.handle(), DEVICE)
     layer = device_layer(on_card, [0, 3, 5], shared=shared)
@@ -341,7 +340,7 @@ def test_each_expert_is_computed_in_the_format_of_where_it_is(open_pool: OpenPoo
         assert torch.equal(_split(pool, x, ids, gates), out)
 
 
-def test_a_read_that_fails_on_its_way_up_is_raised_and_leaves_nothing_behind(open_pool: OpenPool) -> None:
+def test_a_failed_read_for_the_device_is_raised_and_later_calls_succeed(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=4, faults={"seed": 1, "eio_always": 1.0})
     layer = _place(pool, [0, 1, 2])
     shared = _lend(layer, 2, FREE_COPIES)
@@ -368,7 +367,7 @@ def test_a_forked_child_is_refused(open_pool: OpenPool) -> None:
         try:
             ops.experts_split(x, ids, weights, pool.handle())
         except torch_mesh.ForkedProcessError:
-            del layer  # and its device, which is the parent's, goes without one
+            del layer  # this also deletes the device, which belongs to the parent, without an error
             os._exit(0)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
@@ -376,7 +375,7 @@ def test_a_forked_child_is_refused(open_pool: OpenPool) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA itself refuses a forked child")
-def test_a_forked_child_leaves_its_parents_turn_alone(open_pool: OpenPool) -> None:
+def test_a_forked_child_does_not_end_its_parents_turn(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC)
     layer = _place(pool, [1, 2])
     shared = _lend(layer, 2, FREE_COPIES)
@@ -385,7 +384,7 @@ def test_a_forked_child_leaves_its_parents_turn_alone(open_pool: OpenPool) -> No
 
     def busy() -> None:
         while not ending.is_set():
-            shared.host.stats()  # asks the driver
+            shared.host.stats()  # calls the driver
 
     for _ in range(4):
         _split(pool, torch.randn(1, SPEC.hidden), torch.tensor([[3]]), torch.ones(1, 1))

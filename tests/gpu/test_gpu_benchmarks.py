@@ -1,4 +1,4 @@
-"""The benchmarks that need a card, at tiny sizes; without one the CPU stands for it. Nothing here looks at a time."""
+"""The GPU benchmarks, at tiny sizes. Without a card they run on the CPU. No test here checks a time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHAPE = synthetic.Shape(
 
 
 def _rows(report: Report) -> dict[str, list[harness.Row]]:
-    """By name; every figure is one."""
+    """The rows of a report by name, with a check that all figures are finite."""
     rows: dict[str, list[harness.Row]] = {}
     for row in report.rows:
         assert math.isfinite(row.value) and (row.reference is None or row.reference > 0), row
@@ -54,7 +54,7 @@ def _rows(report: Report) -> dict[str, list[harness.Row]]:
     return rows
 
 
-def test_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layer_benchmark_reports_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_layer, "COPY_BYTES", 1 << 12)
     monkeypatch.setattr(gpu_layer, "FEW", (1, 2))
     monkeypatch.setattr(gpu_layer, "MANY", 6)
@@ -68,7 +68,7 @@ def test_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_layer.Routing.of(1, SHAPE, torch.Generator(), DEVICE).distinct == 2
 
 
-def test_all_ways_of_a_layer_compute_the_same() -> None:
+def test_all_implementations_of_a_layer_agree() -> None:
     comparison = gpu_layer.Comparison(SHAPE, DEVICE, rounds=1)
     routing = gpu_layer.Routing.of(3, SHAPE, comparison.generator, DEVICE)
     inputs = routing.x[0], routing.ids[0], routing.weights
@@ -78,14 +78,14 @@ def test_all_ways_of_a_layer_compute_the_same() -> None:
         assert torch.nn.functional.cosine_similarity(out, grouped).min() > least
 
 
-def test_streaming() -> None:
+def test_the_streaming_benchmark_reports_all_rows() -> None:
     report = gpu_streaming.measure(DEVICE, SHAPE, rounds=1, threads=1, tokens=9)
     names = [f"{weights}, {what}" for weights in gpu_streaming.FORMATS for what in ("a prompt", "records alone")]
     assert list(_rows(report)) == names
     assert [row.at_least for row in report.rows] == [0.85, None] * 3
 
 
-def test_all_of_a_cold_layer_comes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cold_layer_is_copied_to_the_device_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_MAX_BATCH", 3)
     cold = gpu_streaming.ColdLayer("int4", SHAPE, DEVICE, threads=1, tokens=9)
     out = cold.forward()
@@ -105,7 +105,7 @@ def test_all_of_a_cold_layer_comes_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "WEIGHT_STD", 0.15)  # or such small experts would hardly be seen in the logits
+        patch.setattr(synthetic, "WEIGHT_STD", 0.15)  # otherwise such small experts would hardly change the logits
         return synthetic.store(tmp_path_factory.mktemp("synthetic"), SHAPE, "int4")
 
 
@@ -118,7 +118,7 @@ def holds_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("holds_experts")
-def test_decode(store: Path, tmp_path: Path) -> None:
+def test_the_decode_benchmark_reports_all_rows(store: Path, tmp_path: Path) -> None:
     report = gpu_decode.measure(DEVICE, SHAPE, store, tokens=2, rounds=1, traces=tmp_path)
     rows = _rows(report)
     [claim] = [row for row in report.rows if row.holds is not None]
@@ -156,7 +156,7 @@ EVENTS = [
 ]
 
 
-def test_lanes_of_a_trace() -> None:
+def test_a_trace_is_divided_into_lanes() -> None:
     events = random.sample(EVENTS, len(EVENTS))
     lanes = gpu_decode.lanes(events)
     assert lanes[gpu_decode.KERNELS] == [(0, 12), (34, 35), (40, 50)]
@@ -167,7 +167,7 @@ def test_lanes_of_a_trace() -> None:
     assert gpu_decode.lanes(EVENTS[:2]) == {}
 
 
-def test_the_figure_is_drawn(tmp_path: Path) -> None:
+def test_the_figure_of_the_timeline_is_reproducible(tmp_path: Path) -> None:
     report = Report("Decode", details={"timeline": {name: gpu_decode.lanes(EVENTS) for name in ("one", "two")}})
     for target in (tmp_path / "first.svg", tmp_path / "second.svg"):
         figure.draw("gpu-timeline", harness.as_json(report), target)
@@ -177,19 +177,19 @@ def test_the_figure_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a card")
 @pytest.mark.parametrize("benchmark", [gpu_layer, gpu_streaming, gpu_decode], ids=lambda module: module.__name__)
-def test_without_a_card_it_says_so(
+def test_without_a_card_a_benchmark_says_that_nothing_was_measured(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"{benchmark.__name__}.py"
     monkeypatch.setattr(sys, "argv", [name])
     assert benchmark.main() == card.NO_CARD == 2
-    said = f"benchmarks/{name} needs a CUDA device, and torch sees none: nothing was measured\n"
-    assert capsys.readouterr().err == said
+    message = f"benchmarks/{name} needs a CUDA device, and torch sees none: nothing was measured\n"
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a card")
-def test_so_do_all_together(tmp_path: Path) -> None:
+def test_without_a_card_run_all_says_that_nothing_was_measured(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "run_all.py"), "--gpu", "--json-dir", str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 2 and done.stderr.count("nothing was measured") == 3

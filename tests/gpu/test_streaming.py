@@ -1,4 +1,4 @@
-"""Which experts of a prompt come up to the device."""
+"""The choice of the experts of a prompt that are copied to the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _time(rows: list[int], streamed: set[int], costs: Costs) -> float:
 
 
 @hypothesis.given(rows=st.lists(st.integers(0, 50), max_size=7), seconds=st.tuples(SECONDS, SECONDS, SECONDS))
-def test_no_other_choice_is_faster(rows: list[int], seconds: tuple[float, float, float]) -> None:
+def test_the_chosen_experts_give_the_shortest_time(rows: list[int], seconds: tuple[float, float, float]) -> None:
     costs = Costs(*seconds)
     chosen = choose_streamed(rows, *costs)
     routed = [expert for expert, count in enumerate(rows) if count]
@@ -31,7 +31,7 @@ def test_no_other_choice_is_faster(rows: list[int], seconds: tuple[float, float,
     assert choose_streamed(rows, *costs) == chosen
 
 
-def test_copies_and_the_cpu_are_balanced() -> None:
+def test_the_choice_balances_copies_and_the_cpu() -> None:
     rows = [5, 0, 40, 10, 40, 1]
     assert choose_streamed(rows, 1e9, 1, 1) == [], "a copy that takes longer than all the rest"
     assert choose_streamed(rows, 0, 1, 1) == [2, 4, 3, 0, 5], "copies that cost nothing"

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.device
 
 Experts = Callable[[Spec], TinyExperts]
 
-# Weights are exact and sums fp32: what is left is the rounding of operands to bf16.
+# Weights are exact and sums are fp32, so only the rounding of operands to bf16 remains.
 agrees = functools.partial(assert_agrees, operands=as_bf16)
 
 FORMATS = [Spec(weights="bf16"), Spec(weights="bf12")] + [
@@ -76,7 +76,7 @@ SPLIT = [
     Spec(weights="tcq3", hidden=136, intermediate=200, group_size=32, experts=3),
     Spec(weights="tcq2+tcq3", hidden=136, intermediate=130, group_size=32, experts=3),
 ]
-# By how a kernel decodes a block: as it is, a table, groups of scales, trellises of both widths.
+# One for each way in which a kernel decodes a block: as it is, a table, groups of scales, trellises of both widths.
 SPLIT_SMOKE = (SPLIT[0], SPLIT[4], SPLIT[6], SPLIT[10])
 
 
@@ -98,7 +98,7 @@ def _run(
     return experts_triton.experts(x, ids, weights, layer, sentinels, dtype).cpu()
 
 
-# Odd sizes: what reads or writes beside a row does it here.
+# Odd sizes, at which an access beyond a row shows.
 SMOKE = (ODD[0], ODD[2], ODD[5], ODD[8], ODD[9], PASSTHROUGH_FORMATS[0], PASSTHROUGH_FORMATS[1], PASSTHROUGH_FORMATS[3])
 
 
@@ -119,11 +119,11 @@ def test_agrees_with_float64(experts_of: Experts, spec: Spec) -> None:
 
 
 def _take_any_codes(experts: TinyExperts) -> None:
-    """Gives the first record codes and scales of every kind in the down projection."""
+    """Fill the down projection of the first record with random codes and scales."""
     spec, record = experts.spec, experts.records[0][0].clone()
     layout = _C.record_layout(*spec.record_layout)
     start, size = layout["down_offset"], layout["down_block_bytes"]
-    block = record[start : start + size]  # the only one
+    block = record[start : start + size]  # the only block
     groups = size // layout["group_bytes"]
     header = size - groups * layout["group_bytes"]
     codes = torch.randint(256, block[header:].shape, dtype=torch.uint8)
@@ -146,13 +146,13 @@ def _take_any_codes(experts: TinyExperts) -> None:
     [("mxfp4", 32), ("nvfp4", 16), ("fp8", 128), ("fp8", 0), ("fp8", 32), ("int8_fp16", 32), ("int4_fp16", 128)]
     + [(weights, group) for weights in ("tcq2", "tcq3") for group in (32, 64, 128)],
 )
-def test_every_code_is_the_number_that_it_stands_for(seed: int, weights: str, group: int) -> None:
-    """Rows of the identity times the down projection, in both paths: its weights."""
+def test_every_code_is_decoded_to_its_value(seed: int, weights: str, group: int) -> None:
+    """The identity times the down projection gives the projection's weights, in both paths."""
     depth, hidden, few = 136, 40, 12
     experts = TinyExperts(Spec(weights=weights, group_size=group, experts=1, hidden=hidden, intermediate=depth), seed)
     _take_any_codes(experts)
     expected = experts.unpacked[0][0][1].T
-    expected = torch.where(expected.abs() < 2.0**-100, 0, expected)  # of E8M0's byte 0
+    expected = torch.where(expected.abs() < 2.0**-100, 0, expected)  # scales of E8M0's byte 0
     layer = device_layer(experts, [0])
     record, width = layer.record, 192
     rows = torch.zeros(depth, width, dtype=torch.int16, device=DEVICE)
@@ -178,7 +178,7 @@ def test_every_code_is_the_number_that_it_stands_for(seed: int, weights: str, gr
 
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of small experts are split too."""
+    """Has products of small experts split, too."""
     monkeypatch.setattr(launches, "_MIN_DEPTH", 64)
 
 
@@ -206,7 +206,7 @@ def test_records_of_a_pool_agree_with_float64(open_pool: OpenPool, weights: str,
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_bf12_has_the_bits_of_bf16(experts_of: Experts, tokens: int) -> None:
-    """Also where weights are no names of their tile's table, and in tiles behind such ones."""
+    """This includes exceptions, whose exponents are not in the table of their tile, and the tiles after them."""
     plain = Spec(weights="bf16", hidden=200, intermediate=136, experts=3, bias=True)
     spec = replace(plain, weights="bf12")
     of_bf16, of_bf12 = TinyExperts(plain, 0), TinyExperts(spec, 0)
@@ -235,8 +235,8 @@ def test_each_activation(experts_of: Experts, activation: str, tokens: int) -> N
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_swigluoai_takes_what_is_not_finite_as_torch_does(seed: int, tokens: int) -> None:
-    """Biases make gate and up of one column what a case says."""
+def test_swigluoai_of_infinities_and_nan_is_as_in_torch(seed: int, tokens: int) -> None:
+    """Biases set gate and up of one column to the values of a case."""
     spec = Spec(weights="bf16", experts=1, intermediate=4, bias=True, activation="swigluoai")
     experts = TinyExperts(spec, seed)
     gate_up, down, bias, down_bias = ops.unpack(experts.records[0][0], *spec.record_layout)
@@ -263,7 +263,7 @@ def test_swigluoai_takes_what_is_not_finite_as_torch_does(seed: int, tokens: int
     ],
     ids=lambda spec: spec.weights,
 )
-def test_a_row_that_is_no_number_spoils_itself_alone(experts_of: Experts, spec: Spec, tokens: int) -> None:
+def test_nan_in_a_row_spoils_only_that_row(experts_of: Experts, spec: Spec, tokens: int) -> None:
     experts = experts_of(spec)
     x = torch.randn(tokens, spec.hidden)
     x[0, spec.hidden - 1] = float("nan")
@@ -275,8 +275,8 @@ def test_a_row_that_is_no_number_spoils_itself_alone(experts_of: Experts, spec: 
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_what_is_elsewhere_adds_nothing(experts_of: Experts, tokens: int) -> None:
-    """Whatever part of a layer is here, from none to all."""
+def test_experts_that_are_not_on_the_device_add_nothing(experts_of: Experts, tokens: int) -> None:
+    """With none, some or all experts of a layer on the device."""
     spec = Spec(weights="bf16")
     experts = experts_of(spec)
     x = torch.randn(tokens, spec.hidden)
@@ -316,7 +316,7 @@ def test_an_expert_repeated_within_a_token_counts_each_time(experts_of: Experts)
 
 
 @pytest.mark.parametrize("weights", ["int8", "mxfp4", "fp8", "tcq2", "tcq3"])
-def test_nothing_to_do_gives_zeros(experts_of: Experts, weights: str) -> None:
+def test_no_tokens_or_no_choices_give_zeros(experts_of: Experts, weights: str) -> None:
     layer = device_layer(experts_of(Spec(weights=weights)), range(8))
     for tokens, top_k in ((0, 3), (4, 0)):
         ids, weights = torch.empty(tokens, top_k, dtype=torch.long), torch.empty(tokens, top_k)
@@ -338,8 +338,8 @@ def test_takes_any_dtype_and_stride(experts_of: Experts, dtype: torch.dtype) -> 
 
 @pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize("tokens", [2, 8])
-def test_the_same_call_gives_the_same_bits_wherever_things_are(experts_of: Experts, tokens: int) -> None:
-    """Other slots, another order of tokens, other experts beside those that are used."""
+def test_bits_do_not_depend_on_slots_token_order_or_unused_experts(experts_of: Experts, tokens: int) -> None:
+    """With other slots, another order of tokens, and other unused experts."""
     spec = Spec(weights="bf16", hidden=136, experts=6)
     experts = experts_of(spec)
     x = torch.randn(tokens, spec.hidden)
@@ -352,7 +352,7 @@ def test_the_same_call_gives_the_same_bits_wherever_things_are(experts_of: Exper
     assert torch.equal(_run(device_layer(experts, used), x, ids, weights), out)
 
 
-def test_a_small_workspace_takes_chunks(experts_of: Experts) -> None:
+def test_a_small_workspace_is_used_in_chunks(experts_of: Experts) -> None:
     spec = Spec(weights="int8")
     experts = experts_of(spec)
     x = torch.randn(6, spec.hidden)
