@@ -1,4 +1,4 @@
-"""For all models: a cache folder of the test's own, and inputs."""
+"""Shared by the tests of models: a cache folder for each test, the small trained model, its tokenizer and inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a test's stores go: not in its tmp_path, which is its own. May not exist yet."""
+    """The folder of the test's conversion cache, outside its tmp_path. It may not exist yet."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder / "torch_mesh"

@@ -1,4 +1,4 @@
-"""Drafts that are known to be right or wrong, and what plain decoding gives in their place."""
+"""Drafts that are known to be right or wrong, and comparisons with plain decoding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OSS, QWEN, NEXT = "GptOssExperts", "Qwen3MoeExperts", "Qwen3NextExperts"
 
 
 class Always(Controller):
-    """Drafts, whatever it costs."""
+    """A controller that always drafts, whatever it costs."""
 
     def __init__(self, length: int) -> None:
         super().__init__((length,))
@@ -58,12 +58,12 @@ def always(length: int) -> Speculation:
 
 
 def place_behind(answer: list[int], tokens: list[int]) -> int:
-    """Where ``answer``, with padding on its left, goes on behind ``tokens``, without."""
+    """The index in ``answer``, which may be padded on the left, of the token after ``tokens``, which are not padded."""
     return next(at for at, token in enumerate(answer) if token == tokens[0]) + len(tokens)
 
 
 class Oracle(Drafter):
-    """In the place of a drafter: knows the text to come, and is wrong in every fourth token or so."""
+    """A drafter that knows the text to come, and is wrong in about every fourth token."""
 
     def __init__(self, answer: torch.Tensor, tokens: list[int]) -> None:
         self.answer = answer[0].tolist()
@@ -93,8 +93,8 @@ def generate(model: PreTrainedModel, inputs: Any, **options: Any) -> Any:
 
 
 def rows_are_exact(model: PreTrainedModel, ids: torch.Tensor) -> bool:
-    """Whether a token has the same bits in a forward of one and of sixteen: not so with every kernel and every linear
-    layer of torch's."""
+    """Whether a token has the same bits in forwards of one and of sixteen tokens. Some kernels, and some of torch's
+    linear layers, do not give the same bits."""
     ids = ids.repeat(1, 17)[:, :17]
     with torch.no_grad():
         cache, other = (DynamicCache(config=model.config) for _ in range(2))
@@ -111,14 +111,14 @@ def generate_plainly(model: PreTrainedModel, inputs: Any, **options: Any) -> Any
 
 
 def check_tokens(model: PreTrainedModel, inputs: Any, plain: Any, tokens: torch.Tensor) -> None:
-    """``tokens`` are those of ``plain``; where rounding may differ, up to two logits that were nearly equal."""
+    """Check that ``tokens`` are those of ``plain``. Where rounding may differ, this holds up to a near tie."""
     if not torch.equal(tokens, plain.sequences):
         assert not rows_are_exact(model, inputs["input_ids"])
         assert_same_tokens(tokens, plain)
 
 
 def assert_same_answers(model: PreTrainedModel, inputs: Any, how: Any, **options: Any) -> None:
-    """Plainly and by ``how`` tokens are the same."""
+    """Check that generating with ``how`` gives the tokens of plain decoding."""
     how = how if isinstance(how, dict) else {"custom_generate": how}
     check_tokens(model, inputs, generate_plainly(model, inputs, **options), generate(model, inputs, **options, **how))
 
@@ -136,7 +136,7 @@ class Streamed(BaseStreamer):
 
 
 def spread_model(name: str) -> PreTrainedModel:
-    """A tiny random model whose tokens differ; in fp32, where few logits are nearly equal."""
+    """A tiny random model that generates different tokens. It is in fp32, where few logits are nearly equal."""
     tiny = TINY_MODELS[name]
     model = dataclasses.replace(tiny, fields={**tiny.fields, **ALL_EXPERTS}).build().float()
     with torch.no_grad():
@@ -151,7 +151,7 @@ def random_inputs(length: int) -> dict[str, torch.Tensor]:
 
 
 class KeptTokens(StoppingCriteria):
-    """How many tokens a text had when it ended, however it did."""
+    """Records how many tokens a text had when it ended, also by an error."""
 
     count = 0
 

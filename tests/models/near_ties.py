@@ -1,4 +1,4 @@
-"""Comparing generated tokens where rounding may differ, which decides between two logits that are nearly equal."""
+"""Comparing generated tokens where rounding may differ, and so may decide between two nearly equal logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def assert_same_tokens(tokens: torch.Tensor, plain: Any) -> None:
-    """Each text of ``tokens`` [texts, length] is that of ``plain``, up to a near tie.
+    """Check that each text of ``tokens`` [texts, length] is that of ``plain``, up to a near tie.
 
     ``plain`` is from ``generate(return_dict_in_generate=True, output_logits=True)``.
     """

@@ -1,6 +1,6 @@
-"""Ranks of a divided model: each opens and runs what FOLDER/cases.pt lists, and writes what came out beside it.
+"""A rank of a divided model. It opens and runs the cases in FOLDER/cases.pt, and writes their results to FOLDER.
 
-``rank.py FOLDER RANKS`` is all of them; without RANKS the environment says which one it is, as torchrun does."""
+``rank.py FOLDER RANKS`` starts all ranks. Without RANKS the environment says which rank this is, as with torchrun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import peft  # noqa: F401  once for all ranks
+import peft  # noqa: F401  imported once for all ranks
 import torch
 import torch.distributed
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -37,7 +37,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with torch.no_grad():
         if "ids" in case:
-            result["logits"] = model(input_ids=case["ids"], use_cache=False)[0]  # or hidden states, without a head
+            result["logits"] = model(input_ids=case["ids"], use_cache=False)[
+                0
+            ]  # hidden states in a model without a head
         if "prompt" in case and model.can_generate():
             result["generated"] = model.generate(case["prompt"], max_new_tokens=8, min_new_tokens=8, do_sample=False)
     if extra := case.get("extra"):
@@ -71,12 +73,12 @@ def tp_plan_of(case: dict[str, Any]) -> dict[str, str]:
     cls = model_class(case)
     with torch.device("meta"):
         model = cls(cls.config_class.from_pretrained(case["folder"]))
-    # transformers wants some rule for tp_size > 1, of families too that have none.
+    # With tp_size > 1 transformers needs some rule, also for families that have none.
     return dict(model.tp_plan) or {next(name for name, _ in model.named_children()): "replicate"}
 
 
 def errors(model: Any) -> dict[str, str]:
-    """What a divided model refuses, by what was tried."""
+    """The errors of calls that a divided model refuses, by the name of the call."""
     from peft import LoraConfig, get_peft_model
 
     def save() -> None:
@@ -118,20 +120,20 @@ def errors(model: Any) -> dict[str, str]:
 
 
 def batches(model: Any) -> list[str]:
-    """What is said of ranks that are given different ones, at first and later; they can go on."""
-    rank, said = torch.distributed.get_rank(), []
+    """The errors of ranks that get different batches, in the first forward and later. Ranks can go on after each."""
+    rank, messages = torch.distributed.get_rank(), []
     for _ in range(2):
         try:
             model(input_ids=IDS + rank)
         except torch_mesh.MeshError as error:
-            said.append(str(error))
+            messages.append(str(error))
         model(input_ids=IDS)
-    return said
+    return messages
 
 
 def embeddings(model: Any) -> str:
-    """The same of a batch without tokens, when adapters train. The model's embedding is whole on each: one that is
-    divided mixes them."""
+    """The error of ranks that get different ``inputs_embeds`` while adapters train. Each rank has the model's whole
+    embedding, for a divided one would mix the ranks' inputs."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -144,23 +146,23 @@ def embeddings(model: Any) -> str:
 
 
 def drawn(model: Any) -> tuple[str, torch.Tensor]:
-    """What is said of tokens that ranks draw with different seeds, and those that they draw with one."""
-    said = ""
+    """The error when ranks draw tokens with different seeds, and the tokens that they draw with one seed."""
+    message = ""
     how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": True}
     torch.manual_seed(torch.distributed.get_rank())
     try:
         model.generate(IDS, **how)
     except torch_mesh.MeshError as error:
-        said = str(error)
+        message = str(error)
     torch.manual_seed(0)
-    return said, model.generate(IDS, **how)
+    return message, model.generate(IDS, **how)
 
 
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(2))
 
 
 def trained(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Loss and gradients of adapters, on experts and beside them."""
+    """Loss and gradients of adapters on experts and on linear layers."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -178,8 +180,8 @@ ADAPTERS: dict[str, Any] = {
 
 
 def adapted(model: Any, checkpointing: bool = False) -> dict[str, Any]:
-    """Losses, norms of gradients and what became of adapters, on experts and beside them, in 20 steps; and the logits
-    then."""
+    """Train adapters on experts and on linear layers for 20 steps. Returns losses, norms of gradients, the trained
+    adapters, and the logits after training."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -188,7 +190,7 @@ def adapted(model: Any, checkpointing: bool = False) -> dict[str, Any]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found: dict[str, Any] = {"losses": [], "norms": []}
     trained = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
-    # Without so large an eps Adam makes as much of gradients that are mere rounding as of others.
+    # With a small eps Adam would scale gradients that are only rounding up to the size of the others.
     optimizer = torch.optim.AdamW(trained.values(), lr=2e-3, eps=1e-4)
     for _ in range(20):
         loss = adapted(input_ids=IDS, labels=IDS).loss
@@ -200,7 +202,7 @@ def adapted(model: Any, checkpointing: bool = False) -> dict[str, Any]:
     with torch.no_grad():
         found["logits"] = adapted.eval()(input_ids=IDS, use_cache=False).logits
     found["trained"] = {name: each.detach().clone() for name, each in trained.items()}
-    if torch.distributed.is_initialized():  # what the first saves each of them loads
+    if torch.distributed.is_initialized():  # every rank loads what rank 0 saves
         from peft import PeftModel
 
         folder = Path(sys.argv[1]) / "adapter"
@@ -229,7 +231,7 @@ def trained_parameters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def resumed(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """What becomes of the adapters of ``folder`` in three more steps, with the moments that lie beside them."""
+    """The adapters of ``folder`` after three more steps, with the optimizer's moments that are in the folder."""
     from peft import PeftModel
 
     adapted = PeftModel.from_pretrained(model, folder, is_trainable=True).train()
@@ -240,7 +242,7 @@ def resumed(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def in_parts(model: Any) -> dict[str, Any]:
-    """Adapters after six steps: at once, and three, a checkpoint of the first rank, and three more."""
+    """Adapters after six steps at once, and after three steps, a checkpoint by rank 0, and three more steps."""
     from peft import LoraConfig, get_peft_model
 
     folder = Path(sys.argv[1]) / "checkpoint"
@@ -260,7 +262,7 @@ def in_parts(model: Any) -> dict[str, Any]:
 
 
 def trainer(model: Any) -> str:
-    """What is said of a Trainer."""
+    """The error of constructing a Trainer."""
     from peft import LoraConfig, get_peft_model
     from training import trainer_for
 
@@ -276,7 +278,7 @@ def compiled(model: Any) -> torch.Tensor:
 
 
 def compiled_adapted(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a model with adapters on its experts generates, as it is and compiled."""
+    """The tokens that a model with adapters on its experts generates, eager and compiled."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -286,7 +288,7 @@ def compiled_adapted(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unpatched(model: Any) -> torch.Tensor:
-    """A divided model as transformers has it, with this rank's weights."""
+    """The tokens of a divided model after unpatching, when transformers computes with this rank's weights."""
     torch_mesh.unpatch(model)
     assert not list(patched_modules(model))
     return generated(model)
@@ -305,7 +307,7 @@ def traced(model: Any) -> Any:
 
 
 def endless(model: Any) -> None:
-    """Generates until something ends it, and writes down when a lost rank did."""
+    """Generate until an error. If it is a LostRankError, write its time to a file."""
     folder, rank = Path(sys.argv[1]), torch.distributed.get_rank()
     prompt = torch.randint(3, 100, (1, 5), generator=torch.Generator().manual_seed(1))
     model.generate(prompt, max_new_tokens=2)
@@ -319,7 +321,7 @@ def endless(model: Any) -> None:
 
 
 def endless_training(model: Any) -> None:
-    """Trains adapters on experts until something ends it, and writes down when."""
+    """Train adapters on experts until an error. If a rank was lost, write the time to a file."""
     from peft import LoraConfig, get_peft_model
 
     folder, rank = Path(sys.argv[1]), torch.distributed.get_rank()
@@ -333,7 +335,7 @@ def endless_training(model: Any) -> None:
     except (
         torch_mesh.LostRankError,
         RuntimeError,
-    ):  # what is lost in a backward of transformers' dispatch is gloo's to say
+    ):  # in a backward of transformers' dispatch a lost rank is an error of gloo
         (folder / f"lost{rank}").write_text(str(time.monotonic()))
         raise
 
@@ -354,14 +356,14 @@ def main(folder: Path) -> None:
 
 
 def fork(ranks: int) -> bool:
-    """True in each of ``ranks`` processes, which have imported everything at once. False when all have ended; the first
-    that fails ends the others."""
+    """Fork ``ranks`` processes, so that modules are imported only once. Returns True in each of them, and False in the
+    parent when all have ended. The first one that fails ends the others."""
     running = set()
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            torch.set_num_threads(torch.get_num_threads())  # makes a thread pool anew, see warm.py
+            torch.set_num_threads(torch.get_num_threads())  # makes a new thread pool, see warm.py
             return True
         running.add(child)
     while running:

@@ -1,7 +1,7 @@
-"""Which experts a model's tokens take: recorded, taken again by another model, and compared but for near ties.
+"""The experts that a model's tokens take: recorded, replayed in another model, and compared up to near ties.
 
-A router of random weights often has two experts whose scores differ by less than a rounding. Which of them a token
-takes then says nothing about what is tested, and changes all that follows.
+A router of random weights often has two experts whose scores differ by less than a rounding. The choice between them
+says nothing about what is tested, but it changes all later outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torch_mesh.models.families import Router, find_experts, ranking
 
-# By layer, of each call: the experts [tokens, top_k] and their weights.
+# For each layer and each of its calls: the experts [tokens, top_k] and their weights.
 Routes = list[list[tuple[Tensor, Tensor]]]
 
 
@@ -30,8 +30,8 @@ def recorded_routes(model: nn.Module) -> Iterator[Routes]:
         calls: list[tuple[Tensor, Tensor]] = []
         routes.append(calls)
 
-        def before(_: Any, given: Any, named: dict[str, Any], calls: list[Any] = calls) -> None:
-            ids, weights = (*given, *named.values())[1:3]
+        def before(_: Any, args: Any, kwargs: dict[str, Any], calls: list[Any] = calls) -> None:
+            ids, weights = (*args, *kwargs.values())[1:3]
             calls.append((ids.clone(), weights.clone()))
 
         handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
@@ -44,13 +44,13 @@ def recorded_routes(model: nn.Module) -> Iterator[Routes]:
 
 @contextmanager
 def given_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
-    """Within it the calls of each layer take the experts of ``routes`` in their order, whatever the routers choose."""
+    """In this context the calls of each layer take the experts of ``routes`` in order, not those of the routers."""
     handles = []
     for layer, calls in zip(find_experts(model), routes, strict=True):
         left = iter(calls)
 
-        def before(_: Any, given: Any, named: dict[str, Any], left: Iterator[Any] = left) -> Any:
-            hidden, _, weights = (*given, *named.values())[:3]
+        def before(_: Any, args: Any, kwargs: dict[str, Any], left: Iterator[Any] = left) -> Any:
+            hidden, _, weights = (*args, *kwargs.values())[:3]
             ids, recorded = next(left)
             return (hidden, ids, recorded.to(weights.dtype)), {}
 
@@ -65,8 +65,8 @@ def given_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
 def misrouted(router: Router, hidden: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Bool [tokens, top_k] twice: which choices ``router`` does not rank first, and which of them are clear.
 
-    A choice is clear if its score is farther from that of the last to be chosen than rounding can move both: a rounding
-    of each factor of each product to bf16, and one of the score.
+    A choice is clear if its score differs from that of the last chosen expert by more than rounding can move both.
+    Rounded to bf16 are each factor of each product, and the score.
     """
     scores = ranking(hidden, router.weight, bias, router.scoring)
     moved = 2**-8 * (2 * hidden.float().abs() @ router.weight.float().abs().T + scores.abs())
@@ -85,8 +85,8 @@ Run = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Computed:
-    """What a model computes in float32, which of its experts it took in bf16, and the error of bf16, as rows'
-    median."""
+    """A reference: the experts that a model chose in bf16, its output in float32 with these, and the median error of
+    rows in bf16."""
 
     run: Run
     routes: Routes
@@ -95,7 +95,7 @@ class Computed:
 
     @classmethod
     def by(cls, model: nn.Module, run: Run) -> Computed:
-        """Of the plain ``model``; ``run`` gives rows of it, or of another that computes the same."""
+        """The reference of the plain ``model``. ``run`` returns rows of it, or of a model that computes the same."""
         with recorded_routes(model) as routes:
             value = run(model).float()
         exact = copy.deepcopy(model).float()
@@ -104,12 +104,12 @@ class Computed:
         return cls(run, routes, expected, by_token(value, expected).median().item())
 
     def error(self, model: nn.Module) -> float:
-        """Of ``model``, with the same experts chosen, as rows' median."""
+        """The median error of rows of ``model``, with the same experts chosen."""
         with given_routes(model, self.routes):
             return by_token(self.run(model).float(), self.exact).median().item()
 
     def assert_same(self, model: nn.Module, moved: float = 0.0) -> None:
-        """``model`` errs by no more than twice what bf16 does. ``moved``: the error of what else is rounded in it."""
+        """Check that ``model`` errs at most twice as much as bf16. ``moved``: the error of its other roundings."""
         allowed = 2 * (self.rounding + moved)
         assert self.error(model) < allowed, f"{self.error(model)} of {allowed} allowed"
 
@@ -124,11 +124,11 @@ def rounded_to_bytes(module: nn.Module) -> nn.Module:
 
 
 def assert_same_layer(module: Any, original: nn.Module, inputs: Sequence[Tensor], weights: str = "bf16") -> None:
-    """``module`` rounds no more than ``original`` does, the same layer of transformers; ``weights``: its format, bf16
-    or int8.
+    """Check that ``module`` rounds no more than ``original``, the same layer of transformers. ``weights`` is the format
+    of ``module``, bf16 or int8.
 
-    Where transformers computes in float32, two roundings to bf16 are more than its one. In int8 the inputs of both
-    products are rounded as the weights are, which is as much again each time.
+    Where transformers computes in float32, the two roundings of ``module`` to bf16 are more than its one. In int8 the
+    inputs of both products are rounded like the weights, and each adds an error of the same size.
     """
     hidden, ids, routing = inputs
     with torch.no_grad():

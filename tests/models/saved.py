@@ -1,4 +1,4 @@
-"""Checkpoints that are compared tensor by tensor."""
+"""Compares checkpoints tensor by tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""accelerate around patched models: its state, its wrapped model, and processes that it starts."""
+"""accelerate with patched models: saving and loading its state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _step(
 
 @pytest.mark.parametrize("safe_serialization", [True, False])
 @pytest.mark.parametrize("dense", ["none", "bf16"])
-def test_a_saved_state_is_whole_and_brings_a_model_back(dense: str, safe_serialization: bool, tmp_path: Path) -> None:
+def test_a_saved_state_is_complete_and_restores_the_model(dense: str, safe_serialization: bool, tmp_path: Path) -> None:
     original = TINY_MODELS["Qwen3MoeExperts"].build()
     values = copy.deepcopy(original.state_dict())
     ids = torch.randint(3, 100, (2, 9))
@@ -62,10 +62,10 @@ def test_a_saved_state_is_whole_and_brings_a_model_back(dense: str, safe_seriali
     else:
         state = torch.load(file, weights_only=True)
     assert state.keys() == values.keys()
-    assert torch.equal(state[EXPERTS], values[EXPERTS])  # frozen
+    assert torch.equal(state[EXPERTS], values[EXPERTS])  # the frozen experts are saved too
 
 
-def test_a_state_of_rounded_experts_says_what_to_do_and_can_leave_them_out(tmp_path: Path) -> None:
+def test_saving_a_state_of_rounded_experts_is_refused_unless_a_hook_leaves_them_out(tmp_path: Path) -> None:
     ids = torch.randint(3, 100, (2, 9))
     accelerator, model, optimizer = _prepared(torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), weights="int8"))
     with pytest.raises(torch_mesh.MeshError, match=r"experts\.gate_up_proj was rounded to int8.*save_pretrained"):

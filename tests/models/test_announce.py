@@ -1,4 +1,4 @@
-"""What a patched model says of itself to transformers: its quantisation, its memory, and what may be done with it."""
+"""What transformers sees of a patched model: its quantization config, its memory footprint, and its dtype."""
 
 from __future__ import annotations
 
@@ -40,17 +40,22 @@ def _made(how: str, folder: Path, **fields: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("how", ["patched", "raw", "converted"])
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_the_config_says_what_the_model_is_and_forbids_nothing(
+def test_the_config_describes_the_patch_and_allows_training_and_casts(
     how: str, weights: str, tmp_path: Path, ids: torch.Tensor
 ) -> None:
     model = _made(how, tmp_path, weights=weights, resident=0.4)
     for part in (model, model.model):
-        said = part.config.quantization_config
-        assert isinstance(said, MeshConfig)
-        assert (said.quant_method, said.weights, said.resident, said.group_size) == ("mesh", weights, 0.4, 64)
+        quantization = part.config.quantization_config
+        assert isinstance(quantization, MeshConfig)
+        assert (quantization.quant_method, quantization.weights, quantization.resident, quantization.group_size) == (
+            "mesh",
+            weights,
+            0.4,
+            64,
+        )
     assert f'"weights": "{weights}"' in str(model.config)
     expected = _logits(model, ids)
-    validate_quantization_for_training(model)  # what Trainer asks
+    validate_quantization_for_training(model)  # the check that Trainer makes
     assert torch.equal(_logits(model.to("cpu"), ids), expected)
     assert model.half().to(torch.bfloat16).float().dtype == torch.float32
     clone = copy.deepcopy(model)
@@ -60,7 +65,7 @@ def test_the_config_says_what_the_model_is_and_forbids_nothing(
     torch_mesh.unpatch(clone, lossy=True)
 
 
-def test_a_config_that_said_something_else_says_it_again() -> None:
+def test_unpatch_restores_another_quantization_config() -> None:
     model = _build()
     model.config.quantization_config = {"quant_method": "unknown to transformers"}
     torch_mesh.patch(model)
@@ -70,7 +75,7 @@ def test_a_config_that_said_something_else_says_it_again() -> None:
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_what_is_saved_opens_as_what_it_is(weights: str, tmp_path: Path, ids: torch.Tensor) -> None:
+def test_a_saved_model_opens_with_the_same_logits(weights: str, tmp_path: Path, ids: torch.Tensor) -> None:
     model = _made("raw", tmp_path, weights=weights, resident=0.4)
     expected = _logits(model, ids)
     model.save_pretrained(tmp_path / "saved")
@@ -99,7 +104,7 @@ def _plain_bytes(model: PreTrainedModel, buffers: bool = True) -> int:
     return sum(tensor.nbytes for tensor in tensors.values() if not any(tensor is each for each in packed))
 
 
-def test_the_memory_footprint_is_what_the_model_takes(tmp_path: Path) -> None:
+def test_the_memory_footprint_counts_the_pool_and_packed_layers(tmp_path: Path) -> None:
     plain = _build()
     whole = plain.get_memory_footprint()
     assert whole == _plain_bytes(plain)
@@ -121,28 +126,26 @@ def test_the_memory_footprint_is_what_the_model_takes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "DeepseekV4Experts", "GptOssExperts"])
 @pytest.mark.parametrize("dense", ["none", "int8"])
-def test_double_computes(name: str, dense: str, ids: torch.Tensor) -> None:
+def test_a_model_in_float64_computes(name: str, dense: str, ids: torch.Tensor) -> None:
     model = torch_mesh.patch(_build(name), resident=0.4, dense=dense).float()
     expected = _logits(model, ids).double()
     logits = _logits(model.double(), ids)
     assert logits.dtype == torch.float64
-    # An input that differs in its last bit may be rounded to another bf16 value, and tip a router for a token.
+    # An input that differs in its last bit may be rounded to another bf16 value, so that a token takes other experts.
     by_token = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert by_token.median() < (5e-3 if dense == "none" else 0.03)
     torch_mesh.unpatch(model, lossy=True)
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
-def test_double_has_gradients(ids: torch.Tensor) -> None:
+def test_a_model_in_float64_has_gradients(ids: torch.Tensor) -> None:
     model = torch_mesh.patch(_build(), resident=0.5).double().train()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     gradient = model.model.embed_tokens.weight.grad
     assert gradient.dtype == torch.float64 and gradient.norm() > 0
 
 
-def test_a_model_made_by_a_patched_ones_config_is_saved_and_opened_like_any_other(
-    tmp_path: Path, ids: torch.Tensor
-) -> None:
+def test_a_new_model_from_a_patched_models_config_is_saved_and_opened(tmp_path: Path, ids: torch.Tensor) -> None:
     patched = torch_mesh.patch(_build(), weights="int8", resident=0.4)
     fresh = type(patched)._from_config(patched.config, dtype=torch.bfloat16).eval()
     fresh.save_pretrained(tmp_path / "fresh")

@@ -1,4 +1,4 @@
-"""Whichever way a model is patched or opened, a step that fails leaves nothing behind."""
+"""A step that fails while a model is patched or opened leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "converted": MODES | {"resident": 0.6, "lossy": {"routing_bias": 0.3, "fallback": "int4"}},
     "one layer of a store": {"resident": 0.5},
 }
-# Each is at work in every way but the last.
+# Functions that run in every way but the last.
 ALWAYS = {
     "check_forwards",
     "choose_experts",
@@ -64,7 +64,8 @@ def ways(tmp_path: Path) -> dict[str, Callable[[], Any]]:
 
 
 class _Steps:
-    """Counts what the assembler calls, and raises ``error`` at one call of it, before or after what that does."""
+    """Counts the calls of the functions of the pipeline. ``fails`` makes one call raise an error, before or after the
+    function runs."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: Counter[str] = Counter()
@@ -147,7 +148,7 @@ def test_a_step_that_fails_leaves_nothing_behind(
         ({"resident": 4096}, "resident"),
     ],
 )
-def test_what_refuses_does_so_before_anything_is_written(
+def test_fields_are_refused_before_anything_is_written(
     fields: dict[str, Any], name: str, tmp_path: Path, cache: Path
 ) -> None:
     model = TINY_MODELS["Qwen3MoeExperts"].build()

@@ -33,7 +33,7 @@ PROMPTS = ["And it came to pass in those days, that", "def main():\n    parser =
 
 @pytest.fixture(scope="module")
 def smaller(original: PreTrainedModel) -> PreTrainedModel:
-    """The same with experts in two bits: much the same text."""
+    """The same model with experts in two bits, which generates nearly the same text."""
     return torch_mesh.patch(copy.deepcopy(original), weights="tcq2", attention="mesh")
 
 
@@ -55,7 +55,7 @@ def test_tokens_are_those_of_plain_decoding(
         assert sampled or sum(controller.accepted) > 1.5 * len(controller.accepted)
 
 
-def test_several_texts_have_an_assistant_each(
+def test_each_text_has_an_assistant_of_its_own(
     original: PreTrainedModel, smaller: PreTrainedModel, tokenizer: Any
 ) -> None:
     model = patched(original, dense="bf16")
@@ -67,7 +67,9 @@ def test_several_texts_have_an_assistant_each(
     assert tally is not None and tally.accepted > 0.3 * tally.drafted > 0
 
 
-def test_the_controller_has_the_say(original: PreTrainedModel, smaller: PreTrainedModel, tokenizer: Any) -> None:
+def test_the_controller_stops_drafts_that_do_not_pay(
+    original: PreTrainedModel, smaller: PreTrainedModel, tokenizer: Any
+) -> None:
     """An assistant that takes as long as the model does not pay."""
     model = patched(original, dense="bf16", resident=1.0)
     inputs = tokenizer(PROMPTS[0], return_tensors="pt")
@@ -81,7 +83,8 @@ def test_the_controller_has_the_say(original: PreTrainedModel, smaller: PreTrain
 
 
 def _are_greedy(model: PreTrainedModel, text: list[int], drafted: list[int]) -> bool:
-    """As far as rounding leaves it open, for which tokens that are read at once and one by one differ."""
+    """Whether ``drafted`` are the greedy tokens after ``text``, up to the different rounding of tokens that are read
+    at once or one by one."""
     logits = model(input_ids=torch.tensor([text + drafted]), use_cache=False).logits[0, len(text) - 1 : -1]
     largest, chosen = logits.amax(-1), logits.gather(-1, torch.tensor(drafted)[:, None])[:, 0]
     return bool((largest - chosen <= largest.abs() / 64).all())
@@ -90,8 +93,8 @@ def _are_greedy(model: PreTrainedModel, text: list[int], drafted: list[int]) -> 
 @pytest.mark.parametrize("name", [KEYS, WINDOWS])
 @pytest.mark.parametrize("patched", [False, True])
 @torch.no_grad()
-def test_what_was_drafted_in_vain_leaves_no_trace(name: str, patched: bool) -> None:
-    """Beyond the window, too, of 16 tokens."""
+def test_rejected_drafts_do_not_change_later_drafts(name: str, patched: bool) -> None:
+    """The text is longer than the window of 16 tokens."""
     model = TINY_MODELS[name].build().float()
     assert not _unsupported_reason(model)
     if patched:
@@ -109,25 +112,25 @@ def test_what_was_drafted_in_vain_leaves_no_trace(name: str, patched: bool) -> N
 
 
 @torch.no_grad()
-def test_a_text_that_went_on_without_it_is_read_at_once() -> None:
+def test_tokens_that_the_assistant_has_not_seen_are_read_in_one_forward() -> None:
     model = TINY_MODELS[KEYS].build()
     assistant = Assistant(model, [5, 6, 7])
     drafted = assistant.draft(2)
     assert not assistant.is_behind and len(drafted) == 2
-    came = [token for token in range(10, 28) if token != drafted[0]][:17]
-    assistant.extend(came[:-1])
+    following = [token for token in range(10, 28) if token != drafted[0]][:17]
+    assistant.extend(following[:-1])
     assert not assistant.is_behind
-    assistant.extend(came[-1:])
+    assistant.extend(following[-1:])
     assert assistant.is_behind
     calls = []
     hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
     drafted = list(assistant.draft(3))
     hook.remove()
-    assert len(calls) == 3 and _are_greedy(model, [5, 6, 7, *came], drafted)
+    assert len(calls) == 3 and _are_greedy(model, [5, 6, 7, *following], drafted)
 
 
 @torch.no_grad()
-def test_tokens_that_it_does_not_have_end_its_drafts() -> None:
+def test_a_token_outside_its_vocabulary_ends_the_assistants_drafts() -> None:
     model = TINY_MODELS[KEYS].build()
     assistant = Assistant(model, [5, 6, 119])
     assert len(assistant.draft(3)) == 3 and assistant.draft(0) == ()
@@ -135,7 +138,7 @@ def test_tokens_that_it_does_not_have_end_its_drafts() -> None:
     assert assistant.draft(3) == ()
 
 
-def test_drafted_tokens_that_the_model_does_not_have_are_cut(original: PreTrainedModel, tokenizer: Any) -> None:
+def test_drafted_tokens_outside_the_models_vocabulary_are_cut(original: PreTrainedModel, tokenizer: Any) -> None:
     class Foreign(Assistant):
         def draft(self, length: int) -> list[int]:
             return [original.config.vocab_size] * length
@@ -146,7 +149,7 @@ def test_drafted_tokens_that_the_model_does_not_have_are_cut(original: PreTraine
 
 
 class Costly(Assistant):
-    """Takes as long as fifty plain steps and drafts what ``tokens`` say, by the first of which it is wrong."""
+    """An assistant that takes as long as fifty plain steps and drafts ``tokens``, of which the first is wrong."""
 
     drafts = 0
 
@@ -163,7 +166,7 @@ class Costly(Assistant):
 
 
 def _costly(model: Any, smaller: Any, lengths: tuple[int, ...], tokens: list[int]) -> tuple[Speculation, list[float]]:
-    """Beside a clock that goes on by a second for each forward of the large model, and by what drafts take."""
+    """A Speculation with a simulated clock: each forward of the large model takes one second, each draft fifty."""
     now = [0.0]
     Costly.drafts = 0
 
@@ -176,9 +179,11 @@ def _costly(model: Any, smaller: Any, lengths: tuple[int, ...], tokens: list[int
 
 
 @pytest.mark.parametrize("known", first_quick(1, 0, 4))
-def test_drafts_cut_where_the_model_has_no_such_token(original: PreTrainedModel, tokenizer: Any, known: int) -> None:
-    """Wherever that is, tokens are plain decoding's, and what was drafted in vain is a loss of drafts and of no plain
-    step."""
+def test_drafts_are_cut_at_the_first_token_outside_the_models_vocabulary(
+    original: PreTrainedModel, tokenizer: Any, known: int
+) -> None:
+    """Wherever the draft is cut, the tokens are those of plain decoding. The loss counts to drafts and not to plain
+    steps."""
     model = patched(original, dense="bf16")
     inputs = tokenizer(PROMPTS[0], return_tensors="pt")
     options = {"max_new_tokens": 150, "eos_token_id": None}
@@ -189,10 +194,10 @@ def test_drafts_cut_where_the_model_has_no_such_token(original: PreTrainedModel,
     assert speculation._controller._plain.value == 1.0
 
 
-def test_an_assistant_that_does_not_pay_is_left_off_when_a_text_has_ended(
+def test_an_assistant_that_does_not_pay_is_stopped_after_a_text_has_ended(
     original: PreTrainedModel, tokenizer: Any
 ) -> None:
-    """What has ended is drafted for no more, and so is never behind."""
+    """A text that has ended gets no more drafts, so its assistant is never behind."""
     model = patched(original, dense="bf16")
     ids = torch.stack([tokenizer(prompt, return_tensors="pt")["input_ids"][0, :6] for prompt in PROMPTS]).repeat(1, 3)
     options = {"max_new_tokens": 150, "pad_token_id": 0}
@@ -207,8 +212,8 @@ def test_an_assistant_that_does_not_pay_is_left_off_when_a_text_has_ended(
 
 
 @torch.no_grad()
-def test_a_text_that_is_too_long_for_it_is_not_drafted_for() -> None:
-    """Positions that are learned end, and asking for one more is an error of the device."""
+def test_no_drafts_for_a_text_longer_than_the_assistants_positions() -> None:
+    """With learned positions, one more than the model has is an error of the device."""
     small = GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=1, n_head=2, vocab_size=120))
     assistant = Assistant(small, [5] * 12)
     assert len(assistant.draft(4)) == 4 and assistant.draft(5) == ()
@@ -217,7 +222,7 @@ def test_a_text_that_is_too_long_for_it_is_not_drafted_for() -> None:
     assert_same_answers(model, inputs, Speculation(Always(3), functools.partial(Assistant, small)))
 
 
-def test_logits_are_of_the_last_token_alone_with_adapters_too() -> None:
+def test_the_assistant_computes_logits_of_the_last_token_only() -> None:
     base = TINY_MODELS[KEYS].build()
     adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
     assert Assistant(adapted)._last == Assistant(base)._last == {"logits_to_keep": 1}

@@ -20,7 +20,7 @@ import torch_mesh
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.hf import attention
 
-# Grouped heads, multi-head latent attention, sliding windows, linear attention between, a scale of its own.
+# Grouped heads, multi-head latent attention, sliding windows, some layers of linear attention, a scale of its own.
 FAMILIES = [
     "AriaExperts",
     "Cohere2MoeExperts",
@@ -60,8 +60,11 @@ def _steps(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None 
 
 @torch.no_grad()
 def _packed_attention(queries: list[int], keys: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Of sequences side by side, with one mask, as continuous batching calls it: the result by ``attention="mesh"``,
-    which is compared with torch's in float64; that of each sequence alone; and how often torch_mesh's kernel ran."""
+    """Attention of sequences side by side with one mask, as continuous batching calls it.
+
+    Returns the result of ``attention="mesh"``, which is compared with torch's in float64, that of each sequence alone,
+    and how often torch_mesh's kernel ran.
+    """
     module = torch.nn.Module()
     groups, dtype = 2, torch.bfloat16
     module.num_key_value_groups = groups
@@ -85,7 +88,7 @@ def _packed_attention(queries: list[int], keys: list[int]) -> tuple[torch.Tensor
         together, _ = forward(module, query, key, value, mask, **named)
     visible = torch.where(mask == 0, 0.0, -torch.inf).double()
     exact, _ = sdpa_attention_forward(module, query.double(), key.double(), value.double(), visible, scaling=0.3)
-    # Rounding of the result, and of probabilities where torch computes, each by at most 2**-9 of the largest value.
+    # Rounding of the result, and of probabilities where torch computes them: each at most 2**-9 of the largest value.
     assert (together - exact).abs().max() <= 2**-7 * value.abs().max()
     return together, torch.cat(apart, 1), calls.count
 
@@ -94,19 +97,19 @@ def _packed_attention(queries: list[int], keys: list[int]) -> tuple[torch.Tensor
     ("queries", "keys", "computed"),
     [
         ([1, 1, 1], [9, 1, 40], 3),
-        ([5, 1, 30, 0, 1], [5, 17, 30, 0, 64], 3),  # a prompt in torch's hands, and a sequence without tokens
+        ([5, 1, 30, 0, 1], [5, 17, 30, 0, 64], 3),  # with a prompt, which torch computes, and a sequence without tokens
         ([3, 20], [50, 20], 1),  # a chunk of a prompt
         ([20, 17], [20, 17], 0),
     ],
 )
-def test_sequences_side_by_side_are_computed_one_by_one(queries: list[int], keys: list[int], computed: int) -> None:
+def test_packed_sequences_are_computed_one_by_one(queries: list[int], keys: list[int], computed: int) -> None:
     together, apart, calls = _packed_attention(queries, keys)
     assert calls == computed
     assert torch.equal(together, apart)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [([40], [40]), ([1], [40])])
-def test_one_sequence_is_no_batch(queries: list[int], keys: list[int]) -> None:
+def test_one_packed_sequence_is_computed_as_usual(queries: list[int], keys: list[int]) -> None:
     together, apart, calls = _packed_attention(queries, keys)
     assert calls == (queries == [1]) and torch.equal(together, apart)
 
@@ -119,7 +122,7 @@ def test_decodes_as_torch_does(name: str) -> None:
     torch_mesh.patch(model, attention="mesh")
     with Calls() as calls:
         computed.assert_same(model)
-    assert calls.count > 0 and calls.count % 3 == 0  # in each step as often, and never for the prompt
+    assert calls.count > 0 and calls.count % 3 == 0  # equally often in each of three steps, never for the prompt
 
 
 def test_heads_of_other_sizes_are_left_to_torch() -> None:
@@ -134,7 +137,7 @@ def test_heads_of_other_sizes_are_left_to_torch() -> None:
 
 
 @pytest.mark.parametrize("name", ["GptOssExperts", "DeepseekV4Experts"])
-def test_models_that_cannot_use_torchs_own_say_so(name: str) -> None:
+def test_models_that_do_not_support_sdpa_are_refused(name: str) -> None:
     model = TINY_MODELS[name].build()
     with pytest.raises(UnsupportedModelError, match="replaces attn_implementation='sdpa'.* uses eager"):
         torch_mesh.patch(model, attention="mesh")
@@ -144,7 +147,7 @@ def test_models_that_cannot_use_torchs_own_say_so(name: str) -> None:
 def test_padding_is_masked() -> None:
     model = TINY_MODELS[MIXTRAL].build()
     for module in model.modules():
-        if hasattr(module, "top_k"):  # all experts: rounding cannot tip a router
+        if hasattr(module, "top_k"):  # every token takes all experts, so rounding cannot change the choice
             module.top_k = model.config.num_local_experts
     ids = torch.randint(3, 100, (2, 12))
     mask = torch.ones(2, 12, dtype=torch.long)
@@ -163,7 +166,7 @@ def _uses_kernel(model: PreTrainedModel) -> bool:
     return calls.count > 0
 
 
-def test_auto_goes_with_dense_and_unpatch_gives_it_back() -> None:
+def test_auto_follows_dense_and_unpatch_restores_the_implementation() -> None:
     model = TINY_MODELS[MIXTRAL].build()
     assert not _uses_kernel(torch_mesh.patch(model, dense="none"))
     torch_mesh.unpatch(model)
@@ -173,7 +176,7 @@ def test_auto_goes_with_dense_and_unpatch_gives_it_back() -> None:
     assert not _uses_kernel(torch_mesh.patch(model, dense="bf16", attention="model"))
 
 
-def test_an_implementation_that_was_chosen_stays() -> None:
+def test_auto_keeps_an_implementation_that_was_chosen() -> None:
     model = TINY_MODELS[MIXTRAL].build()
     model.set_attn_implementation("eager")
     assert not _uses_kernel(torch_mesh.patch(model, dense="bf16"))
@@ -188,7 +191,7 @@ def test_another_model_of_the_same_config_is_left_alone() -> None:
 
 @pytest.fixture
 def own_sdpa() -> Iterator[list[int]]:
-    """A function that is registered as "sdpa", with the numbers of tokens that it is called with."""
+    """Registers a function as "sdpa". The list has the numbers of tokens that it was called with."""
     registered, calls = AttentionInterface()["sdpa"], []
 
     def own(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +203,7 @@ def own_sdpa() -> Iterator[list[int]]:
     AttentionInterface.register("sdpa", registered)
 
 
-def test_a_function_that_was_registered_before_keeps_other_models(own_sdpa: list[int]) -> None:
+def test_a_registered_sdpa_function_stays_in_use_for_other_models(own_sdpa: list[int]) -> None:
     model = TINY_MODELS[MIXTRAL].build()
     other = type(model)(model.config).bfloat16().eval()
     torch_mesh.patch(model, attention="mesh")
@@ -215,14 +218,14 @@ def test_a_function_that_was_registered_before_keeps_other_models(own_sdpa: list
     assert own_sdpa == [5] * layers + [1] * 3 * layers
 
 
-def test_auto_leaves_a_function_that_was_registered_before_alone(own_sdpa: list[int]) -> None:
+def test_auto_keeps_a_registered_sdpa_function(own_sdpa: list[int]) -> None:
     model = torch_mesh.patch(TINY_MODELS[MIXTRAL].build(), dense="bf16")
     assert not _uses_kernel(model) and len(own_sdpa) == 4 * len(model.model.layers)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV32Experts", "GlmMoeDsaExperts", "AXK2Experts"])
 def test_sparse_attention_stays_sparse(name: str) -> None:
-    """These choose keys by an indexer, and hand the choice over as a mask only to implementations whose names they
+    """These families choose keys by an indexer. They pass the choice as a mask only to implementations whose names they
     know."""
     model = TINY_MODELS[name].build()
     ids = torch.randint(3, 100, (2, 32))
@@ -237,14 +240,14 @@ def test_sparse_attention_stays_sparse(name: str) -> None:
     torch_mesh.patch(model, attention="mesh")
     with given_routes(model, routes):
         value = _steps(model, ids)
-    errors = by_token(value, expected)  # an indexer may tip, too
+    errors = by_token(value, expected)  # rounding may change an indexer's choice, too
     assert errors.min() < 0.02 and errors.median() < 0.2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "shared"), [(8, 2), (4, 4)])
 @torch.no_grad()
-def test_tokens_after_others_share_keys(
+def test_several_tokens_after_a_cache_do_not_repeat_keys_per_head(
     heads: int, shared: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = torch.nn.Module()
@@ -268,7 +271,7 @@ def test_tokens_after_others_share_keys(
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_training_is_left_to_torch(tokens: int) -> None:
+def test_torch_computes_attention_in_training(tokens: int) -> None:
     model = torch_mesh.patch(TINY_MODELS[MIXTRAL].build(), attention="mesh")
     mask = torch.ones(2, tokens, dtype=torch.long)
     mask[0, : tokens // 2] = 0
@@ -279,7 +282,7 @@ def test_training_is_left_to_torch(tokens: int) -> None:
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
 
 
-def test_from_pretrained_takes_it_and_save_pretrained_does_not_write_it(tmp_path: Path) -> None:
+def test_from_pretrained_takes_attention_and_save_pretrained_does_not_write_it(tmp_path: Path) -> None:
     TINY_MODELS[MIXTRAL].build().save_pretrained(tmp_path / "source")
     config = torch_mesh.MeshConfig(resident=1.0, attention="mesh")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config)
@@ -289,6 +292,6 @@ def test_from_pretrained_takes_it_and_save_pretrained_does_not_write_it(tmp_path
     assert not _uses_kernel(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
 
 
-def test_an_unknown_choice_is_named() -> None:
+def test_an_unknown_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="attention='flash' is unknown; it is one of 'auto', 'model', 'mesh'"):
         torch_mesh.MeshConfig(attention="flash")

@@ -25,7 +25,7 @@ def converted(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a program, with the entry point that an installed torch_mesh has."""
+    """The environment of a program that has the entry point of an installed torch_mesh."""
     project = (CHECKOUT / "pyproject.toml").read_text()
     stated = re.search(r'entry-points."torch.backends"\]\n(\w+) = "([\w.:]+)"', project)
     assert stated is not None
@@ -49,7 +49,7 @@ def _run(program: str, environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_pipeline_opens_a_converted_folder_as_variables_of_the_environment_say(
+def test_a_pipeline_opens_a_converted_folder_with_fields_from_the_environment(
     converted: Path, environment: dict[str, str]
 ) -> None:
     program = (
@@ -63,38 +63,38 @@ def test_a_pipeline_opens_a_converted_folder_as_variables_of_the_environment_say
         "print(torch_mesh.stats(opened.model).slots, torch_mesh.stats(model).slots)\n"
     )
     text, slots = _run(program, environment | {"TORCH_MESH_RESIDENT": "0.25"}, str(converted)).splitlines()
-    said = ast.literal_eval(text)
-    assert said.startswith("In the beginning") and len(said.strip()) > len("In the beginning")
+    generated = ast.literal_eval(text)
+    assert generated.startswith("In the beginning") and len(generated.strip()) > len("In the beginning")
     few, many = map(int, slots.split())
     assert 0 < few < many
 
 
-def test_torch_alone_imports_nothing_of_it(environment: dict[str, str]) -> None:
+def test_torch_alone_does_not_import_torch_mesh(environment: dict[str, str]) -> None:
     program = (
         "import sys, torch\n"
         "found = [name for name in sys.modules if name.partition('.')[0] == 'torch_mesh']\n"
         "print(found, 'torch_mesh_autoload' in sys.modules, 'transformers' in sys.modules)\n"
         "import torch_mesh\n"
-        "print('torch_mesh.ops' in sys.modules)\n"  # which who imports it has at once
+        "print('torch_mesh.ops' in sys.modules)\n"  # importing torch_mesh itself imports it at once
     )
     assert _run(program, environment).splitlines() == ["[] True False", "True"]
 
 
 @pytest.mark.thorough
-def test_a_package_that_does_not_import_is_no_error(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_torch_mesh_that_cannot_be_imported_does_not_break_torch(environment: dict[str, str], tmp_path: Path) -> None:
     broken = tmp_path / "torch_mesh"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise RuntimeError('broken')")
     path = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
-    said = _run(
+    output = _run(
         "import torch, transformers\nfrom transformers.quantizers import auto\nprint('goes on')\n",
         environment | {"PYTHONPATH": path},
     )
-    assert said == "goes on\n"
+    assert output == "goes on\n"
 
 
 @pytest.mark.thorough
-def test_a_quantiser_that_does_not_import_is_no_error(environment: dict[str, str]) -> None:
+def test_a_quantizer_that_cannot_be_imported_does_not_break_transformers(environment: dict[str, str]) -> None:
     program = (
         "import sys, torch\n"
         "sys.modules['torch_mesh.patching.quantizer'] = None\n"
@@ -111,11 +111,11 @@ def test_a_quantiser_that_does_not_import_is_no_error(environment: dict[str, str
     [
         "import transformers.quantizers.auto",
         "import transformers.modeling_utils",
-        "from transformers import Qwen3MoeForCausalLM",  # after which nothing of transformers has to be imported
+        "from transformers import Qwen3MoeForCausalLM",  # after this nothing more of transformers is imported
         "import torch, transformers.quantizers.auto",
     ],
 )
-def test_transformers_may_come_before_torch(first: str, converted: Path, environment: dict[str, str]) -> None:
+def test_transformers_may_be_imported_before_torch(first: str, converted: Path, environment: dict[str, str]) -> None:
     program = (
         f"import sys\n{first}\n"
         "from transformers import Qwen3MoeForCausalLM\n"

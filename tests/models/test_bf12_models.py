@@ -1,4 +1,4 @@
-"""Models whose weights are in bf12: the bits of bf16 in everything, at any residency."""
+"""Models whose weights are in bf12: all results have the bits of bf16, at any residency."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QWEN = "Qwen3MoeExperts"
 
 
 def _spread_exponents(model: PreTrainedModel) -> None:
-    """Some weights of every matrix become exceptions."""
+    """Scale some weights of every matrix down so far that they become exceptions."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -54,7 +54,7 @@ def test_a_patched_model_has_the_bits_of_bf16(name: str, resident: float) -> Non
         torch_mesh.patch(model, weights=weights, dense=weights, resident=resident)
         assert f"weights={weights}" in repr(model)
         results.append(output_of(model, inputs))
-        torch_mesh.unpatch(model)  # exact: needs no lossy=True
+        torch_mesh.unpatch(model)  # bf12 is exact, so lossy=True is not needed
         assert all(torch.equal(value, before[path]) for path, value in model.state_dict().items())
     assert torch.equal(*results)
 
@@ -91,7 +91,7 @@ def test_drafts_are_accepted_as_in_bf16() -> None:
     assert torch.equal(*results)
 
 
-def test_the_shipped_model_keeps_each_bit(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_the_example_model_keeps_every_bit(mesh_tiny: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch_mesh.patch(model, weights="bf12", dense="bf12")
@@ -128,7 +128,7 @@ def test_merged_adapters_have_the_bits_of_bf16(tmp_path: Path) -> None:
 
     name, factor = next((name, each) for name, each in adapted.named_parameters() if "experts.lora_B" in name)
     layer = name.partition("layers.")[2].partition(".")[0]
-    with torch.no_grad():  # of expert 5; its outputs have nothing in common
+    with torch.no_grad():  # gives expert 5 outputs of so many exponents that they do not fit
         own = factor.view(factor.size(0), -1, 8)[..., 5]
         own.mul_(2.0 ** torch.arange(own.size(0)).remainder(64)[:, None])
     adapted.save_pretrained(tmp_path / "large")
@@ -150,7 +150,7 @@ def test_checkpoints_convert_open_and_are_saved_as_they_were(tmp_path: Path) -> 
     assert torch_mesh.stats(opened).cold_misses > 0
     assert all(module._mesh_pool.exact for module in patched_modules(opened))
     opened.save_pretrained(tmp_path / "saved")
-    assert not is_store(tmp_path / "saved")  # nothing was rounded: an ordinary checkpoint
+    assert not is_store(tmp_path / "saved")  # nothing was rounded, so it is an ordinary checkpoint
     original, saved = saved_tensors(tmp_path / "raw"), saved_tensors(tmp_path / "saved")
     assert original.keys() == saved.keys()
     assert all(torch.equal(original[name], saved[name]) for name in original)
@@ -175,7 +175,7 @@ def _bits(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value.view(torch.int16).clone() for name, value in model.state_dict().items()}
 
 
-def test_experts_without_room_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_do_not_fit_into_bf12_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     _fill_with_random_bits(model.model.layers[1].mlp.experts.down_proj[2])
     model.save_pretrained(tmp_path / "raw")
@@ -198,7 +198,7 @@ def test_experts_without_room_are_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("from_pretrained", [False, True])
-def test_auto_converts_to_bf12_where_that_has_room(tmp_path: Path, from_pretrained: bool) -> None:
+def test_auto_converts_to_bf12_if_all_experts_fit(tmp_path: Path, from_pretrained: bool) -> None:
     def make(name: str) -> Store:
         if from_pretrained:
             _open(tmp_path / "raw", store=str(tmp_path / name), resident=0.4)
@@ -234,7 +234,7 @@ def test_auto_says_that_it_rounds(tmp_path: Path) -> None:
     assert store.manifest.weights == "bf12"
 
 
-def test_layers_without_room_are_named() -> None:
+def test_linear_layers_that_do_not_fit_into_bf12_are_named() -> None:
     model = _build()
     name = "model.layers.1.self_attn.o_proj.weight"
     values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -255,7 +255,7 @@ def test_layers_without_room_are_named() -> None:
     assert torch.equal(packed.unpacked(), kept)
 
 
-def test_packed_layers_take_three_quarters() -> None:
+def test_packed_layers_take_three_quarters_of_bf16() -> None:
     model = _build()
     torch_mesh.patch(model, dense="bf12")
     for _, linear in packed_linears(model):

@@ -1,5 +1,5 @@
-"""Each private name of transformers, PEFT, accelerate and torch that torch_mesh uses is there, and no file but the
-lists' own uses one."""
+"""Each private name of transformers, PEFT, accelerate and torch that torch_mesh uses exists, and only the three files
+that list them use any."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ UPSTREAM = ("torch", "transformers", "peft", "accelerate")
 @pytest.mark.parametrize(
     "name", [*compat.NAMES, *generation_compat.NAMES], ids=lambda name: f"{name.owner}.{name.name}"
 )
-def test_a_name_is_there(name: compat.Name) -> None:
+def test_a_listed_private_name_exists(name: compat.Name) -> None:
     if name.owner.startswith("peft"):
         pytest.importorskip("peft")
     _check(name)
 
 
 @pytest.mark.parametrize("path", [path for path, _ in torch_compat.NAMES])
-def test_a_name_of_torch_is_there(path: str) -> None:
+def test_a_listed_private_name_of_torch_exists(path: str) -> None:
     compat.resolve(path)
 
 
@@ -44,7 +44,7 @@ def _check(name: compat.Name) -> None:
 
 
 def test_no_other_file_imports_a_private_name() -> None:
-    """Nor reaches for a listed attribute of an object of theirs; ``self`` may be of a subclass that defines it."""
+    """Nor does it use a listed attribute of an upstream object. ``self`` may be of a subclass that defines it."""
     listed = {name.name for each in (compat.NAMES, generation_compat.NAMES) for name in each}
     listed = {name for name in listed if name.startswith("_")}
     own = {Path(inspect.getfile(module)) for module in LISTS}
@@ -53,7 +53,7 @@ def test_no_other_file_imports_a_private_name() -> None:
         if path in own or path.is_relative_to(PACKAGE / "ops"):
             continue
         tree = ast.parse(path.read_text("utf-8"))
-        modules = {}  # local names of upstream's
+        modules = {}  # local names of upstream modules and their members
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in UPSTREAM:
                 modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
@@ -74,7 +74,7 @@ def test_no_other_file_imports_a_private_name() -> None:
     assert not found
 
 
-# Private names of Python's own objects, of C++ and of torch's table of ops.
+# Private names of Python's own objects, of C++ and of torch.ops.
 NOT_UPSTREAM = {
     "_C",
     "_DetailedStats",
@@ -89,8 +89,8 @@ NOT_UPSTREAM = {
 }
 
 
-def test_no_other_file_reaches_for_a_private_attribute() -> None:
-    """A private attribute that torch_mesh does not define is upstream's. So is a string that names a listed one."""
+def test_no_other_file_uses_a_private_attribute_of_upstream() -> None:
+    """A private attribute that torch_mesh does not define is upstream's, and so is a string that names a listed one."""
     trees = {path: ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
     lists = {Path(inspect.getfile(module)) for module in LISTS}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
@@ -134,7 +134,7 @@ def _strings_of_lists(trees: dict[Path, ast.Module], lists: set[Path]) -> list[s
 
 
 def _dotted(node: ast.expr, modules: dict[str, str]) -> str:
-    """``torch.cpu._name`` of the nodes that say so; empty for what begins with no module of upstream."""
+    """The dotted name of a node, such as ``torch.cpu._name``; "" if it does not begin with an upstream module."""
     if isinstance(node, ast.Name):
         return modules.get(node.id, "")
     if isinstance(node, ast.Attribute):

@@ -35,14 +35,14 @@ def _tokens(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.
 
 
 def _plain(eager: PreTrainedModel, ids: torch.Tensor, **options: Any) -> Any:
-    """To compare with. A static cache has more keys, so that sums may be rounded otherwise."""
+    """The eager reference with its logits. A static cache has more keys, so sums may be rounded differently."""
     return _tokens(eager, ids, **options, return_dict_in_generate=True, output_logits=True)
 
 
 def _both(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The same model, eager and with compiled steps; weights spread so that tokens differ.
+    """The same model, eager and with compiled steps. Its weights are large enough that generated tokens differ.
 
-    Every token takes all experts, so that rounding tips no router.
+    Every token takes all experts, so that rounding cannot change the choice.
     """
     model = TINY_MODELS[name].build()
     model.config.num_experts_per_tok = model.config.num_local_experts
@@ -58,7 +58,7 @@ def _both(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.slow), OSS])
-def test_prompts_of_any_length_are_one_graph(name: str) -> None:
+def test_prompts_of_any_length_share_one_graph(name: str) -> None:
     eager, compiled = _both(name)
     for length, options in [(5, {}), (7, {}), (30, {}), (14, {}), (7, {"do_sample": True, "top_k": 5})]:
         ids = torch.randint(3, 100, (1, length))
@@ -66,7 +66,7 @@ def test_prompts_of_any_length_are_one_graph(name: str) -> None:
         assert _graphs() == (0 if length == 5 else 1), "the run to compare with was compiled, too"
         tokens = _tokens(compiled, ids, **options)
         assert _graphs() == 1 and not counters["graph_break"]
-        if not options:  # a draw has no near tie that the logits would show
+        if not options:  # a near tie of drawn tokens would not show in the logits
             assert_same_tokens(tokens, plain)
     assert len(tokens[0, 7:].unique()) > 1
 
@@ -83,14 +83,14 @@ def test_a_batch_with_padding_is_a_graph_of_its_own(name: str) -> None:
         assert _graphs() == 1
 
 
-def test_a_longer_cache_compiles_anew_and_is_kept() -> None:
+def test_a_longer_cache_compiles_once_more_and_its_graph_is_kept() -> None:
     _, compiled = _both(QWEN)
     for length, graphs in [(7, 1), (127, 2), (7, 2), (100, 2)]:
         _tokens(compiled, torch.randint(3, 100, (1, length)), max_new_tokens=4, min_new_tokens=4)
         assert _graphs() == graphs
 
 
-def test_who_asks_for_something_else_gets_it() -> None:
+def test_other_decoding_options_run_uncompiled() -> None:
     eager, compiled = _both(QWEN)
     ids = torch.randint(3, 100, (1, 6))
     for options in (
@@ -112,7 +112,7 @@ def test_who_asks_for_something_else_gets_it() -> None:
         torch_mesh.compile(compiled, speed=2)
 
 
-def test_nothing_of_it_is_saved_and_unpatch_ends_it(tmp_path: Path) -> None:
+def test_compilation_is_not_saved_and_ends_with_unpatch(tmp_path: Path) -> None:
     _, compiled = _both(QWEN)
     ids = torch.randint(3, 100, (1, 6))
     expected = _tokens(compiled, ids)
@@ -136,7 +136,7 @@ def test_a_copy_runs_its_own_weights() -> None:
     with torch.no_grad():
         for model in (eager, copied):
             model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
-    # In a static cache sums are in another order, which shows where two logits are nearly equal.
+    # With a static cache sums have another order, which matters where two logits are nearly equal.
     expected = _tokens(torch_mesh.compile(eager, backend="eager"), ids)
     assert torch.equal(_tokens(copied, ids), expected) and not torch.equal(expected, before)
     assert torch.equal(_tokens(compiled, ids), before)
@@ -151,22 +151,22 @@ def test_a_model_may_be_compiled_before_it_is_patched() -> None:
     assert not any("compile" in name for name in vars(model))
 
 
-def test_flash_attention_keeps_the_cache_that_its_mask_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """generate drops a mask without padding before the cache is chosen, and flash attention would read all of a static
-    one."""
+def test_flash_attention_gets_no_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate drops a mask without padding before it chooses the cache. Flash attention would then read all of a
+    static cache."""
     _, compiled = _both(QWEN)
     monkeypatch.setattr("torch_mesh.hf.compile.is_flash_attention_requested", lambda config: True)
     _tokens(compiled, torch.randint(3, 100, (1, 6)))
     assert _graphs() == 0
 
 
-def test_models_that_cannot_be_compiled_say_so() -> None:
+def test_a_model_without_generate_is_not_compiled() -> None:
     with pytest.raises(UnsupportedModelError, match="has no generate"):
         torch_mesh.compile(TINY_MODELS[QWEN].build().model)
 
 
 @pytest.mark.parametrize("prompt", [1, 5, 16, 21])
-def test_the_last_tokens_are_those_that_transformers_keeps(prompt: int) -> None:
+def test_a_sliding_window_keeps_the_tokens_that_transformers_keeps(prompt: int) -> None:
     theirs, ours = StaticSlidingWindowLayer(64, sliding_window=16), SteadySlidingLayer(16)
     for tokens in (prompt, *[1] * 20, 3, 1):
         states = torch.randn(2, 2, 3, tokens, 8).unbind()

@@ -1,4 +1,4 @@
-"""Two processes over one store, each with a pool of its own: together they train as one does with both halves of the
+"""Data-parallel training: two processes over one store, each with its own pool, train as one does with the whole
 batch."""
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch_mesh
 from torch_mesh.store.convert import convert
 
 STEPS = 4
-# A worker is one rank. The first half of the steps is one process's life, the second another's, from the files of the
-# first.
+# A worker is one rank. One process runs the first half of the steps, and another continues from its files.
 WORKER = """
 import sys
 from pathlib import Path
@@ -83,7 +82,7 @@ def _together(parts: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_with_both_halves_and_go_on_from_files(tmp_path: Path) -> None:
+def test_two_processes_train_as_one_with_the_whole_batch_and_resume(tmp_path: Path) -> None:
     TINY_MODELS["Qwen3MoeExperts"].build().save_pretrained(tmp_path / "plain")
     convert(tmp_path / "plain", tmp_path / "store", "int8")
     torch.save(torch.stack(ROWS[:4]), tmp_path / "rows.pt")
@@ -101,7 +100,7 @@ def test_two_processes_train_as_one_with_both_halves_and_go_on_from_files(tmp_pa
     assert one[1][0]["losses"][-1] < one[0][0]["losses"][0]
 
 
-def test_packed_weights_stay_out_of_what_is_sent() -> None:
+def test_ddp_does_not_send_packed_weights() -> None:
     model = torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5, dense="int8")
     packed = {name for name, p in model.named_parameters() if isinstance(p, torch_mesh.PackedWeight)}
     assert packed and packed <= set(model._ddp_params_and_buffers_to_ignore)
@@ -109,7 +108,7 @@ def test_packed_weights_stay_out_of_what_is_sent() -> None:
     assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
 
 
-def test_ddp_of_a_module_around_a_patched_model_says_what_to_leave_out(tmp_path: Path) -> None:
+def test_ddp_around_a_patched_submodule_names_the_attribute_to_set(tmp_path: Path) -> None:
     around = torch.nn.ModuleDict({"model": torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5)})
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
     try:

@@ -31,10 +31,10 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _assert_same(model: PreTrainedModel, original: PreTrainedModel, ids: torch.Tensor) -> None:
-    """``model`` computes what ``original`` would with the weights that its packed layers stand for."""
+    """Check that ``model`` computes the output of ``original`` with the weights of ``model``'s packed layers."""
     plain, packed = copy.deepcopy(original), dict(_packed_layers(model))
     for path, module in packed.items():
-        plain.get_submodule(path).weight = nn.Parameter(module.unpacked_weight())  # no longer tied to another
+        plain.get_submodule(path).weight = nn.Parameter(module.unpacked_weight())  # a tied weight becomes separate
     computed = Computed.by(plain, functools.partial(_logits, ids=ids))
     formats = {(module._mesh_format, module._mesh_group_size) for module in packed.values()} - {("bf16", 0)}
     if not formats:
@@ -74,7 +74,7 @@ def test_outputs_are_those_of_the_packed_weights(ids: torch.Tensor, dense: str) 
         assert torch.equal(module._mesh_packed, expected), path
 
 
-def test_unpatch_gives_back_bf16_and_refuses_what_was_rounded(ids: torch.Tensor) -> None:
+def test_unpatch_restores_bf16_layers_and_refuses_rounded_ones(ids: torch.Tensor) -> None:
     model = TINY_MODELS[QWEN].build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = _logits(model, ids)
@@ -89,8 +89,8 @@ def test_unpatch_gives_back_bf16_and_refuses_what_was_rounded(ids: torch.Tensor)
     packed = {path: module.unpacked_weight() for path, module in _packed_layers(model)}
     torch_mesh.unpatch(model, lossy=True)
     for name, tensor in model.state_dict().items():
-        given = packed.get(name.removesuffix(".weight"), before[name])
-        assert torch.equal(tensor, given) and (given is before[name] or not torch.equal(given, before[name]))
+        restored = packed.get(name.removesuffix(".weight"), before[name])
+        assert torch.equal(tensor, restored) and (restored is before[name] or not torch.equal(restored, before[name]))
     assert model.lm_head.weight.requires_grad
 
 
@@ -108,7 +108,7 @@ def test_a_head_tied_to_the_embedding_is_tied_again(ids: torch.Tensor) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_from_pretrained_packs(tmp_path: Path, ids: torch.Tensor) -> None:
+def test_from_pretrained_packs_linear_layers(tmp_path: Path, ids: torch.Tensor) -> None:
     source = TINY_MODELS[QWEN].build()
     source.save_pretrained(tmp_path / "model")
 
@@ -126,7 +126,7 @@ def test_from_pretrained_packs(tmp_path: Path, ids: torch.Tensor) -> None:
     assert torch.equal(_logits(rounded, ids), _logits(torch_mesh.patch(source, dense="int4", resident=0.5), ids))
 
 
-def test_small_weights_are_taken_out_of_the_files_mapping(tmp_path: Path) -> None:
+def test_small_weights_are_copied_out_of_the_mapped_file(tmp_path: Path) -> None:
     TINY_MODELS[QWEN].build().save_pretrained(tmp_path)
 
     def mapped(dense: str) -> set[str]:
@@ -172,7 +172,7 @@ def test_generate_compiled_with_a_static_cache_gives_the_eager_tokens(ids: torch
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor without products of bf16."""
+    """Simulates a processor without native bf16 products."""
     monkeypatch.setattr("torch_mesh.modules.dense.torch_emulates_bf16", lambda: True)
 
 
@@ -181,7 +181,7 @@ def _plain(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.usefixtures("emulated")
-def test_by_default_weights_stay_what_they_are(ids: torch.Tensor, tmp_path: Path) -> None:
+def test_by_default_weights_stay_unpacked(ids: torch.Tensor, tmp_path: Path) -> None:
     model = TINY_MODELS[QWEN].build()
     original = copy.deepcopy(model)
     weights, expected = dict(model.named_parameters()), _logits(model, ids)
@@ -203,7 +203,7 @@ def test_by_default_weights_stay_what_they_are(ids: torch.Tensor, tmp_path: Path
 
 
 @pytest.mark.usefixtures("emulated")
-def test_a_layer_that_is_not_packed_computes_what_torch_has_to(ids: torch.Tensor) -> None:
+def test_an_unpacked_layer_uses_torch_for_autocast_gradients_and_fp32(ids: torch.Tensor) -> None:
     linear = torch_mesh.patch(TINY_MODELS[QWEN].build()).lm_head
     x, weight = torch.randn(3, 72).bfloat16(), linear.weight
     functional = torch.nn.functional.linear
@@ -216,7 +216,7 @@ def test_a_layer_that_is_not_packed_computes_what_torch_has_to(ids: torch.Tensor
     value.float().sum().backward()
     assert weight.grad is not None and weight.grad.abs().sum() > 0
     with torch.no_grad():
-        weight.add_(1)  # an optimizer's step
+        weight.add_(1)  # as an optimizer does
         assert torch.equal(linear(x), torch.ops.torch_mesh.plain_linear(x, weight, None))
         linear.float()
         assert torch.equal(linear(x.float()), functional(x.float(), linear.weight))
@@ -228,12 +228,12 @@ def test_a_layer_that_is_not_packed_computes_what_torch_has_to(ids: torch.Tensor
 def test_the_gradient_of_a_frozen_layer_is_exact_to_one_rounding(
     biased: bool, widened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_mesh.modules.dense._MAX_FP32_VALUES", widened)  # of how many of the weights at a time
+    monkeypatch.setattr("torch_mesh.modules.dense._MAX_FP32_VALUES", widened)  # how many weights are widened at a time
     linear: Any = nn.Linear(72, 40, bias=biased).bfloat16().requires_grad_(False)
     change_class(linear, PlainLinear)
     x = torch.randn(2, 3, 72).bfloat16().requires_grad_()
     value = linear(x)
-    # Of what wants gradients the op itself has torch's product.
+    # For inputs that need gradients the op itself uses torch's product.
     assert torch.equal(value, torch.ops.torch_mesh.plain_linear(x.detach(), linear.weight, linear.bias))
     grad = torch.randn_like(value)
     (own,) = torch.autograd.grad(value, x, grad)
@@ -252,7 +252,7 @@ def test_second_derivatives_of_a_frozen_layer_that_is_not_packed() -> None:
     (second,) = torch.autograd.grad(first.float().sum(), x)
     weight = linear.weight.double()
     expected = 2 * torch.ones(3, 72).double() @ weight.t() @ weight
-    # The first derivative is rounded to bf16, and so is the product behind it.
+    # The first derivative is rounded to bf16, and so is the next product.
     assert (second.double() - expected).norm() <= 2 * 2**-8 * expected.norm()
 
 
@@ -274,7 +274,7 @@ def test_a_head_tied_to_the_embedding_stays_tied(ids: torch.Tensor) -> None:
     assert isinstance(model.lm_head, PlainLinear) and model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_auto_leaves_alone_what_torch_does_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_keeps_the_layers_that_torch_computes_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_mesh.modules.dense.torch_emulates_bf16", lambda: True)
     assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build().float()))
     assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="none"))
@@ -308,7 +308,7 @@ def test_merging_an_adapter_into_a_layer_that_is_not_packed(ids: torch.Tensor) -
     _assert_same(merged[1], merged[0], ids)
 
 
-def test_nothing_to_pack_and_adapters_are_told_apart() -> None:
+def test_adapters_are_not_packed_and_a_layer_alone_has_nothing_to_pack() -> None:
     with pytest.raises(torch_mesh.UnsupportedModelError, match="no linear layers beside its experts"):
         torch_mesh.Experts(torch.randn(4, 80, 72), torch.randn(4, 72, 40), dense="int8")
     model = TINY_MODELS[QWEN].build()
@@ -339,7 +339,7 @@ class _NestedRouter(nn.Module):
         self.mix, self.proj = nn.Linear(hidden, hidden), nn.Linear(hidden, experts)
 
 
-def test_what_chooses_the_experts_stays_exact_however_deep_it_stands() -> None:
+def test_nested_linear_layers_of_a_router_are_not_packed() -> None:
     model = Tiny("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"num_experts": 40}).build()
     block = model.model.layers[1].mlp
     block.gate = _NestedRouter(block.gate).bfloat16()
@@ -348,7 +348,7 @@ def test_what_chooses_the_experts_stays_exact_however_deep_it_stands() -> None:
     assert not any("gate" in name for name in names)
 
 
-def test_layers_that_transformers_keeps_in_fp32_are_left_alone() -> None:
+def test_layers_that_transformers_keeps_in_fp32_are_not_packed() -> None:
     model = TINY_MODELS[QWEN].build()
     model._keep_in_fp32_modules_strict = {"self_attn.k_proj"}
     names = {path for path, _ in find_dense(model, find_experts(model))}
@@ -356,7 +356,7 @@ def test_layers_that_transformers_keeps_in_fp32_are_left_alone() -> None:
     assert not any(name.endswith("k_proj") for name in names)
 
 
-def test_rounding_fp32_layers_to_bf16_is_said() -> None:
+def test_rounding_fp32_layers_to_bf16_gives_a_warning() -> None:
     model = TINY_MODELS[QWEN].build().float()
     with pytest.warns(UserWarning, match="Linear layers in torch.float32 are rounded to bf16"):
         torch_mesh.patch(model, dense="bf16", weights="int8")

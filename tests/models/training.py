@@ -1,4 +1,4 @@
-"""A few steps of transformers' Trainer on a text of a pattern that is quickly learned."""
+"""A few steps of transformers' Trainer on a text with a pattern that is quickly learned."""
 
 from __future__ import annotations
 
