@@ -1,4 +1,4 @@
-"""MeshConfig: what it takes, what it refuses and who beats whom; the memory it is measured against."""
+"""MeshConfig: accepted and refused values, the precedence of their sources, and the memory that resident= may take."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_wrong_field_or_value_says_what_is_allowed(fields: dict[str, Any], messa
         (1 << 33, 1 << 33),
     ],
 )
-def test_sizes(text: str | int, size: int) -> None:
+def test_sizes_are_parsed(text: str | int, size: int) -> None:
     assert parse_size(text, "workspace") == size
 
 
@@ -114,8 +114,7 @@ def test_argument_beats_environment_beats_checkpoint_beats_default(monkeypatch: 
     assert given.replace(io="uring").io == "uring"
 
 
-# What a checkpoint knows of itself, as its config.json has it. A new field is not among them until somebody says so
-# here.
+# The fields that a checkpoint may set in its config.json. A new field belongs to the machine unless it is added here.
 OF_CHECKPOINT = {
     "weights": "int4",
     "group_size": 32,
@@ -124,7 +123,7 @@ OF_CHECKPOINT = {
     "early_experts": (1, 2),
     "prefill": "off",
 }
-# Values that differ from the defaults, of all fields that are of this machine.
+# A value that differs from the default, for each field that belongs to this machine.
 OF_THIS_MACHINE = {
     "resident": 0.5,
     "shared": "/tmp/a.socket",
@@ -154,7 +153,7 @@ OF_THIS_MACHINE = {
 }
 
 
-def test_a_checkpoint_sets_what_it_knows_of_itself_and_nothing_of_this_machine() -> None:
+def test_a_checkpoint_sets_its_own_fields_and_none_of_this_machine() -> None:
     assert set(FIELDS) == {*OF_CHECKPOINT, *OF_THIS_MACHINE}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -208,7 +207,7 @@ def test_a_removed_field_names_its_replacement(
 
 
 @pytest.mark.parametrize("field", GROUPED, ids=lambda field: field.flat)
-def test_a_field_of_a_group_has_one_place_among_arguments(field: Field) -> None:
+def test_a_field_of_a_group_is_taken_only_in_its_group(field: Field) -> None:
     value = OF_CHECKPOINT | OF_THIS_MACHINE
     for take in (MeshConfig, MeshConfig().replace):
         with pytest.raises(TypeError) as caught:
@@ -219,7 +218,7 @@ def test_a_field_of_a_group_has_one_place_among_arguments(field: Field) -> None:
     assert config == MeshConfig.from_dict({field.flat: value[field.flat]}) != MeshConfig()
 
 
-def test_a_group_changes_what_it_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_changes_only_the_fields_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     first = MeshConfig(residency={"timeout": 5, "early_experts": (1, 4)}, gpu={"experts": 3})
     second = first.replace(residency={"timeout": 7}, resident=0.5)
     assert (second.residency.timeout, second.residency.early_experts, second.gpu.experts) == (7.0, (1, 4), 3)
@@ -236,7 +235,7 @@ def test_a_group_changes_what_it_names_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert first.replace().residency.early_experts == (1, 4)
 
 
-def test_a_dict_that_a_user_passes_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dict_that_a_user_passes_sets_fields_of_this_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_MESH_IO", "uring")
     config = AutoQuantizationConfig.from_dict({"quant_method": "mesh", "io": "threads", "resident": 0.5, "threads": 2})
     assert config == MeshConfig(io="threads", resident=0.5, threads=2)
@@ -257,7 +256,7 @@ def test_environment_values_are_typed_and_errors_name_the_variable(monkeypatch: 
             MeshConfig()
 
 
-def test_survives_copies_json_and_pickle() -> None:
+def test_a_config_survives_copies_json_and_pickle() -> None:
     config = MeshConfig(resident=0.25, store=Path("folder"), threads=2)
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
     config = config.replace(weights="int8", policy="slru")
@@ -265,7 +264,7 @@ def test_survives_copies_json_and_pickle() -> None:
     assert stored == MeshConfig(weights="int8", policy="slru")
     config = MeshConfig(resident=0.25, threads="auto", gpu={"experts": 3, "streaming": "off"})
     assert repr(config) == "MeshConfig(resident=0.25, gpu={'experts': 3, 'streaming': 'off'})"
-    assert MeshConfig.from_dict(config.to_dict()) == MeshConfig()  # which keeps nothing of this machine
+    assert MeshConfig.from_dict(config.to_dict()) == MeshConfig()  # to_dict leaves out the fields of this machine
 
 
 def test_its_signature_and_help_name_every_field() -> None:
@@ -273,18 +272,18 @@ def test_its_signature_and_help_name_every_field() -> None:
     assert list(parameters) == list(dict.fromkeys(field.group or field.flat for field in FIELDS.values()))
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values())
     assert all(field.default == parameters[field.key].default for field in FIELDS.values() if not field.group)
-    said = " ".join(str(MeshConfig.__doc__).split())
-    assert all(f" {field.name}: {field.values.words}".replace("`", "``") in said for field in FIELDS.values())
+    text = " ".join(str(MeshConfig.__doc__).split())
+    assert all(f" {field.name}: {field.values.words}".replace("`", "``") in text for field in FIELDS.values())
     assert {*GROUPS} == {"gpu", "lossy", "residency", "stats"}
 
 
-def test_the_reference_page_is_that_of_the_code() -> None:
+def test_the_reference_page_is_up_to_date() -> None:
     tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "config_page.py"))
     assert tool["PAGE"].read_text() == tool["page"](), "run tools/config_page.py"
     assert all("|" not in field.sentence + field.values.words for field in FIELDS.values())
 
 
-def test_fraction_is_a_floor_of_the_decimal_that_was_written() -> None:
+def test_a_fraction_of_experts_is_rounded_down_as_a_decimal() -> None:
     def slots(resident: Any, **changes: int) -> int:
         sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 4096} | changes
         return resident_slots(resident, **sizes)
@@ -302,7 +301,7 @@ def test_fraction_is_a_floor_of_the_decimal_that_was_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("resident", "said"),
+    ("resident", "message"),
     [
         (1e12, "Bytes are given as a whole number: 1000000000000"),
         (1.5, r"must be in \(0, 1\]\.$"),
@@ -313,15 +312,15 @@ def test_fraction_is_a_floor_of_the_decimal_that_was_written() -> None:
         ("250%", r"in \(0, 1\], 1\.$"),
     ],
 )
-def test_a_resident_that_is_no_fraction_says_what_may_have_been_meant(resident: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_wrong_resident_fraction_suggests_the_right_one(resident: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         MeshConfig(resident=resident)
 
 
 @pytest.mark.parametrize("resident", [2, "8", 1])
 def test_a_number_without_a_unit_is_bytes(resident: Any) -> None:
     sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 4096}
-    if resident == 1:  # all of them
+    if resident == 1:  # 1 without a unit means all experts
         assert resident_slots(MeshConfig(resident=resident).resident, **sizes) == 100
         return
     with pytest.raises(ValueError, match="at least 16,384 bytes. A number without a unit is of bytes"):
@@ -329,7 +328,7 @@ def test_a_number_without_a_unit_is_bytes(resident: Any) -> None:
 
 
 @pytest.mark.parametrize("resident", ["2GiB", 0.5])
-def test_more_than_there_is_left_is_refused(monkeypatch: pytest.MonkeyPatch, resident: str | float) -> None:
+def test_a_resident_size_beyond_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch, resident: str | float) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 30)
     with pytest.raises(MemoryError, match=r"1,073,741,824 left.*'auto'"):
         resident_slots(resident, layers=10, experts=100, top_k=8, record_bytes=4 << 20)
@@ -341,12 +340,12 @@ def test_auto_leaves_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots == (4096 - 256) - 512
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 30)
     slots = resident_slots("auto", layers=100, experts=100, top_k=8, record_bytes=1 << 20, reserved=1 << 28)
-    assert slots == (1024 - 256) * 3 // 4  # of little memory a quarter
+    assert slots == (1024 - 256) * 3 // 4  # of little memory the margin is a quarter
     assert resident_slots("auto", layers=100, experts=100, top_k=8, record_bytes=1 << 30) == 8
 
 
 @pytest.mark.parametrize("reserved", [0, 256 << 20])
-def test_the_margin_scales_with_what_is_free(reserved: int) -> None:
+def test_the_margin_scales_with_free_memory(reserved: int) -> None:
     free = [size << 20 for size in (0, 1, 100, 1000, 2047, 2048, 2049, 4095, 4096, 4097, 1 << 20)]
     margins = [auto_margin(size) for size in free]
     assert margins == sorted(margins) and margins[0] == 0
@@ -357,18 +356,18 @@ def test_the_margin_scales_with_what_is_free(reserved: int) -> None:
     assert auto_budget(0, 1) < 0
 
 
-def test_auto_fits_beside_what_will_be_freed_later() -> None:
+def test_auto_leaves_room_for_weights_that_are_freed_later() -> None:
     def slots(freed: int) -> int:
         sizes = {"layers": 100, "experts": 100, "top_k": 8, "record_bytes": 1 << 20, "reserved": 1 << 28}
         return resident_slots("auto", **sizes, available=8 << 30, freed=freed)
 
-    fits = (8 << 10) - 256 - 512  # the margin is least while both are there
+    fits = (8 << 10) - 256 - 512  # the margin is smallest before the rest is freed
     assert slots(0) < slots(1 << 28) <= fits
     assert slots(1 << 32) == slots(1 << 40) == fits
 
 
 def _machine(root: Path, version: int, limits: dict[str, int], mounted_root: str = "/") -> Path:
-    """A /proc and a cgroup hierarchy of which this process is in /a/b."""
+    """A simulated /proc and cgroup hierarchy with this process in /a/b."""
     proc, mount = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
@@ -424,25 +423,25 @@ def _limit(root: Path, file: str, value: str) -> None:
     ("version", "file"),
     [(2, "memory.high"), (1, "memory.soft_limit_in_bytes")],
 )
-def test_free_memory_stops_at_the_limit_that_squeezes(tmp_path: Path, version: int, file: str) -> None:
+def test_free_memory_respects_the_soft_limit_of_a_cgroup(tmp_path: Path, version: int, file: str) -> None:
     proc = _machine(tmp_path, version, {"a/b": 7 << 30})
     assert available_bytes(proc) == 6 << 30
     _limit(tmp_path, file, str(4 << 30))
-    assert available_bytes(proc) == 3 << 30  # 2 GiB used, of which 1 is page cache
+    assert available_bytes(proc) == 3 << 30  # 2 GiB are used, and 1 GiB of these is page cache
     _limit(tmp_path, file, "max" if version == 2 else "9223372036854771712")
     assert available_bytes(proc) == 6 << 30
     _limit(tmp_path, file, str(1 << 30))
     assert available_bytes(proc) == 0
 
 
-def test_auto_follows_what_is_given_as_available() -> None:
+def test_auto_follows_the_given_available_bytes() -> None:
     sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 1 << 20}
     assert resident_slots("auto", **sizes, available=(64 + 28) << 20, reserved=64 << 20) == 21
     with pytest.raises(MemoryError, match="4,194,304 left"):
         resident_slots(0.5, **sizes, available=4 << 20)
 
 
-def test_processes_that_take_the_same_at_once_fit_together() -> None:
+def test_pools_of_several_ranks_on_a_machine_fit_together() -> None:
     sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 1 << 20, "sharing": 2}
     available = (2 * 64 + 2 * 28) << 20
     assert resident_slots("auto", **sizes, available=available, reserved=64 << 20) == 21
@@ -452,7 +451,7 @@ def test_processes_that_take_the_same_at_once_fit_together() -> None:
             resident_slots(resident, **sizes, available=99 << 20)
 
 
-def test_a_variable_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_MESH_TEST_SEED", "1")
     monkeypatch.setenv("TORCH_MESH_ISA", "avx2")
     with warnings.catch_warnings():
@@ -463,7 +462,7 @@ def test_a_variable_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch)
         assert MeshConfig().resident == "auto"
 
 
-def test_what_is_logged_follows_the_verbosity_of_transformers() -> None:
+def test_the_log_level_follows_the_verbosity_of_transformers() -> None:
     logger = logging.getLogger("torch_mesh.pool.expert_pool")
     before = transformers_logging.get_verbosity()
     try:

@@ -1,4 +1,4 @@
-"""PEFT's adapters on experts that are in a pool: against PEFT itself on the same model without torch_mesh."""
+"""PEFT's adapters on experts in a pool, compared with PEFT on the same model without torch_mesh."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ from torch_mesh.models.families import find_experts
 from torch_mesh.store.convert import convert
 
 QWEN, GPT_OSS, BY_PROJECTION = "Qwen3MoeExperts", "GptOssExperts", "MuseSparkExperts"
-# Halves; transposed, with biases and interleaved columns; no gate; a softcap; identities among the experts; a norm
-# behind them, for which they run by projection.
+# Gate and up as halves; transposed, with biases and interleaved columns; no gate; a softcap; identity experts; a norm
+# after the experts, for which they run unfused.
 LAYERS = [QWEN, GPT_OSS, "NemotronHExperts", "Inkling2Experts", "LongcatFlashExperts", BY_PROJECTION]
-WHOLE = [QWEN, GPT_OSS, "LongcatFlashExperts", "Llama4TextExperts"]  # the last one has them upside down for PEFT
+WHOLE = [
+    QWEN,
+    GPT_OSS,
+    "LongcatFlashExperts",
+    "Llama4TextExperts",
+]  # the last one has its parameters transposed for PEFT
 _UNMARKED = {"LongcatFlashExperts": UNMARKED_MODELS["longcat_flash"], "Llama4TextExperts": UNMARKED_MODELS["llama4"]}
 
 
 def _build(name: str = QWEN, dtype: torch.dtype = torch.bfloat16, **fields: object) -> PreTrainedModel:
-    """Its weights have bf16 values in any dtype."""
+    """A tiny model in ``dtype`` whose weights have bf16 values."""
     tiny = _UNMARKED.get(name) or TINY_MODELS[name]
     return dataclasses.replace(tiny, fields=tiny.fields | fields).build().to(torch.bfloat16).to(dtype)
 
@@ -64,13 +69,13 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _agree(value: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> bool:
-    """Of most tokens: where a router tips, one token's outputs are others."""
+    """Whether the outputs of most tokens agree. Where rounding changes a router's choice, a token's output differs."""
     change = (expected - base).norm(dim=-1).median()
     return bool((value - expected).norm(dim=-1).median() < 0.15 * change)
 
 
 def _train(model: torch.nn.Module, ids: torch.Tensor, steps: int = 8) -> list[float]:
-    # Without decay, which changes what gets no gradient, too.
+    # Without weight decay, which would change parameters without gradients, too.
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0)
     losses = []
     for _ in range(steps):
@@ -104,7 +109,7 @@ def test_gradients_are_those_of_peft_in_float32_at_any_residency(name: str) -> N
         model = _adapted(torch_mesh.patch(copy.deepcopy(plain), resident=resident, weights="bf16"))
         found.append(_layer_gradients(_experts(model), x, ids, weights, grad))
         assert found[-1].keys() == expected.keys()
-    # By projection the gate sees what the kernels have made of activations that they round to bf16.
+    # In unfused experts the gate gets the results of kernels, which round their inputs to bf16.
     tolerance = 1e-3 if layer.fused_activation is not None else 1e-2
     for key, gradient in found[0].items():
         assert _error(gradient, expected[key]) < tolerance, key
@@ -112,7 +117,7 @@ def test_gradients_are_those_of_peft_in_float32_at_any_residency(name: str) -> N
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_model_computes_what_it_does_without_torch_mesh(name: str) -> None:
+def test_an_adapted_model_has_the_output_of_plain_peft(name: str) -> None:
     plain = _build(name)
     patched = torch_mesh.patch(copy.deepcopy(plain), resident=0.3)
     inputs = inputs_for(plain)
@@ -126,7 +131,7 @@ def test_a_model_computes_what_it_does_without_torch_mesh(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [QWEN, GPT_OSS])
-def test_files_open_both_ways(name: str, tmp_path: Path) -> None:
+def test_adapter_files_are_exchanged_with_plain_peft(name: str, tmp_path: Path) -> None:
     plain = _build(name)
     ids = inputs_for(plain)["input_ids"]
     base = _logits(plain, ids)
@@ -136,7 +141,7 @@ def test_files_open_both_ways(name: str, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / key)
     ours, theirs = (load_file(tmp_path / key / "adapter_model.safetensors") for key in ("patched", "plain"))
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)  # drawn from one seed
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)  # both are drawn from one seed
     expected = _logits(models["plain"], ids)
     of_ours = PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "patched")
     assert torch.equal(_logits(of_ours, ids), expected)
@@ -188,7 +193,7 @@ def test_experts_and_other_layers_train_together(dense: str, ids: torch.Tensor) 
     assert min(losses[1:]) < losses[0]
 
 
-def test_several_adapters(ids: torch.Tensor) -> None:
+def test_several_adapters_switch_and_combine(ids: torch.Tensor) -> None:
     plain = _build()
     patched = torch_mesh.patch(copy.deepcopy(plain), resident=0.3)
     base = _logits(patched, ids)
@@ -210,12 +215,12 @@ def test_several_adapters(ids: torch.Tensor) -> None:
         assert _agree(found, expected, base)
 
 
-# Adapters in files: their rank and lora_alpha.
+# The rank and lora_alpha of adapters in files.
 FILES = {"first": (4, 6), "scaled": (4, 24), "narrower": (2, 6), "wider": (7, 9)}
 
 
 class Adapters:
-    """Of one model: adapters in files, and what plain PEFT makes of each."""
+    """Adapters of one model in files, and the logits that plain PEFT gives with each."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._plain = _build(name, torch.float32)
@@ -247,8 +252,8 @@ def adapters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(
     "swaps", [["scaled"], ["wider"], ["narrower"], ["wider", "first"], ["narrower", "wider"]], ids=lambda x: "-".join(x)
 )
-def test_an_adapter_that_was_swapped_in_is_the_one_in_its_file(adapters: Adapters, swaps: list[str]) -> None:
-    """PEFT itself mixes the experts of one that has a lower rank: the reference is a model that it was loaded into."""
+def test_a_hotswapped_adapter_is_the_one_in_its_file(adapters: Adapters, swaps: list[str]) -> None:
+    """PEFT itself mixes up experts if the new adapter has a lower rank, so the reference is no hotswapped model."""
     model = adapters.loaded(patched=True)
     for key in swaps:
         _logits(model, adapters.ids)
@@ -256,7 +261,7 @@ def test_an_adapter_that_was_swapped_in_is_the_one_in_its_file(adapters: Adapter
     assert _agree(_logits(model, adapters.ids), adapters.expected[swaps[-1]], adapters.base)
 
 
-def test_a_rank_that_was_swapped_in_trains_and_is_told(adapters: Adapters) -> None:
+def test_a_hotswapped_rank_trains_and_is_described(adapters: Adapters) -> None:
     model = adapters.loaded(patched=True)
     adapters.swap(model, "wider")
     for name, parameter in model.named_parameters():
@@ -266,7 +271,7 @@ def test_a_rank_that_was_swapped_in_trains_and_is_told(adapters: Adapters) -> No
     assert min(losses[1:]) < losses[0]
 
 
-def test_a_compiled_layer_takes_a_rank_that_was_swapped_in(adapters: Adapters, fresh_dynamo: None) -> None:
+def test_a_compiled_layer_takes_a_hotswapped_rank(adapters: Adapters, fresh_dynamo: None) -> None:
     model = adapters.loaded(patched=True)
     layer = find_experts(model)[0]
     weights, ids = torch.rand(9, layer.num_experts).softmax(-1).topk(2)
@@ -276,7 +281,7 @@ def test_a_compiled_layer_takes_a_rank_that_was_swapped_in(adapters: Adapters, f
     with torch.no_grad():
         for key in ("first", "wider", "narrower"):
             adapters.swap(model, key)
-            value = compiled(*inputs)  # before the eager one, which may lay the weights out anew
+            value = compiled(*inputs)  # before the eager call, which may change the layout of the weights
             assert _error(value, experts(*inputs)) < 1e-4, key
 
 
@@ -315,7 +320,7 @@ def _unscale(adapters: Adapters, model: PeftModel) -> None:
 def _scale_by_a_tensor(adapters: Adapters, model: PeftModel) -> None:
     for module in model.modules():
         if isinstance(module, lora.LoraLayer):
-            module.scaling["default"] = torch.tensor(2.0)  # as PEFT does before a swap without compiling anew
+            module.scaling["default"] = torch.tensor(2.0)  # as PEFT does to avoid recompiling at a swap
 
 
 def _scale_what_was_swapped_in(adapters: Adapters, model: PeftModel) -> None:
@@ -361,7 +366,7 @@ def test_an_adapter_changes_in_place_as_in_peft(adapters: Adapters, change: Call
     assert change in (_unscale, _load_what_fits) or not _agree(found[1], before, adapters.base)
 
 
-def test_a_scale_for_a_while_is_that_of_peft(adapters: Adapters) -> None:
+def test_a_temporary_scale_is_that_of_peft(adapters: Adapters) -> None:
     found = []
     for patched in (False, True):
         model = adapters.loaded(patched)
@@ -382,8 +387,10 @@ def test_a_scale_for_a_while_is_that_of_peft(adapters: Adapters) -> None:
     ],
     ids=["load", "load low_cpu_mem_usage", "add cat", "add linear", "prepare"],
 )
-def test_what_peft_refuses_is_refused_and_changes_nothing(adapters: Adapters, change: Callable[..., None]) -> None:
-    with pytest.raises(Exception) as theirs:  # whatever PEFT raises
+def test_changes_that_peft_refuses_are_refused_and_change_nothing(
+    adapters: Adapters, change: Callable[..., None]
+) -> None:
+    with pytest.raises(Exception) as theirs:  # any error of PEFT
         change(adapters, adapters.loaded(patched=False))
     model = adapters.loaded(patched=True)
     with pytest.raises(theirs.type):
@@ -391,7 +398,7 @@ def test_what_peft_refuses_is_refused_and_changes_nothing(adapters: Adapters, ch
     assert _agree(_logits(model, adapters.ids), adapters.expected["first"], adapters.base)
 
 
-def test_weights_of_other_experts_are_refused(ids: torch.Tensor) -> None:
+def test_adapter_weights_for_another_number_of_experts_are_refused(ids: torch.Tensor) -> None:
     model = _adapted(torch_mesh.patch(_build(), resident=0.3))
     weight = _experts(model).lora_A["default"].weight
     whole = weight.data
@@ -412,7 +419,7 @@ def test_adapters_in_bf16_train(ids: torch.Tensor) -> None:
 
 
 def test_generation_with_an_adapter_is_that_of_the_whole_forward(ids: torch.Tensor) -> None:
-    """Decode steps of one row and prompts take different products, and the same adapters."""
+    """Decode steps of one row and prompts use different kernels with the same adapters."""
     model = _adapted(torch_mesh.patch(_build(dtype=torch.float32), resident=0.3))
     generated = model.generate(
         input_ids=ids[:1], max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -435,7 +442,9 @@ def test_generation_with_an_adapter_is_that_of_the_whole_forward(ids: torch.Tens
         ({"lossy": {"deferred_experts": 1}}, {}, "lossy.deferred_experts"),
     ],
 )
-def test_what_cannot_be_says_why(patch: dict[str, Any], fields: dict[str, Any], message: str) -> None:
+def test_unsupported_adapters_are_refused_with_the_reason(
+    patch: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
     model = torch_mesh.patch(_build(GPT_OSS), resident=0.3, **patch)
     with pytest.raises(MeshError, match=message):
         _adapted(model, **fields)
@@ -475,7 +484,7 @@ def test_training_follows_a_forward_in_inference_mode(ids: torch.Tensor) -> None
     model = _adapted(torch_mesh.patch(_build(), resident=0.3))
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.contiguous()  # as a loader leaves it
+            parameter.data = parameter.data.contiguous()  # the layout that a loader leaves
     with torch.inference_mode():
         model(input_ids=ids, use_cache=False)
     losses = _train(model, ids)
@@ -496,14 +505,14 @@ def test_a_model_in_float64_trains(name: str) -> None:
     assert all(_error(found[key], expected[key]) < 1e-5 for key in expected)
 
 
-def test_an_adapter_that_was_there_before_patch_is_told_what_to_do(ids: torch.Tensor) -> None:
+def test_an_adapter_added_before_patch_is_refused_with_advice(ids: torch.Tensor) -> None:
     model = _adapted(_build())
     torch_mesh.patch(model.base_model.model, resident=0.3)
     with pytest.raises(MeshError, match="get_peft_model after"):
         _logits(model, ids)
 
 
-def test_it_says_which_experts_train() -> None:
+def test_describe_training_says_which_experts_train() -> None:
     model = torch_mesh.patch(_build(), resident=0.3, weights="int8", dense="int8")
     model.requires_grad_(False)
     assert torch_mesh.describe_training(model).startswith("No experts train: those of all 3 layers are frozen (int8).")
@@ -523,7 +532,7 @@ def test_peft_is_extended_once() -> None:
     assert LoraModel._create_new_module is before
 
 
-def test_an_older_peft_says_so_where_it_meets_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_peft_is_refused_for_experts_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch_mesh.patch(_build(), resident=0.3)
     monkeypatch.setattr(peft, "__version__", "0.20.1")
     with pytest.raises(MeshError, match=r"PEFT is 0\.20\.1; .* 0\.21 or later"):

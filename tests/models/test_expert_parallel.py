@@ -1,4 +1,4 @@
-"""Experts that are divided among ranks: what real processes over gloo compute, read, keep and refuse."""
+"""Experts that are divided among ranks, tested with real processes over gloo."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from torch_mesh.store.convert import convert
 pytestmark = needs_ep_size
 
 RANK = Path(__file__).with_name("rank.py")
-# By what it is tested for: a plan that divides attention too, one that does not, experts that run by projection.
+# One family each for a plan that divides attention too, a plan that does not, and unfused experts.
 FAMILIES = {"qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts"}
-if "MuseSparkExperts" in TINY_MODELS:  # an older transformers has none
+if "MuseSparkExperts" in TINY_MODELS:  # older releases of transformers do not have it
     FAMILIES["muse_spark"] = "MuseSparkExperts"
-# Of a family whose plan divides its embedding tables by columns, and whether the tables then stay in files.
+# Cases of a family whose plan divides its embedding tables by columns, and whether the tables then stay in files.
 TABLES = {"tables": True, "replicated tables": True, "loaded tables": False}
 OF_TABLES = "Qwen4ExpTextExperts"
 EXTRAS: dict[str, Any] = {"trained": trained, "traced": traced, "compiled": compiled}
@@ -60,7 +60,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def launch(folder: Path, cases: list[dict[str, Any]], ranks: int, timeout: float = 900) -> list[list[dict[str, Any]]]:
-    """What each case gave, by rank."""
+    """Run the cases on ``ranks`` processes; return for each case its results by rank."""
     torch.save(cases, folder / "cases.pt")
     done = warm.run(RANK.read_text(), folder, ranks, env=_environment(folder), timeout=timeout)
     assert done.returncode == 0, done.stderr[-20000:]
@@ -69,7 +69,7 @@ def launch(folder: Path, cases: list[dict[str, Any]], ranks: int, timeout: float
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Of all ranks."""
+    """The environment of all ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -77,7 +77,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def build(folder: Path, experts: str, **fields: Any) -> tuple[str, str]:
-    """A checkpoint, and what it is converted to."""
+    """Write a tiny checkpoint and convert it; return both folders."""
     tiny = TINY_MODELS[experts]
     torch.manual_seed(0)
     dataclasses.replace(tiny, fields=tiny.fields | fields).build().save_pretrained(folder / "raw")
@@ -107,9 +107,12 @@ def one_process(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(case: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Up to what another order of sums does. In fp32 it may round an input of the experts, which have 8 bits of it, the
-    other way. In bf16 it moves some tokens of random models to other experts, and what comes after those tokens, as
-    bf16 itself does: how far is measured beside fp32."""
+    """Check that the ranks' outputs are those of one process, up to another order of sums.
+
+    In fp32 another order may change the rounding of an input of the experts, which take 8 bits of it. In bf16 it moves
+    some tokens of random models to other experts, and so changes later tokens. bf16 itself does this too, and the error
+    is bounded by that of bf16 against fp32.
+    """
     expected = one_process(case)
     if case["dtype"] == torch.float32:
         median, share, others = 1e-5, 1.0, 0.01
@@ -130,7 +133,8 @@ def assert_same(case: dict[str, Any], results: list[dict[str, Any]]) -> None:
 
 
 def apart(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """How far each token's logits [batch, tokens, vocabulary] are, of the largest: [batch, tokens]."""
+    """The largest error of each token's logits [batch, tokens, vocabulary], relative to the largest logit of all:
+    [batch, tokens]."""
     return (logits.float() - expected.float()).abs().amax(-1) / expected.float().abs().max()
 
 
@@ -143,16 +147,16 @@ def all_cases(folders: dict[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
     ids = torch.randint(3, 100, (3, 11), generator=generator)
     cases = {}
     for family, way, share, dtype in itertools.product(folders, WAYS, (0.25, 1.0), DTYPES):
-        folder = folders[family][share == 1.0]  # the store, and the checkpoint itself
+        folder = folders[family][share == 1.0]  # the store for 1.0, else the checkpoint itself
         cases[f"{family}-{way}-{share:.0%}-{str(dtype).removeprefix('torch.')}"] = {
             "folder": folder,
             "model": model_of(FAMILIES[family]),
             "config": {"resident": share},
             "distributed": {"ep_implementation": way},
-            "whole_rest": family == "muse_spark",  # transformers' tensor parallelism does not run its embedding
+            "whole_rest": family == "muse_spark",  # its embedding does not run with transformers' tensor parallelism
             "dtype": dtype,
             "ids": ids,
-            "prompt": ids[: 1 if way == "all_to_all" else 3, :5],  # a token alone leaves some ranks without a row
+            "prompt": ids[: 1 if way == "all_to_all" else 3, :5],  # with a single token some ranks have no row
         }
     return cases
 
@@ -178,7 +182,7 @@ def training_case(folder: str, family: str, way: str, extra: str, dtype: torch.d
     }
 
 
-# Of what two ranks do, so much that it takes some ten seconds.
+# The cases of two ranks in the quick tests, which take about ten seconds.
 QUICK = {
     *(f"{family}-{rest}" for family in FAMILIES for rest in ("all_reduce-25%-float32", "all_to_all-100%-float32")),
     *(
@@ -209,7 +213,7 @@ def slow_but(names: Iterable[str]) -> list[Any]:
 
 
 def two_ranks(folder: Path, quick: bool) -> dict[str, Any]:
-    """What two ranks gave, by name of the case; each with the case."""
+    """Run the quick or the other cases on two ranks; return (case, results by rank) by name."""
     folders = {}
     for family, experts in FAMILIES.items():
         (folder / family).mkdir()
@@ -275,7 +279,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def given(request: pytest.FixtureRequest, name: str) -> Any:
-    """The case of the parameter ``name``, and what each rank gave."""
+    """The case of the parameter ``name``, and its results by rank."""
     return request.getfixturevalue("two" if name in QUICK else "more")[name]
 
 
@@ -285,7 +289,7 @@ def test_two_ranks_compute_what_one_process_does(given: Any) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES))
-def test_each_rank_reads_and_keeps_its_own_experts_alone(given: Any) -> None:
+def test_each_rank_reads_and_keeps_only_its_own_experts(given: Any) -> None:
     case, results = given
     share = case["config"]["resident"]
     for rank, result in enumerate(results):
@@ -300,7 +304,7 @@ def test_each_rank_reads_and_keeps_its_own_experts_alone(given: Any) -> None:
         assert text in result["text"] and text in result["model"]
 
 
-def test_the_next_layers_experts_are_predicted_on_each_rank(two: dict[str, Any]) -> None:
+def test_each_rank_prefetches_experts_of_the_next_layer(two: dict[str, Any]) -> None:
     for family in ("qwen3_moe", "gpt_oss"):
         for result in two[f"{family}-all_reduce-25%-float32"][1]:
             assert result["stats"]["prefetches"] > 0 and result["stats"]["lookahead_unsupported_reasons"] == {}
@@ -320,7 +324,7 @@ def test_each_rank_has_whole_tables_whatever_the_plan_says(given: Any, name: str
     case, results = given
     assert_same(case, results)
     assert [("rows from files" in result["model"]) for result in results] == [TABLES[name]] * 2
-    for result in results:  # each reads its rows itself
+    for result in results:  # each rank reads its own rows
         tables = result["stats"]["tables"]
         assert bool(tables) == TABLES[name] and all(each["reads"] + each["prefetches"] > 0 for each in tables)
 
@@ -331,19 +335,19 @@ def test_bf12_has_the_bits_of_bf16_on_each_rank(two: dict[str, Any]) -> None:
         assert all(torch.equal(result[name], same[name]) for name in ("logits", "generated"))
 
 
-def test_a_profile_of_the_whole_model_warms_what_is_a_ranks_own(two: dict[str, Any]) -> None:
+def test_a_profile_of_the_whole_model_warms_each_ranks_experts(two: dict[str, Any]) -> None:
     case, results = two["profile"]
     assert_same(case, results)
     assert all(result["stats"]["kept"] > 0 and result["slots"] == 6 for result in results)
 
 
-def test_auto_keeps_all_that_a_rank_has_where_memory_is_free(two: dict[str, Any]) -> None:
+def test_auto_keeps_all_experts_of_a_rank_if_memory_allows(two: dict[str, Any]) -> None:
     assert_same(*two["auto"])
     assert all(result["slots"] == 12 for result in two["auto"][1])
 
 
 @pytest.mark.parametrize("name", slow_but((*EXTRAS, "unpatched")))
-def test_what_is_done_to_a_model_is_done_to_a_divided_one(given: Any, name: str) -> None:
+def test_a_divided_model_trains_traces_compiles_and_unpatches_as_a_whole_one(given: Any, name: str) -> None:
     case, results = given
     model = torch_mesh.patch(model_class(case).from_pretrained(case["folder"], dtype=case["dtype"]))
     expected = EXTRAS.get(name, generated)(model)
@@ -364,8 +368,8 @@ def opened_whole(case: dict[str, Any]) -> Any:
 
 
 def assert_trained_alike(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """As one process trains, up to what another order of sums does. One process's losses are up to .06 apart, too,
-    where its weights are changed by 1e-6; those fall by 3."""
+    """Check that ranks train as one process does, up to another order of sums. For comparison, changing the weights of
+    one process by 1e-6 changes its losses by up to 0.06, while training lowers them by 3."""
     first, *others = (result["extra"] for result in results)
     assert first["trained"].keys() == expected["trained"].keys()
     for other in others:
@@ -380,8 +384,8 @@ def assert_trained_alike(results: list[dict[str, Any]], expected: dict[str, Any]
 
 
 def assert_adapter_is_whole(case: dict[str, Any], results: list[dict[str, Any]], folder: Path) -> None:
-    """Each rank computes with what the first has saved as with what it trained; so do one process, and PEFT without
-    torch_mesh."""
+    """Check that with the adapter that rank 0 saved, each rank computes what it did after training, and so do one
+    process and PEFT without torch_mesh."""
     for result in results:
         assert torch.equal(result["extra"]["loaded"], result["extra"]["logits"])
     models = {"whole": opened_whole(case)}
@@ -407,7 +411,7 @@ def test_two_ranks_train_adapters_on_experts_as_one_process_does(two: dict[str, 
 @pytest.mark.parametrize(
     "ranks, dtype", [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16)]
 )
-def test_they_do_so_by_each_dispatch_with_and_without_checkpointing(
+def test_ranks_train_adapters_by_each_dispatch_with_and_without_checkpointing(
     family: str, ranks: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     _, store = build(tmp_path, FAMILIES[family])
@@ -421,12 +425,12 @@ def test_they_do_so_by_each_dispatch_with_and_without_checkpointing(
 
 
 @pytest.mark.slow
-def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     _, store = build(tmp_path, FAMILIES["qwen3_moe"])
     case = training_case(store, "qwen3_moe", "all_to_all", "in_parts")
     [results] = launch(tmp_path, [case], 2)
     at_once = results[0]["extra"]["at once"]
-    # A checkpoint knows nothing of ranks: one process goes on from it, too.
+    # A checkpoint does not depend on the ranks, so one process can continue from it, too.
     alone = resumed(opened_whole(case), tmp_path / "checkpoint")
     assert alone.keys() == at_once.keys()
     for name, expected in at_once.items():
@@ -436,7 +440,7 @@ def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_adapters_generate_compiled_as_they_do_otherwise(tmp_path: Path) -> None:
+def test_compiled_generation_with_adapters_equals_eager_generation(tmp_path: Path) -> None:
     _, store = build(tmp_path, FAMILIES["qwen3_moe"])
     case = training_case(store, "qwen3_moe", "all_reduce", "compiled_adapted")
     [results] = launch(tmp_path, [case], 2)
@@ -447,8 +451,8 @@ def test_adapters_generate_compiled_as_they_do_otherwise(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_accelerate_lets_no_trainer_divide_a_model_on_cpus(tmp_path: Path) -> None:
-    """As docs/scaleout.md says. Should it do so one day, the page and this have to say what Trainer does then."""
+def test_accelerate_refuses_a_trainer_of_a_divided_model_on_cpus(tmp_path: Path) -> None:
+    """docs/scaleout.md says so. If accelerate allows it one day, the page and this test have to change."""
     _, store = build(tmp_path, FAMILIES["qwen3_moe"])
     [results] = launch(tmp_path, [training_case(store, "qwen3_moe", "all_reduce", "trainer")], 2)
     assert all("got DistributedType.MULTI_CPU" in result["extra"] for result in results)
@@ -463,28 +467,28 @@ REFUSED = {
 }
 
 
-def test_what_does_not_go_with_ranks_is_refused(two: dict[str, Any]) -> None:
+def test_options_and_inputs_that_exclude_ranks_are_refused(two: dict[str, Any]) -> None:
     cannot = "UnsupportedModelError: Qwen3MoeForCausalLM cannot be opened with ep_size=2: "
     assert two["gpu"][1][1]["error"].startswith(f"{cannot}gpu.experts")
     assert two["lossy"][1][1]["error"].startswith(f"{cannot}lossy (deferred_experts=1)")
     assert two["drafts"][1][1]["error"].startswith(f"{cannot}speculation drafts by each rank's own clock")
     assert two["megamoe"][1][1]["error"].startswith(f"{cannot}ep_implementation='deepgemm_megamoe'")
-    for said in two["batches"][1][1]["extra"]:
-        assert re.match(r"Ranks 0 and 1 got different input_ids \(\[2, 9\] and \[2, 9\]\)", said), said
-    said = two["embeddings"][1][1]["extra"]
-    assert re.match(".*_proj: ranks 0 and 1", said), said
+    for message in two["batches"][1][1]["extra"]:
+        assert re.match(r"Ranks 0 and 1 got different input_ids \(\[2, 9\] and \[2, 9\]\)", message), message
+    message = two["embeddings"][1][1]["extra"]
+    assert re.match(".*_proj: ranks 0 and 1", message), message
     drawn, same = two["drawn"][1][1]["extra"]
     assert re.match(r"Ranks 0 and 1 got different input_ids \(\[2, 1\] and \[2, 1\]\)", drawn), drawn
     assert torch.equal(same, two["drawn"][1][0]["extra"][1])
     errors = two["errors"][1][1]["extra"]
     assert errors.keys() == REFUSED.keys()
-    for name, message in REFUSED.items():
-        assert re.match(message, errors[name]), errors[name]
+    for name, pattern in REFUSED.items():
+        assert re.match(pattern, errors[name]), errors[name]
 
 
-def test_an_error_of_a_rank_is_not_taken_for_a_lost_one() -> None:
-    """What says so names a file, which may have the collectives' name; the rank's next collective would meet another
-    one of the others'."""
+def test_an_error_of_this_rank_is_not_reported_as_a_lost_rank() -> None:
+    """The error names a file whose path contains "gloo", as errors of collectives do. Later forwards must fail, for the
+    rank's next collective would meet a different one of the other ranks."""
     forwards = expert_parallel._Forwards("Rank 0 of 2")
 
     def fails() -> None:
@@ -497,7 +501,7 @@ def test_an_error_of_a_rank_is_not_taken_for_a_lost_one() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, TypeError])
-def test_an_error_between_collectives_ends_the_rank_and_one_before_them_does_not(
+def test_an_error_after_a_collective_ends_the_rank_and_an_earlier_one_does_not(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_parallel, "gathered", lambda value, where: [value])
@@ -528,7 +532,7 @@ def test_an_error_between_collectives_ends_the_rank_and_one_before_them_does_not
 
 
 @pytest.mark.slow
-def test_four_ranks_with_fewer_experts_each_than_a_token_takes(tmp_path: Path) -> None:
+def test_four_ranks_with_fewer_experts_than_a_token_takes_agree_with_one_process(tmp_path: Path) -> None:
     folders = {}
     for family, experts in FAMILIES.items():
         (tmp_path / family).mkdir()
@@ -548,7 +552,7 @@ def test_every_family_runs_on_two_ranks(tmp_path: Path) -> None:
     cases = {}
     for name in TINY_MODELS.keys() - {
         "Qwen3OmniMoeTalkerTextExperts"
-    }:  # which has no embedding of its own to be given ids
+    }:  # it has no embedding of its own, so it takes no ids
         (tmp_path / name).mkdir()
         raw, _ = build(tmp_path / name, name)
         cases[name] = {
@@ -570,8 +574,8 @@ def test_every_family_runs_on_two_ranks(tmp_path: Path) -> None:
 def start(
     folder: Path, cases: list[dict[str, Any]], ranks: int, namespaces: Sequence[str] = (), **environment: str
 ) -> list[subprocess.Popen[str]]:
-    """The ranks by themselves: torchrun would end them all with the first. In ``namespaces`` of the network, if there
-    are some."""
+    """Start the ranks without torchrun, which would end them all with the first one. With ``namespaces``, each rank
+    runs in its own network namespace."""
     torch.save(cases, folder / "cases.pt")
     shared = _environment(folder) | environment | {"WORLD_SIZE": str(ranks)}
     if namespaces:
@@ -594,7 +598,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def two_machines() -> Iterator[list[str]]:
-    """Namespaces of the network with a link between them, "mesh0" in each."""
+    """Two network namespaces with a link between them, whose device is "mesh0" in each."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("a link can be cut where root may make network namespaces, with iproute2")
     names = [f"mesh-test-{os.getpid()}-{rank}" for rank in range(2)]
@@ -613,15 +617,15 @@ def two_machines() -> Iterator[list[str]]:
 
 
 def lose_packets(namespaces: Sequence[str]) -> None:
-    """As behind a switch that fails: the links are up, and what is sent comes to nobody."""
+    """Simulate a failed switch: the links stay up, and all packets are lost."""
     for rank, name in enumerate(namespaces):
         other = f"10.78.0.{2 - rank}"
         ip("-n", name, "neigh", "replace", other, "lladdr", "02:00:00:00:00:01", "dev", "mesh0", "nud", "permanent")
 
 
-GROUP_TIMEOUT = 20.0  # of the process group, in seconds
-SLACK = 10.0  # for processes that have to share a busy machine
-EXIT = 20.0  # what an interpreter may take to end after its error
+GROUP_TIMEOUT = 20.0  # timeout of the process group, in seconds
+SLACK = 10.0  # seconds for processes on a busy machine
+EXIT = 20.0  # seconds that an interpreter may take to end after its error
 
 
 @pytest.fixture(scope="module")
@@ -629,7 +633,7 @@ def small_gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build(tmp_path_factory.mktemp("lost"), "GptOssExperts")[0]
 
 
-# Each dispatch, and the rank that has the process group's store as well as the other one.
+# The trials alternate between the dispatches, and between losing rank 0, which has the process group's store, and 1.
 @pytest.mark.parametrize("trial", range(10))
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP", "cut link", "silent link"])
 @pytest.mark.slow
@@ -661,10 +665,10 @@ def test_a_rank_that_is_lost_ends_the_others(
         else:
             ranks[lost].send_signal(getattr(signal, end))
         for rank in others:
-            _, said = ranks[rank].communicate(timeout=GROUP_TIMEOUT + EXIT + 2 * SLACK)
-            assert ranks[rank].returncode == 1, said[-4000:]
+            _, stderr = ranks[rank].communicate(timeout=GROUP_TIMEOUT + EXIT + 2 * SLACK)
+            assert ranks[rank].returncode == 1, stderr[-4000:]
             words = rf"LostRankError: Rank {rank} of 2, in .*: another rank has ended, or has not answered"
-            assert re.search(words, said), said[-4000:]
+            assert re.search(words, stderr), stderr[-4000:]
             error = float((tmp_path / f"lost{rank}").read_text())
             assert error - ended < GROUP_TIMEOUT + SLACK
     finally:
@@ -690,9 +694,9 @@ def test_a_rank_that_is_lost_ends_the_training_of_the_others(tmp_path: Path, end
         time.sleep(random.random())
         ended = time.monotonic()
         ranks[lost].send_signal(getattr(signal, end))
-        _, said = ranks[1 - lost].communicate(timeout=GROUP_TIMEOUT + EXIT + 2 * SLACK)
-        assert ranks[1 - lost].returncode == 1, said[-4000:]
-        assert "LostRankError: Rank" in said or re.search("RuntimeError: .*gloo", said), said[-4000:]
+        _, stderr = ranks[1 - lost].communicate(timeout=GROUP_TIMEOUT + EXIT + 2 * SLACK)
+        assert ranks[1 - lost].returncode == 1, stderr[-4000:]
+        assert "LostRankError: Rank" in stderr or re.search("RuntimeError: .*gloo", stderr), stderr[-4000:]
         error = float((tmp_path / f"lost{1 - lost}").read_text())
         assert error - ended < GROUP_TIMEOUT + SLACK
     finally:

@@ -79,7 +79,7 @@ def test_layer_from_tensors(weights, routed, activation: str, format: str, resid
     assert f"weights={format}" in repr(layer)
 
 
-def test_biases(weights, routed) -> None:
+def test_a_layer_adds_its_biases(weights, routed) -> None:
     biases = {"gate_up_bias": torch.randn(EXPERTS, 2 * INTERMEDIATE), "down_bias": torch.randn(EXPERTS, HIDDEN)}
     biases = {name: bias.bfloat16() for name, bias in biases.items()}
     layer = torch_mesh.Experts(*weights, **biases)
@@ -88,7 +88,7 @@ def test_biases(weights, routed) -> None:
 
 def test_expert_map_gives_the_expert_of_each_id(weights, routed) -> None:
     x, ids, routing = routed
-    expert_map = torch.tensor([3, 3, 0, 5, 1, 2, 4])  # seven ids, of which two are the same expert
+    expert_map = torch.tensor([3, 3, 0, 5, 1, 2, 4])  # seven ids, two of them for the same expert
     ids = torch.randint(0, 7, ids.shape)
     mapped = torch_mesh.Experts(*weights, expert_map=expert_map)
     assert torch.equal(mapped(x, ids, routing), torch_mesh.Experts(*weights)(x, expert_map[ids], routing))

@@ -1,5 +1,4 @@
-"""lossy={"fallback": ...} in models: cold experts of decode steps are computed from fewer bits, and nothing else
-changes."""
+"""lossy={"fallback": ...} in models: only cold experts of decode steps are computed from fewer bits."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store
 
 ops = torch.ops.torch_mesh
-EVERY = torch.arange(32)  # of a layer of mesh-tiny
+EVERY = torch.arange(32)  # all experts of a layer of mesh-tiny
 OpenModel = Callable[..., PreTrainedModel]
 
 
@@ -74,7 +73,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
         return model(ids, use_cache=False).logits
 
 
-def test_generation_is_counted_and_shown(open_model: OpenModel) -> None:
+def test_fallback_accesses_are_counted_and_shown(open_model: OpenModel) -> None:
     model = open_model()
     assert _generate(model).shape == (2, 48)
     stats = torch_mesh.stats(model)
@@ -100,7 +99,7 @@ def test_generation_is_counted_and_shown(open_model: OpenModel) -> None:
     assert torch_mesh.stats(model).fallback_accesses == torch_mesh.stats(model).bytes_read == 0
 
 
-def test_the_two_pools_have_the_memory_that_one_would(open_model: OpenModel, store: Path) -> None:
+def test_the_two_pools_share_the_memory_of_one(open_model: OpenModel, store: Path) -> None:
     model = open_model()
     exact, low = (engine.describe() for engine in _engines(model))
     taken = [about["slots"] * about["record_bytes"] for about in (exact, low)]
@@ -112,7 +111,7 @@ def test_the_two_pools_have_the_memory_that_one_would(open_model: OpenModel, sto
     assert planned.to_dict()["fallback_slots"] == low["slots"]
 
 
-def test_everything_resident_needs_no_fallbacks(open_model: OpenModel, cache: Path) -> None:
+def test_with_all_experts_resident_there_is_no_fallback_pool(open_model: OpenModel, cache: Path) -> None:
     model, plain = open_model(resident=1.0), open_model(resident=1.0, lossy={"fallback": "none"})
     assert _pool(model).fallback is None and "lossy" not in str(model)
     assert not cache.exists()
@@ -125,7 +124,7 @@ def test_a_step_whose_experts_are_resident_is_exact(open_model: OpenModel) -> No
     model, plain = (open_model(lossy={"fallback": name}, resident=0.8, prefetch="off") for name in ("int4", "none"))
     ids = torch.randint(0, 4000, (1, 1))
     expected = _logits(plain, ids)
-    for _ in range(7):  # what a step used of fallbacks is read in full; a later layer's choice may change with it
+    for _ in range(7):  # each step reads the exact experts it missed, which may change the choice of later layers
         _logits(model, ids)
         _settle(model)
     torch_mesh.reset_stats(model)
@@ -147,7 +146,8 @@ def test_prompts_and_gradients_are_exact(open_model: OpenModel) -> None:
 
 @pytest.mark.slow
 def test_perplexity_stays_close(open_model: OpenModel, mesh_tiny: Path) -> None:
-    """A document of prose, a token at a time. Over many, all in int4 costs 1 % at most; one may be less lucky."""
+    """A document of prose, a token at a time. Averaged over many documents, int4 throughout costs at most 1 %. A
+    single document may cost more."""
     [text] = (Path(__file__).parents[1] / "data" / "text" / "prose.jsonl").read_text("utf-8").splitlines()[:1]
     ids = AutoTokenizer.from_pretrained(mesh_tiny)(json.loads(text)["text"], return_tensors="pt").input_ids[:, :160]
     losses = []
@@ -162,8 +162,8 @@ def test_perplexity_stays_close(open_model: OpenModel, mesh_tiny: Path) -> None:
     assert losses[1] != losses[0] and abs(losses[1] - losses[0]) < 0.03
 
 
-def test_a_compiled_decode_step_gives_the_same(open_model: OpenModel) -> None:
-    """Each step starts with the same residents: those of even numbers, and no fallbacks."""
+def test_a_compiled_decode_step_equals_an_eager_one(open_model: OpenModel) -> None:
+    """Each step starts with the same resident experts, every fourth one, and no fallback experts."""
     model = open_model(resident=0.8, prefetch="off")
     steps = [torch.randint(0, 4000, (2, 1)) for _ in range(3)]
 
@@ -190,7 +190,7 @@ def test_a_compiled_decode_step_gives_the_same(open_model: OpenModel) -> None:
     assert torch_mesh.stats(model).fallback_accesses == 2 * before > 0
 
 
-def test_a_damaged_fallback_is_an_error_that_says_where_and_passes(open_model: OpenModel, cache: Path) -> None:
+def test_a_damaged_fallback_record_is_an_error_until_it_is_repaired(open_model: OpenModel, cache: Path) -> None:
     _generate(open_model(), 2)  # writes the store
     [fallbacks] = [open_store(folder) for folder in (cache / "stores").iterdir()]
     file = fallbacks.folder / fallbacks.manifest.record_files[0].name
@@ -215,7 +215,7 @@ def test_both_pools_are_closed_with_the_last_model(open_model: OpenModel) -> Non
     clone = copy.deepcopy(model)
     del model
     gc.collect()
-    _generate(clone, 4)  # of the pools that the two shared
+    _generate(clone, 4)  # with the pools that both models shared
     assert torch_mesh.stats(clone).accesses > 0
     del clone
     gc.collect()
@@ -245,10 +245,10 @@ def test_fallbacks_are_converted_once(source: str, mesh_tiny: Path, store: Path,
     assert _pool(model).fallback.weights == "lut4"
 
 
-def test_fallbacks_lie_beside_a_named_store(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_the_fallback_store_is_beside_a_named_store(mesh_tiny: Path, tmp_path: Path) -> None:
     config = MeshConfig(
         resident=0.25, lossy={"fallback": "int4"}, weights="int8", store=f"{tmp_path}/experts/"
-    )  # with a slash at its end
+    )  # the path ends with a slash
     AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
     assert [open_store(tmp_path / name).manifest.weights for name in ("experts", "experts-int4")] == ["int8", "int4"]
 
@@ -291,7 +291,7 @@ def test_statistics_in_a_file_count_both_pools(open_model: OpenModel, tmp_path: 
     assert lines[-1]["memory"]["pool"] == sum(size["slots"] * size["record_bytes"] for size in sizes)
 
 
-def test_it_goes_with_a_bias_of_the_router(open_model: OpenModel) -> None:
+def test_fallback_works_with_routing_bias(open_model: OpenModel) -> None:
     model = open_model(lossy={"routing_bias": 0.1})
     _generate(model)
     stats = torch_mesh.stats(model)
@@ -300,7 +300,7 @@ def test_it_goes_with_a_bias_of_the_router(open_model: OpenModel) -> None:
     _settle(model)
 
 
-def test_wrong_values(open_model: OpenModel, store: Path) -> None:
+def test_wrong_fallback_formats_and_combinations_are_refused(open_model: OpenModel, store: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"lossy.fallback='int2' .* 'none', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2\+tcq3', 'tcq2'",
@@ -339,7 +339,7 @@ def test_wrong_values(open_model: OpenModel, store: Path) -> None:
         torch_mesh.Experts.from_store(store, lossy={"fallback": "int4"})
 
 
-def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_cannot_set_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="sets fallback, which is ignored"):
         assert MeshConfig.of_checkpoint({"quant_method": "mesh", "fallback": "int4"}).lossy.modes == ""
     assert "fallback" not in MeshConfig(lossy={"fallback": "int4"}).to_dict()
@@ -347,16 +347,16 @@ def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert MeshConfig().lossy.modes == "fallback=lut4"
 
 
-def test_how_memory_is_split() -> None:
+def test_memory_is_split_between_the_two_pools() -> None:
     def split(slots: int) -> tuple[int, int]:
         sizes = {"experts": 100, "top_k": 4, "record_bytes": 40960, "fallback_bytes": 20480}
         return split_slots(slots, fallback="int4", resident=slots / 100, **sizes)
 
     assert split(40) == (10, 60)
     assert split(41) == (10, 61)
-    assert split(80) == (30, 100)  # all of them
+    assert split(80) == (30, 100)  # all fallback experts
     assert split(99) == (49, 100) and split(100) == (100, 0)
-    assert split(8) == (4, 8)  # as many as a token takes, first of all
+    assert split(8) == (4, 8)  # each pool holds at least the experts of a token
     assert split(6) == (4, 4)
     with pytest.raises(ValueError, match="the 4 experts of a token.* holds 5 experts: give at least 8"):
         split(5)

@@ -1,4 +1,4 @@
-"""Every decorated experts class of the installed transformers, patched and not."""
+"""Every decorated experts class of the installed transformers, compared patched and unpatched."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _CLASSES = sorted({name for _, name in decorated_classes()})
 
 
 class _Recorder:
-    """What each experts module of a model gets and gives."""
+    """Records the inputs and the output of each experts module of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[nn.Module, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
@@ -78,12 +78,12 @@ def test_supported_families_are_those_with_a_decorated_class_or_a_known_one() ->
 
 
 @all_families
-def test_families_md_is_what_the_models_say() -> None:
+def test_families_md_is_up_to_date() -> None:
     tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "families_page.py"))
     assert tool["PAGE"].read_text() == tool["page"](), "run tools/families_page.py"
 
 
-# What looks for experts in the sources of transformers finds these, too, and why they are none of ours.
+# Families whose sources match the search for experts although they have none, and why.
 _NO_EXPERTS = {
     "bamba": "it has one feed-forward layer, in a variable of that name",
     "vitpose_backbone": "its experts are parts of a vision model, chosen by the data set and not by a router",
@@ -91,7 +91,7 @@ _NO_EXPERTS = {
 
 
 @all_families
-def test_every_family_that_speaks_of_experts_is_supported_or_refused() -> None:
+def test_every_family_whose_source_mentions_experts_is_supported_or_refused() -> None:
     speaks = re.compile(r"num_(local_|routed_)?experts\b|n_routed_experts")
     sources = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
     found = {source.parent.name for source in sources if speaks.search(source.read_text(encoding="utf-8"))}
@@ -101,8 +101,8 @@ def test_every_family_that_speaks_of_experts_is_supported_or_refused() -> None:
 
 
 def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> None:
-    """Each layer of ``model`` has a router whose matrix names the experts that were chosen, or, ``without``, says why
-    not."""
+    """Check that each layer of ``model`` has a router whose matrix ranks the chosen experts first. The layers
+    ``without`` have a reason instead."""
     layers = find_experts(model)
     assert {index for index, layer in enumerate(layers) if find_router(model, layer) is None} == without
     for layer in layers:
@@ -122,7 +122,7 @@ def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> 
 
 
 def _check_modules(recorder: _Recorder, exact: nn.Module) -> None:
-    """Each patched module rounds less than the unpatched one, which rounds to bf16 after every step."""
+    """Check that each patched module rounds less than the unpatched one, which rounds to bf16 after every step."""
     modules = [layer.module for layer in find_experts(exact)]
     assert recorder.calls
     for module, (arguments, output) in recorder.calls.items():
@@ -130,15 +130,15 @@ def _check_modules(recorder: _Recorder, exact: nn.Module) -> None:
         with torch.no_grad():
             hidden, ids, weights = arguments
             expected = modules[recorder.modules.index(module)](hidden.float(), ids, weights.float())
-            # Where transformers computes in float32, two roundings to bf16 are more than its one.
+            # Where transformers computes in float32, our two roundings to bf16 are more than its one.
             allowed = max(1.25 * (output - expected).norm(), 2**-8 * expected.norm())
             assert (module(*arguments) - expected).norm() < allowed
 
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_patched_model_computes_and_is_saved_as_the_unpatched_one(name: str, tmp_path: Path) -> None:
-    """With its experts alone patched, and with its linear layers too: families that read a weight of theirs themselves
-    would fail."""
+    """This holds with only the experts patched, and with the linear layers too. Families that read a weight of a linear
+    layer themselves would fail."""
     if name == "DeepseekV4Experts" and DEEPSEEK_V4_FAILS:
         pytest.skip(DEEPSEEK_V4_FAILS)
     model = TINY_MODELS[name].build()
@@ -169,7 +169,7 @@ def test_patched_model_computes_and_is_saved_as_the_unpatched_one(name: str, tmp
     assert any(isinstance(module, MeshLinear) for module in model.modules())
     with given_routes(model, routes):
         assert by_token(output_of(model, inputs), expected).median() < 2 * rounding
-    # Conversions to the names and layouts of the original checkpoints differ among families.
+    # Each family has its own conversion to the names and layouts of its original checkpoints.
     model.save_pretrained(tmp_path / "patched")
     assert_same_checkpoint(tmp_path / "patched", tmp_path / "plain")
     assert {path.name for path in (tmp_path / "patched").iterdir()} == {
@@ -180,7 +180,7 @@ def test_patched_model_computes_and_is_saved_as_the_unpatched_one(name: str, tmp
 @pytest.mark.parametrize(
     "name", ["Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts", "AriaExperts", "MuseSparkExperts"]
 )
-def test_unpatch_gives_back_every_bit(name: str) -> None:
+def test_unpatch_restores_every_bit(name: str) -> None:
     model = TINY_MODELS[name].build()
     classes = [type(module) for module in model.modules()]
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""max_error: the format that torch-mesh plan names, with the memory that was given."""
+"""max_error=: loading takes the format that torch-mesh plan chooses for the same memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(folder: Path, **fields: Any) -> Any:
         pytest.param("30%", "tcq2+tcq3", marks=pytest.mark.thorough),
     ],
 )
-def test_what_plan_names_is_taken(mesh_tiny: Path, limit: Any, expected: str) -> None:
+def test_loading_takes_the_format_that_plan_chooses(mesh_tiny: Path, limit: Any, expected: str) -> None:
     config = MeshConfig(resident=MEMORY, max_error=limit)
     model = load(mesh_tiny, resident=MEMORY, max_error=limit)
     pool = next(patched_modules(model))._mesh_pool
@@ -53,7 +53,7 @@ def test_what_plan_names_is_taken(mesh_tiny: Path, limit: Any, expected: str) ->
     assert choice.weights == expected
     shown = str(model)
     assert "chosen as fastest of 8 formats" in shown and f"error of weights {choice.weight_error:.1%}" in shown
-    # What others see of it is the format, and not the question.
+    # The model's config has the format that was chosen, and not max_error.
     assert model.config.quantization_config.weights == expected
     assert model.config.quantization_config.max_error is None
     assert "chosen" not in str(load(mesh_tiny, weights=expected, resident=MEMORY))
@@ -72,7 +72,7 @@ def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
     memory = 4 * _C.record_bytes(*made.nearest, 128, 64, True, False)
     chosen = {}
     for limit in (0, 0.3):
-        if not own and limit == 0:  # each format rounds what has zero points
+        if not own and limit == 0:  # every format rounds a checkpoint with zero points
             with pytest.raises(ValueError, match="no format with an error of at most 0.0% fits"):
                 load(folder, resident=memory, max_error=limit)
             continue
@@ -84,7 +84,7 @@ def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
     planned = plan(folder, MeshConfig(resident=large, max_error=0.3), speeds=SLOW_DISK, format_speeds=speeds)
     errors = {choice.weights: choice.weight_error for choice in planned.format_choices}
     assert set(errors) == set(speeds) and (not own or errors[own] == 0)
-    assert (errors["bf16"] == 0) == (kind == "ct_mxfp4")  # codes of four bits times powers of two are exact in bf16
+    assert (errors["bf16"] == 0) == (kind == "ct_mxfp4")  # 4-bit codes times powers of two are exact in bf16
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
         ({"resident": "100KB", "max_error": "1%"}, "no format with an error of at most 1.0% fits"),
     ],
 )
-def test_what_it_cannot_choose_is_named(mesh_tiny: Path, fields: Any, reason: str) -> None:
+def test_max_error_is_refused_with_the_reason(mesh_tiny: Path, fields: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         load(mesh_tiny, **{"max_error": 0.1} | fields)
 
 
-def test_where_there_is_nothing_to_choose(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_max_error_is_refused_for_stores_and_loaded_models(mesh_tiny: Path, tmp_path: Path) -> None:
     store = convert(mesh_tiny, tmp_path / "int8", "int8").store.folder
     with pytest.raises(ValueError, match="leave max_error out"):
         load(store, resident="8GiB", max_error=0.1)
@@ -116,7 +116,7 @@ def test_where_there_is_nothing_to_choose(mesh_tiny: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("limit", ["", "much", "-1%", "101%", "15", "nan%", "nan", -0.1, 1.5, float("nan"), [0.1]])
-def test_nonsense_is_refused(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_values_of_max_error_are_refused(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="max_error="):
         MeshConfig(max_error=limit)
     if limit:
@@ -125,12 +125,12 @@ def test_nonsense_is_refused(limit: Any, monkeypatch: pytest.MonkeyPatch) -> Non
             MeshConfig()
 
 
-def test_the_former_way_to_ask_names_the_fields() -> None:
+def test_the_former_syntax_names_the_new_field() -> None:
     with pytest.raises(ValueError, match="max_error="):
         MeshConfig(weights="auto:8GiB:15%")
 
 
-def test_a_checkpoint_sets_no_limit() -> None:
+def test_a_checkpoint_cannot_set_max_error() -> None:
     with pytest.warns(UserWarning, match="only you choose"):
         config = MeshConfig.of_checkpoint({"max_error": 0.5, "group_size": 32})
     assert (config.max_error, config.group_size) == (None, 32)

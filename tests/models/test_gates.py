@@ -1,4 +1,4 @@
-"""Families with a gate or activation of their own that is one of the fused kernel's, by its numbers."""
+"""Families whose own gate or activation the fused kernels compute, given its parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _set_softcaps(module: Any) -> None:
     module.act_fn.gate_softcap.softcap, module.act_fn.up_softcap.softcap = 0.5, 0.75
 
 
-# What makes the numbers such that many values are beyond them, and the name of what is computed then.
+# A function that sets limits low enough that many values are beyond them, and the name of the resulting activation.
 FAMILIES = {
     "DeepseekV4Experts": (lambda module: setattr(module, "limit", 0.5), "swiglu(gate=0.5,up=0.5)"),
     "Glm5NextTextExperts": (lambda module: setattr(module, "swiglu_limit", 0.5), "swiglu(gate=0.5,up=0.5)"),
@@ -69,7 +69,7 @@ def test_another_activation_runs_unfused() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
-def test_a_limit_that_no_kernel_has_runs_unfused(limit: float) -> None:
+def test_a_limit_without_a_kernel_runs_unfused(limit: float) -> None:
     model = _model("HYV4Experts")
     for layer in find_experts(model):
         layer.module.swiglu_limit = limit  # type: ignore[assignment]
@@ -89,7 +89,7 @@ def test_a_layer_of_a_store_has_its_gate(tmp_path: Path) -> None:
     "gate",
     [SWIGLUOAI, Gate(gate_limit=7.006, up_limit=7.0), Gate("softcap", gate_limit=4.0, up_limit=25.0), Gate(alpha=1e-3)],
 )
-def test_names_say_everything(gate: Gate) -> None:
+def test_the_name_of_a_gate_has_all_its_parameters(gate: Gate) -> None:
     assert gate_named(gate.name) == gate
 
 
@@ -101,7 +101,7 @@ def test_a_gate_without_limits_is_silu() -> None:
     "name",
     ["swiglu", "swiglu(beta=1)", "swiglu(gate=0)", "swiglu(gate=nan)", "swiglu(gate=1.2.3)", "softcap(gate=4)", ""],
 )
-def test_other_names_are_refused(name: str) -> None:
+def test_malformed_names_of_gates_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="activation="):
         gate_named(name)
 

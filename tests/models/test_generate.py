@@ -47,7 +47,7 @@ def test_tokens_equal_those_of_the_fully_resident_model(
 
 
 def test_greedy_tokens_follow_the_unpatched_model(original: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
-    """bf16 rounds differently in the two, which may tip a near tie: after that they may differ, but not at once."""
+    """The two models round differently, which may decide a near tie. After that tokens may differ, but not at once."""
     expected = _generate(original, inputs)
     tokens = _generate(torch_mesh.patch(copy.deepcopy(original), resident=0.25), inputs)
     start = inputs["input_ids"].size(1)
@@ -67,13 +67,13 @@ def test_assisted_generation_gives_the_greedy_tokens(
         torch_mesh.patch(assistant, weights="int4", resident=0.25)
     tokens = _generate(model, one, assistant_model=assistant)
     greedy = _generate(model, one)
-    # A row's products round differently when several rows of one expert are computed together, so a near tie may tip.
+    # A row is rounded differently when several rows of one expert are computed together, which may decide a near tie.
     agreeing = (tokens == greedy).int().cumprod(dim=1).sum()
     assert agreeing >= one["input_ids"].size(1) + 4
     assert tokens.shape == greedy.shape
 
 
-def test_assisted_generation_is_the_same_whatever_is_resident(
+def test_assisted_generation_does_not_depend_on_residency(
     original: PreTrainedModel, inputs: dict[str, torch.Tensor]
 ) -> None:
     one = {name: tensor[:1, -4:] for name, tensor in inputs.items()}

@@ -1,5 +1,5 @@
-"""Continuous batching of transformers on patched models: several requests at once, each with the tokens that it would
-get alone."""
+"""Continuous batching of transformers on patched models: each of several requests gets the tokens that it would get
+alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = [
     "class",
 ]
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=4095, pad_token_id=0)
-# Of 16 tokens each: longer prompts are cut, and their parts share forwards with the decode steps of others.
+# Batches of 16 tokens: longer prompts are cut, and their parts share forwards with decode steps of other requests.
 BATCHES = {"num_blocks": 24, "max_batch_tokens": 16}
 
 
@@ -51,10 +51,10 @@ def _batched(model: Any, prompts: Sequence[list[int]], **options: Any) -> list[A
 
 @torch.no_grad()
 def _assert_follow(model: Any, original: Any, prompts: list[list[int]], tokens: list[list[int]]) -> None:
-    """Each token is the best of ``model`` behind those before it, but where several are as good as tied.
+    """Check that each token is the greedy choice of ``model`` after the tokens before it, up to a near tie.
 
-    Rounding differs with the rows of a forward. It moves no logit by more than it does between bf16 and float32, of two
-    logits twice. ``original``: the model whose weights ``model`` has, or rounds.
+    Rounding depends on the rows of a forward. It moves a logit at most as far as bf16 is from float32, and the
+    difference of two logits twice as far. ``original`` is the model whose weights ``model`` has, or rounds.
     """
     exact = copy.deepcopy(original).float()
     assert len(tokens) == len(prompts)
@@ -71,7 +71,7 @@ def _assert_follow(model: Any, original: Any, prompts: list[list[int]], tokens: 
     "fields",
     [
         pytest.param({"resident": 0.25}, marks=pytest.mark.thorough),
-        pytest.param({"resident": 0.05}, marks=pytest.mark.thorough),  # hardly more than one token needs
+        pytest.param({"resident": 0.05}, marks=pytest.mark.thorough),  # little more than one token needs
         {"resident": 0.25, "dense": "bf16"},
         pytest.param({"resident": 0.25, "policy": "lru", "prefetch": "off"}, marks=pytest.mark.thorough),
         pytest.param({"resident": 1.0}, marks=pytest.mark.thorough),
@@ -87,11 +87,15 @@ def test_tokens_are_those_of_the_unpatched_model(
     _assert_follow(original, original, prompts, [result.generated_tokens for result in results])
     stats = torch_mesh.stats(model)
     assert stats.decode.forwards > 0 and (stats.evicted > 0) == (fields["resident"] < 1)
-    _assert_follow(original, original, prompts, [_alone(model, prompt) for prompt in prompts])  # it is as it was
+    _assert_follow(
+        original, original, prompts, [_alone(model, prompt) for prompt in prompts]
+    )  # generate works as before
 
 
 @pytest.mark.parametrize("way", first_quick("converted", "raw"))
-def test_loaded_models(way: str, mesh_tiny: Path, prompts: list[list[int]], original: Any, tmp_path: Path) -> None:
+def test_loaded_models_batch_requests(
+    way: str, mesh_tiny: Path, prompts: list[list[int]], original: Any, tmp_path: Path
+) -> None:
     folder = mesh_tiny
     if way == "converted":
         convert(mesh_tiny, tmp_path / "store", "int8")
@@ -104,7 +108,7 @@ def test_loaded_models(way: str, mesh_tiny: Path, prompts: list[list[int]], orig
     _assert_follow(reference, original, prompts, [result.generated_tokens for result in results])
 
 
-def test_requests_that_come_while_others_run(original: Any, prompts: list[list[int]]) -> None:
+def test_requests_may_arrive_while_others_run(original: Any, prompts: list[list[int]]) -> None:
     model = torch_mesh.patch(copy.deepcopy(original), resident=0.1)
     found: dict[str, list[int]] = {}
     with model.continuous_batching_context_manager(
@@ -136,8 +140,8 @@ def test_an_expert_that_cannot_be_read_fails_its_requests_and_no_others(
     failed = _batched(model, prompts[:2])
     assert len(failed) == 2
     assert all("cannot read expert" in result.error and str(records) in result.error for result in failed)
-    caplog.clear()  # what was logged holds the error's frames, and those the model
-    with records.open("r+b") as file:  # the same file, which the pool has open
+    caplog.clear()  # log records hold the error's frames, and these the model
+    with records.open("r+b") as file:  # the pool has this file open
         file.write(whole)
     results = _batched(model, prompts)
     _assert_follow(model, original, prompts, [result.generated_tokens for result in results])

@@ -1,4 +1,4 @@
-"""from_pretrained of GGUF files, and of the stores that are made of them."""
+"""from_pretrained of GGUF files, and of stores converted from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IDS = torch.tensor([[5, 9, 17, 33, 2, 64, 5, 71, 90]])
 
 @pytest.fixture(autouse=True)
 def _in_cache(cache: Path) -> None:
-    """Conversions go there."""
+    """Conversions go to the test's cache."""
 
 
 def _logits(model: PreTrainedModel) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_a_name_in_capitals_is_a_gguf_file(parts: int, tmp_path: Path) -> None:
     for path in tmp_path.glob("*.gguf"):
         path.rename(path.with_name(path.name.upper()))
     path = made.path.with_name(made.path.name.upper())
-    if not parts:  # of which transformers reads the first alone
+    if not parts:  # transformers reads only the first part
         plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
         assert _difference(logits[torch.float32], _logits(plain)) <= 0.02
     for dtype, expected in logits.items():
@@ -81,7 +81,7 @@ def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 def test_logits_are_those_of_the_model(architecture: str, tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", architecture, {"_exps.weight": "Q4_1", "attn_(q|qkv)": "F16"})
     logits = _logits(made.model)
-    if architecture == "llama":  # which transformers takes for a dense one
+    if architecture == "llama":  # transformers takes it for a dense model
         with pytest.raises(UnsupportedModelError, match="takes it for llama: convert it"):
             _open(made.path, dtype=torch.float32)
         with pytest.warns(UserWarning, match="are rounded to bf16"):
@@ -102,7 +102,7 @@ def test_logits_are_those_of_the_model(architecture: str, tmp_path: Path) -> Non
         )
         assert _difference(_logits(model), _logits(own)) <= 0.005
     patched = _logits(torch_mesh.patch(made.model, weights="bf16", resident=0.5))
-    # Of what GGUF has another function of, fp32 does not come back as it went.
+    # These architectures store functions of some fp32 weights, whose inverse is not exact.
     of_functions = architecture in ("qwen35moe", "qwen3next", "llama4")
     assert _difference(_logits(model), patched) <= (1e-5 if of_functions else 0)
 
@@ -151,7 +151,7 @@ def _linears(model: PreTrainedModel) -> dict[str, str]:
     return {path: module._mesh_format for path, module in model.named_modules() if isinstance(module, MeshLinear)}
 
 
-def test_the_rest_keeps_the_codes_of_the_file(tmp_path: Path) -> None:
+def test_linear_layers_keep_the_codes_of_the_file(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", DENSE, **DENSE_SIZES)
     model = _open(made.path, "auto", dense="codes")
     queries = {f"model.layers.{layer}.self_attn.q_proj": "q4_k" for layer in range(2)}
@@ -170,7 +170,7 @@ def test_the_rest_keeps_the_codes_of_the_file(tmp_path: Path) -> None:
     sizes = find_sizes(made.path, MeshConfig(dense="codes"))
     assert sizes.dense_bytes == held + sum(each.nbytes for each in plain) and sizes.dense_format == "q4_k"
     assert [choice.dense for choice in dense_choices(made.path, MeshConfig(), None, None)] == ["codes", "int8", "int4"]
-    # The same values may be put into it; others have no codes.
+    # The same values may be loaded into a layer of codes. Other values have no codes.
     model.load_state_dict({"lm_head.weight": expected["lm_head.weight"].bfloat16()}, strict=False)
     with pytest.raises(RuntimeError, match="Other values than those of q6_k"):
         model.load_state_dict({"lm_head.weight": expected["lm_head.weight"].bfloat16() + 1}, strict=False)
@@ -186,10 +186,10 @@ def _about(linear: MeshLinear) -> tuple[int, str, int]:
 
 
 @pytest.mark.parametrize("architecture", gguf_files.EACH_ARCHITECTURE)
-def test_rows_that_the_converter_moved_keep_their_codes(architecture: str, tmp_path: Path) -> None:
+def test_rows_that_the_gguf_converter_moves_keep_their_codes(architecture: str, tmp_path: Path) -> None:
     types = {"_exps.weight": "Q8_0", "ssm_(alpha|beta|conv1d)": "F16", "weight": "Q5_0"}
     made = gguf_files.write(tmp_path / "model.gguf", architecture, types)
-    if architecture == "llama":  # which transformers takes for a dense one
+    if architecture == "llama":  # transformers takes it for a dense model
         experts = find_checkpoint_experts(made.path, meta := meta_model(read_config(made.path)))
         found = blocks_of_rest(made.path, experts.weights, experts.names, meta)
         packed = {name: (each.read(), each.format) for name, each in found.items()}
@@ -209,9 +209,9 @@ def test_rows_that_the_converter_moved_keep_their_codes(architecture: str, tmp_p
         assert np.array_equal(value, expected[name].numpy()), name
 
 
-def test_codes_of_the_rest_are_those_of_a_gguf_file(tmp_path: Path) -> None:
+def test_dense_codes_needs_a_gguf_file_with_codes(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "TQ2_0", "output": "Q8_0"}, **K_SIZES)
-    model = _open(made.path, "auto", dense="codes")  # also where experts are converted
+    model = _open(made.path, "auto", dense="codes")  # works even if experts are converted
     assert _linears(model)["lm_head"] == "int8_fp16"
     made.model.save_pretrained(tmp_path / "raw")
     store = convert(tmp_path / "raw", tmp_path / "store", "bf16").store
@@ -229,7 +229,7 @@ def test_codes_of_the_rest_are_those_of_a_gguf_file(tmp_path: Path) -> None:
     assert [choice.dense for choice in choices] == ["int8", "int4"]
 
 
-def test_a_store_has_the_codes_of_the_rest(tmp_path: Path) -> None:
+def test_a_store_keeps_the_codes_of_linear_layers(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", DENSE, **DENSE_SIZES)
     store = convert(made.path, tmp_path / "store", "int8", max_file_bytes=1 << 15).store
     files = [file.name for file in store.manifest.other_files if is_codes_file(file.name)]
@@ -244,9 +244,9 @@ def test_a_store_has_the_codes_of_the_rest(tmp_path: Path) -> None:
     for linear in map(stored.get_submodule, _linears(stored)):
         held[linear._mesh_format] += linear._mesh_packed.nbytes
     assert describe(store.folder)["dense_codes"] == held
-    # Without them, it is the model that it was.
+    # Opened without the codes, the store gives the same model as the file.
     assert torch.equal(_logits(_open(store.folder, "int8")), _logits(_open(made.path, "int8")))
-    # They are checked where they are read.
+    # Codes are checked when they are read.
     path = store.folder / files[-1]
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     assert [damage.file for damage in verify(store)] == [str(path)]
@@ -262,7 +262,7 @@ def test_a_store_has_the_codes_of_the_rest(tmp_path: Path) -> None:
             open_it()
 
 
-def test_merging_leaves_the_codes_of_what_it_does_not_change(tmp_path: Path) -> None:
+def test_merging_keeps_the_codes_of_unchanged_layers(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", DENSE, **DENSE_SIZES)
     settings: Any = {"r": 4, "target_modules": ["layers.1.self_attn.q_proj"], "init_lora_weights": False}
     adapted = get_peft_model(made.model, LoraConfig(**settings))
@@ -277,7 +277,7 @@ def test_merging_leaves_the_codes_of_what_it_does_not_change(tmp_path: Path) -> 
         assert _difference(_logits(model), _logits(exact)) <= 0.06
 
 
-def test_saving_keeps_the_codes_of_the_rest(tmp_path: Path) -> None:
+def test_saving_keeps_the_codes_of_linear_layers(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", DENSE, **DENSE_SIZES)
     model = _open(made.path, "auto", dense="codes")
     for opened in (model, model.model):
@@ -292,7 +292,7 @@ def test_saving_keeps_the_codes_of_the_rest(tmp_path: Path) -> None:
     state = {**model.state_dict(), "lm_head.weight": model.lm_head.unpacked_weight() + 1}
     model.save_pretrained(tmp_path / "given", state_dict=state)
     assert "lm_head" not in _linears(_open(tmp_path / "given", "auto", dense="codes"))
-    # A model without codes replaces the folder, and an ordinary checkpoint has no room for them.
+    # Saving a model without codes removes those of the folder, and an ordinary checkpoint cannot hold codes.
     _open(made.path, "auto").save_pretrained(tmp_path / "saved")
     assert not [path for path in (tmp_path / "saved").iterdir() if is_codes_file(path.name)]
     with pytest.warns(
@@ -314,13 +314,13 @@ def test_a_tied_head_keeps_the_codes_of_the_embedding(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(_logits(_open(tmp_path / "saved", "auto", dense="codes")), _logits(model))
     with torch.no_grad():
-        model.model.embed_tokens.weight[3] += 1  # the saved head follows
+        model.model.embed_tokens.weight[3] += 1  # the tied head is saved with this change
     model.save_pretrained(tmp_path / "trained")
     with pytest.raises(UnsupportedModelError, match="nor from a folder that torch-mesh convert made"):
         _open(tmp_path / "trained", "auto", dense="codes")
 
 
-def test_layers_of_several_types_are_one_model(tmp_path: Path, cache: Path) -> None:
+def test_a_model_may_have_layers_of_several_types(tmp_path: Path, cache: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", MIXED, **K_SIZES)
     model = _open(made.path, weights="auto", dtype=torch.float32)
     assert model.config.quantization_config.weights == "q4_k+q6_k|q4_k:01"
@@ -339,16 +339,16 @@ def test_layers_of_several_types_are_one_model(tmp_path: Path, cache: Path) -> N
     assert experts and all(torch.equal(value, expected[name]) for name, value in experts.items())
 
 
-# gemma4 has a head for values in no layer of the first part, and divisors of frequencies in the last.
+# gemma4 has no head for values in any layer of the first part, and divisors of frequencies in the last part.
 @pytest.mark.parametrize("architecture", ["qwen2moe", "gemma4"])
-def test_parts_are_one_model(architecture: str, tmp_path: Path) -> None:
+def test_a_gguf_file_in_several_parts_is_one_model(architecture: str, tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", architecture, {"_exps.weight": "Q8_0"}, parts=3)
     model = _open(made.path, dtype=torch.float32)
-    assert not model.config.tie_word_embeddings  # the head is in another part than the one that transformers reads
+    assert not model.config.tie_word_embeddings  # the head is not in the part that transformers reads
     assert _difference(_logits(model), _logits(made.model)) <= 0.005
 
 
-def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_are_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "models--maker--model" / "snapshots" / "f00"
     (snapshot / "q8").mkdir(parents=True)
     made = gguf_files.write(snapshot / "q8" / "model.gguf", "qwen3moe", {"_exps": "Q8_0"}, parts=3)
@@ -365,7 +365,7 @@ def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert _difference(_logits(model), _logits(made.model)) <= 0.005
 
 
-def test_a_config_of_any_form_is_taken(tmp_path: Path) -> None:
+def test_a_config_or_a_dict_is_taken(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "minimax-m2", {"_exps.weight": "Q8_0"})
     config = {"quant_method": "mesh", "resident": 0.5, "weights": "int8"}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", quantization_config=config)
@@ -377,14 +377,14 @@ def test_a_config_of_any_form_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="this transformers does not read qwen35moe")
-def test_without_a_mesh_config_transformers_loads_as_ever(tmp_path: Path) -> None:
+def test_without_a_mesh_config_transformers_loads_the_file_itself(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen35moe", {"_exps.weight": "Q8_0"})
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     assert not list(patched_modules(model))
     assert _difference(_logits(model), _logits(made.model)) <= 1e-4
 
 
-def test_what_was_trained_is_saved(tmp_path: Path) -> None:
+def test_trained_weights_are_saved(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q8_0"})
     model = _open(made.path, weights="int8")
     with torch.no_grad():
@@ -393,7 +393,7 @@ def test_what_was_trained_is_saved(tmp_path: Path) -> None:
     assert torch.equal(_logits(_open(tmp_path / "saved", weights="auto")), _logits(model))
 
 
-def test_damage_is_a_typed_error(tmp_path: Path) -> None:
+def test_a_truncated_file_is_a_store_error(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q8_0"})
     data = made.path.read_bytes()
     made.path.write_bytes(data[: len(data) - 4096])

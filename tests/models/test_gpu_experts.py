@@ -1,7 +1,6 @@
-"""MeshConfig(gpu={"experts": ...}): which experts go to the device of their layer, what stays in the pool, and what is
-refused.
+"""MeshConfig(gpu={"experts": ...}): experts on the device of their layer, experts in the pool, and refusals.
 
-Without a card the CPU stands for one: placing is told that it may hold experts, and Triton is interpreted.
+Without a card the CPU takes its place: placing is made to believe that it may hold experts, and Triton is interpreted.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that holds experts."""
+    """A device that can hold experts: a card, or the CPU in its place."""
     pytest.importorskip("triton")
     importlib.import_module("quick_interpreter")
     if DEVICE.type == "cpu":
@@ -77,7 +76,7 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _agrees_with(original: PreTrainedModel, ids: torch.Tensor, weights: str = "bf16") -> Callable[[nn.Module], None]:
-    """A model has the logits of what its records stand for. Those in memory round what they multiply to bytes."""
+    """A check that a model has the logits of its records' values. Experts in memory round their inputs to bytes."""
     plain = copy.deepcopy(original)
     in_memory = torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights=weights)
     if weights != "bf16":
@@ -87,7 +86,7 @@ def _agrees_with(original: PreTrainedModel, ids: torch.Tensor, weights: str = "b
 
 
 def _residency(model: PreTrainedModel) -> torch.Tensor:
-    """bool [layers, experts]: in the pool or on the way there."""
+    """bool [layers, experts]: whether an expert is in the pool or being read into it."""
     states = [torch.ops.torch_mesh.residency(module._mesh_handle) for module in patched_modules(model)]
     return torch.stack(states) > 0
 
@@ -108,7 +107,7 @@ def _random_mask() -> torch.Tensor:
         ("GptOssExperts", "tcq3"),
     ],
 )
-def test_a_model_gives_the_logits_of_the_cpu(family: str, weights: str) -> None:
+def test_a_model_with_experts_on_the_device_has_the_logits_of_the_cpu(family: str, weights: str) -> None:
     original, ids = _build(family), _ids()
     agrees = _agrees_with(original, ids, weights)
     for wanted in (3, _random_mask(), "auto"):
@@ -121,7 +120,7 @@ def test_a_model_gives_the_logits_of_the_cpu(family: str, weights: str) -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_experts_on_the_device_leave_the_pool_for_good() -> None:
+def test_experts_on_the_device_never_return_to_the_pool() -> None:
     mask = _random_mask()
     mask[0] = True
     model = torch_mesh.patch(_build(), resident=0.9, weights="int8", gpu={"experts": mask, "streaming": "off"})
@@ -137,7 +136,7 @@ def test_experts_on_the_device_leave_the_pool_for_good() -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_statistics_begin_after_placing() -> None:
+def test_placing_experts_is_not_counted() -> None:
     model = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu={"experts": 4})
     stats = torch_mesh.stats(model)
     assert stats.accesses == stats.bytes_read == 0
@@ -167,7 +166,7 @@ def test_statistics_of_the_device() -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_measured_costs_are_measured() -> None:
+def test_costs_of_streaming_are_measured_unless_it_is_off() -> None:
     mask = _random_mask()
     mask[0, :2] = torch.tensor([True, False])
     model = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu={"experts": mask})
@@ -185,7 +184,7 @@ def test_measured_costs_are_measured() -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_a_damaged_store_makes_nan_and_is_raised_afterwards(tmp_path: Path) -> None:
+def test_a_damaged_store_gives_nan_and_a_later_error(tmp_path: Path) -> None:
     options = {
         "resident": 0.2,
         "weights": "int8",
@@ -202,7 +201,7 @@ def test_a_damaged_store_makes_nan_and_is_raised_afterwards(tmp_path: Path) -> N
     for look in (torch_mesh.stats, torch_mesh.synchronize, lambda model: _logits(model, ids)):
         with pytest.raises(
             (ChecksumError, ValueError)
-        ) as error:  # NaN may make a later layer's router choose what is not there
+        ) as error:  # with NaN a later layer's router may choose an expert that does not exist
             _logits(model, ids)
             look(model)
         assert isinstance(error.value, ChecksumError) or "expert id" in str(error.value)
@@ -224,11 +223,11 @@ def test_capture_sizes_are_set_read_and_cleared() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("card")
-def test_experts_move_to_where_they_are_told() -> None:
+def test_place_experts_moves_experts_to_the_given_mask() -> None:
     original, ids = _build(), _ids()
     masks = [_random_mask() for _ in range(3)]
     for mask in masks:
-        mask[:, 0], mask[:, 1] = True, False  # each layer has some on either side
+        mask[:, 0], mask[:, 1] = True, False  # each layer has some experts on the card and some in the pool
         mask[:, 4:] = False
     model = torch_mesh.patch(
         copy.deepcopy(original), resident=0.5, gpu={"experts": 4, "placement": "dynamic", "streaming": "off"}
@@ -262,14 +261,14 @@ def _decode(
     tokens: torch.Tensor,
     masks: Mapping[int, torch.Tensor],
 ) -> torch.Tensor:
-    """Logits [tokens, vocabulary]; ``masks`` are where experts have to be from which step on."""
+    """Logits [tokens, vocabulary]. ``masks`` has, by step, the experts that are on the device from this step on."""
     steps.reset()
     logits = []
     for index, token in enumerate(tokens):
         if index in masks:
             torch_mesh.place_experts(steps.model, masks[index])
         logits.append(step(token).clone())
-    result = torch.stack(logits).cpu()  # waits for what a replay does, which synchronize() does not
+    result = torch.stack(logits).cpu()  # this waits for the replays, which synchronize() does not
     torch_mesh.synchronize(steps.model)
     return result
 
@@ -283,16 +282,16 @@ NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ
     ("count", "moves"),
     [
         pytest.param(6, 3, marks=pytest.mark.smoke),
-        # In the interpreter fewer steps, as many moves.
+        # Triton's interpreter runs fewer steps with as many moves.
         pytest.param(200, 20) if DEVICE.type == "cuda" else pytest.param(24, 20, marks=pytest.mark.slow),
     ],
 )
 def test_replayed_steps_equal_eager_ones_while_experts_move(
     monkeypatch: pytest.MonkeyPatch, count: int, moves: int
 ) -> None:
-    """Bit for bit. Without a card, where nothing is captured, the second model is another with other delays between its
-    streams."""
-    monkeypatch.setattr(placing, "_PATIENCE", 1 << 30)  # so that nothing moves but by the schedule
+    """The logits are equal bit for bit. Without a card nothing is captured. Then the second model has other delays
+    between its streams."""
+    monkeypatch.setattr(placing, "_PATIENCE", 1 << 30)  # only the schedule moves experts
     original = _build()
     tokens = torch.randint(3, 100, (count,), device=DEVICE)
     masks = {0: torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)}
@@ -321,13 +320,13 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
 
 
 @pytest.mark.usefixtures("card")
-def test_what_is_used_moves_up_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_experts_move_to_the_device_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "_PATIENCE", 2)
     model = torch_mesh.patch(_build(), resident=0.5, gpu={"experts": 2, "placement": "dynamic"})
     ids = _ids()
     deadline = time.monotonic() + 60
     for step in itertools.count():
-        token = step // 50 % ids.size(1)  # for a while one token, whose experts are then the hottest
+        token = step // 50 % ids.size(1)  # the same token for a while, so that its experts become the hottest
         _logits(model, ids[:, token : token + 1])
         device = torch_mesh.stats(model).device
         assert device is not None and device.moves_failed == 0
@@ -350,7 +349,7 @@ def test_a_static_placement_does_not_move() -> None:
         MeshConfig(gpu={"placement": "often"})
 
 
-def test_what_has_nothing_on_a_device_says_so() -> None:
+def test_functions_of_the_device_refuse_a_model_without_experts_there() -> None:
     model = TINY_MODELS["Qwen3MoeExperts"].build()
     calls = (
         torch_mesh.synchronize,
@@ -376,7 +375,7 @@ def test_all_in_memory_works_without_a_store() -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_from_pretrained_places_what_it_reads(tmp_path: Path) -> None:
+def test_from_pretrained_places_experts_on_the_device(tmp_path: Path) -> None:
     original, ids = _build(), _ids()
     original.save_pretrained(tmp_path / "model")
     config = MeshConfig(resident=0.5, gpu={"experts": _random_mask()})
@@ -389,7 +388,7 @@ def test_from_pretrained_places_what_it_reads(tmp_path: Path) -> None:
 
 
 def _on_card(model: PreTrainedModel, original: PreTrainedModel, weights: str, group_size: int = 64) -> int:
-    """How many experts are there; their records are those of the original weights in ``weights``."""
+    """The number of experts on the card. Checks that their records are the original weights packed in ``weights``."""
     count = 0
     for module, layer in zip(patched_modules(model), find_experts(original), strict=True):
         placed = find(module._mesh_handle)
@@ -403,7 +402,7 @@ def _on_card(model: PreTrainedModel, original: PreTrainedModel, weights: str, gr
 
 @pytest.mark.usefixtures("card")
 @pytest.mark.parametrize(("weights", "there", "resident"), [("int4", "bf16", 0.5), ("bf16", "int8", 1.0)])
-def test_another_format_on_the_card(weights: str, there: str, resident: float, cache: Path) -> None:
+def test_experts_on_the_card_may_have_another_format(weights: str, there: str, resident: float, cache: Path) -> None:
     original, ids = _build(), _ids()
     options = {"resident": resident, "weights": weights, "gpu": {"experts": 3, "weights": there}}
     model = torch_mesh.patch(copy.deepcopy(original), **options)
@@ -413,7 +412,7 @@ def test_another_format_on_the_card(weights: str, there: str, resident: float, c
     same = torch_mesh.patch(copy.deepcopy(original), **options | {"gpu": {"experts": 3}})
     assert " in " not in repr(next(patched_modules(same))).rpartition("on ")[2]
     _agrees_with(original, ids, weights)(same)
-    assert not _logits(model, ids).isnan().any()  # whose experts are some of one format and some of the other
+    assert not _logits(model, ids).isnan().any()  # with experts in both formats
     if weights == "bf16":
         torch_mesh.unpatch(model)
         assert all(torch.equal(model.state_dict()[name], value) for name, value in original.state_dict().items())
@@ -430,7 +429,7 @@ def test_all_experts_on_the_card_in_a_trellis_give_the_logits_of_such_a_model(th
 
 
 @pytest.mark.usefixtures("card")
-def test_experts_move_to_another_format() -> None:
+def test_moved_experts_get_the_format_of_the_card() -> None:
     original = _build()
     gpu = {"experts": 3, "weights": "int8", "placement": "dynamic", "streaming": "off"}
     model = torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights="int4", gpu=gpu)
@@ -491,7 +490,7 @@ def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path, cache: Pa
     ("kind", "weights", "fewer"),
     [("ct_mxfp4", "mxfp4", TRELLIS_FORMATS), ("fp8_blocks", "fp8", ("int4", "lut4", *TRELLIS_FORMATS))],
 )
-def test_the_codes_of_a_checkpoint_go_to_the_card_as_they_are(
+def test_codes_of_a_checkpoint_are_placed_on_the_card_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, weights: str, fewer: tuple[str, ...]
 ) -> None:
     folder, converted = tmp_path / "raw", tmp_path / "converted"
@@ -539,7 +538,7 @@ def test_the_codes_of_a_checkpoint_go_to_the_card_as_they_are(
 
 @pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("wanted", [2, "auto"])
-def test_a_profile_says_which_experts_go_and_the_pool_warms_with_others(
+def test_a_profile_chooses_the_experts_for_the_card_and_for_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int | str
 ) -> None:
     uses = np.stack([np.random.permutation(EXPERTS) for _ in range(LAYERS)]) + 1
@@ -568,7 +567,7 @@ def test_a_profile_says_which_experts_go_and_the_pool_warms_with_others(
 
 
 @pytest.mark.usefixtures("card")
-def test_generates_and_copies() -> None:
+def test_a_deep_copy_generates_the_same_tokens() -> None:
     model = torch_mesh.patch(_build(), resident=0.5, gpu={"experts": 5})
     settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     ids = _ids()
@@ -579,7 +578,7 @@ def test_generates_and_copies() -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_an_embedded_layer_takes_them_too() -> None:
+def test_a_single_layer_takes_experts_on_the_device() -> None:
     gate_up, down = torch.randn(4, 80, 72, device=DEVICE) * 0.1, torch.randn(4, 72, 40, device=DEVICE) * 0.1
     x, ids = torch.randn(5, 72, device=DEVICE), torch.randint(0, 4, (5, 2), device=DEVICE)
     weights = torch.rand(5, 2, device=DEVICE)
@@ -592,7 +591,7 @@ def test_an_embedded_layer_takes_them_too() -> None:
     for n, call in zip((5, 1, 3), pending, strict=True):
         assert torch.equal(call.result(), layer(x[:n], ids[:n], weights[:n]))
     assert torch.equal(pending[0].result(), out), "as often as one likes"
-    layer.submit(x, ids, weights)  # nobody asks for it
+    layer.submit(x, ids, weights)  # a call whose result is never asked for
     assert torch.equal(layer(x, ids, weights), out)
 
 
@@ -632,7 +631,7 @@ def test_an_error_of_a_submitted_call_comes_out_of_its_result() -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_and_counts_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     for wrong, message in (
         (9, "gpu.experts=9, but a layer has 8 experts"),
@@ -655,7 +654,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_a_family_with_a_gate_of_its_own_stays_on_the_cpu() -> None:
+def test_a_family_with_unfused_experts_stays_on_the_cpu() -> None:
     model = _build("MuseSparkExperts")
     with pytest.raises(UnsupportedModelError, match="run unfused, on the CPU"):
         torch_mesh.patch(model, gpu={"experts": 1})
@@ -663,16 +662,16 @@ def test_a_family_with_a_gate_of_its_own_stays_on_the_cpu() -> None:
         torch_mesh.patch(model, gpu={"experts": "auto"})
 
 
-def test_a_model_on_the_cpu_takes_none() -> None:
+def test_a_model_on_the_cpu_has_no_experts_on_a_device() -> None:
     model = TINY_MODELS["Qwen3MoeExperts"].build()
     with pytest.raises((MeshError, UnsupportedModelError), match="device_map='cuda'|pip install triton"):
         torch_mesh.patch(model, gpu={"experts": 1})
-    torch_mesh.patch(model, gpu={"experts": "auto"})  # means none where there is none
+    torch_mesh.patch(model, gpu={"experts": "auto"})  # "auto" places none without a card
     assert all(module._mesh_device is None for module in patched_modules(model))
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "many", [[1, 0]], [[True], [True, False]], [], None])
-def test_a_wrong_value_says_what_is_allowed(value: object) -> None:
+def test_a_wrong_gpu_experts_says_what_is_allowed(value: object) -> None:
     with pytest.raises(ValueError, match="give a number of experts of each layer, 'auto', or a bool mask"):
         MeshConfig(gpu={"experts": value})
 
@@ -683,12 +682,12 @@ def test_a_wrong_streaming_says_what_is_allowed(value: object) -> None:
         MeshConfig(gpu={"streaming": value})
 
 
-def test_streaming_is_of_this_machine() -> None:
+def test_a_checkpoint_does_not_store_streaming() -> None:
     assert MeshConfig(gpu={"streaming": [1, 2.5, 0]}).gpu.streaming == (1.0, 2.5, 0.0)
     assert "gpu_streaming" not in MeshConfig(gpu={"streaming": "off"}).to_dict()
 
 
-def test_the_config_takes_every_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_experts_may_be_a_mask_in_any_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mask = [[True, False], [False, False]]
     for given in (mask, np.array(mask), torch.tensor(mask)):
         config = MeshConfig(gpu={"experts": given})
@@ -725,13 +724,13 @@ def test_hottest_experts_of_a_trace_and_of_statistics() -> None:
     ("free", "status", "counts"),
     [
         (2 * GIB, "too small", (0, 0, 0)),  # the reserve takes all
-        (2 * GIB + 2 * 4096 * 1024, "too small", (0, 0, 0)),  # the buffers do
+        (2 * GIB + 2 * 4096 * 1024, "too small", (0, 0, 0)),  # the buffers take the rest
         (2 * GIB + 10 * 4096 * 1024, "below recommended", (3, 3, 2)),
         (2 * GIB + 11 * 4096 * 1024, "ok", (3, 3, 3)),
         (20 * GIB, "nothing to do", (8, 8, 8)),
     ],
 )
-def test_how_many_fit_beside_a_reserve(free: int, status: str, counts: tuple[int, ...]) -> None:
+def test_experts_on_a_card_fit_beside_a_reserve(free: int, status: str, counts: tuple[int, ...]) -> None:
     plan = plan_gpu(free, 8 * GIB, LAYERS, EXPERTS, TOP_K, record_bytes=4096 * 1024)
     assert (plan.status, plan.counts, plan.reserve_bytes) == (status, counts, 2 * GIB)
     assert plan.buffers == (2 if 0 < sum(counts) < LAYERS * EXPERTS else 0)

@@ -1,5 +1,5 @@
-"""Caches of keys and values that grow in place give what transformers' own gives, and change nothing that somebody
-holds."""
+"""Caches of keys and values that grow in place. They give what transformers' caches give, and never change tensors that
+a caller holds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QWEN, OSS = "Qwen3MoeExperts", "GptOssExperts"
 
 
 def _states(tokens: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Keys and values, whose last dimensions differ, as those of DeepSeek do."""
+    """Random keys and values. Their last dimensions differ, as in DeepSeek."""
     return torch.randn(batch, 3, tokens, 8).to(dtype), torch.randn(batch, 3, tokens, 5).to(dtype)
 
 
@@ -35,7 +35,7 @@ def _same(layer: Any, other: Any) -> bool:
     return all(own.dtype == theirs.dtype and torch.equal(own, theirs) for own, theirs in pairs)
 
 
-# transformers 5.17 writes zeros into the keys that were there, and goes on behind them.
+# The reset of transformers 5.17 fills the old keys with zeros, and new ones are appended to them.
 RESET_DROPS = "reset" in vars(DynamicLayer)
 
 
@@ -44,7 +44,7 @@ def _patched() -> PreTrainedModel:
 
 
 @torch.no_grad()
-def test_any_order_of_calls_gives_what_transformers_gives(rng: Any) -> None:
+def test_any_order_of_calls_gives_the_results_of_transformers(rng: Any) -> None:
     own, theirs = GrowingLayer(), DynamicLayer()
     seen: list[tuple[Tensor, Tensor]] = []
     for _ in range(300):
@@ -78,7 +78,7 @@ def test_any_order_of_calls_gives_what_transformers_gives(rng: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_token_is_written_behind_the_others() -> None:
+def test_a_token_is_appended_in_place() -> None:
     layer = GrowingLayer()
     layer.update(*_states(20))
     places = [tensor.data_ptr() for tensor in _held(layer)]
@@ -88,13 +88,13 @@ def test_a_token_is_written_behind_the_others() -> None:
     for _ in range(1000):
         layer.update(*_states(1))
     assert layer.get_seq_length() == 1050
-    # Room for an eighth more, and not for twice as many.
+    # There is room for an eighth more tokens, not for twice as many.
     assert all(tensor.untyped_storage().nbytes() <= 1.3 * tensor.nbytes for tensor in _held(layer))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 @torch.no_grad()
-def test_copies_go_their_own_ways(copied: Any) -> None:
+def test_copies_grow_independently(copied: Any) -> None:
     first = GrowingLayer()
     first.update(*_states(10))
     second, before = copied(first), first.keys.clone()
@@ -109,7 +109,7 @@ def test_copies_go_their_own_ways(copied: Any) -> None:
 
 
 @torch.no_grad()
-def test_tokens_that_are_taken_back_make_room_for_others() -> None:
+def test_rewound_tokens_are_overwritten() -> None:
     layer, before = GrowingLayer(), _states(10)
     layer.update(*before)
     shared, place, first = copy.copy(layer), layer.keys.data_ptr(), _states(4)
@@ -126,7 +126,7 @@ def test_tokens_that_are_taken_back_make_room_for_others() -> None:
     assert all(torch.equal(*pair) for pair in zip((held[..., 11:, :] for held in _held(layer)), last, strict=True))
 
 
-def test_what_cannot_be_written_in_place_is_transformers() -> None:
+def test_updates_that_do_not_fit_in_place_act_as_in_transformers() -> None:
     own, theirs = GrowingLayer(), DynamicLayer()
     with torch.no_grad():
         for states in (_states(4), tuple(tensor.double() for tensor in _states(1)), _states(1)):
@@ -140,7 +140,7 @@ def test_what_cannot_be_written_in_place_is_transformers() -> None:
 
 
 def test_gradients_pass_several_forwards_over_one_cache() -> None:
-    """Also those of queries alone, for which attention keeps the keys of each forward."""
+    """This includes gradients of queries only, for which autograd keeps the keys of each forward."""
     states = [_states(tokens) for tokens in (4, 1, 1)]
     grads = []
     for layer in (GrowingLayer(), DynamicLayer()):
@@ -155,7 +155,7 @@ def test_gradients_pass_several_forwards_over_one_cache() -> None:
 
 
 @torch.no_grad()
-def test_keys_that_are_replaced_leave_no_memory_behind() -> None:
+def test_replaced_keys_are_freed() -> None:
     for replace in (
         lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
         lambda layer: layer.batch_select_indices(torch.tensor([0])),
@@ -168,7 +168,7 @@ def test_keys_that_are_replaced_leave_no_memory_behind() -> None:
         assert all(ref() is None for ref in memory)
 
 
-def test_a_prompt_read_in_inference_mode_goes_on_outside_of_it() -> None:
+def test_a_cache_filled_in_inference_mode_grows_outside_of_it() -> None:
     own, theirs = GrowingLayer(), DynamicLayer()
     with torch.inference_mode():
         first = _states(4)
@@ -231,7 +231,7 @@ def test_unpatch_and_patching_that_fails_leave_no_hook(monkeypatch: pytest.Monke
     assert not modules.has_attributes(model)
 
 
-def test_a_copy_of_a_model_is_unpatched_by_itself() -> None:
+def test_unpatching_a_copy_leaves_the_original_patched() -> None:
     patched = _patched()
     clone = copy.deepcopy(patched)
     torch_mesh.unpatch(clone)
@@ -240,7 +240,7 @@ def test_a_copy_of_a_model_is_unpatched_by_itself() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_compiled_forward_leaves_the_cache_as_it_is() -> None:
+def test_a_compiled_forward_does_not_replace_the_cache() -> None:
     patched = _patched()
     ids = torch.randint(3, 100, (1, 5))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Models with experts of several shapes: one shape goes into the pool, the others stay as they are."""
+"""Models with experts of several shapes: one shape goes into the pool, the others stay unpatched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SPECIAL = {"image_token_id": 100, "video_token_id": 103}
 
 
 def _ernie(text: int = 96, vision: int = 32) -> PreTrainedModel:
-    """Experts for text and others for images in each layer; in the checkpoint they are one list."""
+    """A model with experts for text and others for images in each layer. The checkpoint has them in one list."""
     config = Ernie4_5_VLMoeConfig(
         text_config={
             **_TOKENS,
@@ -51,7 +51,7 @@ def _ernie(text: int = 96, vision: int = 32) -> PreTrainedModel:
 
 
 def _dots() -> PreTrainedModel:
-    """Experts in its vision tower, too, more of them in each layer and fewer for each token."""
+    """A model with experts in its vision tower too: more in each layer and fewer for each token."""
     config = transformers.Dots3NoteConfig(
         text_config={
             **_TOKENS,
@@ -118,7 +118,7 @@ _IMAGE_TOKENS = torch.tensor([[0, 0, 1, 1, 1, 0, 0]])
 
 
 def _run(model: Any) -> list[torch.Tensor]:
-    """Logits of a text, and what an image goes through: all experts of both kinds."""
+    """Logits of a text, and the output of the layers for images. Together they use experts of both kinds."""
     tokens = torch.arange(3, 10).unsqueeze(0)
     with torch.no_grad():
         if isinstance(model, Ernie4_5_VLMoeForConditionalGeneration):
@@ -134,7 +134,7 @@ def _run(model: Any) -> list[torch.Tensor]:
 def _close(model: Any, expected: list[torch.Tensor], most: float) -> None:
     for output, right in zip(_run(model), expected, strict=True):
         by_token = (output - right).norm(dim=-1) / right.norm(dim=-1)
-        assert by_token.median() < most  # rounding may tip single choices of experts
+        assert by_token.median() < most  # rounding may change single choices of experts
 
 
 def _values(model: Any) -> dict[str, torch.Tensor]:
@@ -142,7 +142,7 @@ def _values(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _check_kinds(model: Any, bits: dict[str, torch.Tensor]) -> None:
-    """Text experts are in a pool; the others hold ``bits`` in the class that transformers gave them."""
+    """Check that text experts are in a pool, and that the others have the values ``bits`` in transformers' class."""
     pooled, others = find_experts(model), layers_left_alone(model)
     assert [type(layer.module).__name__[:4] for layer in pooled] == ["Mesh"] * 2
     assert all(".layers." in layer.path and "vision" not in layer.path for layer in pooled)
@@ -195,7 +195,7 @@ def checkpoint(model: PreTrainedModel, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def test_patching_takes_the_experts_with_most_bytes_and_unpatching_gives_them_back(model: PreTrainedModel) -> None:
+def test_patching_takes_the_experts_with_most_bytes_and_unpatching_restores_them(model: PreTrainedModel) -> None:
     bits, expected = _values(model), _run(model)
     kept = [parameter for layer in layers_left_alone(model) for parameter in layer.parameters.values()]
     for resident in (0.5, 1.0):
@@ -214,7 +214,7 @@ def test_patching_takes_the_experts_with_most_bytes_and_unpatching_gives_them_ba
         assert list(after) == list(bits) and all(torch.equal(after[name], bits[name]) for name in bits)
 
 
-def test_a_raw_checkpoint_opens_and_is_saved_as_it_was(
+def test_a_raw_checkpoint_is_opened_and_saved_unchanged(
     model: PreTrainedModel, checkpoint: Path, tmp_path: Path
 ) -> None:
     bits, expected = _values(model), _run(model)
@@ -233,7 +233,7 @@ def test_a_raw_checkpoint_opens_and_is_saved_as_it_was(
 def test_rounded_experts_are_saved_apart_from_the_others(
     model: PreTrainedModel, checkpoint: Path, way: str, tmp_path: Path
 ) -> None:
-    """Which keep the names and numbers that they have beside them in the checkpoint."""
+    """The others keep the names and numbers that they have in the checkpoint."""
     bits = _values(model)
     convert(checkpoint, tmp_path / "converted", "int8")
     config = MeshConfig(resident=0.5, io="threads")
@@ -259,7 +259,7 @@ def test_rounded_experts_are_saved_apart_from_the_others(
 
 
 @pytest.mark.parametrize(("weights", "model"), each_once_quick(["bf16", "int8"], [*_MODELS]), indirect=["model"])
-def test_a_converted_checkpoint_has_the_other_experts_as_they_were(
+def test_a_converted_checkpoint_has_the_other_experts_unchanged(
     model: PreTrainedModel, checkpoint: Path, weights: str, tmp_path: Path
 ) -> None:
     bits, expected = _values(model), _run(model)
@@ -279,7 +279,9 @@ def test_a_converted_checkpoint_has_the_other_experts_as_they_were(
         assert all(torch.equal(after[name], bits[name]) for name in bits)
 
 
-def test_plan_counts_the_other_experts_to_the_rest(model: PreTrainedModel, checkpoint: Path, tmp_path: Path) -> None:
+def test_plan_counts_the_other_experts_to_the_rest_of_the_model(
+    model: PreTrainedModel, checkpoint: Path, tmp_path: Path
+) -> None:
     config = MeshConfig(resident=0.5, io="threads")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -331,7 +333,7 @@ def test_too_many_experts_are_named(tmp_path: Path) -> None:
         type(model).from_pretrained(tmp_path, quantization_config=MeshConfig(resident=0.5))
 
 
-def test_kinds_of_one_shape_share_a_pool_and_defer_nothing() -> None:
+def test_kinds_of_one_shape_share_a_pool_and_refuse_deferred_experts() -> None:
     model = _ernie(text=64, vision=64)
     assert len(find_experts(model)) == 4 and not layers_left_alone(model)
     with pytest.raises(
@@ -345,9 +347,9 @@ def test_kinds_of_one_shape_share_a_pool_and_defer_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", [pytest.param("Dots3Note", marks=_newer), "Ernie4_5_VLMoe", "Qwen3OmniMoe"])
-def test_at_their_real_sizes_the_text_experts_go_into_the_pool(family: str) -> None:
+def test_at_published_sizes_the_text_experts_go_into_the_pool(family: str) -> None:
     fields: dict[str, Any] = {}
-    if family == "Qwen3OmniMoe":  # whose defaults leave these open
+    if family == "Qwen3OmniMoe":  # its defaults lack these
         fields["talker_config"] = {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": 768}}
     config = getattr(transformers, f"{family}Config")(**fields)
     with torch.device("meta"):

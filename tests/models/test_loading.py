@@ -64,8 +64,8 @@ def test_raw_checkpoint_equals_the_patched_model(name: str, tmp_path: Path, ids:
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_experts_that_the_module_around_them_initialises_are_loaded(weights: str, tmp_path: Path) -> None:
-    """transformers asks that module to, though nothing of it is missing."""
+def test_experts_that_their_parent_module_initialises_are_loaded(weights: str, tmp_path: Path) -> None:
+    """transformers has that module initialise them, though none of its weights is missing."""
     model = TINY_MODELS["Qwen3OmniMoeThinkerTextExperts"].build()
     model.save_pretrained(tmp_path / "raw")
     inputs = inputs_for(model)
@@ -88,7 +88,7 @@ def test_converted_folder_opens_by_itself(name: str, weights: str, tmp_path: Pat
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
 
 
-def test_given_fields_beat_those_of_the_converted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_fields_override_those_of_the_converted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save("Qwen3MoeExperts", tmp_path / "raw")
     convert(tmp_path / "raw", tmp_path / "store", "int8", 32)
     with warnings.catch_warnings():
@@ -120,7 +120,7 @@ def test_quantised_weights_of_a_raw_checkpoint_are_converted_once(
     assert torch.equal(_logits(_open(tmp_path / "raw", weights="int8"), ids), _logits(reference, ids))
     assert {path: path.stat().st_mtime_ns for path in store.iterdir()} == before
     _open(tmp_path / "raw", weights="int8", group_size=32)
-    os.utime(tmp_path / "raw" / "model.safetensors")  # may have been changed
+    os.utime(tmp_path / "raw" / "model.safetensors")  # the file counts as changed
     _open(tmp_path / "raw", weights="int8")
     assert len([path for path in (cache / "stores").iterdir() if path.is_dir()]) == 3
 
@@ -198,7 +198,7 @@ def test_other_quantisers_keep_their_warnings(passed: AwqConfig | GPTQConfig) ->
 FILE_FIELDS = {"resident": 1e-6, "threads": 7, "workspace": "1MiB", "timeout": 0.5, "verify": "never", "io": "buffered"}
 
 
-def test_a_checkpoint_cannot_say_where_to_write_or_what_to_take(tmp_path: Path, cache: Path, ids: torch.Tensor) -> None:
+def test_a_checkpoint_cannot_set_paths_or_resources(tmp_path: Path, cache: Path, ids: torch.Tensor) -> None:
     reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"), weights="int8")
     convert(tmp_path / "raw", tmp_path / "store", "int8")
     table = {"quant_method": "mesh", "policy": "slru", "store": str(tmp_path / "written"), "dense": "int4"}
@@ -210,7 +210,7 @@ def test_a_checkpoint_cannot_say_where_to_write_or_what_to_take(tmp_path: Path, 
     assert (pool.threads, pool.timeout, pool.workspace) == (0, 30.0, 256 << 20)
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
     given = MeshConfig(resident=0.5, lossy={"fallback": "int4"})
-    with pytest.warns(UserWarning, match="ignored"):  # fallback makes a store of its own
+    with pytest.warns(UserWarning, match="ignored"):  # fallback writes a store of its own
         AutoModelForCausalLM.from_pretrained(tmp_path / "store", quantization_config=given)
     assert list((cache / "stores").iterdir())
     assert not (tmp_path / "written").exists() and not (tmp_path / "written-int4").exists()
@@ -259,7 +259,7 @@ def test_damaged_store_is_a_typed_error(tmp_path: Path) -> None:
 
 
 def _as_hub_snapshot(folder: Path, hub: Path, name: str) -> None:
-    """Lays ``folder`` out as a download in the hub's cache."""
+    """Move ``folder`` into ``hub``, laid out as a download in the hub's cache."""
     commit = "0" * 40
     repository = hub / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
@@ -289,15 +289,15 @@ def test_hub_id_offline(converted: bool, tmp_path: Path, ids: torch.Tensor, monk
 @pytest.mark.parametrize(
     "missing", ["mesh_manifest.json", pytest.param("mesh-00001-of-00001.safetensors", marks=pytest.mark.thorough)]
 )
-def test_what_the_hub_has_of_a_converted_folder_is_fetched_if_it_is_not_there(
+def test_missing_files_of_a_converted_folder_are_fetched_from_the_hub(
     missing: str, tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The records too, after a first time that was interrupted when the manifest had come."""
+    """This includes the records, if an earlier download was interrupted after the manifest."""
     reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"))
     convert(tmp_path / "raw", tmp_path / "store", "bf16")
     (tmp_path / "store" / missing).rename(tmp_path / missing)
     _as_hub_snapshot(tmp_path / "store", tmp_path / "hub", "someone/tiny-moe")
-    # transformers looks for an adapter in the hub all the same, time after time where there is no network.
+    # Even so transformers looks for an adapter on the hub, and retries without a network.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     fetched = []
 
@@ -311,7 +311,7 @@ def test_what_the_hub_has_of_a_converted_folder_is_fetched_if_it_is_not_there(
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
 
 
-def test_the_hub_s_codes_of_the_rest_are_fetched_where_they_are_asked_for(
+def test_dense_codes_are_fetched_from_the_hub_only_if_asked_for(
     tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf")
@@ -374,7 +374,7 @@ def test_experts_are_never_materialised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["/nvme/does-not-exist", "./does-not-exist", "does/not/exist"])
 def test_a_missing_folder_is_explained(folder: str) -> None:
-    """transformers says what it says before torch_mesh is asked, and of ids: troubleshooting says what is meant."""
+    """transformers fails with an error about hub ids before calling torch_mesh. docs/troubleshooting.md explains it."""
     with pytest.raises(OSError, match="Repo id must") as caught:
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig())
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
@@ -385,7 +385,9 @@ def test_a_missing_folder_is_explained(folder: str) -> None:
 def test_auto_leaves_room_for_the_buffers_of_raw_records(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = _C.record_bytes("bf16", 0, 192, 64, True, False)
     config = MeshConfig(workspace="64MiB", io="threads", residency={"guard": "off"})
-    left = 50 * record * 4 // 3  # beside the workspace: for experts, their buffers, and auto's margin of a quarter
+    left = (
+        50 * record * 4 // 3
+    )  # besides the workspace: memory for experts, their buffers, and auto's margin of a quarter
     monkeypatch.setattr(memory, "available_bytes", lambda: (64 << 20) + left)
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
     held = next(patched_modules(model))._mesh_pool.engine.describe()
@@ -393,7 +395,7 @@ def test_auto_leaves_room_for_the_buffers_of_raw_records(mesh_tiny: Path, monkey
     assert 49 * record < held["pool_bytes"] <= left - held["slots"] * record // 3
 
 
-def test_a_store_opens_with_experts_of_its_own_shape_alone(tmp_path: Path) -> None:
+def test_a_store_is_refused_for_experts_of_another_shape(tmp_path: Path) -> None:
     """Experts of 40 and of 24 columns are padded to records of one size."""
     _save("Qwen3MoeExperts", tmp_path / "raw")
     convert(tmp_path / "raw", tmp_path / "store", "int8")
@@ -403,7 +405,7 @@ def test_a_store_opens_with_experts_of_its_own_shape_alone(tmp_path: Path) -> No
         AutoModelForCausalLM.from_pretrained(tmp_path / "store", config=config)
 
 
-def test_a_variant_is_refused_where_the_experts_would_be_anothers(tmp_path: Path) -> None:
+def test_a_variant_is_refused_if_experts_would_come_from_other_files(tmp_path: Path) -> None:
     model = _save("Qwen3MoeExperts", tmp_path / "raw")
     model.save_pretrained(tmp_path / "raw", variant="other")
     with pytest.raises(
@@ -415,7 +417,7 @@ def test_a_variant_is_refused_where_the_experts_would_be_anothers(tmp_path: Path
 @pytest.mark.parametrize(
     "nested", [{"quantization_config": {"quant_method": "modelopt"}}, {"quantization_config": [1]}]
 )
-def test_what_is_said_deep_in_a_config_is_found(nested: dict, tmp_path: Path) -> None:
+def test_a_quantization_config_nested_in_a_config_is_found(nested: dict, tmp_path: Path) -> None:
     _save("Qwen3MoeExperts", tmp_path / "raw")
     path = tmp_path / "raw" / "config.json"
     config = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""lookahead in a model: it reads ahead, the tokens stay what they were, and a model that cannot says why."""
+"""Lookahead in a model: it prefetches and changes no token, and a model without it gives the reasons."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _generate(folder: Path, **fields: object) -> tuple[torch.Tensor, Any]:
     return tokens, torch_mesh.stats(model)
 
 
-def test_a_loaded_model_looks_ahead_and_gives_the_same_tokens(mesh_tiny: Path) -> None:
+def test_lookahead_lowers_misses_and_changes_no_token(mesh_tiny: Path) -> None:
     with_hints, hinted = _generate(mesh_tiny)
     without, plain = _generate(mesh_tiny, prefetch="off")
     assert torch.equal(with_hints, without)
@@ -59,7 +59,7 @@ def test_a_model_without_lookahead_says_where_and_why(name: str, tmp_path: Path)
     assert not torch_mesh.stats(model).lookahead_unsupported_reasons and "no lookahead" not in repr(model)
 
 
-def test_a_fitted_predictor_is_a_lookahead_for_a_model_that_has_none(tmp_path: Path) -> None:
+def test_a_fitted_predictor_prefetches_for_a_model_without_lookahead(tmp_path: Path) -> None:
     model = TINY_MODELS["ZayaExperts"].build()
     fitted = fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)])
     save_predictor(fitted, tmp_path / "fitted.safetensors")
@@ -75,7 +75,7 @@ def test_a_fitted_predictor_is_a_lookahead_for_a_model_that_has_none(tmp_path: P
 @pytest.mark.parametrize(
     "name", ["AfmoeExperts", "DiffusionGemmaTextExperts", "Gemma4TextExperts", "HunYuanMoEV1Experts", "InklingExperts"]
 )
-def test_routers_that_hide_their_matrix_are_asked(name: str, tmp_path: Path) -> None:
+def test_routers_without_a_plain_matrix_have_lookahead_too(name: str, tmp_path: Path) -> None:
     model = TINY_MODELS[name].build()
     layers = find_experts(model)
     draw_routers(model)
@@ -99,15 +99,15 @@ def test_routers_that_hide_their_matrix_are_asked(name: str, tmp_path: Path) -> 
     assert set(calls.values()) == {12}, "a hint must not run the router itself: models count and record what it does"
 
 
-# One whose bias is part of its logits, one that is added to sigmoids, one to probabilities.
+# Routers with a bias that is part of the logits, one that is added to sigmoids, and one added to probabilities.
 _BIASED = ("GptOssExperts", "DeepseekV3Experts", "Ernie4_5_MoeExperts")
 
 
 @pytest.mark.parametrize("predictor", [False, True])
 @pytest.mark.parametrize("name", _BIASED)
-def test_a_bias_that_decides_is_predicted(name: str, predictor: bool, tmp_path: Path) -> None:
-    """Experts of one half of each layer are chosen for their bias, whatever the hidden states say: only they are read
-    ahead."""
+def test_lookahead_includes_the_routers_bias(name: str, predictor: bool, tmp_path: Path) -> None:
+    """The bias makes the router choose half of each layer's experts for any hidden state. Only these are
+    prefetched."""
     model = TINY_MODELS[name].build()
     layers = find_experts(model)
     favoured: list[set[int]] = []
@@ -133,7 +133,7 @@ def test_a_bias_that_decides_is_predicted(name: str, predictor: bool, tmp_path: 
         assert read <= chosen
 
 
-def test_a_bias_compiles_into_the_same_step(tmp_path: Path) -> None:
+def test_a_compiled_step_uses_the_current_bias(tmp_path: Path) -> None:
     model = TINY_MODELS["GptOssExperts"].build()
     draw_routers(model)
     torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store")
@@ -144,9 +144,9 @@ def test_a_bias_compiles_into_the_same_step(tmp_path: Path) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(input_ids=token, use_cache=False).logits, expected)
-        # A traced graph has no bias of yesterday: what it favours now is read ahead.
+        # A traced graph reads the current bias: the expert that it favours now is prefetched.
         last: Any = list(patched_modules(model))[-1]
-        foretold = 0
+        predicted = 0
         for favoured in range(last.num_experts):
             last._mesh_pool.engine.drain()
             torch.ops.torch_mesh.evict(last._mesh_handle, torch.arange(last.num_experts))
@@ -155,14 +155,14 @@ def test_a_bias_compiles_into_the_same_step(tmp_path: Path) -> None:
             router.bias.zero_()[favoured] = 100
             torch_mesh.reset_stats(model)
             compiled(input_ids=token, use_cache=False)
-            foretold += torch_mesh.stats(model).per_layer[-1].experts.prefetches[favoured]
+            predicted += torch_mesh.stats(model).per_layer[-1].experts.prefetches[favoured]
     assert (
-        foretold > find_experts(model)[-1].top_k
-    )  # a guess may come too late, one of yesterday names the same top_k each time
+        predicted > find_experts(model)[-1].top_k
+    )  # a prediction may come too late; with a stale bias it would be the same top_k experts each time
 
 
 @pytest.mark.parametrize("name", _BIASED)
-def test_recall_counts_the_bias(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_includes_the_routers_bias(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = TINY_MODELS[name].build()
     draw_routers(model)
     text = [torch.randint(3, 100, (60,)) for _ in range(8)]
@@ -172,21 +172,19 @@ def test_recall_counts_the_bias(name: str, tmp_path: Path, monkeypatch: pytest.M
         for tokens in text[6:]:
             model(input_ids=tokens.unsqueeze(0))
     rows = recall(model, load_predictor(tmp_path / "fitted.safetensors", find_experts(model)), text[6:])
-    # What a trace holds of it is what recall counts.
+    # Recall agrees with the predictions that the trace recorded.
     trace = load_trace(tmp_path / "fitted.npz")
     assert trace.lookahead is not None
     for row in rows[1:]:
-        guessed = (-trace.lookahead[:, row.layer]).argsort(-1)[:, None, : row.fetched[0]]
-        found = (guessed == trace.ids[:, row.layer, :, None]).any(-1).mean()
-        assert found == pytest.approx(row.fitted[0], abs=0.02)  # a trace has 16 bits
+        predicted = (-trace.lookahead[:, row.layer]).argsort(-1)[:, None, : row.fetched[0]]
+        found = (predicted == trace.ids[:, row.layer, :, None]).any(-1).mean()
+        assert found == pytest.approx(row.fitted[0], abs=0.02)  # a trace stores scores in 16 bits
 
     monkeypatch.setattr(Router, "bias", None)
     for row, without in zip(rows[1:], recall(model, fitted, text[6:])[1:], strict=True):
         assert row.lookahead is not None and without.lookahead is not None
         assert row.lookahead[0] > without.lookahead[0] + 0.05
-        assert (
-            row.fitted[0] > without.fitted[0] + 0.02
-        )  # of random routers a fit knows some of the bias without being told
+        assert row.fitted[0] > without.fitted[0] + 0.02  # with random routers a fit learns part of the bias by itself
 
 
 def test_dense_packs_no_layer_of_a_router() -> None:

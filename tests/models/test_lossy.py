@@ -1,4 +1,4 @@
-"""The lossy modes in models: what they compute is what they say, and nothing of it is left where it should not be."""
+"""The lossy modes in models: they compute what their definition says, and leave no state behind."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torch_mesh.store.convert import convert
 
 ops = torch.ops.torch_mesh
 
-# MoE in every layer, in every other one, after a dense one with groups and shared experts, and with biases and a gate
-# of gpt-oss.
+# MoE in every layer; in every other layer; after a dense layer, with groups and shared experts; with gpt-oss's biases
+# and gate.
 FAMILIES = ("Qwen3MoeExperts", "JambaExperts", "DeepseekV3Experts", "GptOssExperts")
 
 
@@ -52,18 +52,19 @@ def _engine(model: nn.Module) -> Any:
 
 
 def _record(model: nn.Module) -> list[list[Call]]:
-    """Calls of each experts module from now on. Reads under way end before each, so that what is cold is known."""
+    """Record the calls of each experts module from now on. Pending reads end before each call, so that the cold experts
+    are known."""
     recorded: list[list[Call]] = []
     for module in patched_modules(model):
         calls: list[Call] = []
         recorded.append(calls)
 
-        def before(module: Any, given: Any, named: dict[str, Any], calls: list[Call] = calls) -> None:
+        def before(module: Any, args: Any, kwargs: dict[str, Any], calls: list[Call] = calls) -> None:
             module._mesh_pool.engine.drain()
             ready = ops.residency(module._mesh_handle) == 2
-            calls.append(Call(*(tensor.clone() for tensor in (*given, *named.values())), ready, torch.empty(0)))
+            calls.append(Call(*(tensor.clone() for tensor in (*args, *kwargs.values())), ready, torch.empty(0)))
 
-        def after(_: Any, given: Any, out: Tensor, calls: list[Call] = calls) -> None:
+        def after(_: Any, args: Any, out: Tensor, calls: list[Call] = calls) -> None:
             calls[-1].out = out.clone()
 
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -72,7 +73,7 @@ def _record(model: nn.Module) -> list[list[Call]]:
 
 
 def _products(experts: Any, call: Call) -> Tensor:
-    """[tokens, k, hidden] in float64, weighted, by the module of transformers."""
+    """The weighted outputs [tokens, k, hidden] of the chosen experts in float64, by transformers' module."""
 
     def project(rows: Tensor, name: str) -> Tensor:
         weight = getattr(experts, name).detach().double()[call.ids]
@@ -85,7 +86,7 @@ def _products(experts: Any, call: Call) -> Tensor:
 
 
 def _deferred(call: Call, count: int) -> Tensor:
-    """By definition: a mask [tokens, k] of what a call leaves for the next layer, if it is not the last."""
+    """By definition, a mask [tokens, k] of the choices that a call defers to the next layer, unless it is the last."""
     mask = torch.zeros_like(call.ids, dtype=torch.bool)
     for token in range(len(call.ids)):
         by_weight = call.weights[token].float().argsort(stable=True).tolist()
@@ -124,7 +125,7 @@ def test_deferred_experts_land_one_moe_layer_later(family: str, count: int) -> N
 
 
 @pytest.mark.parametrize("fields", [{"lossy": {"deferred_experts": 3}}, {"lossy": {"routing_bias": 1.0}}], ids=str)
-def test_with_everything_resident_they_are_exact(fields: dict[str, Any]) -> None:
+def test_with_all_experts_resident_lossy_modes_are_exact(fields: dict[str, Any]) -> None:
     model = TINY_MODELS["DeepseekV3Experts"].build()
     prompt = torch.randint(3, 120, (2, 5))
     results = []
@@ -168,7 +169,7 @@ def test_prompts_and_gradients_are_exact(open_model: Callable[..., PreTrainedMod
     assert (stats.deferred, stats.rerouted) == (0, 0) and stats.decode.accesses > 0
 
 
-def test_both_modes_generate_and_are_counted_and_shown(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_both_modes_count_and_show_their_accesses(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model(**LOSSY)
     prompt = torch.randint(0, 4000, (2, 24))
     tokens = model.generate(
@@ -188,7 +189,7 @@ def test_both_modes_generate_and_are_counted_and_shown(open_model: Callable[...,
     _engine(model).validate()
 
 
-def test_exact_models_say_nothing_of_it(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_an_exact_model_shows_no_lossy_mode(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model()
     assert (
         "lossy" not in str(model)
@@ -202,10 +203,10 @@ def test_exact_models_say_nothing_of_it(open_model: Callable[..., PreTrainedMode
     [{"lossy": {"deferred_experts": 2}}, pytest.param({"lossy": {"routing_bias": 0.5}}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_a_compiled_decode_step_gives_the_same(
+def test_a_compiled_decode_step_equals_an_eager_one(
     open_model: Callable[..., PreTrainedModel], fields: dict[str, Any]
 ) -> None:
-    """Each step starts with the same residents: none, or those of even numbers."""
+    """Each step starts with the same resident experts: none, or those of even numbers."""
     model = open_model(resident=1.0, prefetch="off", **fields)
     every = torch.arange(32)
     steps = [torch.randint(0, 4000, (rows, 1)) for rows in (2, 2, 2)]
@@ -232,7 +233,7 @@ def test_a_compiled_decode_step_gives_the_same(
     assert after.deferred + after.rerouted == 2 * (before.deferred + before.rerouted) > 0
 
 
-def test_a_forward_that_is_broken_off_leaves_nothing_behind(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_an_interrupted_forward_leaves_no_deferred_outputs(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model(lossy={"deferred_experts": 4}, prefetch="off", resident=1.0)
     modules = list(patched_modules(model))
     token = torch.randint(0, 4000, (1, 1))
@@ -261,7 +262,7 @@ def test_a_forward_that_is_broken_off_leaves_nothing_behind(open_model: Callable
     assert _engine(model).pinned() == 0
 
 
-def test_copies_and_unpatching(open_model: Callable[..., PreTrainedModel], mesh_tiny: Path) -> None:
+def test_lossy_routers_are_copied_and_unpatched(open_model: Callable[..., PreTrainedModel], mesh_tiny: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
     routers = [type(module) for module in model.modules() if "Router" in type(module).__name__]
     prompt = torch.randint(0, 4000, (1, 3))
@@ -271,26 +272,26 @@ def test_copies_and_unpatching(open_model: Callable[..., PreTrainedModel], mesh_
         clone = copy.deepcopy(model)
         assert sum(isinstance(module, LeaningRouter) for module in clone.modules()) == 6
         clone.generate(prompt, max_new_tokens=3, do_sample=False)
-        assert torch_mesh.stats(model).deferred > 0  # of the pool that they share
+        assert torch_mesh.stats(model).deferred > 0  # the copies share the pool and its statistics
         torch_mesh.unpatch(model)
         assert [type(module) for module in model.modules() if "Router" in type(module).__name__] == routers
         assert not any(name.startswith("_mesh") for module in model.modules() for name in vars(module))
         assert torch.equal(model(prompt).logits, expected)
 
 
-def test_some_families_selection_can_lean(rng: np.random.Generator) -> None:
+def test_some_families_select_resident_experts_with_a_routing_bias(rng: np.random.Generator) -> None:
     for name in rng.choice(sorted(TINY_MODELS), 3, replace=False):
         _check_selection(str(name))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_every_family_selection_can_lean(name: str) -> None:
+def test_every_family_selects_resident_experts_with_a_routing_bias(name: str) -> None:
     _check_selection(name)
 
 
 def _check_selection(name: str) -> None:
-    """It prefers experts that are resident, or is refused for a reason."""
+    """Check that a family's selection prefers resident experts with a routing bias, or that the bias is refused."""
     model = TINY_MODELS[name].build()
     family = model.config.model_type
     top_k = find_experts(model)[0].top_k
@@ -304,8 +305,8 @@ def _check_selection(name: str) -> None:
         return
     _patched(model, lossy={"routing_bias": 1.0}, resident=0.6)
     recorded = _record(model)
-    inputs = {key: value[:1, -8:] for key, value in inputs_for(model).items()}  # a decode step, by its rows
-    for parity in (0, 1):  # not all choices of a token are even, and odd
+    inputs = {key: value[:1, -8:] for key, value in inputs_for(model).items()}  # few enough rows to be a decode step
+    for parity in (0, 1):  # a token's choices cannot be all even and all odd
         for module in patched_modules(model):
             ops.evict(module._mesh_handle, torch.arange(8))
         for module in patched_modules(model):
@@ -316,7 +317,8 @@ def _check_selection(name: str) -> None:
         for call in calls:
             assert all(len(set(row)) == len(row) for row in call.ids.tolist())
             cold = (~call.ready[call.ids]).sum(1)
-            # With the whole spread as a bonus only what is kept may be cold, where enough is resident and unmasked.
+            # With a bonus of the whole spread of scores only the kept choices may be cold, if enough experts are
+            # resident and unmasked.
             if call.ready.sum() >= top_k and "n_group" not in model.config.to_dict():
                 assert (cold <= kept_choices(top_k)).all()
 
@@ -332,7 +334,7 @@ def test_a_family_with_groups_and_a_correction_bias_opens_from_a_checkpoint(tmp_
     assert stats.deferred > 0 and stats.rerouted > 0 and stats.per_layer[1].deferred == 0
 
 
-def test_wrong_values() -> None:
+def test_wrong_lossy_values_and_models_are_refused() -> None:
     for field, values in (("deferred_experts", (-1, 1.5, "many", True)), ("routing_bias", (-0.1, 2, "much", True))):
         for value in values:
             with pytest.raises(ValueError, match=f"lossy.{field}="):
@@ -350,7 +352,7 @@ def test_wrong_values() -> None:
         torch_mesh.Experts(*weights, top_k=2, lossy={"routing_bias": 0.1})
 
 
-def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_cannot_set_lossy_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="sets deferred_experts, routing_bias, which is ignored"):
         stored = MeshConfig.of_checkpoint({"quant_method": "mesh", "deferred_experts": 2, "routing_bias": 0.5})
     assert stored.lossy == MeshConfig().lossy and stored.lossy.modes == ""
@@ -360,5 +362,5 @@ def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert MeshConfig().lossy.modes == "deferred_experts=1"
 
 
-def test_a_quarter_of_a_tokens_choices_and_one_at_least_is_kept() -> None:
+def test_routing_bias_keeps_a_quarter_of_a_tokens_choices_and_at_least_one() -> None:
     assert [kept_choices(top_k) for top_k in (1, 3, 4, 8, 16)] == [1, 1, 1, 2, 4]

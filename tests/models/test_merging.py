@@ -1,4 +1,4 @@
-"""A store with an adapter merged into it: against PEFT's merge_and_unload of the same model without torch_mesh."""
+"""A store with an adapter merged into it, compared with PEFT's merge_and_unload of the unpatched model."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from torch_mesh.store.manifest import Store, open_store
 from torch_mesh.store.verify import verify
 
 QWEN = "Qwen3MoeExperts"
-# Halves; transposed, with biases and interleaved columns; names of its own in checkpoints; no gate.
+# Gate and up as halves; transposed, with biases and interleaved columns; other names in checkpoints; no gate.
 FAMILIES = [QWEN, "GptOssExperts", "MixtralExperts", "NemotronHExperts"]
 
 
 def _build(name: str = QWEN, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     model = TINY_MODELS[name].build().to(dtype)
     with torch.no_grad():
-        for parameter in model.parameters():  # of whose sum with an adapter no bit is lost by chance
+        for parameter in model.parameters():  # values that need all bits of fp32
             parameter.mul_(1 + 2**-7 * torch.rand_like(parameter))
     return model
 
 
 def _adapted(model: PreTrainedModel, **fields: Any) -> PeftModel:
-    """With values as after a training."""
+    """The model with an adapter of random values, as after training."""
     layer = find_experts(model)[0]
     block = layer.path.split(".")[-2:]
     targets = [".".join([*block, name]) for name in layer.parameter_names[:2]]
@@ -54,7 +54,7 @@ def _adapted(model: PreTrainedModel, **fields: Any) -> PeftModel:
 
 
 def _values(store: Store) -> list[torch.Tensor]:
-    """Of each expert, one after the other."""
+    """The values of each expert, flattened."""
     experts = [stored_expert(store, layer, expert) for layer, expert in store.records()]
     return [torch.cat([part.float().flatten() for part in expert if part is not None]) for expert in experts]
 
@@ -68,7 +68,8 @@ def _dense(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _check(merged: Store, exact: PreTrainedModel, tmp_path: Path) -> None:
-    """``exact`` in fp32 is what PEFT made: its experts are rounded once, its other weights are those of the folder."""
+    """Check ``merged`` against ``exact``, PEFT's merged model in fp32: experts are rounded only once, other weights are
+    equal."""
     exact.save_pretrained(tmp_path / "exact")
     manifest = merged.manifest
     rounded = convert(tmp_path / "exact", tmp_path / "rounded", manifest.weights, manifest.group_size or 64).store
@@ -99,7 +100,7 @@ def _check(merged: Store, exact: PreTrainedModel, tmp_path: Path) -> None:
         (QWEN, {"target_modules": "all-linear"}),
     ],
 )
-def test_a_merged_store_is_what_peft_merges(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
+def test_a_merged_store_has_the_weights_that_peft_merges(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
     model = _build(name)
     model.save_pretrained(tmp_path / "base")
     if name == "NemotronHExperts":
@@ -115,7 +116,7 @@ def test_a_merged_store_is_what_peft_merges(tmp_path: Path, name: str, fields: d
     assert merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged").existed
 
 
-def test_a_base_in_bf16_is_added_up_in_fp32_and_opens_as_what_was_trained(tmp_path: Path) -> None:
+def test_a_bf16_base_is_merged_in_fp32_and_opens_as_the_trained_model(tmp_path: Path) -> None:
     model = _build(dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
     patched = AutoModelForCausalLM.from_pretrained(
@@ -140,7 +141,7 @@ def _fresh(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(("weights", "group_size"), [("int4", 32), ("int8", 64)])
-def test_a_store_is_a_base_and_experts_without_a_change_keep_their_records(
+def test_a_store_may_be_the_base_and_unchanged_experts_keep_their_records(
     tmp_path: Path, weights: str, group_size: int
 ) -> None:
     _build().save_pretrained(tmp_path / "base")
@@ -150,7 +151,7 @@ def test_a_store_is_a_base_and_experts_without_a_change_keep_their_records(
     )
     adapted = _adapted(dequantised)
     for name, parameter in adapted.named_parameters():
-        if ".experts." in name and "lora_B" in name:  # never chosen: expert 5 of all layers
+        if ".experts." in name and "lora_B" in name:  # as if expert 5 of each layer was never chosen
             parameter.data.view(parameter.size(0), -1, 8)[..., 5] = 0
     adapted.save_pretrained(tmp_path / "adapter")
     merged = merge(tmp_path / "store", tmp_path / "adapter", tmp_path / "merged").store
@@ -174,7 +175,7 @@ def test_a_store_is_a_base_and_experts_without_a_change_keep_their_records(
     assert errors[0] <= 1.02 * errors[1]
 
 
-def test_codes_of_another_tool_are_a_base_for_a_format_that_is_named(tmp_path: Path) -> None:
+def test_a_quantised_base_needs_a_named_format(tmp_path: Path) -> None:
     values = write_quantised(tmp_path / "base", KINDS["ct_mxfp4"]())
     plain = tmp_path / "plain"
     shutil.copytree(tmp_path / "base", plain)
@@ -208,7 +209,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def base_and_adapter(tmp_path: Path, saved: Path) -> tuple[Path, Path]:
-    """A copy, which a test may damage."""
+    """A copy of base and adapter, which a test may damage."""
     return tuple(Path(shutil.copytree(saved / name, tmp_path / name)) for name in ("base", "adapter"))
 
 
@@ -301,7 +302,7 @@ def test_an_adapter_of_a_base_of_other_sizes_or_of_tied_weights_is_refused(
         merge(base, adapter, tmp_path / "merged")
 
 
-def test_what_is_there_already_is_kept(tmp_path: Path, base_and_adapter: tuple[Path, Path]) -> None:
+def test_an_existing_store_is_kept_unless_forced(tmp_path: Path, base_and_adapter: tuple[Path, Path]) -> None:
     base, adapter = base_and_adapter
     convert(base, tmp_path / "store", "int8")
     with pytest.raises(StoreError, match="has another store.*remove this one"):
@@ -313,7 +314,7 @@ def test_what_is_there_already_is_kept(tmp_path: Path, base_and_adapter: tuple[P
     assert merge(base, adapter, tmp_path / "store", force=True).store.manifest.weights == "bf16"
 
 
-def test_records_alone_are_no_base(tmp_path: Path, base_and_adapter: tuple[Path, Path]) -> None:
+def test_a_store_without_its_other_files_is_no_base(tmp_path: Path, base_and_adapter: tuple[Path, Path]) -> None:
     base, adapter = base_and_adapter
     store = convert(base, tmp_path / "store", "int8").store
     for file in store.manifest.other_files:
@@ -323,7 +324,9 @@ def test_records_alone_are_no_base(tmp_path: Path, base_and_adapter: tuple[Path,
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_what_changes_meanwhile_makes_no_store(tmp_path: Path, base_and_adapter: tuple[Path, Path], part: int) -> None:
+def test_no_store_is_written_if_a_source_changes_meanwhile(
+    tmp_path: Path, base_and_adapter: tuple[Path, Path], part: int
+) -> None:
     touched = [*base_and_adapter[part].glob("*.safetensors")]
 
     def touch(done: int, total: int) -> None:
@@ -339,7 +342,7 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, base_and_adapter: t
         merge(*base_and_adapter, disk / "merged")
 
 
-def test_an_interrupted_merge_goes_on(
+def test_an_interrupted_merge_resumes(
     tmp_path: Path, base_and_adapter: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = merge(*base_and_adapter, tmp_path / "reference").store
@@ -379,7 +382,7 @@ sys.exit(main(["merge", *sys.argv[1:]]))
 
 
 @pytest.mark.slow
-def test_a_killed_command_goes_on(
+def test_a_killed_merge_command_resumes(
     tmp_path: Path, base_and_adapter: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*map(str, base_and_adapter), str(tmp_path / "merged"), "--threads", "1"]
@@ -394,9 +397,7 @@ def test_a_killed_command_goes_on(
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_read_only_is_an_error_of_one_line(
-    tmp_path: Path, base_and_adapter: tuple[Path, Path]
-) -> None:
+def test_a_read_only_folder_is_an_error_of_one_line(tmp_path: Path, base_and_adapter: tuple[Path, Path]) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     command = [sys.executable, "-m", "torch_mesh", "merge", *map(str, base_and_adapter)]
     done = without_privileges([*command, str(tmp_path / "closed" / "merged")])
@@ -421,7 +422,7 @@ print(peak[0] - before)
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_a_few_experts_and_the_adapter(tmp_path: Path) -> None:
+def test_merging_takes_the_memory_of_a_few_experts_and_the_adapter(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 96}
     tiny = TINY_MODELS[QWEN]
     tiny = type(tiny)(tiny.family, tiny.config, tiny.model, tiny.fields | sizes)
@@ -435,7 +436,7 @@ def test_memory_is_that_of_a_few_experts_and_the_adapter(tmp_path: Path) -> None
     assert rise < 2 * adapter + 20 * expert, f"{(rise - 2 * adapter) / expert:.1f} experts of 288"
 
 
-def test_merge_and_unload_of_a_patched_model_says_the_call(tmp_path: Path) -> None:
+def test_merge_and_unload_of_a_patched_model_names_the_call_to_use(tmp_path: Path) -> None:
     _build(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     model = _adapted(_fresh_patched(tmp_path / "base"))
     with pytest.raises(MeshError, match="torch_mesh.merge") as caught:

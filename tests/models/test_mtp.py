@@ -1,4 +1,4 @@
-"""``generate(use_mtp=True)`` of patched models: the heads of a checkpoint are kept, their experts in a pool."""
+"""``generate(use_mtp=True)`` of patched models: the heads are built once and kept, with their experts in a pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.23"), reason="this transformers does not draft with these heads"
 )
 
-# Of each family its fields, and how a checkpoint calls the layers of its heads, and what else of each.
+# For each family: its class of experts, config fields, the checkpoint's name for a head's layer, and a head's other
+# weights.
 _FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, str]]] = {
     "Mellum": (
         "MellumExperts",
@@ -61,12 +62,12 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, str]]] = {
 
 @pytest.fixture(params=["Mellum", "GLM with 2", pytest.param("GLM with 1", marks=pytest.mark.thorough)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint whose heads have the last layer once more."""
+    """A checkpoint whose heads have the weights of the last layer."""
     name, fields, named, others = _FAMILIES[request.param]
     tiny = TINY_MODELS[name]
     model = dataclasses.replace(tiny, fields={**tiny.fields, **fields}).build()
     layers = model.config.num_hidden_layers
-    if named.startswith("model."):  # where transformers knows the numbers of the published models alone
+    if named.startswith("model."):  # transformers knows only the layer numbers of published models
         pattern = (
             rf"model\.layers\.({'|'.join(str(layers + i) for i in range(fields['num_nextn_predict_layers']))})\..*"
         )
@@ -76,7 +77,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     weights = load_file(file)
     hidden = model.config.hidden_size
     last = f"model.layers.{layers - 1}."
-    whole = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)  # of the hidden state alone
+    whole = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)  # passes on the hidden state only
     values = {"norm": torch.ones(hidden), "eh_proj": whole}
     heads = {}
     for i in range(fields["num_nextn_predict_layers"]):
@@ -88,29 +89,29 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 class Scripted(Controller):
-    """Drafts at the forwards that ``drafts`` says, else at all; keeps what it was told."""
+    """A controller that drafts where ``drafts`` says so, by default always. It keeps its observations."""
 
     def __init__(self, lengths: Sequence[int], drafts: Iterator[bool] | None = None) -> None:
         super().__init__(lengths)
         self.drafts = itertools.repeat(True) if drafts is None else drafts
-        self.told: list[tuple[int, int, float | None]] = []
+        self.observations: list[tuple[int, int, float | None]] = []
 
     def choose(self, most: int, tier: int = 0) -> int:
         return most if next(self.drafts) else 0
 
     def observe(self, length: int, accepted: int, seconds: float | None, tier: int = 0) -> None:
-        self.told.append((length, accepted, seconds))
+        self.observations.append((length, accepted, seconds))
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small heads beside few layers are worth nothing: who drafts by the clock would not."""
+    """Always drafts. By measured time heads of such a small model would never pay."""
     monkeypatch.setattr(mtp, "Controller", Scripted)
 
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The heads that were built: weakly, so as not to keep them."""
+    """Weak references to all heads that were built."""
     found: list[Any] = []
     built = mtp.MtpModel.from_pretrained
 
@@ -138,8 +139,8 @@ def _generate(model: PreTrainedModel, **options: Any) -> torch.Tensor:
 
 
 def _check(model: PreTrainedModel, **options: Any) -> None:
-    """Tokens with heads are those without; nearly all are, where a router in fp32 (GLM's) may choose otherwise for
-    several rows than for one."""
+    """Check that tokens with heads are those without. GLM's router is in fp32 and may choose differently for several
+    rows than for one, so there only most tokens have to agree."""
     found = _generate(model, use_mtp=True, **options)
     if model.config.model_type != "glm4_moe":
         assert torch.equal(found, _generate(model, **options))
@@ -162,10 +163,10 @@ def _forwards(model: PreTrainedModel, **options: Any) -> tuple[torch.Tensor, int
     return tokens, count
 
 
-def test_right_drafts_save_forwards(folder: Path) -> None:
+def test_correct_drafts_save_forwards(folder: Path) -> None:
     file = folder / "model.safetensors"
     weights = load_file(file)
-    weights["lm_head.weight"].zero_()  # the model and its heads choose one token, whatever they compute
+    weights["lm_head.weight"].zero_()  # the model and its heads always choose the same token
     save_file(weights, file, metadata={"format": "pt"})
     found, forwards = _forwards(_patched(folder), use_mtp=True, max_new_tokens=90)
     assert found.shape == (1, 110) and forwards <= 46
@@ -181,13 +182,13 @@ def test_heads_are_built_once_and_tokens_are_those_of_plain_decoding(folder: Pat
     pool = experts._mesh_pool
     assert pool.weights == "int8" and pool.slots < 8 * pool.layers and pool.engine.stats()["bytes_read"].sum() > 0
     assert set(model.state_dict()) == names and sum(1 for _ in model.parameters()) == parameters
-    _generate(model, use_mtp=True, prompt_lookup_num_tokens=3)  # which goes first with transformers too
+    _generate(model, use_mtp=True, prompt_lookup_num_tokens=3)  # prompt lookup takes precedence, as in transformers
     torch.manual_seed(3)
     assert _generate(model, use_mtp=True, do_sample=True).shape == (1, 70)
 
 
 def _candidates(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, dict[int, list[int]]]:
-    """What is generated, and what is drafted for it behind so many tokens."""
+    """The generated tokens, and the drafts by the number of tokens before them."""
     drafted: dict[int, list[int]] = {}
     get = mtp.KeptHeads.get_candidates
 
@@ -202,11 +203,11 @@ def _candidates(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 @pytest.mark.parametrize("folder", first_quick("GLM with 2", "GLM with 1", "Mellum"), indirect=True)
-def test_heads_that_pause_draft_as_those_that_do_not(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_heads_draft_the_same_after_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     model = torch_mesh.patch(_loaded(folder, **ALL_EXPERTS), resident=1.0, attention="mesh", dense="bf16")
     expected, steady = _candidates(model, monkeypatch)
     coin = random.Random(seed)
-    # Runs of both, of different lengths, with the prompt not yet seen in the first.
+    # Stretches without and with drafts of random lengths. The first one, without, includes the prompt.
     pattern = (on for on in itertools.cycle([False, True]) for _ in range(coin.randint(1, 6)))
     made_for, heads, controller = vars(model)[mtp._KEPT]
     vars(model)[mtp._KEPT] = (made_for, heads, Scripted(controller.lengths, pattern))
@@ -215,7 +216,7 @@ def test_heads_that_pause_draft_as_those_that_do_not(folder: Path, monkeypatch: 
     length = next((i for i in range(expected.shape[1]) if expected[0, i] != found[0, i]), expected.shape[1])
     both = [place for place in steady.keys() & pausing.keys() if place <= length and pausing[place] and steady[place]]
     same = [steady[place] == pausing[place] for place in both]
-    # Texts that part early, at two logits that bf16 makes equal, have few places in common.
+    # Texts that differ early, at two logits that are equal in bf16, have few places in common.
     assert len(both) > min(5, (length - 20) // 8), (length, steady, pausing)
     assert sum(same) >= 0.8 * len(same), (steady, pausing)
 
@@ -223,8 +224,8 @@ def test_heads_that_pause_draft_as_those_that_do_not(folder: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("folder", "seconds"), each_once_quick(["GLM with 2", "Mellum", "GLM with 1"], [0.5, 4.0]), indirect=["folder"]
 )
-def test_heads_draft_where_that_pays_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """``seconds``: of a forward that verifies; another takes 1."""
+def test_heads_draft_only_if_it_pays(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """``seconds`` is the time of a verifying forward. Any other takes 1."""
     monkeypatch.setattr(mtp, "Controller", Controller)
     model = _patched(folder)
     took: list[float] = []
@@ -235,18 +236,18 @@ def test_heads_draft_where_that_pays_alone(folder: Path, monkeypatch: pytest.Mon
 
     handle = model.register_forward_pre_hook(seen, with_kwargs=True)
     for _ in range(3):
-        took.append(-seconds)  # the prompt is no draft
+        took.append(-seconds)  # the prompt's forward does not count
         _generate(model, use_mtp=True)
     handle.remove()
     drafts = took.count(seconds) - 3
-    if seconds > 1:  # a twentieth of 3 x 50, and what was begun while some of that was left
+    if seconds > 1:  # at most a twentieth of 3 x 50 is lost, and the trial that was begun within it
         assert drafts > 0 and sum(took) <= 1.05 * 3 * 50 + seconds
     else:
         assert drafts >= 0.9 * (len(took) - 6)
 
 
 @pytest.mark.parametrize("folder", first_quick("GLM with 2", "GLM with 1", "Mellum"), indirect=True)
-def test_converted_folders_have_their_heads(folder: Path, loads: list[Any], tmp_path: Path) -> None:
+def test_heads_work_with_converted_folders(folder: Path, loads: list[Any], tmp_path: Path) -> None:
     fields = {"resident": 0.5, "attention": "mesh", "dense": "bf16"}
     model = _loaded(folder, quantization_config=MeshConfig(weights="int8", **fields))
     _check(model)
@@ -258,7 +259,7 @@ def test_converted_folders_have_their_heads(folder: Path, loads: list[Any], tmp_
     assert len(loads) == 2
 
 
-def test_heads_go_with_the_patch(folder: Path, loads: list[Any]) -> None:
+def test_heads_are_freed_by_unpatch(folder: Path, loads: list[Any]) -> None:
     model = _patched(folder)
     _generate(model, use_mtp=True)
     copied = copy.deepcopy(model)
@@ -274,7 +275,7 @@ def test_heads_go_with_the_patch(folder: Path, loads: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("folder", first_quick("Mellum", "GLM with 1", "GLM with 2"), indirect=True)
-def test_a_model_that_was_cast_has_its_heads_anew(folder: Path, loads: list[Any]) -> None:
+def test_a_cast_rebuilds_the_heads(folder: Path, loads: list[Any]) -> None:
     model = _patched(folder, dense="none", attention="model")
     _generate(model, use_mtp=True)
     model.float()
@@ -284,7 +285,9 @@ def test_a_model_that_was_cast_has_its_heads_anew(folder: Path, loads: list[Any]
     assert next(loads[1]().layers.parameters()).dtype == torch.float32
 
 
-def test_heads_that_have_no_room_are_refused(folder: Path, loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_do_not_fit_into_memory_are_refused(
+    folder: Path, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _patched(folder)
     message = r"take [\d,]+ bytes until their experts are packed, and 1,000 are free"
     with monkeypatch.context() as patched, pytest.raises(MeshError, match=message):
@@ -295,7 +298,7 @@ def test_heads_that_have_no_room_are_refused(folder: Path, loads: list[Any], mon
     assert len(loads) == 1
 
 
-def test_a_model_that_is_divided_among_ranks_has_no_heads(folder: Path, loads: list[Any]) -> None:
+def test_heads_are_refused_for_a_model_divided_among_ranks(folder: Path, loads: list[Any]) -> None:
     model = _patched(folder)
     model.config.distributed_config = {"tp_size": 2, "ep_size": 2}
     with pytest.raises(UnsupportedModelError, match="distributed among processes, whose clocks .* Leave use_mtp out"):
@@ -303,7 +306,7 @@ def test_a_model_that_is_divided_among_ranks_has_no_heads(folder: Path, loads: l
     assert not loads
 
 
-def test_models_without_heads_say_so() -> None:
+def test_models_without_heads_are_refused() -> None:
     model = torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5)
     with pytest.raises(ValueError, match="num_mtp_layers"):
         _generate(model, use_mtp=True)

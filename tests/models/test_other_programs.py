@@ -91,7 +91,7 @@ def _lines() -> list[str]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a program, with the entry point that an installed torch_mesh has."""
+    """The environment of a program. It skips if torch_mesh, and so its entry point, is not installed."""
     if not importlib.metadata.entry_points(group="torch.backends", name="torch_mesh"):
         pytest.skip("torch_mesh is not installed, so that torch does not find its entry point")
     cache = tmp_path_factory.mktemp("cache")
@@ -114,8 +114,8 @@ def converted(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of local tasks for lm-eval: to choose the true ending of a sentence among its words in other orders, to
-    predict the sentence, and to continue it."""
+    """A folder of local tasks for lm-eval: choosing the true ending of a sentence among reordered ones, predicting the
+    sentence, and continuing it."""
     folder = tmp_path_factory.mktemp("tasks")
     documents = []
     for index, line in enumerate(_lines()[:16]):
@@ -142,7 +142,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def _evaluate(model: Path, tasks: Path, out: Path, environment: dict[str, str], options: str = "") -> Scores:
-    """What ``lm_eval`` scores: by task its metrics, and the answers of the model as "answers"."""
+    """Run ``lm_eval``; return each task's metrics, and the model's answers as "answers"."""
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={model}{options}"]
     command += ["--tasks", ",".join(TASKS), "--include_path", str(tasks), "--device", "cpu", "--batch_size", "4"]
     _run([*command, "--output_path", str(out), "--log_samples"], environment)
@@ -167,7 +167,7 @@ def _loglikelihoods(scores: Scores) -> np.ndarray:
         if isinstance(value, list | tuple):
             for each in value:
                 collect(each)
-        elif str(value) not in ("True", "False"):  # whether it is what the model would have written
+        elif str(value) not in ("True", "False"):  # a flag whether the text is the model's greedy choice
             flat.append(float(value))
 
     collect([scores["mesh_choice"]["answers"], scores["mesh_rolling"]["answers"]])
@@ -175,7 +175,7 @@ def _loglikelihoods(scores: Scores) -> np.ndarray:
 
 
 def _torch_mesh_scores(mesh_tiny: Path, tasks: Path) -> Scores:
-    """Of the original, opened by torch_mesh in this process."""
+    """The scores of the original model, opened by torch_mesh in this process."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -210,7 +210,7 @@ def test_lm_eval_scores_a_converted_folder_as_the_original(
     exact = _evaluate(mesh_tiny, tasks, tmp_path / "float32", environment, ",dtype=float32")
     for metric in ("acc,none", "acc_norm,none"):
         assert ours["mesh_choice"][metric] == theirs["mesh_choice"][metric] > 0.9
-    # The original in bf16 rounds too, in another order.
+    # The original in bf16 rounds too, but in another order.
     reference = _loglikelihoods(exact)
     error, own_error = (np.abs(_loglikelihoods(each) - reference).mean() for each in (ours, theirs))
     assert error <= 1.5 * own_error
@@ -232,8 +232,8 @@ def test_trl_trains_adapters_on_experts_of_a_converted_folder(
 
     def train(model: Path, out: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
         texts = json.dumps(_lines()[:24])
-        said = _run([sys.executable, "-c", _TRAINING, str(model), str(out), texts], environment)
-        return json.loads(said.splitlines()[-1]), load_file(out / "adapter_model.safetensors")
+        output = _run([sys.executable, "-c", _TRAINING, str(model), str(out), texts], environment)
+        return json.loads(output.splitlines()[-1]), load_file(out / "adapter_model.safetensors")
 
     losses, adapters = train(converted, tmp_path / "converted")
     expected, originals = train(mesh_tiny, tmp_path / "original")

@@ -1,5 +1,4 @@
-"""Packed weights in the hands of code that takes them for ordinary ones: they give their values or raise, and never
-garbage."""
+"""Packed weights in code that expects ordinary ones: they give their values or raise, and never give garbage."""
 
 from __future__ import annotations
 
@@ -60,12 +59,12 @@ def test_arithmetic_with_a_packed_linear_weight_gets_its_values(dense: str) -> N
     parameter, part = nn.Parameter(torch.zeros_like(values)), torch.zeros(2, *values.shape).bfloat16()
     part[1] = weight
     assert torch.equal(part[1], values)
-    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # torch's own words; it must not get through
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # torch's own error
         parameter.data = weight.data
     x.requires_grad_()
     linear(x, weight).float().sum().backward()
     torch.testing.assert_close(x.grad.float(), values.float().sum(0).expand(5, -1), rtol=0.02, atol=0.02)
-    wide = model.lm_head.float().weight  # not rounded to bf16 any more
+    wide = model.lm_head.float().weight  # no longer rounded to bf16
     assert (wide.numpy() == wide.unpacked().numpy()).all() and torch.equal(wide.unpacked().bfloat16(), values)
 
 
@@ -87,7 +86,7 @@ def test_arithmetic_with_packed_experts_raises(use: str) -> None:
         uses[use]()
 
 
-def test_what_code_reads_of_a_parameter_is_there() -> None:
+def test_packed_weights_have_the_attributes_of_parameters() -> None:
     model = torch_mesh.patch(_build(), resident=0.5, dense="int8")
     for weight, shape in ((model.get_parameter(EXPERTS), (8, 80, 72)), (model.lm_head.weight, (120, 72))):
         assert isinstance(weight, nn.Parameter) and isinstance(weight, PackedWeight)
@@ -123,7 +122,7 @@ def test_nothing_can_be_written_into_a_packed_weight() -> None:
         model.model.layers[0].mlp.experts.gate_up_proj = nn.Parameter(torch.zeros(8, 80, 72))
 
 
-def test_a_tensor_that_is_copied_or_assigned_to_a_packed_layer_is_packed() -> None:
+def test_a_tensor_copied_or_assigned_to_a_packed_layer_is_packed() -> None:
     ids, model = _ids(), torch_mesh.patch(_build(), dense="int8", group_size=32)
     before = _logits(model, ids)
     head = 0.1 * torch.randn(120, 72).bfloat16()
@@ -185,14 +184,14 @@ def test_a_state_dict_loads_into_an_ordinary_model(dense: str) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model.get_parameter(EXPERTS))), original[EXPERTS])
 
 
-def test_a_state_dict_of_rounded_weights_is_not_written() -> None:
+def test_saving_a_state_dict_of_rounded_weights_is_refused() -> None:
     for fields, name in (({"weights": "int8"}, "experts"), ({"dense": "int4"}, "_proj|lm_head")):
         model = torch_mesh.patch(_build(), **fields)
         with pytest.raises(MeshError, match=rf"({name}).* was rounded to int."):
             torch.save(model.state_dict(), io.BytesIO())
 
 
-def test_loading_other_experts_raises_and_the_same_ones_do_not() -> None:
+def test_loading_other_experts_raises_and_loading_the_same_does_not() -> None:
     model, other = _build(), _build()
     with torch.no_grad():
         other.get_parameter(EXPERTS)[5, 0, 0] += 1
@@ -206,7 +205,7 @@ def test_loading_other_experts_raises_and_the_same_ones_do_not() -> None:
         with pytest.raises(RuntimeError, match=r"gate_up_proj.*packed \(bf16\) and frozen"):
             model.load_state_dict(own | {EXPERTS: other.get_parameter(EXPERTS)}, assign=assign)
     assert not any(model.load_state_dict(model.state_dict()))
-    # They are frozen, so a checkpoint need not have them; everything else it must have.
+    # Experts are frozen, so a checkpoint may lack them. It must have all other weights.
     trained = {name: tensor for name, tensor in own.items() if ".experts." not in name}
     assert not any(model.load_state_dict(trained))
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "model.layers.0.mlp.gate.weight"'):
@@ -227,7 +226,7 @@ def test_safetensors_writes_every_weight_and_loads_it_again(tmp_path: Path) -> N
         save_file(model.state_dict(), tmp_path / "again.safetensors")
 
 
-def test_experts_that_do_not_fit_into_memory_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_a_state_dict_that_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch_mesh.patch(_build(), resident=0.3)
     monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match=r"gate_up_proj takes 92,160 bytes .* 1,000 left\. .*save_pretrained"):
@@ -260,7 +259,7 @@ def test_token_embeddings_of_every_family_can_be_resized(name: str) -> None:
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
         pytest.skip("transformers cannot resize this one, patched or not")
     head = model.get_output_embeddings()
-    kept = 0 if head is None else len(head.weight)  # Inkling 2 has fewer than there are embeddings
+    kept = 0 if head is None else len(head.weight)  # Inkling 2's head has fewer rows than the embedding
     torch_mesh.patch(model, dense="bf16")
     model.resize_token_embeddings(130)
     head = model.get_output_embeddings()
@@ -278,8 +277,8 @@ def test_a_pruned_head_of_an_assistant_gets_values() -> None:
     torch.testing.assert_close(pruned(hidden), model.lm_head(hidden)[:, kept], rtol=0.02, atol=0.02)
 
 
-def test_jamba_computes_with_a_weight_of_real_size() -> None:
-    """Its mixer multiplies with ``dt_proj.weight`` itself; only below 32 features is that left unpacked for its
+def test_jamba_computes_with_a_dt_proj_of_real_size() -> None:
+    """Its mixer multiplies with ``dt_proj.weight`` itself. Below 32 features that layer would stay unpacked for its
     size."""
     model = _build("JambaExperts", mamba_dt_rank=40)
     ids = _ids()
@@ -299,14 +298,14 @@ def test_every_family_that_multiplies_with_a_weight_itself_is_known() -> None:
             for block in re.split(r"^class ", source.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
                 linears = set(re.findall(r"self\.(\w+) = nn\.Linear\(", block))
                 read = set(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))", block))
-                # Handed to a CUDA kernel, where dense= does not go.
+                # Passed to a CUDA kernel, which dense= does not affect.
                 cuda = set(re.findall(r"outproj_weight=self\.(\w+)\.weight", block))
                 if names := (linears & read) - cuda:
                     found[re.match(r"\w+", block)[0]] = tuple(sorted(names))
     assert found == WEIGHT_READERS
 
 
-def test_compiled_code_may_look_at_packed_weights() -> None:
+def test_compiled_code_may_use_packed_weights() -> None:
     torch._dynamo.reset()
     model = torch_mesh.patch(_build(), dense="bf16")
     experts, head = model.model.layers[0].mlp.experts, model.lm_head
@@ -328,8 +327,8 @@ def test_deep_copies_have_packed_weights_of_their_own_modules() -> None:
     assert clone.get_parameter(EXPERTS) is not model.get_parameter(EXPERTS)
 
 
-def test_every_op_of_a_patched_model_still_sees_only_its_own_tensors() -> None:
-    """The forward itself never touches a packed weight: unpacking one there would go unnoticed but for its time."""
+def test_a_forward_never_unpacks_a_packed_weight() -> None:
+    """The forward itself never uses a packed weight. If it unpacked one, only the time would show it."""
     model = torch_mesh.patch(_build(), resident=0.5, dense="int8")
     touched = []
     original = PackedWeight.__dict__["__torch_dispatch__"]

@@ -1,4 +1,4 @@
-"""patch and unpatch: what they refuse, who owns the pool, and what stays usable."""
+"""patch and unpatch: refusals, ownership of the pool, and what works on a patched model."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_patch_returns_the_same_model_and_leaves_its_implementation_alone() -> N
     assert torch_mesh.unpatch(model) is model
 
 
-def test_no_module_has_the_name_of_something_public() -> None:
-    """Importing it would put it in that one's place: ``torch_mesh.stats(model)`` would depend on the order of
-    imports."""
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    """Importing such a module would replace the public function: ``torch_mesh.stats(model)`` would depend on the order
+    of imports."""
     modules = {module.name for module in pkgutil.iter_modules(torch_mesh.__path__)}
     assert not modules & set(torch_mesh.__all__)
 
 
-def test_patch_twice_and_unpatch_twice_name_the_way_out() -> None:
+def test_patching_or_unpatching_twice_is_refused_with_advice() -> None:
     model = torch_mesh.patch(_build())
     with pytest.raises(MeshError, match=r"patched already.*torch_mesh\.unpatch\(model\) first"):
         torch_mesh.patch(model, resident=0.5)
@@ -85,7 +85,7 @@ def test_patch_twice_and_unpatch_twice_name_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("model", ["folder", Path("folder"), None])
-def test_what_is_no_loaded_model_is_called_so(model: Any, tmp_path: Path) -> None:
+def test_functions_of_models_refuse_anything_else(model: Any, tmp_path: Path) -> None:
     calls: list[Callable[[Any], object]] = [
         torch_mesh.patch,
         torch_mesh.unpatch,
@@ -104,7 +104,7 @@ def test_what_is_no_loaded_model_is_called_so(model: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("config", ["8GiB", {"resident": 0.5}, 0.5])
-def test_what_is_no_config_is_called_so(config: Any) -> None:
+def test_patch_refuses_a_config_of_another_type(config: Any) -> None:
     model = _build()
     with pytest.raises(TypeError, match="is not a MeshConfig.*such as resident=0.5"):
         torch_mesh.patch(model, config)
@@ -112,7 +112,7 @@ def test_what_is_no_config_is_called_so(config: Any) -> None:
         torch_mesh.Experts(torch.ones(2, 64, 64), torch.ones(2, 64, 32), config=config)
 
 
-def test_a_fraction_below_what_a_token_needs_is_not_taken_in_silence() -> None:
+def test_a_fraction_below_the_experts_of_a_token_gives_a_warning() -> None:
     least, every = 3, 24
     for resident in (0.0001, 0.1249):
         with pytest.warns(UserWarning, match=rf"resident={resident} of {every} experts.*give at least 0.125"):
@@ -124,7 +124,7 @@ def test_a_fraction_below_what_a_token_needs_is_not_taken_in_silence() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_unpatch_is_as_the_quickstart_says(dtype: torch.dtype) -> None:
+def test_unpatch_restores_exact_weights_and_needs_lossy_for_rounded_ones(dtype: torch.dtype) -> None:
     model = _build().to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     exact = dtype == torch.bfloat16
@@ -168,7 +168,7 @@ def test_models_quantised_by_others_are_refused() -> None:
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
-def test_output_is_the_same_whatever_is_resident(weights: str, ids: torch.Tensor) -> None:
+def test_output_does_not_depend_on_residency(weights: str, ids: torch.Tensor) -> None:
     model = _build()
     expected = _logits(torch_mesh.patch(copy.deepcopy(model), weights=weights, resident=1.0), ids)
     for resident in (0.75, 0.25, 1e-6):
@@ -177,7 +177,7 @@ def test_output_is_the_same_whatever_is_resident(weights: str, ids: torch.Tensor
         assert torch.equal(_logits(patched, ids), expected)
 
 
-def test_unpatch_of_rounded_experts_must_be_asked_for(ids: torch.Tensor) -> None:
+def test_unpatching_rounded_experts_needs_lossy(ids: torch.Tensor) -> None:
     model = _build()
     before = model.model.layers[0].mlp.experts.down_proj.clone()
     torch_mesh.patch(model, weights="int8", resident=0.5)
@@ -207,7 +207,7 @@ def test_other_dtypes_are_rounded_with_one_warning_and_are_not_exact(dtype: torc
         torch_mesh.patch(_build().to(dtype), weights="int8")
 
 
-def test_store_is_written_where_it_was_asked_for_and_an_unnamed_one_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+def test_a_named_store_is_written_and_an_unnamed_one_leaves_no_files(tmp_path: Path, cache: Path) -> None:
     from torch_mesh.store.manifest import open_store
 
     torch_mesh.patch(_build(), weights="int4", group_size=32, store=tmp_path / "store", resident=0.5)
@@ -215,10 +215,10 @@ def test_store_is_written_where_it_was_asked_for_and_an_unnamed_one_leaves_nothi
     assert (manifest.weights, manifest.group_size) == ("int4", 32)
     model = torch_mesh.patch(_build(), resident=0.5)
     assert list(cache.iterdir()) == []
-    torch_mesh.unpatch(model)  # reads records whose file has no name any more
+    torch_mesh.unpatch(model)  # reads records of a file that is already unlinked
 
 
-def test_moving_and_casting_leave_the_experts_alone(ids: torch.Tensor) -> None:
+def test_moving_and_casting_do_not_change_the_experts(ids: torch.Tensor) -> None:
     model = torch_mesh.patch(_build(), resident=0.5)
     expected = _logits(model, ids)
     for moved in (model.to("cpu"), model.cpu(), model.train().eval()):
@@ -230,7 +230,7 @@ def test_moving_and_casting_leave_the_experts_alone(ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dense", ["none", "bf16"])
-def test_a_cast_of_a_patched_model_casts_what_unpatch_gives_back(dense: str) -> None:
+def test_unpatch_after_a_cast_restores_weights_in_the_new_dtype(dense: str) -> None:
     model = _build()
     expected = copy.deepcopy(model).float().state_dict()
     torch_mesh.unpatch(torch_mesh.patch(model, resident=0.5, dense=dense).float())
@@ -246,13 +246,13 @@ def test_an_automatic_pool_fits_beside_the_originals(monkeypatch: pytest.MonkeyP
     layers = find_experts(model)
     record = record_bytes(layers, "bf16", 0)
     _, packed = dense_bytes(model, layers, dense=dense, group_size=config.group_size)
-    left = config.workspace_bytes + packed + 10 * record * 4 // 3  # of which auto's margin is a quarter
+    left = config.workspace_bytes + packed + 10 * record * 4 // 3  # auto's margin is a quarter of it
     monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: left)
     torch_mesh.patch(model, config, resident="auto")
     assert next(patched_modules(model))._mesh_pool.slots == 10
 
 
-def test_submodules_of_experts_are_moved() -> None:
+def test_submodules_of_experts_are_cast() -> None:
     model = torch_mesh.patch(_build("MuseSparkExperts"), resident=0.5).float()
     modules = [module for module in model.modules() if isinstance(module, MeshExperts)]
     assert {p.dtype for m in modules for p in m.post_expert_norm.parameters()} <= {torch.float32}
@@ -273,7 +273,7 @@ def test_deep_copy_shares_the_pool_which_outlives_the_original(ids: torch.Tensor
 
 
 @pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
-def test_pickling_says_what_to_do(save) -> None:
+def test_pickling_is_refused_with_advice(save) -> None:
     with pytest.raises(MeshError, match="cannot be pickled.*unpatch"):
         save(torch_mesh.patch(_build()))
 
@@ -289,7 +289,7 @@ def test_pool_is_closed_with_its_last_model(ids: torch.Tensor) -> None:
         torch.ops.torch_mesh.experts(x, torch.zeros(1, 1, dtype=torch.long), weights, handle)
 
 
-def test_two_models_do_not_touch_each_other(ids: torch.Tensor) -> None:
+def test_two_patched_models_are_independent(ids: torch.Tensor) -> None:
     first, second = _build(), _build("GptOssExperts")
     expected = [_logits(torch_mesh.patch(copy.deepcopy(model)), ids) for model in (first, second)]
     torch_mesh.patch(first, resident=0.25)
@@ -313,7 +313,7 @@ def test_two_threads_share_one_small_pool() -> None:
             try:
                 if not torch.equal(_logits(model, prompts[index]), expected[index]):
                     wrong.append(f"prompt {index} differs")
-            except Exception as error:  # noqa: BLE001  a thread's exceptions would vanish with it
+            except Exception as error:  # noqa: BLE001  an exception would be lost with the thread
                 wrong.append(repr(error))
 
     threads = [threading.Thread(target=work, args=(start,)) for start in range(2)]
@@ -345,7 +345,7 @@ def test_save_pretrained_writes_the_original_of_an_exact_model(tmp_path: Path, i
     assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
-def test_stats_count_what_happened(ids: torch.Tensor) -> None:
+def test_stats_count_hits_misses_and_reads(ids: torch.Tensor) -> None:
     model = torch_mesh.patch(_build(), resident=0.25, policy="lru")
     empty = torch_mesh.stats(model)
     assert (empty.hits, empty.cold_misses, empty.hit_rate, len(empty.per_layer)) == (0, 0, None, 3)

@@ -45,7 +45,8 @@ def _with_adapter(model: PreTrainedModel, seed: int = 0, **fields: object) -> Pe
 
 
 def _learns(model: PeftModel, ids: torch.Tensor, steps: int = 8) -> bool:
-    """Whether some steps make the loss of this very text smaller; a random router may tip at one of them."""
+    """Whether training steps lower the loss of this text. It need not fall at each, for a random router may change its
+    choice."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
     for _ in range(steps):
@@ -65,7 +66,7 @@ def test_an_adapter_changes_the_output_as_it_does_without_torch_mesh(dense: str,
     plain, patched = _with_adapter(plain), _with_adapter(patched)
     assert {p.device.type for p in patched.parameters() if p.requires_grad} == {"cpu"}
     assert not any(isinstance(p, PackedWeight) for p in patched.parameters() if p.requires_grad)
-    assert torch.equal(_logits(patched, ids), _logits(patched, ids))  # no uninitialised memory
+    assert torch.equal(_logits(patched, ids), _logits(patched, ids))  # reads no uninitialised memory
     computed = _computed(plain, ids)
     computed.assert_same(patched, moved)
     with patched.disable_adapter():
@@ -75,7 +76,7 @@ def test_an_adapter_changes_the_output_as_it_does_without_torch_mesh(dense: str,
 
 @pytest.mark.parametrize("dense", ["none", "int8"])
 @pytest.mark.parametrize("source", ["patched", "converted"])
-def test_an_adapter_trains_and_its_file_opens_elsewhere(
+def test_a_trained_adapter_opens_on_an_unpatched_model(
     source: str, dense: str, ids: torch.Tensor, tmp_path: Path
 ) -> None:
     original = _build()
@@ -97,7 +98,7 @@ def test_an_adapter_trains_and_its_file_opens_elsewhere(
 
 
 @pytest.mark.parametrize("dense", ["none", "bf16"])
-def test_all_layers_beside_the_experts_can_be_adapted(dense: str, ids: torch.Tensor) -> None:
+def test_all_linear_layers_outside_the_experts_can_be_adapted(dense: str, ids: torch.Tensor) -> None:
     model = torch_mesh.patch(_build(), resident=0.3, dense=dense)
     model = _with_adapter(
         model, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"], init_lora_weights=True
@@ -147,7 +148,7 @@ def test_variants_that_read_the_base_weight_get_its_values(ids: torch.Tensor) ->
         if "use_dora" in fields:
             plain_adapted, adapted = (_with_adapter(copy.deepcopy(model), **fields) for model in (plain, patched))
             _computed(plain_adapted, ids).assert_same(adapted)
-        else:  # takes part of the base weight away
+        else:  # this variant subtracts part of the base weight
             with pytest.raises(MeshError, match=r"_proj\.weight, which is packed \(bf16\) and frozen"):
                 _with_adapter(copy.deepcopy(patched), **fields)
 

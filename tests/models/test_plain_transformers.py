@@ -1,4 +1,5 @@
-"""A converted folder in the hands of transformers alone: it says what is missing, and never draws random experts."""
+"""A converted folder opened by transformers without torch_mesh: an error names what is missing, and experts are never
+random."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from torch_mesh.store import dense_weights as rest
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import config_text
 
-# Each in a process that never imports torch_mesh, and says what came of it.
+# Opens the folders in several ways, in a process that never imports torch_mesh, and prints each result or error.
 _OPENERS = """
 import sys, transformers
 from transformers.cli.serving.model_manager import ModelManager
@@ -69,16 +70,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory, mesh_tiny: Path) -> tuple[
     return root / "text", root / "pictures"
 
 
-def test_whoever_opens_it_is_told_to_import_torch_mesh(folders: tuple[Path, Path]) -> None:
+def test_opening_without_torch_mesh_says_to_import_it(folders: tuple[Path, Path]) -> None:
     done = warm.run(_OPENERS, *folders)
     assert done.returncode == 0, done.stderr
     answers = dict(line[1:].split("> ", 1) for line in done.stdout.splitlines() if line.startswith("<"))
     assert len(answers) == 8
-    for name, said in answers.items():
-        assert "`import torch_mesh` before from_pretrained" in said, (name, said)
+    for name, message in answers.items():
+        assert "`import torch_mesh` before from_pretrained" in message, (name, message)
 
 
-def test_with_torch_mesh_it_opens_whole_and_in_part_and_passes_nothing_of_that_on(
+def test_with_torch_mesh_a_folder_opens_and_a_saved_copy_has_no_hint(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     text, pictures = folders
@@ -94,7 +95,7 @@ def test_with_torch_mesh_it_opens_whole_and_in_part_and_passes_nothing_of_that_o
     assert "transformers_weights" not in (tmp_path / "saved" / "config.json").read_text()
 
 
-def test_a_folder_that_was_converted_before_there_were_such_words_still_opens(
+def test_a_folder_converted_without_the_hint_still_opens(
     mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = rest.mesh_config

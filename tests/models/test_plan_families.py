@@ -1,4 +1,4 @@
-"""torch_mesh.planning's sizes are those that loading takes, whatever the family does with its embeddings, routers and
+"""The sizes of torch_mesh.planning are those that loading takes, for families with various embeddings, routers and
 dtypes."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every family: what its cache holds is taken out, kept on disk and put back, and the model goes on with it."""
+"""Prefix cache of every family: its keys and states are saved to disk and restored, and the model continues with
+them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from torch_mesh.hf.kv_cache import record_past
 from torch_mesh.serving import prefix_cache
 from torch_mesh.serving.prefix_cache import PrefixCache, unsupported_reason
 
-BLOCK = 16  # tokens: tiny models have 128 positions
-TOLERANCE = 1e-3  # of sums in another order in float32
+BLOCK = 16  # tokens; small, for tiny models have 128 positions
+TOLERANCE = 1e-3  # for sums in another order in float32
 
 
 def _empty(model: Any) -> DynamicCache:
@@ -29,7 +30,7 @@ def _empty(model: Any) -> DynamicCache:
 
 
 def _forward(model: Any, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
-    """``tokens`` [n] and those before them in ``cache``, as generate computes them."""
+    """The output of ``tokens`` [n] after those in ``cache``, computed as generate does."""
     given: dict[str, Any] = {}
     if cache is not None:
         known = cache_state.length(cache) or 0
@@ -44,12 +45,12 @@ def _recorded(model: Any, tokens: Tensor) -> tuple[Tensor, Routes]:
 
 
 def _of_tokens(routes: Routes, begin: int, end: int) -> Routes:
-    """The choices of some tokens, which a rounding could tip."""
+    """The experts of tokens [begin, end), which rounding could change."""
     return [[(ids[begin:end], weights[begin:end]) for ids, weights in calls] for calls in routes]
 
 
-# Parts of models that are not called as here, a model that sees later tokens too, and one whose tiny config has a
-# window that it does not use.
+# Parts of models that need other calls, a model that also sees later tokens, and one whose tiny config has a window
+# that it does not use.
 _OTHERWISE = {
     "Qwen3OmniMoeTalkerTextExperts",
     "OpenAIPrivacyFilterExperts",
@@ -59,7 +60,7 @@ _OTHERWISE = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(TINY_MODELS.keys() - _OTHERWISE))
-def test_a_family_goes_on_from_disk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_continues_from_a_prefix_on_disk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "BLOCK", BLOCK)
     model = TINY_MODELS[name].build().float()
     if reason := unsupported_reason(model):
@@ -78,7 +79,7 @@ def test_a_family_goes_on_from_disk(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert (found - expected[:70]).abs().max() <= scale
         prefixes.save(tokens[:70], cache, states)
         prefixes.flush()
-        other = torch.cat([tokens[:69], tokens[80:]])  # parts from it within the last block
+        other = torch.cat([tokens[:69], tokens[80:]])  # differs within the last block
         for prompt, length in ((tokens, 70), (other, 64 if states or checkpoints is None else 0)):
             restored = _empty(model)
             assert prefixes.restore(prompt, restored) == length

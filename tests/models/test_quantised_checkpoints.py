@@ -46,7 +46,7 @@ OWN = {"fp8": FineGrainedFP8Config, "mxfp8": FineGrainedFP8Config, "compressed-t
 
 @pytest.fixture(autouse=True)
 def _in_cache(cache: Path) -> None:
-    """Conversions go there."""
+    """Conversions go to the test's cache."""
 
 
 def _logits(model: PreTrainedModel) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _routed_logits(model: PreTrainedModel) -> tuple[torch.Tensor, Routes]:
 
 
 def _assert_close(model: PreTrainedModel, expected: tuple[torch.Tensor, Routes], most: float) -> None:
-    """With the experts chosen that were chosen in ``expected``: a router of random weights tips at a rounding."""
+    """Check the logits with the experts that ``expected`` chose, for rounding changes the choice of random routers."""
     logits, routes = expected
     assert torch.isfinite(logits).all()
     with given_routes(model, routes):
@@ -114,7 +114,7 @@ _dequantised = pytest.mark.skipif(
         *(pytest.param(kind, marks=_dequantised) for kind in ("ct_fp8_channel", "ct_int4")),
     ],
 )
-def test_transformers_own_reading_is_the_same(kind: str, tmp_path: Path) -> None:
+def test_transformers_dequantises_to_the_same_values(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
     write_quantised(tmp_path / "raw", made)
     own = OWN[made.config["quant_method"]](dequantize=True)
@@ -124,7 +124,9 @@ def test_transformers_own_reading_is_the_same(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("write", "own"), [(write_gpt_oss, Mxfp4Config), (write_deepseek_v4, FineGrainedFP8Config)])
-def test_families_with_names_of_their_own(write: Callable[[Path], object], own: Any, tmp_path: Path) -> None:
+def test_families_with_their_own_quantised_names_are_read(
+    write: Callable[[Path], object], own: Any, tmp_path: Path
+) -> None:
     if write is write_deepseek_v4 and DEEPSEEK_V4_FAILS:
         pytest.skip(DEEPSEEK_V4_FAILS)
     write(tmp_path / "raw")
@@ -134,14 +136,14 @@ def test_families_with_names_of_their_own(write: Callable[[Path], object], own: 
     assert torch.equal(_logits(model), expected[0])
     model = _load(tmp_path / "raw", MeshConfig(resident=0.5))
     assert model.config.quantization_config.weights == "mxfp4"
-    # Products with codes round activations to bytes, as those with int8 do, which rounds the weights as well.
+    # Products with codes round activations to bytes, as with int8. int8 also rounds the weights.
     rounded = _load(tmp_path / "raw", MeshConfig(weights="int8", group_size=32, resident=0.5))
     with given_routes(rounded, expected[1]):
         error = by_token(_logits(rounded), expected[0]).median()
     _assert_close(model, expected, 1.5 * error.item())
 
 
-# What attention is in, and whether experts are a tensor each or one for all of a layer.
+# The kinds differ in the format of attention, and in whether each expert or each layer of experts is a tensor.
 @pytest.mark.parametrize(
     "kind", ["fp8_blocks", "mxfp8", "ct_fp8_channel", "ct_int4", "modelopt_nvfp4", "gptq", "gpt_oss"]
 )
@@ -156,7 +158,7 @@ def test_experts_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, 
         model = _load(raw, MeshConfig(resident=0.5))
     pool = next(patched_modules(model))._mesh_pool
     assert pool.store is None and not list(cache.glob("stores/*/mesh_manifest.json"))
-    # Only what has to be dequantised was written.
+    # Only the weights that have to be dequantised were written.
     rest = {name for path in cache.glob("stores/*-rest-*/*.safetensors") for name in load_file(path)}
     assert not any(".experts." in name for name in rest) and bool(rest) == (kind != "gpt_oss")
     stored = _load(raw, MeshConfig(resident=0.5, store=str(tmp_path / "store")))
@@ -164,7 +166,9 @@ def test_experts_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, 
     expected = _routed_logits(model)
     logits = expected[0]
     assert torch.equal(logits, _logits(stored))
-    assert torch.equal(logits, _logits(_load(raw, MeshConfig(resident=0.5))))  # which finds the rest in the cache
+    assert torch.equal(
+        logits, _logits(_load(raw, MeshConfig(resident=0.5)))
+    )  # this finds the rest of the model in the cache
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits, _logits(_load(tmp_path / "saved", MeshConfig(resident=0.25))))
     torch_mesh.unpatch(model, lossy=True)
@@ -172,7 +176,7 @@ def test_experts_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, 
 
 
 def _experts_of(model: PreTrainedModel) -> Tensors:
-    """Of a model whose experts are ordinary parameters, under a checkpoint's names."""
+    """The experts of an unpatched model, under the names of a checkpoint."""
     values: Tensors = {}
     for number, layer in enumerate(model.model.layers):
         gate, up = layer.mlp.experts.gate_up_proj.double().chunk(2, dim=1)
@@ -197,7 +201,7 @@ def test_layers_that_differ_are_read_from_the_checkpoint_itself(kind: str, tmp_p
         assert ((found - exact[name]).abs() <= most * exact[name].abs()).all(), name
 
 
-def test_damaged_codes_end_the_forward_that_needs_them(tmp_path: Path) -> None:
+def test_damaged_codes_fail_the_forward_that_needs_them(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["ct_mxfp4"]())
     name = "model.layers.1.mlp.experts.2.up_proj.weight_scale"
     rewrite(tmp_path / "raw", lambda tensors: tensors.update({name: torch.full_like(tensors[name], 255)}))
@@ -208,7 +212,7 @@ def test_damaged_codes_end_the_forward_that_needs_them(tmp_path: Path) -> None:
         model(input_ids=torch.arange(90)[None])
 
 
-def test_a_format_of_codes_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_passthrough_format_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["awq"]())
     with pytest.raises(
         ValueError, match="weights='mxfp4' holds the codes of a checkpoint unchanged, .* has AWQ experts"
@@ -227,13 +231,13 @@ def test_auto_takes_the_nearest_format(kind: str, tmp_path: Path) -> None:
     values = write_quantised(tmp_path / "raw", made)
     with pytest.warns(UserWarning, match=f"to {made.nearest[0]} in groups of {made.nearest[1]}"):
         model = _load(tmp_path / "raw", MeshConfig(resident=0.5))
-    said = model.config.quantization_config
-    assert (said.weights, said.group_size) == made.nearest
+    quantization = model.config.quantization_config
+    assert (quantization.weights, quantization.group_size) == made.nearest
     plain = _load(_unquantised(tmp_path / "raw", values, tmp_path / "plain"))
     _assert_close(model, _routed_logits(plain), 0.03)
 
 
-def test_a_converted_one_opens_alike(tmp_path: Path) -> None:
+def test_a_converted_checkpoint_has_the_same_logits(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["gptq"]())
     config = MeshConfig(weights="int8", resident=0.5)
     direct = _load(tmp_path / "raw", config)
@@ -242,7 +246,7 @@ def test_a_converted_one_opens_alike(tmp_path: Path) -> None:
     assert torch.equal(_logits(direct), _logits(stored))
 
 
-def test_the_rest_of_the_model_is_saved_as_it_is_opened(tmp_path: Path) -> None:
+def test_a_saved_model_has_the_same_logits(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["fp8"]())
     model = _load(tmp_path / "raw", MeshConfig(weights="int8", resident=0.5))
     logits = _logits(model)
@@ -254,7 +258,7 @@ def test_the_rest_of_the_model_is_saved_as_it_is_opened(tmp_path: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_what_changed_in_the_cache_is_found(tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_file_in_the_cache_is_an_error(tmp_path: Path, cache: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["fp8"]())
     config = MeshConfig(weights="int8", resident=0.5)
     _load(tmp_path / "raw", config)
@@ -269,14 +273,14 @@ def test_what_changed_in_the_cache_is_found(tmp_path: Path, cache: Path) -> None
 @pytest.mark.parametrize(
     "wrong", [{"weight_block_size": [0, 0]}, {"weight_block_size": 3}, {"quant_method": "gptq", "bits": 4.0}]
 )
-def test_a_quantisation_that_makes_no_sense(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_a_malformed_quantization_config_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     write_quantised(tmp_path / "raw", KINDS["fp8"]())
     change_config(tmp_path / "raw", quantization_config={"quant_method": "fp8"} | wrong)
     with pytest.raises(MeshError, match="is quantised already"):
         _load(tmp_path / "raw", MeshConfig(weights="int8", resident=0.5))
 
 
-def test_fallbacks_come_from_the_same_checkpoint(tmp_path: Path) -> None:
+def test_fallback_experts_come_from_the_same_checkpoint(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["ct_int4"]())
     config = MeshConfig(weights="int8", resident=0.5, lossy={"fallback": "int4"})
     model = _load(tmp_path / "raw", config)
@@ -284,14 +288,14 @@ def test_fallbacks_come_from_the_same_checkpoint(tmp_path: Path) -> None:
     write_quantised(tmp_path / "int8", KINDS["ct_int8"]())
     model = _load(tmp_path / "int8", MeshConfig(resident=0.5, lossy={"fallback": "lut4"}))
     pool = next(patched_modules(model))._mesh_pool
-    # "auto" takes groups of its own, by which the fallbacks are counted, too.
+    # The group size that "auto" chooses holds for the fallback pool, too.
     assert pool.group_size == pool.fallback.group_size == model.config.quantization_config.group_size == 64
     write_quantised(tmp_path / "fp8", KINDS["mxfp8"]())
     model = _load(tmp_path / "fp8", MeshConfig(resident=0.5, lossy={"fallback": "int4"}))
     assert torch.isfinite(_logits(model)).all()
 
 
-def test_a_checkpoint_that_says_nothing_of_its_dtype(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_dtype_opens(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["fp8"]())
     change_config(tmp_path / "raw", dtype=None, torch_dtype=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "raw", quantization_config=MeshConfig(weights="int8"))
