@@ -68,8 +68,8 @@ def test_the_quickstart_runs_where_the_wheel_is_installed(
     lines = ["import subprocess, torch_mesh", f"assert torch_mesh.__file__.startswith({str(packages)!r})"]
     ran = 0
     for language, _, code in blocks(REPOSITORY / "docs" / "quickstart.md"):
-        for place, stand_in in (dict.fromkeys(MODELS, str(mesh_tiny)) | {"/nvme": str(empty)}).items():
-            code = code.replace(place, stand_in)
+        for place, replacement in (dict.fromkeys(MODELS, str(mesh_tiny)) | {"/nvme": str(empty)}).items():
+            code = code.replace(place, replacement)
         if language == "python":
             lines.append(code)
             ran += 1

@@ -107,8 +107,8 @@ def test_page_runs(page: Path, empty_folder: Path, mesh_tiny: Path, request: pyt
     names: dict[str, object] = {}
     try:
         for language, needs, code in blocks(page):
-            for place, stand_in in places.items():
-                code = code.replace(place, stand_in)
+            for place, replacement in places.items():
+                code = code.replace(place, replacement)
             if language == "python":
                 block = compile(code, str(page), "exec")
                 if needs == "ranks":

@@ -15,7 +15,7 @@ __all__ = ["experts_of", "open_pool"]
 
 
 @pytest.fixture(autouse=True)
-def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def _simulated_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a card a simulated driver replaces CUDA's. Its streams have random delays."""
     if DEVICE.type == "cpu":
         seed = random.randrange(2**31)

@@ -300,8 +300,8 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
     logits = []
     for delay in (50, 400):
         if DEVICE.type == "cpu":
-            stand_in = functools.partial(_testing.simulated_device, random.randrange(1 << 31), max_delay_us=delay)
-            monkeypatch.setattr(devices, "open_driver", lambda device, stand_in=stand_in: stand_in())
+            driver = functools.partial(_testing.simulated_device, random.randrange(1 << 31), max_delay_us=delay)
+            monkeypatch.setattr(devices, "open_driver", lambda device, driver=driver: driver())
         model = torch_mesh.patch(
             copy.deepcopy(original), resident=0.5, gpu={"experts": 4, "placement": "dynamic", "streaming": "off"}
         )

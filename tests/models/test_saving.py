@@ -1,5 +1,5 @@
-"""``save_pretrained`` of patched models: what it writes is complete, is what the model computes with, and takes little
-memory."""
+"""``save_pretrained`` of patched models: the files are complete, have the weights that the model computes with, and are
+written with little memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _open(folder: Path, **fields: Any) -> Any:
 
 
 def _train(model: Any) -> None:
-    """Changes every weight that is not frozen."""
+    """Change every weight that is not frozen."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".experts." not in name and parameter.requires_grad:
@@ -61,7 +61,7 @@ WAYS = ("converted", "raw", "patched", "in memory")
 
 
 def _rounded(way: str, tmp_path: Path) -> Any:
-    """A model with rounded experts, by each of the ways to get one."""
+    """A model with rounded experts, made in one of the WAYS."""
     source = TINY_MODELS[MIXTRAL].build()
     if way in ("converted", "raw"):
         source.save_pretrained(tmp_path / "source")
@@ -74,7 +74,9 @@ def _rounded(way: str, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("original_format", [True, False])
 @pytest.mark.parametrize("variant", [None, "fp16"])
-def test_shards_of_an_exact_model_are_within_bounds(original_format: bool, variant: str | None, tmp_path: Path) -> None:
+def test_shards_of_an_exact_model_respect_the_maximum_size(
+    original_format: bool, variant: str | None, tmp_path: Path
+) -> None:
     model = TINY_MODELS[MIXTRAL].build()
     model.save_pretrained(tmp_path / "plain", save_original_format=original_format, variant=variant)
     torch_mesh.patch(model, resident=0.25)
@@ -99,7 +101,7 @@ def _unpatched(model: Any, layer: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_rounded_experts_are_saved_as_they_are(way: str, tmp_path: Path) -> None:
+def test_rounded_experts_are_saved_without_further_rounding(way: str, tmp_path: Path) -> None:
     rounded = _rounded(way, tmp_path)
     assert rounded.hf_quantizer.is_serializable()
     _train(rounded)
@@ -113,14 +115,16 @@ def test_rounded_experts_are_saved_as_they_are(way: str, tmp_path: Path) -> None
     assert not any("experts" in name for name in saved_tensors(tmp_path / "saved"))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "mesh", "weights": "int8", "group_size": 64}
-    assert config["transformers_weights"] == WITHOUT_TORCH_MESH  # or transformers alone would draw random experts
+    assert (
+        config["transformers_weights"] == WITHOUT_TORCH_MESH
+    )  # without this, transformers alone would draw random experts
     again = _open(tmp_path / "saved", resident=0.3)
     assert torch.equal(output_of(again, inputs), expected)
     again.save_pretrained(tmp_path / "twice")
     assert torch.equal(output_of(_open(tmp_path / "twice"), inputs), expected)
 
 
-def test_records_are_linked_and_outlive_their_store(tmp_path: Path) -> None:
+def test_saved_records_are_hard_links_that_outlive_the_store(tmp_path: Path) -> None:
     source = TINY_MODELS[QWEN].build()
     model = torch_mesh.patch(source, weights="int4", store=str(tmp_path / "store"), resident=0.5)
     model.save_pretrained(tmp_path / "saved")
@@ -130,11 +134,11 @@ def test_records_are_linked_and_outlive_their_store(tmp_path: Path) -> None:
     expected = output_of(model, inputs)
     shutil.rmtree(tmp_path / "store")
     assert torch.equal(output_of(_open(tmp_path / "saved"), inputs), expected)
-    model.save_pretrained(tmp_path / "without")  # the pool has the files open, whatever their names
+    model.save_pretrained(tmp_path / "without")  # the pool has the files open, though they are unlinked
     assert torch.equal(output_of(_open(tmp_path / "without"), inputs), expected)
 
 
-def test_another_store_in_the_place_of_the_models_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_another_store_at_the_same_path_is_not_saved(tmp_path: Path) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int4", store=str(tmp_path / "store"), resident=0.5)
     shutil.rmtree(tmp_path / "store")
     torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int4", store=str(tmp_path / "store"), resident=0.5)
@@ -160,8 +164,8 @@ def test_records_are_copied_where_they_cannot_be_linked(
     assert list(verify(open_store(tmp_path / "saved"))) == []
 
 
-def test_a_store_of_links_gives_files(tmp_path: Path) -> None:
-    """As the hub's cache has them."""
+def test_a_store_of_symbolic_links_is_saved_as_files(tmp_path: Path) -> None:
+    """A store in the hub's cache consists of symbolic links."""
     TINY_MODELS[QWEN].build().save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "blobs", "int8")
     (tmp_path / "snapshot").mkdir()
@@ -172,8 +176,8 @@ def test_a_store_of_links_gives_files(tmp_path: Path) -> None:
     assert list(verify(open_store(tmp_path / "saved"))) == []
 
 
-def test_a_saved_folder_is_no_conversion_of_its_source(tmp_path: Path) -> None:
-    """Its dense weights may have been trained, so that converting the source must not stop at it as done already."""
+def test_a_saved_folder_is_not_taken_for_a_conversion_of_its_source(tmp_path: Path) -> None:
+    """Its dense weights may have been trained. So converting the source must not take the folder for its conversion."""
     TINY_MODELS[QWEN].build().save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "store", "int8")
     model = _open(tmp_path / "store")
@@ -229,10 +233,12 @@ def test_rounded_linear_layers_are_saved_with_their_rounded_values(weights: str,
         rounded = linear.unpacked_weight()
         assert torch.equal(saved[f"{path}.weight"], rounded)
         packed_again = again.get_submodule(path).unpacked_weight()
-        assert (packed_again - rounded).float().norm() < 1e-3 * rounded.float().norm()  # rounding once was 5e-3
+        assert (
+            packed_again - rounded
+        ).float().norm() < 1e-3 * rounded.float().norm()  # the first rounding changed 5e-3
 
 
-def test_a_head_that_is_tied_is_not_saved_beside_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_head_is_not_saved_beside_the_embedding(tmp_path: Path) -> None:
     model = TINY_MODELS[QWEN].build()
     model.config.tie_word_embeddings = True
     model.tie_weights()
@@ -243,7 +249,7 @@ def test_a_head_that_is_tied_is_not_saved_beside_the_embedding(tmp_path: Path) -
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_weights_rounded_to_bf16_are_a_store_too(tmp_path: Path) -> None:
+def test_weights_rounded_to_bf16_are_saved_as_a_store(tmp_path: Path) -> None:
     source = TINY_MODELS[QWEN].build().float()
     with torch.no_grad():
         for parameter in source.parameters():
@@ -290,7 +296,9 @@ def test_a_model_is_saved_over_what_it_was_opened_from(weights: str, tmp_path: P
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_a_save_that_fails_leaves_what_was_there(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_folder_unchanged(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=weights, resident=0.5)
     model.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -312,10 +320,10 @@ def test_a_save_that_fails_leaves_what_was_there(weights: str, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("earlier", first_quick("auto", "int8"))
-def test_a_save_that_fails_on_its_way_into_place_is_taken_back(
+def test_a_save_that_fails_while_moving_files_is_rolled_back(
     earlier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whatever step, and whether the step was taken when it failed or not."""
+    """It may fail at any step, before or after the step takes effect."""
     torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=earlier).save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / "mine.txt").write_text("kept")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -366,8 +374,8 @@ def test_a_save_that_fails_on_its_way_into_place_is_taken_back(
     assert len(list(tmp_path.glob("model*.safetensors"))) == len(list(tmp_path.glob("mesh-*"))) == 1
 
 
-def test_a_save_removes_no_file_that_a_manifest_calls_its_own(tmp_path: Path) -> None:
-    """Somebody else may have written it."""
+def test_a_save_does_not_remove_a_foreign_file_named_in_a_manifest(tmp_path: Path) -> None:
+    """The manifest names a file that torch_mesh would not write, so it may be someone's own."""
     torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8").save_pretrained(tmp_path)
     manifest = open_store(tmp_path).manifest
     (file,) = manifest.record_files
@@ -380,7 +388,7 @@ def test_a_save_removes_no_file_that_a_manifest_calls_its_own(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", first_quick(GPT_OSS, MIXTRAL, QWEN, "MiniMaxM2Experts"))
 def test_an_exact_store_is_saved_as_an_ordinary_checkpoint(name: str, tmp_path: Path) -> None:
-    """In the family's own layout, though loading found no experts to convert."""
+    """The layout is the family's own, though loading found no experts whose conversion could be reversed."""
     TINY_MODELS[name].build().save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "store", "bf16")
     _open(tmp_path / "store", resident=0.4).save_pretrained(tmp_path / "saved")
@@ -389,7 +397,7 @@ def test_an_exact_store_is_saved_as_an_ordinary_checkpoint(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_parts_that_accelerate_has_placed_apart(weights: str, tmp_path: Path) -> None:
+def test_a_model_with_modules_offloaded_by_accelerate_is_saved(weights: str, tmp_path: Path) -> None:
     """transformers then converts shard by shard, and looks for weights without memory in accelerate's hooks."""
     model = TINY_MODELS[MIXTRAL].build()
     model.save_pretrained(tmp_path / "plain")
@@ -405,7 +413,7 @@ def test_parts_that_accelerate_has_placed_apart(weights: str, tmp_path: Path) ->
 
 
 @loads_adapters
-def test_of_a_model_with_adapters_those_are_saved(tmp_path: Path) -> None:
+def test_saving_a_model_with_adapters_saves_only_these(tmp_path: Path) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
     model.save_pretrained(tmp_path)
@@ -413,12 +421,12 @@ def test_of_a_model_with_adapters_those_are_saved(tmp_path: Path) -> None:
     assert all("lora" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
-def test_a_save_that_was_killed_leaves_nothing_that_stays(tmp_path: Path) -> None:
+def test_the_next_save_removes_leftovers_of_a_killed_one(tmp_path: Path) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
     (tmp_path / ".torch_mesh-saving-killed").mkdir()
     (tmp_path / ".torch_mesh-saving-killed" / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".torch_mesh-saving-killed.lock").touch()
-    with scratch_folder(tmp_path, saving._STAGING_PREFIX) as other:  # of a process that lives
+    with scratch_folder(tmp_path, saving._STAGING_PREFIX) as other:  # the folder of a running process
         (other / "kept").touch()
         model.save_pretrained(tmp_path)
         assert (other / "kept").is_file()
@@ -426,8 +434,8 @@ def test_a_save_that_was_killed_leaves_nothing_that_stays(tmp_path: Path) -> Non
     assert is_store(tmp_path)
 
 
-def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for a store that other processes may write as well."""
+def test_saving_works_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving needs no locks, but writing a named store does, for other processes may write it too."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -441,7 +449,7 @@ def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest
         torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8", resident=0.5, store=str(tmp_path / "store"))
 
 
-def test_a_state_dict_of_the_callers_is_what_is_saved(tmp_path: Path) -> None:
+def test_a_given_state_dict_is_saved(tmp_path: Path) -> None:
     model = TINY_MODELS[QWEN].build()
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch_mesh.patch(model, resident=0.5)
@@ -464,8 +472,8 @@ def test_a_state_dict_of_the_callers_is_what_is_saved(tmp_path: Path) -> None:
     assert is_store(tmp_path / "rounded")
 
 
-def test_weights_that_are_saved_elsewhere_are_in_no_tensor_with_others() -> None:
-    """Dropped with them, others would be lost."""
+def test_weights_that_are_saved_separately_are_not_joined_with_others() -> None:
+    """Such a tensor would be dropped, and the other weights in it would be lost."""
     like = torch.empty(2, 4, device="meta")
     packed = PackedPart({"layers.0.packed": like}, dict)
     unpacking = Unpacking(None, {}, [packed], original_format=True, separate={"layers.0.rounded": like})
@@ -483,7 +491,7 @@ def test_only_the_main_process_writes(tmp_path: Path) -> None:
     assert not list((tmp_path / "saved").iterdir())
 
 
-def test_copies_save_themselves_and_unpatched_models_as_before(tmp_path: Path) -> None:
+def test_copies_save_their_own_weights_and_unpatched_models_save_as_before(tmp_path: Path) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
     twin = copy.deepcopy(model)
     _train(twin)
@@ -510,7 +518,7 @@ def test_a_loaded_model_inside_another_is_saved_as_well(tmp_path: Path) -> None:
     assert torch.equal(output_of(again.model, inputs), output_of(torch_mesh.unpatch(model).model, inputs))
 
 
-def test_the_method_of_the_class_says_which_to_call(tmp_path: Path) -> None:
+def test_calling_the_class_method_save_pretrained_is_refused_with_advice(tmp_path: Path) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
     with pytest.raises(MeshError, match=r"save it with model\.save_pretrained\(folder\)"):
         PreTrainedModel.save_pretrained(model, tmp_path)
@@ -531,7 +539,7 @@ def test_two_threads_save_two_models(tmp_path: Path) -> None:
         assert_same_checkpoint(tmp_path / str(number), tmp_path / "plain")
 
 
-def test_of_several_ranks_the_first_alone_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=0.5)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for rank, main in ((1, True), (0, False), (0, True)):
@@ -609,7 +617,7 @@ print(highest - before)
 
 @pytest.mark.thorough
 def test_saving_an_exact_model_takes_the_memory_of_a_few_layers(tmp_path: Path) -> None:
-    """Though all of it goes into one file."""
+    """This holds though the whole model goes into one file."""
     config = TINY_MODELS[QWEN].build().config
     config.update({"num_hidden_layers": 16, "hidden_size": 256, "moe_intermediate_size": 384})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -618,14 +626,15 @@ def test_saving_an_exact_model_takes_the_memory_of_a_few_layers(tmp_path: Path) 
     assert experts > 70e6
     run = warm.run(_MEASURED, tmp_path / "source", tmp_path / "saved")
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout.split()[-1]) < 0.6 * experts  # all of them at once would be more than that, twice
+    assert int(run.stdout.split()[-1]) < 0.6 * experts  # all experts at once would take more than that, twice over
     assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")
 
 
-def test_the_place_where_transformers_writes_its_shards_is_the_one_that_is_taken(
+def test_transformers_writes_its_shards_with_the_function_that_is_wrapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no public name. Were it to change, saving would need the memory of a shard, or fail."""
+    """transformers writes shards with a function that is not public. If it changed, saving would need the memory of a
+    shard, or fail."""
     written: list[tuple[str, set[str], str]] = []
 
     def watched(kind: str, function: Any) -> Any:

@@ -1,5 +1,4 @@
-"""``transformers serve`` of converted folders, in this process and on loopback: what it answers is what the model
-says."""
+"""``transformers serve`` of converted folders, in this process on a loopback port: answers are the model's tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def expected(folder: Path) -> list[str]:
 
 @contextmanager
 def _served(folder: Path, **options: Any) -> Iterator[tuple[Serve, str]]:
-    """A server on a free port of loopback, which has ended when the block has."""
+    """A server on a free port of loopback, which is stopped at the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -105,7 +104,7 @@ def _model(serve: Serve) -> Any:
 
 
 @pytest.mark.parametrize("stream", first_quick(True, False))
-def test_it_answers_what_the_model_says(small_pool: None, folder: Path, expected: list[str], stream: bool) -> None:
+def test_answers_are_those_of_generate(small_pool: None, folder: Path, expected: list[str], stream: bool) -> None:
     with _served(folder) as (serve, address):
         assert next(patched_modules(_model(serve)), None) is not None
         assert [_complete(address, folder, text, stream) for text in TEXTS] == expected
@@ -114,7 +113,7 @@ def test_it_answers_what_the_model_says(small_pool: None, folder: Path, expected
 
 
 @pytest.mark.parametrize("continuous_batching", first_quick(True, False))
-def test_requests_at_the_same_time_are_answered_each(
+def test_concurrent_requests_get_their_own_answers(
     small_pool: None, folder: Path, expected: list[str], continuous_batching: bool
 ) -> None:
     options = {"cb_num_blocks": 24, "cb_max_batch_tokens": 32} if continuous_batching else {}
@@ -126,7 +125,8 @@ def test_requests_at_the_same_time_are_answered_each(
     if not continuous_batching:
         assert answers == expected * 2
         return
-    # A batch rounds a near tie otherwise than a prompt alone; garbage has nothing in common with what is expected.
+    # In a batch rounding may decide a near tie differently. A wrong answer would have nothing in common with the
+    # expected one.
     equal = sum(a == b for a, b in zip(answers, expected * 2, strict=True))
     assert equal >= len(answers) // 2
     assert all(answer[:4] == other[:4] for answer, other in zip(answers, expected * 2, strict=True))

@@ -1,4 +1,4 @@
-"""Sizes and numbers that no machine has."""
+"""Sizes and numbers that are too large for any machine or model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_size_beyond_any_machine_is_a_value_error(field: str, value: str | int
 @pytest.mark.parametrize(
     "value", ["9" * 400, "9" * 400 + "GB", "1." + "9" * 400, "٣GiB", b"8GiB", 1.5, -(2**70), None, []]
 )
-def test_what_is_no_size_is_a_value_error(value: object) -> None:
+def test_a_malformed_size_is_a_value_error(value: object) -> None:
     with pytest.raises(ValueError, match="workspace=.* is not a size"):
         torch_mesh.MeshConfig(workspace=value)
 
@@ -35,7 +35,7 @@ def test_a_number_beyond_any_model_is_a_value_error(group: str, field: str, valu
         torch_mesh.MeshConfig(**{group: {field: value}})
 
 
-def test_the_largest_size_works() -> None:
+def test_the_largest_workspace_size_works() -> None:
     assert parse_size("1048576TiB", "x") == parse_size(1 << 60, "x") == 1 << 60
     gate_up, down = torch.randn(4, 64, 64).bfloat16(), torch.randn(4, 64, 32).bfloat16()
     hidden, ids, weights = torch.randn(5, 64).bfloat16(), torch.randint(4, (5, 1)), torch.rand(5, 1)
@@ -47,7 +47,7 @@ def test_the_largest_size_works() -> None:
     assert torch.equal(*outputs)
 
 
-def test_an_option_of_a_command_says_so_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_option_beyond_any_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["plan", "anything", "--memory", str(2**70)])
     assert caught.value.code == 2 and "is more than any machine has" in capsys.readouterr().err

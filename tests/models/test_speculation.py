@@ -78,7 +78,7 @@ def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(
 
 
 def _drawn(table: torch.Tensor, drafter: Any, tokens: int) -> tuple[int, ...]:
-    """A text of a model whose next token depends on the last one alone, ``table`` [tokens, tokens] of logits."""
+    """A text from a model whose next token depends only on the last one, by the logits ``table`` [tokens, tokens]."""
     config = GenerationConfig(do_sample=True, return_dict_in_generate=False)
     text = _Text(torch.tensor([[0]]), lambda ids, scores: scores, _Long(1 + tokens), config, None)
     while not text.finished:
@@ -98,11 +98,11 @@ class _Long(StoppingCriteriaList):
 
 
 @pytest.mark.parametrize("draws", [3000, pytest.param(12000, marks=pytest.mark.thorough)])
-def test_the_distribution_of_sampled_tokens_is_the_models(draws: int) -> None:
+def test_sampled_tokens_have_the_models_distribution(draws: int) -> None:
     torch.manual_seed(11)
     table, tokens = torch.randn(4, 4) * 1.5, 3
     share = table.softmax(-1)
-    drafts = {0: [1, 2, 0], 1: [1, 1], 2: [], 3: [0]}  # right now and then, and never drawn
+    drafts = {0: [1, 2, 0], 1: [1, 1], 2: [], 3: [0]}  # some drafts are sometimes right, others are never drawn
     found = Counter(_drawn(table, drafts.__getitem__, tokens) for _ in range(draws))
     squares = 0.0
     for text in itertools.product(range(4), repeat=tokens):
@@ -114,7 +114,7 @@ def test_the_distribution_of_sampled_tokens_is_the_models(draws: int) -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_hundred_thousand_draws_are_distributed_as_in_plain_sampling() -> None:
-    """Of a model, by ``generate``: texts of four tokens out of three, beside what plain forwards say of each."""
+    """``generate`` draws texts of four tokens from three allowed ones. Plain forwards give each text's probability."""
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=0.5, attention="mesh", dense="bf16")
     prompt, allowed = torch.randint(3, 100, (1, 6)), [5, 30, 60]
     others = [token for token in range(model.config.vocab_size) if token not in allowed]
@@ -130,7 +130,7 @@ def test_a_hundred_thousand_draws_are_distributed_as_in_plain_sampling() -> None
             for text, before in expected.items()
             for token, share in zip(allowed, shares(text), strict=True)
         }
-    likely = max(expected, key=expected.__getitem__)  # drafted each time, and so right now and then
+    likely = max(expected, key=expected.__getitem__)  # drafted each time, and so sometimes right
     speculation = knowing(torch.cat([prompt, torch.tensor([[*likely, 0]])], dim=1), 2)
     texts, found = 4, Counter[tuple[int, ...]]()
     options = {"do_sample": True, "top_k": 0, "suppress_tokens": others, "max_new_tokens": 4, "eos_token_id": None}
@@ -139,7 +139,7 @@ def test_a_hundred_thousand_draws_are_distributed_as_in_plain_sampling() -> None
         found.update(map(tuple, drawn.tolist()))
     total = sum(found.values())
     assert set(found) <= set(expected)
-    cells: dict[Any, list[float]] = {}  # drawn, and expected; texts that are rare in this model have one together
+    cells: dict[Any, list[float]] = {}  # counts drawn and expected; all rare texts share one cell
     for text, share in expected.items():
         cell = cells.setdefault(text if total * share > 5 else "rare", [0, 0.0])
         cell[0] += found[text]
@@ -152,7 +152,7 @@ def test_a_hundred_thousand_draws_are_distributed_as_in_plain_sampling() -> None
 
 
 class _Ends(StoppingCriteria):
-    """At the third time of a token."""
+    """Ends a text at the third occurrence of a token."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -162,7 +162,9 @@ class _Ends(StoppingCriteria):
 
 
 @pytest.mark.parametrize("length", [pytest.param(3, marks=pytest.mark.thorough), 15])
-def test_processors_and_ends_are_asked_for_every_token(original: PreTrainedModel, tokenizer: Any, length: int) -> None:
+def test_logits_processors_and_stopping_criteria_see_every_token(
+    original: PreTrainedModel, tokenizer: Any, length: int
+) -> None:
     model = patched(original)
     inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
     common = int(generate(model, inputs)[0, inputs["input_ids"].shape[1] :].mode().values)
@@ -185,7 +187,8 @@ def test_processors_and_ends_are_asked_for_every_token(original: PreTrainedModel
 def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
     original: PreTrainedModel, tokenizer: Any, fields: dict[str, str], texts: int
 ) -> None:
-    """Padded on the left to one length, some ending before others: with the same batch, plainly."""
+    """The texts are padded on the left, and some end before others. The reference is plain decoding of the same
+    batch."""
     model = patched(original, resident=0.25, **fields)
     tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
     prompts = [*PROMPTS.values()][-texts:]
@@ -193,7 +196,7 @@ def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
     assert (inputs["attention_mask"] == 0).any()
     length = inputs["input_ids"].shape[1]
     answers = generate(model, inputs)[:, length:]
-    ends = int(answers[0, 25])  # in the first text there at the latest
+    ends = int(answers[0, 25])  # the first text ends here at the latest
     seven = 16 // texts - 1
     for options in (
         {},
@@ -210,7 +213,7 @@ def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
             plain, found = plain.sequences, found.sequences
         assert torch.equal(plain, found), options
         assert options or sum(speculation._controllers[texts].accepted) > 0
-        assert not speculation._controller.accepted  # which is for one text
+        assert not speculation._controller.accepted  # that controller is for single texts
     torch_mesh.reset_stats(model)
     speculation = torch_mesh.speculate()
     plain = generate(model, inputs, max_new_tokens=70)
@@ -218,7 +221,7 @@ def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
         assert torch.equal(plain, generate(model, inputs, max_new_tokens=70, custom_generate=speculation))
 
 
-def test_what_pools_did_is_counted_from_a_reset(original: PreTrainedModel) -> None:
+def test_pool_statistics_are_counted_across_a_reset(original: PreTrainedModel) -> None:
     model = patched(original, resident=0.3, prefetch="off")
     ids = torch.arange(5, 45).view(8, 5)
     model(ids[:1])
@@ -234,10 +237,10 @@ def test_what_pools_did_is_counted_from_a_reset(original: PreTrainedModel) -> No
 
 
 @pytest.mark.parametrize("ends", [2, pytest.param(63, marks=pytest.mark.thorough)])
-def test_texts_that_end_have_padding_in_the_cache_and_not_their_drafts(
+def test_ended_texts_have_padding_in_the_cache_and_no_drafts(
     original: PreTrainedModel, tokenizer: Any, ends: int
 ) -> None:
-    """Each text but the last ends where others go on: what was drafted behind its end, or instead of it, is none of its
+    """Each text but the last ends before others. Drafts after its end, or in place of its end, are not among its
     tokens."""
     model = patched(original, resident=0.25, dense="bf16")
     tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
@@ -248,7 +251,7 @@ def test_texts_that_end_have_padding_in_the_cache_and_not_their_drafts(
     differed = False
     for end in list(dict.fromkeys(free[:3, length + 9 : length + 30].T.flatten().tolist()))[:ends]:
         plain = generate(model, inputs, eos_token_id=end, **kept)
-        for drafts in (free, free ^ (free == end)):  # that know the end, and that do not
+        for drafts in (free, free ^ (free == end)):  # drafts with the end token, and drafts without it
             answers = iter(drafts)
             speculation = Speculation(Always(3), lambda ids, answers=answers: Right(next(answers), ids))  # type: ignore
             found = generate(model, inputs, eos_token_id=end, custom_generate=speculation, **kept)
@@ -261,7 +264,7 @@ def test_texts_that_end_have_padding_in_the_cache_and_not_their_drafts(
 
 
 class Right(Drafter):
-    """In the place of a drafter: what the text would be if it never ended."""
+    """A drafter that knows the text as it would be if it never ended."""
 
     def __init__(self, answer: torch.Tensor, tokens: list[int]) -> None:
         self.answer = answer.tolist()
@@ -275,7 +278,7 @@ class Right(Drafter):
 
 
 class _EndsIn(StoppingCriteria):
-    """Each text at a token, which transformers does not know to end it: it goes on while others do."""
+    """Ends each text at a token that transformers does not know as an end. So the text goes on while others do."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -284,7 +287,7 @@ class _EndsIn(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
-def test_time_is_that_of_the_clock_it_is_given(original: PreTrainedModel, tokenizer: Any) -> None:
+def test_speculation_measures_time_with_the_given_clock(original: PreTrainedModel, tokenizer: Any) -> None:
     model = patched(original)
     ticks = itertools.count(0.0, 0.5)
     speculation = Speculation(Always(3), clock=lambda: next(ticks))

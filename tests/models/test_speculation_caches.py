@@ -1,4 +1,4 @@
-"""Caches that rejected drafts are taken back from: windows, states of linear attention, static ones."""
+"""Rejected drafts are removed from caches: windows, states of linear attention, static caches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LINEAR = [
 
 
 class _Gone(Streamed):
-    """A client that goes while a draft is verified."""
+    """A client that disconnects while a draft is verified."""
 
     def put(self, value: torch.Tensor) -> None:
         super().put(value)
@@ -67,7 +67,7 @@ class _Gone(Streamed):
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_text_that_ends_early_leaves_a_cache_of_its_tokens(
+def test_an_interrupted_text_leaves_a_cache_of_its_tokens(
     original: PreTrainedModel, tokenizer: Any, static: bool
 ) -> None:
     model, streamed = patched(original), _Gone()
@@ -84,8 +84,8 @@ def test_a_text_that_ends_early_leaves_a_cache_of_its_tokens(
 
 
 @pytest.mark.parametrize(("length", "drafted"), each_once_quick([40, 13, 5], [15, 3]))
-def test_windows_go_back(length: int, drafted: int) -> None:
-    """The window of the tiny gpt-oss is of 16 tokens."""
+def test_rejected_drafts_are_removed_from_sliding_windows(length: int, drafted: int) -> None:
+    """The tiny gpt-oss has a window of 16 tokens."""
     model = torch_mesh.patch(spread_model(OSS), resident=0.5)
     inputs = random_inputs(length)
     plain = generate_plainly(model, inputs, eos_token_id=None)
@@ -99,9 +99,10 @@ def test_windows_go_back(length: int, drafted: int) -> None:
 
 
 def _same_states(found: Any, plain: Any) -> None:
-    """Within rounding: where it tips a value that experts round to bf16, a state moves by 0.001 of its norm.
+    """Check that the states are equal up to rounding.
 
-    A token too many or too few moves one by all of its norm.
+    Where rounding changes a bf16 input of the experts, a state moves by 0.001 of its norm. A token too many or too few
+    moves it by its whole norm.
     """
     for one, other in zip(_states(found), _states(plain), strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()
@@ -113,7 +114,7 @@ def _states(cache: Any) -> list[torch.Tensor]:
     return [state for states in both for state in states.values() if state is not None]
 
 
-# Of each kind of mixer one draft that is verified in part.
+# For each kind of mixer, one case in the quick tests whose drafts are accepted in part.
 _MIXERS = (NEXT, "NemotronHExperts", "KimiLinearExperts", "Lfm2MoeExperts", "BailingHybridExperts")
 _LENGTHS = [
     pytest.param(name, *lengths, marks=[] if name in _MIXERS and lengths == (20, 7) else [pytest.mark.thorough])
@@ -123,9 +124,9 @@ _LENGTHS = [
 
 
 @pytest.mark.parametrize(("name", "length", "drafted"), _LENGTHS)
-def test_linear_attention_goes_back(name: str, length: int, drafted: int) -> None:
-    """Its state is in the end what single tokens leave: within rounding, for in fp32 torch's products of several rows
-    have other bits."""
+def test_rejected_drafts_are_removed_from_linear_attention_states(name: str, length: int, drafted: int) -> None:
+    """The final state is that of plain decoding, up to rounding: in fp32 torch's products of several rows have other
+    bits."""
     model = torch_mesh.patch(spread_model(name), resident=0.5)
     inputs = random_inputs(length)
     plain = generate_plainly(model, inputs, eos_token_id=None)
@@ -139,7 +140,7 @@ def test_linear_attention_goes_back(name: str, length: int, drafted: int) -> Non
         _same_states(cache, plain.past_key_values)
 
 
-def test_mixers_become_what_they_were() -> None:
+def test_unpatch_restores_the_classes_of_mixers() -> None:
     model = torch_mesh.patch(spread_model(NEXT), resident=0.5)
     before = [type(module) for module in model.modules()]
     inputs = random_inputs(20)
@@ -155,8 +156,8 @@ def test_mixers_become_what_they_were() -> None:
     assert len(before) == len(list(model.modules()))
 
 
-def test_two_texts_at_once_have_states_of_their_own() -> None:
-    """The same mixers serve both, and one may begin or end while the other computes."""
+def test_concurrent_texts_have_separate_states() -> None:
+    """Both use the same mixers, and one may begin or end while the other computes."""
     model = torch_mesh.patch(spread_model(NEXT), resident=0.5)
     prompts = [random_inputs(20), random_inputs(9)]
     options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -172,7 +173,7 @@ def test_two_texts_at_once_have_states_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, -1])
-def test_a_forward_that_fails_leaves_the_states_before_it(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_forward_leaves_the_states_before_it(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch_mesh.patch(spread_model(NEXT), resident=0.5)
     inputs = random_inputs(20)
     plain = generate_plainly(model, inputs, eos_token_id=None)
@@ -203,7 +204,7 @@ def test_a_forward_that_fails_leaves_the_states_before_it(failing: int, monkeypa
 
 
 class _Breaks(LogitsProcessor):
-    """Breaks at a token."""
+    """Raises at a given length."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -216,12 +217,12 @@ class _Breaks(LogitsProcessor):
 
 @pytest.mark.parametrize("drafted", [pytest.param(0, marks=pytest.mark.thorough), 7])
 @pytest.mark.parametrize("name", [NEXT, QWEN])
-def test_a_processor_that_breaks_leaves_a_cache_of_the_tokens_so_far(name: str, drafted: int) -> None:
-    """As in plain decoding: the last token is in it, in keys and in states."""
+def test_a_failing_logits_processor_leaves_a_cache_of_the_tokens_so_far(name: str, drafted: int) -> None:
+    """The cache is that of plain decoding: its keys and states include the last token."""
     model = torch_mesh.patch(spread_model(name), resident=0.5)
     inputs = random_inputs(20)
     answer = generate(model, inputs, eos_token_id=None)
-    for at in range(28, 36):  # behind a prompt of 20
+    for at in range(28, 36):  # after a prompt of 20 tokens
         caches = []
         for how in ({}, {"custom_generate": knowing(answer, drafted)}):
             cache = DynamicCache(config=model.config)
@@ -234,8 +235,8 @@ def test_a_processor_that_breaks_leaves_a_cache_of_the_tokens_so_far(name: str, 
         _same_states(found, plain)
 
 
-def test_a_cache_that_records_linear_attention_goes_back() -> None:
-    """transformers' own assisted decoding leaves such ones: the states of convolutions grow with each token."""
+def test_rejected_drafts_are_removed_from_a_cache_that_records_states() -> None:
+    """transformers' own assisted decoding leaves such caches, in which convolution states grow with each token."""
     model = torch_mesh.patch(spread_model(NEXT), resident=0.5)
     inputs = random_inputs(20)
     plain = generate_plainly(model, inputs, eos_token_id=None)
@@ -249,8 +250,9 @@ def test_a_cache_that_records_linear_attention_goes_back() -> None:
     assert all(layer.record_past for layer in cache.layers if isinstance(layer, LinearAttentionLayer))
 
 
-def test_keys_that_a_server_keeps_are_kept() -> None:
-    """Of a layer with a window it keeps more than the window, to go back to where two requests part."""
+def test_kept_keys_of_a_server_survive_rejected_drafts() -> None:
+    """For a layer with a window the server keeps more keys than the window, so that it can go back to where two
+    requests differ."""
     original = spread_model(OSS)
     model = torch_mesh.patch(copy.deepcopy(original), resident=0.5)
     speculating = torch_mesh.patch(original, resident=0.5, speculation="lookup")
@@ -263,7 +265,7 @@ def test_keys_that_a_server_keeps_are_kept() -> None:
         found = kept.generate(input_ids=prompt, generation_config=config)
         both = min(found.shape[1], expected.shape[1])
         same = int((found[:, :both] == expected[:, :both]).int().cumprod(1).sum())
-        if same < both:  # rounding may tip two logits that were nearly equal
+        if same < both:  # rounding may decide between two nearly equal logits
             with torch.no_grad():
                 two = model(input_ids=expected[:, :same]).logits[0, -1].topk(2).values
             assert two[0] - two[1] <= two[0].abs() / 16
@@ -275,7 +277,7 @@ def test_keys_that_a_server_keeps_are_kept() -> None:
         assert windows and (turn > 0 or all(layer.keys.shape[-2] == found.shape[1] - 1 for layer in windows))
         assert turn == 0 or kept.counts.reused_tokens == prompt.shape[1] - 14
         others = random_inputs(14)["input_ids"]
-        others[:, 0] = found[:, -9] ^ 1  # the texts part there
+        others[:, 0] = found[:, -9] ^ 1  # the texts differ from here
         prompt = torch.cat([found[:, :-9], others], dim=1)
     assert torch_mesh.stats(speculating).speculation.accepted > 0
 
@@ -284,7 +286,7 @@ def test_keys_that_a_server_keeps_are_kept() -> None:
 @pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.thorough), OSS])
 @pytest.mark.thorough
 def test_compiled_steps_stay_compiled(name: str) -> None:
-    """Each number of drafted tokens is a graph."""
+    """There is one graph for each number of drafted tokens."""
     model = torch_mesh.compile(torch_mesh.patch(spread_model(name), resident=0.5), backend="eager", fullgraph=True)
     seen = {0}
     for length, drafted in [(5, 3), (20, 3), (30, 7), (12, 7), (21, 15), (9, 3)]:
@@ -297,21 +299,21 @@ def test_compiled_steps_stay_compiled(name: str) -> None:
         assert counters["stats"]["unique_graphs"] == len(seen) and not counters["graph_break"]
 
 
-def test_a_static_cache_goes_back(original: PreTrainedModel, tokenizer: Any) -> None:
+def test_rejected_drafts_are_removed_from_a_static_cache(original: PreTrainedModel, tokenizer: Any) -> None:
     model = patched(original)
     inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
     plain = generate(model, inputs, cache_implementation="static")
     assert torch.equal(plain, generate(model, inputs, cache_implementation="static", custom_generate=always(15)))
     cache = StaticCache(
         config=model.config, max_cache_len=inputs["input_ids"].shape[1] + 59
-    )  # just as long as it has to be
+    )  # exactly as long as needed
     assert torch.equal(plain, generate(model, inputs, past_key_values=cache, custom_generate=always(15)))
     assert int(cache.get_seq_length()) == plain.shape[1] - 1
 
 
 @pytest.mark.parametrize("by_itself", [False, True])
-def test_only_new_tokens_behind_a_padded_cache(by_itself: bool) -> None:
-    """transformers takes the tokens that the cache has not, with a mask of all."""
+def test_new_tokens_after_a_padded_cache_speculate(by_itself: bool) -> None:
+    """As in transformers, the inputs are the tokens that the cache lacks, with a mask for all tokens."""
     model = spread_model(QWEN)
     plain = torch_mesh.patch(copy.deepcopy(model), resident=0.5, attention="mesh")
     speculating = torch_mesh.patch(model, resident=0.5, attention="mesh", speculation="lookup" if by_itself else "off")
@@ -329,10 +331,10 @@ def test_only_new_tokens_behind_a_padded_cache(by_itself: bool) -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_forward_that_fails_leaves_nothing_drafted(
+def test_a_failed_forward_leaves_no_drafted_tokens(
     original: PreTrainedModel, tokenizer: Any, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the last experts fail, every layer has the drafted tokens, and no layer is longer than another."""
+    """When the last experts fail, every layer already has the drafted tokens. Then all layers are rewound."""
     model = patched(original)
     inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
     answer = generate(model, inputs)
@@ -362,7 +364,7 @@ def test_a_forward_that_fails_leaves_nothing_drafted(
     assert {int(layer.get_seq_length()) for layer in keys.layers} == {seen.count - 1}
 
 
-def test_older_transformers_has_not_every_kind_of_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewinding_works_without_cache_classes_of_newer_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BaseQuantizedLayer", "DummyLayer"):
         monkeypatch.delattr(f"transformers.cache_utils.{name}", raising=False)
     source = importlib.util.find_spec("torch_mesh.speculation.rewinding")

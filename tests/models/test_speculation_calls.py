@@ -1,4 +1,4 @@
-"""Speculation in calls of ``generate``: streamers, what it returns, and calls and models that are refused."""
+"""Speculation in calls of ``generate``: streamers, return values, and calls and models that are refused."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_stop_strings_work_where_generate_speculates_by_itself(original: PreTrai
 
 
 @pytest.mark.parametrize("by_itself", [False, True])
-def test_a_streamer_gets_one_token_after_the_other(original: PreTrainedModel, tokenizer: Any, by_itself: bool) -> None:
-    """transformers hands none to a custom_generate: should it begin to, ``_call_of_generate`` can go."""
+def test_a_streamer_gets_tokens_one_by_one(original: PreTrainedModel, tokenizer: Any, by_itself: bool) -> None:
+    """transformers passes no streamer to a custom_generate. If it begins to, ``_call_of_generate`` can be removed."""
     model = patched(original, speculation="lookup" if by_itself else "off")
     inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
     streamed = Streamed()
@@ -94,7 +94,7 @@ def _on_another_thread(inner: Any) -> Any:
     ],
     ids=["lambda", "nested", "partial", "partial object", "object", "thread", "thread in objects"],
 )
-def test_a_streamer_is_found_through_functions_around(original: PreTrainedModel, tokenizer: Any, around: Any) -> None:
+def test_a_streamer_is_found_through_wrapper_functions(original: PreTrainedModel, tokenizer: Any, around: Any) -> None:
     model = patched(original)
     inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
     reader = TextIteratorStreamer(tokenizer, timeout=20)
@@ -102,7 +102,7 @@ def test_a_streamer_is_found_through_functions_around(original: PreTrainedModel,
     assert "".join(reader) == tokenizer.decode(tokens)
 
 
-def test_each_of_two_calls_at_a_time_has_its_own_streamer(original: PreTrainedModel, tokenizer: Any) -> None:
+def test_concurrent_calls_have_their_own_streamers(original: PreTrainedModel, tokenizer: Any) -> None:
     model = patched(original)
 
     def call(words: str) -> bool:
@@ -119,7 +119,7 @@ def test_each_of_two_calls_at_a_time_has_its_own_streamer(original: PreTrainedMo
 def test_a_call_whose_forwards_are_synced_is_refused(
     original: PreTrainedModel, tokenizer: Any, given: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers hands none of that to a custom_generate either."""
+    """transformers does not pass synced_gpus to a custom_generate either."""
     if given is None:
         monkeypatch.setattr(decoding, "is_deepspeed_zero3_enabled", lambda: True)
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -130,7 +130,7 @@ def test_a_call_whose_forwards_are_synced_is_refused(
         )
 
 
-def test_what_generate_returns_is_what_it_returns_plainly(original: PreTrainedModel, tokenizer: Any) -> None:
+def test_generate_returns_the_same_outputs_as_plain_decoding(original: PreTrainedModel, tokenizer: Any) -> None:
     model = patched(original)
     inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
     options = {
@@ -146,7 +146,7 @@ def test_what_generate_returns_is_what_it_returns_plainly(original: PreTrainedMo
     if rows_are_exact(model, inputs["input_ids"]):
         for one, other in zip((*plain.scores, *plain.logits), (*drafted.scores, *drafted.logits), strict=True):
             assert torch.equal(one, other)
-    # A conversation goes on with the cache.
+    # A conversation can continue with the cache.
     more = {"input_ids": torch.cat([plain.sequences, inputs["input_ids"]], dim=1)}
     answers = [
         generate(model, more, past_key_values=each.past_key_values, custom_generate=always(3))
@@ -165,13 +165,13 @@ def test_what_generate_returns_is_what_it_returns_plainly(original: PreTrainedMo
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
     ],
 )
-def test_calls_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_of_generate_are_refused(options: dict[str, Any], message: str) -> None:
     model = TINY_MODELS[QWEN].build()
     with pytest.raises(ValueError, match=message):
         generate(model, random_inputs(9), custom_generate=torch_mesh.speculate(), **options)
 
 
-def test_models_and_caches_that_cannot_go_back_are_refused() -> None:
+def test_models_and_caches_that_cannot_be_rewound_are_refused() -> None:
     model = TINY_MODELS[NEXT].build()
     with pytest.raises(ValueError, match="linear attention can be rewound in dynamic caches only"):
         generate(model, random_inputs(9), cache_implementation="static", custom_generate=torch_mesh.speculate())
@@ -189,12 +189,12 @@ def test_models_and_caches_that_cannot_go_back_are_refused() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (16,), (3, "7"), (True, 2.5)])
-def test_lengths_that_cannot_be_are_refused(lengths: Any) -> None:
+def test_wrong_draft_lengths_are_refused(lengths: Any) -> None:
     with pytest.raises(ValueError, match="numbers of drafted tokens"):
         torch_mesh.speculate(lengths=lengths)
 
 
-def test_models_that_are_not_patched_speculate_too() -> None:
+def test_unpatched_models_speculate_too() -> None:
     model = spread_model(QWEN)
     inputs = random_inputs(40)
     plain = generate_plainly(model, inputs, eos_token_id=None)
@@ -204,7 +204,7 @@ def test_models_that_are_not_patched_speculate_too() -> None:
     assert torch_mesh.stats(model).speculation.accepted > 0
 
 
-def test_the_field_speculates_and_unpatch_ends_it(original: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+def test_the_speculation_field_works_until_unpatch(original: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
     model = patched(original, speculation="lookup")
     cls = type(model)
     assert isinstance(model, SpeculatingModel) and isinstance(model, type(original))
@@ -238,7 +238,7 @@ def test_the_field_speculates_and_unpatch_ends_it(original: PreTrainedModel, tok
     assert type(model) is type(original) and not any("specul" in name for name in vars(model))
 
 
-def test_other_ways_to_decode_are_as_they_were(original: PreTrainedModel, tokenizer: Any) -> None:
+def test_other_ways_to_decode_do_not_speculate(original: PreTrainedModel, tokenizer: Any) -> None:
     plain, model = patched(original), patched(original, speculation="lookup")
     inputs = tokenizer(PROMPTS["prose"], return_tensors="pt")
     five = {name: tensor.repeat(5, 1) for name, tensor in inputs.items()}
@@ -257,7 +257,7 @@ def test_other_ways_to_decode_are_as_they_were(original: PreTrainedModel, tokeni
             expected, found = expected.sequences, found.sequences
         assert torch.equal(found, expected), options
     assert torch_mesh.stats(model).speculation is None
-    # As an assistant, too.
+    # The model also works as an assistant.
     assert torch.equal(generate(plain, inputs, assistant_model=model), generate(plain, inputs, assistant_model=plain))
     assert torch_mesh.stats(model).speculation is None
 

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: simulated texts and machines, without a clock."""
+"""The controller of draft lengths, with simulated texts and machines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LENGTHS = (3, 7, 15)
 
 
 class Machine:
-    """A forward takes 1 for a single row and ``per_row`` more for each other; a drafted token is right with probability
-    ``right``."""
+    """A simulated machine. A forward takes 1 for one row and ``per_row`` for each further row. A drafted token is right
+    with probability ``right``."""
 
     def __init__(self, right: float, per_row: float, seed: int, noise: float = 0.0) -> None:
         self.right, self.per_row, self.noise = right, per_row, noise
@@ -37,30 +37,30 @@ class Machine:
 
     @property
     def slower(self) -> float:
-        """Time over what plain decoding would have taken for the same tokens."""
+        """The time relative to plain decoding of the same tokens."""
         return self.seconds / (self.tokens * (1 + self.noise / 2))
 
 
 @pytest.mark.parametrize("per_row", [0.2, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("right", [0.0, 0.1, 0.5])
-def test_what_does_not_pay_costs_at_most_a_twentieth(right: float, per_row: float, seed: int) -> None:
+def test_drafts_that_do_not_pay_cost_at_most_a_twentieth(right: float, per_row: float, seed: int) -> None:
     machine = Machine(right, per_row, seed, noise=0.2)
     controller = Controller(LENGTHS)
     for steps in (100, 300, 4000):
         machine.run(controller, steps)
-        one_trial = 1.2 * (1 + per_row * 3)  # begins while there is something left to lose
+        one_trial = 1.2 * (1 + per_row * 3)  # a trial may begin just before the allowed loss is used up
         assert machine.slower < 1.05 + 0.01 + one_trial / machine.tokens
     assert machine.slower < 1.05
 
 
 @pytest.mark.parametrize("right,per_row,best", [(1.0, 0.1, 15), (0.95, 0.05, 15), (0.8, 0.3, 3)])
-def test_what_pays_is_found_and_kept(right: float, per_row: float, best: int, seed: int) -> None:
+def test_the_best_draft_length_is_found_and_kept(right: float, per_row: float, best: int, seed: int) -> None:
     machine = Machine(right, per_row, seed)
     controller = Controller(LENGTHS)
     machine.run(controller, 300)
     utility = {
         length: sum(right**i for i in range(length + 1)) / (1 + per_row * length) for length in LENGTHS
-    }  # of the geometric law
+    }  # accepted tokens are geometrically distributed
     assert max(utility, key=utility.__getitem__) == best
     machine.chosen.clear()
     machine.seconds, machine.tokens = 0.0, 0
@@ -69,8 +69,8 @@ def test_what_pays_is_found_and_kept(right: float, per_row: float, best: int, se
     assert {0, best} < set(machine.chosen), "plain decoding and other lengths are measured again now and then"
 
 
-def test_a_trial_that_is_lost_is_repeated_ever_more_seldom(seed: int) -> None:
-    machine = Machine(0.0, 0.01, seed)  # it loses so little that its cost is no reason to wait
+def test_failed_trials_are_repeated_less_and_less_often(seed: int) -> None:
+    machine = Machine(0.0, 0.01, seed)  # trials cost so little that cost is no reason to wait
     controller = Controller(LENGTHS)
     machine.run(controller, 3000)
     drafted = [place for place, length in enumerate(machine.chosen) if length > 0]
@@ -93,7 +93,7 @@ def test_a_text_that_changes_is_noticed(seed: int) -> None:
     assert machine.chosen[-50:].count(0) > 40
 
 
-def test_what_a_text_gained_is_not_lost_on_the_next(seed: int) -> None:
+def test_a_gain_on_one_text_is_not_lost_on_the_next(seed: int) -> None:
     machine = Machine(1.0, 0.2, seed)
     controller = Controller(LENGTHS)
     machine.run(controller, 200)
@@ -101,12 +101,12 @@ def test_what_a_text_gained_is_not_lost_on_the_next(seed: int) -> None:
     machine.right = 0.0
     machine.seconds, machine.tokens = 0.0, 0
     machine.run(controller, 100)
-    one_draft = 0.2 * 15  # begins while there is something left to lose
+    one_draft = 0.2 * 15  # a draft may begin just before the allowed loss is used up
     assert machine.seconds - machine.tokens < 0.05 * 100 + one_draft
 
 
-def test_what_gains_less_than_measuring_flatters_is_left(seed: int) -> None:
-    machine = Machine(1.0, 0.96, seed)  # 1.03 to 1.04 of plain decoding's speed
+def test_gains_below_the_bias_of_measuring_are_not_taken(seed: int) -> None:
+    machine = Machine(1.0, 0.96, seed)  # gives 1.03 to 1.04 times plain decoding's speed
     machine.run(Controller(LENGTHS), 1000)
     assert machine.chosen.count(0) > 900
 
@@ -120,7 +120,7 @@ def test_the_same_observations_lead_to_the_same_choices(seed: int) -> None:
     assert runs[0] == runs[1]
 
 
-def test_no_more_is_drafted_than_there_is_room_for(seed: int) -> None:
+def test_draft_lengths_respect_the_remaining_room(seed: int) -> None:
     machine = Machine(1.0, 0.0, seed)
     controller = Controller(LENGTHS)
     machine.run(controller, 100)
@@ -128,7 +128,7 @@ def test_no_more_is_drafted_than_there_is_room_for(seed: int) -> None:
     assert [controller.choose(most) for most in (14, 7, 6, 3, 2, 0, -5)] == [7, 7, 3, 3, 0, 0, 0]
 
 
-def test_a_machine_that_stands_still_for_a_moment_decides_little(seed: int) -> None:
+def test_a_single_slow_forward_changes_little(seed: int) -> None:
     machine = Machine(1.0, 0.2, seed)
     controller = Controller(LENGTHS)
     machine.run(controller, 200)
@@ -139,7 +139,7 @@ def test_a_machine_that_stands_still_for_a_moment_decides_little(seed: int) -> N
     assert machine.chosen[-100:].count(15) > 80
 
 
-def test_where_only_long_drafts_pay_their_end_is_no_reason_to_give_up() -> None:
+def test_failed_short_drafts_do_not_stop_long_ones_that_pay() -> None:
     controller = Controller(LENGTHS)
     for _ in range(8):
         controller.observe(0, 0, 1.0)
@@ -155,7 +155,7 @@ def test_where_only_long_drafts_pay_their_end_is_no_reason_to_give_up() -> None:
 
 @pytest.mark.parametrize("tier", [1, 2, 3])
 @pytest.mark.parametrize("right", [0.0, 0.95])
-def test_drafts_are_judged_by_their_doubt(right: float, tier: int, seed: int) -> None:
+def test_drafts_are_judged_by_confidence_tier(right: float, tier: int, seed: int) -> None:
     machine, controller = Machine(0.9, 0.2, seed), Controller(LENGTHS)
     chosen: dict[int, list[int]] = {each: [] for each in range(tier + 1)}
     for step in range(2000 * (tier + 1)):
@@ -169,19 +169,19 @@ def test_drafts_are_judged_by_their_doubt(right: float, tier: int, seed: int) ->
 
 
 @pytest.mark.parametrize("tier", [1, 2, 3])
-def test_doubted_drafts_are_not_tried_where_those_of_less_doubt_fail(tier: int, seed: int) -> None:
+def test_a_lower_confidence_tier_is_not_tried_where_a_higher_one_fails(tier: int, seed: int) -> None:
     machine, controller = Machine(0.0, 0.1, seed), Controller(LENGTHS)
     while not machine.chosen or any(machine.chosen[-300:]):
         machine.run(controller, 300)
     machine.right = 1.0
-    machine.run(controller, 150, tier=tier)  # while sure drafts wait for 512 forwards, or 1024
+    machine.run(controller, 150, tier=tier)  # in which drafts of tier 0 wait for 512 or 1024 forwards
     assert not any(machine.chosen[-150:])
     controller.begin()
     machine.run(controller, 300, tier=tier)
     assert any(machine.chosen[-300:]), "nothing is known of another text"
 
 
-def test_what_failed_at_last_is_given_up_though_no_such_draft_comes_again(seed: int) -> None:
+def test_a_failed_tier_is_abandoned_without_further_drafts_of_it(seed: int) -> None:
     machine, controller = Machine(0.0, 0.1, seed), Controller(LENGTHS)
     while sum(map(bool, machine.chosen)) < 3:
         machine.run(controller, 1)
@@ -191,7 +191,7 @@ def test_what_failed_at_last_is_given_up_though_no_such_draft_comes_again(seed: 
     assert not any(machine.chosen[-100:-90]) and any(machine.chosen[-50:])
 
 
-def test_doubt_is_tried_with_what_was_gained(seed: int) -> None:
+def test_a_lower_confidence_tier_is_tried_only_after_a_gain(seed: int) -> None:
     machine, controller = Machine(1.0, 0.2, seed), Controller(LENGTHS)
     machine.run(controller, 40)
     controller.begin()
@@ -206,7 +206,7 @@ def test_doubt_is_tried_with_what_was_gained(seed: int) -> None:
     assert machine.chosen[-1] > 0, "what pays waits for no gain"
 
 
-def test_forwards_that_were_not_timed_decide_nothing() -> None:
+def test_forwards_without_a_time_change_nothing() -> None:
     controller = Controller(LENGTHS)
     for _ in range(20):
         controller.observe(0, 0, None)
@@ -218,7 +218,7 @@ def test_forwards_that_were_not_timed_decide_nothing() -> None:
         controller.observe(3, 0, None)
 
 
-def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> None:
+def test_a_draft_continues_the_last_occurrence_of_the_longest_suffix(seed: int) -> None:
     text = random.Random(seed).choices(range(4), k=150)
     text += text[:50]
     lookup = Lookup(text[:50])
@@ -229,7 +229,7 @@ def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> Non
             ends = [i for i in range(size, place) if text[i - size : i] == text[place - size : place]]
             if ends:
                 source = list(text[:place])
-                for i in range(7):  # it goes on with itself where the text ends
+                for i in range(7):  # after the end of the text the draft continues with its own tokens
                     source.append(source[ends[-1] + i])
                 expected = source[place:]
                 break

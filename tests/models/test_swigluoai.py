@@ -1,4 +1,4 @@
-"""Experts with the gate of gpt-oss run on the fused kernels, and do all that others do."""
+"""Experts with the gate of gpt-oss run on the fused kernels and support all modes of fused experts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_other_parameters_are_fused_too(name: str, index: int, value: float) -> 
     assert_same_layer(find_experts(model)[0].module, original, _inputs(9))
 
 
-def test_a_subclass_with_another_gate_runs_it() -> None:
+def test_a_subclass_with_another_gate_runs_unfused() -> None:
     model = _build()
     module: Any = find_experts(model)[0].module
     gate = type(module)._apply_gate
@@ -85,7 +85,7 @@ def test_a_subclass_with_another_gate_runs_it() -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 5, 40])
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_a_layer_is_that_of_transformers(tokens: int, weights: str) -> None:
-    """With weights that take about half of gate and up beyond the limit."""
+    """The weights are so large that about half of the values of gate and up exceed the limit."""
     model = _build()
     for layer in find_experts(model):
         layer.parameters["gate_up_proj"].data *= 8
@@ -98,8 +98,8 @@ def test_a_layer_is_that_of_transformers(tokens: int, weights: str) -> None:
         assert_same_layer(module, original, inputs, weights)
 
 
-def test_what_is_not_finite_is_as_in_transformers() -> None:
-    """Of a gate or up that is infinite or no number, in one column of each of seven experts."""
+def test_infinite_and_nan_gates_are_as_in_transformers() -> None:
+    """In each of seven experts, gate or up of one column is infinite or NaN."""
     nan, inf = float("nan"), float("inf")
     cases = ((inf, 1.0), (1.0, inf), (1.0, -inf), (inf, -inf), (-inf, 1.0), (nan, 1.0), (1.0, nan))
     model = _build()
@@ -119,7 +119,7 @@ def test_what_is_not_finite_is_as_in_transformers() -> None:
     assert_same_layer(module, original, (x[finite], ids[finite], routing[finite]))
 
 
-def test_generate_chooses_what_transformers_chooses() -> None:
+def test_logits_are_those_of_transformers_and_tokens_do_not_depend_on_residency() -> None:
     original, prompt = _build(), torch.randint(3, 100, (2, 9))
     settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False}
     expected = original.generate(prompt, eos_token_id=None, **settings)
@@ -145,7 +145,7 @@ def test_generate_chooses_what_transformers_chooses() -> None:
     ],
     ids=str,
 )
-def test_modes_of_fused_experts(fields: dict[str, Any]) -> None:
+def test_modes_of_fused_experts_work_with_this_gate(fields: dict[str, Any]) -> None:
     model = torch_mesh.patch(_build(), weights="int8", resident=0.5, io="threads", **fields)
     model.generate(torch.randint(3, 100, (1, 4)), max_new_tokens=16, do_sample=False, eos_token_id=None)
     stats = torch_mesh.stats(model)
@@ -171,7 +171,7 @@ def test_gradients_are_those_of_transformers() -> None:
 
 
 def _as_an_earlier_build_wrote_it(store: Store) -> Store:
-    """With no activation named: the experts ran by projection then."""
+    """Rewrite the store's manifest without an activation, as when these experts ran unfused."""
     path = store.folder / MANIFEST_NAME
     table = json.loads(path.read_text())
     assert table["shape"]["activation"] == "swigluoai"

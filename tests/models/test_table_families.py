@@ -1,5 +1,5 @@
-"""Embedding tables of the families of the installed transformers: none is missed, and none that is read as a whole is
-taken. The sources are read, not imported."""
+"""Embedding tables of the families of the installed transformers: all are known, and so is all code that reads a whole
+one. The sources are parsed, not imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny_models import TINY_MODELS, UNMARKED_MODELS, all_families
 
 from torch_mesh.models.tables import READS_VOCABULARY
 
-# Embeddings by the attribute that has them. Those that a large model leaves in files:
+# Embeddings by the name of their attribute. Tables that a large model leaves in files:
 TABLES = {"embed_tokens_per_layer", "ngram_embedding"}
 # Input embeddings, of text and of audio codes:
 INPUTS = {"embed_tokens", "embeddings", "codec_embedding"}
@@ -27,8 +27,8 @@ SMALL = {
     "query_1024_resolution",
     "query_768_resolution",
 }
-# Classes that compute with the weight of an input embedding, and when. ALONE: to find ids where only inputs_embeds are
-# given, which raises for rows in files. TIED: always tied to another weight, and so in memory.
+# Classes that compute with the weight of an input embedding, and when. ALONE: to find ids if only inputs_embeds are
+# given, which raises for a table in files. TIED: the weight is always tied to another, and so in memory.
 ALONE, TIED = "inputs_embeds without ids", "tied"
 READERS = {
     "Gemma4TextModel": ALONE,
@@ -36,7 +36,7 @@ READERS = {
     "DiffusionGemmaDecoderModel": TIED,
     **dict.fromkeys(READS_VOCABULARY, "a slice in each forward"),
 }
-# What is no computation: its device, its dtype, whether it is trained.
+# The weight of an input embedding, except where only its device, dtype or requires_grad is read.
 _WEIGHT = re.compile(r"\b(?:embed_tokens|get_input_embeddings\(\))\.weight(?!\.(?:device|dtype|requires_grad)|\")")
 
 

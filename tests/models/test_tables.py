@@ -1,4 +1,4 @@
-"""Embedding tables that stay in files: the same bits, without their memory."""
+"""Embedding tables that stay in files: results have the same bits, and the tables take no memory."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from torch_mesh.store.table_files import is_table_file
 from torch_mesh.store.verify import verify
 from torch_mesh.system import memory
 
-# The class of experts, the tables, and how many of them the tiny model has.
+# By class of experts: the attribute of the tables, and how many the tiny model has.
 FAMILIES = {
     "Qwen4ExpTextExperts": ("ngram_embedding", 2),
     "Gemma4TextExperts": ("embed_tokens_per_layer", 1),
 }
 QWEN = "Qwen4ExpTextExperts"
-VOCABULARY = "OlmoeExperts"  # whose input embedding is not tied to its head
+VOCABULARY = "OlmoeExperts"  # its input embedding is not tied to its head
 
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
-    TINY_MODELS[request.param]  # skips what the installed transformers lacks
+    TINY_MODELS[request.param]  # skips a family that the installed transformers lacks
     name: str = request.param
     return name
 
 
 class Made(TorchDispatchMode):
-    """Shapes of large matrices with as many columns as the table of QWEN, made meanwhile."""
+    """Records the shapes of large matrices with 24 columns, as in the table of QWEN, that are made in its context."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ def test_logits_are_those_of_a_table_in_memory(family: str, route: str, tmp_path
         assert len(embeddings(opened)) == count
         assert not any(isinstance(module, MeshEmbedding) for module in [opened.get_input_embeddings()])
         assert torch.equal(output_of(opened, inputs), expected)
-        assert torch.equal(output_of(opened, inputs), expected)  # from the cache
+        assert torch.equal(output_of(opened, inputs), expected)  # this time from the cache
     assert "rows from files" in repr(opened)
 
 
-def test_each_look_up_is_that_of_the_original(family: str, tmp_path: Path) -> None:
+def test_look_ups_equal_those_of_the_original_embedding(family: str, tmp_path: Path) -> None:
     name, _ = FAMILIES[family]
     model = save(family, tmp_path)
     opened = reopen(model, tmp_path, tables=name)
@@ -125,10 +125,10 @@ def test_look_ups_compile_without_graph_breaks(family: str, tmp_path: Path) -> N
     ids = torch.randint(embedding.num_embeddings, (2, 7))
     with torch.no_grad():
         assert torch.equal(compiled(ids), embedding(ids))
-    torch._dynamo.reset()  # which keeps the model
+    torch._dynamo.reset()  # otherwise Dynamo keeps the model
 
 
-def test_another_dtype_than_the_files(tmp_path: Path) -> None:
+def test_tables_open_in_another_dtype_than_the_files(tmp_path: Path) -> None:
     model = save(QWEN, tmp_path, torch.float32)
     inputs = inputs_for(model)
     opened = {
@@ -144,7 +144,7 @@ def test_another_dtype_than_the_files(tmp_path: Path) -> None:
     }
 
 
-def test_generate(family: str, tmp_path: Path) -> None:
+def test_generated_tokens_are_those_of_a_table_in_memory(family: str, tmp_path: Path) -> None:
     name, _ = FAMILIES[family]
     model = save(family, tmp_path)
     ids = torch.randint(3, 100, (2, 9))
@@ -161,7 +161,7 @@ def test_a_decode_step_requests_its_rows_when_it_begins(tmp_path: Path) -> None:
     opened.generate(torch.randint(3, 100, (1, 20)), max_new_tokens=8, do_sample=False, eos_token_id=-1)
     for table in torch_mesh.stats(opened).tables:
         assert table.gathers == 8 and table.prefetches > 0
-        # The prompt's rows are read when they are looked up; all others were requested before.
+        # The prompt's rows are read at the look-up. All other rows were requested before it.
         assert table.prefetches + table.reads <= table.distinct
         assert table.reads <= 20 * 4
     clone = copy.deepcopy(opened)
@@ -171,7 +171,7 @@ def test_a_decode_step_requests_its_rows_when_it_begins(tmp_path: Path) -> None:
 
 
 def test_a_compiled_decode_step_requests_its_rows_too(tmp_path: Path) -> None:
-    """The request has no break of the graph; transformers' own indexer has some."""
+    """Requesting rows causes no graph break. transformers' own indexer does."""
     model = save(QWEN, tmp_path)
     opened = reopen(model, tmp_path, tables="ngram_embedding")
     cache = opened(input_ids=torch.randint(3, 100, (1, 20)), use_cache=True).cache
@@ -190,8 +190,12 @@ def test_a_compiled_decode_step_requests_its_rows_too(tmp_path: Path) -> None:
         opened(input_ids=token, cache=cache)
     assert len(requested) == 2 and min(requested) > 0
     for table, rows in zip(torch_mesh.stats(opened).tables, requested, strict=True):
-        assert (table.prefetches, table.reads, table.gathers) == (rows, 0, 1)  # those that the step looks up
-    torch._dynamo.reset()  # which keeps the model
+        assert (table.prefetches, table.reads, table.gathers) == (
+            rows,
+            0,
+            1,
+        )  # all rows of the step were requested early
+    torch._dynamo.reset()  # otherwise Dynamo keeps the model
 
 
 def test_speculation_of_ngram_layers_is_refused(tmp_path: Path) -> None:
@@ -205,10 +209,10 @@ def test_speculation_of_ngram_layers_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "table"), [("Gemma4TextExperts", "embed_tokens_per_layer"), (VOCABULARY, "embed_tokens")]
 )
-def test_drafts_are_checked_with_rows_from_files(family: str, table: str, tmp_path: Path) -> None:
-    """Of tables that no state follows: their rows are those of the tokens of a draft."""
+def test_drafts_are_verified_with_rows_from_files(family: str, table: str, tmp_path: Path) -> None:
+    """This holds for tables whose rows depend only on the tokens of a draft, and not on a state."""
     model = save(family, tmp_path)
-    ids = torch.randint(3, 100, (1, 9)).repeat(1, 3)  # there is something to draft from
+    ids = torch.randint(3, 100, (1, 9)).repeat(1, 3)  # a repeated text, so that there are drafts
     made = []
     for tables in ("off", table):
         opened = reopen(model, tmp_path, tables=tables, speculation="lookup")
@@ -218,7 +222,9 @@ def test_drafts_are_checked_with_rows_from_files(family: str, table: str, tmp_pa
     assert counted.lookups >= 27 + 19
 
 
-def test_saving_a_store_gives_the_checkpoint(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_a_converted_model_gives_the_original_checkpoint(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, _ = FAMILIES[family]
     model = save(family, tmp_path / "raw")
     with monkeypatch.context() as small:
@@ -234,7 +240,7 @@ def test_auto_takes_large_tables_that_are_only_looked_up(
 ) -> None:
     name, count = FAMILIES[family]
     model = save(family, tmp_path)
-    assert not embeddings(reopen(model, tmp_path))  # all are small
+    assert not embeddings(reopen(model, tmp_path))  # all tables are small
     monkeypatch.setattr(finding, "MIN_VALUES", 1)
     for tables in ("auto", "1MiB"):
         found = dict(table_modules(reopen(model, tmp_path, tables=tables)))
@@ -243,7 +249,7 @@ def test_auto_takes_large_tables_that_are_only_looked_up(
 
 
 def test_a_table_is_never_materialised(tmp_path: Path) -> None:
-    """Its shards are joined by nothing, and no tensor of the table's size is made."""
+    """Its shards are never joined, and no tensor of the table's size is made."""
     model = save(QWEN, tmp_path)
     largest = max(parameter.numel() for name, parameter in model.named_parameters() if "ngram" in name)
     with Made(at_least=largest // 4) as made:
@@ -260,7 +266,7 @@ def test_a_table_is_never_materialised(tmp_path: Path) -> None:
             weight + 1
 
 
-def test_names_that_cannot_be_had(tmp_path: Path) -> None:
+def test_unknown_and_tied_embeddings_are_refused_as_tables(tmp_path: Path) -> None:
     model = save(QWEN, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"no embedding of that name.*ngram_embedding"):
         reopen(model, tmp_path, tables="engram")
@@ -271,7 +277,7 @@ def test_names_that_cannot_be_had(tmp_path: Path) -> None:
         reopen(model, tmp_path / "tied", tables="embed_tokens")
 
 
-def test_the_input_embedding_by_name(tmp_path: Path) -> None:
+def test_the_input_embedding_may_be_a_table_by_name(tmp_path: Path) -> None:
     model = TINY_MODELS[QWEN].build()
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path)
@@ -283,14 +289,14 @@ def test_the_input_embedding_by_name(tmp_path: Path) -> None:
 
 
 def untied(folder: Path) -> PreTrainedModel:
-    """A model whose input embedding is the one embedding that is only looked up."""
+    """A model whose only table for look-ups is its input embedding."""
     model = TINY_MODELS[VOCABULARY].build().bfloat16()
     model.save_pretrained(folder)
     return model
 
 
 def free_for_experts(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> int:
-    """The machine has so many bytes left for experts and the page cache; returns what it has in all."""
+    """Simulate a machine with ``free`` bytes for experts and the page cache. Returns its memory in all."""
     sizes = find_sizes(folder, MeshConfig())
     beside = (sizes.dense_bytes or 0) - sizes.vocabulary_bytes + sizes.staging_bytes + MeshConfig().workspace_bytes
     monkeypatch.setattr(quantizer, "available_bytes", lambda: beside + free)
@@ -302,7 +308,8 @@ def free_for_experts(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int) -
 def test_a_vocabulary_stays_in_files_where_memory_is_short(
     route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where all experts do not fit, and a quarter of what is free, the page cache, is smaller than the embedding."""
+    """Memory is short if not all experts fit, and the page cache, a quarter of free memory, is smaller than the
+    embedding."""
     model, folder = untied(tmp_path / "raw"), tmp_path / route
     monkeypatch.setattr(finding, "MIN_VALUES", 1)
     if route == "converted":
@@ -338,19 +345,19 @@ def test_code_that_reads_a_whole_vocabulary_is_refused(tmp_path: Path) -> None:
     opened = reopen(model, tmp_path / "ngrams", tables=["embed_tokens", "ngram_embedding"])
     ids = inputs_for(model)["input_ids"][:1]
     with pytest.raises(MeshError, match=r"embed_tokens\.weight is read from files.*or with names of other tables"):
-        opened(inputs_embeds=model.get_input_embeddings()(ids))  # transformers looks for ids in the weight
+        opened(inputs_embeds=model.get_input_embeddings()(ids))  # transformers searches the weight for ids
     assert torch.isfinite(opened(input_ids=ids).logits).all()
 
 
 def test_memory_is_not_short_where_all_experts_fit() -> None:
     assert vocabulary_in_files(1 << 30, experts=6 << 30, free=6 << 30)
     assert not vocabulary_in_files(1 << 30, experts=5 << 30, free=6 << 30)  # an eighth or more stays free
-    assert not vocabulary_in_files(1 << 29, experts=6 << 30, free=6 << 30)  # the page cache has room
+    assert not vocabulary_in_files(1 << 29, experts=6 << 30, free=6 << 30)  # fits into the page cache
     assert vocabulary_in_files(1, experts=1, free=0) and vocabulary_in_files(1, experts=1, free=-1)
 
 
 def test_a_conversion_pads_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To files of their own, of which the rest of the checkpoint holds nothing."""
+    """Padded rows are written to separate files, and the rest of the checkpoint does not contain them."""
     name, count = FAMILIES[family]
     model = save(family, tmp_path / "raw")
     inputs = inputs_for(model)
@@ -362,7 +369,7 @@ def test_a_conversion_pads_rows(family: str, tmp_path: Path, monkeypatch: pytest
     assert len(files) >= count
     assert not list(verify(store))
     described = describe(tmp_path / "store")
-    assert described["tables"] == {}  # of this size they would be loaded
+    assert described["tables"] == {}  # tables of this size are loaded into memory
     for tables, opened_tables in ((name, count), ("off", 0)):
         opened = reopen(model, tmp_path / "store", tables=tables)
         assert len(embeddings(opened)) == opened_tables
@@ -372,7 +379,7 @@ def test_a_conversion_pads_rows(family: str, tmp_path: Path, monkeypatch: pytest
 
 
 def rounded(weights: str, table: torch.Tensor) -> torch.Tensor:
-    """A table in codes, as csrc/tables makes them, and back in float64."""
+    """The values of a table after rounding to the codes of csrc/tables."""
     values = decoded(weights, _C.code_rows(weights, 0, table.detach().float().numpy()), table.size(1))
     return torch.from_numpy(values).to(table.dtype)
 
@@ -384,7 +391,7 @@ def convert_rounded(folder: Path, destination: Path, weights: str) -> Any:
 
 
 @pytest.mark.parametrize("weights", TABLE_FORMATS)
-def test_a_conversion_rounds_rows_where_it_is_asked_to(family: str, weights: str, tmp_path: Path) -> None:
+def test_a_conversion_rounds_rows_if_asked_to(family: str, weights: str, tmp_path: Path) -> None:
     name, count = FAMILIES[family]
     model = save(family, tmp_path / "raw")
     written = convert_rounded(tmp_path / "raw", tmp_path / "store", weights)
@@ -432,7 +439,7 @@ def test_rounded_rows_are_not_taken_for_the_original(
     assert torch.equal(embeddings(reopen(model, tmp_path / "merged"))[0].weight.unpacked(), values)
 
 
-def test_a_plan_and_a_description_of_rounded_rows(
+def test_plan_and_inspect_show_rounded_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save(QWEN, tmp_path / "raw")
@@ -452,7 +459,7 @@ def test_a_plan_and_a_description_of_rounded_rows(
     assert sizes == {"exact": rows * 48, "int8": rows * 26, "int4": rows * 14}
 
 
-def test_a_table_whose_values_have_no_codes(tmp_path: Path) -> None:
+def test_a_table_with_nan_is_not_rounded(tmp_path: Path) -> None:
     model = TINY_MODELS["Gemma4TextExperts"].build().bfloat16()
     with torch.no_grad():
         model.model.embed_tokens_per_layer.weight[7, 3] = float("nan")
@@ -463,7 +470,7 @@ def test_a_table_whose_values_have_no_codes(tmp_path: Path) -> None:
     assert convert_rounded(tmp_path / "raw", tmp_path / "store", "exact").store.manifest.tables == ""
 
 
-def test_formats_of_tables_that_cannot_be_had(tmp_path: Path) -> None:
+def test_wrong_formats_of_tables_are_refused(tmp_path: Path) -> None:
     save(QWEN, tmp_path / "raw")
     with pytest.raises(ValueError, match=r"tables='int8', and .* has no embedding table that stays in files"):
         convert(tmp_path / "raw", tmp_path / "store", "bf16", tables="int8")
@@ -471,7 +478,7 @@ def test_formats_of_tables_that_cannot_be_had(tmp_path: Path) -> None:
         convert(tmp_path / "raw", tmp_path / "store", "bf16", tables="fp8")
 
 
-def test_damaged_rows_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_rows_of_a_store_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(QWEN, tmp_path / "raw")
     monkeypatch.setattr(finding, "MIN_VALUES", 1)
     store = convert(tmp_path / "raw", tmp_path / "store", "bf16").store
@@ -560,20 +567,20 @@ def test_inspect_finds_damaged_rows(
     assert main(["inspect", "--verify", str(store.folder)]) == 0
     path = store.folder / next(file.name for file in store.manifest.other_files if is_table_file(file.name))
     with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)  # of what pads the last row, which no look-up reads
+        file.seek(-1, os.SEEK_END)  # in the padding of the last row, which no look-up reads
         file.write(b"x")
     assert main(["inspect", "--verify", str(store.folder)]) != 0
     assert path.name in "".join(capsys.readouterr().out.split())
 
 
-def test_what_a_frozen_table_refuses_names_the_option(tmp_path: Path) -> None:
+def test_requiring_gradients_of_a_table_names_the_option(tmp_path: Path) -> None:
     model = save("Gemma4TextExperts", tmp_path)
     opened = reopen(model, tmp_path, tables="embed_tokens_per_layer")
     with pytest.raises(MeshError, match="tables='off'"):
         embeddings(opened)[0].weight.requires_grad_(True)
 
 
-def test_plan_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_and_inspect_count_the_bytes_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(QWEN, tmp_path)
     weights = [weight for name, weight in model.named_parameters() if "ngram_embedding" in name]
     table_bytes = sum(weight.nbytes for weight in weights)
@@ -594,7 +601,7 @@ def test_plan_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(held.values()) == table_bytes and all(path.endswith("ngram_embedding") for path in held)
 
 
-def test_statistics(tmp_path: Path) -> None:
+def test_statistics_count_look_ups_and_reads(tmp_path: Path) -> None:
     model = save(QWEN, tmp_path)
     opened = reopen(model, tmp_path, tables="ngram_embedding")
     embeddings(opened)[1](torch.tensor([[5, 6], [5, 7]]))
@@ -622,7 +629,7 @@ def test_missing_rows(tmp_path: Path) -> None:
         reopen(model, tmp_path, tables="ngram_embedding")
 
 
-def test_a_file_that_is_cut_off_while_the_model_runs(tmp_path: Path) -> None:
+def test_a_file_truncated_while_the_model_runs_is_an_error(tmp_path: Path) -> None:
     model = save(QWEN, tmp_path)
     opened = reopen(model, tmp_path, tables="ngram_embedding")
     os.truncate(tmp_path / "model.safetensors", 4096)
@@ -630,7 +637,7 @@ def test_a_file_that_is_cut_off_while_the_model_runs(tmp_path: Path) -> None:
         embeddings(opened)[0](torch.arange(1000))
 
 
-def test_unpatch_brings_the_table_back(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpatch_loads_the_table(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, count = FAMILIES[family]
     model = save(family, tmp_path)
     opened = reopen(model, tmp_path, tables=name)
@@ -646,7 +653,7 @@ def test_unpatch_brings_the_table_back(family: str, tmp_path: Path, monkeypatch:
     assert {type(module) for module in opened.modules()} == {type(module) for module in model.modules()}
 
 
-def test_save_pretrained(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_pretrained_writes_the_tables(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, _ = FAMILIES[family]
     model = save(family, tmp_path / "raw")
     opened = reopen(model, tmp_path / "raw", tables=name)
@@ -677,8 +684,8 @@ def test_copies_share_the_tables(tmp_path: Path) -> None:
         pickle.dumps(embeddings(clone)[0]._mesh_tables)
 
 
-def test_a_step_that_fails_closes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that a test leaves open fail it."""
+def test_a_failed_load_closes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixture _no_leaked_files fails a test that leaves files open."""
     model = save(QWEN, tmp_path)
     opened: list[Any] = []
 

@@ -1,5 +1,5 @@
-"""transformers' Trainer on patched models: it trains all but the experts, saves, resumes and finds the best model
-again."""
+"""transformers' Trainer on patched models: it trains all weights but the experts, saves, resumes and loads the best
+checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QWEN, GPT_OSS = "Qwen3MoeExperts", "GptOssExperts"
 
 
 class _Model:
-    """The same model each time it is opened, in one of the ways to come by a patched one."""
+    """Opens the same model each time, patched in one of the WAYS."""
 
     def __init__(self, way: str, folder: Path, name: str = QWEN) -> None:
         self._way, self._folder = way, folder
@@ -54,7 +54,7 @@ WAYS = ("patched", "raw", "converted")
 
 
 @pytest.mark.parametrize("way", first_quick(*WAYS))
-def test_it_trains_and_saves_what_it_trained(way: str, tmp_path: Path) -> None:
+def test_trainer_trains_and_saves_all_weights_but_experts(way: str, tmp_path: Path) -> None:
     model = _Model(way, tmp_path).open()
     before = _trained(model)
     trainer = trainer_for(model, tmp_path / "out")
@@ -77,7 +77,7 @@ def test_it_trains_and_saves_what_it_trained(way: str, tmp_path: Path) -> None:
         assert all(torch.equal(again.get_parameter(name), after[name]) for name in after)
 
 
-def test_plain_transformers_opens_what_was_trained(tmp_path: Path) -> None:
+def test_plain_transformers_opens_a_trained_checkpoint(tmp_path: Path) -> None:
     model = _Model("raw", tmp_path).open()
     trainer = trainer_for(model, tmp_path / "out")
     trainer.train()
@@ -95,12 +95,12 @@ def test_plain_transformers_opens_what_was_trained(tmp_path: Path) -> None:
         pytest.param("patched", QWEN, {}, marks=pytest.mark.thorough),
         ("raw", QWEN, {}),
         pytest.param("converted", QWEN, {}, marks=pytest.mark.thorough),
-        # Its checkpoints name the experts as its modules do.
+        # gpt-oss's checkpoints name the experts as its modules do.
         pytest.param("raw", GPT_OSS, {}, marks=pytest.mark.thorough),
         pytest.param("converted", GPT_OSS, {}, marks=pytest.mark.thorough),
     ],
 )
-def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(
+def test_a_resumed_run_ends_as_an_uninterrupted_one(
     way: str, name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     source = _Model(way, tmp_path, name)
@@ -131,8 +131,8 @@ def test_a_run_with_packed_linear_layers_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", first_quick(*reversed(WAYS)))
-def test_the_best_model_comes_back_at_the_end(way: str, tmp_path: Path) -> None:
-    """A learning rate that ruins the model makes the first checkpoint the best."""
+def test_the_best_checkpoint_is_loaded_at_the_end(way: str, tmp_path: Path) -> None:
+    """The learning rate is so high that the model gets worse and an early checkpoint is the best."""
     model = _Model(way, tmp_path).open()
     trainer = trainer_for(
         model,

@@ -1,4 +1,4 @@
-"""Trainer and loops of one's own with adapters on experts: whatever is done to save memory gives the same training."""
+"""Trainer and custom loops with adapters on experts: ways to save memory do not change the training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def test_the_log_says_what_trains_and_what_it_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_describes_the_training_and_its_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = _model()
     trainer = trainer_for(model, tmp_path, [torch_mesh.MeshTrainerCallback()], eval_strategy="epoch")
     trainer.train()
@@ -47,11 +47,11 @@ def test_the_log_says_what_trains_and_what_it_read(tmp_path: Path, capsys: pytes
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
     stats = torch_mesh.stats(model)
     read = sum(entry["mesh_read_gb"] for entry in trainer.state.log_history if "mesh_read_gb" in entry) * 1e9
-    assert abs(read - stats.bytes_read) < 1e5 * len(trainer.state.log_history)  # each is rounded
+    assert abs(read - stats.bytes_read) < 1e5 * len(trainer.state.log_history)  # each entry is rounded
 
 
 @pytest.mark.parametrize("after", [1, 5])
-def test_counters_that_were_reset_are_logged_from_their_beginning(after: int) -> None:
+def test_counters_are_logged_from_zero_after_a_reset(after: int) -> None:
     model = _model()
     callback = torch_mesh.MeshTrainerCallback()
     ids = torch.stack(ROWS[:2])
@@ -105,7 +105,7 @@ def test_checkpointed_activations_give_the_same_training(reentrant: bool, tmp_pa
     assert runs[0] == runs[1]
 
 
-def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = _model()
     trainer_for(whole, tmp_path / "whole").train()
     trainer_for(_model(), tmp_path / "parts", [StopAfter(2)]).train()
@@ -156,7 +156,9 @@ def test_distributed_data_parallel_trains_and_leaves_packed_weights_alone() -> N
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_training_step_gives_the_gradients_of_an_eager_one() -> None:
-    model = _model(1.0, dtype=torch.float32)  # in memory: torch keeps a model whose training step it has compiled
+    model = _model(
+        1.0, dtype=torch.float32
+    )  # without files, for torch keeps a model whose training step it has compiled
     ids = torch.stack(ROWS[:2])
     gradients = []
     for forward in (model, torch.compile(model, backend="aot_eager")):

@@ -1,5 +1,4 @@
-"""Models that are spread over processes in any way but by experts, and experts whose forward somebody has replaced, are
-refused by name."""
+"""Refusals: models divided among processes in any way other than by experts, and experts whose forward was replaced."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ REFUSED = r"distributed over several processes.*Supported: expert parallelism.*t
 
 @pytest.fixture
 def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is rank 0 of two; what it sends goes nowhere."""
+    """This process is rank 0 of two, in a fake process group that sends nothing."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -78,7 +77,7 @@ def test_from_pretrained_refuses_every_division_but_that_of_experts(how: str, co
 
 
 @pytest.mark.usefixtures("one_of_two")
-def test_from_pretrained_refuses_to_leave_loading_to_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_pretrained_refuses_fsdps_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _build().save_pretrained(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
@@ -141,14 +140,12 @@ def test_experts_whose_forward_was_replaced_are_refused() -> None:
 
 @pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.parametrize("dense", ["none", "bf16"])
-def test_the_hooks_that_accelerate_puts_around_modules_do_not_hide_the_patch(
-    removed: bool, dense: str, ids: torch.Tensor
-) -> None:
+def test_a_model_with_hooks_of_accelerate_is_patched(removed: bool, dense: str, ids: torch.Tensor) -> None:
     model = _build()
     plain = _logits(model, ids)
     expected = _logits(torch_mesh.patch(copy.deepcopy(model), dense=dense), ids)
     attach_align_device_hook(model, execution_device="cpu")
-    if removed:  # which leaves the forward bound that the module had
+    if removed:  # removal leaves the module's forward as a bound attribute
         remove_hook_from_submodules(model)
     torch_mesh.patch(model, resident=0.4, dense=dense)
     assert torch.equal(_logits(model, ids), expected)

@@ -1,4 +1,4 @@
-"""patch is all or nothing: whatever ends it early, wherever, leaves the model that there was."""
+"""patch is all or nothing: if an error or Ctrl-C ends it early, the model is as before."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 class _State:
-    """All of a model that patching touches."""
+    """A snapshot of everything in a model that patching changes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.modules = [(module, type(module), list(vars(module))) for module in model.modules()]
@@ -60,7 +60,7 @@ class _State:
         self.config = set(vars(model.config))
 
     def check(self, model: PreTrainedModel, freed: str | None = None) -> None:
-        """``freed``: what may be another parameter, of the same values."""
+        """``freed``: a part of the names of parameters that may be new objects with the same values."""
         for module, cls, attributes in self.modules:
             assert type(module) is cls
             assert list(vars(module)) == attributes
@@ -85,7 +85,7 @@ def _ids() -> torch.Tensor:
 def _at_call(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, count: int, error: type[BaseException], after: bool
 ) -> None:
-    """Raises ``error`` at the ``count``-th call of a function, before or after what it does."""
+    """Make the ``count``-th call of a function raise ``error``, before or after the function runs."""
     original, calls = getattr(owner, name), iter(range(1, 1 << 30))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def test_an_error_at_any_step_leaves_the_model_as_it_was(
 
 
 class _InterruptAt:
-    """Ctrl-C at the ``line``-th line that runs of what changes a model."""
+    """Simulates Ctrl-C at the ``line``-th executed line of FILES, which change a model."""
 
     FILES = tuple(
         f"{PACKAGE}/{name}.py"
@@ -198,7 +198,7 @@ def test_ctrl_c_at_any_line_leaves_the_model_as_it_was(fields: dict[str, Any], r
     assert torch.equal(_logits(model, ids), plain)
 
 
-def test_a_layer_whose_originals_are_gone_says_so_and_the_model_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_originals_are_unpacked_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = _build(), _ids()
     before = _State(model)
     rounded = torch_mesh.unpatch(torch_mesh.patch(copy.deepcopy(model), weights="int4"), lossy=True)
@@ -220,7 +220,7 @@ def test_a_layer_whose_originals_are_gone_says_so_and_the_model_is_whole(monkeyp
 
 @pytest.mark.parametrize("weights", ["bf16", "int4"])
 @pytest.mark.parametrize(("name", "layers"), [("install", 2), ("attach_quantizer", 3)])
-def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
+def test_layers_that_do_not_fit_unpacked_stay_patched(
     name: str, layers: int, weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, ids = _build(), _ids()
@@ -253,7 +253,7 @@ def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
     assert not list(patched_modules(model))
 
 
-def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_patch_removes_its_named_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     fields: dict[str, Any] = {
         "store": tmp_path / "store",
@@ -268,12 +268,12 @@ def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("store")] == []
     torch_mesh.patch(model, **fields)
     assert (tmp_path / "store").is_dir() and (tmp_path / "store-int4").is_dir()
-    with pytest.raises(MeshError, match="patched already"):  # and this one touches neither
+    with pytest.raises(MeshError, match="patched already"):  # this error leaves both stores
         torch_mesh.patch(model, **fields)
     other = _build()
     with pytest.raises(torch_mesh.StoreError, match="has another store.*remove this one") as caught:
         torch_mesh.patch(other, **fields)
-    assert "--force" not in str(caught.value)  # which patch does not have
+    assert "--force" not in str(caught.value)  # patch has no such option
     assert (tmp_path / "store").is_dir() and (tmp_path / "store-int4").is_dir()
 
 
@@ -281,7 +281,7 @@ def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("owner", "name"), [(convert, "pack_expert"), (writer, "move_into_place"), (convert, "write_store")]
 )
-def test_a_named_store_that_was_not_finished_is_gone_too(
+def test_a_failed_patch_removes_its_unfinished_store(
     owner: Any,
     name: str,
     error: type[BaseException],
@@ -298,7 +298,9 @@ def test_a_named_store_that_was_not_finished_is_gone_too(
     assert [path.name for path in tmp_path.iterdir() if "store" in path.name] == []
 
 
-def test_what_another_conversion_left_unfinished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_patch_keeps_the_unfinished_store_of_another_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, partial = _build(), tmp_path / ".store.partial"
     with monkeypatch.context() as faulty:
         _at_call(faulty, convert, "pack_expert", 5, KeyboardInterrupt, after=False)
@@ -325,7 +327,9 @@ def test_a_store_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: py
     assert store.is_dir() and not list(patched_modules(model))
 
 
-def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_interrupts_closing_pools_after_the_model_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, closed, original = _build(), [], ExpertPool.close
     before = _State(model)
 
@@ -343,12 +347,12 @@ def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkey
         with pytest.raises(KeyboardInterrupt) as ended:
             torch_mesh.patch(model, store=tmp_path / "store", resident=0.6, weights="int8", lossy={"fallback": "int4"})
     signal.signal(signal.SIGINT, handler)
-    assert any(entry.name == "interrupted" for entry in ended.traceback)  # and not after all was closed
+    assert any(entry.name == "interrupted" for entry in ended.traceback)  # not only after all pools were closed
     assert len(closed) == 2 and [path for path in tmp_path.iterdir() if "store" in path.name] == []
 
 
 @pytest.mark.filterwarnings("error:Patching ended early")
-def test_a_warning_that_is_an_error_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_raised_as_an_error_does_not_stop_the_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     _at_call(monkeypatch, modes, "attach_quantizer", 1, OSError, after=True)
     with pytest.raises(UserWarning, match="Patching ended early"):
@@ -356,7 +360,7 @@ def test_a_warning_that_is_an_error_does_not_stop_it(monkeypatch: pytest.MonkeyP
     assert not list(patched_modules(model)) and _logits(model, _ids()).isfinite().all()
 
 
-def test_a_second_ctrl_c_waits_until_all_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_rollback_is_raised_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     before = _State(model)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
@@ -378,7 +382,7 @@ def test_a_second_ctrl_c_waits_until_all_is_taken_back(monkeypatch: pytest.Monke
 @pytest.mark.device
 @pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("fields", [IN_MEMORY, ON_DISK])
-def test_a_card_that_fails_leaves_the_model_as_it_was(
+def test_a_failure_of_the_card_leaves_the_model_as_it_was(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     model, ids = _build(), _ids()
@@ -393,7 +397,7 @@ def test_a_card_that_fails_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("fields", [IN_MEMORY | ALL, ON_DISK | ALL])
-def test_unpatch_goes_on_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: np.random.Generator) -> None:
+def test_unpatch_resumes_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: np.random.Generator) -> None:
     model = _build()
     fields = fields | {"dense": "bf16"}
     before = _State(model)
@@ -407,7 +411,7 @@ def test_unpatch_goes_on_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: n
             torch_mesh.unpatch(model)
         try:
             torch_mesh.unpatch(model)
-        except MeshError as error:  # it was whole again: that nothing is missing is checked below
+        except MeshError as error:  # unpatching was already complete, as is checked below
             assert "not patched" in str(error)
         before.check(model, freed="")
 
@@ -423,7 +427,7 @@ def test_unpatch_goes_on_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: n
         (modes, "clear_config_metadata"),
     ],
 )
-def test_unpatch_goes_on_wherever_it_was_interrupted(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpatch_resumes_after_an_interrupted_step(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = _build(), _ids()
     before, plain = _State(model), _logits(model, ids)
     for after in (False, True):
@@ -437,7 +441,7 @@ def test_unpatch_goes_on_wherever_it_was_interrupted(owner: Any, name: str, monk
     assert torch.equal(_logits(model, ids), plain)
 
 
-def test_a_layer_that_is_on_its_way_back_does_not_pass_for_a_patched_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_unpatched_model_is_refused_by_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     torch_mesh.patch(model, resident=1.0)
     with monkeypatch.context() as faulty:
@@ -450,7 +454,7 @@ def test_a_layer_that_is_on_its_way_back_does_not_pass_for_a_patched_one(monkeyp
     torch_mesh.patch(torch_mesh.unpatch(model), resident=1.0)
 
 
-def test_unpatch_that_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpatch_resumes_after_an_interrupted_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = _build(), _ids()
     before, plain = _State(model), _logits(model, ids)
     torch_mesh.patch(model, resident=0.4, dense="bf16", lossy={"routing_bias": 0.3})

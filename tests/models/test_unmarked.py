@@ -1,4 +1,4 @@
-"""Families whose experts transformers does not mark, and which run all the same: llama4, longcat_flash and step3p7."""
+"""Supported families whose experts transformers does not mark: llama4, longcat_flash and step3p7."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _logits(model: PreTrainedModel, prompt: torch.Tensor) -> torch.Tensor:
 
 
 class _Blocks:
-    """What each block of a plain model that holds experts gets, and what it gives in bf16 and in float32."""
+    """The inputs of each block with experts in a plain model, its output in float32, and its errors in bf16 and
+    int8."""
 
     def __init__(self, model: PreTrainedModel, prompt: torch.Tensor) -> None:
         self.exact, self.rounding, self.moved = [], [], []
@@ -65,8 +66,8 @@ class _Blocks:
             self.moved.append(by_token(_output(rounded_to_bytes(block), wide), self.exact[-1]).median())
 
     def assert_same(self, patched: PreTrainedModel, weights: str = "bf16") -> None:
-        """Of the same inputs all routers take the same experts but that in float32, whose ties are those of a few
-        tokens."""
+        """Check the blocks' outputs for the recorded inputs. Routers in bf16 choose the same experts. The reference in
+        float32 may decide ties differently, but only for a few tokens."""
         for path, exact, rounding, moved in zip(self.paths, self.exact, self.rounding, self.moved, strict=True):
             error = by_token(_output(patched.get_submodule(path), self.inputs[path]), exact).median()
             assert error < 2 * (rounding + moved * (weights == "int8")), path
@@ -78,13 +79,13 @@ def _output(block: Any, inputs: Sequence[Any]) -> torch.Tensor:
     return (output[0] if isinstance(output, tuple) else output).flatten(0, -2).float()
 
 
-def test_every_unmarked_family_is_here() -> None:
+def test_every_unmarked_family_has_a_tiny_model() -> None:
     families = {unmarked.family for unmarked in UNMARKED.values()}
     assert families == {tiny.family for tiny in UNMARKED_MODELS.values()} and families <= set(supported_families())
 
 
 @pytest.mark.parametrize("name", (*sorted(set(UNMARKED_MODELS) - set(_WITH_VISION.values)), _WITH_VISION))
-def test_patched_it_computes_what_it_did_and_unpatched_is_what_it_was(name: str) -> None:
+def test_patching_keeps_the_output_and_unpatching_restores_the_weights(name: str) -> None:
     model, prompt = _build(name), _prompt()
     classes = [type(module) for module in model.modules()]
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -101,7 +102,7 @@ def test_patched_it_computes_what_it_did_and_unpatched_is_what_it_was(name: str)
         assert not any(key.startswith("_mesh_") for module in model.modules() for key in vars(module))
         after = model.state_dict()
         computing = {f"{layer.path}.{key}": layer.num_experts for layer in layers for key in layer.parameter_names}
-        for key, value in before.items():  # what nothing computes with comes back as zeros
+        for key, value in before.items():  # rows that nothing computes with are restored as zeros
             count = computing.get(key, len(value) if value.dim() else None)
             assert torch.equal(
                 after[key][:count] if value.dim() else after[key], value[:count] if value.dim() else value
@@ -110,7 +111,7 @@ def test_patched_it_computes_what_it_did_and_unpatched_is_what_it_was(name: str)
 
 
 @pytest.mark.parametrize("name", ("llama4", "longcat_flash", "step3p7"))
-def test_bits_do_not_depend_on_what_is_resident(name: str) -> None:
+def test_bits_do_not_depend_on_residency(name: str) -> None:
     model, prompt = _build(name), _prompt()
     outputs = []
     for resident in (1.0, 0.5):
@@ -122,7 +123,7 @@ def test_bits_do_not_depend_on_what_is_resident(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", (_WITH_VISION, "longcat_flash", "step3p7"))
-def test_it_opens_converts_plans_and_saves(name: str, tmp_path: Path) -> None:
+def test_unmarked_families_open_convert_plan_and_save(name: str, tmp_path: Path) -> None:
     model, prompt = _build(name), _prompt()
     expected = _logits(model, prompt)
     model.save_pretrained(tmp_path / "raw")
@@ -158,14 +159,13 @@ def test_gradients_reach_routers_and_hidden_states(name: str) -> None:
         parameter.data = parameter.data.bfloat16().float()
     expected = gradients()
     torch_mesh.patch(model, resident=0.5, io="threads")
-    # What products take is rounded to bf16, by up to 2**-9 in each of a few: at most 0.003 of the norm in 13 seeds.
+    # The inputs of a few products are rounded to bf16, by up to 2**-9 each: at most 0.003 of the norm in 13 seeds.
     for found, theirs in zip(gradients(), expected, strict=True):
         assert found.shape == theirs.shape and (found - theirs).norm() < 0.02 * theirs.norm()
 
 
-def test_a_checkpoint_without_the_identities_rows_opens(tmp_path: Path) -> None:
-    """As they are published: what identities would have in gate_up is in no tensor, and transformers alone refuses
-    them."""
+def test_a_checkpoint_without_rows_for_identity_experts_opens(tmp_path: Path) -> None:
+    """Published checkpoints have no gate_up rows for identity experts. transformers alone refuses them."""
     model, prompt = _build("longcat_flash"), _prompt()
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -197,7 +197,7 @@ def test_layers_of_a_store_have_limits_of_their_own(tmp_path: Path, capsys: pyte
         assert_same_layer(experts, layer.module, (x, ids, routing))
 
 
-def test_a_block_that_stays_unpatched_is_traced_when_it_is_patched(tmp_path: Path) -> None:
+def test_recording_a_trace_needs_a_patch_and_no_identity_experts(tmp_path: Path) -> None:
     model, prompt = _build("llama4"), _prompt()[:1]
     with (
         pytest.raises(MeshError, match="patch the model first"),
@@ -232,7 +232,7 @@ def test_a_failed_patch_leaves_the_block_as_it_was(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ("llama4", "longcat_flash", "step3p7"))
-def test_it_runs_with_dense_layers_and_rounded_experts(name: str) -> None:
+def test_unmarked_families_run_with_int8_layers_and_experts(name: str) -> None:
     model, prompt = _build(name), _prompt()
     blocks = _Blocks(model, prompt)
     torch_mesh.patch(model, weights="int8", group_size=64, dense="int8", resident=0.5, io="threads")
@@ -256,7 +256,7 @@ def test_an_activation_without_a_kernel_runs_unfused(name: str) -> None:
 
 
 def test_nllb_moe_calls_two_experts_whatever_its_router_chose() -> None:
-    """Why it is refused. When this fails transformers has mended it."""
+    """The family is refused for this reason. If this test fails, transformers has fixed it."""
     config = NllbMoeConfig(d_model=16, num_experts=8, encoder_ffn_dim=24)
     block = NllbMoeSparseMLP(config, 24).eval()
     called = set()

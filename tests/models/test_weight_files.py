@@ -1,5 +1,5 @@
-"""from_pretrained of checkpoints whose weights are in other files, or under other names, than usual: as transformers
-opens them."""
+"""from_pretrained of checkpoints whose weights are in unusual files or under unusual names, as transformers opens
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _in_cache(cache: Path) -> None:
-    """Conversions go there."""
+    """Conversions go to the test's cache."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _write(folder: Path, files: Mapping[str, Tensors], index: Mapping[str, str]) -> None:
-    """The checkpoint as several files in the place of its one."""
+    """Replace the checkpoint's one file by several."""
     (folder / SINGLE).unlink()
     for name, tensors in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -52,7 +52,7 @@ def _open(folder: Path, given: Mapping[str, Any], **fields: Any) -> PreTrainedMo
 
 
 def _expect_as_plain(folder: Path, **given: Any) -> None:
-    """Opened raw, it has the tensors that plain transformers finds."""
+    """Check that the raw checkpoint, opened by torch_mesh, has the tensors that plain transformers finds."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **given)
     model = _open(folder, given)
     assert next(patched_modules(model))._mesh_pool.store is None
@@ -76,8 +76,8 @@ def _split(tensors: Tensors, into: Callable[[str], str]) -> tuple[dict[str, Tens
 
 @pytest.mark.parametrize("part", ["layers.1.self_attn.o_proj", "layers.1.mlp.experts.2.up_proj"])
 @pytest.mark.parametrize("overlay", ["model-overlay.safetensors", "a-overlay.safetensors"])
-def test_an_overlay_counts_as_it_does_in_transformers(part: str, overlay: str, folder: Path) -> None:
-    """transformers takes the tensor of the file whose name comes last, and not of the one that the index names."""
+def test_an_overlay_file_takes_precedence_as_in_transformers(part: str, overlay: str, folder: Path) -> None:
+    """transformers takes a tensor from the last file by name that has it, and not from the one that the index names."""
     tensors = load_file(folder / SINGLE)
     newer = {name: tensor + 1 for name, tensor in tensors.items() if part in name}
     index = dict.fromkeys(tensors, "model-00001-of-00001.safetensors") | dict.fromkeys(newer, overlay)
@@ -108,7 +108,7 @@ def test_shards_may_lie_in_a_folder_of_the_checkpoint(first: str, folder: Path) 
     "name",
     ["../model.safetensors", "/model.safetensors", "parts/../../model.safetensors"],
 )
-def test_an_index_leads_nowhere_else(name: str, folder: Path) -> None:
+def test_an_index_cannot_name_files_outside_the_folder(name: str, folder: Path) -> None:
     tensors = load_file(folder / SINGLE)
     (folder.parent / SINGLE).write_bytes((folder / SINGLE).read_bytes())
     (folder / "parts").mkdir()
@@ -135,7 +135,7 @@ def test_key_mapping_renames_experts_too(case: str, folder: Path) -> None:
     _expect_as_plain(folder, key_mapping=key_mapping)
     given = {"key_mapping": key_mapping}
     assert torch.equal(_logits(_open(folder, given, weights="int4")), expected)
-    assert torch.equal(_logits(_open(folder, given, weights="int4")), expected)  # out of the cache
+    assert torch.equal(_logits(_open(folder, given, weights="int4")), expected)  # from the cache
     model = _open(folder, given)
     model.save_pretrained(folder.parent / "saved")
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **given)
@@ -145,7 +145,7 @@ def test_key_mapping_renames_experts_too(case: str, folder: Path) -> None:
 
 
 def test_another_key_mapping_is_another_checkpoint(folder: Path) -> None:
-    """Of the same files: what is made with one of them is not taken for the other's."""
+    """A conversion with one key mapping is not taken for that with another, though the files are the same."""
     swap = {r"\.layers\.0\.": ".layers.9.", r"\.layers\.1\.": ".layers.0.", r"\.layers\.9\.": ".layers.1."}
     _expect_as_plain(folder, key_mapping=swap)
     usual, swapped = (_logits(_open(folder, given, weights="int8")) for given in ({}, {"key_mapping": swap}))
@@ -164,13 +164,13 @@ def test_quantised_experts_are_renamed_too(tmp_path: Path) -> None:
     assert torch.equal(_logits(_open(tmp_path, given, store=str(tmp_path / "store"))), expected)
 
 
-def test_a_choice_of_formats_and_key_mapping_are_apart(folder: Path) -> None:
+def test_max_error_and_key_mapping_exclude_each_other(folder: Path) -> None:
     with pytest.raises(ValueError, match="does not work with key_mapping=: give weights= a format"):
         _open(folder, {"key_mapping": {"a": "b"}}, resident="1GiB", max_error=0.1)
 
 
 @pytest.mark.parametrize("shard", ["50GB", "60KB"])
-def test_a_variant_alone_is_the_checkpoint(shard: str, folder: Path, tmp_path: Path) -> None:
+def test_a_variant_alone_in_its_folder_opens(shard: str, folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(tmp_path / "variant", variant="fp16", max_shard_size=shard)
     assert not (tmp_path / "variant" / SINGLE).exists()
@@ -181,7 +181,7 @@ def test_a_variant_alone_is_the_checkpoint(shard: str, folder: Path, tmp_path: P
     assert torch.equal(_logits(_open(store, {})), logits)
 
 
-def test_files_that_are_not_the_folders_only_ones_are_named(folder: Path) -> None:
+def test_a_variant_beside_other_weights_is_refused(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(folder, variant="fp16")
     with pytest.raises(UnsupportedModelError, match=r"model\.fp16\.safetensors .* into a folder of their own"):
@@ -207,7 +207,7 @@ def test_config_may_name_the_file(inner: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gptq_file", "awq_file"])
-def test_a_tool_s_own_file_says_what_config_does_not(kind: str, tmp_path: Path) -> None:
+def test_a_quantisation_tools_own_config_file_is_read(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
     write_quantised(tmp_path, made)
     exact = exact_values(tmp_path)
@@ -224,7 +224,7 @@ def test_a_tool_s_own_file_says_what_config_does_not(kind: str, tmp_path: Path) 
             assert (found.double() - expected).norm() <= most * expected.norm()
 
 
-def test_what_no_file_describes_is_named(tmp_path: Path) -> None:
+def test_quantised_weights_without_a_description_are_refused(tmp_path: Path) -> None:
     write_quantised(tmp_path, KINDS["gptq"]())
     change_config(tmp_path, quantization_config=None)
     with pytest.raises(
@@ -234,6 +234,6 @@ def test_what_no_file_describes_is_named(tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_tool_s_file_beside_other_weights_says_nothing(folder: Path) -> None:
+def test_a_quantisation_tools_file_beside_plain_weights_is_ignored(folder: Path) -> None:
     (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "sym": True}))
     _expect_as_plain(folder)

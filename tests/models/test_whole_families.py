@@ -23,11 +23,11 @@ from torch_mesh import MeshConfig
 from torch_mesh.cli import main
 from torch_mesh.models.families import find_experts
 
-# transformers takes seconds a token for their linear attention.
+# transformers takes seconds per token for the linear attention of these.
 _SLOW_TO_GENERATE = {"BailingHybridExperts", "KimiLinearExperts", "NemotronHExperts"}
 _GENERATING = sorted(name for name, tiny in TINY_MODELS.items() if "For" in tiny.model)
 
-# Of one expert layer with Gaussian weights in groups of 32, of fp32 products.
+# The largest error of an expert layer with Gaussian weights in groups of 32, relative to fp32 products.
 _WORST = {"int8": 0.03, "int4": 0.25, "lut4": 0.25}
 
 
@@ -36,9 +36,8 @@ def _same_values(state: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert not [key for key in expected if not torch.equal(state[key], expected[key])]
 
 
-def _check_tools(name: str, folder: Path, said: Callable[[], str]) -> None:
-    """A checkpoint is planned, read, converted, inspected and verified, read again, saved, and its experts given
-    back."""
+def _check_tools(name: str, folder: Path, output: Callable[[], str]) -> None:
+    """Plan, open, convert, inspect and verify a checkpoint; open and save the converted one, and unpatch it."""
     model = TINY_MODELS[name].build()
     cls: Any = type(model)
     inputs = inputs_for(model)
@@ -50,13 +49,13 @@ def _check_tools(name: str, folder: Path, said: Callable[[], str]) -> None:
     source, converted = str(folder / "source"), str(folder / "converted")
     speeds = ["--disk-speed", "1GB/s", "--memory-speed", "10GB/s"]
     assert main(["plan", source, "--resident", "0.5", "--weights", "bf16", *speeds]) == 0
-    assert f"{len(layers)} layers of {layers[0].num_experts}" in said()
+    assert f"{len(layers)} layers of {layers[0].num_experts}" in output()
     assert main(["convert", source, converted, "--weights", "bf16"]) == 0
-    said()
+    output()
     assert main(["inspect", converted]) == 0
-    assert "bf16" in said()
+    assert "bf16" in output()
     assert main(["inspect", "--verify", converted]) == 0
-    said()
+    output()
 
     config = MeshConfig(resident=0.5, io="threads")
     opened = cls.from_pretrained(folder / "source", quantization_config=config)
@@ -75,7 +74,7 @@ def _check_tools(name: str, folder: Path, said: Callable[[], str]) -> None:
     rounded = str(folder / "rounded")
     assert main(["convert", source, rounded, "--weights", "int4", "--group-size", "32"]) == 0
     opened = cls.from_pretrained(rounded, quantization_config=config)
-    said()
+    output()
     before = output_of(opened, inputs)
     opened.save_pretrained(folder / "rounded again")
     assert main(["inspect", "--verify", str(folder / "rounded again")]) == 0
@@ -84,7 +83,7 @@ def _check_tools(name: str, folder: Path, said: Callable[[], str]) -> None:
 
 
 def _check_generation(name: str) -> None:
-    """Logits are the unpatched model's as far as the tokens are, with the experts chosen that it chose."""
+    """Check that, with the unpatched model's choice of experts, logits are its own for as long as tokens are equal."""
     model: Any = TINY_MODELS[name].build()
     draw_routers(model)
     assert isinstance(model, PreTrainedModel) and model.can_generate()
@@ -101,12 +100,12 @@ def _check_generation(name: str) -> None:
         for step, (ours, theirs) in enumerate(zip(given.logits, expected.logits, strict=True)):
             compared.append(by_token(ours[row].float(), theirs[row].float()).item())
             if expected.sequences[row, 6 + step] != given.sequences[row, 6 + step]:
-                break  # logits that are as good as tied: those of the next step are of another text
+                break  # a near tie: from the next step on the texts differ
     assert len(compared) >= 4 and np.median(compared) < 0.05, f"{name}: {compared}"
 
 
 def _check_formats(name: str) -> None:
-    """Each layer of experts, in each format with a smaller pool than experts, against the values that it stands for."""
+    """Compare each layer of experts, in each format and with half of the experts resident, with the unpatched layer."""
     model = TINY_MODELS[name].build()
     layers = find_experts(model)
     hidden = torch.randn(5, layers[0].hidden).bfloat16()
@@ -124,9 +123,11 @@ def _check_formats(name: str) -> None:
             assert error < worst, f"{name} in {format}: {error:.3f}"
 
 
-# Transposed with biases, without a gate, named w1, w3 and w2.
+# Transposed with biases; without a gate; with weights named w1, w3 and w2.
 @pytest.mark.parametrize("name", first_quick("OpenAIPrivacyFilterExperts", "NemotronHExperts", "MiniMaxM2Experts"))
-def test_the_tools_take_its_checkpoints(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tools_take_the_checkpoints_of_some_families(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _check_tools(name, tmp_path, lambda: capsys.readouterr().out)
 
 
@@ -139,7 +140,7 @@ def test_the_tools_take_the_checkpoints_of_every_family(
 
 
 def test_experts_of_a_language_model_of_another_family_are_found(tmp_path: Path) -> None:
-    """Kimi K2.5's is a DeepSeek V3, a prefix deeper."""
+    """The language model of Kimi K2.5 is a DeepSeek V3 under one more prefix."""
     text = TINY_MODELS["DeepseekV3Experts"].build().config
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Kimi_K25Config(text_config=text.to_dict(), vision_config=vision)

@@ -58,7 +58,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-# Fields of a model whose tokens take all experts: rounding cannot tip its routers.
+# Fields of a model whose tokens take all experts, so that rounding cannot change the choice.
 ALL_EXPERTS = {"num_experts_per_tok": _SIZES["num_experts"]}
 
 
@@ -77,7 +77,7 @@ def _mrope(*section: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A family's config and model class, and what the sizes above leave open."""
+    """A family's config class, model class, and the config fields that are not in _SIZES."""
 
     family: str
     config: str
@@ -85,7 +85,7 @@ class Tiny:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> PreTrainedModel:
-        """Random bf16 weights, with experts and routers large enough to be seen in the output."""
+        """A model with random bf16 weights. Experts and routers are large enough to change the output."""
         model = self._make()
         in_fp32 = tuple(model._keep_in_fp32_modules_strict or ())
         with torch.no_grad():
@@ -99,7 +99,7 @@ class Tiny:
         return model
 
     def outline(self) -> PreTrainedModel:
-        """The same on the meta device."""
+        """The same model on the meta device."""
         with torch.device("meta"):
             return self._make()
 
@@ -113,7 +113,7 @@ class Tiny:
         return getattr(importlib.import_module(f"transformers.models.{self.family}.{kind}_{self.family}"), name)
 
 
-# One for each decorated class of the transformers that the tests are kept with, by tools/tested.txt.
+# One for each decorated class of the newest transformers in tools/tested.txt.
 _ALL: dict[str, Tiny] = {
     "AfmoeExperts": Tiny("afmoe", "AfmoeConfig", "AfmoeForCausalLM"),
     "AriaExperts": Tiny("aria", "AriaTextConfig", "AriaTextForCausalLM"),
@@ -335,7 +335,7 @@ _STEP = {
     "sliding_window": 16,
     "layer_types": ["full_attention"] * 4,
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    # Low enough that many values are beyond; 0 means none.
+    # Low enough that many values exceed them; 0 means no limit.
     "swiglu_limits": [0, 0, 0.25, 0.5],
     "swiglu_limits_shared": [0, 0, 0.25, 0],
 }
@@ -343,7 +343,8 @@ _SMALL_VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads
 
 
 class _Installed(dict[str, Tiny]):
-    """Those that the installed transformers marks: older ones have fewer. A test that asks for another is skipped."""
+    """The families that the installed transformers marks, fewer in older releases. A test that asks for another is
+    skipped."""
 
     def __missing__(self, name: str) -> Tiny:
         if name in _ALL:
@@ -361,7 +362,7 @@ def _is_marked(family: str) -> bool:
 
 TINY_MODELS = _Installed({name: tiny for name, tiny in _ALL.items() if _is_marked(tiny.family)})
 
-# Its norms in fp32 give products with weights in bf16 inputs in fp32.
+# Its fp32 norms pass fp32 inputs to products with bf16 weights.
 DEEPSEEK_V4_FAILS = (
     "DeepSeek-V4 of transformers 5.17 does not run in bf16"
     if Version(transformers.__version__) < Version("5.18")
@@ -370,7 +371,7 @@ DEEPSEEK_V4_FAILS = (
 
 all_families = pytest.mark.skipif(len(TINY_MODELS) < len(_ALL), reason="this transformers has fewer families")
 
-# Of families whose experts transformers does not mark; a family first under its own name.
+# Models of families whose experts transformers does not mark. The first of each family has the family's name.
 UNMARKED_MODELS: dict[str, Tiny] = {
     "llama4": Tiny("llama4", "Llama4TextConfig", "Llama4ForCausalLM", {**_LLAMA4, "num_experts_per_tok": 1}),
     "llama4, three experts a token": Tiny(
@@ -414,15 +415,15 @@ UNMARKED_MODELS: dict[str, Tiny] = {
     ),
 }
 
-# Decorated classes without a tiny model here, and why.
+# Decorated classes that have no tiny model here, and why.
 SKIPPED: dict[str, str] = {}
 
-# Those with layers whose experts no matrix ranks, and which layers of the tiny model those are.
+# Models with layers whose router has no matrix that ranks experts, and the numbers of these layers.
 NO_LOOKAHEAD = {"DeepseekV4Experts": {0, 1}, "MuseSparkExperts": {0, 1, 2}, "ZayaExperts": {0, 1, 2}}
 
 
 def draw_routers(model: nn.Module) -> None:
-    """Draws what routers add to their scores, large enough to decide, and the scales of norms."""
+    """Draw the biases of routers, large enough to change the choice, and the scales of norms."""
     for layer in find_experts(model):
         block = model.get_submodule(layer.path.rpartition(".")[0])
         for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
@@ -437,7 +438,7 @@ def inputs_for(model: nn.Module) -> dict[str, torch.Tensor]:
     """Two prompts of different length, padded on the left."""
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, :4] = 0
-    if hasattr(model, "codec_embedding"):  # takes the hidden states of another model
+    if hasattr(model, "codec_embedding"):  # its inputs are hidden states of another model
         return {"inputs_embeds": torch.randn(2, 11, model.config.hidden_size).bfloat16(), "attention_mask": mask}
     return {"input_ids": torch.randint(3, 100, (2, 11)) * mask, "attention_mask": mask}
 
