@@ -1,4 +1,4 @@
-// The test program's operator new (allocations.cpp), which counts, and fails where a test says so.
+// The test program's operator new (allocations.cpp) counts calls and fails those a test selects.
 #pragma once
 
 #include <atomic>
@@ -7,10 +7,10 @@
 namespace torch_mesh::testing {
 
 extern thread_local int64_t allocations;  // of this thread
-extern std::atomic<bool> io_starves;      // the I/O threads get nothing
+extern std::atomic<bool> io_starves;      // allocations on I/O threads fail
 
-// The `number`-th allocation of the process from here on throws std::bad_alloc, on whatever thread:
-// that one, or with `all` those after it, too.
+// From construction on the process's `number`-th allocation, on any thread, throws std::bad_alloc.
+// With `all` every later one throws too.
 class FailingAllocation {
  public:
   explicit FailingAllocation(int64_t number, bool all = false);
@@ -21,8 +21,8 @@ class FailingAllocation {
   bool reached() const;
 };
 
-// Calls attempt() with each of its allocations failing in turn, until all have; returns how many.
-// What attempt() throws has to be caught in it.
+// Calls attempt() with each of its allocations failing in turn; returns how many there were.
+// attempt() must catch its own exceptions.
 template <typename Attempt>
 int64_t with_each_allocation_failing(const Attempt& attempt, bool all = false) {
   for (int64_t number = 0;; ++number) {

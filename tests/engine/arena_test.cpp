@@ -1,4 +1,4 @@
-// Memory of slots.
+// The memory of slots.
 #include "residency/memory/arena.h"
 
 #include <gtest/gtest.h>
@@ -33,14 +33,14 @@ TEST(Arena, PiecesAreAlignedDistinctAndWritable) {
   }
 }
 
-TEST(Arena, SaysWhatItCannotHave) {
+TEST(Arena, ErrorNamesTheSizeThatCannotBeAllocated) {
   const Error error = error_of([] { Arena arena(int64_t{1} << 20, int64_t{1} << 30); });
   EXPECT_EQ(error.kind(), ErrorKind::kMemory);
   EXPECT_NE(std::string(error.what()).find("1073741824 MiB"), std::string::npos) << error.what();
   EXPECT_EQ(error_of([] { Arena arena(1, 1000); }).kind(), ErrorKind::kInvalid);
 }
 
-// Of this process: addresses that are mapped.
+// Bytes of this process's mapped address space.
 int64_t mapped_bytes() {
   std::ifstream file("/proc/self/status");
   long long kib = 0;
@@ -57,7 +57,7 @@ TEST(Arena, EveryAllocationMayFail) {
     const std::filesystem::directory_iterator all("/proc/self/fd");
     return std::distance(begin(all), end(all));
   };
-  mallopt(M_ARENA_MAX, 1);  // heaps of further threads would count as mapped, too
+  mallopt(M_ARENA_MAX, 1);  // other threads' heaps would count as mapped too
   for (const Sharing sharing : {Sharing::kPrivate, Sharing::kShared}) {
     const auto attempt = [&] {
       try {
@@ -67,7 +67,7 @@ TEST(Arena, EveryAllocationMayFail) {
         EXPECT_EQ(error.kind(), ErrorKind::kMemory) << error.what();
       }
     };
-    attempt();  // what threads and the allocator keep
+    attempt();  // warm-up: threads and the allocator keep some memory
     const int64_t mapped = mapped_bytes(), open = descriptors();
     EXPECT_GT(with_each_allocation_failing(attempt), 1);
     EXPECT_LT(mapped_bytes() - mapped, kSegments * kSegment) << "an arena is still there";

@@ -1,5 +1,5 @@
-// Attention over a cache: every table gives scalar's bits, threads share the work without a race.
-// Accuracy, masks and shapes are tested through the op, in tests/ops/test_attention_op.py.
+// Attention over a cache: every table gives the scalar table's bits, and threads share the work
+// without races. tests/ops/test_attention_op.py tests accuracy, masks and shapes.
 #include "engine/attention.h"
 
 #include <gtest/gtest.h>

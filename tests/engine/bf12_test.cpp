@@ -1,4 +1,4 @@
-// bf12 against bf16: the same weights, and the same bits of everything that is made of them.
+// bf12 against bf16: the same weights, and bit-identical results computed from them.
 #include "store/bf12.h"
 
 #include <algorithm>
@@ -64,13 +64,14 @@ void expect_the_same(const PackedMatrix& matrix, const Patterns& weights) {
   }
 }
 
-// Any patterns of so few upper bytes for each tile that a table has them all.
+// Random bit patterns with at most kBf12Names distinct upper bytes in each tile, so that the tile's
+// table holds them all.
 Patterns patterns_of(const PackedMatrix& matrix, Random& random) {
   Patterns weights(static_cast<size_t>(matrix.columns) * matrix.depth);
   const int32_t across = (matrix.depth + kTile - 1) / kTile;
   std::vector<uint8_t> uppers(static_cast<size_t>(matrix.blocks) * across * kBf12Names);
   for (uint8_t& upper : uppers) upper = static_cast<uint8_t>(random.below(256));
-  for (size_t i = 0; i < uppers.size(); i += kBf12Names) uppers[i] = 0;  // padding has it too
+  for (size_t i = 0; i < uppers.size(); i += kBf12Names) uppers[i] = 0;  // padding has it
   for (int32_t column = 0; column < matrix.columns; ++column) {
     for (int32_t k = 0; k < matrix.depth; ++k) {
       const int32_t tile = column / kTile * across + k / kTile;
@@ -83,7 +84,7 @@ Patterns patterns_of(const PackedMatrix& matrix, Random& random) {
   return weights;
 }
 
-// Every pattern: infinities, NaNs with what they carry, subnormals and both zeros among them.
+// Every bit pattern, including infinities, NaN payloads, subnormals and both zeros.
 TEST(Bf12, HoldsEveryPattern) {
   for (const Format format : {Format::kBf12, Format::kBf16}) {
     const PackedMatrix matrix = PackedMatrix::make(format, 0, 4 * kTile, 4 * kTile);
@@ -107,8 +108,8 @@ TEST(Bf12, HoldsAnyPatternsOfFewUpperBytes) {
   }
 }
 
-// As many exceptions as a block has room for, all of them in one tile or wherever; and one more.
-TEST(Bf12, HoldsExceptionsUpToItsRoom) {
+// As many exceptions as a block has room for, in one tile or spread over all, then one more.
+TEST(Bf12, HoldsAsManyExceptionsAsABlockHasRoomFor) {
   Random random;
   const int32_t tiles = 3, room = tiles * kBf12Exceptions;
   const PackedMatrix matrix = PackedMatrix::make(Format::kBf12, 0, kTile, tiles * kTile);
@@ -138,8 +139,8 @@ TEST(Bf12, HoldsExceptionsUpToItsRoom) {
   }
 }
 
-// Whatever a damaged block says of its exceptions, nothing beyond it is read, or beyond a tile
-// written.
+// A block with damaged exceptions never makes the reader read outside the block or write outside a
+// tile.
 TEST(Bf12, ReadsDamagedBlocksWithinTheirBounds) {
   Random random;
   const PackedMatrix matrix = PackedMatrix::make(Format::kBf12, 0, kTile, 3 * kTile);
@@ -177,7 +178,7 @@ TEST(Bf12, HasAboutTwelveBitsForEachWeight) {
   EXPECT_EQ(matrix.bytes() * 8, int64_t{2048} * 768 * 97 / 8);
 }
 
-// The same record packed by any table, and from any type that holds the weights.
+// Every table packs the same record, from every type that can hold the weights.
 TEST(Bf12, PacksTheSameBitsEverywhere) {
   Random random;
   const Shape shape{Format::kBf12, 0, 130, 70, true, true};
@@ -186,7 +187,7 @@ TEST(Bf12, PacksTheSameBitsEverywhere) {
   for (const KernelTable* table : all_tables()) EXPECT_TRUE(weights.pack(*table) == record);
 }
 
-// `exceptions` at most in each tile, and no others. A matrix is [outputs][inputs].
+// Puts at most `exceptions` into each tile. A matrix is [outputs][inputs].
 void set_exceptions(std::vector<float>& matrix, int32_t inputs, int32_t exceptions,
                     Random& random) {
   for (float& w : matrix) w = std::copysign(std::max(std::abs(w), 0.01f), w);
@@ -202,7 +203,7 @@ void set_exceptions(std::vector<float>& matrix, int32_t inputs, int32_t exceptio
   }
 }
 
-// Weights with and without exceptions, in records that say the same in both formats.
+// Weights with and without exceptions, in records of equal value in both formats.
 TEST(Bf12, ProductsHaveTheBitsOfBf16) {
   Random random;
   for (const int32_t exceptions : {0, 1, 11}) {

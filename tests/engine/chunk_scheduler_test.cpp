@@ -1,4 +1,4 @@
-// The scheduler of chunks: every order of events, without a thread or a disk.
+// The chunk scheduler under all orders of events, without threads or a disk.
 #include "io/chunk_scheduler.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ ReadRequest plain_request(uint64_t tag, int64_t offset, int64_t bytes, Urgency u
   return request;
 }
 
-// What the tests link has its asserts, and so has what ships.
+// Asserts are on in the library that the tests link, as in the one that ships.
 TEST(ChunkSchedulerDeathTest, AssertsAreCompiledIn) {
   EXPECT_DEATH(ChunkScheduler(0, 4096, kUnit, 0), "depth > 0");
 }
@@ -94,7 +94,7 @@ TEST(ChunkScheduler, MediumErrorIsNotTakenForTheEndOfTheFile) {
   EXPECT_EQ(scheduler.take_finished()->error, EIO);
 }
 
-TEST(ChunkScheduler, ErrorThatWouldComeAgainIsNotRetried) {
+TEST(ChunkScheduler, PermanentErrorIsNotRetried) {
   ChunkScheduler scheduler(1, 4096, kUnit, 5);
   scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
   scheduler.complete(scheduler.next()->chunk, -EBADF);
@@ -102,7 +102,7 @@ TEST(ChunkScheduler, ErrorThatWouldComeAgainIsNotRetried) {
   EXPECT_EQ(scheduler.stats().retries, 0);
 }
 
-TEST(ChunkScheduler, AWindowGoesBetweenDemandAndPrefetchAndTakesTheWholeDepth) {
+TEST(ChunkScheduler, WindowReadsRankBetweenDemandAndPrefetchAndUseTheWholeDepth) {
   ChunkScheduler scheduler(8, 4096, kUnit, 1);
   scheduler.add(plain_request(1, 0, 8 * 4096, Urgency::kPrefetch));
   scheduler.add(plain_request(2, int64_t{1} << 20, 5 * 4096, Urgency::kWindow));
@@ -113,7 +113,7 @@ TEST(ChunkScheduler, AWindowGoesBetweenDemandAndPrefetchAndTakesTheWholeDepth) {
     EXPECT_EQ(read->offset, (int64_t{1} << 20) + chunk * 4096);
     started.push_back(read->chunk);
   }
-  // Guesses begin where less than a quarter of the depth is under way, whatever it is.
+  // Prefetches begin while chunks of any kind in flight are fewer than a quarter of the depth.
   for (const int32_t chunk : std::span(started).first(4)) {
     EXPECT_FALSE(scheduler.next());
     scheduler.complete(chunk, 4096);
@@ -127,7 +127,7 @@ TEST(ChunkScheduler, AWindowGoesBetweenDemandAndPrefetchAndTakesTheWholeDepth) {
   EXPECT_FALSE(scheduler.next());
 }
 
-TEST(ChunkScheduler, PrefetchesOfLargeChunksHaveTwoMiBUnderWay) {
+TEST(ChunkScheduler, PrefetchBeginsOnlyBelowTwoMiBInFlight) {
   constexpr int64_t kMiB = 1 << 20;
   ChunkScheduler scheduler(16, kMiB, kUnit, 1);
   scheduler.add(plain_request(1, 0, 8 * kMiB, Urgency::kPrefetch));
@@ -143,7 +143,7 @@ TEST(ChunkScheduler, PrefetchesOfLargeChunksHaveTwoMiBUnderWay) {
   EXPECT_FALSE(scheduler.next());
 }
 
-TEST(ChunkScheduler, AHastenedWindowReadGoesBehindTheDemandThatWaits) {
+TEST(ChunkScheduler, RaisedWindowReadGoesBehindQueuedDemand) {
   ChunkScheduler scheduler(8, 4096, kUnit, 1);
   for (const uint64_t tag : {1, 2}) {
     scheduler.add(plain_request(tag, static_cast<int64_t>(tag) * 4096, 4096, Urgency::kWindow));
@@ -153,7 +153,7 @@ TEST(ChunkScheduler, AHastenedWindowReadGoesBehindTheDemandThatWaits) {
   for (const int64_t block : {3, 2, 1}) EXPECT_EQ(scheduler.next()->offset, block * 4096);
 }
 
-TEST(ChunkScheduler, DemandGoesBeforeThePrefetchThatMustBeRepeated) {
+TEST(ChunkScheduler, DemandGoesBeforeARetriedPrefetch) {
   ChunkScheduler scheduler(2, 4096, kUnit, 1);
   scheduler.add(plain_request(1, 0, 4096, Urgency::kPrefetch));
   scheduler.complete(scheduler.next()->chunk, -EIO);
@@ -164,7 +164,7 @@ TEST(ChunkScheduler, DemandGoesBeforeThePrefetchThatMustBeRepeated) {
   EXPECT_EQ(scheduler.next()->offset, 0);
 }
 
-TEST(ChunkScheduler, HastenReachesChunksThatAreCutAlready) {
+TEST(ChunkScheduler, RaisedPriorityAppliesToChunksInFlight) {
   ChunkScheduler scheduler(2, 4096, kUnit, 1);
   scheduler.add(plain_request(1, 0, 4096, Urgency::kPrefetch));
   const auto first = scheduler.next();
@@ -174,7 +174,7 @@ TEST(ChunkScheduler, HastenReachesChunksThatAreCutAlready) {
   EXPECT_EQ(scheduler.next()->offset, 0);
 }
 
-TEST(ChunkScheduler, CancelReportsWhatNeverStarted) {
+TEST(ChunkScheduler, CancelReportsRequestsThatNeverStarted) {
   ChunkScheduler scheduler(1, 4096, kUnit, 3);
   scheduler.add(plain_request(1, 0, 8192, Urgency::kDemand));
   scheduler.add(plain_request(2, 0, 8192, Urgency::kPrefetch));
@@ -187,7 +187,7 @@ TEST(ChunkScheduler, CancelReportsWhatNeverStarted) {
   EXPECT_TRUE(scheduler.idle());
 }
 
-// Any mixture of results, hastening and order, against a file that is only a number.
+// Random results, priorities and order, on a simulated file.
 TEST(ChunkScheduler, RandomEventsReportEachRequestOnce) {
   const uint64_t seed = fresh_seed();
   const ::testing::ScopedTrace trace(__FILE__, __LINE__,

@@ -4,7 +4,7 @@
 
 namespace torch_mesh::testing {
 
-// What next() handed out as `index`.
+// Releases the expert that next() returned with this `index`.
 inline void release(Claim& claim, int32_t index) {
   const ReadyExpert done{.index = index, .record = nullptr, .node = -1};
   claim.release({&done, 1});

@@ -1,4 +1,4 @@
-// A matrix in random codes and scales, as checkpoints hold them, and what its weights are.
+// A matrix of random codes and scales, as checkpoints hold them, and the weights they represent.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace torch_mesh::testing {
 
 class Codes {
  public:
-  // `below` draws an integer from 0 to what it is given, without that.
+  // `below(n)` draws an integer in [0, n).
   template <typename Below>
   Codes(Format format, int32_t group, int32_t rows, int32_t depth, const Below& below)
       : format_(format), rows_(rows), depth_(depth) {
@@ -40,21 +40,21 @@ class Codes {
     return view;
   }
 
-  // In fp32, as the format defines it.
+  // The weight in fp32, as the format defines it.
   float weight(int32_t row, int32_t k) const {
     const ScalesView& scales = view_.scales;
     const size_t at = static_cast<size_t>(row / scales.rows) * scale_columns_ + k / scales.columns;
     return scale_values_[at] * values_[static_cast<size_t>(row) * depth_ + k];
   }
 
-  // A half of each block of GGUF, from byte `at` of it.
+  // Sets the fp16 value at byte `at` of every GGUF block.
   void set_halves(int32_t at, uint16_t bits) {
     const GgufType type = gguf_type(format_);
     for (size_t block = 0; block < codes_.size(); block += static_cast<size_t>(type.bytes)) {
       put_half(codes_.data() + block + at, bits);
     }
   }
-  // Where they have d, and dmin or a min; -1: nowhere.
+  // Byte offsets of d, and of dmin or a min, in a block; -1 if it has none.
   std::pair<int32_t, int32_t> half_places() const {
     switch (format_) {
       case Format::kQ2K:
@@ -81,7 +81,7 @@ class Codes {
            format == Format::kNvfp4;
   }
 
-  // Of IQ1_M in the upper four bits of each of four words.
+  // IQ1_M stores its scale in the upper four bits of each of four words.
   void put_half(std::byte* to, uint16_t bits) const {
     if (format_ != Format::kIq1M) {
       std::memcpy(to, &bits, sizeof(bits));
@@ -95,7 +95,7 @@ class Codes {
     }
   }
 
-  // What the code stands for, without its scale.
+  // The value of a code, without its scale.
   static float value_of(Format format, uint8_t code) {
     constexpr float kFp4[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     switch (format) {
@@ -127,7 +127,7 @@ class Codes {
     scale_values_[index] = value;
   }
 
-  // Random bytes, and scales of 2^-9 to 2^-7; weights are below 2.
+  // Random bytes with scales of 2^-9 to 2^-7, so that weights are below 2.
   template <typename Below>
   void make_blocks(const Below& below) {
     const GgufType type = gguf_type(format_);

@@ -11,12 +11,12 @@ using namespace std::chrono_literals;
 
 class ContentionTest : public ::testing::Test {
  protected:
-  // A thread was without a processor for so long of the time that has passed.
+  // Notes that a thread waited for a processor during `waited` of the `passed` time.
   void pass(Contention::Clock::duration passed, Contention::Clock::duration waited) {
     now_ += passed;
     contention_.note(now_, passed, waited);
   }
-  // How long regions do without spinning threads from now on.
+  // How long threads do not spin, from now on.
   Contention::Clock::duration pause() const {
     Contention::Clock::duration passed{0};
     while (contention_.contended(now_ + passed)) passed += 1ms;
@@ -27,7 +27,7 @@ class ContentionTest : public ::testing::Test {
   Contention::Clock::time_point now_{};
 };
 
-TEST_F(ContentionTest, MomentsWithoutAProcessorSayNothing) {
+TEST_F(ContentionTest, ShortWaitsForAProcessorDoNotStopSpinning) {
   for (int i = 0; i < 100; ++i) pass(10ms, 3ms);
   EXPECT_EQ(pause(), 0ms);
 }
@@ -35,7 +35,7 @@ TEST_F(ContentionTest, MomentsWithoutAProcessorSayNothing) {
 TEST_F(ContentionTest, ADescheduledThreadEndsSpinningForAWhile) {
   pass(10ms, 5ms);
   EXPECT_EQ(pause(), 250ms);
-  pass(10ms, 5ms);  // of another thread, which says no more
+  pass(10ms, 5ms);  // another thread reports the same: the pause stays as it is
   EXPECT_EQ(pause(), 240ms);
 }
 

@@ -1,5 +1,6 @@
-// The core without threads, clock or disk: events drawn from a seed, in any order that the states
-// allow, and after each of them every invariant. Then the same events through the threaded pool.
+// The core without threads, clock or disk. Events are drawn from a seed, in any order that the
+// states allow; each is followed by a check of all invariants. The threaded pool then runs the same
+// events.
 #include "residency/core/core.h"
 
 #include <gtest/gtest.h>
@@ -24,26 +25,26 @@ namespace {
 
 using Ids = std::vector<int32_t>;
 
-// What can become of a slot, of a claim that waits and of a segment. A run counts which of these
-// its events have brought about, by comparing the core before and after each.
+// The transitions of slots, waiting claims and segments. A run counts them, by comparing the core
+// before and after each event.
 enum class Seen : uint8_t {
   kReservedEmpty,
   kReservedByEviction,
   kLandedPinned,
   kLandedUnpinned,
-  kLandedRetired,  // nobody may use it any more: empty at once
-  kFailedPinned,   // its error waits for those who joined
+  kLandedRetired,  // the slot is retired, and so empty at once
+  kFailedPinned,   // the error is kept for the claims that joined
   kFailedUnpinned,
-  kBegunAnew,  // a guess that failed, and that a claim had joined
+  kBegunAnew,  // a failed prefetch that a claim had joined
   kErrorSeenByLast,
   kEvicted,
-  kRetiredInUse,  // and emptied by its last user
+  kRetiredInUse,  // its last user empties it
   kRaised,
   kPredicted,
   kQueuedFirst,
   kQueuedBehind,
   kLeftQueueWithSlot,
-  kLeftQueueFromFront,  // without a slot, as one that gave up
+  kLeftQueueFromFront,  // without a slot, as after a time-out
   kLeftQueueFromWithin,
   kSegmentLeaves,
   kSegmentGone,
@@ -120,7 +121,7 @@ class Driver {
     finish();
   }
 
-  // Of all effects so far: a core is a function of its events.
+  // A hash of all effects so far: equal events must give equal effects.
   uint64_t hash() const { return hash_; }
 
  private:
@@ -208,7 +209,7 @@ class Driver {
     return live_.empty() ? nullptr : live_[below(static_cast<int32_t>(live_.size()))].get();
   }
 
-  // One step of whoever makes the claim.
+  // One step of the forward that owns a claim.
   void use_claim() {
     if (Live* live = any_claim()) use(*live);
   }
@@ -350,7 +351,7 @@ class Driver {
       leaving_.pop_front();
       if (one_in(8)) {
         sizing.detach_failed(segment);
-        sizing.resize(target_);  // the next one finds it
+        sizing.resize(target_);  // the next resize() reuses the segment
         seen_(Seen::kSegmentStays);
         return after("detach_failed()");
       }
@@ -386,7 +387,7 @@ class Driver {
 
   void mix(uint64_t value) { hash_ = (hash_ ^ value) * 0x100000001b3; }
 
-  // Carries the effects out as far as this test does, and looks at everything.
+  // Applies the effects that this test simulates, then checks all invariants.
   void after(const char* event) {
     ++seen_.events;
     Effects& effects = core_.effects();
@@ -427,7 +428,7 @@ class Driver {
     ASSERT_NO_THROW(core_.validate()) << event;
   }
 
-  // A wake-up that is left out costs a pool a tenth of a second, and no test of it sees that.
+  // A missing wake-up only delays a pool by 0.1 s, so tests of the pool do not notice it.
   void look_who_is_woken(const std::string& event, const Effects& effects) {
     mix(uint64_t{5} << 60 | uint64_t{effects.landed} << 4 | uint64_t{effects.freed} << 3 |
         uint64_t{effects.idle} << 2 | uint64_t{effects.resized} << 1 |
@@ -469,7 +470,7 @@ class Driver {
     }
   }
 
-  // Reads end and claims go on: all of them come to their end, whatever happened before.
+  // Completes all reads and claims. None may be stuck, whatever happened before.
   void finish() {
     for (int32_t round = 0; !live_.empty() || !pending_.empty(); ++round) {
       ASSERT_LT(round, 10000) << "somebody waits for ever";
@@ -532,7 +533,7 @@ Shape random_shape(std::mt19937_64& random) {
   return shape;
 }
 
-// TORCH_MESH_TEST_SEED repeats a run.
+// Set TORCH_MESH_TEST_SEED to repeat a run.
 uint64_t test_seed() {
   const char* given = std::getenv("TORCH_MESH_TEST_SEED");
   return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
@@ -574,7 +575,7 @@ TEST(Core, IsAFunctionOfItsEvents) {
 
 constexpr int64_t kRecord = 4096;
 
-// What a script of forwards and hints is run on, one event after the other.
+// Runs the events of a script (forwards, hints, sizes) one after the other.
 class Target {
  public:
   virtual ~Target() = default;
@@ -587,7 +588,8 @@ class Target {
   virtual PoolStats stats() const = 0;
 };
 
-// One read at a time, in order of urgency, and all that are under way before the next event.
+// The threaded pool with one read at a time, in order of urgency. All reads end before the next
+// event.
 class OnPool final : public Target {
  public:
   OnPool(const Shape& shape, const Source& source)
@@ -638,7 +640,7 @@ class OnPool final : public Target {
     options.policy = shape.policy;
     options.soft_pins = shape.soft_pins;
     options.prefill = shape.prefill;
-    options.verify = Verify::kNever;  // hashed beside others a record may land behind the next one
+    options.verify = Verify::kNever;  // hashing in parallel could reorder completions
     options.reader.backend = "threads";
     options.reader.threads = 1;
     options.reader.depth = 1;
@@ -755,17 +757,17 @@ class OnCore final : public Target {
   std::array<std::deque<int32_t>, kUrgencies.size()> queues_;
 };
 
-// What a clock decides.
+// Whether a statistic depends on a clock.
 bool is_time(std::string_view count) { return count.ends_with("nanoseconds"); }
 
-TEST(Core, TheThreadedPoolDoesTheSame) {
+TEST(Core, TheThreadedPoolGivesTheSameStatesAndCounts) {
   const uint64_t seed = test_seed();
   SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   const auto below = [&](int32_t count) { return static_cast<int32_t>(random() % count); };
   for (int round = 0; round < 12 && !HasFailure(); ++round) {
     Shape shape = random_shape(random);
-    // As an arena has it.
+    // An arena has at least one slot per segment.
     shape.slots_per_segment = std::max(1, shape.slots_per_segment);
     SCOPED_TRACE(shape.policy + ", " + std::to_string(shape.slots) + " slots for " +
                  std::to_string(shape.layers) + " x " + std::to_string(shape.experts));
@@ -823,10 +825,10 @@ TEST(Core, TheThreadedPoolDoesTheSame) {
   }
 }
 
-// One layer whose guesses are right every other time: one read of a guess before each forward.
+// One layer whose predictions are right every other time, with one prefetch before each forward.
 class Guesses {
  public:
-  // Reads of guesses that have begun in so many forwards. `in_time`: before the forward begins.
+  // How many predicted reads begin in `forwards` forwards. `in_time`: they end before the forward.
   int32_t reads_in(int32_t forwards, bool in_time) {
     int32_t begun = 0;
     for (int32_t round = 0; round < forwards; ++round) {
@@ -875,10 +877,10 @@ class Guesses {
   int32_t next_ = 0;
 };
 
-TEST(Core, AGuessHasToBeRightMoreOftenWhereItsReadEndsTooLate) {
+TEST(Core, APredictionMustBeRightMoreOftenWhenItsReadEndsTooLate) {
   Guesses guesses;
   EXPECT_EQ(guesses.reads_in(300, true), 300);
-  EXPECT_GT(guesses.reads_in(300, false), 0);  // until it is known
+  EXPECT_GT(guesses.reads_in(300, false), 0);  // until the late reads have been noticed
   EXPECT_EQ(guesses.reads_in(300, false), 0);
 }
 

@@ -1,5 +1,5 @@
-// The drivers themselves: the simulated one shows what forgets to wait, CUDA's says what is
-// missing.
+// The drivers themselves: the simulated one orders streams by events alone, and errors of CUDA's
+// name what is missing.
 #include "gpu/driver.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ namespace {
 
 using namespace testing;
 
-TEST(SimulatedDevice, ShowsWhatForgetsToWait) {
+TEST(SimulatedDevice, AStreamThatWaitsForAnEventSeesTheWriteBeforeIt) {
   const auto device = make_simulated_device({.seed = 1, .max_delay_us = 2000});
   const OwnedStream producer(*device), consumer(*device);
   const OwnedEvent written(*device);
@@ -28,7 +28,7 @@ TEST(SimulatedDevice, ShowsWhatForgetsToWait) {
   EXPECT_TRUE(device->done(written));
 }
 
-TEST(SimulatedDevice, RefusesWhatACaptureRefuses) {
+TEST(SimulatedDevice, RefusesCallsThatAreForbiddenDuringCapture) {
   const auto device = make_simulated_device();
   const OwnedStream main(*device), side(*device);
   const OwnedEvent fork(*device), join(*device);
@@ -55,7 +55,7 @@ TEST(SimulatedDevice, RefusesWhatACaptureRefuses) {
   EXPECT_EQ(to, 1);
 }
 
-TEST(CudaDriver, SaysWhatIsMissing) {
+TEST(CudaDriver, ErrorNamesTheMissingLibraryOrSymbol) {
   EXPECT_NE(describe_cuda_driver("libtorch_mesh_nothing.so.1").find("no CUDA driver"),
             std::string::npos);
   const std::string old = describe_cuda_driver("libm.so.6");

@@ -1,5 +1,5 @@
-// The AVX-VNNI table with its instruction written out in AVX2, so that its logic is executed on
-// processors that lack it too.
+// The AVX-VNNI table with its instruction emulated in AVX2, so that processors without it test its
+// logic too.
 #include "kernels/simd_avx2-inl.h"
 
 namespace {

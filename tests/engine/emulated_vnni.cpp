@@ -1,5 +1,5 @@
-// The VNNI, BF16 and AMX tables with their instructions written out in AVX512BW and plain C++, so
-// that their logic is executed on processors that lack them too.
+// The VNNI, BF16 and AMX tables with their instructions emulated in AVX512BW and plain C++, so that
+// processors without them test their logic too.
 #include <cstdlib>
 #include <cstring>
 
@@ -20,13 +20,13 @@ inline __m512 bf16_half(__m512i pairs, bool upper) {
                                    : _mm512_slli_epi32(pairs, 16));
 }
 
-// The instruction takes subnormals for zero, which this does not.
+// Unlike the instruction, this does not flush subnormals to zero.
 inline __m512 emulated_dpbf16(__m512 sum, __m512i a, __m512i b) {
   sum = _mm512_fmadd_ps(bf16_half(a, true), bf16_half(b, true), sum);
   return _mm512_fmadd_ps(bf16_half(a, false), bf16_half(b, false), sum);
 }
 
-// Eight tiles of a thread, as configured. What is not is zero.
+// A thread's eight tiles, as configured; the rest is zero.
 struct EmulatedTiles {
   uint8_t config[64] = {};
   uint8_t bytes[8][16][64] = {};

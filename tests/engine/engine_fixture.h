@@ -1,4 +1,4 @@
-// One model's records on disk and in memory, engines over them, and forwards, without torch.
+// One model's records on disk and in memory, with engines over them and forwards. Needs no torch.
 #pragma once
 
 #include <algorithm>
@@ -65,7 +65,7 @@ class Model {
                                     std::make_unique<Pool>(pool, runtime, file_.source(), nullptr));
   }
 
-  // Every expert in memory, and no reader.
+  // An engine with every expert in memory and no reader.
   std::unique_ptr<Engine> open_resident(const Options& options,
                                         const Runtime& runtime = thread_runtime()) const {
     PoolOptions pool_of_all = pool_options(options);

@@ -1,5 +1,5 @@
 // The engine as a whole, without torch: pool, reader and kernels behind a team of plain threads.
-// What is resident, how it is read and who else computes must not show in a single bit.
+// Outputs are bit-identical for any residency, any way of reading and any concurrent work.
 #include "engine/engine.h"
 
 #include <gtest/gtest.h>
@@ -35,7 +35,7 @@ namespace {
 using namespace std::chrono_literals;
 using namespace testing;
 
-// Faults after which every read still ends well.
+// Faults that every read survives.
 Faults harmless_faults(uint64_t seed) {
   Faults faults;
   faults.seed = seed;
@@ -61,8 +61,8 @@ LayerStats total(Engine& engine) {
 
 // -- policies -------------------------------------------------------------------------------------
 
-// They are told under the pool's lock, by forwards.
-TEST(Policies, LearnAndShareOutWithoutMemory) {
+// Forwards call policies under the pool's lock.
+TEST(Policies, LearnWithoutAllocatingMemory) {
   constexpr int32_t kLayersOfModel = 4, kExpertsOfLayer = 64, kChosen = 6;
   for (const std::string_view name : policy_names()) {
     const auto policy =
@@ -72,7 +72,7 @@ TEST(Policies, LearnAndShareOutWithoutMemory) {
     const auto forward = [&](int32_t layer) {
       chosen.clear();
       while (chosen.size() < kChosen) {
-        // Some more often than others.
+        // Low numbers are more frequent.
         const int32_t expert =
             std::min(random.below(kExpertsOfLayer), random.below(kExpertsOfLayer));
         if (std::ranges::find(chosen, expert) == chosen.end()) chosen.push_back(expert);
@@ -86,7 +86,7 @@ TEST(Policies, LearnAndShareOutWithoutMemory) {
       }
       return allocations - before;
     };
-    run(300);  // what is allocated once
+    run(300);  // warm-up: some memory is allocated once
     EXPECT_EQ(run(600), 0) << name;
   }
 }
@@ -132,7 +132,7 @@ TEST(Grouping, IsAStableSortThatLosesNothing) {
   }
 }
 
-TEST(Grouping, NamesTheIdThatIsOutside) {
+TEST(Grouping, ErrorNamesTheIdThatIsOutOfRange) {
   Grouping grouping;
   const std::vector<float> weights(6, 1.0f);
   const auto group = [&](std::vector<int64_t> ids, bool sentinels) {
@@ -176,7 +176,7 @@ TEST(Engine, SumsTheWeightedExpertsOfEachToken) {
         difference += error * error, norm += sum[i] * sum[i];
       }
     }
-    // The weights are those of the record: what is left is the rounding of activations.
+    // The reference uses the record's weights, so only the rounding of activations differs.
     EXPECT_LT(std::sqrt(difference / norm), format == Format::kBf16 ? 0.006 : 0.02)
         << format_name(format);
   }
@@ -284,18 +284,18 @@ TEST(Engine, AnIoThreadWithoutMemoryFailsAReadAndNotTheProcess) {
     }
   };
   io_starves = true;
-  EXPECT_EQ(kind(0), std::nullopt);  // which takes no memory
+  EXPECT_EQ(kind(0), std::nullopt);  // its read allocates nothing
   EXPECT_EQ(kind(1), ErrorKind::kMemory);
-  EXPECT_EQ(kind(1, 2, 3), ErrorKind::kMemory);  // nor has it for a thread to help
+  EXPECT_EQ(kind(1, 2, 3), ErrorKind::kMemory);  // starting a helper thread fails too
   pool.drain();
   io_starves = false;
   EXPECT_EQ(kind(1), ErrorKind::kInvalid);
   pool.validate();
 }
 
-// A step takes few slots at a time from others, and so queues its last read when it has computed
-// some. What it expects of the next layer is read behind that.
-TEST(Engine, TellsWhenAllOfItsReadsAreQueued) {
+// A step evicts few experts at a time, so it queues its last read after computing some experts.
+// reads_queued is called then, and reads predicted for the next layer go behind.
+TEST(Engine, CallsReadsQueuedOnceAllItsReadsAreQueued) {
   const Model model(small_shape(Format::kInt8));
   for (const int32_t chosen : {4, kExperts}) {
     SCOPED_TRACE(chosen);
@@ -333,7 +333,7 @@ TEST(Engine, TellsWhenAllOfItsReadsAreQueued) {
 }
 
 TEST(Engine, AllocatesNothingOnceItHasSeenAShape) {
-  // A team in turns on this thread, which is the one that is counted.
+  // Tasks run one after the other on this thread, whose allocations are counted.
   Runtime in_turns;
   in_turns.parallel_for = [](int64_t count, int32_t, ParallelBody body, void* context) {
     for (int64_t part = 0; part < count; ++part) body(context, part, part + 1);
@@ -360,7 +360,7 @@ TEST(Engine, AllocatesNothingOnceItHasSeenAShape) {
 std::atomic<int32_t> sleeps = 0;
 std::atomic<bool> asleep = false;
 
-// A runtime whose team sleeps through waits, which it counts; none begins within another.
+// A runtime whose team sleeps during waits. It counts them, and checks that they do not nest.
 Runtime sleeping_runtime() {
   Runtime runtime = thread_runtime();
   runtime.wait_asleep = [](int32_t threads, void (*wait)(void*), void* context) {
@@ -375,7 +375,7 @@ Runtime sleeping_runtime() {
   return runtime;
 }
 
-TEST(Engine, ATeamSleepsThroughLongWaitsAndNoOthers) {
+TEST(Engine, ATeamSleepsDuringLongWaitsOnly) {
   const Model model(small_shape(Format::kInt4));
   const auto resident = model.open_resident({.threads = 3}, sleeping_runtime());
   sleeps = 0;
@@ -413,7 +413,7 @@ TEST(Engine, ATeamWakesWhenAWaitEndsInAnError) {
 
 // -- bit identity ---------------------------------------------------------------------------------
 
-TEST(Engine, HowFewAreResidentDoesNotShowInTheOutput) {
+TEST(Engine, OutputIsTheSameForAnyNumberOfSlots) {
   std::mt19937_64 random(testing::seed());
   const std::array<const char*, 3> policies{"lru", "lfu", "slru"};
   const std::string uring = uring_unavailable().empty() ? "uring" : "threads";
@@ -441,7 +441,7 @@ TEST(Engine, HowFewAreResidentDoesNotShowInTheOutput) {
   EXPECT_GE(with_evictions, 9);
 }
 
-TEST(Engine, AWindowShowsInReadsAndNotInTheOutput) {
+TEST(Engine, AWindowChangesReadsButNotTheOutput) {
   const Model model(small_shape(Format::kInt4));
   const auto resident = model.open_resident({});
   std::mt19937_64 random(testing::seed());
@@ -457,7 +457,7 @@ TEST(Engine, AWindowShowsInReadsAndNotInTheOutput) {
                                         .prefill = prefill});
         for (int32_t step = 0; step < 4; ++step) {
           Batch batch(40, 1 + random() % 4, model.shape().hidden, random());
-          // So that every chunk asks for all experts.
+          // Every chunk needs all experts.
           for (size_t i = 0; i < batch.ids.size(); ++i) batch.ids[i] = i % kExperts;
           ASSERT_TRUE(testing::same_bits(batch.run(*engine, step % kLayers),
                                          batch.run(*resident, step % kLayers)));
@@ -495,7 +495,7 @@ TEST(Engine, ChunksOfAPromptShareTheirLayer) {
   batch.run(*engine, 1);
   expect_at_rest(*engine);
   EXPECT_LE(engine->pool().stats()[1].promoted, kExperts);
-  EXPECT_GT(engine->pool().stats()[1].accesses, 2 * kExperts);  // several chunks
+  EXPECT_GT(engine->pool().stats()[1].accesses, 2 * kExperts);  // the prompt has several chunks
 }
 
 std::vector<float> run_linear(Engine& engine, int32_t layer, int32_t projection,
@@ -557,11 +557,11 @@ void run_and_compare(Engine& engine, Engine& resident, uint64_t seed, int32_t fo
   }
 }
 
-TEST(Engine, HowManyThreadsDoNotShowInTheOutput) {
+TEST(Engine, OutputIsTheSameForAnyNumberOfThreads) {
   for (const Format format : {Format::kBf16, Format::kInt4}) {
     const Model model(small_shape(format));
     const auto alone = model.open_resident({});
-    const Batch batch(90, 4, model.shape().hidden, testing::seed());  // work enough for several
+    const Batch batch(90, 4, model.shape().hidden, testing::seed());  // work for several
     const std::vector<float> expected = batch.run(*alone, 1);
     for (const int32_t threads : {2, 5}) {
       const auto team = model.open({.slots = 7, .threads = threads});
@@ -571,13 +571,13 @@ TEST(Engine, HowManyThreadsDoNotShowInTheOutput) {
   }
 }
 
-TEST(Engine, WhereExpertsLieDoesNotShowInTheOutput) {
+TEST(Engine, OutputIsTheSameForAnyPlacementOnNodes) {
   static std::atomic<int32_t> calls;
   for (const int32_t nodes : {2, 3, TaskQueue::kMaxNodes + 3}) {
     const testing::NodeFolder folder = testing::NodeFolder::with_one_cpu_each(nodes);
     std::vector<int32_t> all(nodes);
     std::iota(all.begin(), all.end(), 0);
-    // A thread is somewhere else each time it is asked.
+    // Each query reports another processor for the thread.
     const Topology topology = Topology::read(folder.path(), all, all, [] { return calls++ % 20; });
     ASSERT_EQ(topology.nodes(), nodes);
     for (const Format format : {Format::kBf16, Format::kInt8}) {
@@ -696,8 +696,8 @@ TEST(Engine, BadArgumentsLeaveTheEngineUsable) {
 
 // -- rounding -------------------------------------------------------------------------------------
 
-// The finite values of a 16-bit format from 0 up, and what comes after the last: its distance
-// decides what rounds to infinity.
+// The finite values of a 16-bit format from 0 up, and one step beyond the last: its midpoint with
+// the last decides what rounds to infinity.
 std::vector<double> values_of(int32_t exponent_bits, int32_t mantissa_bits) {
   const int32_t bias = (1 << (exponent_bits - 1)) - 1;
   std::vector<double> values;
@@ -710,7 +710,7 @@ std::vector<double> values_of(int32_t exponent_bits, int32_t mantissa_bits) {
   return values;
 }
 
-// To nearest, ties to even: exact, because both neighbours and their distances are doubles.
+// Rounds to nearest, ties to even. Exact, since the neighbours and distances are doubles.
 uint16_t round_reference(float value, const std::vector<double>& values) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   const double magnitude = std::abs(double{value});
@@ -722,7 +722,7 @@ uint16_t round_reference(float value, const std::vector<double>& values) {
   return sign | static_cast<uint16_t>(low + away);
 }
 
-// Each value of the format, each midpoint between two, and the floats on both sides of these.
+// Each value of the format, each midpoint, and the neighbouring floats of both.
 std::vector<float> interesting_floats(const std::vector<double>& values) {
   std::vector<float> floats;
   const auto add = [&](double exact) {

@@ -6,7 +6,7 @@
 
 namespace torch_mesh::testing {
 
-// What `call` throws.
+// Returns the Error that `call` throws.
 template <typename Call>
 Error error_of(const Call& call) {
   try {

@@ -1,4 +1,4 @@
-// Products in fp32 on packed weights, against float64 on what unpack_record says they are.
+// Products in fp32 on packed weights, against float64 on the output of unpack_record.
 #include "kernels/exact_products.h"
 
 #include <cmath>
@@ -23,7 +23,7 @@ std::vector<Shape> shapes() {
   return all;
 }
 
-constexpr int32_t kRowCounts[] = {0, 1, 2, 5, 33, 300};  // the last: more than go at once
+constexpr int32_t kRowCounts[] = {0, 1, 2, 5, 33, 300};  // 300 is more than one pass takes
 
 // Rows with NaN between them.
 struct Matrix {
@@ -45,7 +45,7 @@ struct Matrix {
   std::vector<float> values;
 };
 
-// One projection of a packed expert, and the weights [outputs][inputs] that it stands for.
+// One projection of a packed expert, and its unpacked weights [outputs][inputs].
 struct Projection {
   PackedMatrix matrix;
   int32_t halves;
@@ -77,7 +77,7 @@ std::vector<float> run(const KernelTable& table, const Projection& projection, W
   return out;
 }
 
-// Each element within what fp32 sums of its terms may lose.
+// Checks each element against the error bound of an fp32 sum of its terms.
 void expect_close(const std::vector<float>& found, const Projection& projection, Way way, Matrix& x,
                   int32_t rows) {
   const bool forwards = way == Way::kOutputs;
@@ -109,7 +109,7 @@ void test_projection(const Projection& projection, Random& random) {
       EXPECT_TRUE(same_bits(found, expected)) << table->name;
     }
     if (count < 2) continue;
-    // A row that is no number spoils itself alone, and one alone has the bits that it has among
+    // NaN in one row affects no other row, and a row computed alone has the same bits as among
     // others.
     for (int32_t c = 0; c < columns; ++c) x.at(0, c) = NAN;
     const auto spoilt = run(kernel_table(), projection, way, x.rows(count));
@@ -137,8 +137,8 @@ TEST(ExactProducts, AgreeWithFloat64AndAcrossTables) {
   }
 }
 
-// One row that has a single 1 in it picks the weights out, exactly.
-TEST(ExactProducts, SeeTheVeryWeights) {
+// A row with a single 1 selects the weights of one input exactly.
+TEST(ExactProducts, OneHotRowsGiveTheExactWeights) {
   Random random;
   for (Format format : kAllFormats) {
     const Shape shape{format, 32, 130, 70};
@@ -156,7 +156,7 @@ TEST(ExactProducts, SeeTheVeryWeights) {
       const auto columns = run(*table, gate_up, Way::kOutputs, ones.rows(130));
       for (int32_t input = 0; input < 130; ++input) {
         for (int32_t output = 0; output < 140; ++output) {
-          // 2^-127, E8M0's least, counts as zero.
+          // 2^-127, the smallest E8M0 scale, counts as zero.
           const float weight = gate_up.weight(output, input);
           const float known = std::abs(weight) < 0x1p-120f ? 0.0f : weight;
           ASSERT_EQ(columns[static_cast<size_t>(input * 140 + output)], known) << table->name;

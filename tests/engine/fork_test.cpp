@@ -1,5 +1,5 @@
-// Children forked at any moment of their parent's threads: what they call says that they are
-// children, before it takes a lock that one of those threads may have held.
+// Children forked while other threads of the parent are at any point. Calls in a child throw
+// Error(kForked) before they take a lock that one of those threads may have held.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -19,7 +19,7 @@ using namespace testing;
 
 constexpr int32_t kForks = 400;
 
-// How many of `calls` throw Error(kForked).
+// Returns how many of `calls` throw Error(kForked).
 int32_t refusals(const std::vector<std::function<void()>>& calls) {
   int32_t count = 0;
   for (const auto& call : calls) {
@@ -32,7 +32,7 @@ int32_t refusals(const std::vector<std::function<void()>>& calls) {
   return count;
 }
 
-// Of children that each make all of `calls`, while other threads of their parent make one each.
+// Forks children that make all of `calls`, while threads of the parent make one call each.
 void expect_refused(const std::vector<std::function<void()>>& calls) {
   std::atomic<bool> ending{false};
   std::vector<std::thread> busy;
@@ -67,7 +67,7 @@ class ForkTest : public ::testing::Test {
   Pool& pool_ = engine_->pool();
 };
 
-TEST_F(ForkTest, NoCountIsWaitedForInAChild) {
+TEST_F(ForkTest, CountersAreRefusedInAChildWithoutWaiting) {
   const std::vector<int64_t> ids{0, 1, 2};
   const std::vector<int32_t> on_gpu(kExperts, 0);
   expect_refused({
@@ -77,7 +77,7 @@ TEST_F(ForkTest, NoCountIsWaitedForInAChild) {
   });
 }
 
-TEST_F(ForkTest, NoForwardWaitsForAWorkspaceInAChild) {
+TEST_F(ForkTest, ForwardsAreRefusedInAChildWithoutWaitingForAWorkspace) {
   const Batch batch(1, 2, model_.shape().hidden, 7);
   const auto forward = [&] { static_cast<void>(batch.run(*engine_, 0)); };
   const auto describe = [&] { static_cast<void>(engine_->workspace_bytes()); };

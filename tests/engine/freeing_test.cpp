@@ -1,4 +1,4 @@
-// The end of an engine whose reads take long, or for ever.
+// Freeing an engine whose reads take long or never end.
 #include "base/freeing.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ class FreeingTest : public ::testing::TestWithParam<const char*> {
     }
   }
 
-  // With reads under way, each of which takes up to `delay`, and with this seed nearly half of it.
+  // An engine with reads in flight. Each takes up to `delay`; with this seed nearly half of it.
   std::unique_ptr<Engine> open(std::chrono::microseconds delay) const {
     Model::Options options;
     options.reader = GetParam();
@@ -56,7 +56,7 @@ class FreeingTest : public ::testing::TestWithParam<const char*> {
   const Model model_{small_shape(Format::kInt8)};
 };
 
-TEST_P(FreeingTest, TheLastUserDoesNotWaitAndNothingIsLeft) {
+TEST_P(FreeingTest, TheLastUserDoesNotWaitAndEverythingIsFreed) {
   const int64_t before = open_descriptors();
   std::unique_ptr<Engine> engine = open(3s);
   const auto freeing = std::make_shared<Freeing>();
@@ -65,28 +65,28 @@ TEST_P(FreeingTest, TheLastUserDoesNotWaitAndNothingIsLeft) {
   EXPECT_GT(open_descriptors(), before);
   freeing->wait(kLong, {});
   EXPECT_EQ(open_descriptors(), before);
-  freeing->wait(0ms, {});  // once more
+  freeing->wait(0ms, {});  // a second wait returns at once
 }
 
-TEST_P(FreeingTest, WhoWaitsCanBeInterrupted) {
+TEST_P(FreeingTest, AWaitCanBeInterrupted) {
   Runtime runtime;
   runtime.interrupted = [] { return true; };
   const auto freeing = std::make_shared<Freeing>();
-  // By a forward that does not end, ...
+  // The wait for a forward that does not end, ...
   EXPECT_EQ(error_of([&] { freeing->wait(kLong, runtime); }).kind(), ErrorKind::kInterrupted);
-  freeing->begin(open(3s));  // ... or by reads
+  freeing->begin(open(3s));  // ... or for reads
   EXPECT_EQ(error_of([&] { freeing->wait(kLong, runtime); }).kind(), ErrorKind::kInterrupted);
   freeing->wait(kLong, {});
 }
 
-TEST_P(FreeingTest, AWaitForForwardsThatDoNotEndIsOverInTime) {
+TEST_P(FreeingTest, AWaitForForwardsThatDoNotEndTimesOut) {
   const Error error = error_of([] { std::make_shared<Freeing>()->wait(20ms, {}); });
   EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
   EXPECT_NE(std::string(error.what()).find("forwards have not ended"), std::string::npos);
 }
 
-// Threads that use an engine let go of it in any order while somebody waits.
-TEST_P(FreeingTest, WhicheverThreadIsTheLast) {
+// Threads drop their references to an engine in any order while another thread waits.
+TEST_P(FreeingTest, AnyThreadMayDropTheLastReference) {
   struct Shared {
     Shared(std::unique_ptr<Engine> engine, std::shared_ptr<Freeing> freeing)
         : engine(std::move(engine)), freeing(std::move(freeing)) {}
@@ -112,7 +112,7 @@ TEST_P(FreeingTest, WhicheverThreadIsTheLast) {
   }
 }
 
-TEST_P(FreeingTest, AProcessEndsWhileReadsDoNot) {
+TEST_P(FreeingTest, AProcessExitsDespiteReadsThatNeverEnd) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto end = [this] {
     const auto freeing = std::make_shared<Freeing>();
@@ -123,7 +123,7 @@ TEST_P(FreeingTest, AProcessEndsWhileReadsDoNot) {
   EXPECT_EXIT(end(), ::testing::ExitedWithCode(7), "");
 }
 
-// From here on a new thread asks for a stack that no machine has.
+// Makes every new thread fail, by a stack size that no machine has.
 void allow_no_thread() {
   pthread_attr_t attributes;
   if (pthread_attr_init(&attributes) != 0 ||
@@ -133,7 +133,7 @@ void allow_no_thread() {
   }
 }
 
-TEST_P(FreeingTest, WhereNoThreadIsLeftTheEngineIsKeptAndNobodyWaits) {
+TEST_P(FreeingTest, WithoutAThreadToFreeItTheEngineLeaksAndWaitFails) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto end = [this] {
     const auto freeing = std::make_shared<Freeing>();
@@ -141,7 +141,7 @@ TEST_P(FreeingTest, WhereNoThreadIsLeftTheEngineIsKeptAndNobodyWaits) {
     allow_no_thread();
     freeing->begin(std::move(engine));
     const Error error = error_of([&] { freeing->wait(kLong, {}); });
-    // Past the search for leaks: it is one.
+    // _exit skips LeakSanitizer: the engine is leaked.
     ::_exit(error.kind() == ErrorKind::kMemory ? 7 : 1);
   };
   EXPECT_EXIT(end(), ::testing::ExitedWithCode(7), "");

@@ -1,5 +1,5 @@
-// What csrc/gpu builds on a driver is tested over the one that is in process: with delays drawn
-// from a seed between its streams, and with every call failing in turn.
+// Tests of csrc/gpu over the simulated, in-process driver. They draw delays between its streams
+// from a seed, or make each driver call fail in turn.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,8 +25,8 @@ inline void copy(SimulatedDevice& device, void* to, const void* from, size_t byt
   device.copy_up(address(to), from, static_cast<int64_t>(bytes), stream);
 }
 
-// The tensors of one call on the device, written and read by the stream that computes: like
-// kernels, its copies do not wait for anybody but those before them.
+// The tensors of one call on the device. The compute stream writes and reads them; like kernels,
+// its copies wait only for earlier work in the same stream.
 struct DeviceBatch {
   explicit DeviceBatch(const Batch& batch)
       : tokens(batch.tokens),
@@ -51,7 +51,7 @@ struct DeviceBatch {
     copy(device, ids.data(), source_ids.data(), ids.size() * sizeof(int64_t), stream);
     copy(device, weights.data(), source_weights.data(), weights.size() * sizeof(float), stream);
   }
-  // What later work of the stream would do to memory that it may use again.
+  // Overwrites memory that the stream may reuse, as later work in it would.
   void spoil(SimulatedDevice& device, Stream stream) {
     copy(device, x.data(), rubbish.data(), x.size() * sizeof(float), stream);
     copy(device, weights.data(), rubbish.data(), weights.size() * sizeof(float), stream);
@@ -83,7 +83,7 @@ struct DeviceBatch {
   std::vector<float> rubbish = std::vector<float>(1 << 16, 1e30f);
 };
 
-// What the engine computes of `batch` when the experts of `on_device` are left out.
+// The engine's output for `batch` without the experts that are on the device.
 inline std::vector<float> expected(Engine& engine, Batch batch, int32_t layer,
                                    const std::vector<int32_t>& table) {
   for (int64_t& id : batch.ids) {

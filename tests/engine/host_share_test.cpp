@@ -1,4 +1,4 @@
-// The host's share: many forwards under way, captured ones, errors of host nodes, failing calls.
+// The host share: concurrent forwards, captured ones, errors of host nodes, failing driver calls.
 #include "gpu/host_share.h"
 
 #include <gtest/gtest.h>
@@ -26,13 +26,13 @@ using namespace testing;
 
 struct HostShareTest : DeviceTest {};
 
-TEST_F(HostShareTest, StreamsOfManyForwardsGiveWhatTheEngineGives) {
+TEST_F(HostShareTest, ManyForwardsGiveTheEnginesOutput) {
   const std::shared_ptr<Engine> small = model.open({.slots = 5});
   const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   {
     HostShare share(device, small);
     const OwnedStream compute(*device);
-    constexpr int32_t kCalls = 3 * HostShare::kInFlight;  // calls and their memory are used again
+    constexpr int32_t kCalls = 3 * HostShare::kInFlight;  // reuses calls and memory
     std::vector<std::unique_ptr<DeviceBatch>> batches;
     std::vector<std::vector<float>> wanted;
     for (int32_t i = 0; i < kCalls; ++i) {
@@ -105,7 +105,7 @@ TEST_F(HostShareTest, ALongerPromptGetsLargerBuffersWhileOthersAreUnderWay) {
 TEST_F(HostShareTest, APromptThatIsLongerThanTheBuffersComesInParts) {
   const auto device = make_simulated_device({.seed = seed()});
   HostShare share(device, engine, nullptr, /*block_bytes=*/20'000);
-  const Batch batch = batch_of(70, random());  // of 804 bytes each
+  const Batch batch = batch_of(70, random());  // 804 bytes a token
   DeviceBatch prompt(batch);
   prompt.x = prompt.source_x, prompt.ids = prompt.source_ids,
   prompt.weights = prompt.source_weights;
@@ -139,7 +139,7 @@ TEST_F(HostShareTest, AGraphKeepsItsBuffersWhenOthersAreSet) {
   device->end_capture({});
 }
 
-TEST_F(HostShareTest, WhatIsAllOnTheDeviceIsCountedAndReadsNothing) {
+TEST_F(HostShareTest, ALayerAllOnTheDeviceIsCountedAndReadsNothing) {
   const std::shared_ptr<Engine> cold = model.open({.slots = 5});
   const auto device = make_simulated_device();
   std::vector<int64_t> seen;
@@ -192,7 +192,7 @@ TEST_F(HostShareTest, ANodesErrorMakesNanAndIsThrownOnce) {
   share.check();
 }
 
-TEST_F(HostShareTest, WhoWaitsForACallGetsItsOwnError) {
+TEST_F(HostShareTest, EachWaitThrowsTheErrorOfItsOwnCall) {
   const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   HostShare share(device, engine);
   const Batch batch = batch_of(2, random());
@@ -203,7 +203,7 @@ TEST_F(HostShareTest, WhoWaitsForACallGetsItsOwnError) {
   const auto first = share.submit(wrong.call(0), {});
   share.join(first, {});
   EXPECT_EQ(error_of([&] { share.wait(first); }).kind(), ErrorKind::kInvalid);
-  const auto second = share.submit(right.call(0), {});  // it is known: not thrown again
+  const auto second = share.submit(right.call(0), {});  // the first call's error was thrown already
   share.join(second, {});
   share.wait(second);
   share.wait(first);
@@ -213,15 +213,15 @@ TEST_F(HostShareTest, WhoWaitsForACallGetsItsOwnError) {
   EXPECT_EQ(error_of([&] { share.wait(third); }).kind(), ErrorKind::kInvalid) << "all the same";
 }
 
-// As a copy into it would have been: for calls behind a stream that stands still.
+// Writes the inputs directly, for calls whose stream is blocked and so would not copy them.
 void write_inputs(DeviceBatch& on_device) {
   on_device.x = on_device.source_x;
   on_device.ids = on_device.source_ids;
   on_device.weights = on_device.source_weights;
 }
 
-// Python's signal handlers, and its garbage collector, which joins calls that were dropped.
-TEST_F(HostShareTest, WhatTheInterruptHookRunsMayUseTheShare) {
+// The hook runs Python's signal handlers and garbage collector, which joins dropped calls.
+TEST_F(HostShareTest, TheInterruptHookMayUseTheShare) {
   const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
   const auto device = make_simulated_device();
   HostShare share(device, asking);
@@ -250,7 +250,7 @@ TEST_F(HostShareTest, WhatTheInterruptHookRunsMayUseTheShare) {
       gate.open();
       return false;
     });
-    submit();  // when the first has ended
+    submit();  // waits until the first call has ended
     EXPECT_GT(asked, 0);
   }
   for (size_t i = 2; i < tickets.size(); ++i) share.join(tickets[i], compute);
@@ -271,15 +271,15 @@ TEST_F(HostShareTest, AnInterruptedSubmitWaitsForNothingElse) {
   const Error error = error_of([&] { share.submit(on_device.call(0), compute); });
   EXPECT_EQ(error.kind(), ErrorKind::kInterrupted);
   gate.open();
-  share.synchronize();  // who reads and writes `on_device`
+  share.synchronize();  // pending work uses `on_device`
 }
 
-TEST_F(HostShareTest, ACallBetweenThePartsOfAPromptIsNoneOfThem) {
+TEST_F(HostShareTest, ACallBetweenThePartsOfAPromptIsKeptApart) {
   const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
   const auto device = make_simulated_device();
   HostShare share(device, asking, nullptr, /*block_bytes=*/20'000);
   const OwnedStream compute(*device);
-  const Batch batch = batch_of(70, random());  // three parts of 804 bytes a token
+  const Batch batch = batch_of(70, random());  // 804 bytes a token: three parts
   DeviceBatch prompt(batch), wrong(batch_of(1, random())), before(batch_of(1, random()));
   for (DeviceBatch* each : {&prompt, &wrong, &before}) write_inputs(*each);
   wrong.ids[0] = kExperts;
@@ -304,8 +304,8 @@ TEST_F(HostShareTest, ACallBetweenThePartsOfAPromptIsNoneOfThem) {
   EXPECT_EQ(prompt.out, batch.run(*engine, 1));
 }
 
-// When a graph is launched nothing here knows of it.
-TEST_F(HostShareTest, ACapturedCallIsNotWaitedFor) {
+// The share does not learn of a graph's launches.
+TEST_F(HostShareTest, WaitingForACapturedCallIsRefused) {
   const auto device = make_simulated_device();
   HostShare share(device, engine);
   share.set_capture_sizes(std::array{1}, kTopK);
@@ -355,7 +355,7 @@ TEST_F(HostShareTest, ACapturedCallIsJoinedWhateverSizesAreSet) {
   }
 }
 
-TEST_F(HostShareTest, ATicketOfEarlierSizesNamesNoCallOfLaterOnes) {
+TEST_F(HostShareTest, ATicketFromBeforeASizeChangeNamesNoLaterCall) {
   const auto device = make_simulated_device();
   HostShare share(device, engine);
   const Batch batch = batch_of(1, random());
@@ -384,7 +384,7 @@ TEST_F(HostShareTest, AClosedPoolIsAnErrorAndNotAHang) {
   EXPECT_EQ(error_of([&] { share.submit(batch.call(0), {}); }).kind(), ErrorKind::kClosed);
 }
 
-// A step of both layers, as a graph that is launched again and again over new inputs and tables.
+// A step of both layers as a graph, launched repeatedly with new inputs and tables.
 TEST_F(HostShareTest, ACapturedStepFollowsInputsAndTablesAtEachLaunch) {
   const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   {
@@ -453,7 +453,7 @@ TEST_F(HostShareTest, ACapturedCallOfAnotherSizeSaysWhatToDo) {
   EXPECT_TRUE(share.capture_sizes().empty());
 }
 
-TEST_F(HostShareTest, AGraphThatIsLaunchedAfterTheModelWentGivesNan) {
+TEST_F(HostShareTest, AGraphLaunchedAfterItsModelIsFreedGivesNan) {
   const auto device = make_simulated_device();
   DeviceBatch batch(batch_of(1, random()));
   std::shared_ptr<const SimulatedDevice::Graph> graph;
@@ -471,8 +471,8 @@ TEST_F(HostShareTest, AGraphThatIsLaunchedAfterTheModelWentGivesNan) {
   for (const float value : batch.out) EXPECT_TRUE(std::isnan(value));
 }
 
-// Every call of the driver fails once, in a run of several forwards and with everything after it
-// too: an error each time, never a hang; what is not reported as failed is right.
+// In a run of several forwards each driver call fails, alone or with all calls after it. Every
+// failure gives an error and never a hang; outputs that are not reported as failed are right.
 TEST_F(HostShareTest, EveryCallMayFail) {
   for (const int64_t failures : {int64_t{1}, int64_t{1} << 40}) {
     for (int64_t failing = 0;; ++failing) {
@@ -503,7 +503,7 @@ TEST_F(HostShareTest, EveryCallMayFail) {
       }
       EXPECT_EQ(device->live(), 0) << "call " << failing;
       if (device->calls() <= failing) break;
-      const bool at_the_end = errors == 0;  // in what a destructor waits for
+      const bool at_the_end = errors == 0;  // the failure was in a destructor's wait
       if (!at_the_end && failures == 1) {
         EXPECT_EQ(errors, 1) << "call " << failing;
       }
@@ -511,7 +511,7 @@ TEST_F(HostShareTest, EveryCallMayFail) {
   }
 }
 
-TEST_F(HostShareTest, AProfileKnowsOfWhatTheDeviceComputes) {
+TEST_F(HostShareTest, AProfileCountsExpertsThatTheDeviceComputes) {
   const std::shared_ptr<Engine> alone = model.open_resident({});
   const auto device = make_simulated_device({.seed = seed(), .max_delay_us = kDelay});
   HostShare share(device, engine);

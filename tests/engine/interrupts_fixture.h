@@ -1,5 +1,5 @@
-// An interrupt hook that does what a test says, and what it may need: slots that a forward holds, a
-// stream that stands still, and other threads.
+// An interrupt hook that a test defines, with helpers: slots held by a forward, a blocked stream,
+// and calls on other threads.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@
 
 namespace torch_mesh::testing {
 
-// What the hook of hooked_runtime() does, for as long as this lives.
+// Sets what the hook of hooked_runtime() does, for as long as this object lives.
 class Hook {
  public:
   explicit Hook(std::function<bool()> call) { current_ = std::move(call); }
@@ -40,7 +40,7 @@ inline Runtime hooked_runtime() {
   return runtime;
 }
 
-// Calls on other threads, which a lock that the calling thread holds would keep from ending.
+// Runs calls on other threads, to detect a lock that the calling thread holds.
 class Beside {
  public:
   Beside() = default;
@@ -50,7 +50,7 @@ class Beside {
   Beside(const Beside&) = delete;
   Beside& operator=(const Beside&) = delete;
 
-  // Whether `call` ends while this thread waits for it.
+  // Whether `call` returns within 10 s, while this thread waits for it.
   bool ends(std::function<void()> call) {
     std::packaged_task<void()> task(std::move(call));
     const auto ended = task.get_future();
@@ -62,7 +62,7 @@ class Beside {
   std::vector<std::thread> threads_;
 };
 
-// As many slots as a pool has, all of them, held by a forward of layer 0.
+// Pins all slots of a pool (`count`) by a claim of layer 0.
 class HeldSlots {
  public:
   HeldSlots(Pool& pool, int32_t count) : experts_(count), entries_(count) {
@@ -79,7 +79,7 @@ class HeldSlots {
   std::optional<Claim> claim_;
 };
 
-// A stream does nothing that it is given from here on until this opens.
+// Blocks the stream's later work until open().
 class Gate {
  public:
   Gate(Driver& device, Stream stream) {
@@ -100,7 +100,7 @@ class Gate {
   }
 
  private:
-  using Shared = std::shared_ptr<std::latch>;  // with the stream, which leaves it later
+  using Shared = std::shared_ptr<std::latch>;  // shared with a callback that may outlive this
   const Shared opened_ = std::make_shared<std::latch>(1);
   bool is_open_ = false;
 };

@@ -1,4 +1,4 @@
-// One expert with random weights, and what it should compute.
+// One expert with random weights, and a reference for its output.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ extern const KernelTable kEmulatedAmxTable;
 
 namespace testing {
 
-// TORCH_MESH_TEST_SEED repeats a run.
+// Set TORCH_MESH_TEST_SEED to repeat a run.
 inline uint64_t seed() {
   static const uint64_t value = [] {
     const char* given = std::getenv("TORCH_MESH_TEST_SEED");
@@ -66,8 +66,8 @@ class Random {
   std::normal_distribution<float> normal_;
 };
 
-// Memory aligned to 64 bytes, filled with a byte that makes NaNs of floats and nonsense of
-// integers.
+// Memory aligned to 64 bytes, filled with a byte that reads as NaN in floats and as a meaningless
+// value in integers.
 class Bytes {
  public:
   explicit Bytes(int64_t count, uint8_t fill = 0xff)
@@ -118,7 +118,7 @@ struct Shape {
   bool gated = true;
   bool bias = false;
   Activation activation = Activation::kSilu;
-  std::optional<Format> down = {};  // where it has another
+  std::optional<Format> down = {};  // if it differs from `format`
 
   RecordLayout layout() const {
     const int32_t known = format == Format::kFp8 && group == 64 ? 0 : group;
@@ -190,10 +190,10 @@ struct Weights {
 
   RecordLayout layout;
   std::vector<float> gate, up, down, gate_bias, up_bias, down_bias;
-  std::vector<Codes> codes;  // gate, up, down of a format that is made of them
+  std::vector<Codes> codes;  // gate, up and down, if the format holds codes
 };
 
-// What unpack_record gives.
+// The output of unpack_record.
 struct Unpacked {
   Unpacked(const RecordLayout& layout, const Bytes& record)
       : gate_up(static_cast<size_t>(layout.halves()) * layout.intermediate * layout.hidden),
@@ -206,7 +206,7 @@ struct Unpacked {
   std::vector<float> gate_up, down, gate_up_bias, down_bias;
 };
 
-// x in rows that are `stride` apart with NaN between them, and the rows of one expert.
+// x in rows `stride` apart with NaN between them, and the rows that one expert computes.
 struct Rows {
   Rows(const RecordLayout& layout, int32_t count, Random& random)
       : layout(layout),
@@ -226,13 +226,13 @@ struct Rows {
   const float* row(int32_t r) const { return x.data() + r * stride; }
 
   RecordLayout layout;
-  std::vector<int32_t> tokens, places;  // three rows are nobody's
+  std::vector<int32_t> tokens, places;  // three rows belong to no expert
   std::vector<float> weights;
   int64_t stride;
   std::vector<float> x;
 };
 
-// The whole expert: products in fp32, with NaN wherever nothing was written.
+// Runs the whole expert. Returns its products in fp32, NaN where nothing was written.
 inline std::vector<float> run_ffn(const KernelTable& table, const Shape& shape, const Bytes& record,
                                   const Rows& rows, const Runtime& runtime = {},
                                   bool backwards = false) {
@@ -283,8 +283,8 @@ inline double activation_reference(const Activation& activation, double x, doubl
   return 0;
 }
 
-// weight * (combined(x gate + b, x up + b) down + b) in float64, [all rows][hidden] at the rows'
-// places.
+// weight * (combined(x gate + b, x up + b) down + b) in float64: [all rows][hidden], at the rows'
+// `places`.
 inline std::vector<double> ffn_reference(const Shape& shape, const Unpacked& weights,
                                          const Rows& rows) {
   const int32_t intermediate = shape.intermediate, hidden = shape.hidden;
@@ -329,7 +329,7 @@ inline double relative_error(const std::vector<float>& a, const std::vector<doub
   return std::sqrt(difference / norm);
 }
 
-// Equal to the bit, any NaN equal to any other.
+// Bitwise equal; any two NaNs count as equal.
 inline ::testing::AssertionResult same_bits(const std::vector<float>& a,
                                             const std::vector<float>& b) {
   if (a.size() != b.size()) return ::testing::AssertionFailure() << "sizes differ";
@@ -342,8 +342,8 @@ inline ::testing::AssertionResult same_bits(const std::vector<float>& a,
   return ::testing::AssertionSuccess();
 }
 
-// Every table that can be executed here, the emulated ones included where what they are written in
-// is there.
+// Every table that this processor can run, with the emulated ones where it has the instructions
+// they are written in.
 inline std::vector<const KernelTable*> all_tables() {
   std::vector<const KernelTable*> tables;
   for (std::string_view name : kernel_tables()) {
@@ -359,7 +359,7 @@ inline std::vector<const KernelTable*> all_tables() {
   return tables;
 }
 
-// All but the scalar one, which the others are compared with.
+// All tables but the scalar one, the reference for the others.
 inline std::vector<const KernelTable*> vector_tables() {
   std::vector<const KernelTable*> tables = all_tables();
   std::erase(tables, &kScalarTable);

@@ -19,8 +19,8 @@ std::vector<Shape> shapes() {
   for (Format format : kAllFormats) {
     for (int32_t hidden : hiddens) {
       for (int32_t intermediate : intermediates) {
-        // Walks through groups, halves, biases and activations with periods that meet in all
-        // combinations, but that some activations need both halves.
+        // The periods of groups, halves, biases and activations give all combinations. Some
+        // activations need both halves.
         const Activation activation = kActivations[n / 2 % std::size(kActivations)];
         const bool gated = n % 2 == 0 || activation.needs_gate();
         all.push_back({format, groups[n % 3], hidden, intermediate, gated, n % 5 < 2, activation});
@@ -33,7 +33,7 @@ std::vector<Shape> shapes() {
     all.push_back({Format::kTcq2, group, 321, 190, gated, true, Activation::kGelu, Format::kTcq3});
     all.push_back({Format::kTcq2, group, 190, 321, gated, false, Activation::kSilu, Format::kTcq3});
   }
-  // One stretch of GGUF's types, and several.
+  // One and several super-blocks of 256 inputs for GGUF's types.
   for (Format format : kGgufFormats) {
     all.push_back({format, 32, 256, 512, n % 2 == 0, n % 3 == 0});
     all.push_back({format, 32, 768, 256, n % 2 == 1, n % 3 == 1, Activation::kGelu});
@@ -47,8 +47,8 @@ std::vector<Shape> shapes() {
 
 constexpr int32_t kRowCounts[] = {0, 1, 2, 3, 4, 5, 7, 8, 17, 33};
 
-// bf16 on AVX512-BF16 rounds on the instruction's own terms, and so do floats in tiles; everything
-// else agrees to the bit.
+// bf16 on AVX512-BF16 and floats in tiles have the rounding of their instructions. Everything else
+// agrees to the bit.
 bool rounds_alike(const KernelTable& table, Format format, int32_t rows) {
   const std::string_view name = table.name;
   if (is_bf16(format) && (name == "avx512_bf16" || name == "amx")) return false;
@@ -84,7 +84,7 @@ TEST(ExpertFfn, EveryTableAgreesWithScalar) {
   }
 }
 
-// Sums of 8 and 16 bits go to their limits: nothing may saturate.
+// Sums of 8 and 16 bits reach their limits; none may saturate.
 TEST(ExpertFfn, SumsOfTheLargestOperandsAreExact) {
   Random random;
   for (Format format : {Format::kInt8, Format::kInt4}) {
@@ -141,7 +141,7 @@ TEST(ExpertFfn, SumsOfTheLargestCodesOfGgufAreExact) {
   }
 }
 
-// fp8's tables may lose products below 2^-70, which hidden activations next to zero have.
+// fp8's tables may lose products below 2^-70, as of hidden activations next to zero.
 std::vector<float> without_lost_products(std::vector<float> products) {
   for (float& value : products) {
     if (std::abs(value) < 0x1p-50f) value = 0;
@@ -149,12 +149,12 @@ std::vector<float> without_lost_products(std::vector<float> products) {
   return products;
 }
 
-// The same of codes, which go one further than what is rounded.
+// The same with formats of codes, whose range is larger by one.
 TEST(ExpertFfn, SumsOfTheLargestCodesAreExact) {
   Random random;
   for (Format format : kAllFormats) {
     if (!is_made_of_codes(format)) continue;
-    // Tiles of fp8 scale 128 inputs at once, and others 64: of one scale that is the same.
+    // fp8's tiles scale 128 inputs at once, others 64. With a single scale both agree.
     const Shape shape{format, 128, format == Format::kFp8 ? 128 : 256, 128};
     SCOPED_TRACE(name_of(shape));
     for (uint8_t code : {0x80, 0x7f, 0xff, 0x77, 0x88, 0x00, 0x7e, 0xfe}) {
@@ -185,7 +185,7 @@ TEST(ExpertFfn, SumsOfTheLargestCodesAreExact) {
 TEST(ExpertFfn, AgreesWithFloat64) {
   Random random;
   for (const Shape& shape : shapes()) {
-    if (shape.hidden == 1 || shape.intermediate == 1) continue;  // one rounding is the whole error
+    if (shape.hidden == 1 || shape.intermediate == 1) continue;  // one rounding is all
     SCOPED_TRACE(name_of(shape));
     const Weights weights(shape.layout(), random);
     const Bytes record = weights.pack(kernel_table());
@@ -200,8 +200,8 @@ TEST(ExpertFfn, AgreesWithFloat64) {
   }
 }
 
-// Gate and up beyond swigluoai's limit on both sides, about every second one.
-TEST(ExpertFfn, ClampsWhatIsBeyondTheLimit) {
+// About half of the gate and up values are beyond swigluoai's limits, on both sides.
+TEST(ExpertFfn, ClampsValuesBeyondTheLimit) {
   Random random;
   for (Format format : kRoundedFormats) {
     const Shape shape{format, 32, 200, 100, true, true, kSwigluOai};
@@ -231,8 +231,8 @@ TEST(ExpertFfn, RefusesAnActivationOfGateAndUpWithoutAGate) {
   }
 }
 
-// Row counts run through every tile shape; few rows and many use the same order of additions, but
-// for floats in a table's tiles, which forwards of few rows leave out.
+// Row counts cover every tile shape. Few rows and many add in the same order, except floats in a
+// table's tiles, which forwards of few rows do not use.
 TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
   Random random;
   for (Format format : kAllFormats) {
@@ -271,7 +271,7 @@ TEST(ExpertFfn, TheOrderOfTasksDoesNotMatter) {
   }
 }
 
-TEST(ExpertFfn, WritesItsPlacesOnly) {
+TEST(ExpertFfn, WritesOnlyTheRowsInItsPlaces) {
   Random random;
   const Shape shape{Format::kInt4, 32, 65, 100};
   const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
@@ -313,10 +313,10 @@ void expect_spoils_itself_alone(const Shape& shape, Random& random) {
   }
 }
 
-TEST(ExpertFfn, ARowThatIsNotFiniteSpoilsItselfAndNoOther) {
+TEST(ExpertFfn, ANonFiniteRowAffectsNoOtherRow) {
   Random random;
   for (Format format : kAllFormats) {
-    // Softcap makes numbers of infinities.
+    // Softcap is left out: it makes infinities finite.
     for (const Activation& activation :
          {Activation(Activation::kSilu), Activation(Activation::kRelu2), kSwigluOai, kClamped}) {
       expect_spoils_itself_alone({format, 64, 200, 100, true, false, activation}, random);
@@ -324,7 +324,7 @@ TEST(ExpertFfn, ARowThatIsNotFiniteSpoilsItselfAndNoOther) {
   }
 }
 
-TEST(ExpertFfn, AWeightThatIsNotFiniteShows) {
+TEST(ExpertFfn, ANonFiniteWeightReachesTheOutput) {
   Random random;
   for (Format format : kRoundedFormats) {
     for (float bad : {std::numeric_limits<float>::quiet_NaN(), HUGE_VALF}) {
@@ -346,7 +346,7 @@ TEST(ExpertFfn, AWeightThatIsNotFiniteShows) {
   }
 }
 
-// Columns of padding may hold anything: their sums are dropped, and hidden groups do not see them.
+// Padding columns may hold anything: their sums are dropped, and hidden groups exclude them.
 TEST(ExpertFfn, PaddingColumnsAreNotData) {
   Random random;
   const Shape shape{Format::kBf16, 64, 100, 70};
@@ -382,8 +382,7 @@ TEST(ExpertFfn, TakesEveryTypeOfActivation) {
   const Shape shape{Format::kInt8, 64, 100, 64};
   for (const KernelTable* table : all_tables()) {
     const ExpertFfn ffn(shape.layout(), shape.activation, {}, *table);
-    // Small integers are the same number in all three types; an odd byte offset makes them
-    // unaligned.
+    // Small integers are exact in all three types; an odd byte offset makes them unaligned.
     Bytes wide(4 * shape.hidden + 1), half(2 * shape.hidden + 1), brain(2 * shape.hidden + 1);
     for (int32_t k = 0; k < shape.hidden; ++k) {
       const int32_t value = k % 17 - 8;
@@ -444,7 +443,7 @@ TEST(Linear, AgreesWithFloat64) {
             for (int32_t k = 0; k < depth; ++k) {
               const double weight = matrix[int64_t{c} * depth + k];
               sum += weight * row[k];
-              // What rounding the activation may do at most: half of a bf16 ulp, or of a
+              // The bound on the rounding of an activation: half a bf16 ulp, or half a
               // quantisation step.
               rounding +=
                   std::abs(weight) * (has_float_products(shape.format) ? std::abs(row[k]) * 0x1p-8
@@ -459,7 +458,7 @@ TEST(Linear, AgreesWithFloat64) {
   }
 }
 
-// Of one row, all blocks by themselves and in twos from the first or from the second on.
+// One row: all blocks one at a time, or two at a time from the first or the second on.
 TEST(Linear, TwoBlocksAtOnceHaveTheBitsOfEachAlone) {
   Random random;
   for (const Shape& shape : shapes()) {
@@ -493,7 +492,7 @@ TEST(Linear, TwoBlocksAtOnceHaveTheBitsOfEachAlone) {
   }
 }
 
-// brgemm's contract in plain C++.
+// A stub of brgemm in plain C++.
 std::atomic<int64_t> gemm_calls, gemm_releases;
 
 void plain_gemm_bf16(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
@@ -530,7 +529,7 @@ void plain_gemm_u8s8(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, 
   }
 }
 
-TEST(Gemm, GivesWhatThePlainProductsGive) {
+TEST(Gemm, AgreesWithTheProductsWithoutIt) {
   Random random;
   Runtime runtime;
   runtime.gemm_bf16 = plain_gemm_bf16;
@@ -552,7 +551,7 @@ TEST(Gemm, GivesWhatThePlainProductsGive) {
   cases.push_back(
       {.format = Format::kTcq2, .hidden = 200, .intermediate = 300, .down = Format::kTcq3});
   cases.push_back({Format::kFp8, 0, 200, 300});
-  cases.push_back({Format::kBf16, 64, 2100, 65});  // deeper than one gemm
+  cases.push_back({Format::kBf16, 64, 2100, 65});  // deeper than one gemm call
   cases.push_back({Format::kBf12, 64, 2100, 65});
   for (Format format : kGgufFormats) cases.push_back({format, 32, 256, 256});
   for (const Shape& shape : cases) {
@@ -584,8 +583,8 @@ TEST(Gemm, GivesWhatThePlainProductsGive) {
   }
 }
 
-// Gaussian weights and activations, the sizes of Qwen3-30B-A3B, against float64.
-TEST(Accuracy, OfOneExpertIsAsPromised) {
+// Gaussian weights and activations, of Qwen3-30B-A3B's sizes, against float64.
+TEST(Accuracy, ErrorOfOneExpertIsWithinItsLimit) {
   Random random;
   const struct {
     Format format;
@@ -604,7 +603,7 @@ TEST(Accuracy, OfOneExpertIsAsPromised) {
     exact.gate_up.insert(exact.gate_up.end(), weights.up.begin(), weights.up.end());
     exact.down = weights.down;
     Rows rows(shape.layout(), 48, random);
-    std::fill(rows.weights.begin(), rows.weights.end(), 1.0f);  // no row counts more than others
+    std::fill(rows.weights.begin(), rows.weights.end(), 1.0f);  // all rows count the same
     const auto products = run_ffn(kernel_table(), shape, record, rows);
     const double error = relative_error(products, ffn_reference(shape, exact, rows), rows);
     std::printf("%s: error %.2f %%, promised %.1f %%\n", name_of(shape).c_str(), 100 * error,
@@ -639,7 +638,7 @@ TEST(Activations, StayWithinTheirErrorAndAgreeToTheBit) {
     for (float tiny = 1; tiny > 1e-30f; tiny /= 3) x.insert(x.end(), {tiny, -tiny});
     x.resize(static_cast<size_t>(round_up(static_cast<int64_t>(x.size()), 64)), 0.0f);
     const auto count = static_cast<int32_t>(x.size());
-    // Ones for those that only multiply with it: what is left is the function's own error.
+    // Activations that only multiply by up get up = 1, so that only their own error remains.
     std::vector<float> up(x.size(), 1.0f);
     if (limit.activation.needs_gate()) {
       for (size_t i = 0; i < up.size(); ++i) up[i] = static_cast<float>(i % 1009) * 0.0171f - 8.6f;
@@ -682,7 +681,7 @@ struct Activated {
   double expected;  // NaN: any NaN
 };
 
-// At most 64 of them.
+// Takes at most 64 cases.
 void expect_activated(const Activation& activation, std::span<const Activated> cases) {
   for (const KernelTable* table : all_tables()) {
     SCOPED_TRACE(table->name);
@@ -703,9 +702,9 @@ void expect_activated(const Activation& activation, std::span<const Activated> c
   }
 }
 
-// As torch's: clamp lets NaN pass and makes numbers of infinities; a gate of -inf has no clamp and
-// is -inf * 0.
-TEST(Activations, SwigluoaiTakesWhatIsNotFiniteAsTorchDoes) {
+// As in torch: clamp keeps NaN and makes infinities finite. A gate of -inf is not clamped and gives
+// -inf * 0.
+TEST(Activations, SwigluoaiTreatsNonFiniteValuesAsTorchDoes) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   const double most = activation_reference(kSwigluOai, 7, 7);
   const double least = activation_reference(kSwigluOai, 7, -7);
@@ -718,7 +717,7 @@ TEST(Activations, SwigluoaiTakesWhatIsNotFiniteAsTorchDoes) {
   expect_activated(kSwigluOai, cases);
 }
 
-TEST(Activations, SoftcapTakesWhatIsNotFiniteAsTorchDoes) {
+TEST(Activations, SoftcapTreatsNonFiniteValuesAsTorchDoes) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   const Activated cases[] = {{kNan, 1, kNan},       {1, kNan, kNan},  {HUGE_VALF, HUGE_VALF, 100},
                              {1e30f, -1e30f, -100}, {-1e30f, 1, 0.0}, {HUGE_VALF, 0, 0}};
@@ -770,8 +769,8 @@ void exit_with_the_table_that(const char* isa, const char* expected) {
   std::exit(std::strcmp(kernel_table_name(kernel_table()), expected) == 0 ? 0 : 1);
 }
 
-TEST(KernelTables, TheEnvironmentNamesTheFirstChoice) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process, which has chosen nothing yet
+TEST(KernelTables, TheEnvironmentVariableChoosesTheTable) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process has not chosen a table yet
   EXPECT_EXIT(exit_with_the_table_that("scalar", "scalar"), ::testing::ExitedWithCode(0), "");
   EXPECT_EXIT(exit_with_the_table_that("", kernel_tables().back().data()),
               ::testing::ExitedWithCode(0), "");

@@ -1,5 +1,5 @@
-// A pool whose slots are lent to others, in this process and in children: what they get, what they
-// leave behind, and what the owner makes of those that misbehave.
+// A pool that lends its slots to borrowers in this process and in children: the records they get,
+// what remains after they end, and how the owner treats invalid requests.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -64,7 +64,7 @@ bool eventually(const std::function<bool()>& holds) {
   return true;
 }
 
-// Descriptors that this process has open.
+// How many descriptors this process has open.
 ptrdiff_t open_descriptors() {
   const std::filesystem::directory_iterator all("/proc/self/fd");
   return std::distance(begin(all), end(all));
@@ -111,7 +111,7 @@ class LendingTest : public ::testing::Test {
   std::shared_ptr<Loan> loan(std::chrono::milliseconds timeout = 5s) const {
     return std::make_shared<Loan>(path(), store_.source(), kRecord, timeout, Runtime{});
   }
-  // What an owner of this store says that lends `borrowed` of `slots`.
+  // The Welcome of an owner of this store that lends `borrowed` of its `slots`.
   Welcome welcome_of(int32_t borrowed, int32_t slots) const {
     return {.borrowed = borrowed,
             .layers = kLayers,
@@ -129,7 +129,7 @@ class LendingTest : public ::testing::Test {
     return std::make_unique<Pool>(options, Runtime{}, store_.source(), nullptr);
   }
 
-  // False if a byte of what it got is wrong.
+  // Returns false if a byte of a record is wrong.
   static bool forward(Pool& pool, int32_t layer, std::vector<int32_t> experts) {
     std::vector<Claim::Entry> entries(experts.size());
     Claim claim(pool, layer, experts, entries);
@@ -162,7 +162,7 @@ class LendingTest : public ::testing::Test {
     owner_->validate();
   }
 
-  // A connection of whoever writes what he likes.
+  // A raw connection, for messages that no borrower would send.
   Descriptor stranger() const {
     Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     const sockaddr_un address = lending::address_of(path());
@@ -200,7 +200,7 @@ TEST_F(LendingTest, BorrowersGetTheRecordsAndLeaveNoPins) {
   expect_no_pins();
 }
 
-TEST_F(LendingTest, WhatOneHasReadTheNextFindsResident) {
+TEST_F(LendingTest, ARecordThatOneBorrowerReadIsResidentForTheNext) {
   lend(kLayers * kExperts, 1);
   const std::vector<int32_t> experts{0, 1, 2, 3, 4, 5, 6, 7};
   EXPECT_TRUE(forward(*borrow(), 0, experts));
@@ -210,7 +210,7 @@ TEST_F(LendingTest, WhatOneHasReadTheNextFindsResident) {
   EXPECT_EQ(owner_->reader()->stats().bytes, read);
 }
 
-TEST_F(LendingTest, OneThatHoldsAllOfItsPlacesHoldsNobodyUp) {
+TEST_F(LendingTest, ABorrowerThatHoldsAllItsSlotsDoesNotBlockOthers) {
   lend(6, 2);
   const auto still = borrow();
   const std::vector<int32_t> experts{5, 6, 7};
@@ -226,7 +226,7 @@ TEST_F(LendingTest, OneThatHoldsAllOfItsPlacesHoldsNobodyUp) {
   }
 }
 
-TEST_F(LendingTest, ThereAreAsManyPlacesAsWereSaid) {
+TEST_F(LendingTest, ABorrowerBeyondTheNumberOfWorkersIsRefused) {
   lend(4, 1);
   auto pool = borrow();
   const auto refused = error_of([&] { loan(); });
@@ -244,7 +244,7 @@ TEST_F(LendingTest, KilledBorrowersLeaveNoPins) {
   for (int32_t kill = 0; kill < 20; ++kill) {
     const pid_t child = ::fork();
     if (child == 0) {
-      // A process that was forked beside threads: nothing but the worker's own work in it.
+      // The parent has other threads, so the child does only the worker's own work.
       ::alarm(60);
       const auto pool = borrow();
       for (uint32_t i = 0;; ++i) {
@@ -264,7 +264,7 @@ TEST_F(LendingTest, KilledBorrowersLeaveNoPins) {
   }
 }
 
-TEST_F(LendingTest, OneThatIsKilledAsItConnectsLeavesNoPinEither) {
+TEST_F(LendingTest, ABorrowerKilledWhileItConnectsLeavesNoPins) {
   lend(4, 2, 50us);
   std::mt19937 random(23);
   for (int32_t kill = 0; kill < 100; ++kill) {
@@ -286,7 +286,7 @@ TEST_F(LendingTest, OneThatIsKilledAsItConnectsLeavesNoPinEither) {
   EXPECT_TRUE(forwards(*borrow(), 20, 2));
 }
 
-TEST_F(LendingTest, AWorkersForkedChildKeepsNothingWhenTheWorkerEnds) {
+TEST_F(LendingTest, AForkedChildOfAWorkerKeepsNoPinsWhenTheWorkerEnds) {
   lend(4, 1);
   std::array<int, 2> pipe{};
   ASSERT_EQ(::pipe(pipe.data()), 0);
@@ -294,7 +294,7 @@ TEST_F(LendingTest, AWorkersForkedChildKeepsNothingWhenTheWorkerEnds) {
   if (worker == 0) {
     const auto pool = borrow();
     if (!forwards(*pool, 5, 1)) ::_exit(1);
-    const pid_t heir = ::fork();  // which has the socket, too
+    const pid_t heir = ::fork();  // inherits the socket
     if (heir == 0) {
       ::alarm(60);
       for (;;) ::pause();
@@ -311,7 +311,7 @@ TEST_F(LendingTest, AWorkersForkedChildKeepsNothingWhenTheWorkerEnds) {
   ::close(pipe[1]);
 }
 
-TEST_F(LendingTest, WhoSendsNonsenseIsHeardNoMore) {
+TEST_F(LendingTest, AnInvalidRequestEndsTheConnection) {
   lend(6, 3);
   const auto other = borrow();
   const auto send_bytes = [&](const void* bytes, size_t count, bool before) {
@@ -329,7 +329,7 @@ TEST_F(LendingTest, WhoSendsNonsenseIsHeardNoMore) {
       EXPECT_EQ(send(socket.get(), bytes, count, MSG_NOSIGNAL), static_cast<ssize_t>(count));
       EXPECT_EQ(recv(socket.get(), &answer, sizeof(answer), 0), 0);
       EXPECT_EQ(lender_->refused(), refusals + 1);
-      // It may still look at what it was lent.
+      // Its record stays pinned until it closes the connection.
       EXPECT_EQ(owner_->pinned() >= 1, before || other->pinned() > 0);
       EXPECT_TRUE(forwards(*other, 5, static_cast<uint32_t>(refusals)));
     }
@@ -348,8 +348,8 @@ TEST_F(LendingTest, WhoSendsNonsenseIsHeardNoMore) {
   EXPECT_TRUE(forwards(*other, 20, 3));
 }
 
-// Whatever it does but close its connection: it may still look at what it was lent.
-TEST_F(LendingTest, WhatAWorkerWasLentStaysUntilItsConnectionIsClosed) {
+// A worker may read its records until it closes the connection, even after invalid requests.
+TEST_F(LendingTest, RecordsOfAWorkerStayUntilItsConnectionIsClosed) {
   lend(6, 3);
   const auto other = borrow();
   const std::byte* shared = static_cast<const std::byte*>(
@@ -385,7 +385,7 @@ TEST_F(LendingTest, WhatAWorkerWasLentStaysUntilItsConnectionIsClosed) {
   munmap(const_cast<std::byte*>(shared), 6 * kRecord);
 }
 
-TEST_F(LendingTest, GoesOnWithMoreDescriptorsThanMayBeOpenedNow) {
+TEST_F(LendingTest, WorksAfterTheDescriptorLimitFallsBelowTheOpenOnes) {
   lend(8, 4);
   const auto pool = borrow(), other = borrow();
   rlimit limits{};
@@ -429,7 +429,7 @@ TEST_F(LendingTest, EveryAllocationMayFail) {
   EXPECT_TRUE(forwards(*borrow(), 20, 2));
 }
 
-TEST_F(LendingTest, WhoAsksTwiceForAPlaceAtOnceIsHeardNoMore) {
+TEST_F(LendingTest, ASecondRequestForAPendingSlotEndsTheConnection) {
   lend(4, 2, 20ms);
   const Descriptor socket = stranger();
   for (const int32_t expert : {1, 2}) {
@@ -442,7 +442,7 @@ TEST_F(LendingTest, WhoAsksTwiceForAPlaceAtOnceIsHeardNoMore) {
   EXPECT_EQ(lender_->refused(), 1);
 }
 
-TEST_F(LendingTest, WhoDoesNotListenHoldsNobodyUp) {
+TEST_F(LendingTest, ABorrowerThatReadsNoAnswersDoesNotBlockOthers) {
   lend(4, 2);
   const Descriptor socket = stranger();
   for (int32_t i = 0; i < 100000 && lender_->refused() == 0; ++i) {
@@ -466,7 +466,7 @@ TEST_F(LendingTest, AnotherStoreIsRefused) {
   expect_no_pins();
 }
 
-TEST_F(LendingTest, NobodyThereOrNobodyWhoAnswers) {
+TEST_F(LendingTest, AMissingASilentAndAWrongOwnerAreDistinctErrors) {
   const auto nobody = error_of([&] { loan(); });
   EXPECT_EQ(nobody.kind(), ErrorKind::kRead);
   EXPECT_NE(std::string(nobody.what()).find("torch-mesh share STORE --socket"), std::string::npos);
@@ -480,7 +480,7 @@ TEST_F(LendingTest, NobodyThereOrNobodyWhoAnswers) {
   EXPECT_EQ(late.kind(), ErrorKind::kTimeout) << late.what();
 
   std::thread noise([&] {
-    const Descriptor one(accept(silent.get(), nullptr, nullptr));  // that gave up
+    const Descriptor one(accept(silent.get(), nullptr, nullptr));  // of the loan that timed out
     const Descriptor two(accept(silent.get(), nullptr, nullptr));
     const std::array<char, 200> bytes{"hello"};
     static_cast<void>(!send(two.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL));
@@ -512,7 +512,7 @@ TEST_F(LendingTest, ASocketLeftBehindIsReplacedAndAFileIsNot) {
   EXPECT_TRUE(std::filesystem::exists(path()));
 }
 
-TEST_F(LendingTest, AfterItsOwnerABorrowerUsesWhatItHas) {
+TEST_F(LendingTest, ABorrowerUsesItsRecordsAfterTheOwnerIsGone) {
   lend(8, 2);
   const auto pool = borrow();
   ASSERT_TRUE(forward(*pool, 1, {0, 1, 2, 3}));
@@ -530,7 +530,7 @@ TEST_F(LendingTest, AfterItsOwnerABorrowerUsesWhatItHas) {
   pool->validate();
 }
 
-TEST_F(LendingTest, AReadThatFailsFailsWhereItIsWaitedFor) {
+TEST_F(LendingTest, AFailedReadReachesTheBorrowerThatWaitsForIt) {
   lend(8, 2);
   const auto pool = borrow();
   const Extent& extent = *store_.source().expert(1, 3);
@@ -554,7 +554,7 @@ TEST_F(LendingTest, NobodyElseCanWriteToASharedPool) {
   EXPECT_EQ(pwrite(descriptor, "x", 1, 0), -1);
 }
 
-// Memory as an owner shares it, unless it is not `sealed`.
+// A memfd. Owners share sealed ones, whose size is fixed.
 Descriptor shared_memory(int64_t bytes, bool sealed) {
   Descriptor memory(memfd_create("lending_test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   EXPECT_EQ(ftruncate(memory.get(), bytes), 0);
@@ -564,10 +564,10 @@ Descriptor shared_memory(int64_t bytes, bool sealed) {
   return memory;
 }
 
-// Welcomes whoever connects first, with these descriptors beside it, and says no more.
+// Sends its first client the Welcome with these descriptors, and nothing more.
 class SilentOwner {
  public:
-  // `before` runs in the owner's thread, between its accepting and its welcome.
+  // `before` runs in the owner's thread, after accept() and before the Welcome.
   SilentOwner(
       const std::string& path, const Welcome& welcome, std::vector<int> descriptors,
       std::function<void()> before = [] {})
@@ -613,7 +613,7 @@ class SilentOwner {
   std::thread thread_;
 };
 
-TEST_F(LendingTest, AnOwnerThatStandsStillHoldsNoCloseUp) {
+TEST_F(LendingTest, AnOwnerThatDoesNotAnswerDoesNotBlockClose) {
   const Descriptor memory = shared_memory(4 * kRecord, true);
   SilentOwner owner(path(), welcome_of(4, 4), {memory.get()});
   auto pool = borrow(200ms);
@@ -632,7 +632,7 @@ TEST_F(LendingTest, AnOwnerThatStandsStillHoldsNoCloseUp) {
   closer.join();
 }
 
-TEST_F(LendingTest, WhatLendsNothingSoundIsRefused) {
+TEST_F(LendingTest, AnOwnerThatLendsInvalidMemoryIsRefused) {
   const Descriptor sealed = shared_memory(4 * kRecord, true);
   const Descriptor open_ended = shared_memory(4 * kRecord, false);
   const Descriptor small = shared_memory(3 * kRecord, true);
@@ -668,7 +668,7 @@ TEST_F(LendingTest, WhatLendsNothingSoundIsRefused) {
   }
 }
 
-TEST_F(LendingTest, NoRoomForTheDescriptorIsSaid) {
+TEST_F(LendingTest, NoFreeDescriptorForTheMemoryIsAnError) {
   const Descriptor memory = shared_memory(4 * kRecord, true);
   rlimit limits{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limits), 0);
@@ -689,11 +689,11 @@ TEST_F(LendingTest, NoRoomForTheDescriptorIsSaid) {
   EXPECT_EQ(error->os_error(), EMFILE);
 }
 
-TEST_F(LendingTest, AForkedChildDoesNotKeepThePlacesOfAPoolThatIsClosed) {
+TEST_F(LendingTest, AForkedChildDoesNotKeepTheSlotsOfAClosedPool) {
   lend(4, 1);
   auto pool = borrow();
   ASSERT_TRUE(forwards(*pool, 5, 1));
-  const pid_t heir = ::fork();  // which has the socket, too
+  const pid_t heir = ::fork();  // inherits the socket
   if (heir == 0) {
     ::alarm(60);
     for (;;) ::pause();
@@ -704,7 +704,7 @@ TEST_F(LendingTest, AForkedChildDoesNotKeepThePlacesOfAPoolThatIsClosed) {
   ::waitpid(heir, nullptr, 0);
 }
 
-TEST_F(LendingTest, AFullQueueCanBeLeft) {
+TEST_F(LendingTest, ConnectingToAFullQueueTimesOutOrIsInterrupted) {
   const sockaddr_un address = lending::address_of(path());
   const auto* at = lending::generic(address);
   const Descriptor silent(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
@@ -725,7 +725,7 @@ TEST_F(LendingTest, AFullQueueCanBeLeft) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
 }
 
-TEST_F(LendingTest, OneOfSeveralOwnersGetsASocketLeftBehind) {
+TEST_F(LendingTest, OnlyOneOfSeveralOwnersTakesOverASocketLeftBehind) {
   constexpr int32_t kOwners = 4;
   for (int32_t round = 0; round < 50; ++round) {
     {
@@ -759,7 +759,7 @@ TEST_F(LendingTest, OneOfSeveralOwnersGetsASocketLeftBehind) {
   }
 }
 
-TEST_F(LendingTest, WhatCannotBeLentIsSaid) {
+TEST_F(LendingTest, InvalidWaysToLendAreRefused) {
   Pool own(options_of(4), Runtime{}, store_.source(), nullptr);
   for (const int32_t borrowers : {1, 0}) {
     const auto error = error_of([&] { Lender(own, path(), borrowers); });

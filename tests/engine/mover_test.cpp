@@ -1,4 +1,4 @@
-// Experts that move up and down: what no forward may see, what fails, what is refused.
+// Moving experts to the device and off it: consistency for forwards, failures and refusals.
 #include "gpu/experimental/mover.h"
 
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ constexpr int32_t kSlots = 8;
 constexpr int32_t kBatch = 2;
 
 // A device's slots and table, with a mover over them, and a stream that reads both as kernels do.
-// The records are those of `model`, which `source` has, or else the engine that computes.
+// `source` has the records of `model`; by default it is the engine that computes.
 struct MovingDevice {
   MovingDevice(const Model& model, std::shared_ptr<Engine> engine,
                const SimulatedDeviceOptions& options = {}, int32_t patience = 4,
@@ -41,7 +41,7 @@ struct MovingDevice {
         seen_table(table.size()),
         device(make_simulated_device(options)),
         compute(std::make_unique<OwnedStream>(*device)) {
-    for (int32_t slot = 0; slot < kSlots - kBatch; ++slot) {  // the first of layer 0
+    for (int32_t slot = 0; slot < kSlots - kBatch; ++slot) {  // the first experts of layer 0
       table[slot] = slot;
       std::memcpy(records.data() + slot * bytes, model.record(0, slot).data(), bytes);
     }
@@ -58,7 +58,7 @@ struct MovingDevice {
                                                  .before_switch = std::move(before_switch)});
   }
 
-  // A forward of the device: as kernels do, it reads the table and then the records that it names.
+  // A forward on the device: like kernels, it reads the table, then the records that it names.
   void look() {
     device->launch_host(
         *compute,
@@ -104,9 +104,9 @@ struct MovingDevice {
 
 struct MoverTest : DeviceTest {};
 
-TEST_F(MoverTest, HotExpertsComeUpAndNoForwardSeesHalfOfAMove) {
+TEST_F(MoverTest, HotExpertsMoveUpAndNoForwardSeesAHalfDoneMove) {
   MovingDevice on(model, engine, {.seed = seed(), .max_delay_us = kDelay});
-  // A text that uses experts 3 to 8 of layer 1 alone.
+  // The text uses only experts 3 to 8 of layer 1.
   for (int32_t step = 0; step < 200; ++step) {
     const int64_t ids[] = {3 + step % 3, 6 + step % 3, kExperts};
     on.mover->used(1, ids, 1);
@@ -142,9 +142,9 @@ TEST_F(MoverTest, SlotsThatBeginEmptyFill) {
   for (const int32_t expert : {7, 8, 9}) EXPECT_GE(on.seen_table[kExperts + expert], 0);
 }
 
-TEST_F(MoverTest, WhatItWasToldToMoveStays) {
+TEST_F(MoverTest, ExpertsMovedOnRequestStay) {
   MovingDevice on(model, engine, {}, /*patience=*/2);
-  for (int32_t step = 0; step < 20; ++step) {  // all that is there is in use
+  for (int32_t step = 0; step < 20; ++step) {  // all experts on the device are in use
     const int64_t ids[] = {0, 1, 2, 3, 4, 5};
     on.mover->used(0, ids, 6);
   }
@@ -180,7 +180,7 @@ TEST_F(MoverTest, LearnsNothingOfLayersThatDoNotMove) {
                .table = address(table.data()),
                .slots = 4,
                .slots_of = table,
-               .moving = {true},  // the first of kLayers alone
+               .moving = {true},  // only the first of kLayers
                .batch = 2,
                .policy = "lru",
                .patience = 1});
@@ -190,7 +190,7 @@ TEST_F(MoverTest, LearnsNothingOfLayersThatDoNotMove) {
   EXPECT_EQ(mover.slots_of(), table);
 }
 
-TEST_F(MoverTest, RefusesASizeThatCannotBe) {
+TEST_F(MoverTest, RefusesInvalidOptions) {
   const auto device = make_simulated_device();
   std::vector<std::byte> records(1 << 20);
   std::vector<int32_t> table(kLayers * kExperts, -1);
@@ -217,7 +217,7 @@ TEST_F(MoverTest, RefusesASizeThatCannotBe) {
   EXPECT_NE(refusal(wrong).find("slot 4"), std::string::npos);
 }
 
-TEST_F(MoverTest, MovesRecordsOfAnotherFormatThanIsInMemory) {
+TEST_F(MoverTest, MovesRecordsOfAnotherFormatThanThePools) {
   const Model on_device{small_shape(Format::kBf16)};
   ASSERT_NE(on_device.record(0, 0).size(), model.record(0, 0).size());
   const std::shared_ptr<Engine> source = on_device.open({.slots = 2});
@@ -252,7 +252,7 @@ TEST_F(MoverTest, RefusesRecordsOfAnotherModel) {
   EXPECT_NE(std::string(error.what()).find("are of 1 layers of 12"), std::string::npos);
 }
 
-TEST_F(MoverTest, WhatIsWantedForAMomentDoesNotMove) {
+TEST_F(MoverTest, BrieflyUsedExpertsDoNotMove) {
   MovingDevice on(model, engine, {}, /*patience=*/50);
   for (int32_t step = 0; step < 300; ++step) {
     const int64_t ids[] = {step % kExperts, (step + 5) % kExperts};
@@ -262,7 +262,7 @@ TEST_F(MoverTest, WhatIsWantedForAMomentDoesNotMove) {
   EXPECT_EQ(on.mover->stats().batches, 0);
 }
 
-TEST_F(MoverTest, MovesAsItIsTold) {
+TEST_F(MoverTest, MovesTheRequestedExperts) {
   MovingDevice on(model, engine, {.seed = seed(), .max_delay_us = kDelay});
   for (int32_t round = 0; round < 20; ++round) {
     std::vector<ExpertId> there, elsewhere;
@@ -281,7 +281,7 @@ TEST_F(MoverTest, MovesAsItIsTold) {
   }
 }
 
-TEST_F(MoverTest, RefusesWhatCannotBe) {
+TEST_F(MoverTest, RefusesInvalidMoves) {
   MovingDevice on(model, engine);
   const auto message = [&](std::vector<ExpertId> up, std::vector<ExpertId> down) {
     return std::string(error_of([&] { on.mover->move(up, down, *on.compute); }).what());
@@ -295,7 +295,7 @@ TEST_F(MoverTest, RefusesWhatCannotBe) {
   EXPECT_EQ(on.there(), kSlots - kBatch);
 }
 
-TEST_F(MoverTest, AFailedReadGivesUpTheBatchAndNothingElse) {
+TEST_F(MoverTest, AFailedReadCancelsItsBatchOnly) {
   Faults faults;
   faults.seed = seed(), faults.eio_always = 1;
   const std::shared_ptr<Engine> broken = model.open({.slots = 5, .faults = faults});
@@ -316,8 +316,8 @@ TEST_F(MoverTest, AFailedReadGivesUpTheBatchAndNothingElse) {
   EXPECT_EQ(on.there(), kSlots - kBatch);
 }
 
-// Python's signal handlers may ask for statistics, or run the model.
-TEST_F(MoverTest, WhatTheInterruptHookRunsMayAskTheMover) {
+// The hook runs Python's signal handlers, which may ask for statistics or run the model.
+TEST_F(MoverTest, TheInterruptHookMayUseTheMover) {
   const std::shared_ptr<Engine> cold = model.open({.slots = 5}, hooked_runtime());
   MovingDevice on(model, cold);
   HeldSlots held(cold->pool(), 5);
@@ -325,8 +325,8 @@ TEST_F(MoverTest, WhatTheInterruptHookRunsMayAskTheMover) {
   Beside beside;
   int32_t asked = 0;
   const Hook hook([&] {
-    if (++asked == 1) held.release();  // what the read waits for
-    if (asked == 2) gate.open();       // and what the copies do
+    if (++asked == 1) held.release();  // the slots that the read waits for
+    if (asked == 2) gate.open();       // the stream that the copies wait for
     const bool free = beside.ends([&] {
       static_cast<void>(on.mover->slots_of());
       static_cast<void>(on.mover->stats());
@@ -363,7 +363,7 @@ TEST_F(MoverTest, AnInterruptedMoveCanBeRepeated) {
   EXPECT_GE(on.seen_table[14], 0);
 }
 
-TEST_F(MoverTest, MovesOfTwoThreadsFollowEachOther) {
+TEST_F(MoverTest, MovesOfTwoThreadsAreSerialised) {
   MovingDevice on(model, engine, {.seed = seed(), .max_delay_us = kDelay});
   std::vector<std::thread> threads;
   for (ExpertId thread = 0; thread < 2; ++thread) {
@@ -381,8 +381,8 @@ TEST_F(MoverTest, MovesOfTwoThreadsFollowEachOther) {
   for (int32_t slot = 0; slot < kSlots - kBatch; ++slot) EXPECT_GE(on.seen_table[slot], 0);
 }
 
-// Placement changes while forwards are under way on the host and on the device: every output is
-// that of the table that its forward saw.
+// Placement changes while forwards run on the host and on the device. Every output matches the
+// table that its forward saw.
 TEST_F(MoverTest, ForwardsAndMovesAgreeOnWhoComputesWhat) {
   MovingDevice on(model, engine, {.seed = seed(), .max_delay_us = kDelay});
   HostShare share(on.device, engine,
@@ -394,7 +394,7 @@ TEST_F(MoverTest, ForwardsAndMovesAgreeOnWhoComputesWhat) {
     const Batch batch = batch_of(1, random());
     DeviceBatch forward(batch);
     for (int64_t& id : forward.source_ids)
-      id = id % 4 + (step < 60 ? 0 : 8);  // a topic, then another
+      id = id % 4 + (step < 60 ? 0 : 8);  // the text changes its topic at step 60
     forward.fill(*on.device, *on.compute);
     DeviceCall call = forward.call(1);
     call.table = address(on.table.data() + kExperts);
@@ -413,9 +413,9 @@ TEST_F(MoverTest, ForwardsAndMovesAgreeOnWhoComputesWhat) {
   EXPECT_GT(moved, 0);
 }
 
-// Forwards that nobody has joined yet, as of a host far ahead, keep to the table that their kernels
-// saw when experts move behind them.
-TEST_F(MoverTest, AMoveWaitsForWhatStillReadsTheTable) {
+// Forwards that are not joined yet, as when the host runs far ahead, use the table from before a
+// later move.
+TEST_F(MoverTest, AMoveWaitsForForwardsThatStillReadTheTable) {
   constexpr int32_t kForwards = 6;
   for (int32_t round = 0; round < 5; ++round) {
     HostShare* reader = nullptr;

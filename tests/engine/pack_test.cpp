@@ -25,11 +25,11 @@ float float_of_bf16(uint16_t half) {
 TEST(Pack, EveryTablePacksTheSameBits) {
   Random random;
   for (Format format : kRoundedFormats) {
-    if (format == Format::kBf12) continue;  // has no room for all of these: bf12_test.cpp
+    if (format == Format::kBf12) continue;  // these weights do not fit; see bf12_test.cpp
     for (int32_t group : {32, 64, 128}) {
       const Shape shape{format, group, 130, 75, true, true};
       Weights weights(shape.layout(), random);
-      // Groups of every kind: zeros, huge, tiny, subnormal, not finite.
+      // Groups of zeros, of huge, tiny, subnormal and non-finite values.
       for (int32_t k = 0; k < shape.hidden; ++k) weights.gate[k] = 0;
       for (int32_t k = 0; k < shape.hidden; ++k) weights.gate[shape.hidden + k] *= 0x1p126f;
       for (int32_t k = 0; k < shape.hidden; ++k) weights.gate[2 * shape.hidden + k] *= 0x1p-90f;
@@ -44,7 +44,7 @@ TEST(Pack, EveryTablePacksTheSameBits) {
   }
 }
 
-// The same numbers in fp32, fp16 and bf16; in rows, transposed, and gate and up interleaved.
+// The same numbers in fp32, fp16 and bf16; row-major, transposed, and gate and up interleaved.
 TEST(Pack, TakesEveryTypeAndView) {
   Random random;
   for (Format format : kRoundedFormats) {
@@ -53,7 +53,7 @@ TEST(Pack, TakesEveryTypeAndView) {
     Weights weights(layout, random);
     const size_t count = weights.gate.size();
     for (auto* matrix : {&weights.gate, &weights.up, &weights.down}) {
-      // At most 8 bits: exact in all types.
+      // At most 8 significant bits are exact in all types.
       for (float& w : *matrix) w = std::clamp(std::round(w * 1000), -255.0f, 255.0f) / 64;
     }
     const Bytes expected = weights.pack(*all_tables().back());
@@ -114,7 +114,7 @@ std::vector<int32_t> groups_of(Format format) {
   return {32, 64, 128};
 }
 
-// Codes and scales in any order come out as the numbers that they stand for, to the last bit.
+// Codes and scales in any order unpack to exactly the values they represent.
 TEST(PackCodes, ChangesNoWeight) {
   Random random;
   const auto below = [&](int32_t end) { return random.below(end); };
@@ -135,7 +135,7 @@ TEST(PackCodes, ChangesNoWeight) {
         const Bytes record(layout.bytes), again(layout.bytes, 0);
         pack_record(layout, codes, record.data());
         pack_record(layout, codes, again.data());
-        EXPECT_TRUE(record == again);  // whatever stood there before
+        EXPECT_TRUE(record == again);  // independent of the buffer's earlier content
         const Unpacked unpacked(layout, record);
         const auto expect_equal = [](const Codes& expected, const float* weights) {
           for (int32_t row = 0; row < expected.rows(); ++row) {
@@ -155,7 +155,7 @@ TEST(PackCodes, ChangesNoWeight) {
   }
 }
 
-// Gate and up one after the other, or row by row in turn, in one matrix with its own scales.
+// Gate and up in one matrix with its own scales, one after the other or with alternating rows.
 TEST(PackCodes, TakesRowsOfALargerMatrix) {
   Random random;
   const auto below = [&](int32_t end) { return random.below(end); };
@@ -209,7 +209,7 @@ std::string why_refused(Format format, int32_t group,
   return error_of([&] { pack_record(layout, codes, record.data()); }).what();
 }
 
-// Each block of another format is shorter than one of codes would be, or means something else.
+// A block of these formats is shorter than one of codes, or has another meaning.
 TEST(PackCodes, RefusesFormatsWithoutACodeForEachWeight) {
   Random random;
   const auto below = [&](int32_t end) { return random.below(end); };
@@ -243,11 +243,11 @@ TEST(PackCodes, RefusesFormatsWithoutACodeForEachWeight) {
   }
   const RecordFormats two(Format::kTcq2, Format::kTcq3);
   EXPECT_FALSE(packs(RecordLayout::make(two, 32, 96, 80, true, false), Format::kInt4));
-  // As much room as codes of a byte want.
+  // This record has as much room as one-byte codes need.
   EXPECT_FALSE(packs(RecordLayout::make(Format::kTcq3, 128, 96, 80, true, false), Format::kInt8));
 }
 
-TEST(PackCodes, RefusesWhatStandsForNoNumber) {
+TEST(PackCodes, RefusesScalesAndCodesThatAreNotNumbers) {
   const auto first_scale = [](std::initializer_list<int> bytes) {
     return [bytes](Codes& codes, CodesView&) {
       size_t i = 0;
@@ -272,7 +272,7 @@ TEST(PackCodes, RefusesWhatStandsForNoNumber) {
             std::string::npos);
 }
 
-TEST(PackCodes, RefusesScalesThatAGroupCannotHave) {
+TEST(PackCodes, RefusesScalesThatDoNotFitTheGroup) {
   const auto columns = [](Codes&, CodesView& view) { view.scales.columns = 48; };
   EXPECT_NE(why_refused(Format::kInt4, 32, columns).find("in groups of 32"), std::string::npos);
   const auto rows = [](Codes&, CodesView& view) { view.scales.rows = 32; };
@@ -282,7 +282,7 @@ TEST(PackCodes, RefusesScalesThatAGroupCannotHave) {
             std::string::npos);
 }
 
-TEST(Pack, RoundsToNoFormatOfCodes) {
+TEST(Pack, RefusesToRoundToFormatsOfCodes) {
   Random random;
   const RecordLayout layout = Shape{Format::kMxfp4, 32, 64, 64}.layout();
   Weights weights(layout, random);
@@ -294,7 +294,7 @@ TEST(Pack, RoundsToNoFormatOfCodes) {
             std::string::npos);
 }
 
-TEST(Unpack, Bf16IsTheWeightsRounded) {
+TEST(Unpack, Bf16GivesTheRoundedWeights) {
   Random random;
   const Shape shape{Format::kBf16, 0, 65, 70, true, true};
   const Weights weights(shape.layout(), random);
@@ -311,7 +311,7 @@ TEST(Unpack, Bf16IsTheWeightsRounded) {
   EXPECT_EQ(weights.down_bias, unpacked.down_bias);
 }
 
-// Squared error of a group of `x` when its largest magnitude is put at `largest`.
+// Squared error of a group of `x` when the scale takes its largest magnitude to `high`.
 double error_by_largest_value(const float* x, int32_t count, float low, float high) {
   float amax = 0;
   for (int32_t k = 0; k < count; ++k) amax = std::max(amax, std::abs(x[k]));
@@ -324,8 +324,7 @@ double error_by_largest_value(const float* x, int32_t count, float low, float hi
   return error;
 }
 
-// Per group never worse than the scale by the largest value, but for the rounding of the search's
-// sums.
+// No group is worse than with the scale of its largest value, up to rounding of the search's sums.
 TEST(Unpack, IntegerScalesBeatTheLargestValue) {
   Random random;
   for (Format format : {Format::kInt8, Format::kInt4}) {
@@ -357,7 +356,7 @@ double squared_error(const std::vector<float>& weights, const float* unpacked) {
   return error;
 }
 
-// At the same bytes, for weights of any spread and skew that occur.
+// At equal size, for weights of realistic spread and skew.
 TEST(Unpack, UnevenLevelsBeatEvenOnes) {
   Random random;
   for (int32_t group : {32, 64, 128}) {
@@ -379,7 +378,7 @@ TEST(Unpack, UnevenLevelsBeatEvenOnes) {
   }
 }
 
-// No other level is nearer to a weight than its own, given the group's scale and zero.
+// Given the group's scale and zero, every weight takes its nearest level.
 TEST(Unpack, Lut4TakesTheNearestLevel) {
   Random random;
   const Shape shape{Format::kLut4, 32, 128, 64, false};
@@ -432,7 +431,7 @@ TEST(Pack, RefusesViewsThatDoNotFitTheLayout) {
   EXPECT_THROW(pack_record(gated.layout, views, record.data()), Error);
 }
 
-// M^T of no meaning, small enough that errors do not grow.
+// Random moments M^T, small enough that errors do not grow.
 struct RandomMoments {
   std::vector<float> hidden, hidden_importance, intermediate, intermediate_importance;
   ExpertMoments moments;
@@ -489,7 +488,7 @@ TEST(PackCalibrated, EveryTableAndThreadPacksTheSameBits) {
   }
 }
 
-TEST(PackCalibrated, WithNothingToFeedItIsPlainPacking) {
+TEST(PackCalibrated, WithoutErrorFeedbackItEqualsPlainPacking) {
   Random random;
   for (Format format : kFedInputByInput) {
     for (int32_t group : {32, 64, 128}) {
@@ -508,7 +507,7 @@ TEST(PackCalibrated, WithNothingToFeedItIsPlainPacking) {
   }
 }
 
-TEST(PackCalibrated, IsForSomeFormats) {
+TEST(PackCalibrated, RefusesOtherFormats) {
   Random random;
   for (Format format : {Format::kBf16, Format::kBf12, Format::kMxfp4, Format::kFp8}) {
     const Shape shape{format, 32, 64, 64};
@@ -535,8 +534,8 @@ TEST(RecordLayout, HasTheSizesOfTheFormat) {
   EXPECT_EQ(int8.down_bias_offset, int8.gate_up_bias_offset + 4);
 }
 
-// What stores on disk are written in.
-TEST(RecordLayout, OfCodesKeepsItsSizes) {
+// Stores on disk have these sizes, so they must not change.
+TEST(RecordLayout, SizesOfFormatsOfCodesDoNotChange) {
   const auto block = [](Format format, int32_t group, int32_t depth) {
     return PackedMatrix::make(format, group, 64, depth).block_bytes;
   };
@@ -546,11 +545,11 @@ TEST(RecordLayout, OfCodesKeepsItsSizes) {
   EXPECT_EQ(block(Format::kInt8Fp16, 32, 192), 6 * (128 + 2048));
   EXPECT_EQ(block(Format::kFp8, 0, 192), 256 + 192 * 64);
   EXPECT_EQ(block(Format::kFp8, 32, 192), 6 * 64 + 192 * 64);
-  EXPECT_EQ(block(Format::kFp8, 128, 192), 64 + 192 * 64);  // no more depth than that
+  EXPECT_EQ(block(Format::kFp8, 128, 192), 64 + 192 * 64);  // one group covers the whole depth
   EXPECT_EQ(block(Format::kFp8, 128, 2100), 128 + 2112 * 64);
 }
 
-TEST(RecordLayout, RefusesWhatTheFormatDoesNotKnow) {
+TEST(RecordLayout, RefusesInvalidGroupsSizesAndNames) {
   EXPECT_THROW(RecordLayout::make(Format::kInt4, 48, 64, 64, true, false), Error);
   EXPECT_THROW(RecordLayout::make(Format::kBf16, 0, 0, 64, true, false), Error);
   EXPECT_THROW(RecordLayout::make(Format::kBf16, 0, 64, (1 << 20) + 1, true, false), Error);

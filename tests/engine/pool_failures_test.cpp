@@ -1,4 +1,4 @@
-// What does not come: reads that fail or stall, wrong bytes, interrupts, forks, a pool that closes.
+// Failures: reads that fail or stall, wrong bytes, interrupts, forks, a pool that closes.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
@@ -30,7 +30,7 @@ namespace {
 using namespace std::chrono_literals;
 using namespace testing;
 
-TEST(Pool, AFailedReadReachesEveryoneWhoJoinedAndThePoolRecovers) {
+TEST(Pool, AFailedReadReachesAllForwardsThatJoinedAndThePoolRecovers) {
   const TestStore store(2, 4);
   Pool pool(slow_options(2, 20ms), {}, store.source(), nullptr);
   store.truncate(5 * kRecord);  // experts 1 to 3 of layer 1 are gone
@@ -63,7 +63,7 @@ TEST(Pool, AFailedReadReachesEveryoneWhoJoinedAndThePoolRecovers) {
   expect_at_rest(pool);
 }
 
-TEST(Pool, AWrongChecksumIsReadOnceMoreAndThenAnError) {
+TEST(Pool, AWrongChecksumIsRetriedOnceAndThenAnError) {
   const TestStore store(1, 4);
   auto wrong = record_of(0, 2);
   wrong[5000] ^= std::byte{4};
@@ -83,7 +83,7 @@ TEST(Pool, AWrongChecksumIsReadOnceMoreAndThenAnError) {
   expect_at_rest(pool);
 }
 
-TEST(Pool, VerifySaysWhenChecksumsAreCompared) {
+TEST(Pool, VerifyModesDecideWhenChecksumsAreCompared) {
   const TestStore store(1, 4);
   for (const auto& [verify, fails] : {std::pair{Verify::kFirst, false}, {Verify::kAlways, true}}) {
     for (const bool has_checksums : {true, false}) {
@@ -126,7 +126,7 @@ TEST(Pool, ATimedOutReadKeepsItsBufferUntilItCompletes) {
   EXPECT_EQ(pool.state(0, 1), SlotState::kLoading);
   EXPECT_EQ(pool.pinned(), 0);
   pool.validate();
-  // The one slot is not to be had until then: a claim that waits for it gives up in time, too.
+  // The only slot stays occupied until then, so another claim that waits for it times out too.
   try {
     forward(pool, 0, std::vector<int32_t>{2});
   } catch (const Error& full) {
@@ -158,7 +158,7 @@ TEST(Pool, TheInterruptHookEndsAWait) {
   pool.validate();
 }
 
-// As a signal handler does: the forward that it interrupts waits for slots, and for the handler.
+// As a signal handler may. The interrupted forward waits for slots and for the handler.
 TEST(Pool, TheInterruptHookMayRunAForward) {
   const TestStore store(2, 4);
   PoolOptions options = options_of(2);
@@ -274,8 +274,6 @@ TEST(Pool, AForkedChildGetsErrorsAndEnds) {
   claim.reset();
   expect_at_rest(*pool);
 }
-
-// A raw checkpoint with two pieces per expert, neither of them aligned.
 
 }  // namespace
 }  // namespace torch_mesh

@@ -1,5 +1,5 @@
-// Pools over records that carry their own layer and expert in every word, so that a wrong buffer
-// shows wherever it is read.
+// Pools over records whose every word holds their layer and expert, so that reading a wrong buffer
+// is detected.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -62,7 +62,7 @@ inline std::vector<int32_t> all_of(int32_t experts) {
   return ids;
 }
 
-// One forward: takes every expert, checks its bytes, gives it back.
+// One forward: claims every expert, checks its bytes and releases it.
 inline void forward(
     Pool& pool, int32_t layer, std::span<const int32_t> experts, size_t batch = 3,
     const std::function<void()>& step = [] {}) {

@@ -1,4 +1,4 @@
-// What a pool reads before it is asked for.
+// Reads that a pool begins before a forward needs them.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -29,11 +29,11 @@ TEST(Pool, PrefetchIsJoinedByTheClaimThatNeedsIt) {
   expect_at_rest(pool);
 }
 
-TEST(Pool, PrefetchNeitherWaitsNorTakesMoreThanHalf) {
+TEST(Pool, PrefetchDoesNotWaitAndTakesAtMostHalfOfTheSlots) {
   const TestStore store(1, 16);
   Pool pool(slow_options(8, 20ms), {}, store.source(), nullptr);
   forward(pool, 0, std::vector<int32_t>{0, 1, 2, 3, 4, 5, 6, 7});
-  // 0 to 2 are the oldest, but are wanted too.
+  // 0 to 2 are the least recently used, but are prefetched too.
   pool.prefetch(0, std::vector<int32_t>{0, 1, 2, 8, 9, 10, 11, 12, 13});
   EXPECT_EQ(total(pool).prefetches, 4);
   pool.validate();
@@ -44,10 +44,10 @@ TEST(Pool, PrefetchNeitherWaitsNorTakesMoreThanHalf) {
   expect_at_rest(pool);
 }
 
-TEST(Pool, WhatIsExpectedIsReadInTurnUntilItsLayerBegins) {
+TEST(Pool, PredictedExpertsAreReadInOrderUntilTheirLayerBegins) {
   const TestStore store(2, 16);
   PoolOptions options = slow_options(16, 20ms);
-  options.reader.depth = 4;  // a chunk for prefetches, so that two records are under way
+  options.reader.depth = 4;  // one chunk is for prefetches, so two records are in flight
   Pool pool(options, {}, store.source(), nullptr);
   pool.expect(1, std::vector<int32_t>{9, 3, 4, 5, 6});
   for (int32_t expert : {9, 3}) EXPECT_NE(pool.state(1, expert), SlotState::kEmpty) << expert;
@@ -65,7 +65,7 @@ TEST(Pool, WhatIsExpectedIsReadInTurnUntilItsLayerBegins) {
   expect_at_rest(pool);
 }
 
-TEST(Pool, WhatIsExpectedIsAskedForOnce) {
+TEST(Pool, PredictedExpertsAreReadOnce) {
   SlotsAlone alone(1, 8, 4, "lru");
   SlotTable& slots = alone.table;
   Expected expected(1, 8);
@@ -77,12 +77,12 @@ TEST(Pool, WhatIsExpectedIsAskedForOnce) {
   EXPECT_EQ(expected.read_next(slots, Phase::kNone), -1);
 }
 
-TEST(Pool, WhatIsSeldomRightIsNotRead) {
+TEST(Pool, PredictionsThatAreSeldomRightAreNotRead) {
   SlotsAlone alone(2, 8, 16, "lru");
   SlotTable& slots = alone.table;
   Expected expected(2, 8);
   const std::vector<int32_t> guesses{5, 2, 7};
-  // The guesses that a layer reads; each fails, and is cold again the next time.
+  // The predictions that a layer reads. Each read fails, so the expert is cold the next time.
   const auto read = [&](int32_t layer) {
     std::vector<int32_t> ids;
     expected.set(layer, guesses, slots);
@@ -117,7 +117,7 @@ TEST(Pool, WhatIsSeldomRightIsNotRead) {
   EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "one more or less changes nothing";
 }
 
-TEST(Pool, WhatIsRightHalfOfTheTimeIsReadWhereTheDiskHasTheTime) {
+TEST(Pool, PredictionsRightHalfTheTimeAreReadOnlyIfTheyEndInTime) {
   for (const bool idle : {false, true}) {
     SlotsAlone alone(1, 8, 8, "lru");
     SlotTable& slots = alone.table;
@@ -146,13 +146,13 @@ TEST(Pool, WhatIsRightHalfOfTheTimeIsReadWhereTheDiskHasTheTime) {
   }
 }
 
-TEST(Pool, WhatIsExpectedMakesNoRoomForItsLike) {
+TEST(Pool, PredictedReadsDoNotEvictPredictedExperts) {
   const TestStore store(1, 16);
   PoolOptions options = slow_options(8, 5ms);
   options.policy = "lru";
   Pool pool(options, {}, store.source(), nullptr);
   for (int32_t expert = 0; expert < 8; ++expert) forward(pool, 0, {{expert}});
-  // 0 to 2 are the oldest, but are wanted too.
+  // 0 to 2 are the least recently used, but are prefetched too.
   pool.expect(0, std::vector<int32_t>{8, 9, 10, 11, 12, 0, 1, 2});
   pool.drain();
   for (int32_t expert : {0, 1, 2, 8, 9, 10, 11, 12}) {

@@ -52,7 +52,7 @@ TEST(Pool, RecordsWhenMissesWereClaimedReadAndComputed) {
   const auto before = Miss::Time::clock::now();
   pool.record_misses(3);
   forward(pool, 1, std::vector<int32_t>{1, 2, 3});  // 1 is a hit
-  forward(pool, 0, std::vector<int32_t>{5, 6});     // 6 is beyond what is recorded
+  forward(pool, 0, std::vector<int32_t>{5, 6});     // 5 is the third and last recorded miss
   const auto after = Miss::Time::clock::now();
   const std::vector<Miss> misses = pool.misses();
   std::vector<std::pair<int32_t, int32_t>> found;
@@ -66,7 +66,7 @@ TEST(Pool, RecordsWhenMissesWereClaimedReadAndComputed) {
     EXPECT_LE(miss.released, after);
   }
   ASSERT_EQ(found.size(), 3U);
-  std::sort(found.begin(), found.begin() + 2);  // in whatever order they landed
+  std::sort(found.begin(), found.begin() + 2);  // they land in any order
   EXPECT_EQ(found[0], std::pair(1, 2));
   EXPECT_EQ(found[1], std::pair(1, 3));
   EXPECT_EQ(found[2].first, 0);
@@ -84,7 +84,7 @@ TEST(Timeline, AReadThatEndedBeforeTheClaimIsAHit) {
   timeline.landed(2, {.begun = begun, .ended = ended});
   timeline.handed(2, 0, 5, ended + 1ms);
   EXPECT_TRUE(timeline.misses().empty());
-  timeline.handed(2, 0, 5, begun + 1ms);  // of a forward that came during the read
+  timeline.handed(2, 0, 5, begun + 1ms);  // by a forward that began during the read
   ASSERT_EQ(timeline.misses().size(), 1U);
   EXPECT_EQ(timeline.misses()[0].begun, begun);
   EXPECT_EQ(timeline.misses()[0].claimed, begun + 1ms);
@@ -112,7 +112,7 @@ TEST(Pool, ResidentExpertsComeBeforeColdOnes) {
   EXPECT_EQ(ready[1].index, 3);
 }
 
-TEST(Pool, GoesInWavesDownToOneSlot) {
+TEST(Pool, ForwardsRunInWavesDownToOneSlot) {
   const TestStore store(2, 16);
   for (int32_t slots : {1, 2, 5, 16}) {
     Pool pool(options_of(slots), {}, store.source(), nullptr);
@@ -155,7 +155,7 @@ TEST(Pool, ADroppedClaimLeavesItsReadsBehindAsPrefetches) {
   expect_at_rest(pool);
 }
 
-TEST(Pool, EvictGivesUpWhatIsReadyAndUnpinned) {
+TEST(Pool, EvictRemovesOnlyReadyUnpinnedExperts) {
   const TestStore store(1, 8);
   Pool pool(options_of(8), {}, store.source(), nullptr);
   pool.promote(0, std::vector<int32_t>{0, 1, 2});
@@ -194,7 +194,7 @@ TEST(Pool, ObserveSteersEviction) {
   EXPECT_EQ(error_of([&] { pool.observe(0, std::vector<float>{1}); }).kind(), ErrorKind::kInvalid);
 }
 
-TEST(Pool, MemoryOnlyServesWhatWasFilledAndEvictsNothing) {
+TEST(Pool, APoolInMemoryServesFilledExpertsAndEvictsNothing) {
   Pool pool(options_of(6), {}, 2, 3);
   for (int32_t id = 0; id < 5; ++id) pool.fill(id / 3, id % 3, record_of(id / 3, id % 3));
   forward(pool, 0, all_of(3));
@@ -229,7 +229,7 @@ TEST(Pool, RefusesArgumentsThatDoNotFit) {
   expect_at_rest(pool);
 }
 
-TEST(Pool, ARangeOfTheExpertsHasTheModelsNumbers) {
+TEST(Pool, ARangeOfTheExpertsUsesTheModelsNumbers) {
   const TestStore store(2, 6);
   Source source = store.source();
   source.experts = 2;
@@ -252,13 +252,13 @@ TEST(Pool, ARangeOfTheExpertsHasTheModelsNumbers) {
   EXPECT_EQ(error.place().layer, 1);
   EXPECT_EQ(error.place().expert, 4);
   EXPECT_NE(std::string(error.what()).find("expert 4 of layer 1"), std::string::npos);
-  // As a whole it has all of them, and no number is added.
+  // A pool of all experts begins with expert 0.
   const Pool whole(options_of(4), {}, store.source(), nullptr);
   EXPECT_EQ(whole.first_expert(), 0);
   EXPECT_EQ(whole.routed_experts(), 6);
 }
 
-TEST(Pool, RawPiecesArriveWholeWhateverTheirAlignment) {
+TEST(Pool, RawPiecesOfAnyAlignmentArriveWhole) {
   TestStore file(3, 8);
   Source source;
   source.layers = 2;
@@ -292,7 +292,7 @@ TEST(Pool, RawPiecesArriveWholeWhateverTheirAlignment) {
   for (const bool direct : {true, false}) {
     PoolOptions options = slow_options(6, 1ms);
     options.reader.direct = direct;
-    options.staging = 2;  // fewer than the reads under way
+    options.staging = 2;  // fewer than the reads in flight
     options.verify = Verify::kAlways;
     Pool pool(options, {}, source, pack);
     const auto check = [&] { pool.validate(); };
@@ -336,8 +336,8 @@ TEST(Pool, ManyThreadsOnAPoolOfOneForwardDoNotDeadlock) {
   }
 }
 
-// Overlapping forwards that always find their experts must not keep another one from a slot for
-// ever.
+// Overlapping forwards whose experts are always resident must not keep another one from getting a
+// slot.
 TEST(Pool, ForwardsThatHitDoNotStarveOneThatWaits) {
   const TestStore store(2, 4);
   Pool pool(options_of(2), {}, store.source(), nullptr);
@@ -354,8 +354,8 @@ TEST(Pool, ForwardsThatHitDoNotStarveOneThatWaits) {
   expect_at_rest(pool);
 }
 
-// Whatever is injected: the right bytes or a typed error, invariants after every step, nothing
-// pinned at the end.
+// Under any injected fault a forward gets the right bytes or a typed error. Invariants hold after
+// every step, and nothing is pinned at the end.
 TEST(Pool, KeepsItsInvariantsUnderRandomClaimsAndFaults) {
   const auto seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));

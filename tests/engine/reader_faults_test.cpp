@@ -1,5 +1,5 @@
-// Readers: every fault by itself, files that are not there or end early, file systems without
-// direct reads.
+// Readers: every fault by itself, files that are missing or end early, file systems without direct
+// reads.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -38,7 +38,7 @@ TEST_P(ReaderFaultsTest, ShortReadsOnly) {
   EXPECT_GE(reader->stats().short_reads, 4);
 }
 
-TEST_P(ReaderFaultsTest, InterruptedAndAgainAreRepeated) {
+TEST_P(ReaderFaultsTest, EintrAndEagainAreRetried) {
   const TempFile file(4 * kChunk, seed_);
   const Memory memory(20 * 4 * kChunk);
   const auto reader = open(only({.eintr = 0.5, .eagain = 0.5}), file, memory);
@@ -52,7 +52,7 @@ TEST_P(ReaderFaultsTest, InterruptedAndAgainAreRepeated) {
   EXPECT_GT(reader->stats().retries, 0);
 }
 
-TEST_P(ReaderFaultsTest, AgainForeverEndsInAnError) {
+TEST_P(ReaderFaultsTest, EagainForeverEndsInAnError) {
   const TempFile file(kChunk, seed_);
   const Memory memory(kChunk);
   const auto reader = open(only({.eagain = 1}), file, memory);
@@ -165,7 +165,7 @@ TEST_P(ReaderFaultsTest, FileThatCannotBeOpened) {
   EXPECT_EQ(open_descriptors(), before);
 }
 
-// Threads that have started by then, and the ring, are given back.
+// A failed open() ends the threads that have started and closes the ring.
 TEST_P(ReaderFaultsTest, EveryAllocationOfOpeningMayFail) {
   const TempFile file(kChunk, seed_);
   const Memory memory(kChunk);
@@ -206,7 +206,7 @@ TEST_P(ReaderFaultsTest, FileCutOffUnderTheReader) {
 }
 
 TEST_P(ReaderFaultsTest, FileSystemThatRefusesDirectReads) {
-  // kernfs files are read through the kernel's own buffer and nothing else.
+  // kernfs files have buffered reads only.
   const char* refusing = "/proc/self/status";
   const Memory memory(4096);
   const File files[] = {{refusing, 0}};
@@ -278,7 +278,7 @@ TEST_P(ReaderFaultsTest, DirectReadsLeaveThePageCacheAlone) {
   EXPECT_EQ(file.cached(0, 2 * kChunk), cached);
 }
 
-// What a shell command printed, without the end of line; "" when it failed.
+// Returns the output of a shell command without its final newline; "" if it failed.
 std::string output_of(const std::string& command) {
   FILE* pipe = ::popen((command + " 2>/dev/null").c_str(), "r");
   if (pipe == nullptr) return "";

@@ -1,4 +1,4 @@
-// A file, memory, reports and a reader of each backend, with and without faults.
+// A file, buffers, completion reports and a reader of each backend, with and without faults.
 #pragma once
 
 #include <fcntl.h>
@@ -57,7 +57,7 @@ class TempFile {
   const std::string& path() const { return path_; }
   const std::byte* at(int64_t offset) const { return content_.data() + offset; }
   int64_t bytes() const { return static_cast<int64_t>(content_.size()); }
-  // Whether the page cache has all of it.
+  // Whether the page cache holds the whole range.
   bool cached(int64_t offset, int64_t bytes) const {
     const int descriptor = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
     void* mapped = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor, offset);
@@ -94,7 +94,7 @@ class Memory {
   std::byte* data_;
 };
 
-// Collects reports; every wait has an end.
+// Collects completion reports; every wait has a time limit.
 class Reports {
  public:
   Reader::Done done() {
@@ -148,8 +148,7 @@ inline bool any_contains(const std::vector<std::string>& notes, const std::strin
                      [&](const std::string& note) { return note.find(part) != std::string::npos; });
 }
 
-// Runs body in a child of its own and returns how that ended; a child that hangs is killed by its
-// alarm.
+// Runs `body` in a forked child and returns its wait status. An alarm kills a child that hangs.
 template <typename Body>
 int status_of_child(const Body& body) {
   const pid_t child = ::fork();
@@ -177,7 +176,7 @@ void expect_error(ErrorKind kind, const std::string& part, const Call& call) {
 struct Setup {
   const char* name;
   const char* backend;
-  bool faulty;  // with every fault that a reader must hide
+  bool faulty;  // inject every fault that a reader must hide
 };
 
 class ReaderTest : public ::testing::TestWithParam<Setup> {
@@ -205,7 +204,7 @@ class ReaderTest : public ::testing::TestWithParam<Setup> {
     }
     return options;
   }
-  // With one fault and no other.
+  // Options with only these faults.
   ReaderOptions only(Faults faults) const {
     ReaderOptions chosen = options();
     faults.seed = seed_;
@@ -226,7 +225,7 @@ class ReaderTest : public ::testing::TestWithParam<Setup> {
   Reports reports_;
 };
 
-// Each suite of them by its own name, over every backend.
+// Parameters for a suite that runs over every backend.
 inline auto every_backend() {
   return ::testing::Values(Setup{"uring", "uring", false}, Setup{"threads", "threads", false},
                            Setup{"faulty_uring", "uring", true},

@@ -1,4 +1,4 @@
-// Readers: requests, their order and their end, on every backend, with and without faults.
+// Readers: requests, their order and completion, on every backend, with and without faults.
 #include <grp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -107,7 +107,7 @@ TEST_P(ReaderTest, RequestsFromSeveralThreads) {
   EXPECT_EQ(reader->stats().requests, kThreads * kEach);
 }
 
-// Holds the I/O thread in its first report, so that what is queued meanwhile has no race with it.
+// Blocks the I/O thread in its first report, so that requests queued meanwhile do not race with it.
 class Gate {
  public:
   void pass() {
@@ -133,7 +133,7 @@ class Gate {
   bool open_ = false;
 };
 
-// The tags in order of completion when `queue` was queued behind one request at depth 1.
+// Returns the tags in order of completion, when `queue` adds requests behind one at depth 1.
 template <typename Queue>
 std::vector<uint64_t> order_of(ReaderOptions options, const TempFile& file, const Memory& memory,
                                size_t count, const Queue& queue) {
@@ -168,7 +168,7 @@ TEST_P(ReaderTest, DemandOvertakesQueuedPrefetch) {
   EXPECT_EQ(tags, (std::vector<uint64_t>{0, 9, 1, 2, 3}));
 }
 
-TEST_P(ReaderTest, HastenedPrefetchOvertakesTheOthers) {
+TEST_P(ReaderTest, RaisedPrefetchOvertakesTheOthers) {
   const TempFile file(4 * kChunk, seed_);
   const Memory memory(4 * kChunk);
   const auto tags = order_of(options(), file, memory, 3, [&](Reader& reader) {
@@ -181,7 +181,7 @@ TEST_P(ReaderTest, HastenedPrefetchOvertakesTheOthers) {
   EXPECT_EQ(tags, (std::vector<uint64_t>{0, 3, 1, 2}));
 }
 
-TEST_P(ReaderTest, CallbackMaySubmitAndHasten) {
+TEST_P(ReaderTest, CallbackMaySubmitAndRaisePriorities) {
   const TempFile file(kChunk, seed_);
   const Memory memory(kChunk);
   const File files[] = {file.file()};
@@ -330,7 +330,7 @@ TEST_P(ReaderTest, ForkedChildIsRefusedAndDoesNotHang) {
   for (const ReadResult& result : reports_.wait_for(50)) EXPECT_EQ(result.error, 0);
 }
 
-TEST_P(ReaderTest, AlarmStorm) {
+TEST_P(ReaderTest, ReadsSurviveFrequentSignals) {
   const TempFile file(16 * kChunk, seed_);
   const Memory memory(30 * 16 * kChunk);
   static std::atomic<int32_t> alarms;
@@ -356,7 +356,7 @@ TEST_P(ReaderTest, AlarmStorm) {
   }
 }
 
-TEST_P(ReaderTest, DescriptorsAreGivenBack) {
+TEST_P(ReaderTest, DescriptorsAreClosed) {
   const TempFile file(kChunk, seed_);
   const Memory memory(kChunk);
   const int64_t before = open_descriptors();
@@ -389,7 +389,7 @@ TEST_P(ReaderTest, LockedMemoryLimitOfAnotherUser) {
       << "signal " << WTERMSIG(status) << ", exit status " << WEXITSTATUS(status);
 }
 
-TEST(Reader, AutoFindsABackendAndSaysWhyItFellBack) {
+TEST(Reader, AutoFindsABackendAndNotesWhyItFellBack) {
   const TempFile file(kChunk, 1);
   const Memory memory(kChunk);
   const File files[] = {file.file()};

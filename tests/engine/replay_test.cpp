@@ -1,4 +1,4 @@
-// Replay: counts that can be worked out by hand, and laws that hold for any trace.
+// Replay: counts computed by hand, and properties that hold for any trace.
 #include "residency/replay.h"
 
 #include <gtest/gtest.h>
@@ -51,8 +51,8 @@ int64_t hits(const ReplayResult& result) {
 }
 
 TEST(Replay, CountsALoopThatLruMissesAndBeladyDoesNot) {
-  // One layer, experts 0 1 2 0 1 2 ... in two slots: lru never hits, the optimum every second time
-  // after the start.
+  // One layer, experts 0 1 2 0 1 2 ... in two slots: lru never hits; the optimum hits every second
+  // time after the start.
   Routing routing{12, 1, 3, 1, {}};
   for (int32_t token = 0; token < 12; ++token) routing.ids.push_back(token % 3);
   EXPECT_EQ(hits(replay(routing.trace(), {.policy = "lru", .slots = 2})), 0);
@@ -123,12 +123,12 @@ TEST(Replay, ASlowDiskIsWaitedForAndDemandGoesFirst) {
   options.prefetch = 4;
   const ReplayResult misled = replay(routing.trace(), options);
   EXPECT_EQ(misled.predicted_right, 0);
-  // A prefetch under way is not interrupted, and no second one goes before a demand read.
+  // A prefetch in flight is not interrupted, and a second one goes behind demand reads.
   EXPECT_LE(misled.virtual_seconds, 8 * 6.);
 }
 
-TEST(Replay, WhatIsNotBegunWhenItsLayerBeginsIsNotRead) {
-  // A layer is as long as one read, and seven wrong guesses follow each right one.
+TEST(Replay, PredictedReadsThatHaveNotBegunAreDroppedWhenTheirLayerBegins) {
+  // A layer takes as long as one read, and seven wrong predictions follow each right one.
   const Routing routing{4, 2, 8, 1, {0, 0, 1, 1, 2, 2, 3, 3}};
   const ReplayResult result =
       replay(routing.trace(),
@@ -138,8 +138,8 @@ TEST(Replay, WhatIsNotBegunWhenItsLayerBeginsIsNotRead) {
   EXPECT_LE(result.counts.prefetches + result.counts.cold_misses, 8 + 1);
 }
 
-// Deferred reads of one layer may take every slot before the next one begins.
-TEST(Replay, AForwardWaitsForSlotsThatAreReadIntoForOthers) {
+// Deferred reads of one layer may take every slot before the next layer begins.
+TEST(Replay, AForwardWaitsForSlotsThatDeferredReadsOccupy) {
   const Routing routing{1, 2, 8, 4, {0, 1, 2, 3, 4, 5, 6, 7}};
   const ReplayResult result =
       replay(routing.trace(), {.policy = "lru", .slots = 4, .deferred = 4, .expert_seconds = .025});
@@ -147,7 +147,7 @@ TEST(Replay, AForwardWaitsForSlotsThatAreReadIntoForOthers) {
   EXPECT_EQ(result.counts.cold_misses, 4);
 }
 
-TEST(Replay, RefusesWhatMakesNoSense) {
+TEST(Replay, RefusesInvalidOptions) {
   const Routing routing{1, 1, 4, 2, {1, 2}};
   EXPECT_THROW(replay(routing.trace(), {.slots = 1}), Error);
   EXPECT_THROW(replay(routing.trace(), {.slots = 5}), Error);
@@ -161,7 +161,7 @@ TEST(Replay, RefusesWhatMakesNoSense) {
   }
 }
 
-// What ranks that own the same number of consecutive experts have of `routing`.
+// Splits `routing` among ranks that own equal numbers of consecutive experts.
 std::vector<Routing> divided(const Routing& routing, int32_t ranks) {
   const int32_t own = routing.experts / ranks;
   std::vector<Routing> parts;
@@ -189,7 +189,7 @@ std::vector<ReplayResult> replay_parts(const std::vector<Routing>& parts,
   return replay_ranks(traces, options, seconds);
 }
 
-TEST(ReplayRanks, WaitForTheLastOfThemAndForTheExchange) {
+TEST(ReplayRanks, WaitForTheSlowestRankAndForTheExchange) {
   // Of two tokens the first needs two experts of rank 0, the second one of each rank.
   const Routing routing{2, 1, 4, 2, {0, 1, 0, 2}};
   const ReplayOptions options{.policy = "lru", .slots = 2, .read_seconds = 3, .rest_seconds = 5};
@@ -197,7 +197,7 @@ TEST(ReplayRanks, WaitForTheLastOfThemAndForTheExchange) {
   EXPECT_EQ(ranks[0].hits, (std::vector<int64_t>{0, 1}));
   EXPECT_EQ(ranks[0].accesses_of, (std::vector<int64_t>{2, 1}));
   EXPECT_EQ(ranks[1].accesses_of, (std::vector<int64_t>{0, 1}));
-  // The rest, then two reads, or one of rank 1, then the exchange.
+  // Each step: the rest of the model, rank 0's two reads or rank 1's one, then the exchange.
   for (const ReplayResult& rank : ranks) {
     EXPECT_EQ(rank.seconds_of, (std::vector<double>{5 + 6 + 7, 5 + 3 + 7}));
     EXPECT_DOUBLE_EQ(rank.virtual_seconds, 18 + 15);
@@ -209,7 +209,7 @@ TEST(ReplayRanks, WaitForTheLastOfThemAndForTheExchange) {
 }
 
 TEST(ReplayRanks, MayShareADisk) {
-  // A read for each rank: one after the other, whichever is the first.
+  // One read for each rank. A shared disk serves them one after the other.
   const Routing routing{1, 1, 4, 2, {0, 2}};
   ReplayOptions options{.policy = "lru", .slots = 2, .read_seconds = 3};
   EXPECT_DOUBLE_EQ(replay_parts(divided(routing, 2), options, 0)[0].virtual_seconds, 3);
@@ -217,8 +217,8 @@ TEST(ReplayRanks, MayShareADisk) {
   EXPECT_DOUBLE_EQ(replay_parts(divided(routing, 2), options, 0)[0].virtual_seconds, 6);
 }
 
-TEST(ReplayRanks, DisksGoOnWhileTheirRankWaits) {
-  // Rank 1 has nothing to do in layer 0, and is told of its expert of layer 1.
+TEST(ReplayRanks, DisksReadWhileTheirRankWaits) {
+  // Rank 1 has no expert in layer 0, and its expert of layer 1 is predicted.
   const Routing routing{1, 2, 2, 1, {0, 1}};
   const ReplayOptions options{.policy = "lru",
                               .slots = 2,  // of which half may be read ahead
@@ -234,7 +234,7 @@ TEST(ReplayRanks, DisksGoOnWhileTheirRankWaits) {
   EXPECT_DOUBLE_EQ(ranks[1].virtual_seconds, 3 + 1);
 }
 
-TEST(ReplayRanks, TogetherUseWhatOneProcessDoes) {
+TEST(ReplayRanks, TogetherUseTheExpertsOfOneProcess) {
   const auto seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937 random(seed);
@@ -243,7 +243,7 @@ TEST(ReplayRanks, TogetherUseWhatOneProcessDoes) {
     const auto ranks = static_cast<int32_t>(1 + random() % 4);
     routing.experts *= ranks;
     for (int32_t& id : routing.ids) id = id * ranks + static_cast<int32_t>(random() % ranks);
-    // With prompts of 20 tokens among the steps, and alone.
+    // Steps alone, and steps with prompts of 20 tokens among them.
     for (const std::vector<int64_t>& forwards :
          {std::vector<int64_t>{}, {0, 20, 21, 22, 23, 43, 44, 59}}) {
       RoutingTrace whole = routing.trace();
@@ -280,7 +280,7 @@ TEST(ReplayRanks, TogetherUseWhatOneProcessDoes) {
   }
 }
 
-TEST(ReplayRanks, RefuseWhatMakesNoSense) {
+TEST(ReplayRanks, RefuseInvalidOptions) {
   const Routing routing{1, 1, 4, 2, {0, 1}};
   std::vector<Routing> parts = divided(routing, 2);
   EXPECT_THROW(replay_parts(parts, {.slots = 2, .deferred = 1}, 0), Error);
@@ -313,7 +313,7 @@ TEST(Predictor, CoactivationCountsWhatFollowsALayer) {
     predictor->observe(0, std::vector<int32_t>{1});
     predictor->observe(1, std::vector<int32_t>{follower});
   }
-  predictor->reset();  // forgets where it was, not what it has learned
+  predictor->reset();  // forgets the position in the text, not the counts
   EXPECT_EQ(predictor->predict(1, out), 0);
   predictor->observe(0, std::vector<int32_t>{1});
   EXPECT_EQ(predictor->predict(1, out), 2);

@@ -1,5 +1,5 @@
-// Policies: golden orders of victims, equality with an obvious model, and what no policy may ever
-// do.
+// Policies: known orders of victims, equality with a simple model, and properties of every
+// policy.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -36,19 +36,19 @@ std::vector<ExpertId> victims(Policy& policy) {
   return order;
 }
 
-TEST(Policy, LruGivesUpWhatWasUsedLongestAgo) {
+TEST(Policy, LruEvictsTheLeastRecentlyUsed) {
   auto policy = make_policy("lru", {1, 8, 4});
   for (ExpertId id : {3, 1, 4, 5, 3, 1}) use(*policy, id);
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{4, 5, 3, 1}));
 }
 
-TEST(Policy, LfuGivesUpTheColdestAndAmongEqualsTheOldest) {
+TEST(Policy, LfuEvictsTheColdestAndAmongEqualsTheOldest) {
   auto policy = make_policy("lfu", {1, 8, 4});
   for (ExpertId id : {2, 2, 2, 5, 6, 7, 7}) use(*policy, id);
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{5, 6, 7, 2}));
 }
 
-TEST(Policy, LfuForgetsAtThreeHundredthsPerTick) {
+TEST(Policy, LfuHeatDecaysByThreePercentPerTick) {
   auto policy = make_policy("lfu", {1, 8, 4});
   for (int use_count = 0; use_count < 2; ++use_count) use(*policy, 0);
   // Two uses are worth one after ln 2 / -ln 0.97 = 22.8 ticks.
@@ -99,26 +99,26 @@ TEST(Policy, LfuTakesHeatFromRouterScores) {
   for (ExpertId id : {0, 1, 2}) use(*policy, id);
   policy->observe(0, std::vector<float>{.1f, 0.f, .6f, .3f});
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 0, 2}));
-  policy->admit(3);  // heat is kept for what is not resident, too
+  policy->admit(3);  // experts that are not resident have heat too
   policy->admit(1);
   policy->remove(1);
   EXPECT_EQ(policy->victim(), 3);
 }
 
-TEST(Policy, SlruGivesUpWhatWasUsedOnceFirst) {
+TEST(Policy, SlruEvictsExpertsUsedOnceFirst) {
   auto policy = make_policy("slru", {1, 8, 4});
   for (ExpertId id : {0, 1, 0, 2, 3}) use(*policy, id);
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 3, 0}));
 }
 
 TEST(Policy, SlruSendsOverflowBackToProbation) {
-  auto policy = make_policy("slru", {1, 8, 4});  // protects two
+  auto policy = make_policy("slru", {1, 8, 4});  // the protected segment holds two
   for (ExpertId id : {0, 1, 2, 3, 0, 1, 2}) use(*policy, id);
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{3, 0, 1, 2}));
 }
 
-TEST(Policy, TwoQueuesIgnoreUsesInTheFirstAndRememberWhatLeftIt) {
-  auto policy = make_policy("2q", {1, 16, 8});  // the first queue may have two, four are remembered
+TEST(Policy, TwoQueuesIgnoreUsesInTheFirstQueueAndRememberItsGhosts) {
+  auto policy = make_policy("2q", {1, 16, 8});  // two in the first queue, four ghosts
   for (ExpertId id : {0, 1, 2, 0, 0}) use(*policy, id);
   EXPECT_EQ(policy->victim(), 0);
   policy->remove(0);
@@ -137,10 +137,10 @@ TEST(Policy, TwoQueuesForgetGhostsBeyondHalfOfTheSlots) {
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{0, 2, 5}));
 }
 
-TEST(Policy, SieveSparesWhatWasUsedSinceTheHandPassed) {
+TEST(Policy, SieveSparesExpertsUsedSinceTheHandPassed) {
   auto policy = make_policy("sieve", {1, 8, 4});
   for (ExpertId id : {0, 1, 2, 3}) use(*policy, id);
-  EXPECT_EQ(policy->victim(), 0);  // all were marked: the hand has gone round
+  EXPECT_EQ(policy->victim(), 0);  // all were marked, so the hand went round once
   policy->remove(0);
   use(*policy, 1);
   use(*policy, 4);
@@ -149,7 +149,7 @@ TEST(Policy, SieveSparesWhatWasUsedSinceTheHandPassed) {
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{3, 1, 4}));
 }
 
-TEST(Policy, SieveDoesNotTakeNewcomersFirst) {
+TEST(Policy, SieveDoesNotEvictNewcomersFirst) {
   auto policy = make_policy("sieve", {1, 8, 4});
   for (ExpertId id : {0, 1, 2, 3}) use(*policy, id);
   policy->remove(policy->victim());
@@ -157,27 +157,27 @@ TEST(Policy, SieveDoesNotTakeNewcomersFirst) {
   EXPECT_EQ(policy->victim(), 1);
 }
 
-TEST(Policy, S3FifoKeepsWhatIsUsedAgainAndRemembersTheRest) {
+TEST(Policy, S3FifoKeepsExpertsUsedAgainAndRemembersGhosts) {
   auto policy = make_policy("s3fifo", {1, 64, 20});  // two in the small queue
   for (ExpertId id : {0, 1, 2, 3, 0, 0}) use(*policy, id);
-  EXPECT_EQ(policy->victim(), 1);  // 0 came back twice and has moved on
+  EXPECT_EQ(policy->victim(), 1);  // 0 was used twice more and has left the small queue
   policy->remove(1);
   use(*policy, 1);  // a ghost: enters the main queue
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{0, 1, 2, 3}));
 }
 
-TEST(Policy, WTinyLfuAdmitsOnlyWhatIsUsedMoreOften) {
-  auto policy = make_policy("wtinylfu", {1, 16, 4});  // a window of one before a main part of three
+TEST(Policy, WTinyLfuAdmitsOnlyExpertsUsedMoreOften) {
+  auto policy = make_policy("wtinylfu", {1, 16, 4});  // a window of one, a main part of three
   for (ExpertId id : {0, 1, 2, 0, 1, 2, 3}) use(*policy, id);
   use(*policy, 4);
-  EXPECT_EQ(policy->victim(), 3);  // used once, against the two uses of what it would replace
+  EXPECT_EQ(policy->victim(), 3);  // used once; the one it would replace, twice
   policy->remove(3);
   for (int i = 0; i < 3; ++i) use(*policy, 4);
   use(*policy, 5);
-  EXPECT_EQ(policy->victim(), 2);  // on probation: its second use came in the window
+  EXPECT_EQ(policy->victim(), 2);  // on probation, since its second use was in the window
 }
 
-TEST(Policy, HeatExpectsTheNextLayerFirst) {
+TEST(Policy, HeatKeepsExpertsOfTheNextLayerLongest) {
   auto policy = make_policy("heat", {3, 2, 6});
   for (int32_t layer : {0, 1, 2, 0}) {
     policy->tick(layer, std::vector<int32_t>{0});
@@ -187,7 +187,7 @@ TEST(Policy, HeatExpectsTheNextLayerFirst) {
   EXPECT_EQ(policy->victim(), 4);
 }
 
-TEST(Policy, HeatGivesUpWhatIsUsedLeast) {
+TEST(Policy, HeatEvictsTheLeastUsed) {
   auto policy = make_policy("heat", {1, 4, 4});
   for (ExpertId id : {0, 1, 2}) use(*policy, id);
   for (int step = 0; step < 40; ++step) {
@@ -196,8 +196,8 @@ TEST(Policy, HeatGivesUpWhatIsUsedLeast) {
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{2, 1, 0}));
 }
 
-TEST(Policy, HeatLearnsWhatFollowsWhat) {
-  // 0 and 1 take turns, 2 comes at random with the same share: after 0, 1 is due.
+TEST(Policy, HeatLearnsWhichExpertFollowsWhich) {
+  // 0 and 1 alternate, so after 0 expert 1 is next. 2 is not used.
   auto policy = make_policy("heat", {1, 3, 3});
   for (ExpertId id : {0, 1, 2}) use(*policy, id);
   for (int step = 0; step < 4000; ++step) policy->tick(0, std::vector<int32_t>{step % 2});
@@ -209,7 +209,7 @@ TEST(Policy, HeatLearnsWhatFollowsWhat) {
   EXPECT_EQ(policy->victim(), 1);
 }
 
-TEST(Policy, HeatTakesAPromptAsItsTokensInTurn) {
+TEST(Policy, HeatTreatsAPromptAsItsTokensOneByOne) {
   constexpr int32_t kExperts = 12;
   auto prompted = make_policy("heat", {2, kExperts, 24}),
        decoded = make_policy("heat", {2, kExperts, 24});
@@ -230,17 +230,17 @@ TEST(Policy, HeatTakesAPromptAsItsTokensInTurn) {
   }
   const std::vector<ExpertId> order = victims(*prompted);
   EXPECT_EQ(order, victims(*decoded));
-  // One use of all would have left them in the order of their numbers.
+  // One use of each would have left them in numerical order.
   EXPECT_FALSE(std::is_sorted(order.begin(), order.end()));
 }
 
-// Of a longer prompt the first part goes in one pass, which must leave the same means.
-TEST(Policy, HeatTakesALongPromptNearlyAsItsTokensInTurn) {
+// The first part of a long prompt is processed in one pass, which must give the same means.
+TEST(Policy, HeatTreatsALongPromptNearlyAsItsTokensOneByOne) {
   constexpr int32_t kExperts = 24, kTokens = 512;
   for (const bool scored : {false, true}) {
     const auto prompted = make_policy("heat", {1, kExperts, kExperts}),
                decoded = make_policy("heat", {1, kExperts, kExperts});
-    // Uses that grow rarer from expert to expert, and of the last half other ones than before.
+    // Uses become rarer from expert to expert. The second half of the prompt uses other experts.
     std::mt19937_64 random(11);
     std::vector<int64_t> ids;
     for (int32_t token = 0; token < kTokens; ++token) {
@@ -271,11 +271,11 @@ TEST(Policy, HeatTakesALongPromptNearlyAsItsTokensInTurn) {
       const auto wanted = std::find(expected.begin(), expected.end(), id) - expected.begin();
       EXPECT_LE(std::abs(place - wanted), 3) << "expert " << id << " scored " << scored;
     }
-    EXPECT_TRUE(!scored || order.back() == 3);  // for the whole prompt, not for its first token
+    EXPECT_TRUE(!scored || order.back() == 3);  // scores count for the whole prompt
   }
 }
 
-TEST(Policy, HeatTakesScoresForTheNextForward) {
+TEST(Policy, HeatUsesScoresForTheNextForward) {
   auto policy = make_policy("heat", {1, 4, 4});
   for (ExpertId id : {0, 1, 2}) use(*policy, id);
   for (int step = 0; step < 10; ++step) {
@@ -285,7 +285,7 @@ TEST(Policy, HeatTakesScoresForTheNextForward) {
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 0}));
 }
 
-TEST(Policy, NamesAreThoseThatMakePolicyTakes) {
+TEST(Policy, PolicyNamesAreAcceptedByMakePolicy) {
   for (std::string_view name : policy_names()) {
     const auto policy = make_policy(name, {1, 4, 2});
     EXPECT_EQ(resolve_policy(name), name == "auto" ? "heat" : name);
@@ -302,7 +302,7 @@ TEST(Policy, NamesAreThoseThatMakePolicyTakes) {
   EXPECT_THROW(make_policy("lru", {0, 4, 2}), Error);
 }
 
-// The definition of each policy, written down without any data structure.
+// The definition of each policy, implemented without its data structures.
 class Model {
  public:
   Model(std::string policy, int32_t layers, int32_t experts, int32_t slots)
@@ -314,7 +314,7 @@ class Model {
   struct Item {
     bool resident = false, pinned = false;
     int64_t recency = 0;    // order within its segment
-    int32_t uses = 0;       // since admission, 2 and more: protected
+    int32_t uses = 0;       // since admission; 2 or more: protected
     int64_t use_clock = 0;  // of the last use, for lfu
     double heat = 0;
   };
@@ -346,7 +346,7 @@ class Model {
     for (int32_t e = 0; e < experts_; ++e) items_[layer * experts_ + e].heat += scores[e];
   }
 
-  // What the policy may answer: one expert, or for lfu all whose heat is the same within rounding.
+  // The permitted victims: one expert, or for lfu all of equal heat within rounding.
   std::set<ExpertId> victims() const {
     std::set<ExpertId> best;
     for (ExpertId id = 0; id < static_cast<ExpertId>(items_.size()); ++id) {
@@ -433,7 +433,7 @@ TEST_P(PolicyModel, EqualsTheModelUnderRandomOperations) {
             }
             policy->admit(id), model.admit(id), ++resident;
           }
-          if (below(5) == 0) break;  // a prefetch that nobody used yet
+          if (below(5) == 0) break;  // a prefetch that is not used yet
           policy->touch(id), model.touch(id);
           if (!model[id].pinned) policy->pin(id), model.pin(id);
       }
@@ -453,10 +453,10 @@ TEST_P(PolicyModel, EqualsTheModelUnderRandomOperations) {
 INSTANTIATE_TEST_SUITE_P(All, PolicyModel, ::testing::Values("lru", "lfu", "slru"),
                          [](const auto& info) { return info.param; });
 
-// What holds for every policy, whatever it prefers.
+// Properties of every policy.
 class EveryPolicy : public ::testing::TestWithParam<std::string> {};
 
-TEST_P(EveryPolicy, GivesUpOnlyWhatIsResidentAndUnpinned) {
+TEST_P(EveryPolicy, EvictsOnlyResidentUnpinnedExperts) {
   const auto seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937 random(seed);
@@ -500,7 +500,7 @@ TEST_P(EveryPolicy, GivesUpOnlyWhatIsResidentAndUnpinned) {
             }
             policy->admit(id), resident.insert(id);
           }
-          if (below(5) == 0) break;  // a prefetch that nobody used yet
+          if (below(5) == 0) break;  // a prefetch that is not used yet
           policy->touch(id);
           if (below(2) == 0 && pinned.insert(id).second) policy->pin(id);
       }

@@ -1,4 +1,4 @@
-// What the pool counts, for whom, and what becomes of prefetches that fail.
+// The pool's counters by phase and layer, and failed prefetches.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -73,7 +73,7 @@ TEST(PoolStats, TimeOutsideIsBetweenLayersAndDecodeStepsOfOneThread) {
     return layer_of(pool.detailed_stats(), phase, layer).outside_nanoseconds;
   };
   forward(pool, 0, {0}, kDecodeStep);
-  EXPECT_EQ(outside(Phase::kDecode, 0), 0);  // what was before it is not known
+  EXPECT_EQ(outside(Phase::kDecode, 0), 0);  // the first forward has no time before it
   forward(pool, 1, {0}, kDecodeStep);
   EXPECT_GT(outside(Phase::kDecode, 1), 0);
   forward(pool, 0, {0}, kDecodeStep);  // the next step
@@ -106,7 +106,7 @@ TEST(PoolStats, PhasesAreKeptApartAndAddUp) {
   EXPECT_EQ(layer_of(stats, Phase::kDecode).accesses, 0);
   EXPECT_EQ(layer_of(stats, Phase::kDecode, 1).forwards, 2);
   EXPECT_EQ(layer_of(stats, Phase::kDecode, 1).cold_misses, 3);
-  // A victim is counted at its own layer, for who needed its slot.
+  // An eviction counts at the victim's layer, in the phase of the read that needed the slot.
   EXPECT_EQ(layer_of(stats, Phase::kDecode).evicted, 3);
   EXPECT_EQ(layer_of(stats, Phase::kNone).cold_misses, 1);
   EXPECT_EQ(layer_of(stats, Phase::kNone).forwards, 0);
@@ -139,7 +139,8 @@ TEST(PoolStats, PhasesAreKeptApartAndAddUp) {
   pool.validate();
 }
 
-// Experts 0 and 1 of layer 0 at once, 2 and 3 later; those are the least recently used in the end.
+// A forward of layer 0 that uses experts 0 and 1 and defers 2 and 3. Afterwards 2 and 3 are the
+// least recently used.
 void forward_that_defers(Pool& pool) {
   const Experts experts{0, 1, 2, 3};
   std::array<Claim::Entry, 2> entries;
@@ -177,7 +178,7 @@ TEST(PoolStats, AVisitIsNoAccessAndNoForward) {
   forward(pool, 0, {1, 2, 3}, kVisit);
   const PoolStats stats = pool.detailed_stats();
   EXPECT_EQ(layer_of(stats, Phase::kNone).accesses, 0);
-  EXPECT_EQ(layer_of(stats, Phase::kNone).promoted, 2);  // what it cost is told all the same
+  EXPECT_EQ(layer_of(stats, Phase::kNone).promoted, 2);  // its reads are counted nevertheless
   EXPECT_EQ(layer_of(stats, Phase::kNone).bytes_read, 2 * kRecord);
   EXPECT_EQ(layer_of(stats, Phase::kDecode).accesses, 2);
   EXPECT_EQ(stats.experts[1].accesses, 1);
@@ -186,7 +187,7 @@ TEST(PoolStats, AVisitIsNoAccessAndNoForward) {
   pool.validate();
 }
 
-TEST(PoolStats, AVisitUsesNoPrefetch) {
+TEST(PoolStats, AVisitDoesNotCountAPrefetchAsUsed) {
   const TestStore store(2, 8);
   Pool pool(options_of(4), {}, store.source(), nullptr);
   pool.prefetch(0, Experts{0, 1});
@@ -200,10 +201,10 @@ TEST(PoolStats, AVisitUsesNoPrefetch) {
   pool.validate();
 }
 
-TEST(PoolStats, VisitsTeachThePolicyNothing) {
+TEST(PoolStats, VisitsDoNotChangeThePolicysState) {
   const TestStore store(1, 8);
   for (const char* policy : {"lfu", "2q", "sieve", "s3fifo", "wtinylfu", "heat"}) {
-    // Which experts are resident in the end.
+    // Returns the experts that are resident in the end.
     const auto after = [&](int32_t visits) {
       PoolOptions options = options_of(4);
       options.policy = policy;
@@ -224,10 +225,10 @@ TEST(PoolStats, VisitsTeachThePolicyNothing) {
   }
 }
 
-TEST(PoolStats, AVisitLeavesWhatIsForetoldOfItsLayer) {
+TEST(PoolStats, AVisitKeepsThePredictionsOfItsLayer) {
   const TestStore store(2, 16);
   PoolOptions options = options_of(12);
-  // One read at a time, and slow ones: most of what is foretold waits.
+  // Slow reads, one at a time, so that most predictions wait.
   options.reader.depth = 1;
   options.reader.interpose = with_faults({.delay = 1, .max_delay = 20ms});
   Pool pool(options, {}, store.source(), nullptr);
@@ -246,11 +247,11 @@ TEST(PoolStats, AVisitLeavesWhatIsForetoldOfItsLayer) {
   EXPECT_EQ(there(), 4);
 }
 
-TEST(PoolStats, WhatIsDeferredIsCountedAndReadOnce) {
+TEST(PoolStats, DeferredExpertsAreCountedAndReadOnce) {
   const TestStore store(2, 8);
   Pool pool(options_of(5), {}, store.source(), nullptr);
   forward_that_defers(pool);
-  forward(pool, 1, {0, 1, 2}, kDecodeStep);  // gives up what is done with, not what is awaited
+  forward(pool, 1, {0, 1, 2}, kDecodeStep);  // evicts experts already used, not deferred ones
   EXPECT_EQ(pool.state(0, 2), SlotState::kReady);
   EXPECT_EQ(pool.state(0, 3), SlotState::kReady);
   forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .deferral = {.late = true}});
@@ -267,7 +268,7 @@ TEST(PoolStats, WhatIsDeferredIsCountedAndReadOnce) {
   pool.validate();
 }
 
-TEST(PoolStats, WhatIsDeferredMakesRoomWhenNothingElseCan) {
+TEST(PoolStats, DeferredExpertsAreEvictedWhenNothingElseIsEvictable) {
   const TestStore store(2, 8);
   Pool pool(options_of(5), {}, store.source(), nullptr);
   forward_that_defers(pool);
@@ -278,7 +279,7 @@ TEST(PoolStats, WhatIsDeferredMakesRoomWhenNothingElseCan) {
   pool.validate();
 }
 
-TEST(PoolStats, APrefetchThatIsDeferredWasOfUse) {
+TEST(PoolStats, APrefetchedExpertThatIsDeferredCountsAsUsed) {
   const TestStore store(2, 8);
   Pool pool(options_of(8), {}, store.source(), nullptr);
   pool.prefetch(0, Experts{2}, Phase::kDecode);
@@ -289,12 +290,12 @@ TEST(PoolStats, APrefetchThatIsDeferredWasOfUse) {
   EXPECT_EQ(layer.promoted, 4);
 }
 
-TEST(PoolStats, APrefetchIsUsedOrWastedOrWaits) {
+TEST(PoolStats, APrefetchIsUsedUnusedOrPending) {
   const TestStore store(2, 8);
   Pool pool(options_of(8), {}, store.source(), nullptr);
   pool.prefetch(0, Experts{0, 1, 2, 3}, Phase::kDecode);
   pool.drain();
-  forward(pool, 0, {0, 1}, kPrompt);  // used; counted for who queued the reads
+  forward(pool, 0, {0, 1}, kPrompt);  // used; counted in the phase that queued the reads
   forward(pool, 0, {0, 1}, kDecodeStep);
   pool.validate();
   LayerStats decode = layer_of(pool.detailed_stats(), Phase::kDecode);
@@ -314,7 +315,7 @@ TEST(PoolStats, APrefetchIsUsedOrWastedOrWaits) {
   EXPECT_EQ(pool.detailed_stats().experts[2].prefetches, 1);
 }
 
-TEST(PoolStats, AResetForgetsPrefetchesThatWait) {
+TEST(PoolStats, AResetForgetsPendingPrefetches) {
   const TestStore store(1, 8);
   Pool pool(options_of(8), {}, store.source(), nullptr);
   pool.prefetch(0, Experts{0, 1}, Phase::kDecode);
@@ -330,7 +331,8 @@ TEST(PoolStats, AResetForgetsPrefetchesThatWait) {
   pool.validate();
 }
 
-// By it alone a reader can tell counts of after a reset from larger ones of before.
+// Counts from after a reset may be larger than earlier ones. Only the number of resets tells them
+// apart.
 TEST(PoolStats, ResetsAreCounted) {
   const TestStore store(1, 8);
   Pool pool(options_of(8), {}, store.source(), nullptr);
@@ -372,7 +374,7 @@ TEST(PoolStats, AFailedPrefetchIsKeptAndReachesNoForward) {
   pool.validate();
 }
 
-// One buffer, which a prefetch holds while a prefetch and then a forward's read queue for it.
+// A prefetch holds the only staging buffer. Another prefetch and then a forward's read wait for it.
 TEST(PoolStats, AForwardGetsABufferBeforeAPrefetch) {
   const TestStore store(1, 8);
   std::promise<void> queued;
@@ -400,7 +402,7 @@ TEST(PoolStats, AForwardGetsABufferBeforeAPrefetch) {
   EXPECT_EQ(packed, (std::vector<int32_t>{1, 3, 2}));
 }
 
-// The first packing of expert 2 fails, after a forward has come to wait for it.
+// The first packing of expert 2 fails after a forward has begun to wait for it.
 TEST(PoolStats, AForwardThatJoinsAFailingPrefetchGetsAReadOfItsOwn) {
   const TestStore store(1, 4);
   std::promise<void> joined;
@@ -437,7 +439,7 @@ TEST(PoolStats, AForwardThatJoinsAFailingPrefetchGetsAReadOfItsOwn) {
   pool.validate();
 }
 
-TEST(PoolStats, AForwardFailsForAReadOfItsOwn) {
+TEST(PoolStats, AForwardFailsIfItsOwnReadFails) {
   const TestStore store(1, 4);
   std::promise<void> joined;
   std::atomic<int32_t> packings = 0;
@@ -468,7 +470,7 @@ TEST(PoolStats, WaitingForForwardsEndsWithThemOrWithThePool) {
   EXPECT_FALSE(pool.wait_for_forwards(1, 1, 1ms));
   EXPECT_TRUE(pool.wait_for_forwards(1, 0, 1ms));
   auto third = std::async(std::launch::async, [&] { return pool.wait_for_forwards(1, 3, 30s); });
-  forward(pool, 1, {0}, {Phase::kDecode, false});  // only a part of one
+  forward(pool, 1, {0}, {Phase::kDecode, false});  // not the last part of a forward
   for (int32_t step = 0; step < 3; ++step) {
     EXPECT_EQ(pool.forwards(1), step);
     forward(pool, 0, {0}, kDecodeStep);
@@ -481,7 +483,7 @@ TEST(PoolStats, WaitingForForwardsEndsWithThemOrWithThePool) {
   EXPECT_FALSE(never.get());
 }
 
-// Counters are read and reset while forwards wait: under ThreadSanitizer this is the test.
+// Counters are read and reset while forwards run. ThreadSanitizer checks this for races.
 TEST(PoolStats, ResetsAndReadsAtAnyMomentLeaveSumsThatAddUp) {
   const TestStore store(2, 8);
   PoolOptions options = options_of(4);

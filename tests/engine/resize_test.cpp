@@ -1,5 +1,4 @@
-// The pool's size while it is at work: no forward fails or sees wrong bytes for it, and memory
-// comes and goes.
+// Resizing a pool in use: no forward fails or gets wrong bytes, and memory is allocated and freed.
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -126,7 +125,7 @@ class Holder {
   std::optional<Claim> claim_;
 };
 
-TEST(Resize, MemoryGoesBySegmentsAndComesBack) {
+TEST(Resize, MemoryIsFreedBySegmentsAndComesBack) {
   const TestStore store(1, 16);
   Pool pool(options_of(16), {}, store.source(), nullptr);
   pool.promote(0, all_of(16));
@@ -158,9 +157,9 @@ int64_t resident_set_bytes() {
   return pages * sysconf(_SC_PAGESIZE);
 }
 
-// Registered pages stay until the ring lets go of them, whatever the process unmaps: the limit of
-// locked memory is what shows it.
-TEST(Resize, ThePagesReallyGo) {
+// Pages of registered buffers stay until the ring unregisters them, even after an unmap. Such pages
+// count against the limit of locked memory, and exceeding that would leave a note.
+TEST(Resize, ShrinkingReducesTheResidentSet) {
   constexpr int64_t kLarge = int64_t{1} << 18;
   const TestStore<kLarge> store(2, 24);
   for (const char* backend : {"threads", "uring"}) {
@@ -195,7 +194,7 @@ int64_t pinned_kib() {
   return -1;
 }
 
-// This thread, and those that it makes, get `error` for each change of a registered buffer.
+// Makes every update of registered buffers fail with `error`, in this thread and its children.
 bool refuse_buffer_updates(uint32_t error) {
   constexpr uint32_t kBuffersUpdate = 16;  // IORING_REGISTER_BUFFERS_UPDATE
   const auto load = [](size_t at) {
@@ -214,8 +213,8 @@ bool refuse_buffer_updates(uint32_t error) {
          prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
 }
 
-// What the ring does not let go of is neither read into nor a reason to give up the others; a
-// kernel that knows no such call lets go of all.
+// A segment that the ring fails to unregister is not read into as a registered buffer. The other
+// segments stay registered. A kernel without the call (EINVAL) makes the ring unregister all.
 TEST(Resize, ARingThatKeepsASegmentKeepsTheOthersToo) {
   if (!uring_unavailable().empty()) GTEST_SKIP() << uring_unavailable();
   constexpr int64_t kLarge = int64_t{1} << 18;
@@ -246,7 +245,7 @@ TEST(Resize, ARingThatKeepsASegmentKeepsTheOthersToo) {
   }
 }
 
-TEST(Resize, WhatIsInUseGoesWhenItsForwardEnds) {
+TEST(Resize, SlotsInUseAreFreedWhenTheirForwardEnds) {
   const TestStore store(2, 16);
   Pool pool(options_of(16), {}, store.source(), nullptr);
   Holder holder(pool, 0, all_of(14));
@@ -254,7 +253,7 @@ TEST(Resize, WhatIsInUseGoesWhenItsForwardEnds) {
   EXPECT_EQ(pool.slots(), 2);
   EXPECT_EQ(pool.memory_bytes(), 16 * kRecord);
   pool.validate();
-  EXPECT_EQ(pool.resize(9), 9);  // and it can turn round meanwhile
+  EXPECT_EQ(pool.resize(9), 9);  // the size may change again meanwhile
   EXPECT_EQ(pool.resize(1), 1);
   holder.end();
   EXPECT_TRUE(comes_true([&] { return pool.memory_bytes() == 4 * kRecord; }));
@@ -263,7 +262,7 @@ TEST(Resize, WhatIsInUseGoesWhenItsForwardEnds) {
   forward(pool, 1, all_of(16));
 }
 
-TEST(Resize, NothingIsGivenUpWhileAllIsInUse) {
+TEST(Resize, NothingIsEvictedWhileAllSlotsAreInUse) {
   const TestStore store(1, 16);
   Pool pool(options_of(16), {}, store.source(), nullptr);
   Holder holder(pool, 0, all_of(16));
@@ -308,7 +307,7 @@ class BusyPool {
   }
   ~BusyPool() { unblock(); }
   Pool* operator->() { return &*pool_; }
-  // The I/O thread packs a record, which never ends. One that is resident keeps its slot.
+  // Makes the I/O thread pack a record until unblock(). A resident record keeps its slot.
   void block() {
     pool_->prefetch(0, Experts{0});
     ASSERT_TRUE(comes_true([&] { return blocked_.load(); }));
@@ -316,7 +315,7 @@ class BusyPool {
   void unblock() {
     if (!std::exchange(unblocked_, true)) gate_.set_value();
   }
-  int64_t records() {  // that there is memory for, but for the staging buffers
+  int64_t records() {  // that the memory holds, without the staging buffers
     return pool_->slot_bytes() / kRecord;
   }
 
@@ -329,7 +328,7 @@ class BusyPool {
   std::optional<Pool> pool_;
 };
 
-TEST(Resize, GivesUpAfterTheTimeOutAndTheRestFollows) {
+TEST(Resize, TimesOutAndIsCompletedLater) {
   BusyPool pool(100ms);
   pool.block();
   EXPECT_EQ(kind_of([&] { pool->resize(4); }), ErrorKind::kTimeout);
@@ -339,7 +338,7 @@ TEST(Resize, GivesUpAfterTheTimeOutAndTheRestFollows) {
   EXPECT_EQ(pool->resize(4), 4);
 }
 
-TEST(Resize, CountsWhatHappenedAndNotWhatWasAskedFor) {
+TEST(Resize, CountsCompletedChangesAndNotRequests) {
   BusyPool pool(100ms);
   EXPECT_EQ(pool->resize(4), 4);
   pool.block();
@@ -354,8 +353,8 @@ TEST(Resize, CountsWhatHappenedAndNotWhatWasAskedFor) {
   EXPECT_EQ(pool->detailed_stats().grows, 1);
 }
 
-// Slots above a gap cannot be used.
-TEST(Resize, ASegmentThatLeavesIsWaitedForBeforeThoseAboveItCome) {
+// Slots above a detached segment cannot be used.
+TEST(Resize, ADetachingSegmentIsWaitedForBeforeThoseAboveItAttach) {
   BusyPool pool;
   EXPECT_EQ(pool->resize(8), 8);
   pool.block();
@@ -389,7 +388,7 @@ TEST(Resize, CloseEndsTheWait) {
   EXPECT_EQ(kind_of([&] { pool->resize(8); }), ErrorKind::kClosed);
 }
 
-TEST(Resize, RefusesWhatItCannotDo) {
+TEST(Resize, RefusesInvalidSizes) {
   const TestStore store(1, 8);
   PoolOptions options = options_of(6);
   options.min_slots = 2;
@@ -404,7 +403,7 @@ TEST(Resize, RefusesWhatItCannotDo) {
   EXPECT_EQ(kind_of([&] { memory.resize(4); }), ErrorKind::kInvalid);
 }
 
-// Forwards, hints, faults and sizes drawn at random; every policy; invariants after every step.
+// Random forwards, hints, faults and sizes, for every policy; invariants hold after every step.
 TEST(Resize, KeepsItsInvariantsUnderForwardsAndFaults) {
   const auto seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));

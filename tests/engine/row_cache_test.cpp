@@ -24,13 +24,13 @@ bool has(RowCache& cache, int64_t row) {
   return bytes != nullptr && std::memcmp(bytes, row_of(row).data(), 24) == 0;
 }
 
-TEST(RowCacheTest, IsNotLargerThanWasAsked) {
+TEST(RowCacheTest, StaysWithinTheRequestedBytes) {
   for (const int64_t bytes : {0, 1, 263, 264, 1000, 100'000}) {
     const RowCache cache(bytes, 1'000'000, 24);
     EXPECT_LE(cache.bytes(), bytes);
     EXPECT_EQ(cache.capacity() > 0, bytes >= 264) << bytes;  // a set of eight rows of 24 + 9 bytes
   }
-  EXPECT_EQ(RowCache(1 << 20, 10, 24).capacity(), 16);  // nor than the table, in whole sets
+  EXPECT_EQ(RowCache(1 << 20, 10, 24).capacity(), 16);  // nor larger than the table, in whole sets
 }
 
 TEST(RowCacheTest, WithoutRoomItHoldsNothing) {
@@ -40,7 +40,7 @@ TEST(RowCacheTest, WithoutRoomItHoldsNothing) {
   EXPECT_FALSE(cache.contains(3));
 }
 
-TEST(RowCacheTest, WhatItFindsIsWhatWasInserted) {
+TEST(RowCacheTest, FindsTheRowsThatWereInserted) {
   const uint64_t seed = testing::fresh_seed();
   const ::testing::ScopedTrace trace(__FILE__, __LINE__,
                                      "TORCH_MESH_TEST_SEED=" + std::to_string(seed));
@@ -72,7 +72,7 @@ TEST(RowCacheTest, RowsThatAreUsedAgainStayThroughAScan) {
   }
   int64_t kept = 0;
   for (int64_t row = 0; row < 64; ++row) kept += cache.contains(row);
-  EXPECT_GE(kept, 60);  // but for sets that have more than eight of them
+  EXPECT_GE(kept, 60);  // a set of eight may have had more of them
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Rows as codes against what the same arithmetic gives in double.
+// Rows as codes, against the same arithmetic in double.
 #include "tables/row_codes.h"
 
 #include <gtest/gtest.h>
@@ -54,12 +54,12 @@ std::vector<float> drawn(std::mt19937_64& random, int64_t dim, float width) {
   return values;
 }
 
-// The code of the nearest multiple of `scale`.
+// Returns the code of the nearest multiple of `scale`.
 double nearest(double value, double scale, double low, double high) {
   return std::min(std::max(std::nearbyint(value / scale), low), high);
 }
 
-TEST(RowCodes, EachValueIsTheNearestThatItsScaleHas) {
+TEST(RowCodes, EachValueBecomesTheNearestCode) {
   std::mt19937_64 random(1);
   for (const Format format : kBoth) {
     const double low = format == Format::kInt8 ? -127 : -8,
@@ -72,7 +72,7 @@ TEST(RowCodes, EachValueIsTheNearestThatItsScaleHas) {
         for (int64_t i = 0; i < dim; ++i) {
           const double scale = scale_at(row, i / group_of(format, dim));
           const double expected = nearest(values[i], scale, low, high) * scale;
-          // Beside the two that are as near to a value halfway between them.
+          // Halfway between two codes either may be chosen.
           EXPECT_LE(std::fabs(found[i] - values[i]),
                     std::fabs(expected - values[i]) + std::fabs(values[i]) * 1e-6)
               << format_name(format) << ", value " << i << " of " << dim;
@@ -94,7 +94,7 @@ TEST(RowCodes, Int8IsOffByHalfAStepAtMost) {
   }
 }
 
-// A code stands for itself, whatever its place.
+// Values that are codes times the scale are kept exactly.
 TEST(RowCodes, EveryCodeIsKept) {
   std::vector<float> bytes;
   for (int code = -127; code <= 127; ++code) bytes.push_back(static_cast<float>(code) * 0.25f);
@@ -107,13 +107,13 @@ TEST(RowCodes, EveryCodeIsKept) {
     std::vector<float> twice = nibbles;
     twice.insert(twice.end(), nibbles.begin(), nibbles.end());
     EXPECT_EQ(decoded(Format::kInt4, encoded(Format::kInt4, twice), 32), twice);
-    // A last group of fewer values.
+    // The last group has fewer values.
     twice.insert(twice.end(), nibbles.begin(), nibbles.end());
     EXPECT_EQ(decoded(Format::kInt4, encoded(Format::kInt4, twice), 48), twice);
   }
 }
 
-// Over all of a set of candidates, so never more than by the largest magnitude alone.
+// The scale is the best of several candidates. One of these takes the largest magnitude to -8.
 TEST(RowCodes, Int4IsNoWorseThanTheLargestMagnitudeAtMinusEight) {
   std::mt19937_64 random(3);
   for (int repeated = 0; repeated < 50; ++repeated) {
@@ -133,7 +133,7 @@ TEST(RowCodes, Int4IsNoWorseThanTheLargestMagnitudeAtMinusEight) {
   }
 }
 
-TEST(RowCodes, ZerosAndTheSmallest) {
+TEST(RowCodes, ZerosAndSubnormalsAreEncoded) {
   for (const Format format : kBoth) {
     for (const int64_t dim : kDims) {
       const std::vector<float> zeros(dim, 0.0f);
@@ -147,13 +147,13 @@ TEST(RowCodes, ZerosAndTheSmallest) {
   }
 }
 
-TEST(RowCodes, TheLargestStayFinite) {
+TEST(RowCodes, TheLargestValuesStayFinite) {
   for (const Format format : kBoth) {
     for (const auto& [type, largest] :
          {std::pair{ScalarType::kFloat16, 65504.0f},
           {ScalarType::kBf16, 0x1.fep127f},
           {ScalarType::kFloat32, std::numeric_limits<float>::max()}}) {
-      // Scales that were rounded up and down.
+      // The scales are rounded up for some values and down for others.
       for (float value = largest; value > largest * 0.99f; value *= 0.9993f) {
         const std::vector<float> values{value, -value, 0, value / 3};
         const std::vector<std::byte> row = encoded(format, values);
@@ -177,7 +177,7 @@ TEST(RowCodes, TheLargestStayFinite) {
   }
 }
 
-TEST(RowCodes, WhatHasNoCode) {
+TEST(RowCodes, NonFiniteValuesAreRefused) {
   for (const Format format : kBoth) {
     for (const float bad :
          {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
@@ -192,7 +192,7 @@ TEST(RowCodes, WhatHasNoCode) {
   }
 }
 
-TEST(RowCodes, Sizes) {
+TEST(RowCodes, RowsHaveTheDocumentedSizes) {
   EXPECT_EQ(coded_row_bytes(Format::kInt8, 160), 162);
   EXPECT_EQ(coded_row_bytes(Format::kInt4, 160), 90);
   EXPECT_EQ(coded_row_bytes(Format::kInt4, 33), 4 + 17);

@@ -1,4 +1,4 @@
-// A slot table by itself, with the counts and effects that it adds to.
+// A slot table by itself, with the counters and effects that it updates.
 #pragma once
 
 #include <string_view>

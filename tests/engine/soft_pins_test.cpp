@@ -1,4 +1,4 @@
-// Profiles, warm starts, and experts that are never given up.
+// Profiles, warm starts, and soft-pinned experts.
 #include "residency/core/soft_pins.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ struct TestStore : testing::RecordFile {
   TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of) {}
 };
 
-// In which expert e of each layer was used by 100 - e of 100 tokens.
+// A ModelUse in which expert e of each layer was used by 100 - e of 100 tokens.
 ModelUse falling(int32_t layers, int32_t experts) {
   ModelUse use(layers, experts);
   std::fill(use.tokens.begin(), use.tokens.end(), 100);
@@ -86,7 +86,7 @@ TEST(ModelUse, CountsTokensOfPromptsAndForwardsOfDecode) {
   ModelUse use(2, 4);
   const Ids chosen{1, 3};
   use.count(1, chosen, {}, 0);
-  const std::vector<int64_t> ids{1, 0, 1, 2, 4, -1};  // three tokens; the last one's are none
+  const std::vector<int64_t> ids{1, 0, 1, 2, 4, -1};  // three tokens; the last has no valid expert
   use.count(1, Ids{0, 1, 2}, ids, 2);
   EXPECT_EQ(use.tokens, (std::vector<int64_t>{0, 4}));
   EXPECT_EQ(use.uses, (std::vector<int64_t>{0, 0, 0, 0, 1, 3, 1, 1}));
@@ -96,7 +96,7 @@ TEST(ModelUse, CountsTokensOfPromptsAndForwardsOfDecode) {
   EXPECT_EQ(hottest(use, 99), (Ids{5, 4, 6, 7}));
 }
 
-TEST(SoftPins, RefusesOptionsThatMakeNoSense) {
+TEST(SoftPins, RefusesInvalidOptions) {
   EXPECT_EQ(message_of({.profile = falling(2, 4)}, 2, 4), "");
   EXPECT_NE(message_of({.profile = falling(2, 5)}, 2, 4).find("2 layers of 4"), -1ul);
   EXPECT_NE(message_of({.early_layers = -1}, 2, 4).find("0 or more"), -1ul);
@@ -108,8 +108,8 @@ TEST(SoftPins, RefusesOptionsThatMakeNoSense) {
   EXPECT_NE(message_of({.on_gpu = {true}}, 2, 4).find("1 entries for 8 experts"), -1ul);
 }
 
-// Whatever happens to slots and to what is kept, no victim is kept and the table stays whole.
-TEST(SoftPins, IsNeverAVictimOfAnyPolicy) {
+// Under random changes of slots and soft pins no victim is soft-pinned, and invariants hold.
+TEST(SoftPins, AreNeverVictimsOfAnyPolicy) {
   const auto seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
   for (const std::string_view name : policy_names()) {
@@ -161,8 +161,8 @@ TEST(SoftPins, IsNeverAVictimOfAnyPolicy) {
   }
 }
 
-// What is soft-pinned goes when a claim could do nothing else, and what is pinned never.
-TEST(SoftPins, AreTheLastResortOfAClaimThatCanDoNothing) {
+// Soft-pinned experts are evicted only for a claim that is stuck otherwise, pinned ones never.
+TEST(SoftPins, AreEvictedOnlyForAClaimThatIsStuck) {
   for (const std::string_view name : policy_names()) {
     SCOPED_TRACE(name);
     SlotsAlone alone(1, 8, 3, name);
@@ -189,7 +189,7 @@ TEST(SoftPins, AreTheLastResortOfAClaimThatCanDoNothing) {
   }
 }
 
-TEST(SoftPins, AreFewerBelowTwiceTheirNumberAndComeBack) {
+TEST(SoftPins, TakeAtMostHalfOfASmallerPoolAndComeBack) {
   constexpr int32_t kSlots = 12;
   SlotsAlone alone(2, 8, kSlots, "lru");
   SlotTable& slots = alone.table;
@@ -207,7 +207,7 @@ TEST(SoftPins, AreFewerBelowTwiceTheirNumberAndComeBack) {
   }
 }
 
-TEST(SoftPins, EarlyLayersKeepWhatTheyUsedMostOfLate) {
+TEST(SoftPins, EarlyLayersKeepTheirMostUsedRecentExperts) {
   constexpr int32_t kSlots = 12;
   SlotsAlone alone(3, 8, kSlots, "heat");
   SlotTable& slots = alone.table;
@@ -221,7 +221,7 @@ TEST(SoftPins, EarlyLayersKeepWhatTheyUsedMostOfLate) {
   EXPECT_TRUE(slots.early(3) != slots.early(5));
   EXPECT_TRUE(slots.early(9));  // the second expert of layer 1 that was used does not exist
   EXPECT_EQ(kSlots - slots.slots_for_others(), 3);
-  // A prompt is one forward, in which each counts by its share of the tokens.
+  // A prompt is one forward, in which each expert counts by its fraction of the tokens.
   const std::vector<int64_t> ids{4, 7, 4, 8};
   for (int32_t step = 0; step < 300; ++step) kept.tick(0, Ids{4, 7}, ids, 1);
   EXPECT_TRUE(slots.early(4) && slots.early(7) && !slots.early(6));
@@ -253,7 +253,7 @@ TEST(Warm, TheHottestAreReadWhileSlotsAreEmpty) {
   }
 }
 
-TEST(Warm, LeavesOutWhatIsElsewhereAndWaitsUntilItIsThere) {
+TEST(Warm, SkipsExpertsOnTheGpuAndWaitsForWarmUp) {
   const TestStore store(2, 12);
   SoftPinOptions kept{.profile = falling(2, 12), .on_gpu = std::vector<bool>(24)};
   kept.early_layers = 1, kept.early_experts = 2;
@@ -261,7 +261,7 @@ TEST(Warm, LeavesOutWhatIsElsewhereAndWaitsUntilItIsThere) {
   Pool pool(options_of(10, kept), {}, store.source(), nullptr);
   pool.drain();
   EXPECT_TRUE(resident(pool, 0).empty() && resident(pool, 1).empty());
-  forward(pool, 0, {9});  // its landing begins nothing either
+  forward(pool, 0, {9});  // its completion begins no warm-up read either
   pool.drain();
   EXPECT_EQ(resident(pool, 0), (Ids{9}));
   pool.warm_up();
@@ -273,12 +273,12 @@ TEST(Warm, LeavesOutWhatIsElsewhereAndWaitsUntilItIsThere) {
   EXPECT_EQ(use.uses[0], falling(2, 12).uses[0]) << "what was known of them stays known";
 }
 
-TEST(Warm, NothingIsGivenUpForIt) {
+TEST(Warm, EvictsNothing) {
   const TestStore store(1, 12);
   PoolOptions options = options_of(6, {.profile = falling(1, 12)});
   options.reader.interpose = with_faults({.seed = 7, .delay = 1, .max_delay = 3ms});
   Pool pool(options, {}, store.source(), nullptr);
-  forward(pool, 0, {11, 10, 9});  // as many as surely find a slot at once
+  forward(pool, 0, {11, 10, 9});  // few enough to get slots at once
   pool.drain();
   pool.validate();
   const Ids here = resident(pool, 0);
@@ -286,7 +286,7 @@ TEST(Warm, NothingIsGivenUpForIt) {
   EXPECT_TRUE(std::equal(here.end() - 3, here.end(), Ids{9, 10, 11}.begin()));
 }
 
-TEST(Warm, APoolThatIsToBeFullReadsAnEqualNumberOfEachLayer) {
+TEST(Warm, FillReadsAnEqualNumberOfEachLayer) {
   const TestStore store(2, 12);
   for (const int32_t slots : {9, 24}) {
     Pool pool(options_of(slots, {.fill = true}), {}, store.source(), nullptr);
@@ -295,7 +295,7 @@ TEST(Warm, APoolThatIsToBeFullReadsAnEqualNumberOfEachLayer) {
     EXPECT_EQ(std::ssize(resident(pool, 0)), (slots + 1) / 2);
     EXPECT_EQ(std::ssize(resident(pool, 1)), slots / 2);
   }
-  // The hottest of a profile come first, and what is on the GPU not at all.
+  // The hottest experts of a profile come first, and experts on the GPU are skipped.
   SoftPinOptions kept{.profile = falling(2, 12), .on_gpu = std::vector<bool>(24), .fill = true};
   kept.on_gpu[11] = true;
   Pool pool(options_of(24, kept), {}, store.source(), nullptr);
@@ -319,7 +319,7 @@ TEST(Warm, ReadsThatFailReachNoForward) {
   pool.validate();
 }
 
-TEST(Warm, APoolMayCloseMeanwhile) {
+TEST(Warm, APoolMayCloseDuringAWarmStart) {
   const TestStore store(4, 12);
   PoolOptions options = options_of(24, {.profile = falling(4, 12)});
   options.reader.interpose = with_faults({.seed = 3, .delay = 1, .max_delay = 2ms});
@@ -330,7 +330,7 @@ TEST(Warm, APoolMayCloseMeanwhile) {
   }
 }
 
-TEST(SoftPins, StayWhileForwardsComeAndThePoolChangesItsSize) {
+TEST(SoftPins, StayDuringForwardsAndResizes) {
   const auto seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
   const TestStore store(3, 8);
@@ -362,7 +362,7 @@ TEST(SoftPins, StayWhileForwardsComeAndThePoolChangesItsSize) {
   over = true;
   for (std::thread& thread : threads) thread.join();
   pool.resize(12);
-  // Soft pins that went when the pool shrank come back with use, and then stay.
+  // Soft pins dropped when the pool shrank come back with use, and then stay.
   for (int32_t round = 0; round < 2; ++round) {
     for (int32_t layer = 0; layer < 3; ++layer) {
       for (int32_t expert = 0; expert < 8; ++expert) forward(pool, layer, {expert});
@@ -373,11 +373,11 @@ TEST(SoftPins, StayWhileForwardsComeAndThePoolChangesItsSize) {
   LayerStats all;
   for (const LayerStats& layer : pool.stats()) all += layer;
   EXPECT_LE(all.kept_hits, all.kept_accesses);
-  EXPECT_LE(all.kept_accesses, 2 * 8);  // of the early layers
+  EXPECT_LE(all.kept_accesses, 2 * 8);  // in the two early layers
   EXPECT_EQ(all.accesses, 24);
 }
 
-// What prompts begin: A is the model's favourite, B the text's.
+// Expert 0 is the model's most used, expert 1 the current text's. A prompt begins a sequence.
 TEST(Sequence, APromptForgetsTheLastTextButNotTheModel) {
   const TestStore store(1, 4);
   for (bool prompt : {false, true}) {
@@ -397,7 +397,7 @@ TEST(Sequence, APromptForgetsTheLastTextButNotTheModel) {
   }
 }
 
-TEST(Profile, PoliciesStartFromIt) {
+TEST(Profile, SetsTheInitialOrderOfPolicies) {
   for (const char* name : {"heat", "lfu"}) {
     auto policy = make_policy(name, {2, 4, 8});
     ModelUse use(2, 4);
@@ -414,8 +414,8 @@ TEST(Profile, PoliciesStartFromIt) {
   }
 }
 
-TEST(Profile, ReplayPinsAsThePoolDoes) {
-  // Two layers; expert 0 of each by every token, the others in turn, which lru never keeps in time.
+TEST(Profile, ReplaySoftPinsAsThePoolDoes) {
+  // Two layers. Every token uses expert 0 of each; the others alternate, and lru misses them.
   RoutingTrace trace;
   trace.tokens = 70, trace.layers = 2, trace.experts = 8, trace.top_k = 2;
   Ids ids;

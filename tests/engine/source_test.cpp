@@ -1,4 +1,4 @@
-// Where records are: hostile numbers are refused, and a checksum knows its place.
+// Locations of records: invalid numbers are refused, and checksums depend on layer and expert.
 #include "store/source.h"
 
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ void expect_refused(const std::string& part, const Spoil& spoil) {
   }
 }
 
-TEST(Source, GoodStoreAndRawCheckpointPass) {
+TEST(Source, ValidStoreAndRawCheckpointPass) {
   EXPECT_NO_THROW(validate(good_store()));
   Source raw = good_store();
   raw.raw = true;
@@ -53,7 +53,7 @@ TEST(Source, GoodStoreAndRawCheckpointPass) {
   EXPECT_NO_THROW(validate(raw));
 }
 
-TEST(Source, OfARangeOfTheModelsExperts) {
+TEST(Source, RangeOfTheModelsExperts) {
   Source source = good_store();
   source.first_expert = 5;
   source.routed_experts = 8;
@@ -130,7 +130,7 @@ TEST(Source, ErrorNamesLayerExpertFileAndOffset) {
   }
 }
 
-TEST(RecordChecksum, EveryFlippedBitAndEveryOtherPlaceShows) {
+TEST(RecordChecksum, DetectsFlippedBitsAndRecordsInTheWrongPlace) {
   std::mt19937_64 random(7);
   std::vector<std::byte> record(600);
   for (std::byte& value : record) value = static_cast<std::byte>(random());
@@ -152,7 +152,7 @@ TEST(RecordChecksum, EveryFlippedBitAndEveryOtherPlaceShows) {
   EXPECT_EQ(sum(3, 5), right);
 }
 
-// What Python's xxhash says of the same bytes: the checksums in a store were made there.
+// The expected values are from Python's xxhash, which computes the checksums in a store.
 TEST(RecordChecksum, AgreesWithThePublishedAlgorithm) {
   std::array<uint8_t, 16> id;
   for (size_t index = 0; index < id.size(); ++index) id[index] = static_cast<uint8_t>(index);

@@ -1,4 +1,4 @@
-// A file of records that disappears with the test.
+// A file of records that is removed at the end of the test.
 #pragma once
 
 #include <fcntl.h>

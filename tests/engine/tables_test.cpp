@@ -1,4 +1,4 @@
-// Gathers from tables whose rows carry their own table and number in every word.
+// Gathers from tables whose every byte depends on its table and row.
 #include "tables/tables.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ std::vector<std::byte> row_of(int32_t table, int64_t row, int64_t bytes) {
   return made;
 }
 
-// Tables in one file, in stretches that begin anywhere, or padded as a store has them.
+// Tables in one file, in unaligned stretches, or padded as in a store.
 class TableFile {
  public:
   TableFile(std::vector<std::pair<int64_t, int64_t>> rows_and_bytes, bool padded)
@@ -120,7 +120,7 @@ class TablesTest : public ReaderTest {
     if (interpose) options.reader.interpose = interpose;
     return std::make_unique<Tables>(std::move(options), runtime);
   }
-  // Each read takes long; with this seed the first one about half of it.
+  // Options with slow reads; with this seed the first takes about half of the maximum.
   TablesOptions slow(const TableFile& file) const {
     TablesOptions options = file.options(1 << 20);
     options.reader.interpose = with_faults({.seed = 0, .delay = 1, .max_delay = 1500ms});
@@ -192,7 +192,7 @@ TEST_P(TablesTest, APrefetchedRowIsNotReadAgain) {
   EXPECT_EQ(stats.hits, 3);
 }
 
-TEST_P(TablesTest, ThreadsGatherAndPrefetchBesideEachOther) {
+TEST_P(TablesTest, ThreadsGatherAndPrefetchConcurrently) {
   const TableFile file({{1000, 320}, {100, 1024}}, true);
   const auto tables = open(file.options(40'000));
   std::vector<std::thread> threads;
@@ -216,7 +216,7 @@ TEST_P(TablesTest, ADamagedRowIsNamedAndTheOthersStayUsable) {
   const auto tables = open(file.options(1 << 20));
   std::vector<std::byte> out(2 * 320);
   const std::vector<int64_t> ids{11, 12};
-  tables->prefetch(0, ids);  // which drops it
+  tables->prefetch(0, ids);  // the prefetch drops the damaged row
   try {
     tables->gather(0, ids, out.data());
     FAIL() << "no error";
@@ -231,7 +231,7 @@ TEST_P(TablesTest, ADamagedRowIsNamedAndTheOthersStayUsable) {
   open(unverified)->gather(0, ids, out.data());
 }
 
-TEST_P(TablesTest, AFileThatWasCutOffIsAnErrorAndMayComeBack) {
+TEST_P(TablesTest, ATruncatedFileIsAnErrorUntilItIsRestored) {
   const TableFile file({{1000, 320}}, false);
   const auto tables = open(file.options(1 << 20));
   const int64_t cut = file.offset_of(0, 20);
@@ -257,7 +257,7 @@ TEST_P(TablesTest, OneBadReadIsReadAgain) {
       ++wrong;
     }
   }
-  EXPECT_LT(wrong, 20);  // two flips in a row
+  EXPECT_LT(wrong, 20);  // fails only if the second read is flipped too
 }
 
 TEST_P(TablesTest, AGatherTimesOut) {
@@ -297,7 +297,7 @@ TEST_P(TablesTest, CloseEndsAGatherThatWaits) {
   tables->prefetch(0, ids);
 }
 
-// Late reads go into the tables' own buffers, never to where an abandoned gather wanted them.
+// Late reads go into the tables' own buffers, never into the output of an abandoned gather.
 TEST_P(TablesTest, AnAbandonedGatherGivesItsBuffersBack) {
   const TableFile file({{1000, 320}}, true);
   TablesOptions options = file.options(0);

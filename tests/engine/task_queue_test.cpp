@@ -1,4 +1,4 @@
-// What a task may rely on, whoever takes it and whenever: that the stages it needs have ended.
+// Tasks run only after the stages they need have ended, on any thread and at any time.
 #include "engine/task_queue.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Threads that start late, so that the first ones meet stages which others still work on.
+// Starts threads late, so that the first ones reach stages that others still work on.
 void parallel_for_late_threads(int64_t count, int32_t threads, ParallelBody body, void* context) {
   std::vector<std::thread> team;
   for (int64_t part = 0; part < std::min<int64_t>(threads, count); ++part) {
@@ -27,7 +27,7 @@ void parallel_for_late_threads(int64_t count, int32_t threads, ParallelBody body
   for (std::thread& thread : team) thread.join();
 }
 
-// Throws what the body threw, as the bindings' team does.
+// Rethrows the body's exception, as the bindings' team does.
 void parallel_for_catching(int64_t count, int32_t threads, ParallelBody body, void* context) {
   std::atomic<bool> failed{false};
   struct Guarded {
@@ -55,7 +55,7 @@ Runtime team(decltype(Runtime::parallel_for) parallel_for) {
   return runtime;
 }
 
-TEST(TaskQueue, ATaskFindsEndedWhatItNeeds) {
+TEST(TaskQueue, ATaskRunsAfterTheStagesItNeeds) {
   for (int32_t threads : {1, 2, 5}) {
     for (int round = 0; round < 30; ++round) {
       constexpr int64_t kTasks[] = {3, 0, 17, 1, 40};
@@ -65,7 +65,7 @@ TEST(TaskQueue, ATaskFindsEndedWhatItNeeds) {
       for (int stage = 0; stage < 5; ++stage) {
         ASSERT_EQ(queue.add(kTasks[stage], kNeeds[stage], kAtOnce[stage]), stage);
       }
-      // Plain memory: ThreadSanitizer would see a task that does not wait.
+      // Not atomic, so that ThreadSanitizer detects a task that does not wait.
       std::vector<std::vector<int>> runs;
       for (int64_t tasks : kTasks) runs.emplace_back(tasks, 0);
       queue.run(team(parallel_for_late_threads), threads,
@@ -84,8 +84,8 @@ TEST(TaskQueue, ATaskFindsEndedWhatItNeeds) {
   }
 }
 
-// Nor does the rest of its run, which nobody else has taken.
-TEST(TaskQueue, ATaskThatThrowsHoldsNobodyUp) {
+// The rest of its run, which no other thread takes, blocks no stage either.
+TEST(TaskQueue, ATaskThatThrowsBlocksNoOtherTask) {
   for (int32_t threads : {2, 4}) {
     for (int64_t bad : {0, 3, 39}) {
       TaskQueue queue;
@@ -98,7 +98,7 @@ TEST(TaskQueue, ATaskThatThrowsHoldsNobodyUp) {
                                ++ended;
                              }),
                    std::runtime_error);
-      // The first run is half of a thread's share; whoever takes the others has less to share.
+      // The first run is half of a thread's share; later runs are shorter.
       const int64_t run = 40 / (2 * threads);
       if (bad == 0) EXPECT_EQ(ended, 48 - run);
       EXPECT_GE(ended, 48 - run);
@@ -107,7 +107,7 @@ TEST(TaskQueue, ATaskThatThrowsHoldsNobodyUp) {
   }
 }
 
-TEST(TaskQueue, OneThreadGetsAllInOrder) {
+TEST(TaskQueue, OneThreadGetsAllTasksInOrder) {
   TaskQueue queue;
   queue.add(100, {0, 0});
   queue.add(50, {0, 1});
@@ -118,7 +118,7 @@ TEST(TaskQueue, OneThreadGetsAllInOrder) {
   EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
 }
 
-// Lanes of nodes between a first stage, which all others need, and a last one, which needs all.
+// Lanes of nodes between a first stage that all others need and a last one that needs all.
 struct NodeLanes {
   explicit NodeLanes(const std::vector<int64_t>& tasks_of_node) {
     queue.add(5, {0, 0});
@@ -136,7 +136,7 @@ struct NodeLanes {
 thread_local int32_t node_of_this_thread = 0;
 std::atomic<int32_t> next_node{0};
 
-TEST(TaskQueue, LanesLoseNothingWhoeverComes) {
+TEST(TaskQueue, LanesRunEveryTaskOnAnyDistributionOfThreads) {
   for (int32_t threads : {1, 2, 3, 7}) {
     for (int round = 0; round < 30; ++round) {
       const std::vector<int64_t> tasks = {4, 0, 11, 3};
@@ -168,7 +168,7 @@ TEST(TaskQueue, LanesLoseNothingWhoeverComes) {
   }
 }
 
-// Each node's thread waits in its first task for the others: all of them begin at home.
+// Each node's thread waits in its first task for the others, so each must begin in its own lane.
 TEST(TaskQueue, AThreadBeginsInTheLaneOfItsNode) {
   constexpr int32_t kNodes = 3;
   NodeLanes lanes({6, 6, 6});
@@ -188,20 +188,20 @@ TEST(TaskQueue, AThreadBeginsInTheLaneOfItsNode) {
   EXPECT_EQ(strangers, 0);
 }
 
-TEST(TaskQueue, TheTasksOfANodeWithoutThreadsAreDoneByOthers) {
+TEST(TaskQueue, OtherNodesThreadsRunTheTasksOfANodeWithoutThreads) {
   NodeLanes lanes({2, 3});
   std::vector<int32_t> order;
   lanes.queue.run(
       team(nullptr), 1, [] { return 1; },
       [&](int32_t stage, int64_t, int32_t) { order.push_back(stage); });
   EXPECT_TRUE(std::is_sorted(order.begin(), order.begin() + 5));
-  EXPECT_EQ(order[5], 3);  // its own node's
+  EXPECT_EQ(order[5], 3);  // of its own node
   EXPECT_EQ(order[5 + 9], 1);
   EXPECT_EQ(order.back(), 5);
   EXPECT_EQ(order.size(), 5u + 9 + 6 + 7);
 }
 
-TEST(TaskQueue, ATeamOfOneDoesAllOfIt) {
+TEST(TaskQueue, ATeamOfOneRunsAllTasks) {
   TaskQueue queue;
   queue.add(2, {0, 0});
   queue.add(3, {0, 1});
@@ -214,7 +214,7 @@ TEST(TaskQueue, ATeamOfOneDoesAllOfIt) {
   EXPECT_EQ(order, (std::vector<int>{0, 1, 10, 11, 12}));
 }
 
-TEST(TaskQueue, NeighboursOfARunAreGivenTogether) {
+TEST(TaskQueue, NeighbouringTasksOfARunAreGivenTogether) {
   TaskQueue queue;
   queue.add(1, {0, 0});
   queue.add(21, {0, 1}, 2);
@@ -231,7 +231,7 @@ TEST(TaskQueue, NeighboursOfARunAreGivenTogether) {
   EXPECT_EQ(firsts, (std::vector<int64_t>{0, 2, 4, 6, 8, 10, 12, 15}));
 }
 
-// The rest of a run counts as ended where tasks that were given together throw.
+// If tasks given together throw, the rest of their run counts as ended.
 TEST(TaskQueue, TasksGivenTogetherThrowTogether) {
   for (int64_t bad : {0, 20, 38}) {
     TaskQueue queue;

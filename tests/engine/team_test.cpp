@@ -1,5 +1,5 @@
-// What a caller may rely on: every range once, an end that waits for what has begun and for nothing
-// else, exceptions that reach the caller.
+// A team's guarantees: every range runs once, the call waits only for ranges that have begun, and
+// exceptions reach the caller.
 #include "base/team.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// No wait is late: all threads take part, however busy the machine is.
+// No thread counts as late: all take part, however busy the machine is.
 constexpr std::chrono::nanoseconds kNever = 1h;
 
 template <typename Body>
@@ -37,7 +37,7 @@ TEST(Team, CoversEveryIndexOnce) {
   Team team(kNever);
   for (const int64_t count : {0, 1, 2, 7, 64, 1000}) {
     for (const int32_t threads : {1, 2, 3, 9}) {
-      // Plain memory: ThreadSanitizer would see ranges that overlap, and an end that does not wait.
+      // Not atomic: ThreadSanitizer detects overlapping ranges and a call that does not wait.
       std::vector<int> visits(count);
       run(team, count, threads, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) ++visits[i];
@@ -45,10 +45,10 @@ TEST(Team, CoversEveryIndexOnce) {
       EXPECT_EQ(visits, std::vector<int>(count, 1));
     }
   }
-  EXPECT_EQ(team.threads(), 8);  // made once, and used again
+  EXPECT_EQ(team.threads(), 8);  // created once and reused
 }
 
-TEST(Team, ComputesAtTheSameTime) {
+TEST(Team, RunsRangesInParallel) {
   Team team(kNever);
   std::latch all(3);  // each range waits until three threads have one
   std::atomic<int> ranges{0};
@@ -59,7 +59,7 @@ TEST(Team, ComputesAtTheSameTime) {
   EXPECT_EQ(ranges, 3);
 }
 
-// Threads that are busy elsewhere hold nothing up.
+// Threads that are busy elsewhere do not delay the call.
 TEST(Team, DoesNotWaitForThreadsThatHaveNotBegun) {
   Team team(kNever);
   std::latch started(3), release(1);
@@ -69,7 +69,7 @@ TEST(Team, DoesNotWaitForThreadsThatHaveNotBegun) {
       release.wait();
     });
   });
-  started.wait();  // both of the team's threads, and their caller
+  started.wait();  // both of the team's threads and their caller have started
   const std::thread::id caller = std::this_thread::get_id();
   int64_t done = 0;
   for (int round = 0; round < 3; ++round) {
@@ -83,13 +83,13 @@ TEST(Team, DoesNotWaitForThreadsThatHaveNotBegun) {
   other.join();
 }
 
-// The thread that has begun a range is waited for, asleep as it may be.
+// The call waits for a thread that has begun a range, even if it sleeps.
 TEST(Team, WaitsForARangeThatHasBegun) {
   Team team(kNever);
   for (int round = 0; round < 20; ++round) {
     std::latch both(2);
     const std::thread::id caller = std::this_thread::get_id();
-    bool finished = false;  // plain, as above
+    bool finished = false;  // not atomic, as above
     run(team, 2, 2, [&](int64_t, int64_t) {
       both.arrive_and_wait();
       if (std::this_thread::get_id() == caller) return;
@@ -100,10 +100,10 @@ TEST(Team, WaitsForARangeThatHasBegun) {
   }
 }
 
-TEST(Team, ServesManyCallersAtATime) {
+TEST(Team, ServesManyConcurrentCallers) {
   Team team(kNever);
   std::vector<std::thread> callers;
-  for (int caller = 0; caller < 20; ++caller) {  // more than it has regions for
+  for (int caller = 0; caller < 20; ++caller) {  // more callers than the team has regions
     callers.emplace_back([&] {
       for (int round = 0; round < 50; ++round) {
         std::vector<int> visits(40);
@@ -117,7 +117,7 @@ TEST(Team, ServesManyCallersAtATime) {
   for (std::thread& caller : callers) caller.join();
 }
 
-TEST(Team, ThrowsWhatABodyThrowsAndGoesOn) {
+TEST(Team, RethrowsTheBodysExceptionAndStaysUsable) {
   Team team(kNever);
   for (int round = 0; round < 20; ++round) {
     EXPECT_THROW(run(team, 50, 3,
@@ -131,7 +131,7 @@ TEST(Team, ThrowsWhatABodyThrowsAndGoesOn) {
   }
 }
 
-TEST(Team, StaysOnTheThreadThatIsWithinARegion) {
+TEST(Team, NestedCallsRunOnTheCallingThread) {
   Team team(kNever);
   std::atomic<int64_t> inner{0};
   run(team, 8, 3, [&](int64_t begin, int64_t end) {
@@ -155,10 +155,10 @@ TEST(Team, WakesThreadsThatHaveGoneToSleep) {
   }
 }
 
-TEST(Team, TakesFewerThreadsWhereOneIsLate) {
+TEST(Team, UsesFewerThreadsWhereOneIsLate) {
   Team team(0ns);
   const std::thread::id caller = std::this_thread::get_id();
-  // Where threads come late for another reason, or the wait is short beside the region, it goes on.
+  // Repeats where threads were late for another reason, or waited little relative to the region.
   for (int attempt = 0; attempt < 1000; ++attempt) {
     std::atomic<int32_t> arrived{0};
     run(team, 3, 3, [&](int64_t, int64_t) {
@@ -186,7 +186,7 @@ TEST(ThreadLimit, FallsWhereOneIsLateAndRisesAgain) {
   ThreadLimit::Time now{1s};
   EXPECT_GE(limit.at(now), 64);
   limit.note(4, now, now + 1ms, now + 1ms + 199us);  // in time
-  limit.note(4, now, now + 10ms, now + 12ms);        // little beside the region
+  limit.note(4, now, now + 10ms, now + 12ms);        // little relative to the region
   EXPECT_GE(limit.at(now + 12ms), 64);
   limit.note(4, now, now + 1ms, now + 2ms);
   EXPECT_EQ(limit.at(now + 2ms), 3);

@@ -1,4 +1,4 @@
-// Machines that are not there, as the kernel would describe them.
+// Made-up machines, as the kernel would describe them.
 #pragma once
 
 #include <stdlib.h>
@@ -13,7 +13,7 @@
 
 namespace torch_mesh::testing {
 
-// /sys/devices/system/node of a machine that is not there.
+// /sys/devices/system/node of a made-up machine.
 class NodeFolder {
  public:
   NodeFolder(const std::string& online, const std::vector<std::pair<int32_t, std::string>>& nodes) {

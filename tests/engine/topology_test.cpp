@@ -1,4 +1,4 @@
-// Which nodes a process computes on, in made-up machines; and what follows for memory and tasks.
+// The nodes that a process computes on, in made-up machines, and the placement of memory and tasks.
 #include "residency/memory/topology.h"
 
 #include <gtest/gtest.h>
@@ -33,7 +33,7 @@ int32_t node_on(const Topology& topology, int32_t cpu) {
 }
 
 TEST(Topology, KnowsTheNodeOfEveryProcessor) {
-  // Node 1 is memory alone, as CXL has it; processors of one node need not be neighbours.
+  // Node 1 has only memory, like CXL. Processors of a node need not have consecutive numbers.
   const NodeFolder folder("0-2", {{0, "0-3,8-11"}, {1, ""}, {2, "4-7,12-15"}});
   const Topology topology = Topology::read(folder.path(), range(0, 16), range(0, 3), current_cpu);
   ASSERT_EQ(topology.nodes(), 2);
@@ -42,11 +42,11 @@ TEST(Topology, KnowsTheNodeOfEveryProcessor) {
   for (int32_t cpu = 0; cpu < 16; ++cpu) {
     EXPECT_EQ(node_on(topology, cpu), cpu / 4 % 2) << "cpu " << cpu;
   }
-  EXPECT_EQ(node_on(topology, 16), 0);  // hot-plugged since
-  EXPECT_EQ(node_on(topology, -1), 0);  // getcpu is forbidden
+  EXPECT_EQ(node_on(topology, 16), 0);  // a processor added after the topology was read
+  EXPECT_EQ(node_on(topology, -1), 0);  // the sandbox forbids getcpu
 }
 
-TEST(Topology, CountsOnlyWhatTheProcessMayUse) {
+TEST(Topology, CountsOnlyNodesThatTheProcessMayUse) {
   const NodeFolder folder("0-3", {{0, "0-3"}, {1, "4-7"}, {2, "8-11"}, {3, "12-15"}});
   const auto read = [&](const Cpus& cpus, const Cpus& memory) {
     return Topology::read(folder.path(), cpus, memory, current_cpu);
@@ -56,13 +56,13 @@ TEST(Topology, CountsOnlyWhatTheProcessMayUse) {
   EXPECT_EQ(pinned.kernel_node(1), 2);
   EXPECT_EQ(node_on(pinned, 9), 1);
   EXPECT_EQ(read(range(0, 16), {1, 3}).nodes(), 2);
-  // A container with the cores of one node, or its memory.
+  // A container with one node's cores only, or its memory only.
   EXPECT_EQ(read(range(4, 8), range(0, 4)).nodes(), 1);
   EXPECT_EQ(read(range(0, 16), {2}).nodes(), 1);
   EXPECT_EQ(read({}, {}).nodes(), 1);
 }
 
-TEST(Topology, WhatCannotBeReadIsOneNode) {
+TEST(Topology, AnUnreadableTopologyIsOneNode) {
   const auto nodes = [](const std::string& folder) {
     const Topology topology = Topology::read(folder, range(0, 16), range(0, 4), current_cpu);
     EXPECT_EQ(node_on(topology, 7), topology.nodes() == 1 ? 0 : 1);
@@ -83,7 +83,7 @@ TEST(Topology, ReadsTheKernelsLists) {
   }
 }
 
-TEST(Topology, OfThisProcessNamesANodeForEveryThread) {
+TEST(Topology, OfThisProcessHasANodeForEveryThread) {
   const Topology& topology = Topology::of_this_process();
   EXPECT_GE(topology.nodes(), 1);
   EXPECT_LT(topology.current_node(), topology.nodes());

@@ -1,4 +1,4 @@
-// Records that come up for a prompt.
+// Copies of a prompt's records to the device.
 #include "gpu/experimental/uplift.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ using namespace testing;
 
 struct UpliftTest : DeviceTest {};
 
-TEST_F(UpliftTest, BuffersTakeTurnsAndNobodyReadsAHalfWrittenOne) {
+TEST_F(UpliftTest, BuffersAlternateAndNoReaderSeesAHalfWrittenOne) {
   const std::shared_ptr<Engine> cold = model.open({.slots = 4, .threads = 2});
   const int64_t bytes = model.record(0, 0).size();
   constexpr int32_t kTogether = 3;
@@ -84,9 +84,8 @@ struct UpliftBuffers {
   std::vector<std::byte> first, second;
 };
 
-// An allocator hands out memory whose last reads are still to come in the stream that it belongs
-// to.
-TEST_F(UpliftTest, TheFirstCopiesWaitForWhatTheStreamStillReads) {
+// An allocator may hand out memory that pending work of its stream still reads.
+TEST_F(UpliftTest, TheFirstCopiesWaitForPendingReadsOfTheStream) {
   const std::shared_ptr<Engine> cold = model.open({.slots = 4, .threads = 2});
   const int64_t bytes = model.record(0, 0).size();
   UpliftBuffers buffers(bytes);
@@ -112,8 +111,8 @@ TEST_F(UpliftTest, TheFirstCopiesWaitForWhatTheStreamStillReads) {
   EXPECT_EQ(std::memcmp(buffers.first.data(), model.record(0, 0).data(), bytes), 0);
 }
 
-// A signal handler that runs the model, within a wait and between two.
-TEST_F(UpliftTest, APromptWithinAnotherOfTheSameThreadHasTheOtherBuffer) {
+// A signal handler runs the model, during a wait and between two.
+TEST_F(UpliftTest, ANestedPromptOfTheSameThreadGetsTheOtherBuffer) {
   const std::shared_ptr<Engine> cold = model.open({.slots = 5}, hooked_runtime());
   const auto& expected = [&](int32_t expert) { return model.record(0, expert).data(); };
   const int64_t bytes = model.record(0, 0).size();
@@ -160,7 +159,7 @@ TEST_F(UpliftTest, APromptWithinAnotherOfTheSameThreadHasTheOtherBuffer) {
   }
 }
 
-TEST_F(UpliftTest, AThreadWaitsForAnothersTurnWhichMayEndAnywhere) {
+TEST_F(UpliftTest, AThreadWaitsForAnothersTurnWhichMayEndOnAnyThread) {
   const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
   UpliftBuffers buffers(model.record(0, 0).size());
   const auto device = make_simulated_device();
@@ -173,7 +172,7 @@ TEST_F(UpliftTest, AThreadWaitsForAnothersTurnWhichMayEndAnywhere) {
       EXPECT_EQ(error_of([&] { Uplift::Turn(uplift, {}); }).kind(), ErrorKind::kInterrupted);
     }).join();
   }
-  // As the garbage collector may end it.
+  // The garbage collector may end a turn on any thread.
   std::thread([ended = std::move(turn)]() mutable { ended.reset(); }).join();
   for (int32_t expert = 2; expert < 6; ++expert) {
     std::thread([&] {
@@ -184,7 +183,7 @@ TEST_F(UpliftTest, AThreadWaitsForAnothersTurnWhichMayEndAnywhere) {
   EXPECT_EQ(uplift.bytes_up(), 5 * buffers.bytes);
 }
 
-TEST_F(UpliftTest, RefusesWhatDoesNotFitAndOutlivesAFailedRead) {
+TEST_F(UpliftTest, RefusesInvalidBatchesAndSurvivesAFailedRead) {
   Faults faults;
   faults.seed = seed(), faults.eio_always = 1;
   const std::shared_ptr<Engine> broken = model.open({.slots = 4, .faults = faults});

@@ -1,4 +1,4 @@
-// The window that prompts stream their experts through: what it reads, when, and what it leaves.
+// The window through which prompts stream their experts: its reads, their timing and what stays.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -43,18 +43,19 @@ std::vector<int32_t> all_of(int32_t experts) {
   return ids;
 }
 
-// A layer of a prompt: every token takes some expert of its own turn and one of the `hot` first.
+// A layer of a prompt. Every token chooses two of the first `hot` experts, and a cold one while
+// some have not been chosen yet.
 struct Prompt {
   int32_t experts, hot;
   std::vector<int64_t> ids;
-  std::vector<int32_t> by_rows;  // as the engine lists them
+  std::vector<int32_t> by_rows;  // in the engine's order
 
   Prompt(int32_t experts, int32_t hot, int32_t tokens) : experts(experts), hot(hot) {
     std::vector<int32_t> rows(experts);
     for (int32_t token = 0; token < tokens; ++token) {
       const int32_t cold = hot + token % (experts - hot);
       for (const int32_t id : {token % hot, (token + 1) % hot, cold}) {
-        // After one round the cold ones are not chosen any more.
+        // Each cold expert is chosen once; later tokens have a sentinel instead.
         const bool over = id == cold && token >= experts - hot;
         ids.push_back(over ? experts : id);
         if (!over) ++rows[id];
@@ -96,7 +97,7 @@ int32_t present(const Pool& pool, int32_t layer, int32_t begin, int32_t end) {
   return count;
 }
 
-TEST(Window, ReadsTheNextLayerIntoSlotsThatThisOneIsDoneWith) {
+TEST(Window, ReadsTheNextLayerIntoSlotsThatThisLayerHasReleased) {
   const TestStore store(4, 40);
   Pool pool(options_of(40), {}, store.source(), nullptr);
   const std::vector<int32_t> all = all_of(40);
@@ -109,7 +110,7 @@ TEST(Window, ReadsTheNextLayerIntoSlotsThatThisOneIsDoneWith) {
     EXPECT_EQ(present(pool, 1, 0, 40), 0);
     claim.release(ready);
   }
-  // Half of the pool is the next layer's window; ten of its slots are still in use here.
+  // Half of the pool is the next layer's window. This layer still uses ten of those slots.
   ASSERT_EQ(claim.next(ready), 10);
   EXPECT_EQ(present(pool, 1, 0, 40), 10);
   pool.validate();
@@ -120,7 +121,7 @@ TEST(Window, ReadsTheNextLayerIntoSlotsThatThisOneIsDoneWith) {
   pool.validate();
 }
 
-TEST(Window, ReadsNothingAheadForAnotherChunkOrWithoutBeingAsked) {
+TEST(Window, ReadsNothingAheadBeforeTheLastChunkOrUnlessStreaming) {
   const TestStore store(2, 8);
   for (const ForwardPart part :
        {ForwardPart{.phase = Phase::kPrefill, .last = false, .streams = true},
@@ -132,7 +133,7 @@ TEST(Window, ReadsNothingAheadForAnotherChunkOrWithoutBeingAsked) {
   }
 }
 
-TEST(Window, ReadsEachExpertOnceAndThrowsNothingOutUnused) {
+TEST(Window, ReadsEachExpertOnceAndEvictsNoneUnused) {
   constexpr int32_t kLayers = 4, kExperts = 64;
   const TestStore store(kLayers, kExperts);
   for (const char* policy : {"auto", "lru", "lfu", "sieve"}) {
@@ -161,7 +162,7 @@ TEST(Window, ReadsEachExpertOnceAndThrowsNothingOutUnused) {
   }
 }
 
-TEST(Window, LeavesWhatThePromptUsedMostOfEveryLayer) {
+TEST(Window, KeepsThePromptsMostUsedExpertsOfEveryLayer) {
   constexpr int32_t kLayers = 4, kExperts = 64, kHot = 16;
   const TestStore store(kLayers, kExperts);
   const Prompt prompt(kExperts, kHot, 200);
@@ -175,10 +176,10 @@ TEST(Window, LeavesWhatThePromptUsedMostOfEveryLayer) {
     return hot;
   };
   EXPECT_GE(hot_after(true), kLayers * kHot * 9 / 10);
-  EXPECT_LE(hot_after(false), 2 * kHot);  // the last layer's went through all slots
+  EXPECT_LE(hot_after(false), 2 * kHot);  // the last layer used all slots
 }
 
-// Forwards of random experts, `used` of each layer's: the share of hits when the pool is full.
+// The hit rate, once the pool is full, of forwards that use `used` random experts of each layer.
 double hits_of_steps(int32_t used, ForwardPart part) {
   constexpr int32_t kLayers = 4, kExperts = 128, kRounds = 40;
   const TestStore store(kLayers, kExperts);
@@ -200,16 +201,16 @@ double hits_of_steps(int32_t used, ForwardPart part) {
   return static_cast<double>(hits) / static_cast<double>(all);
 }
 
-// Half of the experts have slots, of which sixteen at most serve what is read in turn.
-TEST(Window, StepsOfManySequencesKeepWhatIsResident) {
+// Half of the experts have slots, of which at most sixteen are used for streaming.
+TEST(Window, StepsOfManySequencesKeepResidentExperts) {
   const ForwardPart decode{.phase = Phase::kDecode, .rows = 12, .streams = true};
   const ForwardPart many{.phase = Phase::kPrefill, .rows = 24, .streams = true};
   EXPECT_GE(hits_of_steps(96, decode), .45);
   EXPECT_GE(hits_of_steps(96, many), .45);
-  EXPECT_LE(hits_of_steps(96, {.phase = Phase::kDecode}), .43);  // all misses have slots at once
+  EXPECT_LE(hits_of_steps(96, {.phase = Phase::kDecode}), .43);  // misses may take any slot
 }
 
-TEST(Window, AFailedReadAheadReachesNobodyWhoDoesNotNeedIt) {
+TEST(Window, AFailedReadAheadDoesNotFailAForwardThatDoesNotNeedIt) {
   const TestStore store(2, 40);
   PoolOptions options = options_of(40);
   options.reader.retries = 0;
