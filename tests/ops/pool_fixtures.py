@@ -1,4 +1,4 @@
-"""Fixtures: pools for the tests of the ops. Every one of them is checked for leaks when its test ends."""
+"""Fixtures: pools for the tests of the ops. Each pool is checked for leaks when its test ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Imported for its effect: Triton's interpreter, many times as fast.
+"""Imported for its effect: makes Triton's interpreter many times as fast.
 
-At each call of a device function it puts its own functions in the place of all of Triton's language, which takes
-milliseconds, though the launch has done so. Here once a launch for each module of the language is enough.
+At each call of a device function the interpreter patches all of Triton's language again, which takes milliseconds.
+This module patches each module of the language once per launch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from triton.runtime import interpreter
 
 _patch_language = interpreter._patch_lang
 _launch = interpreter.GridExecutor.__call__
-_patched: set[tuple[bool, bool]] = set()  # since the launch began
+_patched: set[tuple[bool, bool]] = set()  # since the current launch began
 
 
 @functools.cache
 def _modules(function: Callable[..., Any]) -> tuple[bool, bool]:
-    """Which modules of the language a function sees."""
+    """Return which modules of the language a function imports."""
     seen = list(map(id, function.__globals__.values()))
     return id(tl) in seen, id(tl.core) in seen
 
@@ -31,8 +31,8 @@ def _patch_once(function: Callable[..., Any]) -> Any:
         return None
     _patched.add(_modules(function))
     scope = _patch_language(function)
-    # Triton 3.6 asks NumPy for int() of an array of one element, for a range's end: NumPy 2.4 refuses. The scope puts
-    # back what was.
+    # Triton 3.6 calls int() on an array of one element for a range's end, which NumPy 2.4 refuses. The scope restores
+    # the original method.
     tl.core.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
     return scope
 

@@ -19,7 +19,7 @@ from torch_mesh.store.header import read_header
 
 @dataclass
 class RowFiles:
-    """Tables as a checkpoint has them, each in two shards, or as a store has them."""
+    """Tables in the layout of a checkpoint (each in two shards) or of a store."""
 
     tables: Sequence[Tensor]
     files: list[Path]
@@ -72,7 +72,7 @@ def padded_files(folder: Path, *tables: Tensor) -> RowFiles:
 
 
 def coded_files(weights: str, folder: Path, *tables: Tensor) -> RowFiles:
-    """As a store has them, in codes. ``tables`` of the result are their values."""
+    """Tables as codes in a store's layout. ``tables`` of the result are their decoded values."""
     path, described, content, values = folder / weights, [], np.zeros(4096, np.uint8), []
     for number, table in enumerate(tables):
         coded = _C.code_rows(weights, 0, table.float().numpy())
@@ -88,7 +88,7 @@ def coded_files(weights: str, folder: Path, *tables: Tensor) -> RowFiles:
 
 
 def decoded(weights: str, coded: Any, dim: int) -> Any:
-    """[rows, dim] float64: what rows of codes stand for, by the layout of csrc/tables/row_codes.h."""
+    """Decode rows of codes to float64 [rows, dim], by the layout of csrc/tables/row_codes.h."""
     group = FORMATS[weights].table_group or dim
     scales_bytes = 2 * -(-dim // group)
     words = np.ascontiguousarray(coded[:, :scales_bytes]).view(np.uint16).astype(np.uint32) << 16

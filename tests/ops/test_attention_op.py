@@ -88,8 +88,8 @@ def test_any_threads_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize("heads,shared", [(4, 4), (6, 2), (8, 1), (28, 4)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_token_has_the_bits_that_it_would_have_alone(heads: int, shared: int, dtype: torch.dtype) -> None:
-    """Verified drafts are the tokens of plain decoding for this."""
+def test_a_tokens_bits_do_not_depend_on_other_tokens(heads: int, shared: int, dtype: torch.dtype) -> None:
+    """Verified drafts equal the tokens of plain decoding because of this."""
     for tokens in (2, 5, 16):
         query, key, value = _inputs((2, heads, shared, tokens, 600, 64, 48), dtype)
         seen = torch.ones(tokens, 600, dtype=torch.bool).tril(600 - tokens)
@@ -102,7 +102,7 @@ def test_a_token_has_the_bits_that_it_would_have_alone(heads: int, shared: int, 
 
 
 def test_masked_keys_are_not_read() -> None:
-    """A static cache holds anything behind its end; a token of padding sees nothing."""
+    """A static cache holds arbitrary values behind its end; a padding token attends to nothing."""
     query, key, value = _inputs((1, 4, 2, 2, 600, 32, 32))
     mask = torch.zeros(1, 1, 2, 600, dtype=torch.bool)
     mask[:, :, 0, :40] = True
@@ -119,7 +119,7 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others(where: str) -> None:
     inputs[where][1, -1, -1, -1] = math.nan
     out = ops.attention(*inputs.values(), None, 0.3)
     assert not out[0].isnan().any() and out[1, :, -1].isnan().any()
-    assert not out[1, :, 0].isnan().any()  # another head of keys
+    assert not out[1, :, 0].isnan().any()  # these rows use another key head
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -1,4 +1,4 @@
-"""What a backward pass reads: each expert once, layer after layer from the last one, ahead of their use."""
+"""Reads of a backward pass: each expert once, from the last layer to the first, ahead of their use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 30  # more than a decode step has
 
 
 class Stack:
-    """The layers of a pool one after the other, each with a routing that takes all of its experts."""
+    """All layers of a pool in sequence, each with a routing that uses all of its experts."""
 
     def __init__(self, pool: TinyPool, reentrant: bool | None = None) -> None:
         self.pool, self.reentrant = pool, reentrant
@@ -36,14 +36,14 @@ class Stack:
         return checkpoint(ops.experts, *arguments, use_reentrant=self.reentrant)
 
     def forget(self) -> None:
-        """Gives up all experts, and counts from here on."""
+        """Evict all experts and reset the counters."""
         self.pool.engine.drain()
         for layer in range(SPEC.layers):
             ops.evict(self.pool.handle(layer), torch.arange(SPEC.experts))
         self.pool.engine.reset_stats()
 
     def counts(self, field: str) -> list[int]:
-        """By layer."""
+        """Return the counter ``field`` by layer."""
         self.pool.engine.drain()
         return [self.pool.count(field, layer) for layer in range(SPEC.layers)]
 
@@ -63,7 +63,7 @@ def test_the_layer_below_is_read_while_a_layer_is_computed(open_pool: OpenPool) 
         output.register_hook(lambda grad, layer=layer: look(layer))
     out.sum().backward()
     every = SPEC.experts
-    assert seen[2] == [0, 0, 0]  # before the last layer's own backward
+    assert seen[2] == [0, 0, 0]  # before the last layer's backward
     assert seen[1][:2] == [0, every]
     assert seen[0][0] == every
     assert stack.counts("promoted") == [every, every, every]
@@ -72,8 +72,8 @@ def test_the_layer_below_is_read_while_a_layer_is_computed(open_pool: OpenPool) 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("slots", [SPEC.experts + 4, 2 * SPEC.experts])
-def test_what_is_recomputed_is_not_read_twice(open_pool: OpenPool, reentrant: bool, slots: int) -> None:
-    """Where the pool holds a layer and a part of the next one."""
+def test_checkpointed_layers_are_not_read_twice(open_pool: OpenPool, reentrant: bool, slots: int) -> None:
+    """The pool holds one layer and a part of the next."""
     pool = open_pool(SPEC, slots=slots)
     stack = Stack(pool, reentrant)
     out = stack.forward(torch.randn(ROWS, SPEC.hidden, requires_grad=True))
@@ -97,7 +97,7 @@ def test_an_expert_is_read_once_by_a_layer_that_does_not_fit(open_pool: OpenPool
 
 
 def test_threads_that_share_few_slots_get_the_same_bits(open_pool: OpenPool) -> None:
-    """None has slots enough to keep what it computes from."""
+    """No thread has enough slots to keep the experts that it computes with."""
     pool = open_pool(Spec(), slots=2)
     x = torch.randn(ROWS, SPEC.hidden)
     ids, weights = routing(SPEC, ROWS, 4)
@@ -116,10 +116,10 @@ def test_threads_that_share_few_slots_get_the_same_bits(open_pool: OpenPool) -> 
     assert len(found) == 12 and all(torch.equal(each, expected) for each in found)
 
 
-def test_rows_that_have_no_room_go_one_after_the_other(open_pool: OpenPool) -> None:
+def test_rows_beyond_the_workspace_are_computed_in_parts(open_pool: OpenPool) -> None:
     spec = Spec(bias=True)
     ids, weights = routing(spec, ROWS, 4)
-    ids[:, 0] = 5  # one expert has them all
+    ids[:, 0] = 5  # one expert has all rows
     x, grad = torch.randn(2, ROWS, spec.hidden)
     a, b = torch.randn(spec.experts, 3, spec.hidden), torch.randn(spec.experts, 3, 2, spec.intermediate)
 

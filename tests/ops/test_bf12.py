@@ -1,4 +1,4 @@
-"""bf12: every bf16 weight as it was, and everything computed from it with bf16's bits."""
+"""bf12 keeps every bf16 weight exactly, and results computed from it have bf16's bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch_mesh import _C
 
 TILE = 64
-NAMES = 16  # upper bytes in the table of a tile
+NAMES = 16  # size of a tile's table of upper bytes
 
 
 def _unpacked(weight: Tensor) -> Tensor:
-    """The bits of a bf16 matrix after packing."""
+    """Return the bits of a bf16 matrix after packing and unpacking."""
     packed = ops.pack_linear(weight, "bf12", 0)
     assert packed.numel() == _C.linear_bytes("bf12", 0, weight.size(1), weight.size(0))
     floats = ops.unpack_linear(packed, weight.size(1), weight.size(0), "bf12", 0)
@@ -27,7 +27,7 @@ def _unpacked(weight: Tensor) -> Tensor:
 
 
 def _tiled(values: Tensor, rows: int) -> Tensor:
-    """int16 [rows, columns] of tiles of 64 x 64 of which each takes 4096 values."""
+    """int16 [rows, columns] made of tiles of 64 x 64, each with 4096 of the values."""
     return values.view(rows // TILE, -1, TILE, TILE).transpose(1, 2).reshape(rows, -1).contiguous()
 
 
@@ -40,7 +40,7 @@ def test_every_bf16_value() -> None:
 
 
 def _random_patterns(tiles: int) -> Tensor:
-    """Any bits, of 16 random upper bytes for each tile."""
+    """Random bits with 16 random upper bytes in each tile."""
     upper = torch.rand(tiles, 256).argsort(1)[:, :NAMES].gather(1, torch.randint(NAMES, (tiles, TILE * TILE)))
     return (((upper - 128) << 8) | torch.randint(256, upper.shape)).short()
 
@@ -76,7 +76,7 @@ def test_weights_whose_exponents_differ_too_much_are_refused() -> None:
 
 
 def test_every_upper_byte_in_one_tile() -> None:
-    """The table has 16 of 256; the other 240 are exceptions, for which 22 tiles have room and 21 have not."""
+    """The table has 16 of 256; the other 240 are exceptions. 22 tiles have room for them, 21 do not."""
     bits = torch.zeros(TILE, 22 * TILE, dtype=torch.int16)
     bits[:4, :TILE] = (torch.arange(-128, 128).view(4, TILE) << 8).short()
     _assert_exact(bits)
@@ -89,7 +89,7 @@ def test_a_matrix_of_a_single_weight() -> None:
 
 
 def _with_exceptions(size: tuple[int, ...]) -> Tensor:
-    """Normal weights, of which one in 2000 is tiny or huge."""
+    """Normally distributed weights, one in 2000 of them tiny or huge."""
     weight = torch.randn(size) * 0.05
     return torch.where(torch.rand(size) < 5e-4, weight * 2.0 ** torch.randint(-40, 8, size), weight).bfloat16()
 
@@ -108,7 +108,7 @@ def test_linear_layers_have_the_bits_of_bf16(shape: tuple[int, int]) -> None:
 
 
 def _in_bf12(record: Tensor, spec: Spec) -> Tensor:
-    """The expert of a bf16 record."""
+    """The expert of a bf16 record, packed in bf12."""
     gate_up, down, gate_up_bias, down_bias = ops.unpack(record, "bf16", *spec.record_layout[1:])
     (gate, up), (gate_bias, up_bias) = gate_up.chunk(2), gate_up_bias.chunk(2)
     return ops.pack(gate, up, down, gate_bias, up_bias, down_bias, "bf12", 0)

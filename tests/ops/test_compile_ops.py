@@ -40,7 +40,7 @@ def _layers(pool: TinyPool) -> list[Layer]:
 
 
 def _snapshot(pool: TinyPool) -> dict[str, list[int]]:
-    """What does not depend on when a read ends."""
+    """Return the counters that do not depend on when a read ends."""
     pool.engine.drain()
     stats = pool.engine.stats()
     names = ("accesses", "hits", "cold_misses", "promoted", "evicted", "prefetches", "bytes_read")
@@ -48,7 +48,7 @@ def _snapshot(pool: TinyPool) -> dict[str, list[int]]:
 
 
 def _effects(x: Tensor, handle: Tensor, others: Tensor) -> tuple[Tensor, ...]:
-    """Each step is seen by the next: in any other order the residencies come out differently."""
+    """A sequence of effects. In any other order the returned residencies differ."""
     ops.evict(handle, torch.arange(SPEC.experts))
     empty = ops.residency(handle) * 1
     ops.promote(handle, others)
@@ -62,7 +62,7 @@ def _effects(x: Tensor, handle: Tensor, others: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_effects_happen_and_in_order(open_pool: OpenPool, backend: str) -> None:
+def test_effects_happen_in_order(open_pool: OpenPool, backend: str) -> None:
     x, others = torch.randn(3, SPEC.experts), torch.tensor([1, 3])
     results: list[tuple[tuple[Tensor, ...], Any]] = []
     for run in (_effects, torch.compile(_effects, backend=backend, fullgraph=True)):
@@ -74,7 +74,7 @@ def test_effects_happen_and_in_order(open_pool: OpenPool, backend: str) -> None:
     for output, same in zip(compiled, expected, strict=True):
         assert torch.equal(output, same)
     assert compiled_counts == counts
-    # Two runs; the second finds what the first has left.
+    # Two runs; the second starts from the residency that the first left.
     assert counts["promoted"][5] == 2 * 4 and counts["evicted"][5] == 2 * 2 + 2 and counts["hits"][5] == 2 * 2
 
 
@@ -98,8 +98,8 @@ def test_one_compilation_serves_all_layers(open_pool: OpenPool, backend: str) ->
         for _ in range(2):
             x = torch.randn(6, SPEC.hidden)
             expected, out = _wait(plain, layers, x), _wait(pool, compiled, x)
-            # inductor may fuse what surrounds the op; a last bit then becomes a step of int8 activations here and
-            # there.
+            # inductor may fuse code around the op. A difference in the last bit may then change an int8 activation by a
+            # step.
             assert (out - expected).norm() <= 0.03 * expected.norm()
     assert counter.frame_count == 1
     assert _snapshot(pool) == _snapshot(plain)
@@ -115,7 +115,7 @@ def test_shapes_may_be_dynamic(open_pool: OpenPool) -> None:
         for tokens in (4, 7, 9, 33, 2):
             x = torch.randn(tokens, SPEC.hidden)
             assert torch.equal(compiled(x), layer(x))
-    assert counter.frame_count == 2  # the first shape as it is, then any
+    assert counter.frame_count == 2  # once for the first shape, once for dynamic shapes
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -164,10 +164,10 @@ def test_deferred_experts_survive_compilation(open_pool: OpenPool) -> None:
         return first, ops.experts_deferred(x, ids, weights, next_handle, 1, True)
 
     x, (_, weights) = torch.randn(2, SPEC.hidden), routing(SPEC, 2, 2)
-    ids = torch.randperm(SPEC.experts).view(2, 2)  # none is needed by two
+    ids = torch.randperm(SPEC.experts).view(2, 2)  # no expert is used by two tokens
     results = []
     for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
-        pool = open_pool(SPEC)  # all cold: the lesser choice of every token is deferred
+        pool = open_pool(SPEC)  # all cold: each token's choice of smaller weight is deferred
         results.append(function(x, ids, weights, pool.handle(0), pool.handle(1)))
     for value, expected in zip(results[1], results[0], strict=True):
         assert torch.equal(value, expected)
@@ -175,7 +175,7 @@ def test_deferred_experts_survive_compilation(open_pool: OpenPool) -> None:
 
 
 def test_fallbacks_survive_compilation(open_pool: OpenPool) -> None:
-    """The second call finds what was promoted after the first: both stay, and in their order."""
+    """The second call sees what was promoted after the first: both effects stay, in order."""
     low = open_pool(spec_with(SPEC, weights="int4"))
 
     def run(x: Tensor, ids: Tensor, weights: Tensor, handle: Tensor, promoted: Tensor) -> tuple[Tensor, Tensor]:

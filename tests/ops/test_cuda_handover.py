@@ -1,4 +1,4 @@
-"""A model on a CUDA device with its experts on the CPU: arguments go over, results come back."""
+"""A model on a CUDA device with its experts on the CPU: arguments are copied over, results back."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_errors_are_those_of_the_cpu(open_pool: OpenPool) -> None:
 
 
 def test_work_queued_on_the_current_stream_is_waited_for(open_pool: OpenPool) -> None:
-    """Arguments that are still being computed, on a stream that is not the default one."""
+    """The arguments are still being computed, on a stream other than the default one."""
     pool = open_pool(SPEC, in_memory=True)
     x, ids, weights = _inputs()
     expected = ops.experts(x, ids, weights, pool.handle())
@@ -121,7 +121,7 @@ def test_compiled_on_the_device(open_pool: OpenPool) -> None:
 
     expected = run(x, ids, weights, pool.handle(0), pool.handle(1))
     compiled = torch.compile(run, fullgraph=True, mode="reduce-overhead")
-    for _ in range(4):  # the third run would replay a CUDA graph, had the op allowed one
+    for _ in range(4):  # the third run would replay a CUDA graph if the op allowed one
         out = compiled(x, ids, weights, pool.handle(0), pool.handle(1))
         torch.testing.assert_close(out, expected)
         ops.evict(pool.handle(0), torch.arange(SPEC.experts))

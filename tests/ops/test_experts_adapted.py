@@ -1,5 +1,5 @@
-"""Experts with low-rank adapters: values and gradients against float64, and what they have in common with experts
-without."""
+"""Experts with low-rank adapters: values and gradients against float64, and the properties of experts without
+adapters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Adapters(NamedTuple):
 
 
 def _adapters(spec: Spec, ranks: tuple[int, int] = (5, 3)) -> Adapters:
-    """Of about the size of what they are added to; rank 0: none."""
+    """Adapters whose terms are about as large as what they are added to. Rank 0: none."""
     halves = 2 if spec.gated else 1
 
     def pair(rank: int, inner: int, *outer: int) -> tuple[Tensor | None, Tensor | None]:
@@ -82,7 +82,7 @@ def _reference(
     adapters: Adapters,
     operands: Operands = lambda rows: rows,
 ) -> Tensor:
-    """In float64; ``operands`` rounds what the products with the pool's weights take."""
+    """The result in float64. ``operands`` rounds the operands of products with the pool's weights."""
     spec, adapters = pool.spec, adapters.map(Tensor.double)
     x, weights = x.double(), weights.double()
     out = torch.zeros_like(x)
@@ -135,7 +135,7 @@ def test_values_and_gradients_agree_with_float64(open_pool: OpenPool, spec: Spec
         gradients = _gradients(pool, x, ids, weights, adapters, grad)
         references = _gradients(pool, x.double(), ids, weights.double(), adapters, grad, _reference)
         for gradient, reference in zip(gradients, references, strict=True):
-            assert relative_error(gradient, reference) < 1e-4  # a routing weight's is one sum, whose terms may cancel
+            assert relative_error(gradient, reference) < 1e-4  # terms of a routing weight's may cancel
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int4"])
@@ -165,13 +165,13 @@ def test_bits_do_not_depend_on_residency_or_chunks(open_pool: OpenPool, seed: in
         for gradient, same in zip(_gradients(pool, x, ids, weights, adapters, grad), expected_gradients, strict=True):
             assert torch.equal(gradient, same)
         assert pool.count("cold_misses") > 0
-    # Of few rows each: no gemm whose bits depend on how many there are.
+    # Calls of few rows use no gemm, whose bits would depend on the number of rows.
     alone = torch.cat([_run(whole, x[i : i + 1], ids[i : i + 1], weights[i : i + 1], adapters) for i in range(30)])
     chunked = open_pool(spec, in_memory=True, workspace=1)
     assert torch.equal(_run(chunked, x, ids, weights, adapters), alone)
 
 
-def test_wherever_the_factors_lie(open_pool: OpenPool) -> None:
+def test_factors_of_any_strides(open_pool: OpenPool) -> None:
     spec = Spec(bias=True)
     pool = open_pool(spec, in_memory=True)
     x, grad = torch.randn(2, 12, spec.hidden)
@@ -214,7 +214,7 @@ def test_autocast_around_the_backward_changes_no_bit(open_pool: OpenPool) -> Non
     assert all(torch.equal(gradient, same) for gradient, same in zip(found, expected, strict=True))
 
 
-def test_experts_that_are_not_chosen_cost_and_get_nothing(open_pool: OpenPool) -> None:
+def test_experts_that_are_not_chosen_are_not_read_and_have_zero_gradient(open_pool: OpenPool) -> None:
     spec = Spec()
     pool = open_pool(spec, slots=4)
     x, grad = torch.randn(2, 7, spec.hidden)
@@ -274,7 +274,7 @@ def test_a_training_step_compiles_as_one_graph(open_pool: OpenPool, backend: str
     torch._dynamo.reset()
 
 
-def test_grouped_low_rank_is_what_is_added_unfused() -> None:
+def test_grouped_low_rank_agrees_with_float64() -> None:
     rows, experts = torch.randn(11, 6, dtype=torch.float64), 5
     offsets = torch.tensor([0, 0, 4, 4, 10, 11])
     a, b = torch.randn(experts, 3, 6, dtype=torch.float64), torch.randn(experts, 3, 7, dtype=torch.float64)

@@ -38,7 +38,7 @@ def _gradients(
 
 
 def _expected(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of exact activations: the gradient passes straight through their rounding."""
+    """Gradients with exact activations: their rounding counts as the identity (straight-through)."""
     x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
     return torch.autograd.grad(pool.weights.reference(x, ids, weights), (x, weights), grad.double())
 
@@ -52,7 +52,7 @@ def test_agrees_with_autograd_in_float64(open_pool: OpenPool, spec: Spec) -> Non
         gradients = _gradients(pool, x, ids, weights, grad)
         for gradient, expected in zip(gradients, _expected(pool, x, ids, weights, grad), strict=True):
             assert gradient.shape == expected.shape
-            assert relative_error(gradient, expected) < 1e-4  # a routing weight's is one sum, whose terms may cancel
+            assert relative_error(gradient, expected) < 1e-4  # terms of a routing weight's may cancel
 
 
 def test_beyond_the_limit_of_swigluoai_there_is_no_gradient(open_pool: OpenPool) -> None:
@@ -63,13 +63,13 @@ def test_beyond_the_limit_of_swigluoai_there_is_no_gradient(open_pool: OpenPool)
     gradients = _gradients(pool, x * 8, ids, weights, grad)
     for gradient, expected in zip(gradients, _expected(pool, x * 8, ids, weights, grad), strict=True):
         assert relative_error(gradient, expected) < 1e-5
-    # As is a gate that is far below zero.
+    # Nor has a gate that is far below zero.
     x_grad, weights_grad = _gradients(pool, x * 1e9, ids, weights, grad)
     assert not x_grad.any() and weights_grad.all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_have_the_dtypes_of_what_they_belong_to(open_pool: OpenPool, dtype: torch.dtype) -> None:
+def test_gradients_have_the_dtypes_of_their_inputs(open_pool: OpenPool, dtype: torch.dtype) -> None:
     spec = Spec()
     pool = open_pool(spec, in_memory=True)
     x, grad = torch.randn(2, 11, spec.hidden).to(dtype)
@@ -117,7 +117,7 @@ def test_no_tokens_and_no_choices(open_pool: OpenPool) -> None:
         assert torch.equal(x_grad, torch.zeros_like(x)) and weights_grad.shape == weights.shape
 
 
-def test_only_what_is_asked_for_gets_a_gradient(open_pool: OpenPool) -> None:
+def test_only_inputs_that_require_grad_get_one(open_pool: OpenPool) -> None:
     spec = Spec()
     pool = open_pool(spec, in_memory=True)
     x, grad = torch.randn(2, 5, spec.hidden)

@@ -1,4 +1,4 @@
-"""experts_deferred: cold experts of least weight land one layer later, each exactly once, and are counted apart."""
+"""experts_deferred: cold experts of least weight are added one layer later, exactly once, and counted apart."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _without(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, left_out: Tensor, layer: int = 0) -> Tensor:
-    """The layer without the choices that a mask names."""
+    """The layer's output without the choices of the mask ``left_out``."""
     return ops.experts(x, ids.masked_fill(left_out, SPEC.experts), weights, pool.handle(layer), True)
 
 
 def _left_out(ids: Tensor, weights: Tensor, cold: Tensor, count: int) -> Tensor:
-    """A mask of the ``count`` cold choices of least weight per token, less those of experts that some token needs
-    now."""
+    """A mask of the ``count`` cold choices of least weight per token, except experts that some token needs now."""
     ranked = weights.masked_fill(~cold, 2.0).argsort(dim=1)[:, :count]
     least = torch.zeros_like(cold).scatter(1, ranked, True) & cold
     return least & ~torch.isin(ids, ids[~least])
@@ -59,12 +58,12 @@ def test_resident_experts_are_never_deferred(pool: TinyPool) -> None:
 
 
 @pytest.mark.parametrize("deferred", [1, 2, TOP_K])
-def test_the_least_weighty_cold_experts_land_in_the_next_layer(pool: TinyPool, deferred: int) -> None:
+def test_cold_experts_of_least_weight_are_added_in_the_next_layer(pool: TinyPool, deferred: int) -> None:
     x, ids, weights = _inputs()
     resident = torch.tensor([0, 3, 5])
     ops.promote(pool.handle(), resident)
     first = ops.experts_deferred(x, ids, weights, pool.handle(0), deferred, False)
-    pool.engine.drain()  # what was deferred is being read meanwhile
+    pool.engine.drain()  # the deferred experts are being read meanwhile
     assert set(ids.flatten().tolist()) <= pool.ready()
 
     left_out = _left_out(ids, weights, ~torch.isin(ids, resident), deferred)
@@ -111,7 +110,7 @@ def test_the_last_layer_defers_nothing(pool: TinyPool) -> None:
     assert torch.equal(again, ops.experts(x, ids, weights, pool.handle(0)))
 
 
-def test_what_an_aborted_forward_left_is_dropped(pool: TinyPool, open_pool: OpenPool) -> None:
+def test_the_remainder_of_an_aborted_forward_is_dropped(pool: TinyPool, open_pool: OpenPool) -> None:
     x, ids, weights = _inputs()
     other = open_pool(SPEC, in_memory=True)
     followers = {
@@ -132,14 +131,14 @@ def test_what_an_aborted_forward_left_is_dropped(pool: TinyPool, open_pool: Open
 def test_threads_do_not_get_each_others_remainder(pool: TinyPool) -> None:
     x, ids, weights = _inputs()
     first = ops.experts_deferred(x, ids, weights, pool.handle(0), TOP_K, False)
-    elsewhere: list[Tensor] = []
+    outputs: list[Tensor] = []
     thread = threading.Thread(
-        target=lambda: elsewhere.append(ops.experts_deferred(x, ids, weights, pool.handle(1), 0, False))
+        target=lambda: outputs.append(ops.experts_deferred(x, ids, weights, pool.handle(1), 0, False))
     )
     thread.start()
     thread.join()
     second = ops.experts(x, ids, weights, pool.handle(1))
-    assert torch.equal(elsewhere[0], second)
+    assert torch.equal(outputs[0], second)
     here = ops.experts_deferred(x, ids, weights, pool.handle(1), 0, False)
     assert not first.any()
     assert torch.equal(here, second + ops.experts(x, ids, weights, pool.handle(0)))
@@ -159,11 +158,11 @@ def test_deferred_experts_are_counted_apart(pool: TinyPool) -> None:
     assert (layer.hits + layer.cold_misses + layer.deferred, layer.inflight_misses) == (layer.accesses, 0)
     assert sum(layer.experts.deferred) == layer.deferred and sum(layer.experts.accesses) == layer.accesses
     assert (layer.forwards, following.forwards, following.deferred) == (1, 1, 0)
-    assert layer.prefetches == following.prefetches == 0  # a forward has asked for what is deferred
+    assert layer.prefetches == following.prefetches == 0  # reads of deferred experts are demand reads
 
 
-def test_what_is_deferred_is_read_once_in_a_small_pool(open_pool: OpenPool) -> None:
-    """The next layer gives up its own predecessors for its reads, but not what it still comes for."""
+def test_deferred_experts_are_read_once_in_a_small_pool(open_pool: OpenPool) -> None:
+    """The next layer evicts its own earlier experts for its reads, not the deferred ones it still needs."""
     pool = open_pool(SPEC, slots=12, policy="heat")
     for layer in (0, 1, 0, 1, 0, 1):
         x, weights = torch.randn(1, SPEC.hidden), torch.rand(1, 4)
@@ -193,14 +192,14 @@ def test_sentinels_are_neither_used_nor_deferred(pool: TinyPool) -> None:
     )
 
 
-def test_a_read_that_fails_reaches_the_forward_that_comes_for_it(open_pool: OpenPool) -> None:
+def test_a_failed_deferred_read_raises_in_the_next_layer(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, faults={"eio_always": 1.0, "seed": 5})
     x, ids, weights = _inputs()
     first = ops.experts_deferred(x, ids, weights, pool.handle(0), TOP_K, False)  # waits for nothing
     assert not first.any()
     with pytest.raises(torch_mesh.ReadError) as caught:
         ops.experts_deferred(x, ids, weights, pool.handle(1), 0, False)
-    assert caught.value.layer == 1  # its own come first
+    assert caught.value.layer == 1  # its own reads fail first
     pool.engine.drain()
     pool.engine.validate()
     assert pool.engine.pinned() == 0
@@ -221,7 +220,7 @@ def test_an_error_drops_the_remainder(pool: TinyPool) -> None:
 
 
 def test_two_forwards_at_once(open_pool: OpenPool) -> None:
-    """On a pool that is too small for both, each gets the whole sum of its own layers."""
+    """On a pool too small for both, each forward gets the complete sums of its own layers."""
     pool = open_pool(SPEC, slots=10)
     errors: list[float] = []
 

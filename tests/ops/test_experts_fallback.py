@@ -1,4 +1,4 @@
-"""experts_fallback: what is cold is computed from the records of another pool, and the own pool learns of it."""
+"""experts_fallback: cold experts are computed from another pool's records, and the main pool counts their use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch_mesh
 from torch_mesh import _C
 
 SPEC = Spec(layers=2, experts=24)
-# Experts of their own, so that a product tells which pool it is of.
+# The fallbacks have other weights, so that a product shows which pool it is from.
 LOW = spec_with(SPEC, weights="int4")
 TOKENS, TOP_K = 6, 4
 EVERY = torch.arange(SPEC.experts)
@@ -39,12 +39,12 @@ def _call(pool: TinyPool, low: TinyPool, x: Tensor, ids: Tensor, weights: Tensor
 
 
 def _mixed(pool: TinyPool, low: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, fallbacks: Tensor) -> Tensor:
-    """By definition, with a mask [tokens, k] of the choices that fallbacks compute."""
+    """The expected output, with a mask [tokens, k] of the choices that fallbacks compute."""
     exact = ops.experts(x, ids.masked_fill(fallbacks, SPEC.experts), weights, pool.handle(), True)
     return ops.experts(x, ids.masked_fill(~fallbacks, SPEC.experts), weights, low.handle(), True) + exact
 
 
-def test_what_is_resident_is_exact(pool: TinyPool, low: TinyPool) -> None:
+def test_resident_experts_are_exact(pool: TinyPool, low: TinyPool) -> None:
     x, ids, weights = _inputs()
     ops.promote(pool.handle(), EVERY)
     assert torch.equal(_call(pool, low, x, ids, weights), ops.experts(x, ids, weights, pool.handle()))
@@ -52,7 +52,7 @@ def test_what_is_resident_is_exact(pool: TinyPool, low: TinyPool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_cold_is_computed_by_fallbacks(pool: TinyPool, low: TinyPool, dtype: torch.dtype) -> None:
+def test_cold_experts_are_computed_by_fallbacks(pool: TinyPool, low: TinyPool, dtype: torch.dtype) -> None:
     x, ids, weights = _inputs()
     x = x.bfloat16().to(dtype)
     resident = torch.tensor([0, 3, 5, 8, 9, 17])
@@ -71,7 +71,7 @@ def test_what_is_cold_is_computed_by_fallbacks(pool: TinyPool, low: TinyPool, dt
         "cold_misses": (0, len(apart - warm)),
         "forwards": (1, 1),
     }
-    # Rounded once: the two sums are added in fp32.
+    # The two sums are added in fp32 and rounded once.
     assert torch.equal(out, _mixed(pool, low, x.float(), ids, weights, cold).to(dtype))
 
 
@@ -87,8 +87,8 @@ def test_a_fallback_has_its_expert_read_for_the_next_time(pool: TinyPool, low: T
     assert pool.count("prefetches_used") == len(used)
 
 
-def test_no_expert_is_kept_twice(open_pool: OpenPool, pool: TinyPool) -> None:
-    """What a call has seen in both pools goes from that of the fallbacks."""
+def test_an_expert_in_both_pools_is_evicted_from_the_fallbacks(open_pool: OpenPool, pool: TinyPool) -> None:
+    """A call evicts an expert that it finds in both pools from the pool of fallbacks."""
     low = open_pool(LOW, slots=2 * SPEC.experts - 1)
     x, ids, weights = _inputs(1)
     ops.promote(pool.handle(), torch.tensor([ids[0, 0], ids[0, 1]]))
@@ -98,7 +98,7 @@ def test_no_expert_is_kept_twice(open_pool: OpenPool, pool: TinyPool) -> None:
     assert torch.equal(out, _mixed(pool, low, x, ids, weights, torch.arange(TOP_K).unsqueeze(0) >= 2))
 
 
-def test_a_pool_that_holds_every_fallback_gives_none_up(pool: TinyPool, low: TinyPool) -> None:
+def test_a_pool_that_holds_every_fallback_evicts_none(pool: TinyPool, low: TinyPool) -> None:
     x, ids, weights = _inputs(1)
     ops.promote(pool.handle(), torch.tensor([ids[0, 0], ids[0, 1]]))
     ops.promote(low.handle(), EVERY)
@@ -106,7 +106,7 @@ def test_a_pool_that_holds_every_fallback_gives_none_up(pool: TinyPool, low: Tin
     assert low.ready() == set(EVERY.tolist())
 
 
-def test_what_is_being_read_is_waited_for_only_where_no_fallback_is_there(open_pool: OpenPool) -> None:
+def test_pending_reads_are_waited_for_only_without_a_fallback(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, faults={"seed": 1, "delay": 1.0, "max_delay": 0.3})
     low = open_pool(LOW)
     x, weights = torch.randn(1, SPEC.hidden), torch.rand(1, 2)
@@ -119,8 +119,8 @@ def test_what_is_being_read_is_waited_for_only_where_no_fallback_is_there(open_p
     assert low.count("cold_misses") == 1 and pool.count("inflight_misses") + pool.count("hits") >= 1
 
 
-def test_heat_gives_a_slot_to_what_is_used_often(open_pool: OpenPool) -> None:
-    """One use does not push out what is used all the time; many do."""
+def test_heat_gives_slots_to_experts_that_are_used_often(open_pool: OpenPool) -> None:
+    """One use of an expert does not evict one that is used all the time; many uses do."""
     pool, low = open_pool(SPEC, slots=4, policy="heat"), open_pool(LOW)
     ids, weights = torch.tensor([[0, 1, 2, 3]]), torch.rand(1, TOP_K)
 
@@ -140,7 +140,7 @@ def test_heat_gives_a_slot_to_what_is_used_often(open_pool: OpenPool) -> None:
     pool.engine.validate()
 
 
-def test_guesses_are_read_as_fallbacks(open_pool: OpenPool, low: TinyPool) -> None:
+def test_predicted_experts_are_read_as_fallbacks(open_pool: OpenPool, low: TinyPool) -> None:
     pool = open_pool(SPEC, slots=40)
     x, ids, weights = _inputs(1)
     router = torch.randn(SPEC.experts, SPEC.hidden)
@@ -167,7 +167,7 @@ def test_no_tokens_and_sentinels(pool: TinyPool, low: TinyPool) -> None:
     assert not _call(pool, low, x, torch.full_like(ids, SPEC.experts), weights, True).any()
 
 
-def test_a_failed_read_of_a_fallback_is_an_error_and_passes(open_pool: OpenPool, pool: TinyPool) -> None:
+def test_a_failed_read_of_a_fallback_raises_and_the_next_call_succeeds(open_pool: OpenPool, pool: TinyPool) -> None:
     low = open_pool(LOW, faults={"eio_always": 1.0, "seed": 5})
     x, ids, weights = _inputs()
     with pytest.raises(torch_mesh.ReadError) as caught:
@@ -177,7 +177,7 @@ def test_a_failed_read_of_a_fallback_is_an_error_and_passes(open_pool: OpenPool,
         engine.drain()
         engine.validate()
         assert engine.pinned() == 0
-    out = _call(pool, low, x, ids, weights)  # what failed has been read ahead in full
+    out = _call(pool, low, x, ids, weights)  # the main pool has read the experts meanwhile
     assert torch.equal(out, ops.experts(x, ids, weights, pool.handle()))
 
 
@@ -191,7 +191,7 @@ def test_a_failed_read_ahead_reaches_no_forward(open_pool: OpenPool, low: TinyPo
 
 
 def test_two_forwards_at_once_on_small_pools(open_pool: OpenPool) -> None:
-    """Each choice is computed by the one pool or the other, and nobody waits for ever."""
+    """Each choice is computed by one pool or the other, and no forward waits for ever."""
     pool, low = open_pool(SPEC, slots=4, timeout=20.0), open_pool(LOW, slots=4, timeout=20.0)
     exact, fallbacks = open_pool(SPEC, in_memory=True), open_pool(LOW, in_memory=True)
     done: list[int] = []

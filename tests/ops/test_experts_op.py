@@ -201,8 +201,8 @@ def test_dtypes_and_strides_of_arguments_do_not_matter(open_pool: OpenPool) -> N
     assert torch.equal(repeated, repeated[:1].expand(6, -1))
 
 
-def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
-    """Only of prompts may the number of rows that an expert gets choose another kernel, within rounding."""
+def test_a_tokens_output_does_not_depend_on_its_batch(open_pool: OpenPool) -> None:
+    """In prompts an expert's number of rows may select another kernel, which changes only rounding."""
     for weights in WEIGHTS:
         spec = Spec(weights=weights)
         pool = open_pool(spec, in_memory=True)
@@ -212,7 +212,7 @@ def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
         alone = torch.cat(
             [ops.experts(x[i : i + 1], ids[i : i + 1], gates[i : i + 1], pool.handle()) for i in range(33)]
         )
-        # Sums of floats differ in their order, and a hidden value may then be rounded the other way.
+        # Floats are summed in another order, which may change the rounding of a hidden value.
         if weights in FLOAT_PRODUCTS:
             assert relative_error(together, alone) < 1e-3
         else:
@@ -220,10 +220,8 @@ def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
 
 
 @pytest.mark.parametrize(("weights", "spread"), each_once_quick(WEIGHTS, [False, True]))
-def test_a_token_of_a_decode_step_has_the_bits_that_it_has_alone(
-    open_pool: OpenPool, weights: str, spread: bool
-) -> None:
-    """Also where all of them are of one expert: what is verified beside others must be what it would have been."""
+def test_a_decode_tokens_bits_do_not_depend_on_other_tokens(open_pool: OpenPool, weights: str, spread: bool) -> None:
+    """Also if all tokens use the same experts: drafts verified together must get the bits of plain decoding."""
     spec = Spec(weights=weights, hidden=328, intermediate=200)
     pool = open_pool(spec, in_memory=True)
     x = torch.randn(_C.MAX_DECODE_ROWS, spec.hidden).bfloat16()
@@ -271,7 +269,7 @@ def test_sentinels_are_skipped(open_pool: OpenPool, top_k: int) -> None:
     ids, gates = routing(spec, 12, top_k, sentinels=True)
     ids[0] = spec.experts
     ids[7] = torch.iinfo(torch.int32).max
-    gates[7] = float("nan")  # expert parallelism leaves anything behind a sentinel
+    gates[7] = float("nan")  # expert parallelism leaves arbitrary weights at sentinels
     out = ops.experts(x, ids, gates, pool.handle(), True)
     assert torch.equal(out[[0, 7]], torch.zeros(2, spec.hidden))
     here = ids < spec.experts
@@ -281,7 +279,7 @@ def test_sentinels_are_skipped(open_pool: OpenPool, top_k: int) -> None:
 
 @pytest.mark.parametrize("weights", every_other_quick(WEIGHTS, 1))
 def test_a_tiny_workspace_gives_equal_results(open_pool: OpenPool, weights: str) -> None:
-    """Chunks of one token: only the rows per expert change."""
+    """With chunks of one token only the rows per expert change."""
     spec = Spec(weights=weights)
     x = torch.randn(50, spec.hidden)
     ids, gates = routing(spec, 50, 4)
@@ -290,7 +288,7 @@ def test_a_tiny_workspace_gives_equal_results(open_pool: OpenPool, weights: str)
     for workspace in (1, 10_000, 60_000):
         pool = open_pool(spec, slots=4, workspace=workspace)
         out = ops.experts(x, ids, gates, pool.handle())
-        if weights in FLOAT_PRODUCTS:  # whose sums are floats, here of another order
+        if weights in FLOAT_PRODUCTS:  # float sums, here in another order
             assert_agrees(out, whole.weights, x, ids, gates)
         else:
             assert torch.equal(out, expected), workspace
@@ -302,12 +300,12 @@ def test_workspace_stays_within_what_was_given(open_pool: OpenPool) -> None:
     pool = open_pool(spec, in_memory=True, workspace=200_000)
     ids, gates = routing(spec, 500, 4)
     ops.experts(torch.randn(500, spec.hidden), ids, gates, pool.handle())
-    # Rounding of each buffer to cache lines, and of an expert's rows likewise.
+    # Each buffer and each expert's rows are rounded up to cache lines.
     assert pool.engine.describe()["workspace_bytes"] <= 200_000 + 64 * (3 + spec.experts)
 
 
-# Loads the extension alone: importing the package takes longer than all the rest.
-# The instruction set is chosen when the extension is loaded: by a child each, which forks from a process with torch.
+# Loads the extension alone, since importing the package takes longer than everything else.
+# Loading the extension selects the instruction set, so each gets a child, forked from a process that imported torch.
 _RUN_EXPERTS = """
 import importlib.util, os, sys, torch
 extension, folder, *isas = sys.argv[1:]
@@ -359,11 +357,11 @@ def test_integer_formats_give_the_same_bits_on_every_instruction_set(
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_subnormal_weights_count_whatever_torch_does_with_subnormals(open_pool: OpenPool, tokens: int) -> None:
+def test_subnormal_weights_count_even_if_torch_flushes_subnormals(open_pool: OpenPool, tokens: int) -> None:
     spec = Spec(weights="fp8", group_size=0, hidden=64, intermediate=64, gated=False, activation="relu2", experts=1)
     pool = open_pool(spec, in_memory=True)
     record = pool.weights.records[0][0].clone()
-    block = record[: 2 * (256 + 64 * 64)].view(2, -1)  # of up and of down: scales, then codes
+    block = record[: 2 * (256 + 64 * 64)].view(2, -1)  # up and down: scales, then codes
     block[:, 256:] &= 0x87
     pool.engine.fill(0, 0, record.numpy())
     values = ops.unpack(record, "fp8", 0, 64, 64, False, False)
@@ -372,7 +370,7 @@ def test_subnormal_weights_count_whatever_torch_does_with_subnormals(open_pool: 
     arguments = (x, torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), pool.handle())
     usual = ops.experts(*arguments)
     hidden = (x.double() @ up.T).relu().square().bfloat16().double()
-    assert relative_error(usual, hidden @ down.T) < 2**-8  # x's dtype
+    assert relative_error(usual, hidden @ down.T) < 2**-8  # the precision of x's dtype
     try:
         torch.set_flush_denormal(True)
         assert torch.equal(ops.experts(*arguments), usual)
@@ -381,7 +379,7 @@ def test_subnormal_weights_count_whatever_torch_does_with_subnormals(open_pool: 
 
 
 def test_allocates_nothing_but_its_output(open_pool: OpenPool) -> None:
-    """Of tensor memory; tests/engine counts what the engine allocates."""
+    """Counts tensor memory; tests/engine counts the engine's own allocations."""
     spec = Spec()
     pool = open_pool(spec)
     x = torch.randn(1, spec.hidden, dtype=torch.bfloat16)

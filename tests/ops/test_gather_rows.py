@@ -1,4 +1,4 @@
-"""gather_rows and prefetch_rows: the rows of the table, bit for bit, and the errors of an embedding and of a pool."""
+"""gather_rows and prefetch_rows: the table's rows, bit for bit, with the errors of an embedding and of a pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_mesh import _C, _testing
 from torch_mesh.formats import FORMATS, TABLE_FORMATS
 
 ROWS, DIM = 1000, 160
-PATIENCE = 60  # seconds: under a busy machine a child or a thread may take long; a hang takes for ever
+PATIENCE = 60  # seconds: a child or a thread may be slow on a busy machine; this detects a hang
 # With this seed the first read takes about half of it.
 SLOW = {"seed": 0, "delay": 1, "max_delay": 3.0}
 
@@ -87,8 +87,8 @@ def test_rows_in_codes_become_their_values(weights: str, io: str, tmp_path: Path
 
 @pytest.mark.parametrize("weights", TABLE_FORMATS)
 @pytest.mark.parametrize("dim", [1, 31, 33, 160, 1000])
-def test_codes_are_the_nearest_of_their_scale(weights: str, dim: int) -> None:
-    """In float64. Halfway between two codes either is."""
+def test_codes_are_the_nearest_for_their_scale(weights: str, dim: int) -> None:
+    """Computed in float64. Halfway between two codes either may be chosen."""
     values = (torch.randn(40, dim) * torch.logspace(-20, 20, 40)[:, None]).numpy()
     coded = _C.code_rows(weights, 0, values)
     group = FORMATS[weights].table_group or dim
@@ -106,7 +106,7 @@ def test_codes_are_the_nearest_of_their_scale(weights: str, dim: int) -> None:
 
 @pytest.mark.parametrize("weights", TABLE_FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_values_without_a_code(weights: str, bad: float) -> None:
+def test_non_finite_values_have_no_code(weights: str, bad: float) -> None:
     values = torch.randn(9, 33)
     values[6, 32] = bad
     with pytest.raises(ValueError, match=rf"row 106 has a value that is not finite, and {weights} has no code for it"):
@@ -190,7 +190,7 @@ def test_wrong_arguments(files: RowFiles, tables: _C.Tables) -> None:
     for wrong, message in ((handle[:2], "a torch_mesh handle"), (handle_of(tables, 3), r"names table 3.*\[0, 3\)")):
         with pytest.raises(ValueError, match=message):
             ops.gather_rows(torch.tensor([1]), wrong, DIM, torch.bfloat16)
-    with pytest.raises(torch_mesh.PoolClosedError):  # the id of tables is never that of a pool
+    with pytest.raises(torch_mesh.PoolClosedError):  # ids of tables and pools differ
         ops.residency(handle)
     with pytest.raises(TypeError, match="knows no rows="):
         files.open(rows=3)
@@ -289,7 +289,7 @@ def test_close_ends_a_gather_that_waits(files: RowFiles) -> None:
     assert len(failed) == 1
 
 
-# Gathers, closings and the end of a process whose reads last for a day.
+# Gathers, closes and exits in a process whose reads last for a day.
 STUCK = """
 import functools, os, signal, sys, threading, time
 from pathlib import Path
@@ -360,7 +360,7 @@ print("at the end", flush=True)
 
 
 @pytest.mark.parametrize("io", first_quick("threads", "uring", "buffered"))
-def test_reads_that_never_end_hold_up_neither_close_nor_del_nor_exit(io: str, tmp_path: Path) -> None:
+def test_reads_that_never_end_do_not_block_close_del_or_exit(io: str, tmp_path: Path) -> None:
     if io == "uring" and (why := _C.features()["uring"]):
         pytest.skip(why)
     done = warm.run(STUCK, tmp_path, io)
@@ -369,7 +369,7 @@ def test_reads_that_never_end_hold_up_neither_close_nor_del_nor_exit(io: str, tm
 
 
 @pytest.mark.parametrize("files", first_quick(raw_files, padded_files), indirect=True)
-def test_forked_children_are_told_so(files: RowFiles, tables: _C.Tables) -> None:
+def test_forked_children_get_an_error(files: RowFiles, tables: _C.Tables) -> None:
     gather(files, tables, torch.tensor([1, 2]))
     for _ in range(20):
         child = os.fork()
@@ -388,8 +388,8 @@ def test_forked_children_are_told_so(files: RowFiles, tables: _C.Tables) -> None
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("files", [raw_files], indirect=True)
 @pytest.mark.parametrize("children", first_quick(40, 400))
-def test_no_child_hangs_wherever_its_parents_threads_are(files: RowFiles, tables: _C.Tables, children: int) -> None:
-    """Each fork may come while another thread holds a lock: of the registry, of tables, or of their reader."""
+def test_no_forked_child_hangs_on_its_parents_locks(files: RowFiles, tables: _C.Tables, children: int) -> None:
+    """Another thread may hold a lock of the registry, of tables or of their reader during a fork."""
     ending = threading.Event()
     handle = handle_of(tables)
 
@@ -428,7 +428,7 @@ def test_no_child_hangs_wherever_its_parents_threads_are(files: RowFiles, tables
                 child = os.fork()
                 if child == 0:
                     try:
-                        signal.alarm(PATIENCE)  # ends it where it hangs
+                        signal.alarm(PATIENCE)  # kills a child that hangs
                         os._exit(sum(1 << at for at, call in enumerate(calls) if not is_refused(call)))
                     finally:
                         os._exit(255)
@@ -450,7 +450,7 @@ def test_opcheck(files: RowFiles, tables: _C.Tables, shape: tuple[int, ...]) -> 
     torch.library.opcheck(ops.prefetch_rows.default, (ids, handle_of(tables)))
 
 
-def test_it_compiles_without_graph_breaks(files: RowFiles, tables: _C.Tables) -> None:
+def test_gather_rows_compiles_without_graph_breaks(files: RowFiles, tables: _C.Tables) -> None:
     handle = handle_of(tables)
 
     def looked_up(ids: Tensor) -> Tensor:

@@ -40,12 +40,12 @@ def _name(spec: Spec) -> str:
 
 
 def _features(spec: Spec, projection: int) -> tuple[int, int]:
-    """in, out"""
+    """(in, out) features of a projection."""
     return ((spec.hidden, spec.gate_up_features), (spec.intermediate, spec.hidden))[projection]
 
 
 def _offsets(*rows: int) -> Tensor:
-    """Of experts with that many rows each."""
+    """Offsets of experts with these numbers of rows."""
     return torch.tensor([0, *rows]).cumsum(0)
 
 
@@ -66,10 +66,8 @@ ROWS = [
 
 @pytest.mark.parametrize("projection", [0, 1])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_token_of_a_decode_step_has_the_bits_that_it_has_alone(
-    open_pool: OpenPool, weights: str, projection: int
-) -> None:
-    """All of them take every expert."""
+def test_a_decode_tokens_bits_do_not_depend_on_other_tokens(open_pool: OpenPool, weights: str, projection: int) -> None:
+    """Every token uses every expert."""
     spec = Spec(weights=weights, hidden=328, intermediate=200)
     pool = open_pool(spec, in_memory=True)
     features, out_features = _features(spec, projection)
@@ -112,7 +110,7 @@ def test_the_result_has_the_dtype_of_x(open_pool: OpenPool, dtype: torch.dtype) 
     assert torch.equal(out, ops.grouped_linear(x.t().contiguous().t(), offsets.int(), pool.handle(), 0, 80))
 
 
-def test_rows_behind_the_last_offset_are_no_experts(open_pool: OpenPool) -> None:
+def test_rows_behind_the_last_offset_belong_to_no_expert(open_pool: OpenPool) -> None:
     spec = Spec()
     pool = open_pool(spec, slots=3)
     for rows in (ROWS[0], ROWS[1], (0,) * 8):
@@ -149,7 +147,7 @@ def test_a_tiny_workspace_and_pool_give_equal_results(open_pool: OpenPool, weigh
     expected = ops.grouped_linear(x, offsets, open_pool(spec, in_memory=True).handle(), 0, features)
     for workspace in (1, 3000):
         out = ops.grouped_linear(x, offsets, open_pool(spec, slots=1, workspace=workspace).handle(), 0, features)
-        if weights in FLOAT_PRODUCTS:  # whose sums are floats
+        if weights in FLOAT_PRODUCTS:  # float sums
             assert relative_error(out, expected) < 1e-5
         else:
             assert torch.equal(out, expected)

@@ -36,14 +36,14 @@ def test_agrees_with_float64(features: int, out_features: int, kind: str, group:
         exact = x.double().flatten(0, -2)
         rounded = as_bf16(exact) if kind in ("bf16", "bf12") else as_bytes(group)(exact)
         error = out.flatten(0, -2) - F.linear(rounded, weight, bias.double())
-        # Sums in float32, and operands half way between two bytes, which may become either. The norms are those that
-        # the products of independent rows have: a single one may happen to be next to nothing.
+        # The bound allows for sums in float32, and for operands half way between two bytes, which may become either.
+        # It uses the typical norm of products of independent rows, since a single product may be close to zero.
         moved = 2.5 * (rounded - exact).norm() + 1e-5 * exact.norm()
         assert error.norm() <= moved * weight.norm() / features**0.5 + 1e-6 * bias.norm()
 
 
 @pytest.mark.parametrize("kind,group", FORMATS)
-def test_packing_rounds_little_whatever_the_strides(kind: str, group: int) -> None:
+def test_packing_error_is_small_for_any_strides(kind: str, group: int) -> None:
     weight = torch.randn(130, 200)
     packed, about = _packed(weight, kind, group)
     assert relative_error(ops.unpack_linear(packed, *about), weight) < PACKING_ERROR[kind]
@@ -51,7 +51,7 @@ def test_packing_rounds_little_whatever_the_strides(kind: str, group: int) -> No
 
 
 @pytest.mark.parametrize("kind,group", FORMATS)
-def test_rows_of_a_long_prompt_do_not_depend_on_where_they_stand(kind: str, group: int) -> None:
+def test_rows_of_a_long_prompt_do_not_depend_on_their_position(kind: str, group: int) -> None:
     packed, about = _packed(torch.randn(70, 72), kind, group)
     x = torch.randn(4096 + 37, 72)
     out = ops.linear(x, packed, None, *about)
@@ -60,7 +60,7 @@ def test_rows_of_a_long_prompt_do_not_depend_on_where_they_stand(kind: str, grou
 
 
 @pytest.mark.parametrize("kind,group", [*FORMATS, ("plain", 0)])
-def test_a_row_of_a_decode_step_has_the_bits_that_it_has_alone(kind: str, group: int) -> None:
+def test_a_decode_rows_bits_do_not_depend_on_other_rows(kind: str, group: int) -> None:
     weight = torch.randn(450, 712).bfloat16()
     if kind == "plain":
         linear = functools.partial(ops.plain_linear, weight=weight, bias=None)
@@ -123,14 +123,14 @@ def test_gradients_are_those_of_the_packed_weight(kind: str, group: int) -> None
     ops.linear(x, packed, bias, *about).backward(grad)
     assert relative_error(x.grad, grad @ weight) < 1e-5
     assert relative_error(bias.grad, grad.sum(dim=(0, 1))) < 1e-5
-    with torch.autocast("cpu", torch.bfloat16):  # rounds nothing
+    with torch.autocast("cpu", torch.bfloat16):  # autocast must not round
         again = torch.autograd.grad(ops.linear(x, packed, bias, *about), (x, bias), grad)
     assert torch.equal(again[0], x.grad) and torch.equal(again[1], bias.grad)
     assert not ops.linear(x.detach(), packed, None, *about).requires_grad
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
-def test_compiled_with_gradients_it_is_the_same(backend: str) -> None:
+def test_compiled_gradients_agree(backend: str) -> None:
     torch._dynamo.reset()
     packed, about = _packed(torch.randn(70, 72), "int8", 64)
 
@@ -148,27 +148,27 @@ def test_compiled_with_gradients_it_is_the_same(backend: str) -> None:
 
 
 @pytest.mark.parametrize("features,out_features", SIZES)
-def test_weights_as_they_stand_agree_with_float64(features: int, out_features: int) -> None:
+def test_plain_weights_agree_with_float64(features: int, out_features: int) -> None:
     wide = torch.randn(out_features, features + 5).bfloat16()
-    weight, bias = wide[:, 3 : features + 3], torch.randn(out_features).bfloat16()  # rows that are not aligned
+    weight, bias = wide[:, 3 : features + 3], torch.randn(out_features).bfloat16()  # unaligned rows
     for shape in [(0,), *ROWS, (3,), (4, 8), (3, 50)]:
         x = torch.randn(*shape, features).bfloat16()
         out = ops.plain_linear(x, weight, bias)
         assert out.shape == (*shape, out_features) and out.dtype == torch.bfloat16
         exact = F.linear(x.double(), weight.double(), bias.double())
         typical = x.double().norm() * weight.double().norm() / features**0.5 + bias.norm()
-        # Rounding is relative to the output, which is larger than typical where there are few.
+        # Rounding is relative to the output. With few values the output may be larger than its typical norm.
         assert (out.double() - exact).norm() <= 0.004 * max(typical, exact.norm())
 
 
-def test_many_rows_times_weights_as_they_stand_are_those_of_packed_ones() -> None:
+def test_plain_weights_give_the_bits_of_packed_ones_for_many_rows() -> None:
     for features, out_features in SIZES:
         weight, x = torch.randn(out_features, features).bfloat16(), torch.randn(40, features).bfloat16()
         packed, about = _packed(weight, "bf16", 0)
         assert torch.equal(ops.plain_linear(x, weight, None), ops.linear(x, packed, None, *about))
 
 
-def test_a_row_of_weights_that_is_not_finite_spoils_its_own_output() -> None:
+def test_a_non_finite_weight_affects_only_its_own_output() -> None:
     weight = torch.randn(70, 71).bfloat16()
     weight[5, 70] = float("inf")
     for rows in (1, 40):
@@ -176,7 +176,7 @@ def test_a_row_of_weights_that_is_not_finite_spoils_its_own_output() -> None:
         assert not out[:, 5].isfinite().any() and out[:, :5].isfinite().all() and out[:, 6:].isfinite().all()
 
 
-def test_weights_as_they_stand_have_to_be_bf16_in_rows() -> None:
+def test_plain_weights_must_be_bf16_with_contiguous_rows() -> None:
     x, weight = torch.randn(2, 72).bfloat16(), torch.randn(70, 72).bfloat16()
     for wrong in (weight.float(), weight.t().contiguous().t(), weight[0]):
         with pytest.raises(ValueError, match="weight must be a bfloat16 CPU matrix .* with contiguous rows; got"):
@@ -206,7 +206,7 @@ def test_wrong_arguments_say_what_was_given_and_what_is_allowed() -> None:
         ops.pack_linear(torch.randn(4), "int8", 64)
 
 
-def test_weights_as_they_stand_have_the_derivatives_of_torch() -> None:
+def test_plain_weights_have_the_derivatives_of_torch() -> None:
     x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((3, 72), (70, 72), (70,)))
     grad, tangent = torch.randn(3, 70).bfloat16(), torch.randn(3, 72).bfloat16()
     for which in ((x,), (weight,), (bias,), (x, weight, bias)):
@@ -220,7 +220,7 @@ def test_weights_as_they_stand_have_the_derivatives_of_torch() -> None:
     assert torch.equal(out, F.linear(x, weight, bias)) and torch.equal(derivative, F.linear(tangent, weight))
 
 
-def test_packed_weights_say_that_they_have_none_of_forward_mode() -> None:
+def test_packed_weights_refuse_forward_mode_derivatives() -> None:
     packed, about = _packed(torch.randn(70, 72), "int8", 64)
     x = torch.randn(3, 72)
     with pytest.raises(NotImplementedError):

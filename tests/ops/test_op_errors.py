@@ -1,4 +1,4 @@
-"""What the ops raise, what the exceptions carry, and that the pool works afterwards."""
+"""Errors of the ops: their types and attributes. The pool works afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expected(open_pool: OpenPool) -> Tensor:
 
 @pytest.mark.parametrize("sentinels", [False, True])
 @pytest.mark.parametrize(("bad", "token", "choice"), [(-1, 0, 0), (8, 2, 1), (2**40, 1, 2), (-(2**40), 6, 2)])
-def test_a_wrong_id_is_named_with_its_place(
+def test_a_wrong_id_is_named_with_its_position(
     open_pool: OpenPool, bad: int, token: int, choice: int, sentinels: bool
 ) -> None:
     pool = open_pool(SPEC, slots=4)
@@ -166,7 +166,7 @@ def test_a_failed_read_says_where(open_pool: OpenPool) -> None:
     assert pool.count("failed", 1) >= 2
 
 
-def test_a_failed_prefetch_is_nobodys_error(open_pool: OpenPool) -> None:
+def test_a_failed_prefetch_raises_nothing(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=4, faults={"seed": 1, "eio_always": 1.0})
     ops.prefetch(pool.handle(), torch.tensor([1, 5]))
     pool.engine.drain()
@@ -180,7 +180,7 @@ def test_wrong_bytes_are_a_checksum_error(open_pool: OpenPool) -> None:
     assert caught.value.layer == 0 and caught.value.expert in (1, 5) and caught.value.offset is not None
 
 
-def test_backward_raises_what_its_reads_do(open_pool: OpenPool) -> None:
+def test_backward_raises_the_errors_of_its_reads(open_pool: OpenPool) -> None:
     x = torch.randn(2, 72)
     ids, weights = routing(SPEC, 2, 2)
     pool = open_pool(SPEC, slots=2, faults={"seed": 1, "eio_always": 1.0})
@@ -190,7 +190,7 @@ def test_backward_raises_what_its_reads_do(open_pool: OpenPool) -> None:
 
 
 def test_a_pool_recovers_when_the_disk_does(open_pool: OpenPool, expected: Tensor) -> None:
-    """Half of the chunks fail every time: some experts are lost, the others are served as ever."""
+    """Half of the chunks fail each time: some calls raise, and the others are right."""
     pool = open_pool(SPEC, slots=4, verify="always", faults={"seed": 1, "bit_flip": 0.5})
     outcomes = []
     for _ in range(40):
@@ -213,7 +213,7 @@ def test_a_wait_times_out(open_pool: OpenPool) -> None:
 
 
 def _until_idle(pool: TinyPool) -> None:
-    """Past the pool's own time-out."""
+    """Wait for all reads, for longer than the pool's time-out."""
     deadline = time.monotonic() + 10
     while 1 in pool.residency() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -241,11 +241,11 @@ def test_ctrl_c_ends_the_wait_of_close(open_pool: OpenPool, expected: Tensor) ->
         pool.engine.close()
     assert forward.is_alive(), "the reads ended before the signal came"
     forward.join(timeout=60)
-    assert torch.equal(outputs[0], expected)  # nothing is taken from under it
+    assert torch.equal(outputs[0], expected)  # the running forward keeps its experts
     pool.engine.close()
 
 
-def test_what_a_signal_handler_raises_comes_out_of_the_op(open_pool: OpenPool) -> None:
+def test_an_exception_of_a_signal_handler_propagates_from_the_op(open_pool: OpenPool) -> None:
     class AlarmError(Exception):
         pass
 
@@ -288,7 +288,7 @@ def test_other_threads_run_while_an_op_waits(open_pool: OpenPool) -> None:
 
 
 def test_two_threads_on_a_small_pool(open_pool: OpenPool) -> None:
-    """Both need more than half of the slots: neither may hold what the other waits for."""
+    """Both need more than half of the slots. They must not deadlock."""
     spec = Spec(layers=2)
     exact, pool = open_pool(spec, in_memory=True), open_pool(spec, slots=3)
     inputs = [(torch.randn(5, 72), *routing(spec, 5, 4)) for _ in range(2)]
@@ -312,7 +312,7 @@ def test_two_threads_on_a_small_pool(open_pool: OpenPool) -> None:
     )
 
 
-def test_a_forked_child_is_told_so(open_pool: OpenPool) -> None:
+def test_a_forked_child_gets_an_error(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=4)
     _call(pool)
     child = os.fork()
@@ -320,7 +320,7 @@ def test_a_forked_child_is_told_so(open_pool: OpenPool) -> None:
         status = 1
         try:
             _call(pool)
-        except torch_mesh.ForkedProcessError as error:  # a model that was loaded in the child would hang in OpenMP
+        except torch_mesh.ForkedProcessError as error:  # loading a model in the child would hang in OpenMP
             status = int("get_context('spawn')" not in str(error))
         finally:
             os._exit(status)
@@ -343,7 +343,7 @@ def test_a_forked_child_is_told_so(open_pool: OpenPool) -> None:
         ("faults", {"max_delay": 2e9}, "max_delay is 2000000000.000000 seconds; allowed: 0 to 1000000000"),
     ],
 )
-def test_what_no_machine_has_is_refused(open_pool: OpenPool, option: str, value: Any, message: str) -> None:
+def test_impossible_values_are_refused(open_pool: OpenPool, option: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_pool(SPEC, slots=4, **{option: value})
 
@@ -363,14 +363,14 @@ def test_an_option_of_another_name_or_type_is_refused(options: dict[str, Any], m
         _C.Engine(**{"source": None, **engine_options(SPEC), **options})
 
 
-def test_an_option_that_every_engine_needs_is_asked_for() -> None:
+def test_a_missing_required_option_is_named() -> None:
     options = engine_options(SPEC)
     del options["policy"]
     with pytest.raises(TypeError, match="Engine needs policy="):
         _C.Engine(source=None, **options)
 
 
-def test_the_longest_time_out_is_no_short_one(open_pool: OpenPool) -> None:
+def test_the_longest_time_out_does_not_overflow(open_pool: OpenPool) -> None:
     slow = {"seed": 1, "delay": 1.0, "max_delay": 0.05}
     pool = open_pool(SPEC, slots=4, timeout=_C.MAX_TIMEOUT, faults=slow)
     _call(pool)
@@ -379,7 +379,7 @@ def test_the_longest_time_out_is_no_short_one(open_pool: OpenPool) -> None:
         pool.engine.wait_for_forwards(0, 10, 9.3e9)
 
 
-def test_an_engine_follows_torch_as_far_as_it_can(open_pool: OpenPool) -> None:
+def test_an_engine_takes_torchs_threads_up_to_its_limit(open_pool: OpenPool) -> None:
     before = torch.get_num_threads()
     pools = [open_pool(SPEC, slots=4, threads=0)]
     try:
@@ -390,7 +390,7 @@ def test_an_engine_follows_torch_as_far_as_it_can(open_pool: OpenPool) -> None:
     assert [pool.engine.describe()["threads"] for pool in pools] == [before, _C.MAX_THREADS]
 
 
-def test_an_engine_takes_as_many_threads_as_it_says(open_pool: OpenPool, expected: Tensor) -> None:
+def test_an_engine_works_with_its_limit_of_threads(open_pool: OpenPool, expected: Tensor) -> None:
     assert torch.equal(_call(open_pool(SPEC, slots=4, threads=_C.MAX_THREADS)), expected)
 
 

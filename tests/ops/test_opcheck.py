@@ -1,4 +1,4 @@
-"""What torch itself checks of a custom op, for every op and kind of argument; and what the schemas promise."""
+"""torch.library.opcheck for every op and kind of argument, and properties of the schemas."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_samples_cover_every_op(open_pool: OpenPool) -> None:
 
 @pytest.mark.parametrize("index", range(SAMPLES))
 def test_opcheck(open_pool: OpenPool, index: int) -> None:
-    # All resident and staying so: opcheck compares runs of the same call.
+    # All experts stay resident, since opcheck compares repeated runs of a call.
     pool = open_pool(SPEC)
     for layer in range(SPEC.layers):
         ops.promote(pool.handle(layer), torch.arange(SPEC.experts))
@@ -167,7 +167,7 @@ def test_ops_on_a_pool_are_kept_out_of_cuda_graphs() -> None:
 
 
 def test_fake_kernels_follow_the_device_of_the_activations(open_pool: OpenPool) -> None:
-    """A model on a GPU, its handles on the CPU."""
+    """The model is on a GPU and its handles are on the CPU."""
     pool = open_pool(SPEC, slots=4)
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(TOKENS, SPEC.hidden, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""pack_calibrated: the error of products is small where that of weights is not."""
+"""pack_calibrated reduces the error of products rather than that of weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Expert:
     gate: Tensor | None
     up: Tensor
     down: Tensor
-    seen: Tensor  # by gate and up, [rows, hidden]
+    seen: Tensor  # inputs of gate and up, [rows, hidden]
     seen_by_down: Tensor
 
     @classmethod
@@ -48,7 +48,7 @@ class Expert:
         return self.up if self.gate is None else torch.cat([self.gate, self.up])
 
     def pack(self, weights: str, group_size: int) -> tuple[Tensor, Tensor]:
-        """gate_up and down of its plain record."""
+        """Return gate_up and down after plain packing."""
         return self._unpack(ops.pack(*self._parts(), weights, group_size), weights, group_size)
 
     def pack_calibrated(
@@ -69,7 +69,7 @@ class Expert:
 
 
 def _correlated(inputs: int) -> Tensor:
-    """Rows whose inputs have a few causes in common and powers of their own."""
+    """Rows whose inputs share a few factors and have individual variances."""
     causes = torch.randn(2 * inputs + 64, max(1, inputs // 4)) @ torch.randn(max(1, inputs // 4), inputs)
     return (causes + torch.randn(len(causes), inputs)) * torch.rand(inputs).add(0.1)
 
@@ -88,7 +88,7 @@ def _error(rows: Tensor, weights: Tensor, packed: Tensor) -> float:
 @pytest.mark.parametrize(
     ("weights", "group_size", "gated"), all_but_pairs_thorough(FORMATS, (32, 64, 128), (True, False))
 )
-def test_products_of_correlated_inputs_are_nearer(weights: str, group_size: int, gated: bool) -> None:
+def test_products_of_correlated_inputs_have_smaller_errors(weights: str, group_size: int, gated: bool) -> None:
     for hidden, intermediate in ((192, 136), (320, 64)):
         expert = Expert.random(hidden, intermediate, gated=gated)
         plain = expert.pack(weights, group_size)
@@ -98,13 +98,13 @@ def test_products_of_correlated_inputs_are_nearer(weights: str, group_size: int,
         for rows, exact, old, new in zip(
             (expert.seen, expert.seen_by_down), (expert.gate_up, expert.down), plain, calibrated, strict=True
         ):
-            # Without what is fed within a stream, or from one to another, trellises reach .72 to .87.
-            most = 0.7 if weights in TRELLISES else 0.9
-            assert _error(rows, exact, new) < most * _error(rows, exact, old)
+            # Trellises reach only 0.72 to 0.87 without error feedback within a stream or between streams.
+            limit = 0.7 if weights in TRELLISES else 0.9
+            assert _error(rows, exact, new) < limit * _error(rows, exact, old)
 
 
 def _scales(expert: Expert, record: Tensor, group_size: int) -> Tensor:
-    """fp64 [hidden, groups] of down, as the record has them (csrc/store/record.h)."""
+    """The scales of down in the record (csrc/store/record.h), fp64 [hidden, groups]."""
     intermediate, hidden = expert.up.shape
     layout = _C.record_layout("int4", group_size, hidden, intermediate, expert.gate is not None, False)
     groups = layout["down_block_bytes"] // layout["group_bytes"]
@@ -115,8 +115,7 @@ def _scales(expert: Expert, record: Tensor, group_size: int) -> Tensor:
 
 
 def _gptq(weights: Tensor, damped: Tensor, scales: Tensor, group_size: int) -> Tensor:
-    """GPTQ (arXiv 2210.17323) as it is published, by the Cholesky factor of the inverse, in fp64 and with given
-    scales."""
+    """GPTQ as published (arXiv 2210.17323), with the Cholesky factor of the inverse, in fp64 with given scales."""
     left, upper = weights.double().clone(), torch.linalg.cholesky(torch.linalg.inv(damped.double()), upper=True)
     quantised = torch.empty_like(left)
     for k in range(left.shape[1]):
@@ -128,7 +127,7 @@ def _gptq(weights: Tensor, damped: Tensor, scales: Tensor, group_size: int) -> T
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_it_is_gptq(group_size: int) -> None:
+def test_int4_equals_gptq(group_size: int) -> None:
     for hidden, intermediate in ((100, 200), (64, 33)):
         expert = Expert.random(hidden, intermediate)
         mean = _mean(expert.seen_by_down)
@@ -137,7 +136,7 @@ def test_it_is_gptq(group_size: int) -> None:
         damped = mean.double() + moments.DAMPING * mean.diagonal().median() * torch.eye(intermediate)
         expected = _gptq(expert.down, damped, _scales(expert, record, group_size), group_size)
         found = expert.pack_calibrated("int4", group_size, *factors)[1].double()
-        # A value between two codes may fall either way, and what follows in its row with it.
+        # A value half way between two codes may become either, which then changes the rest of its row.
         same = torch.isclose(found, expected, rtol=1e-5, atol=1e-7).float().mean()
         assert same > 0.95
         assert _error(expert.seen_by_down, expert.down, found) == pytest.approx(
@@ -146,13 +145,13 @@ def test_it_is_gptq(group_size: int) -> None:
 
 
 @pytest.mark.parametrize("weights", FED_INPUT_BY_INPUT)
-def test_where_nothing_is_known_it_is_plain_packing(weights: str) -> None:
+def test_uncorrelated_moments_give_plain_packing(weights: str) -> None:
     expert = Expert.random(128, 256)
     plain = expert.pack(weights, 64)
     factors = feedback_of(torch.zeros(128, 128)), feedback_of(torch.zeros(256, 256))
     for old, new in zip(plain, expert.pack_calibrated(weights, 64, *factors), strict=True):
         assert torch.equal(old, new)
-    factors = feedback_of(torch.eye(128)), feedback_of(torch.eye(256))  # inputs that have nothing in common
+    factors = feedback_of(torch.eye(128)), feedback_of(torch.eye(256))  # uncorrelated inputs
     for exact, old, new in zip(
         (expert.gate_up, expert.down), plain, expert.pack_calibrated(weights, 64, *factors), strict=True
     ):
@@ -168,7 +167,7 @@ def test_moments_that_have_no_factors_are_refused(row: int, column: int, value: 
 
 
 @pytest.mark.parametrize("weights", TRELLISES)
-def test_where_nothing_is_known_trellises_lose_no_more_than_by_plain_packing(weights: str) -> None:
+def test_trellises_with_zero_moments_are_as_exact_as_plain_packing(weights: str) -> None:
     expert = Expert.random(100, 200)
     order = _C.calibration_order(weights)
     factors = feedback_of(torch.zeros(100, 100), *order), feedback_of(torch.zeros(200, 200), *order)
@@ -195,7 +194,7 @@ def test_inputs_that_are_always_zero(weights: str) -> None:
 
 
 @pytest.mark.parametrize(("streams", "step"), [(1, 1), (1, 4), (1, 16), (4, 1), (4, 4), (4, 16)])
-def test_the_factors_give_the_moments_back(streams: int, step: int) -> None:
+def test_the_factors_reproduce_the_moments(streams: int, step: int) -> None:
     inputs = 50
     mean = _mean(_correlated(inputs))
     damped = mean.double() + moments.DAMPING * mean.diagonal().median() * torch.eye(inputs)
@@ -206,7 +205,7 @@ def test_the_factors_give_the_moments_back(streams: int, step: int) -> None:
     together = (block == block.unsqueeze(1)).double()
     lower = torch.tril(factors.feedback, -1).double()
     assert step == 1 or (lower * together).abs().max() < 1e-5, "errors are fed to inputs that are chosen together"
-    unit = torch.linalg.inv(lower * (1 - together) + torch.eye(inputs))  # of M^T
+    unit = torch.linalg.inv(lower * (1 - together) + torch.eye(inputs))  # unit factor of M^T
     blocks = unit.T @ damped @ unit
     assert torch.allclose(blocks * (1 - together), torch.zeros(()).double(), atol=1e-3 * float(damped.abs().max()))
     assert torch.allclose(blocks.diagonal(), factors.importance.double(), rtol=1e-3)
@@ -232,9 +231,9 @@ def test_wrong_moments(name: str, change: dict[str, Tensor], message: str) -> No
         Expert.random(72, 40).record("int4", 32, given["hidden"], given["inner"])
 
 
-def test_inputs_that_dwarf_the_others_and_go_together_have_factors() -> None:
-    """As the first token's do: what fp32 loses of their sums is more than the damping, and the matrix is no longer
-    definite."""
+def test_dominant_correlated_inputs_have_factors() -> None:
+    """The first token has such inputs. The rounding of their fp32 sums exceeds the damping, so the matrix is not
+    positive definite."""
     for size in (300, 1000, 3000, 10000):
         rows = torch.randn(64, 256) * 0.05
         rows[:16] = rows[0]
@@ -245,7 +244,7 @@ def test_inputs_that_dwarf_the_others_and_go_together_have_factors() -> None:
 
 
 @pytest.mark.parametrize("weights", ["bf16", "bf12", "mxfp4", "fp8"])
-def test_formats_that_calibration_is_not_for(weights: str) -> None:
+def test_formats_without_calibration_are_refused(weights: str) -> None:
     factors = feedback_of(torch.eye(64)), feedback_of(torch.eye(64))
     with pytest.raises(ValueError, match="int8, int4, lut4"):
         Expert.random(64, 64).record(weights, 32, *factors)

@@ -92,8 +92,8 @@ def test_bf16_is_exact() -> None:
 
 
 @pytest.mark.parametrize("weights", sorted(ERROR))
-def test_packing_what_was_unpacked_is_stable(weights: str) -> None:
-    """The values that a record stands for are those that it can hold."""
+def test_packing_unpacked_values_is_stable(weights: str) -> None:
+    """A record can hold the values that it unpacks to."""
     spec = Spec(weights=weights)
     once = ops.unpack(_pack(spec, _expert(spec)), *spec.record_layout)
     gate, up = once[0].split(spec.intermediate)
@@ -155,9 +155,9 @@ def test_wrong_formats_and_sizes() -> None:
 
 
 @pytest.mark.parametrize(("weights", "bound", "most"), [("tcq2", 0.25, (0.28, 0.3)), ("tcq3", 0.125, (0.146, 0.152))])
-def test_a_trellis_leaves_little_more_than_any_code_must(weights: str, bound: float, most: tuple[float, float]) -> None:
-    """Of Gaussian weights no code of two bits leaves less than a quarter, none of three less than an eighth. Short
-    columns lose a little more."""
+def test_trellis_errors_are_near_the_theoretical_limit(weights: str, bound: float, most: tuple[float, float]) -> None:
+    """For Gaussian weights the relative error is at least 1/4 with two bits and 1/8 with three. Short columns lose a
+    little more."""
     gaussian = torch.randn(128, 512)
     record = ops.pack(None, gaussian, gaussian.T, None, None, None, weights, 128)
     up, down = ops.unpack(record, weights, 128, 512, 128, False, False)[:2]

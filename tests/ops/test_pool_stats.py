@@ -1,4 +1,4 @@
-"""Statistics of one engine, which models share: phases of ops, prefetches that fail, what a dict holds."""
+"""Statistics of one engine, which models may share: phases of ops, failed prefetches, contents of the dicts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_everything_is_in_the_dict_and_what_was_not_asked_is_not_zero(open_pool:
 
 
 class _Dead:
-    """A model that only the collector finds dead."""
+    """A model in a reference cycle, which only the garbage collector frees."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -79,8 +79,8 @@ class _Dead:
 @pytest.mark.parametrize(
     "ask", ["describe", "describe_size", "stats", "detailed_stats", "model_use", "forwards", "read_record"]
 )
-def test_a_collection_may_close_the_engine_that_is_asked(open_pool: OpenPool, ask: str) -> None:
-    """The collector runs whenever something of Python's is made, and what it closes waits for its last user."""
+def test_garbage_collection_may_close_the_engine_during_a_call(open_pool: OpenPool, ask: str) -> None:
+    """The collector may run whenever a Python object is created, and close() waits for an engine's last user."""
     arguments = {"forwards": (0,), "read_record": (0, 1)}.get(ask, ())
     failed: list[Exception] = []
     before = gc.get_threshold()
@@ -91,7 +91,7 @@ def test_a_collection_may_close_the_engine_that_is_asked(open_pool: OpenPool, as
         def close(engine: _C.Engine = engine) -> None:
             try:
                 engine.close()
-            except torch_mesh.MeshError as error:  # else it would be printed and forgotten
+            except torch_mesh.MeshError as error:  # otherwise it would be printed and ignored
                 failed.append(error)
 
         gc.collect()
@@ -102,14 +102,14 @@ def test_a_collection_may_close_the_engine_that_is_asked(open_pool: OpenPool, as
             gc.enable()
             call(*arguments)
         except torch_mesh.PoolClosedError:
-            pass  # the collector was first
+            pass  # the engine was closed before the call
         finally:
             gc.enable()
             gc.set_threshold(*before)
     assert not failed
 
 
-def test_what_is_no_forward_counts_as_none(open_pool: OpenPool) -> None:
+def test_calls_other_than_forwards_are_not_counted_as_forwards(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=4)
     pool.engine.read_record(0, 3)
     _testing.sum_records(pool.engine, 0, [1, 2])

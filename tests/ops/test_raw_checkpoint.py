@@ -1,4 +1,4 @@
-"""Experts read from a checkpoint's own safetensors: packed when they land, with the bits of a converted store."""
+"""Experts read from a checkpoint's safetensors: packed after each read, with the bits of a converted store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""promote, prefetch, evict, observe and residency, and what the counters say about them."""
+"""promote, prefetch, evict, observe and residency, and their counters."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_prefetch_takes_half_of_the_slots_at_most(open_pool: OpenPool) -> None:
     assert pool.ready() == {0, 1, 2}
 
 
-def test_prefetch_does_not_evict_what_it_was_asked_for(open_pool: OpenPool) -> None:
+def test_prefetch_does_not_evict_experts_that_it_names(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=2)
     ops.promote(pool.handle(), _ids(0, 1))
     ops.prefetch(pool.handle(), _ids(1, 5, 0, 6))
@@ -106,7 +106,7 @@ def test_lookahead_prefetches_what_the_router_would_choose(open_pool: OpenPool) 
     assert 1 <= len(pool.ready(0)) <= 2
 
 
-def test_lookahead_of_a_range_of_the_experts_drops_those_of_others(tmp_path: Path, seed: int) -> None:
+def test_lookahead_of_an_expert_range_drops_experts_outside_it(tmp_path: Path, seed: int) -> None:
     experts = TinyExperts(SPEC, seed)
     arguments = experts.store(tmp_path / "store").source_arguments()
     own = slice(3, 6)
@@ -135,11 +135,11 @@ SCORINGS = {
 
 
 @pytest.mark.parametrize("scoring", sorted(SCORINGS))
-def test_a_routers_bias_is_added_to_what_it_makes_of_its_logits(open_pool: OpenPool, scoring: str) -> None:
+def test_a_routers_bias_is_added_to_its_scores(open_pool: OpenPool, scoring: str) -> None:
     pool = open_pool(SPEC, slots=12)
     x, router = torch.randn(1, SPEC.hidden), torch.randn(8, SPEC.hidden) / SPEC.hidden**0.5
     score = SCORINGS[scoring]
-    # The bias turns the order of the scores round, but for one expert that it leaves the first.
+    # The bias reverses the order of the scores, except that one expert stays first.
     bias = -1.5 * score(x @ router.t())[0]
     bias[3] += 10
     chosen = (score(x @ router.t()) + bias).topk(3).indices[0].tolist()
@@ -184,7 +184,7 @@ def test_experts_looks_ahead_behind_its_own_reads_and_gives_the_same_bits(open_p
     pool.engine.validate()
 
 
-def test_lookahead_is_for_decoding_and_for_pools_that_have_something_to_read(open_pool: OpenPool) -> None:
+def test_lookahead_reads_nothing_for_prompts_and_complete_pools(open_pool: OpenPool) -> None:
     router = torch.randn(8, SPEC.hidden)
     small, whole = open_pool(SPEC, slots=12), open_pool(SPEC)
     ops.lookahead(torch.randn(17, SPEC.hidden), router, small.handle(), 2)
@@ -199,7 +199,7 @@ def test_lookahead_is_for_decoding_and_for_pools_that_have_something_to_read(ope
             ops.lookahead(x, weight, small.handle(), 2)
 
 
-def test_evict_gives_up_only_what_is_named_and_resident(open_pool: OpenPool) -> None:
+def test_evict_removes_only_named_resident_experts(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=6)
     for layer in (0, 1):
         ops.promote(pool.handle(layer), _ids(0, 1, 2))
@@ -210,7 +210,7 @@ def test_evict_gives_up_only_what_is_named_and_resident(open_pool: OpenPool) -> 
     assert pool.count("cold_misses", 0) == 4
 
 
-def test_observe_makes_the_policy_keep_what_scores_high(open_pool: OpenPool) -> None:
+def test_observe_makes_the_policy_keep_high_scores(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=3, policy="lfu")
     ops.promote(pool.handle(), _ids(0, 1, 2))
     logits = torch.zeros(4, 8)
@@ -221,8 +221,8 @@ def test_observe_makes_the_policy_keep_what_scores_high(open_pool: OpenPool) -> 
     assert 1 in pool.ready()
 
 
-def test_observed_logits_that_are_no_numbers_are_ignored(open_pool: OpenPool) -> None:
-    """One NaN would otherwise stay in the heat of every expert."""
+def test_observed_non_finite_logits_are_ignored(open_pool: OpenPool) -> None:
+    """Otherwise a single NaN would stay in every expert's heat."""
     pool = open_pool(SPEC, slots=3, policy="lfu")
     ops.promote(pool.handle(), _ids(0, 1, 2))
     logits = torch.zeros(3, 8)

@@ -1,4 +1,4 @@
-"""route: a selection that leans towards resident experts, and no more than it was told to."""
+"""route: a selection biased towards resident experts, within the given limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pool(open_pool: OpenPool) -> TinyPool:
 
 
 def _with_bonus(scores: Tensor, ids: Tensor, ready: set[int], bias: float, kept: int) -> list[set[int]]:
-    """By definition: topk of the scores with the bonus added, the first ``kept`` choices before all others."""
+    """The definition: topk of the scores plus the bonus, with the first ``kept`` choices always included."""
     chosen = []
     for row, choice in zip(scores.double(), ids, strict=True):
         lifted = row.clone()
@@ -36,7 +36,7 @@ def _with_bonus(scores: Tensor, ids: Tensor, ready: set[int], bias: float, kept:
 
 @pytest.mark.parametrize("bias", [0.0, 0.03, 0.2, 1.0])
 @pytest.mark.parametrize("kept", [0, 1, TOP_K])
-def test_it_is_topk_of_scores_with_a_bonus(pool: TinyPool, bias: float, kept: int) -> None:
+def test_route_is_topk_of_scores_with_a_bonus(pool: TinyPool, bias: float, kept: int) -> None:
     scores = torch.randn(12, SPEC.experts) + 5
     ids = scores.topk(TOP_K).indices
     given = ids.clone()
@@ -69,7 +69,7 @@ def test_masked_groups_stay_masked(pool: TinyPool, mask: float) -> None:
     assert all(len(set(row)) == TOP_K for row in routed.tolist())
 
 
-def test_prompts_and_what_is_no_number_are_left_alone(pool: TinyPool) -> None:
+def test_prompts_and_nan_scores_are_left_alone(pool: TinyPool) -> None:
     rows = _C.MAX_DECODE_ROWS + 1
     scores = torch.randn(rows, SPEC.experts)
     ids = scores.topk(TOP_K).indices
@@ -80,7 +80,7 @@ def test_prompts_and_what_is_no_number_are_left_alone(pool: TinyPool) -> None:
     assert ops.route(scores[:0], ids[:0].int(), pool.handle(), 1.0, 0).shape == (0, TOP_K)
 
 
-def test_it_survives_compilation(pool: TinyPool) -> None:
+def test_route_compiles(pool: TinyPool) -> None:
     def run(scores: Tensor, handle: Tensor) -> tuple[Tensor, Tensor]:
         ids = ops.route(scores, scores.topk(TOP_K).indices, handle, 0.5, 1)
         return scores.gather(-1, ids), ids

@@ -28,22 +28,22 @@ ops = torch.ops.torch_mesh
 
 
 def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
-    """As GptOssExperts has it."""
+    """The activation of GptOssExperts."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 def clamped(gate: Tensor, up: Tensor) -> Tensor:
-    """As DeepseekV4Experts has it, with limits that many values are beyond."""
+    """The activation of DeepseekV4Experts, with limits that many values exceed."""
     return F.silu(gate.clamp(max=0.9)) * up.clamp(-0.7, 0.7)
 
 
 def softcap(gate: Tensor, up: Tensor) -> Tensor:
-    """As Inkling2Experts has it."""
+    """The activation of Inkling2Experts."""
     return torch.tanh(gate / 1.5) * 1.5 * torch.sigmoid(gate) * torch.tanh(up / 2) * 2
 
 
-# What each makes of gate and up; an expert without a gate has up = 1.
+# Each activation as a function of gate and up; an expert without a gate has up = 1.
 ACTIVATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu": lambda gate, up: F.gelu(gate) * up,
@@ -62,7 +62,7 @@ def as_bf16(rows: Tensor) -> Tensor:
 
 
 def as_bytes(group_size: int) -> Operands:
-    """A byte for each value, and for each group the scale that takes its largest magnitude to 127."""
+    """Round to a byte per value. Each group's scale takes its largest magnitude to 127."""
 
     def operands(rows: Tensor) -> Tensor:
         columns = rows.size(1)
@@ -74,27 +74,27 @@ def as_bytes(group_size: int) -> Operands:
 
 
 def cpu_operands(spec: Spec) -> Operands:
-    """What the CPU's products with such weights make of activations."""
+    """Return how the CPU's products with such weights round activations."""
     group_sizes = FORMATS[spec.weights].group_sizes
     group_size = group_sizes[0] if len(group_sizes) == 1 else spec.group_size
     return as_bf16 if spec.weights in FLOAT_PRODUCTS else as_bytes(group_size)
 
 
 WEIGHTS = sorted(FORMATS)
-FLOAT_PRODUCTS = ("bf16", "bf12", "fp8")  # others multiply bytes and add up integers
+FLOAT_PRODUCTS = ("bf16", "bf12", "fp8")  # other formats multiply bytes and add integers
 
 # Values of torch.ops.torch_mesh.residency.
 EMPTY, LOADING, READY = 0, 1, 2
 
 
 def gguf_type(weights: str) -> GGMLQuantizationType | None:
-    """Of a format that holds blocks of a GGUF file; None for others."""
+    """Return the GGUF type of a format that holds a GGUF file's blocks; None for other formats."""
     return GGMLQuantizationType.__members__.get(weights.upper()) if weights not in ("bf16", "mxfp4", "nvfp4") else None
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What experts are like. The sizes are no multiples of 64, so that padding is part of every comparison."""
+    """Describes experts. Sizes are no multiples of 64, so that every comparison includes padding."""
 
     weights: str = "int8"
     group_size: int = 32
@@ -105,10 +105,10 @@ class Spec:
     gated: bool = True
     bias: bool = False
     activation: str | None = "silu"
-    activations: tuple[str, ...] = ()  # of each layer, where they differ
+    activations: tuple[str, ...] = ()  # by layer, if they differ
 
     def __post_init__(self) -> None:
-        """GGUF's types have whole blocks alone."""
+        """Round the sizes to whole blocks for GGUF's types."""
         if kind := gguf_type(self.weights):
             block, _ = gguf.GGML_QUANT_SIZES[kind]
             for name in ("hidden", "intermediate"):
@@ -130,9 +130,9 @@ class Spec:
 
 
 class TinyExperts:
-    """Random packed experts of every layer, and the weights that the records stand for, in float64.
+    """Random packed experts of every layer, and the unpacked weights of the records in float64.
 
-    Scaled so that products keep the size of what goes in: errors are relative to outputs of about 1.
+    Scaled so that products are about as large as their inputs: errors are relative to outputs of about 1.
     """
 
     def __init__(self, spec: Spec, seed: int) -> None:
@@ -148,7 +148,7 @@ class TinyExperts:
         return [[tuple(t.double() for t in ops.unpack(record, *layout)) for record in layer] for layer in self.records]
 
     def store(self, folder: Path) -> Store:
-        """The records on disk, in ``folder`` unless they were written before."""
+        """Return the records on disk; the first call writes them to ``folder``."""
         if self._store is None:
             spec = self.spec
             plan = StorePlan(
@@ -176,9 +176,9 @@ class TinyExperts:
     def reference(
         self, x: Tensor, ids: Tensor, weights: Tensor, layer: int = 0, operands: Operands = lambda rows: rows
     ) -> Tensor:
-        """The layer in float64, differentiable in ``x`` and ``weights``; ids that name no expert add nothing.
+        """The layer in float64, differentiable in ``x`` and ``weights``. Ids that are no expert add nothing.
 
-        ``operands`` rounds what each product takes.
+        ``operands`` rounds each product's operands.
         """
         x, weights = x.double(), weights.double()
         out = torch.zeros_like(x)
@@ -230,8 +230,8 @@ OpenPool = Callable[..., TinyPool]
 
 
 def engine_options(spec: Spec, **options: Any) -> dict[str, Any]:
-    """Arguments of _C.Engine, all experts resident unless ``options`` say otherwise. ``faults``, those of
-    ``_testing.faults``: its reads have them."""
+    """Arguments of _C.Engine, with all experts resident unless ``options`` say otherwise. ``faults`` are injected into
+    its reads (``_testing.faults``)."""
     if faults := options.pop("faults", None):
         options["interpose"] = _testing.faults(**faults)
     defaults: dict[str, Any] = {
@@ -263,7 +263,7 @@ def spec_with(spec: Spec, **fields: Any) -> Spec:
 
 
 def routing(spec: Spec, tokens: int, top_k: int, sentinels: bool = False) -> tuple[Tensor, Tensor]:
-    """Distinct experts per token, or sentinels among them, and weights that sum to one."""
+    """Return distinct experts per token, with ``sentinels`` among them, and weights that sum to one."""
     scores = torch.rand(tokens, spec.experts + (2 if sentinels else 0))
     ids = scores.topk(top_k, dim=1).indices
     return ids, torch.rand(tokens, top_k).softmax(dim=1)
@@ -278,10 +278,10 @@ def assert_agrees(
     layer: int = 0,
     operands: Operands | None = None,
 ) -> None:
-    """``out`` is the layer of exact weights whose products take rounded operands, those of the CPU by default.
+    """Assert that ``out`` is the layer with exact weights and rounded operands (by default rounded as on the CPU).
 
-    The bound follows from the inputs. Sums in float32 may take an operand that lies half way between two values to the
-    other one.
+    The bound follows from the inputs. Sums in float32 may round an operand half way between two values to the other
+    one.
     """
     rounded = experts.reference(x, ids, weights, layer, operands or cpu_operands(experts.spec))
     exact = experts.reference(x, ids, weights, layer)
@@ -289,10 +289,10 @@ def assert_agrees(
 
 
 def assert_rounded(out: Tensor, rounded: Tensor, exact: Tensor, *, few: bool) -> None:
-    """``out`` is ``rounded``, up to the order of sums in float32 and where that tips the rounding of an operand.
+    """Assert that ``out`` is ``rounded``, up to the order of float32 sums and its effect on the rounding of operands.
 
-    Either is moved by at most twice what rounding moved it from ``exact``: 2.5 times where ``few`` operands make the
-    result, once where many do, since few of them lie half way.
+    The allowed distance is a multiple of that between ``rounded`` and ``exact``: 2.5 where ``few`` operands make the
+    result, 1 where many do, since few of them lie half way.
     """
     allowed = (2.5 if few else 1.0) * (rounded - exact).norm() + 1e-5 * exact.norm()
     if out.dtype in (torch.bfloat16, torch.float16):
@@ -301,7 +301,7 @@ def assert_rounded(out: Tensor, rounded: Tensor, exact: Tensor, *, few: bool) ->
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
-    """In the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     return ((value.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
@@ -335,7 +335,7 @@ def _random_record(spec: Spec, generator: torch.Generator) -> Tensor:
 
 
 def _random_blocks(spec: Spec, kind: GGMLQuantizationType, generator: torch.Generator) -> Tensor:
-    """A record of random codes, with weights of the same size as in others."""
+    """A record of random codes, with weights as large as in other formats."""
     values, size = gguf.GGML_QUANT_SIZES[kind]
     pieces, views = [], {}
     for name, rows, columns in (
