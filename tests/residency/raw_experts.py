@@ -1,4 +1,4 @@
-"""Experts as a checkpoint holds them: bf16 matrices at odd places of a file."""
+"""Experts as in a checkpoint: bf16 matrices at unaligned offsets of a file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch_mesh import _C
 
 
 class RawExperts:
-    """Random bf16 experts in a file of their own, gate and up in one piece, down in another; ``records`` are the same,
-    packed.
+    """Random bf16 experts in a file: gate and up in one piece, down in another. ``records`` are the same, packed.
 
-    Stands in for ``TinyExperts`` where an engine is opened.
+    Replaces ``TinyExperts`` where an engine is opened.
     """
 
     def __init__(self, spec: Spec, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Interrupts of the main thread while others work for it."""
+"""Interrupts of the main thread while background threads work for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _InterruptAt:
 
 
 class _Calls:
-    """Calls that take a moment, and how many of them run."""
+    """A callable that takes a moment, and the calls that are running."""
 
     def __init__(self) -> None:
         self.running: list[int] = []
@@ -60,25 +60,25 @@ def _mapped(call: _Calls) -> None:
 
 
 def _flags(call: _Calls) -> None:
-    asked, answered = Flag(), Flag()
+    requested, answered = Flag(), Flag()
 
     def answer() -> None:
-        asked.wait()
+        requested.wait()
         call(0)
         answered.set()
 
     with TaskThreads(1) as threads:
         try:
             threads.submit(answer)
-            asked.set()
+            requested.set()
             answered.wait()
         finally:
-            asked.set()
+            requested.set()
 
 
 @pytest.mark.parametrize("work", [_completed, _mapped, _flags])
-def test_an_interrupt_at_any_step_hangs_no_thread(work: Callable[[_Calls], None], tmp_path: Path) -> None:
-    """In a forked child, which ends itself when it hangs."""
+def test_an_interrupt_at_any_step_leaves_no_thread_hanging(work: Callable[[_Calls], None], tmp_path: Path) -> None:
+    """Runs in a forked child, which exits if it hangs."""
     report = tmp_path / "report"
     child = os.fork()
     if child == 0:
@@ -88,7 +88,7 @@ def test_an_interrupt_at_any_step_hangs_no_thread(work: Callable[[_Calls], None]
                 stream.write(f"step {step}\n")
                 interrupt, calls = _InterruptAt(step), _Calls()
                 sys.settrace(interrupt)
-                try:  # noqa: SIM105  contextlib's lines would be steps too
+                try:  # noqa: SIM105  the trace would count contextlib's lines as steps
                     work(calls)
                 except KeyboardInterrupt:
                     pass
@@ -104,7 +104,7 @@ def test_an_interrupt_at_any_step_hangs_no_thread(work: Callable[[_Calls], None]
     assert len(lines) > 50
 
 
-def test_errors_cancel_what_has_not_begun() -> None:
+def test_errors_cancel_tasks_that_have_not_begun() -> None:
     def fail() -> None:
         raise OSError("full")
 

@@ -1,4 +1,4 @@
-"""Where an expert is, and how it got there, does not show in a single bit of the output."""
+"""Outputs are bit-identical wherever experts are, and however they got there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECS = {
     for weights in ("bf16", "int8", "int4")
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Every read ends well; when, and in which order, is drawn.
+# Every read succeeds, at random times and in random order.
 UNRULY = {
     "delay": 0.3,
     "max_delay": 0.0003,
@@ -76,7 +76,7 @@ class Combination:
         )
 
     def kept(self) -> dict[str, object]:
-        """What the engine is told to read at once and to keep."""
+        """Options for warm start and soft pins."""
         rng = np.random.default_rng(self.seed)
         profile = np.full(LAYERS, 50), rng.integers(0, 51, (LAYERS, EXPERTS))
         return {
@@ -87,7 +87,7 @@ class Combination:
 
 
 def forward_all(engine: _C.Engine, it: Combination, hints: bool) -> list[Tensor]:
-    """Three forwards of every layer, each on what the one before gave."""
+    """Run every layer three times, each on the output of the one before."""
     generator = torch.Generator().manual_seed(it.seed)
     hidden = SPECS["bf16"].hidden
     outputs = []

@@ -48,7 +48,7 @@ def test_a_store_cut_off_is_an_error_at_the_next_read(tmp_path: Path) -> None:
     whole = path.read_bytes()
     with path.open("r+b") as file:
         file.truncate(store.manifest.locate(0, 0)[1] + 1)
-    assert torch.equal(_forward(engine, 1), right[1])  # what is resident lies in memory of the pool's own
+    assert torch.equal(_forward(engine, 1), right[1])  # resident records are in the pool's own memory
     with pytest.raises(ReadError) as caught:
         _forward(engine, 0)
     assert caught.value.layer == 0 and caught.value.file == str(path)
@@ -60,6 +60,6 @@ def test_a_store_cut_off_is_an_error_at_the_next_read(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_mmap_is_refused_with_what_to_use() -> None:
+def test_mmap_is_refused_and_the_error_names_the_alternative() -> None:
     with pytest.raises(ValueError, match="io='buffered'"):
         open_engine(TinyExperts(SPEC, seed=3), None, io="mmap")

@@ -1,4 +1,4 @@
-"""An engine is closed, a model deleted, a process ended, whatever becomes of the reads that are under way."""
+"""Closing an engine, deleting a model and ending a process work even if pending reads never end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny_pools import Spec, TinyExperts, open_engine, ops
 from torch_mesh import _C, _testing
 from torch_mesh.pool.expert_pool import _close
 
-# A hang takes for ever.
+# Seconds; only a hang takes this long.
 PATIENCE = 300.0
 
 PRELUDE = """
@@ -127,7 +127,7 @@ engine.close()
 """
 
 
-# What may pass is waited for, in two processes at once.
+# Transient errors are waited out, in two processes at once.
 LACK_MEMORY = """
 _C.features()  # the rest of it takes time as well
 child = os.fork()
@@ -145,7 +145,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def run(script: str, *arguments: str) -> str:
-    """What the program printed; fails if it does not end, or not well."""
+    """Return what the program printed; fail if it does not end or exits with an error."""
     done = warm.run(PRELUDE + script, *arguments, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -156,12 +156,12 @@ def run(script: str, *arguments: str) -> str:
     ["uring", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("threads", "buffered"))],
     indirect=True,
 )
-def test_reads_that_never_end_hold_up_neither_close_nor_del_nor_exit(reader: str, tmp_path: Path) -> None:
+def test_reads_that_never_end_do_not_block_close_del_or_exit(reader: str, tmp_path: Path) -> None:
     assert run(STUCK, str(tmp_path / "store"), reader).split("\n") == ["interrupted", "at the end", ""]
 
 
 @pytest.mark.thorough
-def test_a_ring_that_may_be_made_and_not_entered_is_not_used(tmp_path: Path) -> None:
+def test_io_uring_is_not_used_if_entering_the_ring_is_forbidden(tmp_path: Path) -> None:
     if why := _C.features()["uring"]:
         pytest.skip(why)
     if "no seccomp" in run(REFUSE_ENTER + FORBID_ENTER, str(tmp_path / "store")):
@@ -169,14 +169,14 @@ def test_a_ring_that_may_be_made_and_not_entered_is_not_used(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-def test_a_ring_for_whose_entries_there_is_no_memory_is_not_used(tmp_path: Path) -> None:
+def test_io_uring_is_not_used_if_entering_lacks_memory(tmp_path: Path) -> None:
     if why := _C.features()["uring"]:
         pytest.skip(why)
     if "no seccomp" in run(REFUSE_ENTER + LACK_MEMORY, str(tmp_path / "store")):
         pytest.skip("this process may not install a seccomp filter")
 
 
-def test_a_model_that_goes_says_that_its_reads_do_not_end(tmp_path: Path) -> None:
+def test_dropping_a_model_with_slow_reads_warns(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     experts = TinyExperts(Spec(), 0)
     slow = {"seed": 6.0, "delay": 1.0, "max_delay": 2.0}
@@ -184,11 +184,11 @@ def test_a_model_that_goes_says_that_its_reads_do_not_end(tmp_path: Path) -> Non
     engine = open_engine(experts, source, slots=4, timeout=0.05, faults=slow)
     begun = _testing.chunks_given()
     ops.prefetch(torch.tensor([engine.id, 0, 1]), torch.arange(2))
-    while _testing.chunks_given() == begun:  # or closing drops it
+    while _testing.chunks_given() == begun:  # else closing would drop the read before it begins
         time.sleep(0.001)
     with pytest.warns(RuntimeWarning, match="reads of a closed engine take longer than the time-out of 50 ms"):
         _close(engine, (), None, os.getpid())
     deadline = time.monotonic() + PATIENCE
-    while len(os.listdir("/proc/self/fd")) > descriptors:  # the reads end, and with them what they needed
+    while len(os.listdir("/proc/self/fd")) > descriptors:  # the files are closed once the reads have ended
         assert time.monotonic() < deadline
         time.sleep(0.05)

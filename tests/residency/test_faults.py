@@ -1,4 +1,4 @@
-"""Under any fault a forward gives the right bits or an error that says where; afterwards nothing is lost."""
+"""Under any fault a forward gives the right bits or an error that names the place. The pool stays usable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_mesh import _C, ChecksumError, PoolClosedError, ReadError, ReadTimeou
 SPEC = Spec(weights="int8", layers=3, experts=12, hidden=72, intermediate=40)
 TOP_K = 3
 
-# What is injected, and which errors it may lead to.
+# The injected faults, and the errors that each may cause.
 FAULTS: dict[str, tuple[dict[str, float], tuple[type[Exception], ...]]] = {
     "eio_once": ({"eio_once": 0.5}, ()),
     "eio_always": ({"eio_always": 0.08}, (ReadError,)),
@@ -37,12 +37,12 @@ FAULTS: dict[str, tuple[dict[str, float], tuple[type[Exception], ...]]] = {
         (ReadError, ChecksumError),
     ),
 }
-# A thousand in all, of each fault with each reader.
+# A thousand in all, over each fault with each reader.
 FORWARDS = 1000 // len(FAULTS) // (2 if _C.features()["uring"] else 3)
 
 
 class Served:
-    """The experts of SPEC on disk, a resident engine to compare with, and engines over the store."""
+    """The experts of SPEC on disk, a resident engine as the reference, and engines over the store."""
 
     def __init__(self, folder: Path) -> None:
         self.experts = TinyExperts(SPEC, seed=1)
@@ -54,7 +54,7 @@ class Served:
         return open_engine(self.experts, source, **{"slots": 8, "threads": 1, "verify": "always"} | options)
 
     def forward(self, engine: _C.Engine, layer: int, seed: int) -> Tensor:
-        """Raises what the engine raises, and fails if the bits are wrong."""
+        """Run a forward and check its bits. The engine's errors propagate."""
         x, weights, ids = batch(seed)
         out = ops.experts(x, ids, weights, handle(engine, layer))
         assert torch.equal(out, ops.experts(x, ids, weights, handle(self.resident, layer)))
@@ -72,7 +72,7 @@ class Served:
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, routing weights and ids of one to four tokens."""
+    """Return x, routing weights and ids of one to four tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = 1 + seed % 4
     weights, ids = torch.rand(tokens, SPEC.experts, generator=generator).topk(TOP_K)
@@ -95,7 +95,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def one_of_a_thousand(served: Served, engine: _C.Engine, draw: random.Random) -> str:
-    """A forward that finds its experts in whatever state: resident, being prefetched, evicted or in error."""
+    """Run a forward whose experts may be resident, being prefetched, evicted or failed."""
     layer, seed = draw.randrange(SPEC.layers), draw.randrange(2**31)
     ids = batch(seed)[2]
     hint = draw.choice([None, ops.prefetch, ops.evict])
@@ -142,7 +142,7 @@ def test_a_thousand_forwards_are_right_or_say_where_they_failed(
 
 
 def outlast_errors(served: Served, engine: _C.Engine, draw: random.Random) -> None:
-    """The same forward, repeated, comes out right: a passing error leaves no trace in the pool."""
+    """Repeat a forward until it is right: a transient error leaves no trace in the pool."""
     layer, seed = draw.randrange(SPEC.layers), draw.randrange(2**31)
     for _ in range(200):
         try:
@@ -156,7 +156,7 @@ def outlast_errors(served: Served, engine: _C.Engine, draw: random.Random) -> No
     expect_at_rest(engine)
 
 
-def test_a_bad_sector_is_an_error_each_time_and_concerns_nobody_else(served: Served, reader: str, seed: int) -> None:
+def test_a_bad_sector_fails_each_time_and_affects_no_other_expert(served: Served, reader: str, seed: int) -> None:
     engine = served.open(io=reader, faults={"seed": seed, "eio_always": 0.15})
     bad: dict[tuple[int, int], int] = {}
     for attempt in range(2):
@@ -186,18 +186,18 @@ def test_a_late_read_is_a_timeout_and_the_next_forward_is_right(served: Served, 
         one_token = 4 * (seed % 2**20 + attempt)
         begin = time.monotonic()
         with pytest.raises(ReadTimeoutError) as caught:
-            while True:  # now and then all three reads happen to be quick
+            while True:  # all reads of a forward may happen to be fast
                 served.forward(engine, layer, one_token)
                 one_token += 4
         assert time.monotonic() - begin < 10
-        if caught.value.expert is not None:  # else no slot became free
+        if caught.value.expert is not None:  # otherwise the wait for a slot timed out
             served.check_error(caught.value, layer, one_token)
         assert engine.pinned() == 0
         engine.validate()
         wait_for_reads(engine)
-        served.forward(engine, layer, one_token)  # what was late has landed since
+        served.forward(engine, layer, one_token)  # the late read has landed meanwhile
     expect_at_rest(engine)
-    engine.close(wait=False)  # which would wait no longer than the time-out
+    engine.close(wait=False)  # waiting would time out after 20 ms
 
 
 def wait_for_reads(engine: _C.Engine) -> None:
@@ -224,9 +224,7 @@ def test_closing_with_reads_under_way_waits_for_their_buffers(served: Served, re
         engine.pinned()
 
 
-def test_a_file_cut_off_under_the_engine_is_an_error_until_it_is_whole_again(
-    tmp_path: Path, reader: str, seed: int
-) -> None:
+def test_a_truncated_file_is_an_error_until_it_is_restored(tmp_path: Path, reader: str, seed: int) -> None:
     served = Served(tmp_path)
     engine = served.open(io=reader, slots=TOP_K)
     path = served.store.folder / served.store.manifest.record_files[0].name

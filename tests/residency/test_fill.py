@@ -1,4 +1,4 @@
-"""residency.fill: experts are read into empty slots before anything asks for them."""
+"""residency.fill: experts are read into empty slots before any forward needs them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _pool(model: PreTrainedModel) -> ExpertPool:
 
 
 def _resident(model: PreTrainedModel) -> list[int]:
-    """Experts of each layer that are resident once nothing is being read any more."""
+    """Return the number of resident experts of each layer, after all reads have ended."""
     modules = list(patched_modules(model))
     _pool(model).engine.drain()
     return [int((torch.ops.torch_mesh.residency(module._mesh_handle) == 2).sum()) for module in modules]
@@ -50,6 +50,6 @@ def test_a_pool_fills_by_itself_with_an_equal_number_of_each_layer(mesh_tiny: Pa
     assert torch.equal(filled, expected)
 
 
-def test_off_reads_nothing_that_was_not_asked_for(mesh_tiny: Path) -> None:
+def test_off_reads_only_what_forwards_need(mesh_tiny: Path) -> None:
     model = _open(mesh_tiny, resident=1.0, residency={"fill": "off"})
     assert sum(_resident(model)) == 0

@@ -1,4 +1,4 @@
-"""The guard: what it does to a pool when memory runs short, and that forwards do not notice."""
+"""The memory guard: how it resizes pools when memory runs short, without effect on outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOTS = 40
 
 
 class Machine:
-    """A /proc and a memory cgroup, of version 1 or 2, with 4 GiB left under a limit of 6."""
+    """A made-up /proc and memory cgroup (version 1 or 2) with 4 GiB left of a limit of 6 GiB."""
 
     def __init__(self, root: Path, version: int) -> None:
         self.proc, self.group = root / "proc", root / "cgroup"
@@ -51,7 +51,7 @@ class Machine:
 
     @staticmethod
     def _write(file: Path, text: str) -> None:
-        # Renamed into place, as a reader of the real files never sees half of one.
+        # Renamed into place, since readers of the real files never see a partial one.
         file.with_suffix(".new").write_text(text + "\n")
         os.replace(file.with_suffix(".new"), file)
 
@@ -98,17 +98,17 @@ ABOUT = {"min_slots": 8, "max_slots": 1000, "record_bytes": 4 * MIB, "segment_sl
 @pytest.mark.parametrize(
     ("left", "slots", "wanted"),
     [
-        (512 * MIB, 800, 800),  # auto's margin, an eighth of it all, is left
-        (260 * MIB, 800, 800),  # less, but more than half of it
+        (512 * MIB, 800, 800),  # auto's margin, an eighth of the whole, is left
+        (260 * MIB, 800, 800),  # less than the margin, but more than half of it
         (100 * MIB, 800, 688),  # 3,300 MiB - 512 MiB are 43 segments of 16
         (-1000 * MIB, 800, 416),
-        (-9000 * MIB, 800, 8),  # never less than a token needs
+        (-9000 * MIB, 800, 8),  # never fewer slots than a token needs
         (620 * MIB, 800, 800),
         (900 * MIB, 800, 896),
-        (9000 * MIB, 800, 1000),  # never more than at first
+        (9000 * MIB, 800, 1000),  # never more than the original size
     ],
 )
-def test_what_the_guard_wants(left: int, slots: int, wanted: int) -> None:
+def test_wanted_slots_for_one_pool(left: int, slots: int, wanted: int) -> None:
     assert wanted_slots(left, [_pool(slots)]) == [wanted]
 
 
@@ -120,20 +120,20 @@ def _pool(slots: int, **others: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("left", "wanted"),
     [
-        (512 * MIB, [2000, 500, 8]),  # the margin is that of all pools together: an eighth of 10 GiB and more
+        (512 * MIB, [2000, 500, 8]),  # one margin for all pools: an eighth of 10 GiB and more
         (-2000 * MIB, [1392, 336, 8]),
         (-99000 * MIB, [8, 8, 8]),
     ],
 )
-def test_pools_give_up_the_same_share(left: int, wanted: list[int]) -> None:
+def test_pools_shrink_by_the_same_fraction(left: int, wanted: list[int]) -> None:
     pools = [_pool(2000, max_slots=2000), _pool(500, max_slots=500), _pool(8, max_slots=10)]
     if left > 0:
-        left = sum(pool["slot_bytes"] for pool in pools) // 7  # an eighth of what there is then
+        left = sum(pool["slot_bytes"] for pool in pools) // 7  # an eighth of the total is left
     assert wanted_slots(left, pools) == wanted
 
 
-def test_pools_come_to_rest() -> None:
-    """Whatever their sizes: what one takes must not make another give up."""
+def test_pool_sizes_converge() -> None:
+    """For any sizes: growth of one pool must not make another shrink."""
     draw = random.Random(1)
     for _ in range(300):
         pools = [_pool(0, max_slots=draw.randint(8, 4000), record_bytes=draw.randint(1, 16) * MIB) for _ in range(3)]
@@ -147,8 +147,8 @@ def test_pools_come_to_rest() -> None:
         assert history[-1] == history[-2], history
 
 
-def test_processes_that_share_a_machine_come_to_rest() -> None:
-    """Each does its part of what is missing or free, and does not look at what the others have."""
+def test_pool_sizes_of_several_processes_converge() -> None:
+    """Each process takes its part of the shortage or the free memory, without knowing the others' sizes."""
     draw = random.Random(2)
     for _ in range(300):
         ranks = draw.randint(2, 8)
@@ -160,8 +160,8 @@ def test_processes_that_share_a_machine_come_to_rest() -> None:
             sizes = [wanted_slots(left, [_pool(slots)], ranks)[0] for slots in sizes]
             history.append((left, sizes))
         assert history[-1] == history[-2], history
-        least = all(slots == ABOUT["min_slots"] for slots in sizes)
-        assert left >= 0 or least, history
+        at_minimum = all(slots == ABOUT["min_slots"] for slots in sizes)
+        assert left >= 0 or at_minimum, history
 
 
 def _without_size(pool: dict[str, int]) -> dict[str, int]:
@@ -180,7 +180,7 @@ def test_two_pools_answer_one_shortage_once(machine: Machine, experts: TinyExper
     assert _comes_true(lambda: [engine.describe_size()["slots"] for engine in engines] == [1, 1])
     assert guard.remove(engines[0]) is None
     engines[0].close()
-    machine.limit(6 * GIB)  # the other one goes on
+    machine.limit(6 * GIB)  # the guard goes on with the other pool
     assert _comes_true(lambda: engines[1].describe_size()["slots"] == SLOTS // 2)
     _end(guard, engines[1])
     engines[1].close()
@@ -195,7 +195,7 @@ def _end(guard: MemoryGuard, engine: _C.Engine) -> None:
 
 @pytest.fixture(autouse=True)
 def _logs_reach_pytest() -> Iterator[None]:
-    """torch_mesh's go where transformers' go, which keeps them from the root logger."""
+    """torch_mesh logs through transformers' logger, which does not propagate to the root logger by default."""
     transformers_logging.enable_propagation()
     yield
     transformers_logging.disable_propagation()
@@ -218,7 +218,7 @@ def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
             assert torch.equal(_output(engine, seed), output)
         machine.limit(6 * GIB)
         assert _comes_true(lambda: engine.describe_size()["slots"] == SLOTS)
-        assert _comes_true(lambda: len(caplog.records) == 2)  # it says so when it is done
+        assert _comes_true(lambda: len(caplog.records) == 2)  # it logs when it has finished
     engine.validate()
     stats = engine.detailed_stats()
     assert (stats["shrinks"], stats["grows"], stats["slots"], stats["max_slots"]) == (1, 1, SLOTS, SLOTS)
@@ -228,7 +228,7 @@ def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
 
 @pytest.mark.parametrize("machine", first_quick(2, 1), indirect=True)
 @pytest.mark.parametrize("reader", first_quick("uring", "threads", "buffered"), indirect=True)
-def test_files_that_cannot_be_read_are_said_once_and_disturb_nothing(
+def test_unreadable_files_are_logged_once_and_change_nothing(
     machine: Machine, engine: _C.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     for broken in ("MemTotal: 5 kB\n", "MemAvailable: many\n", "MemAvailable:\n", "\x00"):

@@ -1,4 +1,4 @@
-"""Fitted predictors: what they add, what is refused, and that the tokens stay what they were."""
+"""Fitted predictors: their gain in recall, what is refused, and that the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = Path(__file__).parents[1] / "data" / "text"
 
 @pytest.fixture(scope="module")
 def model(mesh_tiny: Path) -> PreTrainedModel:
-    """In float32, which processors without bf16 arithmetic multiply several times as fast."""
+    """The model in float32, which is several times as fast on processors without bf16 arithmetic."""
     return AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.float32)
 
 
@@ -55,7 +55,7 @@ def file(predictor: Predictor, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-def test_it_foretells_more_of_other_texts_than_the_routers(
+def test_a_fitted_predictor_beats_lookahead_on_other_texts(
     model: PreTrainedModel, predictor: Predictor, sequences: list[torch.Tensor]
 ) -> None:
     rows = recall(model, predictor, sequences[22:])
@@ -69,7 +69,7 @@ def test_it_foretells_more_of_other_texts_than_the_routers(
     assert gains[0] > 0.03
 
 
-def test_recall_is_that_of_a_direct_count(
+def test_recall_equals_a_direct_count(
     model: PreTrainedModel, predictor: Predictor, sequences: list[torch.Tensor]
 ) -> None:
     layers = find_experts(model)
@@ -95,7 +95,9 @@ def test_recall_is_that_of_a_direct_count(
 
 
 @pytest.mark.parametrize("tokens", [2, 8, 40])
-def test_few_tokens_do_no_harm(model: PreTrainedModel, sequences: list[torch.Tensor], tokens: int) -> None:
+def test_fitting_to_few_tokens_does_not_reduce_recall(
+    model: PreTrainedModel, sequences: list[torch.Tensor], tokens: int
+) -> None:
     rows = recall(model, fit(model, [sequences[0][:tokens]]), sequences[22:26])
     gains = [row.fitted[0] - row.lookahead[0] for row in rows if row.lookahead is not None]
     assert len(gains) == 5 and np.mean(gains) > -0.01
@@ -107,7 +109,7 @@ def test_nothing_can_be_fitted_to_single_tokens(model: PreTrainedModel, sequence
             fit(model, none)
 
 
-def test_layers_without_a_router_are_fitted_to_whom_they_chose(
+def test_layers_without_a_router_are_fitted_to_their_choices(
     model: PreTrainedModel, sequences: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_mesh.prefetch.predictor.find_router", lambda model, layer: None)
@@ -116,7 +118,7 @@ def test_layers_without_a_router_are_fitted_to_whom_they_chose(
     assert all(row.fitted[0] > 0.6 for row in rows[1:])
 
 
-def test_it_is_saved_as_it_was(predictor: Predictor, file: Path, model: PreTrainedModel) -> None:
+def test_a_saved_predictor_loads_unchanged(predictor: Predictor, file: Path, model: PreTrainedModel) -> None:
     loaded = load_predictor(file, find_experts(model))
     assert loaded.identity == predictor.identity == identity_of(model, find_experts(model))
     assert all(torch.equal(a, b) for a, b in zip(loaded.weights, predictor.weights, strict=True))
@@ -140,7 +142,7 @@ def test_a_model_reads_ahead_with_it_and_gives_the_same_tokens(mesh_tiny: Path, 
     assert all(layer.prefetches > 0 for layer in by_fitted.per_layer)
 
 
-def test_it_compiles_into_the_same_step(mesh_tiny: Path, file: Path) -> None:
+def test_prediction_compiles_into_the_decode_step(mesh_tiny: Path, file: Path) -> None:
     config = MeshConfig(resident=0.25, prefetch=file, io="threads")
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
     prompt = {"input_ids": torch.arange(3, 15).unsqueeze(0), "attention_mask": torch.ones(1, 12, dtype=torch.long)}
@@ -156,7 +158,7 @@ def test_it_compiles_into_the_same_step(mesh_tiny: Path, file: Path) -> None:
     assert torch_mesh.stats(model).per_layer[0].prefetches > 0
 
 
-def test_what_it_foretells_is_recorded_and_replayed(
+def test_predictions_are_recorded_and_replayed(
     model: PreTrainedModel, file: Path, sequences: list[torch.Tensor], tmp_path: Path
 ) -> None:
     for name, extra in (("routers", {"lookahead": True}), ("fitted", {"predictor": file})):
@@ -205,7 +207,7 @@ def _other_name(header: Any, body: bytearray) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (_other_format, "its format is 'torch_mesh predictor 2'"),
         (_no_number, "'layers.0' has values that are not finite"),
@@ -214,12 +216,16 @@ def _other_name(header: Any, body: bytearray) -> None:
         (_other_name, "fitted to another model"),
     ],
 )
-def test_damaged_files_are_refused(model: PreTrainedModel, file: Path, tmp_path: Path, change: Any, said: str) -> None:
-    with pytest.raises(StoreError, match=said):
+def test_damaged_files_are_refused(
+    model: PreTrainedModel, file: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    with pytest.raises(StoreError, match=message):
         load_predictor(_rewritten(file, tmp_path, change), find_experts(model))
 
 
-def test_any_cut_is_noticed(model: PreTrainedModel, file: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_truncated_file_is_refused(
+    model: PreTrainedModel, file: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
     data = file.read_bytes()
     for end in rng.integers(0, len(data), 20):
         (tmp_path / "cut").write_bytes(data[:end])
@@ -236,7 +242,7 @@ def test_another_model_is_refused(mesh_tiny: Path, model: PreTrainedModel, file:
     assert not list(patched_modules(other)), "a model that was refused is as it was"
     with pytest.raises(StoreError, match="cannot be read"):
         AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(prefetch=tmp_path / "none"))
-    # Formats and dtypes of the same model are the same model.
+    # Another weight format or dtype of the same model is accepted.
     for weights in ("int8", "int4"):
         config = MeshConfig(resident=0.5, weights=weights, prefetch=file)
         AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config, dtype=torch.float32)
@@ -255,7 +261,7 @@ def test_prefetch_is_a_keyword_or_a_file(value: object) -> None:
         MeshConfig(prefetch=value)
 
 
-def test_the_command_fits_and_says_what_it_adds(
+def test_the_command_fits_and_prints_the_gain(
     mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "tiny.safetensors"
@@ -267,12 +273,14 @@ def test_the_command_fits_and_says_what_it_adds(
     _generate(mesh_tiny, prefetch=out)
 
 
-def test_the_command_says_what_it_lacks(mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_what_is_missing_or_wrong(
+    mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     short, strange, binary = tmp_path / "short.txt", tmp_path / "strange.jsonl", tmp_path / "binary"
     short.write_text("In the beginning.")
     strange.write_text('{"text": "a"}\n{"words": 3}\n')
     binary.write_bytes(b"\xff\xfe")
-    for text, extra, code, said in (
+    for text, extra, code, message in (
         (short, [], 2, "but 5 are needed"),
         (strange, [], 1, "strange.jsonl, line 2: not a JSON object with a text"),
         (binary, [], 1, "is not text in UTF-8"),
@@ -282,5 +290,5 @@ def test_the_command_says_what_it_lacks(mesh_tiny: Path, tmp_path: Path, capsys:
     ):
         arguments = ["--text", str(text), "--out", str(tmp_path / "out"), *extra]
         assert main(["routing", "fit", str(mesh_tiny), *arguments]) == code
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The prefill window in a model: what a prompt reads, what it leaves to decode with, and that no token shows it."""
+"""The prefill window in a model: reads of a prompt, hit rates of decoding after it, and unchanged tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def forward(model: PreTrainedModel, ids: torch.Tensor, past: Any = None) -> Any:
         return model(input_ids=ids, past_key_values=past, use_cache=True)
 
 
-def test_no_setting_shows_in_the_logits(open_model: Callable[..., PreTrainedModel], ids: torch.Tensor) -> None:
+def test_no_setting_changes_the_logits(open_model: Callable[..., PreTrainedModel], ids: torch.Tensor) -> None:
     logits = [
         forward(open_model(prefill=prefill, workspace=workspace), ids[:, :PROMPT]).logits
         for prefill in SETTINGS
@@ -82,14 +82,14 @@ def test_off_reads_nothing_ahead(open_model: Callable[..., PreTrainedModel], ids
     assert torch_mesh.stats(model).prefetches == 0
 
 
-def test_a_prompt_of_few_experts_takes_the_ordinary_path(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_a_prompt_of_few_experts_does_not_use_the_window(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model()
-    forward(model, torch.full((1, 24), 7))  # one token over and over
+    forward(model, torch.full((1, 24), 7))  # the same token repeated
     assert torch_mesh.stats(model).prefetches == 0
 
 
 def hits_of_decode(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> float | None:
-    """Hit rate of the last DECODED tokens, the first ``prompt`` having gone in at once and those between one by one."""
+    """Return the hit rate of the last DECODED tokens, after a prompt of ``prompt`` tokens and single steps."""
     past = forward(model, ids[:, :prompt]).past_key_values if prompt else None
     for token in range(prompt, ids.size(1)):
         if token == PROMPT:
@@ -99,7 +99,7 @@ def hits_of_decode(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> fl
     return torch_mesh.stats(model).decode.hit_rate
 
 
-def test_decode_starts_with_what_the_prompt_used_most(
+def test_decode_starts_with_the_prompts_most_used_experts(
     open_model: Callable[..., PreTrainedModel], ids: torch.Tensor
 ) -> None:
     rates = {
@@ -111,7 +111,7 @@ def test_decode_starts_with_what_the_prompt_used_most(
     assert rates["prefilled"] > rates["warmed"] - 0.02, rates
 
 
-def test_a_layer_of_a_store_reads_no_other(store: Path) -> None:
+def test_a_single_layer_of_a_store_prefetches_no_other_layer(store: Path) -> None:
     layer = torch_mesh.Experts.from_store(store, 1, resident=0.25)
     hidden = layer.experts._mesh_pool.geometry.hidden
     ids = torch.rand(64, 32).topk(4).indices

@@ -1,4 +1,4 @@
-"""Profiles: files that nobody vouches for, warm starts, early experts, and that none of it shows in the output."""
+"""Profiles: untrusted files, warm starts and early experts, none of which changes the output."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _written(path: Path, fields: Any) -> Path:
     return path
 
 
-def test_a_profile_comes_back(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_profile_round_trips_through_a_file(tmp_path: Path, rng: np.random.Generator) -> None:
     tokens = rng.integers(0, 2**40, 5)
     uses = rng.integers(0, tokens[:, None] + 1, (5, 7))
     write_profile(Profile(tokens, uses, 3), tmp_path / "p.json")
@@ -84,7 +84,7 @@ def test_a_profile_comes_back(tmp_path: Path, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "message"),
     [
         ({"format": "something"}, "'format' must be 'torch_mesh profile'"),
         ({"version": 2}, "'version' is 2; this torch_mesh reads 1"),
@@ -106,9 +106,9 @@ def test_a_profile_comes_back(tmp_path: Path, rng: np.random.Generator) -> None:
         ({"uses": "many"}, "'uses' must be"),
     ],
 )
-def test_wrong_files_are_refused(tmp_path: Path, wrong: dict[str, Any], words: str) -> None:
+def test_wrong_files_are_refused(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     load_profile(_written(tmp_path / "good.json", GOOD))
-    with pytest.raises(MeshError, match=words) as raised:
+    with pytest.raises(MeshError, match=message) as raised:
         load_profile(_written(tmp_path / "wrong.json", GOOD | wrong))
     assert "wrong.json" in str(raised.value)
 
@@ -131,17 +131,17 @@ def test_damaged_files_are_refused(tmp_path: Path, rng: np.random.Generator) -> 
         load_profile(tmp_path / "none.json")
 
 
-def test_a_missing_file_is_said_with_what_writes_one(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_that_names_save_profile(mesh_tiny: Path, tmp_path: Path) -> None:
     for profile in (tmp_path / "nope.json", tmp_path / "profile" / "nope.json"):
         with pytest.raises(FileNotFoundError, match="torch_mesh.save_profile.*leave profile out") as caught:
             AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(profile=profile))
         assert caught.value.filename == str(profile)
 
 
-def test_what_a_model_uses_is_saved_and_adds_up(open_model: Open, saved: Path, tmp_path: Path) -> None:
+def test_saved_uses_of_a_model_add_up(open_model: Open, saved: Path, tmp_path: Path) -> None:
     profile = load_profile(saved)
     assert (profile.layers, profile.experts, profile.top_k) == (6, 32, 4)
-    assert (profile.tokens == 24 + 11).all()  # a prompt, and each token of the answer but the last
+    assert (profile.tokens == 24 + 11).all()  # the prompt, and all but the last token of the answer
     assert (profile.uses.sum(axis=1) == 4 * profile.tokens).all()
     model = open_model(profile=saved)
     _decode(model)
@@ -167,7 +167,7 @@ def test_nothing_to_save_is_an_error_and_leaves_no_file(open_model: Open, tmp_pa
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_warm_start_reads_the_hottest_before_anybody_asks(
+def test_a_warm_start_reads_the_hottest_experts_before_any_forward(
     open_model: Open, mesh_tiny: Path, saved: Path, raw: bool
 ) -> None:
     model = open_model(mesh_tiny, profile=saved) if raw else open_model(profile=saved)
@@ -233,21 +233,21 @@ def test_patch_takes_a_profile_too(mesh_tiny: Path, saved: Path) -> None:
 
 def test_the_profile_of_another_model_is_refused_before_anything_is_converted(mesh_tiny: Path, tmp_path: Path) -> None:
     other = _written(tmp_path / "other.json", GOOD)
-    for path, error, words in (
+    for path, error, message in (
         (other, MeshError, "another model: it has 2 layers of 3"),
         (tmp_path / "x", OSError, "x"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             AutoModelForCausalLM.from_pretrained(
                 mesh_tiny, quantization_config=MeshConfig(weights="int4", store=tmp_path / "store", profile=path)
             )
         model = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             torch_mesh.patch(model, resident=0.5, store=tmp_path / "store", profile=path)
     assert not (tmp_path / "store").exists()
 
 
-def test_a_layer_of_a_store_is_warmed_alone(store: Path, saved: Path) -> None:
+def test_a_single_layer_of_a_store_warms_only_itself(store: Path, saved: Path) -> None:
     layer = torch_mesh.Experts.from_store(store, 2, resident=0.5, io="threads", profile=saved)
     [engine] = [pool.engine for pool in pools_of(layer)]
     engine.drain()
@@ -255,7 +255,7 @@ def test_a_layer_of_a_store_is_warmed_alone(store: Path, saved: Path) -> None:
     assert promoted[2] == min(16, np.count_nonzero(load_profile(saved).uses[2])) and sum(promoted) == promoted[2]
 
 
-def test_profiles_are_of_this_process(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+def test_profiles_are_not_saved_in_or_read_from_a_config(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
     config = MeshConfig(profile=saved, residency={"early_experts": "1, 4"})
     assert "profile" not in config.to_dict()
     assert config.to_dict()["early_experts"] == (1, 4)
@@ -265,7 +265,7 @@ def test_profiles_are_of_this_process(monkeypatch: pytest.MonkeyPatch, saved: Pa
     assert MeshConfig().profile == os.fspath(saved)
 
 
-def test_a_copy_keeps_what_loading_has_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replace_keeps_values_that_loading_has_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = MeshConfig.from_dict({"quant_method": "mesh", "resident": 0.5})
     for name, value in (("stats", {"file": "x.jsonl"}), ("resident", 0.25)):  # as from_pretrained does
         setattr(stored, name, value)
@@ -276,7 +276,7 @@ def test_a_copy_keeps_what_loading_has_merged(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"residency": {"early_experts": (1, 0)}}, r"residency.early_experts=\(1, 0\) .* two positive numbers"),
         ({"residency": {"early_experts": 4}}, "residency.early_experts=4 .* two positive numbers"),
@@ -285,12 +285,12 @@ def test_a_copy_keeps_what_loading_has_merged(monkeypatch: pytest.MonkeyPatch) -
         ({"profile": ""}, "profile='' is not a file"),
     ],
 )
-def test_wrong_fields_say_what_is_allowed(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_wrong_fields_say_what_is_allowed(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         MeshConfig(**fields)
 
 
-def test_old_tokens_fade(tmp_path: Path) -> None:
+def test_counts_of_long_profiles_are_scaled_down(tmp_path: Path) -> None:
     tokens = np.array([5_000_000, 3], dtype=np.int64)
     write_profile(Profile(tokens, np.array([[5_000_000, 10], [3, 1]]), 1), tmp_path / "p.json")
     faded = pool_profile(str(tmp_path / "p.json"), 2, 2, 1)

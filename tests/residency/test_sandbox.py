@@ -1,5 +1,4 @@
-"""Machines that give a process less than others do: no thread more, no word about processors, no files of the
-kernel's."""
+"""Sandboxes: no new threads, no information about processors, hidden files of the kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hide(monkeypatch: pytest.MonkeyPatch) -> Hide:
-    """Hides files of the kernel's, as a sandbox does."""
+    """Hides files of the kernel, as a sandbox does."""
     read = Path.read_text
 
     def hide(*names: str) -> None:
@@ -55,7 +54,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Hide:
     return hide
 
 
-def test_whatever_needs_a_thread_says_what_to_raise(
+def test_a_thread_that_cannot_start_is_an_error_that_names_the_limit(
     mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     store = convert(mesh_tiny, tmp_path / "store", "int4").store
@@ -97,7 +96,7 @@ def test_a_pool_that_gets_no_thread_is_closed(
         model(torch.tensor([[1, 2, 3]]))
 
 
-def test_processors_that_nothing_is_said_of_are_counted(
+def test_processors_are_counted_without_an_affinity_mask(
     mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(process: int) -> None:
@@ -108,7 +107,7 @@ def test_processors_that_nothing_is_said_of_are_counted(
     check_other_files(convert(mesh_tiny, tmp_path / "store", "int4").store, "first")
 
 
-def test_hidden_memory_is_said_with_what_to_name(tmp_path: Path) -> None:
+def test_hidden_memory_is_an_error_that_asks_for_a_size(tmp_path: Path) -> None:
     for read in (available_bytes, anonymous_bytes):
         with pytest.raises(FileNotFoundError, match="not known") as caught:
             read(tmp_path)
@@ -118,7 +117,7 @@ def test_hidden_memory_is_said_with_what_to_name(tmp_path: Path) -> None:
         available_bytes(tmp_path)
 
 
-def test_a_named_size_is_taken_at_its_word_where_memory_is_hidden(hide: Hide) -> None:
+def test_a_given_size_is_accepted_where_memory_is_hidden(hide: Hide) -> None:
     hide("/proc/meminfo")
     sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 1 << 40}
     assert resident_slots(0.5, **sizes) == resident_slots("50TiB", **sizes) == 50
@@ -143,13 +142,13 @@ def test_a_model_runs_where_the_kernel_hides_its_files(
     capsys.readouterr()
     given = [str(mesh_tiny), "--disk-speed", "1GB/s", "--memory-speed", "20GB/s"]
     assert main(["plan", *given]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("torch-mesh: /proc/meminfo: permission denied, so how much memory is free is not known")
-    assert "--memory" in said
+    message = capsys.readouterr().err
+    assert message.startswith("torch-mesh: /proc/meminfo: permission denied, so how much memory is free is not known")
+    assert "--memory" in message
     assert main(["plan", *given, "--memory", "8GiB"]) == 0
 
 
-def test_doctor_looks_at_a_machine_that_hides_its_memory(
+def test_doctor_reports_on_a_machine_that_hides_its_memory(
     hide: Hide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

@@ -1,5 +1,4 @@
-"""Several processes over one pool: the bits that they compute, the memory that they take, and what is left of those
-that are killed."""
+"""Several processes share one pool: their bits, their memory, and the state after some are killed."""
 
 from __future__ import annotations
 
@@ -72,7 +71,9 @@ def eventually(holds: Callable[[], bool], seconds: float = 60) -> bool:
     return True
 
 
-def test_the_bits_are_those_of_a_pool_of_its_own(store: Store, socket: str, share: Callable[..., SharedPool]) -> None:
+def test_a_shared_pool_gives_the_bits_of_an_own_pool(
+    store: Store, socket: str, share: Callable[..., SharedPool]
+) -> None:
     own = open_model(store, resident=0.25)
     shared = share(resident=0.5, workers=2)
     with torch.no_grad():
@@ -90,7 +91,7 @@ def test_the_bits_are_those_of_a_pool_of_its_own(store: Store, socket: str, shar
     assert eventually(lambda: shared.lender.workers == 0 and shared.engine.pinned() == 0)
 
 
-def test_its_bf12_has_the_bits_of_bf16(mesh_tiny: Path, tmp_path: Path, socket: str) -> None:
+def test_bf12_in_a_shared_pool_has_the_bits_of_bf16(mesh_tiny: Path, tmp_path: Path, socket: str) -> None:
     own = open_model(mesh_tiny, resident=0.25)
     store = convert(mesh_tiny, tmp_path / "store", "bf12").store
     with contextlib.closing(SharedPool(store, socket, 0.5, 1)), torch.no_grad():
@@ -99,7 +100,7 @@ def test_its_bf12_has_the_bits_of_bf16(mesh_tiny: Path, tmp_path: Path, socket: 
         assert generated(model) == generated(own)
 
 
-def test_after_the_owner_a_worker_gets_an_error_and_no_wrong_token(
+def test_a_worker_gets_an_error_after_the_owner_closes(
     store: Store, socket: str, share: Callable[..., SharedPool]
 ) -> None:
     shared = share(resident=0.25, workers=1)
@@ -111,7 +112,7 @@ def test_after_the_owner_a_worker_gets_an_error_and_no_wrong_token(
     assert caught.value.layer is not None
 
 
-def test_what_it_does_not_go_with_is_said(
+def test_settings_and_stores_that_do_not_fit_are_refused(
     store: Store, mesh_tiny: Path, socket: str, tmp_path: Path, share: Callable[..., SharedPool]
 ) -> None:
     with pytest.raises(ReadError, match="torch-mesh share STORE --socket"):
@@ -148,7 +149,7 @@ def test_what_it_does_not_go_with_is_said(
 
 
 @pytest.mark.parametrize("kind", ["tables", "dense"])
-def test_auto_leaves_no_room_for_rows_and_codes_in_files(
+def test_auto_reserves_no_memory_for_rows_and_codes_in_files(
     store: Store, socket: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: 8 << 30)
@@ -158,17 +159,17 @@ def test_auto_leaves_no_room_for_rows_and_codes_in_files(
         assert pool.slots == manifest.shape.layers * manifest.shape.experts
 
 
-def test_auto_leaves_room_for_the_rest_of_each_worker(
+def test_auto_reserves_memory_for_the_rest_of_each_worker(
     store: Store, share: Callable[..., SharedPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = store.manifest
     rest = sum(file.bytes for file in manifest.other_files) + MeshConfig().workspace_bytes
-    free = 4 * rest + 100 * manifest.record_bytes * 4 // 3  # of which auto's margin is a quarter
+    free = 4 * rest + 100 * manifest.record_bytes * 4 // 3  # a quarter of which is auto's margin
     monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: free)
     assert share(resident="auto", workers=4).slots == 100
 
 
-# Of a worker: generates until it is killed, and says what, and when it began.
+# A worker: generates until it is killed, and prints the start time and the tokens of each run.
 WORK = """
 import sys, time
 import torch
@@ -191,13 +192,13 @@ class Worker:
         self.pid = self._process.pid
 
     def expect_tokens(self, since: float = 0.0) -> None:
-        """Of all runs up to the first that began at ``since`` or later."""
+        """Check the tokens of all runs up to the first that began at ``since`` or later."""
         begun = -1.0
         while begun < since:
-            said = self._process.stdout.readline().split()
-            assert said, self._process.communicate()
-            begun = float(said[0])
-            assert list(map(int, said[1:])) == self._expected
+            line = self._process.stdout.readline().split()
+            assert line, self._process.communicate()
+            begun = float(line[0])
+            assert list(map(int, line[1:])) == self._expected
 
     def kill(self) -> None:
         with self._process:
@@ -205,7 +206,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_killed_worker_leaves_no_pin_and_the_others_go_on(
+def test_a_killed_worker_leaves_no_pins_and_the_others_go_on(
     store: Store, socket: str, share: Callable[..., SharedPool], kills: int, seed: int
 ) -> None:
     draw = random.Random(seed)
@@ -239,7 +240,7 @@ def test_a_killed_worker_leaves_no_pin_and_the_others_go_on(
 
 
 def _pool_pss(pid: int) -> int:
-    """Bytes of the shared pool that count as a process's own share."""
+    """Return the bytes of the shared pool in a process's proportional set size (PSS)."""
     total, ours = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -249,7 +250,7 @@ def _pool_pss(pid: int) -> int:
     return total
 
 
-def test_workers_have_one_pool_together(store: Store, tmp_path: Path, socket: str) -> None:
+def test_workers_share_the_memory_of_one_pool(store: Store, tmp_path: Path, socket: str) -> None:
     how = ["share", store.folder, "--socket", socket, "--resident", "0.8", "--workers", "4"]
     owner = warm.start_command(*how)
     ready = owner.stdout.readline()
@@ -269,7 +270,7 @@ def test_workers_have_one_pool_together(store: Store, tmp_path: Path, socket: st
         for worker in running:
             worker.kill()
         owner.send_signal(signal.SIGINT)
-        said, errors = owner.communicate(timeout=60)
+        output, errors = owner.communicate(timeout=60)
     assert owner.returncode == 0, errors
-    assert re.search(r"Lent \d+ times, \d+ of them from memory", said)
+    assert re.search(r"Lent \d+ times, \d+ of them from memory", output)
     assert not Path(socket).exists()

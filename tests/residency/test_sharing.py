@@ -1,4 +1,4 @@
-"""Several models, several threads, forked children, and what remains of an engine that is closed."""
+"""Several models, several threads, forked children, and leaks of closed engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECS = {
     weights: Spec(weights=weights, layers=2, experts=12, hidden=72, intermediate=40) for weights in ("bf16", "int4")
 }
 UNRULY = {"delay": 0.5, "max_delay": 0.0005, "reorder": 0.3, "short_read": 0.1, "eio_once": 0.1}
-# Under a busy machine a child or a thread may take long; a hang takes for ever.
+# Seconds: a child or a thread may be slow on a busy machine; this detects a hang.
 PATIENCE = 60.0
 
 Open = Callable[..., _C.Engine]
@@ -99,7 +99,7 @@ def test_two_models_run_at_the_same_time(experts: dict[str, TinyExperts], open_c
         engine.close()
 
 
-def test_closing_under_running_forwards_ends_them_well(
+def test_closing_during_forwards_ends_them_cleanly(
     experts: dict[str, TinyExperts], open_cold: Open, reader: str, seed: int
 ) -> None:
     resident = open_engine(experts["bf16"], None, threads=1)
@@ -140,14 +140,14 @@ def test_several_threads_may_close_one_engine(open_cold: Open) -> None:
 
 
 def in_child(action: Callable[[], None]) -> int:
-    """The exit status of a forked child that runs ``action`` and leaves the way a Python program does."""
+    """Return the exit status of a forked child that runs ``action`` and exits as a Python program does."""
     child = os.fork()
     if child == 0:
         try:
             action()
             gc.collect()
             os._exit(0)
-        except BaseException as error:  # noqa: BLE001  nothing may escape into the parent's test
+        except BaseException as error:  # noqa: BLE001  no exception may continue in the parent's test code
             os.write(2, f"in the child: {type(error).__name__}: {error}\n".encode())
             os._exit(1)
     deadline = time.monotonic() + PATIENCE
@@ -172,7 +172,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(
     engine = open_cold(io=reader, threads=threads, faults={"seed": seed, "delay": 1, "max_delay": 0.05})
     run_and_compare(engine, resident, seed, forwards=3)
     handle = torch.tensor([engine.id, 0, 1])
-    ops.prefetch(handle, torch.arange(5))  # reads are under way at the fork
+    ops.prefetch(handle, torch.arange(5))  # reads are in flight at the fork
     owned = [engine]
     del engine
 
@@ -193,7 +193,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(
             except ForkedProcessError:
                 continue
             raise AssertionError(f"call {number} did not notice the fork")
-        owned.clear()  # the last reference: what garbage collection does in a child
+        owned.clear()  # drops the last reference, as garbage collection may in a child
 
     assert in_child(use_and_drop) == 0
     run_and_compare(owned[0], resident, seed + 1, forwards=10)
@@ -204,8 +204,8 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("children", first_quick(40, 150))
-def test_no_child_hangs_wherever_its_parents_threads_are(open_cold: Open, children: int, seed: int) -> None:
-    """Each fork may come while another thread holds any lock: of the registry of pools, of a pool, of a workspace."""
+def test_no_forked_child_hangs_on_its_parents_locks(open_cold: Open, children: int, seed: int) -> None:
+    """Another thread may hold any lock (registry of pools, pool, workspace) during a fork."""
     engine, ending = open_cold(), threading.Event()
     handle, ids = torch.tensor([engine.id, 0, 1]), torch.zeros(1, 1, dtype=torch.int64)
     scores = torch.zeros(1, 12)
@@ -241,7 +241,7 @@ def test_no_child_hangs_wherever_its_parents_threads_are(open_cold: Open, childr
                 child = os.fork()
                 if child == 0:
                     try:
-                        signal.alarm(int(PATIENCE))  # ends it where it hangs
+                        signal.alarm(int(PATIENCE))  # kills a child that hangs
                         os._exit(0 if all(map(refused, calls)) else 1)
                     finally:
                         os._exit(2)
@@ -273,16 +273,16 @@ def test_a_forked_child_may_open_an_engine_of_its_own(
 
 
 def anonymous_bytes() -> int:
-    """What this process has that is no file's.
+    """Return this process's anonymous memory.
 
-    Not its private memory: a page of a library becomes private when the last other process that uses the library ends.
+    Private memory would not do: a library's page becomes private when the last other process that uses it ends.
     """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 
 
 @pytest.mark.parametrize("explicit", [True, False], ids=["closed", "dropped"])
-def test_nothing_is_left_of_fifty_engines(open_cold: Open, reader: str, explicit: bool, seed: int) -> None:
+def test_fifty_engines_leak_nothing(open_cold: Open, reader: str, explicit: bool, seed: int) -> None:
     def cycle() -> None:
         engine = open_cold(io=reader)
         forward(engine.id, 0, seed)
@@ -293,15 +293,15 @@ def test_nothing_is_left_of_fifty_engines(open_cold: Open, reader: str, explicit
     def counts() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    for _ in range(5):  # what is allocated once
+    for _ in range(5):  # warm-up: some memory is allocated once
         cycle()
     before, memory = counts(), anonymous_bytes()
     for _ in range(50):
         cycle()
-    # The kernel lists a thread a moment longer than its join takes: either count may hold one that has ended.
+    # The kernel may list a thread for a moment after its join, so either count may include an ended one.
     deadline = time.monotonic() + PATIENCE
     while any(now > then for now, then in zip(counts(), before, strict=True)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(now <= then for now, then in zip(counts(), before, strict=True)), (counts(), before)
-    # A pool has five records of 32 KiB, a workspace and the reader's tables: fifty of them would not go unnoticed.
+    # A pool has five records of 32 KiB, a workspace and the reader's tables. Fifty leaked ones exceed this.
     assert anonymous_bytes() - memory < 4 << 20

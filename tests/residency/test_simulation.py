@@ -1,4 +1,4 @@
-"""What is simulated of a recorded run is what the run's own pool did."""
+"""Simulating a recorded run gives the counts of the run's own pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_mesh import _C
 from torch_mesh.routing.simulation import Hardware, simulate
 from torch_mesh.routing.traces import load_trace
 
-# Reads that end at once: what the live pool's took is nobody's to repeat.
+# Reads that end at once, since the live pool's read times cannot be reproduced.
 FAST = Hardware(expert_bytes=1e3, disk_speed=1e15, memory_speed=1e6)
 
 
@@ -54,10 +54,10 @@ def test_a_recorded_run_is_simulated_to_a_tenth_of_a_point(
 
     trace = load_trace(tmp_path / "trace.npz")
     assert trace.forwards is not None
-    assert len(trace.forwards) == 4 * 40  # a prompt, and a step for each token but the last
+    assert len(trace.forwards) == 4 * 40  # a prompt, and a step for all tokens but the last
     row = simulate(trace, "auto", resident, prefill=prefill, deferred_experts=deferred, hardware=FAST)
     accesses = live["accesses"]
-    # A read ahead that the live pool's disk had not ended yet is a hit where reads take no time.
+    # A prefetch that was still in flight in the live pool is a hit where reads take no time.
     ready = (live["hits"] + live["inflight_misses"]) / accesses
     assert row.hit_rate == pytest.approx(ready, abs=1e-3)
     assert row.wait_rate == pytest.approx(live["cold_misses"] / accesses, abs=1e-3)

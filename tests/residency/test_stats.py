@@ -1,4 +1,4 @@
-"""torch_mesh.stats, its file and its live view: what they count, and that they disturb nothing."""
+"""torch_mesh.stats, its file and its live view: correct counts without effect on forwards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _run(model: PreTrainedModel, rows: int, times: int = 1) -> torch.Tensor:
     return logits
 
 
-def test_phases_are_told_by_rows(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_phases_are_decided_by_the_number_of_rows(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model()
     _run(model, _C.MAX_DECODE_ROWS, 3)
     _run(model, _C.MAX_DECODE_ROWS + 1)
@@ -60,10 +60,10 @@ def test_phases_are_told_by_rows(open_model: Callable[..., PreTrainedModel]) -> 
     assert stats.evicted == sum(layer.evicted for layer in stats.per_layer) > 0
 
 
-def test_the_time_of_a_step_is_divided(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_the_time_of_a_step_is_broken_down(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model()
     _run(model, 1)
-    torch_mesh.reset_stats(model)  # what lies before the first step from here on is not counted
+    torch_mesh.reset_stats(model)  # time before the next step is not counted
     begin = time.perf_counter()
     _run(model, 1, 10)
     seconds = time.perf_counter() - begin
@@ -86,12 +86,12 @@ def test_experts_add_up_to_their_layer(open_model: Callable[..., PreTrainedModel
         assert max(layer.experts.accesses) <= layer.forwards
 
 
-def test_prefetches_are_used_unused_or_wait(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_prefetches_are_used_unused_or_pending(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model()
     _run(model, 1, 30)
     stats = torch_mesh.stats(model)
     assert stats.prefetches > 0
-    assert stats.prefetches - stats.prefetches_used - stats.prefetches_unused in range(49)  # the slots
+    assert stats.prefetches - stats.prefetches_used - stats.prefetches_unused in range(49)  # there are 48 slots
     assert stats.prefetch_accuracy is not None and 0 < stats.prefetch_accuracy <= 1
     assert stats.unused_prefetch_bytes % 4096 == 0
     assert stats.prefetch_error is None
@@ -107,9 +107,7 @@ def _lines(file: Path, count: int) -> list[dict[str, Any]]:
     raise AssertionError(f"{file} has not got {count} lines")
 
 
-def test_the_file_gets_a_line_every_so_many_forwards(
-    open_model: Callable[..., PreTrainedModel], tmp_path: Path
-) -> None:
+def test_the_file_gets_a_line_every_n_forwards(open_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
     file = tmp_path / "stats.jsonl"
     model = open_model(stats={"file": file, "every": 3})
     _run(model, 2, 2)
@@ -123,9 +121,7 @@ def test_the_file_gets_a_line_every_so_many_forwards(
     assert abs(written[1]["time"] - time.time()) < 60
 
 
-def test_a_line_says_what_is_resident_and_who_has_the_memory(
-    open_model: Callable[..., PreTrainedModel], tmp_path: Path
-) -> None:
+def test_a_line_has_residency_and_memory(open_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
     file = tmp_path / "stats.jsonl"
     model = open_model(stats={"file": file, "every": 2}, prefetch="off")
     _run(model, 2, 2)
@@ -158,7 +154,7 @@ def test_a_line_is_written_where_memory_cannot_be_read(
     assert len(read_report(file).runs) == 1
 
 
-def test_a_write_that_fails_is_warned_of_once(open_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+def test_a_failed_write_warns_once(open_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
     file = tmp_path / "not there" / "stats.jsonl"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -168,8 +164,10 @@ def test_a_write_that_fails_is_warned_of_once(open_model: Callable[..., PreTrain
             _run(model, 2)
             expected += 1
             time.sleep(0.05)
-        said = [str(warning.message) for warning in caught if "Statistics cannot be written" in str(warning.message)]
-        assert len(said) == 1 and str(file) in said[0]
+        messages = [
+            str(warning.message) for warning in caught if "Statistics cannot be written" in str(warning.message)
+        ]
+        assert len(messages) == 1 and str(file) in messages[0]
         assert torch_mesh.stats(model).forwards == expected
         file.parent.mkdir()
         _run(model, 2)
@@ -177,7 +175,7 @@ def test_a_write_that_fails_is_warned_of_once(open_model: Callable[..., PreTrain
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_disturbs_no_forward(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_a_full_disk_does_not_fail_forwards(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model(stats={"file": "/dev/full", "every": 1})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -199,7 +197,7 @@ def test_a_checkpoint_cannot_name_a_file_to_write(tmp_path: Path) -> None:
         MeshConfig(stats={"file": 3})
 
 
-def test_a_process_ends_well_while_it_writes(store: Path, tmp_path: Path) -> None:
+def test_a_process_exits_cleanly_while_it_writes(store: Path, tmp_path: Path) -> None:
     program = f"""
 import torch, torch_mesh
 from transformers import AutoModelForCausalLM
@@ -246,7 +244,9 @@ def test_watch_in_a_terminal_survives_the_model(open_model: Callable[..., PreTra
         pass
 
 
-def test_watch_counts_from_a_reset_after_which_more_happens(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_watch_counts_from_a_reset_even_if_counts_are_higher_after_it(
+    open_model: Callable[..., PreTrainedModel],
+) -> None:
     model = open_model(prefetch="off")
     _run(model, 1, 4)
     console, out = _console()
@@ -261,14 +261,14 @@ def test_watch_counts_from_a_reset_after_which_more_happens(open_model: Callable
 
 
 def _assert_same(found: Stats, expected: Stats) -> None:
-    """In what is counted, of each layer and in all."""
+    """Compare the counts, in total and by layer."""
     for mine, other in zip((found, *found.per_layer), (expected, *expected.per_layer), strict=True):
         for name in ("forwards", "accesses", "hits", "cold_misses", "bytes_read", "promoted", "evicted"):
             assert getattr(mine, name) == getattr(other, name), name
             assert getattr(mine.decode, name) == getattr(other.decode, name), name
 
 
-def test_what_was_counted_since_begins_at_a_reset(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_counted_since_begins_at_a_reset(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model(prefetch="off")
     _run(model, 1, 3)
     first = torch_mesh.stats(model)
@@ -284,7 +284,7 @@ def test_what_was_counted_since_begins_at_a_reset(open_model: Callable[..., PreT
     _assert_same(counted_since(second, third), third)
 
 
-def test_a_pool_that_took_anothers_place_counts_from_its_beginning(
+def test_counted_since_of_a_new_pool_counts_from_its_beginning(
     open_model: Callable[..., PreTrainedModel],
 ) -> None:
     model = open_model(prefetch="off")
@@ -297,7 +297,7 @@ def test_a_pool_that_took_anothers_place_counts_from_its_beginning(
     _assert_same(counted_since(before, now), now)
 
 
-def test_of_several_pools_each_counts_from_its_own_reset(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_each_of_several_pools_counts_from_its_own_reset(open_model: Callable[..., PreTrainedModel]) -> None:
     models = [open_model(prefetch="off"), open_model(prefetch="off")]
     both = torch.nn.ModuleList(models)
     for model in models:
@@ -312,7 +312,7 @@ def test_of_several_pools_each_counts_from_its_own_reset(open_model: Callable[..
     assert counted.accesses == sum(layer.accesses for layer in counted.per_layer)
 
 
-def test_a_report_of_a_file_notices_a_reset_after_which_more_happens(
+def test_a_report_notices_a_reset_even_if_counts_are_higher_after_it(
     open_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:
     file = tmp_path / "stats.jsonl"
@@ -329,7 +329,7 @@ def test_a_report_of_a_file_notices_a_reset_after_which_more_happens(
     assert all(0 <= stretch.stats.hit_rate <= 1 for stretch in run.stretches)
 
 
-def test_watch_wants_an_interval(open_model: Callable[..., PreTrainedModel]) -> None:
+def test_watch_refuses_an_interval_of_zero(open_model: Callable[..., PreTrainedModel]) -> None:
     with pytest.raises(ValueError, match="interval=0"), torch_mesh.watch(open_model(), interval=0):
         pass
 

@@ -1,4 +1,4 @@
-"""Made-up routing: as asked for, replayable, and like the real one that it was fitted to."""
+"""Synthetic routing: follows its parameters, is reproducible, and resembles the real trace it is fitted to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _overlap(trace: Trace) -> float:
 
 
 @pytest.mark.parametrize(("experts", "top_k", "overlap"), [(128, 8, 0.39), (64, 6, 0.2), (32, 4, 0.5)])
-def test_tokens_overlap_as_asked(seed: int, experts: int, top_k: int, overlap: float) -> None:
+def test_tokens_overlap_as_requested(seed: int, experts: int, top_k: int, overlap: float) -> None:
     trace = synthetic_trace(
         layers=6, experts=experts, top_k=top_k, prompts=12, prompt_tokens=200, overlap=overlap, seed=seed
     )
@@ -36,7 +36,7 @@ def test_a_seed_gives_the_same_trace(seed: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"overlap": 0.01}, {"overlap": 0.99}, {"top_k": 65}, {"layers": 0}])
-def test_impossible_wishes_are_refused(wrong: dict[str, float]) -> None:
+def test_impossible_parameters_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         synthetic_trace(**wrong)
 

@@ -1,4 +1,4 @@
-"""Recording traces, and reading files that nobody vouches for."""
+"""Recording traces, and reading untrusted files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _written(path: Path, **arrays: Any) -> Path:
     return path
 
 
-def test_a_trace_comes_back(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_trace_round_trips_through_a_file(tmp_path: Path, rng: np.random.Generator) -> None:
     ids = np.stack([rng.permutation(300)[:5] for _ in range(21)]).reshape(7, 3, 5).astype(np.int32)
     scores = rng.random((7, 3, 300)).astype(np.float16).astype(np.float32)
     trace = Trace("t", ids, np.array([0, 2, 7]), 300, scores=scores, forwards=np.array([0, 1, 2, 6]))
@@ -37,7 +37,7 @@ GOOD = {"ids": np.array([[[0, 1]], [[2, 1]]]), "offsets": np.array([0, 2]), "exp
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "message"),
     [
         ({"ids": np.zeros((2, 2))}, "integers"),
         ({"ids": np.zeros((0, 1, 2), int)}, "integers"),
@@ -58,9 +58,9 @@ GOOD = {"ids": np.array([[[0, 1]], [[2, 1]]]), "offsets": np.array([0, 2]), "exp
         ({"ids": np.array([{}], dtype=object)}, "not a routing trace"),
     ],
 )
-def test_wrong_files_are_refused(tmp_path: Path, wrong: dict[str, Any], words: str) -> None:
+def test_wrong_files_are_refused(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     load_trace(_written(tmp_path / "good.npz", **GOOD))
-    with pytest.raises(torch_mesh.MeshError, match=words):
+    with pytest.raises(torch_mesh.MeshError, match=message):
         load_trace(_written(tmp_path / "wrong.npz", **{**GOOD, **wrong}))
 
 
@@ -83,7 +83,7 @@ def test_damaged_files_are_refused(tmp_path: Path, rng: np.random.Generator) -> 
 
 
 def _npy(header: str) -> bytes:
-    """An array of which the file says ``header``."""
+    """Return the bytes of an npy file with this header."""
     text = header.encode("latin-1") + b"\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64)
 
@@ -106,7 +106,7 @@ def _npy(header: str) -> bytes:
     ],
 )
 @pytest.mark.parametrize("name", ["ids", "experts"])
-def test_arrays_that_say_nonsense_are_refused(tmp_path: Path, header: str, name: str) -> None:
+def test_arrays_with_invalid_headers_are_refused(tmp_path: Path, header: str, name: str) -> None:
     rest = {key: value for key, value in GOOD.items() if key != name}
     with zipfile.ZipFile(_written(tmp_path / "t.npz", **rest), "a") as archive:
         archive.writestr(f"{name}.npy", _npy(header))
@@ -128,14 +128,14 @@ def test_damaged_compression_is_refused(tmp_path: Path, rng: np.random.Generator
             load_trace(tmp_path / "t.npz")
 
 
-def test_a_trace_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
+def test_a_missing_trace_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_trace(tmp_path / "absent.npz")
     with pytest.raises(IsADirectoryError):
         load_trace(tmp_path)
 
 
-def test_recording_says_what_the_routers_chose(tmp_path: Path, mesh_tiny: Path) -> None:
+def test_recording_keeps_the_choices_of_the_routers(tmp_path: Path, mesh_tiny: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
     prompts = [torch.arange(3, 12)[None], torch.arange(40, 45)[None]]
     for name in ("plain", "patched"):
@@ -145,7 +145,7 @@ def test_recording_says_what_the_routers_chose(tmp_path: Path, mesh_tiny: Path) 
             for prompt in prompts:
                 model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         trace = load_trace(tmp_path / f"{name}.npz")
-        assert trace.offsets.tolist() == [0, 12, 20]  # the last token of each is never an input
+        assert trace.offsets.tolist() == [0, 12, 20]  # the last token of each sequence is never an input
         assert trace.forwards is not None and trace.forwards.tolist() == [0, 9, 10, 11, 12, 17, 18, 19]
         assert (trace.layers, trace.experts, trace.top_k) == (6, 32, 4)
         assert trace.scores is not None and trace.lookahead is not None
