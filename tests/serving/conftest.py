@@ -1,4 +1,4 @@
-"""A small trained model that can be served, and servers of it."""
+"""A small trained model to serve, and servers for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Write calls as <tool_call>
 
 @pytest.fixture(scope="session")
 def folder(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model in int8, with a template for chats."""
+    """The small model in int8, with a chat template."""
     destination = tmp_path_factory.mktemp("served") / "mesh-tiny-int8"
     convert(mesh_tiny, destination, "int8")
     (destination / "chat_template.jinja").write_text(TEMPLATE)
@@ -34,7 +34,7 @@ def folder(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Callable[..., Any]]:
-    """Starts servers on free ports of loopback; they end with the module, and all of their threads with them."""
+    """Starts servers on free loopback ports. They and all their threads end with the test module."""
     for needed in ("fastapi", "uvicorn", "openai", "prometheus_client"):
         pytest.importorskip(needed)
     from torch_mesh.serving.server import Server

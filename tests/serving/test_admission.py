@@ -1,4 +1,4 @@
-"""Requests that are refused: what a sequence takes is what it then takes, and what is said to fit is taken."""
+"""Admission: the predicted memory of a sequence is what it takes, and requests that are said to fit are accepted."""
 
 from __future__ import annotations
 
@@ -83,24 +83,26 @@ def _held(cache: DynamicCache) -> int:
 @pytest.mark.parametrize(
     "make", [_qwen3, _gpt_oss, *(pytest.param(make, marks=pytest.mark.slow) for make in (_deepseek, _qwen3_next))]
 )
-def test_what_a_sequence_takes_is_what_was_said(make: Callable[[], PreTrainedModel], rng: np.random.Generator) -> None:
+def test_the_predicted_memory_of_a_sequence_is_what_it_takes(
+    make: Callable[[], PreTrainedModel], rng: np.random.Generator
+) -> None:
     model = make().eval()
     computed = []
     hook = model.register_forward_hook(lambda _, __, output: computed.append(output.logits))
     needs = find_needs(model, keeps_windows=False)
     hook.remove()
-    assert all(isinstance(logits, FakeTensor) for logits in computed)  # no expert was asked for
+    assert all(isinstance(logits, FakeTensor) for logits in computed)  # computed on fake tensors, without experts
     for _ in range(2):
         tokens = int(rng.integers(20, 70))
         with torch.no_grad():
             made = model(input_ids=torch.from_numpy(rng.integers(1, 97, (1, tokens))), use_cache=True)
-        # A window is one token shorter in the cache than in the config, and has a number beside it.
+        # In the cache a window is one token shorter than in the config, and has an extra number.
         slack = sum(layer.per_token + 8 for layer in needs.layers if layer.window is not None)
         assert _held(made.past_key_values) <= needs.cache(tokens) <= _held(made.past_key_values) + slack
     assert needs.positions == POSITIONS
 
 
-def test_layers_that_keep_what_is_outside_of_their_window_count_it() -> None:
+def test_layers_that_keep_tokens_outside_their_window_count_them() -> None:
     model = _gpt_oss()
     kept, given_up = (find_needs(model, keeps_windows=keeps) for keeps in (True, False))
     assert kept.cache(16) == given_up.cache(16) and kept.cache(100) > given_up.cache(100)
@@ -108,12 +110,12 @@ def test_layers_that_keep_what_is_outside_of_their_window_count_it() -> None:
 
 @pytest.fixture
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Leaves so many bytes for keys and values."""
+    """Sets the number of bytes that are left for keys and values."""
     return lambda free: monkeypatch.setattr(admission, "left_bytes", lambda: admission.RESERVE_BYTES + free)
 
 
 @pytest.mark.parametrize("make", [_qwen3, _gpt_oss])
-def test_what_it_says_would_fit_does(
+def test_sizes_that_an_error_suggests_are_accepted(
     make: Callable[[], PreTrainedModel], short_of_memory: Callable[[int], None], rng: np.random.Generator
 ) -> None:
     model = make()
@@ -130,7 +132,7 @@ def test_what_it_says_would_fit_does(
     door.check(prompt, fits, known=0, held=0)
     with pytest.raises(RequestTooLongError):
         door.check(prompt, fits + 1, known=0, held=0)
-    known = prompt // 2  # of which only the other half is computed
+    known = prompt // 2  # only the other half is computed
     short_of_memory(door.needs.peak(prompt - known, prompt, prompt + new))
     door.check(prompt, new, known=known, held=0)
     with pytest.raises(RequestTooLongError):
@@ -144,7 +146,7 @@ def test_what_it_says_would_fit_does(
     door.check(prompt, 1, known=prompt - fits // 2, held=needed)
 
 
-def test_positions_are_those_of_the_model(short_of_memory: Callable[[int], None]) -> None:
+def test_positions_are_limited_by_the_model(short_of_memory: Callable[[int], None]) -> None:
     model = _qwen3()
     door = Admission(model, find_needs(model, keeps_windows=True))
     short_of_memory(2**40)
@@ -155,7 +157,7 @@ def test_positions_are_those_of_the_model(short_of_memory: Callable[[int], None]
         door.check(POSITIONS, 1, known=0, held=0)
 
 
-def test_conversations_go_before_a_request_is_refused(
+def test_kept_conversations_are_dropped_before_a_request_is_refused(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     model = _qwen3().eval()
@@ -166,14 +168,16 @@ def test_conversations_go_before_a_request_is_refused(
         kept.check(tokens, 3)
         return kept.generate(input_ids=tokens[None], generation_config=config)[0]
 
-    # Memory that conversations have is not left, until they are given up.
+    # The memory of conversations is free only after they are dropped.
     total = 0
     monkeypatch.setattr(
         admission,
         "left_bytes",
         lambda: admission.RESERVE_BYTES + total - sum(each.nbytes for each in kept.conversations),
     )
-    prompts = [torch.from_numpy(rng.integers(2, 97, 60)) for _ in range(3)]  # none begins as the last one below
+    prompts = [
+        torch.from_numpy(rng.integers(2, 97, 60)) for _ in range(3)
+    ]  # none shares a prefix with the last one below
     needed = kept.admission.needs.peak(60, 60, 63)
     total = needed
     ask(prompts[0])
@@ -184,9 +188,9 @@ def test_conversations_go_before_a_request_is_refused(
     total = needed
     with pytest.raises(RequestTooLongError):
         ask(torch.from_numpy(rng.integers(1, 97, 250)))
-    assert len(kept.conversations) == 2  # nothing goes for what does not fit anyway
+    assert len(kept.conversations) == 2  # nothing is dropped for a request that would not fit anyway
     total = needed - 1
-    with pytest.raises(RequestTooLongError):  # it is its turn, and memory has gone since it came
+    with pytest.raises(RequestTooLongError):  # memory has shrunk since the request was admitted
         kept.generate(input_ids=torch.ones(1, 60, dtype=torch.long), generation_config=config)
     assert not kept.conversations and kept.counts.kept_bytes == 0
     total = needed
@@ -194,7 +198,7 @@ def test_conversations_go_before_a_request_is_refused(
 
 
 @pytest.mark.parametrize("batching", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_server_refuses_it_as_openai_does(
+def test_a_server_refuses_requests_that_do_not_fit_as_openai_does(
     batching: bool, serving: Callable[..., Any], folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     openai = pytest.importorskip("openai")
@@ -208,8 +212,8 @@ def test_a_server_refuses_it_as_openai_does(
             assert error.value.code == "context_length_exceeded" and error.value.type == "invalid_request_error"
             return str(error.value.body["message"])
 
-        if batching:  # its blocks are as many as fit when the first request comes
-            # What it logs has the frames of an error, and pytest would keep the model by them.
+        if batching:  # the number of blocks is what fits when the first request comes
+            # A logged error has frames, through which pytest would keep the model alive.
             monkeypatch.setattr(logging.getLogger("ContinuousBatchingLogger"), "disabled", True)
             left = admission.RESERVE_BYTES
             monkeypatch.setattr("torch_mesh.serving.batches.left_bytes", lambda: left)
@@ -250,7 +254,7 @@ def test_a_server_refuses_it_as_openai_does(
     server.stop()
 
 
-def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
+def test_continuous_batching_goes_on_after_requests_that_exceed_its_blocks(
     serving: Callable[..., Any], folder: Any
 ) -> None:
     openai = pytest.importorskip("openai")
@@ -261,7 +265,7 @@ def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
             with pytest.raises(openai.BadRequestError, match="--cb-num-blocks"):
                 client.completions.create(**ask | more)
         assert client.completions.create(**ask, prompt="a", max_tokens=3).usage.completion_tokens == 3
-        # Masks have a place for each pair of them, and are filled whenever batching starts.
+        # Masks have an element per pair of batch tokens, and are filled whenever batching starts.
         assert server.engine.manager.batch_processor.max_batch_tokens <= 8192
         server.engine.manager.stop()  # as when the server ends
         with pytest.raises(openai.InternalServerError) as error:
@@ -270,7 +274,7 @@ def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
     server.stop()
 
 
-def test_nobody_waits_for_blocks_of_batching_that_has_ended() -> None:
+def test_waiting_for_blocks_ends_when_batching_has_ended() -> None:
     pytest.importorskip("fastapi")
     from torch_mesh.serving.batches import BatchesEndedError, tokens_in_blocks
 

@@ -1,4 +1,4 @@
-"""Frameworks that call tools in a loop, by their own code: openai-agents and smolagents, by three ways to ask.
+"""Agent frameworks that call tools in a loop: openai-agents and smolagents, over three APIs.
 
 Their packages are in the dependency group "programs" of pyproject.toml.
 """
@@ -19,7 +19,7 @@ openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.slow
 
-Book = Literal["Mark", "Luke"]  # short, so that a call never reaches the limit of tokens
+Book = Literal["Mark", "Luke"]  # short, so that calls never reach the token limit
 TASK = "Find the verse about the sower."
 
 
@@ -59,7 +59,7 @@ def test_openai_agents(kind: str, streamed: bool, server: Any) -> None:
                 pass
             return result
 
-    with pytest.raises(agents.MaxTurnsExceeded):  # since the model must call in each turn
+    with pytest.raises(agents.MaxTurnsExceeded):  # the model must call a tool in each turn
         asyncio.run(run())
     assert len(looked) == 3 and set(looked) <= {"Mark", "Luke"}
 

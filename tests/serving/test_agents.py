@@ -1,4 +1,4 @@
-"""Two agents that call tools in a loop, by the openai client: every call is valid, and the next turn has its result."""
+"""Two agents that call tools in a loop, by the openai client. Calls are valid, and the next turn has their results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _is_valid(name: str, arguments: dict[str, Any]) -> bool:
 
 
 def _by_completions(client: Any, model: str, task: str) -> list[int]:
-    """Streamed chat completions. Returns the tokens of each turn's prompt that were known."""
+    """Run over streamed chat completions. Return the cached prompt tokens of each turn."""
     about = [{"name": name, "description": f"{name} the scriptures. " * 8} for name in SCHEMAS]
     tools = [{"type": "function", "function": each | {"parameters": _parameters(each["name"])}} for each in about]
     messages: list[Any] = [{"role": "user", "content": task}]
@@ -71,7 +71,7 @@ def _by_completions(client: Any, model: str, task: str) -> list[int]:
 
 
 def _by_responses(client: Any, model: str, task: str) -> list[int]:
-    """The Responses API. Returns the tokens of each turn's prompt that were known."""
+    """Run over the Responses API. Return the cached prompt tokens of each turn."""
     about = [{"name": name, "description": f"{name} the scriptures. " * 8} for name in SCHEMAS]
     tools = [{"type": "function", **each, "parameters": _parameters(each["name"])} for each in about]
     turns: list[Any] = [{"role": "user", "content": task}]
@@ -98,7 +98,7 @@ def test_two_agents_call_tools_until_they_answer(
 ) -> None:
     openai = pytest.importorskip("openai")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for start in range(2):  # the second server begins where the first one has ended
+    for start in range(2):  # the second server starts with the first one's prefix cache
         server = serving(folder, MeshConfig(resident=0.5), log_level="error", prefix_cache="1GiB")
         with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
             for agent in (_by_completions, _by_responses):

@@ -1,4 +1,4 @@
-"""Anthropic's API, asked by Anthropic's own client."""
+"""Anthropic's API, used by Anthropic's own client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(server: Any) -> Iterator[Any]:
 
 
 def _drawn(temperature: float) -> dict[str, Any]:
-    """A field that the newest clients have no parameter for."""
+    """A field for which the newest clients have no parameter."""
     return {"extra_body": {"temperature": temperature}}
 
 
@@ -77,7 +77,7 @@ def test_stop_sequences(client: Any, asked: dict[str, Any]) -> None:
     assert answer.content[0].text == whole[: whole.find(whole[3:5])]
 
 
-def test_an_answer_goes_on_where_the_request_begins_it(client: Any, asked: dict[str, Any]) -> None:
+def test_an_answer_continues_the_last_assistant_message(client: Any, asked: dict[str, Any]) -> None:
     messages = [*asked["messages"], {"role": "assistant", "content": "And it came"}]
     begun = client.messages.count_tokens(model=asked["model"], messages=messages).input_tokens
     plain = client.messages.count_tokens(model=asked["model"], messages=asked["messages"]).input_tokens
@@ -115,12 +115,12 @@ def test_answers_that_are_json(client: Any, asked: dict[str, Any]) -> None:
     assert set(json.loads(answer.content[0].text)) == {"city", "days"}
 
 
-def test_what_is_not_here_is_refused_by_its_name(client: Any, asked: dict[str, Any]) -> None:
+def test_unsupported_fields_are_refused_by_name(client: Any, asked: dict[str, Any]) -> None:
     document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}
     picture = {"type": "image", "source": {"type": "url", "url": "http://localhost/a.png"}}
     refused: list[tuple[str, Any]] = [
         ("thinking", {"type": "enabled", "budget_tokens": 1024}),
-        ("thinking", {"type": "disabled"}),  # for which the template has no switch
+        ("thinking", {"type": "disabled"}),  # the template has no switch for it
         ("mcp_servers", [{"type": "url", "url": "http://localhost", "name": "a"}]),
         ("container", "a"),
         ("service_tier", "batch"),
@@ -154,7 +154,7 @@ def test_an_error_in_a_stream(client: Any, server: Any, asked: dict[str, Any], m
         raise RuntimeError('a "quote"')
 
     monkeypatch.setattr(server.kept, "_generate", failing)
-    # What is logged has the frames of an error, and pytest would keep the model by them.
+    # A logged error has frames, through which pytest would keep the model alive.
     monkeypatch.setattr("torch_mesh.serving.engine._LOG.disabled", True)
     with pytest.raises(anthropic.APIStatusError, match='a "quote"'):
         list(client.messages.create(**asked, stream=True))

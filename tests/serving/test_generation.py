@@ -1,4 +1,4 @@
-"""What options of generate may be: what transformers takes, and a clear word about the rest."""
+"""Options of generate: values that transformers accepts, and clear errors for all others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torch_mesh.serving.generation import _KINDS, OptionError, check_options, normalize_options
 
-# One that each option may be, and ones that it may not.
+# A valid value of each option, and invalid ones.
 RIGHT: dict[str, Any] = {
     **dict.fromkeys(_KINDS, 1),
     **{name: True for name, kind in _KINDS.items() if kind.words == "True or False"},
@@ -22,12 +22,12 @@ RIGHT: dict[str, Any] = {
 WRONG = ("maybe", -2, 1.5, float("nan"), [[1]], {"a": 1}, True)
 
 
-def test_each_is_one_of_transformers() -> None:
+def test_each_option_is_one_of_transformers() -> None:
     assert set(_KINDS) <= set(vars(GenerationConfig()))
 
 
 @pytest.mark.parametrize("name", sorted(_KINDS))
-def test_an_option_is_refused_unless_it_is_what_it_has_to_be(name: str) -> None:
+def test_invalid_values_of_an_option_are_refused(name: str) -> None:
     check_options({name: RIGHT[name], "something_newer": object()})
     check_options({name: None})
     refused = []
@@ -43,7 +43,7 @@ def test_an_option_is_refused_unless_it_is_what_it_has_to_be(name: str) -> None:
 @pytest.mark.parametrize(
     "given", [{"temperature": 2}, {"temperature": 0}, {"repetition_penalty": 2}, {"top_k": 0}, {"top_p": 0}]
 )
-def test_what_is_allowed_generate_can_do(given: dict[str, Any], rng: np.random.Generator) -> None:
+def test_generate_can_run_with_allowed_values(given: dict[str, Any], rng: np.random.Generator) -> None:
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50}
     experts = {"intermediate_size": 16, "moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=1, pad_token_id=0))
@@ -60,7 +60,7 @@ def test_what_is_allowed_generate_can_do(given: dict[str, Any], rng: np.random.G
         assert torch.equal(tokens, made(do_sample=False))
 
 
-def test_what_the_model_s_makers_say_is_not_the_client_s_fault() -> None:
+def test_invalid_defaults_of_the_model_are_not_the_clients_error() -> None:
     makers, asked = (GenerationConfig(do_sample=False, top_k=-7, max_new_tokens=new) for new in (None, 3))
     normalize_options(asked, makers)
     asked.top_k = -6

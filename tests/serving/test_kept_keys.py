@@ -1,4 +1,4 @@
-"""Keys that are kept between calls of generate: the tokens are those of a call that computes everything."""
+"""Keys kept between calls of generate: the tokens are the same as when everything is computed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MODELS = pytest.mark.parametrize("make", [_full, _with_windows])
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Of models as small as these threads do nothing but wait for each other."""
+    """With models this small, threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +62,7 @@ def _one_thread() -> Iterator[None]:
 
 def _model(make: Make) -> PreTrainedModel:
     model = make().eval()
-    for parameter in model.parameters():  # or the model says one token for ever
+    for parameter in model.parameters():  # otherwise the model repeats one token for ever
         parameter.data.normal_(0, 0.3)
     return model
 
@@ -78,41 +78,41 @@ def _some(rng: np.random.Generator, least: int = 1, most: int = 30) -> Tensor:
 
 
 @MODELS
-def test_a_conversation_says_what_it_says_without_them(make: Make, rng: np.random.Generator) -> None:
+def test_a_conversations_answers_are_the_same_without_kept_keys(make: Make, rng: np.random.Generator) -> None:
     model = _model(make)
     kept = KeptKeys(model, PLENTY)
-    said, length = _some(rng, 5), 0
+    prompt, length = _some(rng, 5), 0
     for _ in range(4):
         before = kept.counts.reused_tokens
         new = int(rng.integers(1, 20))
-        answer = _ask(kept.generate, said, new)
-        assert torch.equal(answer, _ask(model.generate, said, new))
-        # All but what is new, and the last token that was generated, whose keys nobody has needed.
+        answer = _ask(kept.generate, prompt, new)
+        assert torch.equal(answer, _ask(model.generate, prompt, new))
+        # All but the new tokens and the last generated one, whose keys were never computed.
         assert kept.counts.reused_tokens - before == length
         length = len(answer) - 1
-        said = torch.cat([answer, _some(rng)])
+        prompt = torch.cat([answer, _some(rng)])
     assert kept.counts.kept_tokens == length and len(kept.conversations) == 1
 
 
 @MODELS
-def test_whatever_is_asked_next_the_answer_is_the_same(make: Make, rng: np.random.Generator) -> None:
+def test_answers_are_the_same_for_any_next_prompt(make: Make, rng: np.random.Generator) -> None:
     model = _model(make)
     kept = KeptKeys(model, PLENTY)
-    asked = [_some(rng, 20, 60)]
+    answers = [_some(rng, 20, 60)]
     for _ in range(6):
-        earlier = asked[int(rng.integers(len(asked)))]
-        cut = int(rng.integers(0, len(earlier) + 1))  # an edit, the same again, a part of it, or something else
+        earlier = answers[int(rng.integers(len(answers)))]
+        cut = int(rng.integers(0, len(earlier) + 1))  # an edited, repeated, shortened or different prompt
         tokens = torch.cat([earlier[:cut], _some(rng)])
         new = int(rng.integers(1, 12))
         answer = _ask(kept.generate, tokens, new)
         assert torch.equal(answer, _ask(model.generate, tokens, new))
-        asked.append(answer)
+        answers.append(answer)
     counts = kept.counts
     assert counts.reused_tokens < counts.prompt_tokens
     assert counts.kept_bytes == sum(each.nbytes for each in kept.conversations) > 0
 
 
-def test_two_conversations_with_one_beginning_keep_their_own(rng: np.random.Generator) -> None:
+def test_two_conversations_with_a_common_prefix_keep_their_own_keys(rng: np.random.Generator) -> None:
     model = _model(_full)
     kept = KeptKeys(model, PLENTY)
     beginning = _some(rng, 5, 6)
@@ -128,7 +128,7 @@ def test_two_conversations_with_one_beginning_keep_their_own(rng: np.random.Gene
 
 
 @pytest.mark.parametrize("limit", [0, 1, 30_000, 120_000])
-def test_the_limit_holds_and_the_last_used_stay(limit: int, rng: np.random.Generator) -> None:
+def test_the_limit_holds_and_the_last_used_conversations_stay(limit: int, rng: np.random.Generator) -> None:
     model = _model(_full)
     kept = KeptKeys(model, limit)
     for _ in range(4):
@@ -141,7 +141,7 @@ def test_the_limit_holds_and_the_last_used_stay(limit: int, rng: np.random.Gener
         assert torch.equal(kept.conversations[-1].tokens[: len(tokens)], tokens)
 
 
-def test_one_that_is_larger_than_the_limit_leaves_the_others(rng: np.random.Generator) -> None:
+def test_a_conversation_larger_than_the_limit_evicts_no_others(rng: np.random.Generator) -> None:
     kept = KeptKeys(_model(_full), 60_000)
     small, large = (torch.from_numpy(rng.integers(1, VOCABULARY, length)) for length in (10, 200))
     _ask(kept.generate, small, 3)
@@ -151,7 +151,7 @@ def test_one_that_is_larger_than_the_limit_leaves_the_others(rng: np.random.Gene
 
 
 @MODELS
-def test_memory_of_conversations_that_go_is_free_at_once(
+def test_memory_of_dropped_conversations_is_freed_at_once(
     make: Make, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}.items():
@@ -159,10 +159,10 @@ def test_memory_of_conversations_that_go_is_free_at_once(
     model = _model(make)
     install_caches(model)
     kept = KeptKeys(model, PLENTY)
-    for _ in range(16):  # of several lengths, so that no hole is as large as what comes next
+    for _ in range(16):  # of different lengths, so that no freed gap fits the next one
         _ask(kept.generate, _some(rng, 20, 60), 2)
     before, taken = kept.counts.kept_bytes, anonymous_bytes()
-    for which in range(15, -1, -2):  # every other one, as clients that come back leave them
+    for which in range(15, -1, -2):  # every other one, as when some clients come back
         del kept.conversations[which]
     _ask(kept.generate, _some(rng, 20, 21), 2)
     gone = before - kept.counts.kept_bytes
@@ -176,7 +176,7 @@ class _GoneError(Exception):
 
 @MODELS
 @pytest.mark.parametrize("when", ["between", "within"])
-def test_one_that_is_broken_off_goes_on_or_is_forgotten(make: Make, when: str, rng: np.random.Generator) -> None:
+def test_an_aborted_generation_can_continue_or_is_forgotten(make: Make, when: str, rng: np.random.Generator) -> None:
     model = _model(make)
     kept = KeptKeys(model, PLENTY)
     tokens = _some(rng, 5)
@@ -185,7 +185,7 @@ def test_one_that_is_broken_off_goes_on_or_is_forgotten(make: Make, when: str, r
     class Streamer:
         def put(self, value: Tensor) -> None:
             steps.append(value)
-            if when == "between" and len(steps) == 6:  # the prompt is the first
+            if when == "between" and len(steps) == 6:  # the first call has the prompt
                 raise _GoneError
 
         def end(self) -> None:
@@ -206,7 +206,7 @@ def test_one_that_is_broken_off_goes_on_or_is_forgotten(make: Make, when: str, r
 
 
 @MODELS
-def test_one_that_ends_before_its_first_token_leaves_what_was_kept(make: Make, rng: np.random.Generator) -> None:
+def test_a_generation_aborted_before_its_first_token_changes_nothing_kept(make: Make, rng: np.random.Generator) -> None:
     model = _model(make)
     kept = KeptKeys(model, PLENTY)
 
@@ -227,7 +227,7 @@ def test_one_that_ends_before_its_first_token_leaves_what_was_kept(make: Make, r
     assert kept.counts.reused_tokens - before == len(answer) - 1
 
 
-def test_a_conversation_that_parts_early_copies_nothing_of_the_other(rng: np.random.Generator) -> None:
+def test_a_conversation_that_diverges_early_copies_no_keys(rng: np.random.Generator) -> None:
     kept = KeptKeys(_model(_full), PLENTY)
     tokens = _some(rng, 40, 50)
     _ask(kept.generate, tokens, 5)
@@ -242,7 +242,7 @@ def test_a_conversation_that_parts_early_copies_nothing_of_the_other(rng: np.ran
         assert theirs.get_seq_length() == length
 
 
-def test_what_it_cannot_take_part_in_is_left_to_the_model(rng: np.random.Generator) -> None:
+def test_unsupported_calls_are_passed_to_the_model(rng: np.random.Generator) -> None:
     model = _model(_full)
     kept = KeptKeys(model, PLENTY)
     tokens = _some(rng, 5)
@@ -259,7 +259,7 @@ def test_what_it_cannot_take_part_in_is_left_to_the_model(rng: np.random.Generat
     assert not kept.conversations
 
 
-def test_what_else_would_stop_it_still_does(rng: np.random.Generator) -> None:
+def test_other_stopping_criteria_still_apply(rng: np.random.Generator) -> None:
     kept = KeptKeys(_model(_full), PLENTY)
     tokens = _some(rng, 5)
     at_once = StoppingCriteriaList([lambda ids, _: torch.ones(1, dtype=torch.bool)])

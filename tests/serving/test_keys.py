@@ -1,4 +1,4 @@
-"""Who may ask a server: requests with its key, and from this machine unless it is told otherwise."""
+"""Access to a server: requests need its key, and come from this machine unless allowed otherwise."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_key_is_taken_in_either_header(server: Any) -> None:
     assert _get(server, "/health", {})[0] == 200
 
 
-def test_clients_know_what_is_wrong(server: Any) -> None:
+def test_clients_raise_authentication_errors(server: Any) -> None:
     ask = {"model": server.model, "prompt": "a", "max_tokens": 2}
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=120) as client:
         assert client.completions.create(**ask).usage.completion_tokens == 2
@@ -83,7 +83,7 @@ def test_clients_know_what_is_wrong(server: Any) -> None:
     assert error.value.body["error"]["type"] == "authentication_error"
 
 
-def test_other_machines_may_not_ask_without_a_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_for_other_machines_needs_a_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for host in ("0.0.0.0", "::", ""):
         assert main(["serve", str(folder), "--host", host]) == 2
         assert "--allow-anyone" in capsys.readouterr().err

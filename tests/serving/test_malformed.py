@@ -27,7 +27,7 @@ NOT_OBJECTS = ("x", 1, True, [1])
 NOT_BOOLS = ("yes", 1, 0.0, [], {})
 USER = {"role": "user", "content": "In the beginning"}
 
-# Of each address: what a request needs, and for each parameter what it cannot be.
+# By path: the required fields, and for each parameter its invalid values.
 SAMPLING: dict[str, Any] = {
     "temperature": (*NOT_NUMBERS, -1),
     "top_p": (*NOT_NUMBERS, -0.5, 1.5),
@@ -143,7 +143,7 @@ def _post(server: Any, path: str, body: Any, **headers: str) -> tuple[int, Any]:
 
 
 def _error(answer: tuple[int, Any], status: int = 400) -> dict[str, Any]:
-    """Of an answer with this status; the form is what OpenAI's has."""
+    """Return the error of an answer with this status, after checking that it has OpenAI's form."""
     assert answer[0] == status, answer
     assert set(answer[1]) == {"error"} and set(answer[1]["error"]) == {"message", "type", "param", "code"}
     error: dict[str, Any] = answer[1]["error"]
@@ -153,7 +153,7 @@ def _error(answer: tuple[int, Any], status: int = 400) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", CASES)
-def test_what_a_field_cannot_be_is_said_of_the_field(path: str, server: Any) -> None:
+def test_an_invalid_value_is_an_error_that_names_its_field(path: str, server: Any) -> None:
     needed, fields = CASES[path]
     assert _post(server, path, needed)[0] == 200
     for name, values in fields.items():
@@ -165,7 +165,7 @@ def test_what_a_field_cannot_be_is_said_of_the_field(path: str, server: Any) -> 
 
 
 @pytest.mark.parametrize("path", CASES)
-def test_what_is_null_is_as_if_it_were_not_given(path: str, server: Any) -> None:
+def test_null_fields_count_as_absent(path: str, server: Any) -> None:
     needed, fields = CASES[path]
     optional = set(fields) - set(needed)
     assert _post(server, path, dict.fromkeys(optional) | needed)[0] == 200
@@ -191,35 +191,35 @@ def test_fields_that_are_not_of_the_api_are_refused(path: str, server: Any) -> N
         _error(_post(server, path, CASES[path][0] | {name: 1}))
 
 
-def test_what_is_not_there(server: Any) -> None:
+def test_unknown_paths_and_methods(server: Any) -> None:
     for path, status in (("/v1/nothing", 404), ("/v1/audio/transcriptions", 404), ("/v1/models", 405)):
         assert path in _error(_post(server, path, {}), status)["message"]
 
 
 @_decides
-def test_decisions_that_cannot_be_made(server: Any) -> None:
+def test_invalid_decision_requests(server: Any) -> None:
     answer = _post(server, "/v1/systemone", {"model": "another", "state": "a", "questions": {"b": {"type": "noul"}}})
     assert _error(answer, 404)["code"] == "model_not_found"
     answer = _post(server, "/v1/systemone", {"state": "a", "questions": {"b": {"type": "unknown"}}})
     assert _error(answer)["param"] == "questions"
 
 
-def test_a_template_that_raises_blames_what_it_was_given(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_template_names_the_messages_field(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = server.prompts.processor
     strict = "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with the user') }}{% endif %}a"
     monkeypatch.setattr(processor, "chat_template", strict)
     system = {"role": "system", "content": "a"}
-    for path, asked in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+    for path, field in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
         for stream in (False, True):
-            error = _error(_post(server, path, {asked: [system], "stream": stream}))
-            assert error["param"] == asked and "Begin with the user" in error["message"]
+            error = _error(_post(server, path, {field: [system], "stream": stream}))
+            assert error["param"] == field and "Begin with the user" in error["message"]
     monkeypatch.setattr(processor, "chat_template", "{{ messages[0].name.upper() + 1 }}")
     assert _error(_post(server, "/v1/chat/completions", {"messages": [USER]}))["param"] == "messages"
     monkeypatch.setattr(processor, "chat_template", "{# nothing #}")
     assert "no tokens" in _error(_post(server, "/v1/chat/completions", {"messages": [USER]}))["message"]
 
 
-def test_the_client_of_openai_shows_what_is_wrong(client: Any, server: Any) -> None:
+def test_openais_client_raises_bad_request_errors(client: Any, server: Any) -> None:
     for ask in (
         lambda: client.completions.create(model=server.model, prompt=""),
         lambda: client.completions.create(model=server.model, prompt=[1, 4096]),
@@ -232,12 +232,12 @@ def test_the_client_of_openai_shows_what_is_wrong(client: Any, server: Any) -> N
         assert error.value.param in ("prompt", "messages", "temperature", "input")
 
 
-def test_biases_and_stops_that_can_be_are_taken(client: Any, server: Any) -> None:
-    asked = {"model": server.model, "messages": [USER], "max_tokens": 4, "temperature": 0}
-    plain = client.chat.completions.create(**asked).choices[0].message.content
+def test_valid_biases_and_stops_are_accepted(client: Any, server: Any) -> None:
+    request = {"model": server.model, "messages": [USER], "max_tokens": 4, "temperature": 0}
+    plain = client.chat.completions.create(**request).choices[0].message.content
     for nothing in ({"logit_bias": {}}, {"stop": []}, {"stop": ""}, {"stop": [""]}, {"tools": []}):
-        assert client.chat.completions.create(**asked, **nothing).choices[0].message.content == plain
+        assert client.chat.completions.create(**request, **nothing).choices[0].message.content == plain
     processor = server.prompts.processor
     for bias in (100, 99.5):
-        wanted = client.chat.completions.create(**asked, logit_bias={"65": bias}).choices[0].message.content
+        wanted = client.chat.completions.create(**request, logit_bias={"65": bias}).choices[0].message.content
         assert wanted == processor.decode([65] * 4)

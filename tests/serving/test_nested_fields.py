@@ -1,4 +1,4 @@
-"""Fields within messages, tools and other objects: each is honoured, or the request is refused with its name."""
+"""Fields within messages, tools and other objects: each is honoured, or the request is refused by its name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def theirs(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}, USER]}
 
 
-# The address, the fields, and what the message names.
+# The path, the fields, and the name that the error message contains.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER | {"unknown": 1}]}, "unknown"),
     (CHAT, {"messages": [USER, {"role": "assistant", "content": "a", "audio": {"id": "1"}}]}, "audio"),
@@ -115,19 +115,19 @@ def _post(server: Any, path: str, fields: dict[str, Any]) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def test_what_is_not_honoured_is_refused_with_its_name(server: Any) -> None:
+def test_unsupported_nested_fields_are_refused_by_name(server: Any) -> None:
     pytest.importorskip("llguidance")
     for path, fields, name in REFUSED:
         status, answer = _post(server, path, fields)
         assert status == 400 and name in answer["error"]["message"], (path, fields, answer)
 
 
-def test_what_clients_repeat_of_answers_is_taken(server: Any) -> None:
+def test_fields_that_clients_copy_from_answers_are_accepted(server: Any) -> None:
     for path, fields in TAKEN:
         assert _post(server, path, fields)[0] == 200, (path, fields)
 
 
-def test_a_system_message_that_the_template_leaves_out_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_message_that_the_template_omits_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = (
         "{{ messages[0].content }}{% for each in messages[1:] if each.role != 'system' %}{{ each.content }}{% endfor %}"
     )
@@ -139,11 +139,11 @@ def test_a_system_message_that_the_template_leaves_out_is_refused(server: Any, m
             assert status == 400 and "put it first" in answer["error"]["message"]
 
 
-def test_variables_that_the_template_reads_are_taken(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_the_template_reads_are_accepted(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = server.prompts.processor
     monkeypatch.setattr(processor, "chat_template", processor.chat_template + "{{ mood }}{{ messages[0].tone }}")
-    told = {"messages": [USER | {"tone": "kind"}], "chat_template_kwargs": {"mood": "grave"}}
-    assert _post(server, CHAT, told)[0] == 200
+    fields = {"messages": [USER | {"tone": "kind"}], "chat_template_kwargs": {"mood": "grave"}}
+    assert _post(server, CHAT, fields)[0] == 200
     assert _post(server, CHAT, {"chat_template_kwargs": {"moo": "grave"}})[0] == 400
 
 

@@ -1,4 +1,4 @@
-"""``torch-mesh run``: every request is answered once, whatever ends a run, and nothing is computed for a wrong file."""
+"""``torch-mesh run``: each request is answered once, however a run ends. An invalid file computes nothing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_requests_in_both_forms_are_answered(folder: Path, paths: tuple[Path, Pa
         body = found[f"line-{number + 1}"]["response"]["body"]
         assert body["usage"]["completion_tokens"] == len(tokens)
         agreeing += body["choices"][0]["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
-    assert agreeing >= 3  # rows that are computed together round otherwise, which may tip a near tie
+    assert agreeing >= 3  # rows computed together round differently, which may decide a near tie
 
 
 def test_finished_lines_are_not_computed_again(
@@ -96,7 +96,7 @@ def test_finished_lines_are_not_computed_again(
 
 
 @pytest.mark.parametrize("left", first_quick("both", "half a line", "a failed line"))
-def test_what_was_cut_off_or_failed_is_computed_again(folder: Path, paths: tuple[Path, Path], left: str) -> None:
+def test_truncated_and_failed_lines_are_computed_again(folder: Path, paths: tuple[Path, Path], left: str) -> None:
     requests, answers = paths
     _write(requests, [_line(f"{number}", prompt=f"Verse {number}", max_tokens=3) for number in range(3)])
     assert _run(folder, requests, answers) == 0
@@ -114,7 +114,7 @@ def test_what_was_cut_off_or_failed_is_computed_again(folder: Path, paths: tuple
     assert all(each["response"]["status_code"] == 200 for each in _read(answers).values())
 
 
-def test_a_killed_run_goes_on(folder: Path, paths: tuple[Path, Path]) -> None:
+def test_a_killed_run_can_be_resumed(folder: Path, paths: tuple[Path, Path]) -> None:
     requests, answers = paths
     _write(requests, [_line(f"{number}", prompt=f"Verse {number}", max_tokens=20) for number in range(12)])
     running = warm.start_command("run", folder, requests, answers, "--at-once", "2", "--resident", "0.3")
@@ -147,24 +147,24 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_a_wrong_line_ends_it_before_anything_is_computed(
+def test_an_invalid_line_ends_the_run_before_anything_is_computed(
     folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests, answers = paths
-    opened = list(WRONG).index("a stream")  # from there on the model has to be known
+    opened = list(WRONG).index("a stream")  # the cases from here on need the model
     names = list(WRONG)
     for some in (names[:opened], names[opened:]):
         for start in range(0, len(some), 5):
             part = some[start : start + 5]
             _write(requests, [_line("fine", prompt="Hello"), *(WRONG[name][0] for name in part)])
             assert _run(folder, requests, answers) == 2
-            said = capsys.readouterr().err
+            errors = capsys.readouterr().err
             assert not answers.exists()
             for number, name in enumerate(part, 2):
-                assert f"line {number}: " in said and WRONG[name][1] in said, (name, said)
+                assert f"line {number}: " in errors and WRONG[name][1] in errors, (name, errors)
 
 
-def test_answers_to_other_requests_are_not_touched(folder: Path, paths: tuple[Path, Path]) -> None:
+def test_answers_to_other_requests_are_not_overwritten(folder: Path, paths: tuple[Path, Path]) -> None:
     requests, answers = paths
     _write(requests, [_line("a", prompt="Hello", max_tokens=2)])
     assert _run(folder, requests, answers) == 0
@@ -180,7 +180,7 @@ def test_answers_to_other_requests_are_not_touched(folder: Path, paths: tuple[Pa
 
 def test_files_that_are_empty_or_absent(folder: Path, paths: tuple[Path, Path]) -> None:
     requests, answers = paths
-    assert _run(folder, requests, answers) == 1  # there is no such file
+    assert _run(folder, requests, answers) == 1  # the file does not exist
     requests.write_text("\n \n")
     assert _run(folder, requests, answers) == 2
 
@@ -211,7 +211,7 @@ def test_requests_that_are_computed_together_share_reads(
                 arrived.release()
 
             def begin(*_: Any) -> None:
-                if not calls:  # the first forward waits for all requests: the second computes the rest of them
+                if not calls:  # the first forward waits for all requests; the second computes the rest
                     assert all(arrived.acquire(timeout=60) for _ in range(at_once))
                 calls.append(1)
 

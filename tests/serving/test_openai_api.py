@@ -1,4 +1,4 @@
-"""Each field of OpenAI's API does what it says, or is refused with its name: asked by OpenAI's own client."""
+"""Each field of OpenAI's API has its effect or is refused by name. Requests are from OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def server(serving: Callable[..., Any], folder: Path) -> Any:
-    # Keys from a decode step may differ in the last bit from those of a prompt, by which a close choice may turn.
+    # Keys of a decode step may differ from a prompt's in the last bit, which may decide a near tie.
     return serving(folder, MeshConfig(resident=1.0), kept_bytes=0)
 
 
@@ -44,7 +44,7 @@ def client(server: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> tuple[Any, Any]:
-    """The model by itself, and its tokenizer."""
+    """The model without a server, and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(resident=1.0))
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -71,8 +71,8 @@ def _text(stream: Any) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
 
-def test_a_seed_decides_what_is_drawn(chat: Callable[..., Any]) -> None:
-    """Though the model's own options say nothing of sampling."""
+def test_a_seed_determines_the_sample(chat: Callable[..., Any]) -> None:
+    """Even though the model's own options do not enable sampling."""
     drawn = [chat(temperature=1.5, seed=seed).choices[0].message.content for seed in (3, 3, 4)]
     assert drawn[0] == drawn[1] != drawn[2]
     greedy = chat().choices[0].message.content
@@ -113,17 +113,17 @@ def test_stop_sequences_end_an_answer_before_them(chat: Callable[..., Any], comp
 
 
 def _two_steps(logits: torch.Tensor) -> float:
-    """Of bf16, by which logits may differ: a prompt in a server has another number of rows."""
+    """Two steps of bf16: logits may differ by them, since a prompt in a server has another number of rows."""
     return 2 * 2.0**-7 * logits.abs().max().item()
 
 
-def test_log_probabilities_are_the_model_s(chat: Callable[..., Any], plain: tuple[Any, Any]) -> None:
+def test_log_probabilities_are_the_models(chat: Callable[..., Any], plain: tuple[Any, Any]) -> None:
     model, tokenizer = plain
     inputs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     made = model.generate(**inputs, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
     expected = [logits[0].float().log_softmax(-1) for logits in made.logits]
     allowed = max(map(_two_steps, made.logits))
-    # Neither a temperature nor a bias changes what the model thinks of a token.
+    # Neither a temperature nor a bias changes the reported log probabilities.
     found = chat(logprobs=True, top_logprobs=3, logit_bias={"7": -100}).choices[0].logprobs.content
     streamed = [
         token
@@ -164,9 +164,9 @@ def test_echo_scores_a_prompt(complete: Callable[..., Any], plain: tuple[Any, An
 
 def test_penalties_and_biases(chat: Callable[..., Any], plain: tuple[Any, Any]) -> None:
     _, tokenizer = plain
-    said = tokenizer(chat(max_tokens=40).choices[0].message.content)["input_ids"]
+    tokens = tokenizer(chat(max_tokens=40).choices[0].message.content)["input_ids"]
     counted = chat(max_tokens=40, frequency_penalty=2, presence_penalty=2).choices[0].message.content
-    assert len(set(tokenizer(counted)["input_ids"])) > len(set(said))
+    assert len(set(tokenizer(counted)["input_ids"])) > len(set(tokens))
     assert chat(logit_bias={"65": 100}).choices[0].message.content == tokenizer.decode([65] * 8)
     assert chat(extra_body={"repetition_penalty": 5}).choices[0].message.content != chat().choices[0].message.content
 
@@ -238,7 +238,7 @@ def test_a_tool_in_the_responses_api(client: Any, server: Any) -> None:
     assert call.type == "function_call" and call.name == "weather" and "city" in json.loads(call.arguments)
     events = list(client.responses.create(**ask, tool_choice=choice, stream=True))
     assert events[-1].type == "response.completed" and events[-1].response.output[0].name == "weather"
-    # The next turn has the call and its result.
+    # The next turn contains the call and its result.
     turn = [
         {"role": "user", "content": TEXT},
         call.to_dict(),
@@ -251,21 +251,19 @@ def test_tools_that_may_not_be_called_are_not_shown(chat: Callable[..., Any]) ->
     assert chat(tools=TOOLS, tool_choice="none").choices[0].message == chat().choices[0].message
 
 
-def test_a_schema_that_is_strict_holds_where_the_model_chooses(
-    chat: Callable[..., Any], plain: tuple[Any, Any]
-) -> None:
+def test_a_strict_schema_holds_when_the_model_chooses_to_call(chat: Callable[..., Any], plain: tuple[Any, Any]) -> None:
     pytest.importorskip("llguidance")
     _, tokenizer = plain
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     begin = [*tokenizer("<tool_call>")["input_ids"]]
-    # Towards the beginning of a call, and against the end of the answer.
+    # Favours the beginning of a call over the end of the answer.
     bias = {str(token): 30.0 for token in begin} | {str(tokenizer.eos_token_id): -100.0}
     answer = chat(tools=strict, logit_bias=bias, temperature=1, seed=2, max_tokens=400).choices[0].message
     for call in answer.tool_calls or ():
         assert set(json.loads(call.function.arguments)) == {"city", "days"}
 
 
-# Of each address, what is not here: by field, a value of the right type.
+# By path, the unsupported fields with a value of the right type.
 NOT_HERE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "audio": {"voice": "alloy", "format": "wav"},
@@ -278,7 +276,7 @@ NOT_HERE: dict[str, dict[str, Any]] = {
         "store": True,
         "service_tier": "flex",
         "metadata": {"a": "b"},
-        "reasoning_effort": "high",  # which the template does not know
+        "reasoning_effort": "high",  # the template does not know it
         "top_logprobs": 3,  # without logprobs
         "stream_options": {"include_usage": True},  # without stream
         "tool_choice": "required",  # without tools
@@ -314,7 +312,7 @@ NOT_HERE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", NOT_HERE)
-def test_what_is_not_here_is_refused_by_its_name(path: str, client: Any) -> None:
+def test_unsupported_fields_are_refused_by_name(path: str, client: Any) -> None:
     needed: dict[str, Any] = {
         "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1},
         "/v1/completions": {"prompt": "a", "max_tokens": 1, "n": 2},
@@ -346,7 +344,7 @@ def test_requests_that_batches_cannot_honour_are_refused(serving: Callable[..., 
             with pytest.raises(openai.BadRequestError, match="--continuous-batching") as error:
                 client.chat.completions.create(**ask | more)
             assert error.value.param == next(iter(more))
-        # Sampled and greedy requests are computed apart.
+        # Sampled and greedy requests are computed separately.
         greedy = client.chat.completions.create(**ask, temperature=0).choices[0].message.content
         drawn = {client.chat.completions.create(**ask, temperature=2).choices[0].message.content for _ in range(4)}
         assert len(drawn) > 1
@@ -355,12 +353,12 @@ def test_requests_that_batches_cannot_honour_are_refused(serving: Callable[..., 
     server.stop()
 
 
-def test_an_answer_that_is_not_streamed_ends_with_its_client(server: Any) -> None:
+def test_generation_without_streaming_ends_when_its_client_disconnects(server: Any) -> None:
     counts = server.kept.counts
     before = counts.generated_tokens
     impatient = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=0.5)
     with impatient, pytest.raises(openai.APITimeoutError):
         impatient.completions.create(model=server.model, prompt=TEXT, max_tokens=1900, logit_bias={"0": -100})
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=300) as client:
-        client.completions.create(model=server.model, prompt=TEXT, max_tokens=1)  # which waits for its turn
+        client.completions.create(model=server.model, prompt=TEXT, max_tokens=1)  # queues behind the first request
     assert counts.generated_tokens - before < 1900

@@ -1,4 +1,4 @@
-"""Prompts of all lengths share a few of torch's compiled products."""
+"""Prompts of all lengths share a few of torch's compiled matrix products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS, SIZE, EARLIER = 2, 8, 7
 
 
 class Layer(nn.Module):
-    """Attention between two linear layers: of the tokens alone, or with earlier keys and a mask of this dtype."""
+    """Attention between two linear layers: causal, or with earlier keys and a mask of the given dtype."""
 
     def __init__(self, mask: torch.dtype | None = None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
-    """The numbers of rows that torch's products get."""
+    """The numbers of rows of torch's products."""
     found: dict[str, set[int]] = {"linear": set(), "attention": set(), "keys": set()}
     linear, attention = functional.linear, functional.scaled_dot_product_attention
 
@@ -60,7 +60,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(padded_products, "multiplies_bf16", lambda: True)
-    with Counts():  # around the mode that pads
+    with Counts():  # outside the mode that pads
         yield found
 
 
@@ -87,7 +87,7 @@ def test_lengths_share_numbers_of_rows(given: dict[str, set[int]], mask: torch.d
             assert given["keys"] == {keys if keys > 2048 else -(-keys // 64) * 64}
         assert value.shape == (1, rows, 3) and value.dtype == torch.bfloat16
         expected = plain(x.float())
-        # Roundings to bf16: of the products, the attention's weights and its result.
+        # The products, the attention's weights and its result are rounded to bf16.
         assert (value - expected).norm() <= 4 * 2**-8 * expected.norm()
 
 
@@ -109,7 +109,7 @@ def test_training_and_fp32_are_left_alone(given: dict[str, set[int]]) -> None:
     assert given == {"linear": {33}, "attention": {33}, "keys": {33}}
 
 
-def test_a_failed_forward_leaves_nothing_behind(given: dict[str, set[int]]) -> None:
+def test_a_failed_forward_ends_the_padding(given: dict[str, set[int]]) -> None:
     layer = Layer().bfloat16()
     pad_products(layer)
     x = torch.randn(1, 33, HEADS * SIZE).bfloat16()
@@ -125,7 +125,7 @@ def test_a_decode_step_beside_a_prompt_does_not_end_its_padding(monkeypatch: pyt
     pad_products(layer)
 
     def wait(module: Any, args: tuple[torch.Tensor, ...]) -> None:
-        if args[0].size(1) > 1:  # the prompt's
+        if args[0].size(1) > 1:  # only the prompt waits
             began.set()
             assert ended.wait(60)
 
@@ -133,7 +133,7 @@ def test_a_decode_step_beside_a_prompt_does_not_end_its_padding(monkeypatch: pyt
 
     @torch.no_grad()
     def compute(rows: int) -> tuple[int, int]:
-        """How many modes there are before the forward and after it."""
+        """Return the number of function modes before and after the forward."""
         before = torch._C._len_torch_function_stack()
         layer(inputs_embeds=torch.randn(1, rows, HEADS * SIZE).bfloat16())
         return before, torch._C._len_torch_function_stack()

@@ -1,4 +1,4 @@
-"""Keys of prompts on disk: an answer after a hit is that of a call that computes everything, whatever the files are."""
+"""Keys of prompts on disk: answers after a hit are the same as without the cache, even with damaged files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torch_mesh.serving.prefix_cache import BLOCK, PrefixCache
 from torch_mesh.store import prefix_blocks
 
 VOCABULARY = 97
-MARK = 3  # a token that ends messages
+MARK = 3  # the token that ends messages
 WINDOW = 100
 PLENTY = 2**30
 _SIZES: dict[str, Any] = {
@@ -91,7 +91,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Of models as small as these threads do nothing but wait for each other."""
+    """With models this small, threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -99,9 +99,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _model(make: Make) -> PreTrainedModel:
-    """In float64, so that rounding tips no answer."""
+    """A model in float64, so that rounding decides no answer."""
     model = make().double().eval()
-    model.set_experts_implementation("eager")  # others have no float64
+    model.set_experts_implementation("eager")  # other implementations lack float64
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 1.0 if "embed" in name or "lm_head" in name else 0.3)
@@ -110,7 +110,7 @@ def _model(make: Make) -> PreTrainedModel:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., KeptKeys]]:
-    """Opens a model's keys as a new process would."""
+    """Opens the prefix cache of a model as a new process would."""
     caches = []
 
     def open_keys(model: PreTrainedModel, memory: int = 0, limit: int = PLENTY) -> KeptKeys:
@@ -149,12 +149,12 @@ def _layers(given: DynamicCache) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("make", "ends_block"), each_once_quick(MAKES, [False, True]))
-def test_another_process_goes_on_where_one_has_ended(
+def test_another_process_uses_the_keys_of_an_earlier_one(
     make: Make, ends_block: bool, opened: Callable[..., KeptKeys], rng: np.random.Generator
 ) -> None:
     model = _model(make)
     first = opened(model)
-    # The answer adds 8 tokens. Where these do not end a block, what is asked first ends well within that block, too.
+    # The answer adds 8 tokens. Unless these end a block, the first prompt ends well within the same block.
     tokens = _some(rng, 3 * BLOCK + (BLOCK - 8 if ends_block else int(rng.integers(1, BLOCK - 24))))
     answer = _ask(first.generate, tokens)
     assert torch.equal(answer, _ask(model.generate, tokens))
@@ -167,13 +167,13 @@ def test_another_process_goes_on_where_one_has_ended(
         assert torch.equal(_ask(second.generate, prompt), _ask(model.generate, prompt))
         assert second.counts.prefixes.tokens - before == known
         second.prefixes.flush()
-        known += ends_block  # a whole block is found by every prompt that has it, and the last token has its keys now
+        known += ends_block  # a complete block serves every prompt that has it, and now includes the last token
     assert second.counts.prefixes.hits == 2
     assert second.counts.prefixes.read_bytes > 0 and first.counts.prefixes.written_bytes > 0
 
 
 @MODELS
-def test_another_conversation_with_the_same_tools_starts_behind_them(
+def test_another_conversation_reuses_the_keys_of_the_same_tools(
     make: Make, opened: Callable[..., KeptKeys], rng: np.random.Generator
 ) -> None:
     model = _model(make)
@@ -187,7 +187,7 @@ def test_another_conversation_with_the_same_tools_starts_behind_them(
     assert second.counts.prefixes.tokens == 5 * BLOCK
 
 
-def test_states_are_kept_where_prompts_part(opened: Callable[..., KeptKeys], rng: np.random.Generator) -> None:
+def test_states_are_kept_where_prompts_diverge(opened: Callable[..., KeptKeys], rng: np.random.Generator) -> None:
     model = _model(_with_linear_attention)
     kept = opened(model)
     same = _some(rng, 4 * BLOCK + 9)
@@ -202,7 +202,7 @@ def test_states_are_kept_where_prompts_part(opened: Callable[..., KeptKeys], rng
 
 
 @MODELS
-def test_what_is_put_back_is_what_was_there(
+def test_a_restored_cache_equals_the_saved_one(
     make: Make, opened: Callable[..., KeptKeys], rng: np.random.Generator
 ) -> None:
     model = _model(make)
@@ -223,7 +223,7 @@ def test_what_is_put_back_is_what_was_there(
         assert rows == WINDOW - 1 if make is _with_windows and name[0] in "02" else rows == tensor.shape[-2]
         assert torch.equal(found[name], tensor[..., -rows:, :])
     assert cache_state.length(restored) == len(tokens)
-    with torch.no_grad():  # to the bit as if it had never left memory
+    with torch.no_grad():  # bit-identical to the cache that stayed in memory
         outputs = [
             model(input_ids=tokens[None, :9], **{CACHE_NAME: each}, use_cache=True) for each in (given, restored)
         ]
@@ -297,12 +297,14 @@ def test_a_full_disk_is_no_error(
         expected = _ask(kept.generate, tokens)
         kept.prefixes.flush()
     assert _files(cache) == [] and kept.counts.prefixes.written_bytes == 0
-    assert torch.equal(_ask(kept.generate, tokens), expected)  # and later there is room again
+    assert torch.equal(_ask(kept.generate, tokens), expected)  # later the disk has room again
     kept.prefixes.flush()
     assert _files(cache)
 
 
-def test_a_small_limit_holds(opened: Callable[..., KeptKeys], rng: np.random.Generator, cache: Path) -> None:
+def test_the_cache_stays_within_a_small_limit(
+    opened: Callable[..., KeptKeys], rng: np.random.Generator, cache: Path
+) -> None:
     model = _model(_full)
     one = opened(model)
     _ask(one.generate, _some(rng, 4 * BLOCK))
@@ -316,7 +318,9 @@ def test_a_small_limit_holds(opened: Callable[..., KeptKeys], rng: np.random.Gen
         assert 0 < sum(path.stat().st_size for path in _files(cache)) <= limit
 
 
-def test_memory_is_asked_first(opened: Callable[..., KeptKeys], rng: np.random.Generator) -> None:
+def test_keys_in_memory_take_precedence_over_the_disk(
+    opened: Callable[..., KeptKeys], rng: np.random.Generator
+) -> None:
     model = _model(_full)
     kept = opened(model, memory=PLENTY)
     answer = _ask(kept.generate, _some(rng, 2 * BLOCK))
@@ -329,12 +333,14 @@ def test_memory_is_asked_first(opened: Callable[..., KeptKeys], rng: np.random.G
     assert kept.counts.prefixes.hits == 1
 
 
-def test_linear_attention_goes_on_in_memory_too(opened: Callable[..., KeptKeys], rng: np.random.Generator) -> None:
+def test_linear_attention_states_are_reused_in_memory_too(
+    opened: Callable[..., KeptKeys], rng: np.random.Generator
+) -> None:
     model = _model(_with_linear_attention)
     kept = KeptKeys(model, PLENTY)
     answer = _ask(kept.generate, _some(rng, 30))
     prompt = torch.cat([answer, _some(rng, 5)])
-    other = torch.cat([answer[:20], _some(rng, 5)])  # the state cannot go back there
+    other = torch.cat([answer[:20], _some(rng, 5)])  # a state cannot be rewound to there
     for tokens, reused in ((other, 0), (prompt, len(answer) - 1)):
         before = kept.counts.reused_tokens
         assert torch.equal(_ask(kept.generate, tokens), _ask(model.generate, tokens))
@@ -352,7 +358,9 @@ def test_a_forward_that_fails_keeps_no_state(opened: Callable[..., KeptKeys], rn
         if len(steps) == 3:
             raise RuntimeError("a disk fails")
 
-    hook = model.model.layers[2].register_forward_pre_hook(fail)  # all keys of this step are there already
+    hook = model.model.layers[2].register_forward_pre_hook(
+        fail
+    )  # the earlier layers have stored this step's keys already
     with pytest.raises(RuntimeError, match="a disk fails"):
         _ask(kept.generate, tokens)
     hook.remove()
@@ -381,7 +389,7 @@ def _adapted(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_changed_weight, _changed_config, _cast, _adapted])
-def test_what_another_model_has_computed_is_not_found(
+def test_keys_of_another_model_are_not_used(
     change: Callable[[Any], None], opened: Callable[..., KeptKeys], rng: np.random.Generator
 ) -> None:
     model = _model(_full)
@@ -391,16 +399,16 @@ def test_what_another_model_has_computed_is_not_found(
     kept.prefixes.flush()
     other = copy.deepcopy(model)
     change(other)
-    asked = opened(other)
-    assert torch.equal(_ask(asked.generate, tokens), _ask(other.generate, tokens))
-    assert asked.counts.prefixes.hits == 0
+    changed = opened(other)
+    assert torch.equal(_ask(changed.generate, tokens), _ask(other.generate, tokens))
+    assert changed.counts.prefixes.hits == 0
     _ask(opened(copy.deepcopy(model)).generate, tokens)
     again = opened(copy.deepcopy(model))
     _ask(again.generate, tokens)
     assert again.counts.prefixes.hits == 1
 
 
-def test_a_weight_that_changes_meanwhile_is_noticed(opened: Callable[..., KeptKeys], rng: np.random.Generator) -> None:
+def test_a_changed_weight_invalidates_the_keys(opened: Callable[..., KeptKeys], rng: np.random.Generator) -> None:
     model = _model(_full)
     kept = opened(model)
     tokens = _some(rng, 2 * BLOCK)
@@ -418,7 +426,7 @@ def test_keys_that_depend_on_later_tokens_are_refused() -> None:
         PrefixCache(model, PLENTY)
 
 
-def test_generate_of_a_program(rng: np.random.Generator) -> None:
+def test_cache_prefixes_of_a_program(rng: np.random.Generator) -> None:
     model = _model(_full)
     install_caches(model)
     tokens = _some(rng, 2 * BLOCK + 7)[None]
@@ -434,7 +442,7 @@ def test_generate_of_a_program(rng: np.random.Generator) -> None:
     assert torch.equal(model.generate(tokens, **options), expected) and prefixes.counts.hits == 1
 
 
-def test_generate_of_a_program_passes_on_what_it_cannot_help(rng: np.random.Generator) -> None:
+def test_cache_prefixes_passes_unsupported_calls_on(rng: np.random.Generator) -> None:
     model = _model(_full)
     tokens = _some(rng, 2 * BLOCK)[None]
     with torch_mesh.cache_prefixes(model) as prefixes:
@@ -458,7 +466,7 @@ def test_generate_of_a_program_passes_on_what_it_cannot_help(rng: np.random.Gene
         torch_mesh.cache_prefixes(model, "much")
 
 
-def test_a_server_answers_alike_after_a_restart(
+def test_a_server_gives_the_same_answers_after_a_restart(
     folder: Path, serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     openai = pytest.importorskip("openai")
@@ -469,36 +477,36 @@ def test_a_server_answers_alike_after_a_restart(
         given = {"prefix_cache": "1GiB"} if start else {}
         server = serving(folder, torch_mesh.MeshConfig(resident=0.3), 0, log_level="error", **given)
         client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
-        said = []
+        pairs = []
         for question in ("Who art thou?", "And whence comest thou?"):
-            asked = [*turns, {"role": "user", "content": question}]
-            found = client.chat.completions.create(model=server.model, messages=asked, max_tokens=12, temperature=0)
-            said.append((found.choices[0].message.content, found.usage.prompt_tokens_details.cached_tokens))
+            messages = [*turns, {"role": "user", "content": question}]
+            found = client.chat.completions.create(model=server.model, messages=messages, max_tokens=12, temperature=0)
+            pairs.append((found.choices[0].message.content, found.usage.prompt_tokens_details.cached_tokens))
             if given:
                 server.kept.prefixes.flush()
-        answers.append(said)
+        answers.append(pairs)
         counts = urllib.request.urlopen(f"{server.address}/metrics").read().decode()
         server.stop()
-    without, first, second = ([text for text, _ in said] for said in answers)
-    # Rows that are computed together round otherwise, which may tip a near tie.
+    without, first, second = ([text for text, _ in pairs] for pairs in answers)
+    # Rows computed together round differently, which may decide a near tie.
     assert [text[:8] for text in without] == [text[:8] for text in first] == [text[:8] for text in second]
     assert first[1] == second[1]
     assert answers[0][0][1] == answers[0][1][1] == 0 == answers[1][0][1]
-    assert answers[1][1][1] > 100  # the second question has the same beginning
+    assert answers[1][1][1] > 100  # the second question has the same prefix
     assert answers[2][0][1] > 100 and "torch_mesh_prefix_hits_total 2.0" in counts
     assert "torch_mesh_prefix_read_bytes_total" in counts
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"compile": True}, "--compile"),
         ({"continuous_batching": True}, "--continuous-batching"),
         ({"prefix_cache": "some"}, "Or give off"),
     ],
 )
-def test_options_that_exclude_it_are_refused(
-    folder: Path, serving: Callable[..., Any], options: dict[str, Any], said: str
+def test_options_that_exclude_the_prefix_cache_are_refused(
+    folder: Path, serving: Callable[..., Any], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         serving(folder, torch_mesh.MeshConfig(resident=0.3), **{"prefix_cache": "1GiB", **options})

@@ -1,4 +1,4 @@
-"""Who waits for a long prompt hears that it is read, and how far."""
+"""Clients and logs show the progress of reading a long prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server(serving: Callable[..., Any], folder: Path) -> Any:
     return serving(folder, MeshConfig(resident=0.5), kept_bytes=0)
 
 
-def test_comments_keep_a_silent_stream(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comments_keep_a_silent_stream_alive(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_mesh.serving import app
 
     monkeypatch.setattr(app, "QUIET", 0.01)
@@ -74,7 +74,7 @@ def test_layers_are_counted_until_the_prompt_is_read(
     with caplog.at_level(logging.INFO, "torch_mesh.serving.progress"):
         _complete(server, "In the beginning")
     read = [each for each in ends if each[0]]
-    assert len(read) == 1 and read[0][1] == 1.0  # all layers once, and none of the decode steps
+    assert len(read) == 1 and read[0][1] == 1.0  # each layer once, without the decode steps
     lines = [record.getMessage() for record in caplog.records if "reading a prompt" in record.getMessage()]
     assert len(lines) == 6 and lines[2].endswith("50% done")
     assert found.tokens == 0 and "torch_mesh_reading_tokens 0.0" in _text(f"{server.address}/metrics")

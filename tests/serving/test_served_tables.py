@@ -1,5 +1,4 @@
-"""Models whose embedding tables stay in files, served and run: they say what the same models say with tables in
-memory."""
+"""Models whose embedding tables stay in files, served and run: same answers as with tables in memory."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ PER_LAYER = {
     "vocab_size_per_layer_input": 4096,
     "hidden_size_per_layer_input": 8,
 }
-# The table, and the family of transformers; without one, the small trained model with a head of its own.
+# The table and the family of transformers. Without a family: the small trained model with an untied head.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ngram_embedding": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", NGRAMS),
     "embed_tokens_per_layer": ("Gemma4TextConfig", "Gemma4ForCausalLM", PER_LAYER),
@@ -106,7 +105,7 @@ def model(table: str, mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def servers(serving: Callable[..., Any], model: Path, table: str) -> list[Any]:
-    """With tables in memory, and in files."""
+    """Two servers: with tables in memory, and in files."""
     return [serving(model, MeshConfig(resident=0.5, tables=tables)) for tables in ("off", table)]
 
 
@@ -116,19 +115,19 @@ def _answers(server: Any) -> list[str]:
         return [client.completions.create(prompt=text, **ask).choices[0].text for text in TEXTS]
 
 
-def test_a_server_says_what_it_says_with_tables_in_memory(servers: list[Any]) -> None:
-    for _ in range(2):  # the second time with keys of earlier prompts
+def test_a_servers_answers_are_those_with_tables_in_memory(servers: list[Any]) -> None:
+    for _ in range(2):  # the second time with kept keys
         expected, found = map(_answers, servers)
         assert found == expected and any(found)
 
 
 @pytest.mark.parametrize("table", ["embed_tokens"], indirect=True)
 def test_requests_of_a_file_are_computed_at_once(model: Path, table: str, tmp_path: Path) -> None:
-    """By continuous batching, of which transformers has no caches for the other families."""
+    """Uses continuous batching, for which transformers has no caches of the other families."""
     requests = tmp_path / "requests.jsonl"
     lines = [json.dumps({"prompt": text, "max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
     requests.write_text("".join(f"{line}\n" for line in lines))
-    said = []
+    texts = []
     for tables in ("off", table):
         answers = tmp_path / f"{tables}.jsonl"
         command = ["run", str(model), str(requests), str(answers), "--resident", "0.5", "--tables", tables]
@@ -136,14 +135,14 @@ def test_requests_of_a_file_are_computed_at_once(model: Path, table: str, tmp_pa
         found = {
             each["custom_id"]: each["response"]["body"] for each in map(json.loads, answers.read_text().splitlines())
         }
-        said.append([found[f"line-{number + 1}"]["choices"][0]["text"] for number in range(len(TEXTS))])
-    assert said[0] == said[1] and any(said[0])
+        texts.append([found[f"line-{number + 1}"]["choices"][0]["text"] for number in range(len(TEXTS))])
+    assert texts[0] == texts[1] and any(texts[0])
 
 
 ALLOWED = 256 << 20
 
-# Opens, generates, converts and serves: what came of it, and the most memory of its own that the process had meanwhile.
-# A limit of the kernel's would not do: RLIMIT_DATA counts the checkpoint too, which transformers maps.
+# Opens, generates, converts and serves. Prints the results and the process's peak of anonymous memory.
+# RLIMIT_DATA would not do, since it counts the checkpoint that transformers maps.
 MEASURED = """
 import json, sys, threading, urllib.request
 from pathlib import Path
@@ -207,14 +206,14 @@ def test_a_table_of_three_times_the_memory(mesh_tiny: Path, tmp_path: Path) -> N
     assert peak < ALLOWED and whole > 3 * ALLOWED, f"{peak:,} and {whole:,} bytes"
 
 
-# Of the process: experts, rows of tables, workspace and what else a model takes. The other options are of what could
-# grow beside them.
+# Memory of experts, rows of tables, workspace and the rest of a model. The other options fix memory that could grow
+# beside them.
 PLANNED = {"resident": 0.5, "tables": "64MiB", "workspace": "8MiB", "dense": "bf16", "threads": 1}
-# glibc keeps freed activations otherwise (docs/finetuning.md), in a heap for each thread.
+# Otherwise glibc keeps freed activations, in a heap per thread (docs/finetuning.md).
 RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}
 
-# Opens or serves, fills row cache and pool, and prints the most memory of its own that it had, what plan says, and the
-# modules that were imported.
+# Opens or serves, and fills row cache and pool. Prints its peak of anonymous memory, plan's prediction, and the
+# imported modules.
 FILLED = """
 import json, sys, threading, urllib.request
 from pathlib import Path
@@ -270,7 +269,7 @@ states = {
 print(json.dumps([peak[0], states, list(sys.modules)]))
 """
 
-# The memory that modules take, whose names are in its input.
+# Prints the memory that the modules named on its input take.
 IMPORTED = """
 import contextlib, importlib, json, sys
 import torch
@@ -284,7 +283,7 @@ print(anonymous_bytes())
 """
 
 
-def _said(program: str, *arguments: str, given: str = "") -> Any:
+def _output_of(program: str, *arguments: str, given: str = "") -> Any:
     command = [sys.executable, "-c", program, *arguments]
     environment = os.environ | RETURNS_FREED
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
@@ -293,9 +292,9 @@ def _said(program: str, *arguments: str, given: str = "") -> Any:
 
 
 def _assert_as_planned(folder: Path, how: str, config: dict[str, Any], mapped: int, allowed: int) -> None:
-    """Memory beside that of imported modules is within 5 % of plan's, without ``mapped`` bytes of files."""
-    peak, states, modules = _said(FILLED, str(folder), how, json.dumps(config))
-    imports = _said(IMPORTED, given=json.dumps(modules))
+    """Assert that memory without imported modules is within 5 % of plan's, which counts ``mapped`` file bytes too."""
+    peak, states, modules = _output_of(FILLED, str(folder), how, json.dumps(config))
+    imports = _output_of(IMPORTED, given=json.dumps(modules))
     stated = states["peak"] - mapped
     assert stated < allowed
     assert sum(states[name] for name in ("pool", "tables", "dense", "workspace")) <= states["peak"]
@@ -306,12 +305,12 @@ def _assert_as_planned(folder: Path, how: str, config: dict[str, Any], mapped: i
 
 
 @pytest.mark.slow
-def test_memory_is_what_plan_states(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_memory_is_what_plan_predicts(mesh_tiny: Path, tmp_path: Path) -> None:
     raw, store = tmp_path / "raw", tmp_path / "store"
     sizes = {"ple_embed_dim": 960, "ngram_vocab_size_base": 3 * ALLOWED // 480 // 4, "split_ngram_parts": 16}
     experts = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 16}
     built = _built("ngram_embedding", mesh_tiny, **sizes, **experts)
-    mapped = built.get_input_embeddings().weight.nbytes  # of the file, and so not anonymous
+    mapped = built.get_input_embeddings().weight.nbytes  # mapped from the file, so not anonymous memory
     built.save_pretrained(raw)
     AutoTokenizer.from_pretrained(mesh_tiny).save_pretrained(raw)
     del built
@@ -320,12 +319,12 @@ def test_memory_is_what_plan_states(mesh_tiny: Path, tmp_path: Path) -> None:
         _assert_as_planned(folder, how, PLANNED, mapped, ALLOWED)
 
 
-# A server has 13 MB of its own, its tokenizer among them, whatever the size of its model: this one is not tiny.
+# A server takes 13 MB for itself, such as its tokenizer, whatever its model's size. This model is not tiny.
 SERVED = 1 << 30
 
 
 def _save_with_zeros(built: Any, folder: Path, rows: int) -> int:
-    """With at least so many rows in its table, all of zeros, which take no space on the disk; returns their bytes."""
+    """Save with at least ``rows`` rows of zeros in the table, which take no disk space; return their bytes."""
     config = copy.deepcopy(built.config)
     config.ngram_vocab_size_base = rows // 4
     with torch.device("meta"):
@@ -356,7 +355,7 @@ def _save_with_zeros(built: Any, folder: Path, rows: int) -> int:
 
 
 @pytest.mark.slow
-def test_memory_of_a_server_is_what_plan_states(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_memory_of_a_server_is_what_plan_predicts(mesh_tiny: Path, tmp_path: Path) -> None:
     sizes = {"ple_embed_dim": 960, "ngram_vocab_size_base": 400, "split_ngram_parts": 16}
     experts = {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 32, "num_experts_per_tok": 16}
     built = _built("ngram_embedding", mesh_tiny, **sizes, **experts)

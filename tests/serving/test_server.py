@@ -1,4 +1,4 @@
-"""``torch-mesh serve``, asked by the client of OpenAI over loopback: what it answers is what the model says."""
+"""``torch-mesh serve``, used by OpenAI's client over loopback: its answers equal the model's own output."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def client(server: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def says(folder: Path) -> Callable[..., str]:
-    """What the model says to a text by itself, with all experts resident."""
+def expected_text(folder: Path) -> Callable[..., str]:
+    """Returns the model's own continuation of a text, with all experts resident."""
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(resident=1.0))
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     @functools.lru_cache
-    def says(text: str, tokens: int = TOKENS) -> str:
+    def expected_text(text: str, tokens: int = TOKENS) -> str:
         inputs = tokenizer(text, return_tensors="pt")
         made = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
         return tokenizer.decode(made[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
 
-    return says
+    return expected_text
 
 
 def _decides() -> bool:
@@ -87,7 +87,7 @@ def _chat(client: Any, server: Any, messages: list[dict[str, Any]], **more: Any)
 
 
 def _metrics(server: Any) -> dict[str, float]:
-    """Of those by phase the sum as well."""
+    """Return the metrics by name, those by phase also summed."""
     from prometheus_client.parser import text_string_to_metric_families
 
     with urllib.request.urlopen(f"{server.address}/metrics", timeout=10) as answer:
@@ -100,7 +100,7 @@ def _metrics(server: Any) -> dict[str, float]:
     return found
 
 
-def test_it_lists_the_model_and_opens_no_other(client: Any, server: Any) -> None:
+def test_the_server_lists_its_model_and_opens_no_other(client: Any, server: Any) -> None:
     assert [model.id for model in client.models.list()] == [server.model]
     for ask in (
         lambda: client.completions.create(model="another/model", prompt="a"),
@@ -118,7 +118,7 @@ def test_it_lists_the_model_and_opens_no_other(client: Any, server: Any) -> None
     assert refused.value.code == 404 and b"opens no other model" in refused.value.read()
 
 
-def test_no_page_of_the_web_can_end_the_model(server: Any) -> None:
+def test_a_web_page_cannot_unload_the_model(server: Any) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(urllib.request.Request(f"{server.address}/reset", method="POST"), timeout=30)
     assert refused.value.code == 404
@@ -127,38 +127,38 @@ def test_no_page_of_the_web_can_end_the_model(server: Any) -> None:
 
 @pytest.fixture(scope="module")
 def speculating(serving: Callable[..., Any], folder: Path) -> list[Any]:
-    """A server whose model does not, and one whose does."""
+    """One server whose model does not speculate, and one whose model does."""
     configs = (MeshConfig(resident=0.5, attention="mesh", speculation=each) for each in ("off", "lookup"))
     return [serving(folder, config) for config in configs]
 
 
 def test_a_model_that_speculates_answers_and_keeps_keys(speculating: list[Any]) -> None:
     text = "self.names.append(name)\nself.values.append(value)\n" * 4
-    asked = {"max_tokens": 60}
+    options = {"max_tokens": 60}
     answers = []
     for server in speculating:
         with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
-            answers.append(_complete(client, server, text, **asked).choices[0].text)
-            streamed = _complete(client, server, text, stream=True, **asked)
+            answers.append(_complete(client, server, text, **options).choices[0].text)
+            streamed = _complete(client, server, text, stream=True, **options)
             assert "".join(part.choices[0].text for part in streamed if part.choices) == answers[-1]
             assert _metrics(server)["reused_tokens"] > 0
     found = stats(speculating[1].kept.model).speculation
     assert found.tokens > 60 and found.accepted > 0
     same = len(os.path.commonprefix(answers))  # noqa: RUF071  # of texts, not of paths
-    assert same == len(answers[0]) or same > 20  # rounding tips two logits that are nearly equal on some processors
+    assert same == len(answers[0]) or same > 20  # on some processors rounding decides between two nearly equal logits
 
 
 @pytest.mark.parametrize("text", TEXTS[:2])
-def test_completions(client: Any, server: Any, says: Callable[..., str], text: str) -> None:
-    assert _complete(client, server, text).choices[0].text == says(text)
+def test_completions(client: Any, server: Any, expected_text: Callable[..., str], text: str) -> None:
+    assert _complete(client, server, text).choices[0].text == expected_text(text)
     streamed = _complete(client, server, text, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in streamed) == says(text)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected_text(text)
 
 
-def test_chats(client: Any, server: Any, says: Callable[..., str]) -> None:
-    expected = says(f"<|im_start|>user\n{TEXTS[0]}<|im_end|>\n<|im_start|>assistant\n")
+def test_chats(client: Any, server: Any, expected_text: Callable[..., str]) -> None:
+    expected = expected_text(f"<|im_start|>user\n{TEXTS[0]}<|im_end|>\n<|im_start|>assistant\n")
     answer = _chat(client, server, CHAT)
-    # The parser of transformers takes blanks at the end for the template's.
+    # transformers' parser strips trailing blanks as part of the template.
     assert answer.choices[0].message.content.strip() == expected.strip() and answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == TOKENS
     deltas = [chunk.choices[0].delta for chunk in _chat(client, server, CHAT, stream=True)]
@@ -172,27 +172,27 @@ def test_tools(client: Any, server: Any, folder: Path, monkeypatch: pytest.Monke
     generate = server.kept._generate
     prompts = []
 
-    def saying_it(**arguments: Any) -> Any:
+    def forced_generate(**arguments: Any) -> Any:
         prompts.append(tokenizer.decode(arguments["input_ids"][0]))
         start = arguments["input_ids"].shape[1]
         return generate(
             **arguments, prefix_allowed_tokens_fn=lambda _, ids: [forced[min(len(ids) - start, len(forced) - 1)]]
         )
 
-    monkeypatch.setattr(server.kept, "_generate", saying_it)
+    monkeypatch.setattr(server.kept, "_generate", forced_generate)
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     tools = [
         {"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": parameters}}
     ]
     messages = [{"role": "user", "content": "What is the weather in Ur?"}]
     answer = _chat(client, server, messages, tools=tools, max_tokens=100).choices[0]
-    (said,) = answer.message.tool_calls
-    assert (said.function.name, json.loads(said.function.arguments)) == ("weather", {"city": "Ur"})
+    (parsed,) = answer.message.tool_calls
+    assert (parsed.function.name, json.loads(parsed.function.arguments)) == ("weather", {"city": "Ur"})
     assert answer.finish_reason == "tool_calls" and '"the weather"' in prompts[0]
     chunks = list(_chat(client, server, messages, tools=tools, max_tokens=100, stream=True))
     (streamed,) = (call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ())
     assert (
-        streamed.function.to_dict() == said.function.to_dict() and chunks[-1].choices[0].finish_reason == "tool_calls"
+        streamed.function.to_dict() == parsed.function.to_dict() and chunks[-1].choices[0].finish_reason == "tool_calls"
     )
     cut = _chat(client, server, messages, tools=tools, max_tokens=len(forced) // 2).choices[0]
     assert cut.finish_reason == "length" and not cut.message.tool_calls and '{"name": "wea' in cut.message.content
@@ -201,13 +201,15 @@ def test_tools(client: Any, server: Any, folder: Path, monkeypatch: pytest.Monke
     assert not answer.message.tool_calls and '{"nothing": 1}' in answer.message.content
 
 
-def test_several_clients_at_once(client: Any, server: Any, says: Callable[..., str]) -> None:
+def test_several_clients_at_once(client: Any, server: Any, expected_text: Callable[..., str]) -> None:
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(lambda text: _complete(client, server, text).choices[0].text, TEXTS * 2))
-    assert answers == [says(text) for text in TEXTS * 2]
+    assert answers == [expected_text(text) for text in TEXTS * 2]
 
 
-def test_a_client_that_goes_away_ends_what_it_asked_for(client: Any, server: Any, says: Callable[..., str]) -> None:
+def test_generation_ends_when_its_client_disconnects(
+    client: Any, server: Any, expected_text: Callable[..., str]
+) -> None:
     before = _metrics(server)["generated_tokens"]
     with _complete(client, server, TEXTS[3], stream=True, max_tokens=1500) as stream:
         for _ in range(3):
@@ -216,10 +218,10 @@ def test_a_client_that_goes_away_ends_what_it_asked_for(client: Any, server: Any
     while (after := _metrics(server)["generated_tokens"]) == before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert 0 < after - before < 1500
-    assert _complete(client, server, TEXTS[2]).choices[0].text == says(TEXTS[2])
+    assert _complete(client, server, TEXTS[2]).choices[0].text == expected_text(TEXTS[2])
 
 
-def test_a_second_turn_computes_what_is_new(client: Any, server: Any) -> None:
+def test_a_second_turn_computes_only_new_tokens(client: Any, server: Any) -> None:
     long = "\n".join(f"{line}. And it came to pass that the word was heard." for line in range(60))
     messages = [{"role": "user", "content": long}]
     first = _metrics(server)
@@ -236,13 +238,13 @@ def test_a_second_turn_computes_what_is_new(client: Any, server: Any) -> None:
     assert computed(third, second) <= 0.05 * computed(second, first)
 
 
-def test_metrics_are_those_of_the_pool(client: Any, server: Any) -> None:
+def test_metrics_equal_the_pools_statistics(client: Any, server: Any) -> None:
     before = _metrics(server)
     _complete(client, server, TEXTS[1] + " # once more", max_tokens=7)
     after = _metrics(server)
     more = {name: after[name] - before[name] for name in after}
     assert more["generated_tokens"] == 7
-    # The prompt is one forward, of few rows or of many; the last token needs none.
+    # The prompt is one forward, of few rows or many. The last token needs none.
     assert more["forwards"] == 7
     assert more["accesses"] == more["hits"] + more["cold_misses"] + more["inflight_misses"] > 0
     assert more["cold_misses"] == 0 or (more["read_bytes"] > 0 and after["wait_seconds"] > 0)
@@ -250,7 +252,7 @@ def test_metrics_are_those_of_the_pool(client: Any, server: Any) -> None:
     assert after["kept_keys_bytes"] > 0 and after["kept_tokens"] > 0
 
 
-def test_responses_are_streamed_where_that_is_asked(client: Any, server: Any) -> None:
+def test_responses_are_streamed_on_request(client: Any, server: Any) -> None:
     ask = {"model": server.model, "input": TEXTS[0], "max_output_tokens": TOKENS, "temperature": 0}
     answer = client.responses.create(**ask)
     assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
@@ -258,11 +260,11 @@ def test_responses_are_streamed_where_that_is_asked(client: Any, server: Any) ->
     assert client.responses.create(**ask, stream=None).output_text == answer.output_text
     events = list(client.responses.create(**ask, stream=True))
     assert events[-1].type == "response.incomplete"
-    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert said.strip() == answer.output_text.strip() != ""  # see test_chats
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text.strip() == answer.output_text.strip() != ""  # see test_chats
 
 
-def test_an_error_in_a_stream_is_an_error_of_the_client(
+def test_an_error_in_a_stream_is_raised_by_the_client(
     client: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = server.kept._generate
@@ -275,7 +277,7 @@ def test_an_error_in_a_stream_is_an_error_of_the_client(
         raise RuntimeError('a "quote"\nand a line')
 
     monkeypatch.setattr(server.kept, "_generate", failing)
-    # What is logged has the frames of an error, and pytest would keep the model by them.
+    # A logged error has frames, through which pytest would keep the model alive.
     monkeypatch.setattr(logging.getLogger("torch_mesh.serving.engine"), "disabled", True)
     with pytest.raises(openai.InternalServerError, match='a "quote"'):
         _complete(client, server, TEXTS[0])
@@ -288,7 +290,7 @@ def test_an_error_in_a_stream_is_an_error_of_the_client(
     assert [event.type for event in events][-2:] == ["error", "response.failed"] and 'a "quote"' in events[-2].message
 
 
-def test_options_of_generate_that_cannot_be_together_are_the_client_s_mistake(client: Any, server: Any) -> None:
+def test_conflicting_options_of_generate_are_the_clients_error(client: Any, server: Any) -> None:
     beams = {"generation_config": '{"max_new_tokens": 2, "num_beams": 2, "num_beam_groups": 2}'}
     for more in ({}, {"stream": True}):
         with pytest.raises(openai.APIError, match="generation_config") as error:
@@ -296,15 +298,13 @@ def test_options_of_generate_that_cannot_be_together_are_the_client_s_mistake(cl
         assert error.value.code == "invalid_value" and error.value.param == "generation_config"
 
 
-def test_a_temperature_that_is_nearly_0_is_0(client: Any, server: Any, says: Callable[..., str]) -> None:
+def test_a_temperature_close_to_0_counts_as_0(client: Any, server: Any, expected_text: Callable[..., str]) -> None:
     sampling = {"generation_config": json.dumps({"max_new_tokens": TOKENS, "do_sample": True})}
     answer = _complete(client, server, TEXTS[0], temperature=1e-300, extra_body=sampling)
-    assert answer.choices[0].text == says(TEXTS[0])
+    assert answer.choices[0].text == expected_text(TEXTS[0])
 
 
-def test_to_stop_answers_what_is_not_done_and_waits_for_what_is_computed(
-    serving: Callable[..., Any], folder: Path
-) -> None:
+def test_stop_fails_pending_requests_and_waits_for_the_running_one(serving: Callable[..., Any], folder: Path) -> None:
     server = serving(folder, MeshConfig(resident=0.5))
     generate = server.kept._generate
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
@@ -324,13 +324,13 @@ def test_to_stop_answers_what_is_not_done_and_waits_for_what_is_computed(
         ThreadPoolExecutor(4) as pool,
     ):
         try:
-            asked = [pool.submit(_complete, client, server, TEXTS[0])]
+            requests = [pool.submit(_complete, client, server, TEXTS[0])]
             assert begun.wait(60)
-            asked += [pool.submit(_complete, client, server, TEXTS[1])]  # which waits for the first
+            requests += [pool.submit(_complete, client, server, TEXTS[1])]  # waits behind the first
             stream = _chat(client, server, CHAT, stream=True)
-            next(iter(stream))  # who speaks, which comes before anything is computed
+            next(iter(stream))  # the role, which is sent before anything is computed
             stopping = pool.submit(server.stop, 0.5)
-            for each in asked:
+            for each in requests:
                 error: Any = each.exception(60)
                 assert error.status_code == 503 and error.code == "server_stopping" and error.type == "server_error"
             with pytest.raises(openai.APIError) as cut_off:
@@ -353,7 +353,7 @@ def test_a_gguf_file_is_served_by_its_name(serving: Callable[..., Any], tmp_path
     assert server.model == f"{tmp_path}:model.gguf"
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
         answer = client.completions.create(model=server.model, prompt="a b", max_tokens=3)
-        assert answer.choices[0].finish_reason in ("length", "stop")  # random weights may end it
+        assert answer.choices[0].finish_reason in ("length", "stop")  # random weights may end the answer
     assert _metrics(server)["accesses"] > 0
     server.stop()
 
@@ -380,7 +380,7 @@ def test_names_on_the_hub(given: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["a/b/c", "owner/model@", "owner/model@a@b", "owner/model:file.bin", "file.gguf", ""])
-def test_names_of_nothing(given: str) -> None:
+def test_invalid_names_are_refused(given: str) -> None:
     from torch_mesh.serving.opening import source_of
 
     with pytest.raises(ValueError, match="owner/model/file.gguf"):
@@ -405,14 +405,14 @@ def test_a_gguf_file_of_a_revision_is_served_from_the_hub(
     assert server.model == "owner/model@v1:Q8/file.gguf"
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
         answer = client.completions.create(model=server.model, prompt="a b", max_tokens=3)
-        assert answer.choices[0].finish_reason in ("length", "stop")  # random weights may end it
+        assert answer.choices[0].finish_reason in ("length", "stop")  # random weights may end the answer
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="owner/model@v2:Q8/file.gguf", prompt="a b", max_tokens=3)
     server.stop()
 
 
 @pytest.mark.parametrize("command", ["serve", "chat"])
-def test_what_cannot_be_is_refused_before_the_model_is_opened(
+def test_invalid_arguments_are_refused_before_the_model_is_opened(
     command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main([command, str(folder), "--resident", "much"]) == 2
@@ -430,13 +430,13 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
         ("--decision-config", str(tmp_path / "none.json"), 1, "none.json: no such file"),
         ("--decision-config", str(not_json), 2, "is not a decision config"),
     )
-    for name, value, code, said in (
+    for name, value, code, message in (
         *(decisions if command == "serve" and _decides() else ()),
         ("--cb-num-blocks", "-3", 2, "at least 1"),
         ("--cb-max-memory-percent", "7", 2, "at most 1"),
     ):
         assert main([command, str(folder), name, value]) == code
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     if command == "chat":
         for flag, allowed in (
             ("max_new_tokens", "NAME=VALUE"),
@@ -451,8 +451,8 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
             ("num_beams=3", "give 1"),
         ):
             assert main([command, str(folder), flag]) == 2
-            said = capsys.readouterr().err
-            assert repr(flag) in said and allowed in said
+            error = capsys.readouterr().err
+            assert repr(flag) in error and allowed in error
     with pytest.raises(SystemExit) as end:
         main([command, str(folder), "--log-level", "loud"])
     assert end.value.code == 2 and "'warning'" in capsys.readouterr().err
@@ -474,36 +474,36 @@ def test_a_conversation_in_the_terminal(
 ) -> None:
     if not reaches_the_network:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")  # where nothing listens
+        monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")  # nothing listens there
         monkeypatch.setenv("NO_PROXY", "example.org")
-    # The second line answers whether it is to go on after so few tokens. The end of the input is as good as !exit.
+    # The second line answers the question whether to continue after so few tokens. The end of input counts as !exit.
     monkeypatch.setattr("sys.stdin", io.StringIO("In the beginning\nn\n!status\n"))
     assert main(["chat", str(folder), "max_new_tokens=9", "--resident", "0.3", "--log-level", "error"]) == 0
-    said = capsys.readouterr().out
-    assert f"Model: {folder}" in said and "9 tokens in" in said
+    output = capsys.readouterr().out
+    assert f"Model: {folder}" in output and "9 tokens in" in output
     if not reaches_the_network:
         assert os.environ["NO_PROXY"] == "example.org" and "no_proxy" not in os.environ
 
 
-def test_a_conversation_is_offline_for_other_machines() -> None:
+def test_a_conversation_is_offline_except_for_loopback() -> None:
     from torch_mesh.cli.chat import _except_loopback
 
-    asked = []
+    hosts = []
 
     async def hook(request: Any) -> None:
-        asked.append(request.url.host)
+        hosts.append(request.url.host)
 
     for host in ("127.0.0.1", "192.0.2.1"):
         asyncio.run(_except_loopback(hook)(SimpleNamespace(url=SimpleNamespace(host=host))))
-    assert asked == ["192.0.2.1"]
+    assert hosts == ["192.0.2.1"]
 
 
-def test_a_model_without_a_template_says_so(
+def test_a_model_without_a_chat_template_is_an_error(
     serving: Callable[..., Any], mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", str(mesh_tiny), "--resident", "0.3", "--log-level", "error"]) == 2
-    said = capsys.readouterr().err
-    assert f"{mesh_tiny} has no chat template" in said and "for Qwen's models ChatML" in said
+    message = capsys.readouterr().err
+    assert f"{mesh_tiny} has no chat template" in message and "for Qwen's models ChatML" in message
     server = serving(mesh_tiny, MeshConfig(resident=0.25))
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
         for stream in (False, True):
@@ -514,12 +514,12 @@ def test_a_model_without_a_template_says_so(
     server.stop()
 
 
-@pytest.mark.parametrize("tokens", first_quick(200, 1900))  # which are done in the time that they have, or cut off
-def test_sigterm_ends_it_and_what_is_under_way(folder: Path, tokens: int) -> None:
+@pytest.mark.parametrize("tokens", first_quick(200, 1900))  # finished within the grace period, or cut off
+def test_sigterm_ends_the_server_and_running_requests(folder: Path, tokens: int) -> None:
     with warm.start_command("serve", folder, "--resident", "0.25", "--port", "0") as process:
         try:
-            said = process.stdout.readline()
-            address = said.split()[3].removesuffix("/v1,")
+            line = process.stdout.readline()
+            address = line.split()[3].removesuffix("/v1,")
             body = {"model": str(folder), "prompt": TEXTS[0], "temperature": 0, "max_tokens": tokens}
             request = urllib.request.Request(
                 f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -534,10 +534,10 @@ def test_sigterm_ends_it_and_what_is_under_way(folder: Path, tokens: int) -> Non
                     process.send_signal(signal.SIGTERM)
                     _, errors = process.communicate(timeout=120)
                 finally:
-                    process.kill()  # or the pool waits for the answer
+                    process.kill()  # otherwise the thread pool waits for the answer
                 assert process.returncode == 0, errors
                 error = answer.exception(60)
-                if error is None:  # it was done in the time that it had
+                if error is None:  # it finished within the grace period
                     assert json.loads(answer.result())["usage"]["completion_tokens"] > 0
                 else:
                     assert isinstance(error, urllib.error.HTTPError) and error.code == 503
@@ -564,7 +564,7 @@ main(["serve", *sys.argv[1:]])
 
 
 @pytest.mark.thorough
-def test_sigterm_ends_it_even_if_what_it_computes_does_not_end(folder: Path) -> None:
+def test_sigterm_ends_the_server_even_if_a_forward_never_ends(folder: Path) -> None:
     with warm.start(_STUCK, folder, "--resident", "0.25", "--host", "127.0.0.1", "--port", "0") as process:
         try:
             address = process.stdout.readline().split()[3].removesuffix(",")
@@ -573,13 +573,13 @@ def test_sigterm_ends_it_even_if_what_it_computes_does_not_end(folder: Path) -> 
                 ThreadPoolExecutor() as pool,
             ):
                 try:
-                    asked = pool.submit(client.completions.create, model=str(folder), prompt="a")
+                    request = pool.submit(client.completions.create, model=str(folder), prompt="a")
                     assert process.stdout.readline() == "computing\n"
                     process.send_signal(signal.SIGTERM)
                     assert process.wait(60) == 0
                 finally:
                     process.kill()
-                error: Any = asked.exception(60)
+                error: Any = request.exception(60)
                 assert error.status_code == 503
         finally:
             process.kill()
@@ -592,10 +592,10 @@ def _text(address: str) -> str:
 
 @pytest.mark.slow
 def test_eight_clients_for_minutes(serving: Callable[..., Any], folder: Path) -> None:
-    """No error, the tokens of one client alone, and memory that does not grow.
+    """No errors, the same tokens as a client alone gets, and memory that does not grow.
 
-    No keys are kept: those of a decode step may differ in the last bit from a prompt's, by which a close choice of a
-    token may turn.
+    No keys are kept, since those of a decode step may differ from a prompt's in the last bit, which may decide a near
+    tie.
     """
     server = serving(folder, MeshConfig(resident=0.25, policy="lru"), kept_bytes=0)
     client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120)
@@ -631,7 +631,7 @@ def test_eight_clients_for_minutes(serving: Callable[..., Any], folder: Path) ->
 
 
 @pytest.mark.thorough
-def test_two_servers_have_one_pool(folder: Path, tmp_path: Path, says: Callable[..., str]) -> None:
+def test_two_servers_share_one_pool(folder: Path, tmp_path: Path, expected_text: Callable[..., str]) -> None:
     socket_path = tmp_path / "pool.socket"
     pool = SharedPool(open_store(folder), socket_path, 0.5, workers=2)
     with ExitStack() as stack:
@@ -654,9 +654,12 @@ def test_two_servers_have_one_pool(folder: Path, tmp_path: Path, says: Callable[
 
         with ThreadPoolExecutor(2) as threads:
             for text in TEXTS[:2]:
-                assert list(threads.map(lambda client, text=text: complete(client, text), clients)) == [says(text)] * 2
+                assert (
+                    list(threads.map(lambda client, text=text: complete(client, text), clients))
+                    == [expected_text(text)] * 2
+                )
         assert pool.lender.workers == 2
         servers[0].kill()
         servers[0].wait()
-        assert complete(clients[1], TEXTS[2]) == says(TEXTS[2])
+        assert complete(clients[1], TEXTS[2]) == expected_text(TEXTS[2])
         assert pool.lender.workers == 1 and pool.engine.pinned() <= pool.lender.slots

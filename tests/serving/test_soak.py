@@ -1,4 +1,4 @@
-"""The benchmark that keeps a server busy for minutes, for seconds: it finds no error, and finds those there are."""
+"""The soak benchmark of a server, for seconds instead of minutes: no false errors, and real ones are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_clients_that_stop_reading_leave_a_server_that_answers(server: Any) -> N
     counts = server_soak.Counts()
     for _ in server_soak.quarters(server.address, 3, 2, counts):
         assert server.engine.is_healthy()
-    assert counts.requests >= 12 and counts.errors == []  # three clients in four quarters, one request each at least
+    assert counts.requests >= 12 and counts.errors == []  # three clients in four quarters, at least one request each
     body = {"prompt": "In the beginning", "max_tokens": 500, "stream": True}
     assert server_soak.send(server.address, "/v1/completions", body, 0.001, 1) is None
     assert server_soak.send(server.address, "/v1/completions", body | {"max_tokens": 2}, None, 0) is None
