@@ -1,4 +1,4 @@
-"""Tiny GGUF files of models with experts, as llama.cpp's converter writes them, with the gguf package's writer."""
+"""Tiny GGUF files of models with experts, in llama.cpp's layout, written by the gguf package."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _FAMILIES = {
     "llama4": "llama4_text",
     "gemma4": "gemma4_text",
 }
-# What these have beside _SIZES.
+# Sizes that these architectures have besides _SIZES.
 _OWN_SIZES: Mapping[str, dict[str, Any]] = {
     "glm4moe": {
         "num_hidden_layers": 3,
@@ -155,31 +155,31 @@ _OWN_SIZES: Mapping[str, dict[str, Any]] = {
         },
     },
 }
-# Whose projections of queries and keys the converter permutes.
+# Architectures whose query and key projections the converter permutes.
 _ROTATED = ("llama", "granitemoe")
-# transformers reads the config of the last itself, if it knows it: 5.17 does not.
+# transformers reads the config of qwen35moe itself if it knows that architecture; 5.17 does not.
 READS_QWEN35MOE = "qwen35moe" in GGUF_CONFIG_ARCHS
 ARCHITECTURES = tuple(name for name in _FAMILIES if name != "qwen35moe" or READS_QWEN35MOE)
-# For every run of the tests, and for thorough ones.
+# The architectures of every run, and those of thorough runs.
 EACH_ARCHITECTURE = tuple(
     pytest.param(name, marks=pytest.mark.thorough)
     if name in ("olmoe", "granitemoe", "ernie4_5-moe", "hunyuan-moe")
     else name
     for name in ARCHITECTURES
 )
-# Whose weights transformers reads too.
+# Architectures whose weights transformers reads too.
 READ_BY_TRANSFORMERS = ("qwen2moe", "qwen3moe", "minimax-m2", *(["qwen35moe"] if READS_QWEN35MOE else []))
-# What the writer's package has no encoder for is drawn as bytes.
+# Types that the gguf package cannot encode; their bytes are random.
 _DRAWN = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
     *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "NVFP4"),
 )
-# Of which records hold the blocks.
+# Types whose blocks records hold.
 RECORD_TYPES = (
     *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
     *("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"),
 )
-# Where the fp16 scales of a block are.
+# Byte offsets of the fp16 scales in a block.
 SCALES = {
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
@@ -195,7 +195,7 @@ _TOKENS = ["<pad>", "<s>", "</s>", *(chr(ord("a") + i) for i in range(26)), "\u0
 @dataclass(frozen=True)
 class Written:
     path: Path
-    model: PreTrainedModel  # in fp32, of the values that the file has
+    model: PreTrainedModel  # in fp32, with the file's values
     tensors: Mapping[str, np.ndarray]  # by GGUF's names, in fp32
 
 
@@ -250,9 +250,9 @@ def write(
     extra: Mapping[str, np.ndarray] | None = None,
     **sizes: Any,
 ) -> Written:
-    """Writes a model. ``types``: of the tensors whose names a pattern finds, the first that does; all others are F32.
+    """Write a model to a file. ``types`` maps name patterns to types; the first match counts, other tensors are F32.
 
-    The model that is returned has the values that the file then has.
+    The returned model has the values of the file.
     """
     model = tiny_model(architecture, tie_word_embeddings=tied, **sizes)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=0)
@@ -282,7 +282,7 @@ def write(
 
 
 def encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of a tensor in that type, and the values that they then stand for."""
+    """Return the bytes of a tensor in this type, and the values they represent."""
     if kind == "F32":
         return values, values
     if kind not in _DRAWN:
@@ -299,15 +299,15 @@ def encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def scales(kind: str, blocks: np.ndarray) -> np.ndarray:
-    """float16 [blocks, scales] of uint8 [blocks, bytes]."""
-    if kind == "IQ1_M":  # four bits of its scale are in each of four words
+    """Return the scales, float16 [blocks, scales], of blocks, uint8 [blocks, bytes]."""
+    if kind == "IQ1_M":  # each of four words holds four bits of its scale
         words = blocks[:, 48:56].copy().view(np.uint16) >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
         return words.sum(axis=1, dtype=np.uint16)[:, None].view(np.float16)
     return np.concatenate([blocks[:, at : at + 2].copy().view(np.float16) for at in SCALES.get(kind, (0,))], axis=1)
 
 
 def set_scales(kind: str, blocks: np.ndarray, halves: np.ndarray) -> None:
-    """Every scale of uint8 [blocks, bytes] to one of ``halves``, uint16 [blocks, scales] or fewer."""
+    """Set every scale of ``blocks``, uint8 [blocks, bytes], from ``halves``, uint16 [blocks, scales] or fewer."""
     halves = np.broadcast_to(halves, (len(blocks), len(SCALES.get(kind, (0,)))))
     for number, at in enumerate(SCALES.get(kind, (0,))):
         if kind == "IQ1_M":
@@ -318,7 +318,7 @@ def set_scales(kind: str, blocks: np.ndarray, halves: np.ndarray) -> None:
 
 
 def with_number(data: bytes, path: Path, key: str, value: int) -> bytes:
-    """``data`` of the file at ``path`` with another number under ``key``, of 64 bits; of an array, as each element."""
+    """Return ``data`` of the file at ``path`` with another 64-bit number under ``key``, in each element of an array."""
     header = read_gguf(path).header
     keyed = struct.pack("<Q", len(key)) + key.encode()
     at = data.index(keyed) + len(keyed)
@@ -339,7 +339,7 @@ def with_number(data: bytes, path: Path, key: str, value: int) -> bytes:
 
 
 def read_whole(path: Path, tokenizer: bool = True) -> None:
-    """The whole way, from the metadata to the values of every tensor."""
+    """Read everything, from the metadata to the values of every tensor."""
     model = meta_model(read_config(path))
     experts = find_checkpoint_experts(path, model)
     last = experts.shape.layers - 1, experts.shape.experts - 1
@@ -358,7 +358,7 @@ def _name_map(architecture: str, layers: int) -> gguf.TensorNameMap:
 
 
 def _tensors(architecture: str, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """By GGUF's names and in its forms."""
+    """Yield the parameters by GGUF's names and in its layouts."""
     experts = {f"{layer.path}.{name}": layer for layer in find_experts(model) for name in layer.parameter_names}
     for layer in find_experts(model):
         number = re.search(r"layers\.(\d+)", layer.path)[1]
@@ -380,7 +380,7 @@ def _tensors(architecture: str, model: PreTrainedModel) -> Iterator[tuple[str, t
 
 
 def _split(config: Any, name: str, tensor: torch.Tensor) -> Tensors | None:
-    """The two tensors, in GGUF's forms, that a file has of some parameters."""
+    """Return the two tensors, in GGUF's layouts, into which a file splits some parameters; None for others."""
     if name.endswith("kv_b_proj.weight"):
         prefix = f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.attn"
         heads = tensor.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
@@ -421,13 +421,13 @@ def _gguf_name(architecture: str, model: PreTrainedModel, name: str) -> str:
 
 
 def _head_order(config: Any, width: int) -> torch.Tensor:
-    """Of the rows of value heads as llama.cpp has them: the first of each key head, then the second."""
+    """Return llama.cpp's order of value-head rows: the first of each key head, then the second."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     return torch.arange(values * width).reshape(keys, values // keys, width).transpose(0, 1).reshape(-1)
 
 
 def _forward(architecture: str, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter in the form that GGUF has of it."""
+    """Return a parameter in GGUF's layout."""
     if name.endswith("shared_expert_gate.weight"):
         return tensor[0]
     if name.endswith("moe_statics.e_score_correction_bias"):
@@ -443,7 +443,7 @@ def _forward(architecture: str, model: PreTrainedModel, name: str, tensor: torch
         return tensor + 1
     if "linear_attn" not in name:
         return tensor
-    if architecture == "qwen3next":  # keeps the order of heads
+    if architecture == "qwen3next":  # keeps transformers' order of heads
         return -torch.exp(tensor) if name.endswith("A_log") else tensor.squeeze(1) if "conv1d" in name else tensor
     width, keys = config.linear_value_head_dim, 2 * config.linear_num_key_heads * config.linear_key_head_dim
     heads, rows = _head_order(config, 1), _head_order(config, width)
@@ -460,7 +460,7 @@ def _forward(architecture: str, model: PreTrainedModel, name: str, tensor: torch
 
 
 def _take(architecture: str, model: PreTrainedModel, values: Mapping[str, np.ndarray]) -> None:
-    """Puts the values that a file has into the matrices of the model."""
+    """Copy a file's values into the matrices of the model."""
     with torch.no_grad():
         for layer in find_experts(model):
             number = re.search(r"layers\.(\d+)", layer.path)[1]

@@ -1,4 +1,4 @@
-"""Small disks, and processes that may do less than a test may."""
+"""Small disks, and processes with fewer privileges than the tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
 def without_privileges(
     command: list[str], environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command for which the permissions of files and the limit of locked memory hold, root or not."""
+    """Run a command to which file permissions and the limit of locked memory apply, even if the tests run as root."""
 
     def drop() -> None:
         if os.geteuid() == 0:

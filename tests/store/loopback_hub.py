@@ -1,4 +1,4 @@
-"""A hub on this machine that speaks the Hugging Face hub's protocol to its own client."""
+"""A local hub that speaks the Hugging Face hub's protocol to huggingface_hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoopbackHub(http.server.BaseHTTPRequestHandler):
     """Serves ``files`` of ``MODEL``, and counts the bytes of each that it ``sent``.
 
     ``breaks_after``: bytes of a file after which each connection ends. ``damaged`` files arrive with a changed byte.
-    ``on_chunk`` is called with a file's name before each chunk. ``gated``: no file is to be had.
+    ``on_chunk`` is called with a file's name before each chunk. ``gated``: every file is refused.
     """
 
     files: dict[str, bytes]
@@ -85,8 +85,8 @@ class LoopbackHub(http.server.BaseHTTPRequestHandler):
         for begin in range(first, end, _CHUNK_BYTES):
             type(self).on_chunk(name)
             part = data[begin : min(begin + _CHUNK_BYTES, end)]
-            self.sent[name] += len(part)  # before the client has it, and the test looks
-            with contextlib.suppress(ConnectionError):  # of a client that was killed
+            self.sent[name] += len(part)  # counted first, since the test reads the count once the client has the data
+            with contextlib.suppress(ConnectionError):  # the client may have been killed
                 self.wfile.write(part)
 
     def _described(self, name: str, name_key: str, id_key: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class LoopbackHub(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def loopback_hub(cache: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[LoopbackHub]]:
-    """A hub without files, which this process's client asks, with its cache in the folder ``cache``."""
+    """A hub without files, which this process's client uses, with its cache in the folder ``cache``."""
     state: dict[str, Any] = {"files": {}, "sent": Counter(), "damaged": set()}
     handler = type("Handler", (LoopbackHub,), state)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -1,5 +1,4 @@
-"""Damage to bytes of the kinds that parsers fall for: wrong numbers, cuts, and pieces that stand twice or in the wrong
-place."""
+"""Mutations of bytes that typically break parsers: wrong numbers, truncation, repeated or misplaced pieces."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ _TEXTS = (
 
 
 def mutate(seeds: Sequence[bytes], rng: random.Random, text: bool = False, in_place: bool = False) -> bytes:
-    """One of ``seeds``, damaged in one to four places. ``text``: JSON, of which whole words are changed as well.
-    ``in_place``: of the length that it had."""
+    """Return one of ``seeds``, damaged in one to four places. ``text``: JSON, whose whole words are changed as well.
+    ``in_place``: keep the length."""
     data = bytearray(rng.choice(seeds))
     size = len(data)
     changes = _IN_PLACE if in_place else _OF_TEXT if text else _OF_BYTES
@@ -43,7 +42,7 @@ def mutate(seeds: Sequence[bytes], rng: random.Random, text: bool = False, in_pl
 
 @contextmanager
 def limits(seconds: int, extra_bytes: int) -> Iterator[None]:
-    """Ends what takes longer in all, and lets an allocation fail that goes so far above what the process has now."""
+    """Abort after ``seconds``, and fail allocations that exceed the current address space by ``extra_bytes``."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         size = int(statm.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -102,7 +101,7 @@ def _splice(data: bytearray, rng: random.Random, seeds: Sequence[bytes]) -> None
 
 
 def _put_text(data: bytearray, rng: random.Random, seeds: Sequence[bytes]) -> None:
-    """In the place of a number, a string or a word."""
+    """Replace a number, a string or a keyword by another."""
     words = list(re.finditer(rb'-?\d+|"[^"]*"|true|false|null', data))
     if words:
         word = rng.choice(words)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints as other tools quantise them: written by the format's own library where there is one."""
+"""Tiny checkpoints as other tools quantise them, written by the format's own library if there is one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import tiny_model
 
 Tensors = dict[str, torch.Tensor]
-# The tensors of one weight by the rest of their names, and the values that they stand for.
+# The tensors of one weight by name suffix, and the values they represent.
 Quantised = tuple[Tensors, torch.Tensor]
 
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
@@ -26,18 +26,18 @@ _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 
 @dataclass(frozen=True)
 class Kind:
-    """A format: what config.json says, and how a weight is written."""
+    """A format: its entry in config.json, and how a weight is written."""
 
     config: Mapping[str, Any]
     quantise: Callable[[torch.Tensor], Quantised]
     nearest: tuple[str, int]
-    suffix: str = ".weight"  # that the names of its tensors take the place of
+    suffix: str = ".weight"  # replaced by the names of its tensors
     files: Mapping[str, Any] = field(default_factory=dict)
-    rounded: bool = False  # though it is of integers
+    rounded: bool = False  # even though it is an integer format
     others: Mapping[str, Callable[[torch.Tensor], Quantised]] = field(
         default_factory=dict
-    )  # of names with a pattern in them
-    scales_rounded: bool = False  # of codes that a record holds
+    )  # for names that match a pattern
+    scales_rounded: bool = False  # although a record holds the codes
 
     @property
     def kept(self) -> bool:
@@ -46,7 +46,7 @@ class Kind:
 
 
 def write_quantised(folder: Path, kind: Kind, family: str = "qwen3_moe", **sizes: int) -> Tensors:
-    """Writes a tiny model whose attention and experts are quantised; returns its weights as they then are, in fp32."""
+    """Write a tiny model with quantised attention and experts; return its weights after quantisation in fp32."""
     model = tiny_model(family, **{**_SIZES, **sizes})
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -94,7 +94,7 @@ def _fp8(block: tuple[int, int], scale_fmt: str | None = None) -> Callable[[torc
 
 
 def _fp8_blocks(weight: torch.Tensor) -> Quantised:
-    """In blocks of 128 x 128, the last of which a matrix may cut off; transformers' own quantiser takes none such."""
+    """Blocks of 128 x 128, the last of which may be partial; transformers' own quantiser refuses partial blocks."""
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % 128, 0, -rows % 128))
     blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
@@ -112,8 +112,8 @@ def _mxfp8(weight: torch.Tensor) -> Quantised:
 def _compressed(
     preset: str, form: str, *, scales: torch.dtype = torch.bfloat16, wide: float = 1.0, **changes: Any
 ) -> tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]:
-    """A scheme of compressed-tensors as config.json has it, and the library's own compressor. Integers have ``scales``
-    that are ``wide`` times as large as the largest weight needs, as observers and GPTQ may choose them."""
+    """A scheme of compressed-tensors from config.json, with the library's own compressor. Scales of integers are
+    ``wide`` times as large as the largest weight needs, as observers and GPTQ may choose them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -192,7 +192,7 @@ def _modelopt_fp8(weight: torch.Tensor) -> Quantised:
 
 
 def _words(codes: torch.Tensor, order: tuple[int, ...] | None = None, bits: int = 4) -> torch.Tensor:
-    """As many codes of each row in an int32 as go into it, the first in its lowest bits."""
+    """Pack as many codes of each row into an int32 as fit, the first in the lowest bits."""
     each = 32 // bits
     ordered = codes.long().view(codes.shape[0], -1, each)[..., list(order or range(each))]
     words = (ordered << torch.arange(0, 32, bits)).sum(-1)
@@ -202,7 +202,7 @@ def _words(codes: torch.Tensor, order: tuple[int, ...] | None = None, bits: int 
 def _grouped(
     weight: torch.Tensor, size: int, symmetric: bool, bits: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [out, in], fp16 scales and zero points [out, groups]."""
+    """Return codes [out, in], fp16 scales and zero points [out, groups]."""
     groups, middle, last = weight.view(weight.shape[0], -1, size), 1 << (bits - 1), (1 << bits) - 1
     if symmetric:
         scale = groups.abs().amax(-1).div(middle - 1).half()
@@ -225,7 +225,7 @@ def _gptq(
     index: bool = True,
     scales: torch.dtype = torch.float16,
 ) -> Callable[[torch.Tensor], Quantised]:
-    """``index``: with a tensor that says which group each input belongs to."""
+    """``index``: add a tensor with the group of each input."""
 
     def quantise(weight: torch.Tensor) -> Quantised:
         columns = weight.shape[1]
@@ -284,7 +284,7 @@ def _of_library(
     scales_rounded: bool = False,
     **changes: Any,
 ) -> Kind:
-    """``others`` are changes of the scheme for the weights whose names have a pattern in them."""
+    """``others`` maps name patterns to changes of the scheme for these weights."""
     config, quantise = _compressed(preset, form, **changes)
     by_pattern = {part: _compressed(preset, form, **(changes | own))[1] for part, own in (others or {}).items()}
     return Kind(config, quantise, nearest, rounded=rounded, others=by_pattern, scales_rounded=scales_rounded)
@@ -295,7 +295,7 @@ def _int4(nearest: tuple[str, int] = ("int4", 32), **about: Any) -> Kind:
 
 
 def _with_order(weight: torch.Tensor) -> Quantised:
-    """As compressed-tensors' act order: the inputs of a group lie anywhere."""
+    """compressed-tensors' act order: the inputs of a group may be anywhere."""
     parts, _ = _compressed("W4A16", "pack-quantized", group_size=32)[1](weight)
     order = torch.randperm(weight.shape[1])
     group = torch.empty(weight.shape[1], dtype=torch.int32)
@@ -399,7 +399,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
 
 
 _CHANNEL = {"group_size": None, "strategy": "channel"}
-# What layers, projections or experts differ in.
+# Formats that differ between layers, projections or experts.
 MIXED: dict[str, Callable[[], Kind]] = {
     "wide_scales": lambda: _int4(wide=1.4),
     "fp32_scales": lambda: _int4(wide=1.4, scales=torch.float32, scales_rounded=True),
@@ -451,7 +451,7 @@ MIXED: dict[str, Callable[[], Kind]] = {
 def _scales_of(
     quantise: Callable[[torch.Tensor], Quantised], dtype: torch.dtype
 ) -> Callable[[torch.Tensor], Quantised]:
-    """In fp8 blocks of 128, with scales of another type."""
+    """Blocks of 128 in fp8, with scales of another type."""
 
     def quantised(weight: torch.Tensor) -> Quantised:
         parts, _ = quantise(weight)
@@ -465,8 +465,8 @@ _FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "q
 
 
 def exact_values(folder: Path) -> Tensors:
-    """What each expert's weight of a checkpoint of ours stands for, in fp64, by nothing but its stored codes and
-    scales."""
+    """Return each expert weight of a checkpoint written here in fp64, computed from its stored codes and scales
+    alone."""
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
     if not config:
@@ -510,13 +510,13 @@ def _nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _integers(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Words of int32 along the last axis, the first code in the lowest bits."""
+    """Unpack int32 words along the last axis, the first code in the lowest bits."""
     shifts = torch.arange(0, 32, bits)
     return ((words.long().unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def _scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """By a scale for each group of a row; one row of them is that of all."""
+    """Multiply by a scale for each group of a row; a single row of scales applies to all rows."""
     groups = values.view(values.shape[0], scale.shape[1], -1)
     return (groups * scale.double().unsqueeze(-1)).view(values.shape)
 
@@ -543,7 +543,7 @@ def _double_gptq(parts: Tensors, config: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _double_awq(parts: Tensors) -> torch.Tensor:
-    place = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of each of eight outputs in a word
+    place = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # position of each of eight outputs in a word
     codes, zeros = (
         _integers(parts[name], 4).unflatten(-1, (-1, 8))[..., place].flatten(-2) for name in (".qweight", ".qzeros")
     )
@@ -552,7 +552,7 @@ def _double_awq(parts: Tensors) -> torch.Tensor:
 
 
 def _double_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A scale for all, for rows, or for blocks that divide the matrix."""
+    """Scales are for the matrix, its rows, or blocks that divide it."""
     if scale.numel() == 1:
         return codes.double() * scale.double().reshape(())
     rows, columns = (length // count for length, count in zip(codes.shape, scale.shape, strict=True))
@@ -574,8 +574,8 @@ def _double_bnb(parts: Tensors) -> torch.Tensor:
 
 
 def write_gpt_oss(folder: Path) -> Tensors:
-    """gpt-oss: the experts of a layer in one tensor, FP4 in blocks. Returns the experts' parameters as the model has
-    them."""
+    """Write gpt-oss: the experts of a layer in one tensor, FP4 in blocks. Return the experts' parameters as in the
+    model."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2} | _EXPERTS
@@ -597,7 +597,7 @@ def write_gpt_oss(folder: Path) -> Tensors:
 
 
 def write_deepseek_v4(folder: Path) -> Tensors:
-    """DeepSeek-V4: experts in FP4 beside attention in FP8, with scales of one byte. Returns its experts' weights."""
+    """Write DeepSeek-V4: experts in FP4, attention in FP8, scales of one byte. Return its experts' weights."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     sizes = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64} | _EXPERTS

@@ -1,4 +1,4 @@
-"""Stores of a few kilobytes that no model is needed for."""
+"""Stores of a few kilobytes, made without a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHAPE = Shape(layers=1, experts=3, top_k=1, hidden=64, intermediate=32, gated=T
 
 
 def write(folder: str | Path, weights: str, *, force: bool = False) -> Store:
-    """Writes one with a file beside its records, or finds that it is there."""
+    """Write a store with one other file besides its records, unless it exists already."""
     plan = StorePlan(_SHAPE, ("layers.0.experts",), weights, 64, source_name="none", source_fingerprint="none")
 
     def pack(layer: int, expert: int) -> torch.Tensor:

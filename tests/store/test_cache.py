@@ -1,4 +1,4 @@
-"""The cache folder: what is left there by processes that were killed, and where there is none."""
+"""The cache folder: leftovers of killed processes, and machines without a usable cache folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_tests(**variables: str) -> dict[str, str]:
 
 
 @pytest.mark.thorough
-def test_a_killed_patch_leaves_nothing_behind_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_patch_removes_the_leftovers_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = warm.run(PATCH, env=with_tests(XDG_CACHE_HOME=str(tmp_path)))
     assert killed.returncode == -signal.SIGKILL
     (left,) = [path for path in (tmp_path / "torch_mesh").glob("unnamed-*") if path.is_dir()]
@@ -50,8 +50,7 @@ def test_a_killed_patch_leaves_nothing_behind_the_next_one(tmp_path: Path, monke
 
 
 def _kill_before(number: int, parent: Path) -> int:
-    """Makes a scratch folder in a forked process that is killed right before what it does to files for the
-    ``number``-th time."""
+    """Make a scratch folder in a forked process that is killed right before its ``number``-th file operation."""
     child = os.fork()
     if child == 0:
         steps = 0
@@ -71,7 +70,7 @@ def _kill_before(number: int, parent: Path) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def test_killed_at_each_step_a_scratch_folder_goes_with_the_next(tmp_path: Path) -> None:
+def test_a_scratch_folder_of_a_process_killed_at_any_step_is_removed_later(tmp_path: Path) -> None:
     left = 0
     for number in range(1, 100):
         status = _kill_before(number, tmp_path)
@@ -84,8 +83,8 @@ def test_killed_at_each_step_a_scratch_folder_goes_with_the_next(tmp_path: Path)
     assert status == 0 and number > 5 and left > 2
 
 
-def test_what_is_in_use_or_of_others_stays(tmp_path: Path) -> None:
-    (tmp_path / "unnamed-thesis").mkdir()  # nobody's lock says that its owner is gone
+def test_scratch_folders_in_use_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "unnamed-thesis").mkdir()  # without a lock file its owner may still be there
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").touch()
     (tmp_path / "unnamed-link").symlink_to("elsewhere")
@@ -110,11 +109,13 @@ def test_a_file_system_without_locks_has_scratch_folders(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with scratch_folder(tmp_path, "unnamed-") as first, scratch_folder(tmp_path, "unnamed-") as second:
         (first / "file").touch()
-        assert sorted(os.listdir(tmp_path)) == sorted([first.name, second.name])  # nobody can tell that they are left
+        assert sorted(os.listdir(tmp_path)) == sorted(
+            [first.name, second.name]
+        )  # without locks abandoned folders cannot be recognised
     assert os.listdir(tmp_path) == []
 
 
-def test_a_scratch_folder_takes_another_name_where_one_that_sweeps_was_quicker(
+def test_a_scratch_folder_takes_another_name_if_its_lock_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter(["swept", "free"])
@@ -146,16 +147,16 @@ for home in (None, "/"):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="to be a user whom nobody knows needs root")
-def test_without_a_home_folder_an_error_says_what_to_set() -> None:
+def test_without_a_home_folder_an_error_names_the_variables_to_set() -> None:
     ended = without_privileges([sys.executable, "-c", NO_HOME])
     assert ended.returncode == 0, ended.stderr
-    said = [line for line in ended.stdout.splitlines() if line.startswith("HOME=")]
-    assert said[0].startswith("HOME=None: There is no home folder") and "set XDG_CACHE_HOME or HOME" in said[0]
-    assert said[1].startswith("HOME=/: /.cache/torch_mesh: cannot be written (Permission denied: /.cache")
-    assert "XDG_CACHE_HOME" in said[1]
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("HOME=")]
+    assert lines[0].startswith("HOME=None: There is no home folder") and "set XDG_CACHE_HOME or HOME" in lines[0]
+    assert lines[1].startswith("HOME=/: /.cache/torch_mesh: cannot be written (Permission denied: /.cache")
+    assert "XDG_CACHE_HOME" in lines[1]
 
 
-def test_no_folder_is_called_after_a_home_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_of_an_unknown_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for field in ("store", "profile", "prefetch", "stats_file"):
         with pytest.raises(ValueError, match=f"{FIELDS[field].name}='~nobody-of-this-name/x': there is no home folder"):
             torch_mesh.MeshConfig.from_dict({field: "~nobody-of-this-name/x"})
@@ -179,7 +180,7 @@ def test_a_cache_that_cannot_be_made_is_a_clear_error(tmp_path: Path, monkeypatc
         pass
 
 
-def test_a_file_that_is_a_link_stays_one(tmp_path: Path) -> None:
+def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk" / "profile.json").write_text("old")
     (tmp_path / "link.json").symlink_to("disk/profile.json")

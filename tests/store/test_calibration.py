@@ -1,4 +1,4 @@
-"""Stores whose records are packed by what a text shows the experts."""
+"""Stores whose records are calibrated on a text."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def prose() -> str:
 
 
 def _random_text(monkeypatch: pytest.MonkeyPatch, vocabulary: int = 128, tokens: int = 512) -> None:
-    """In the place of a text, for models without a tokenizer."""
+    """Replaces the text by random tokens, for models without a tokenizer."""
     ids = torch.randint(3, vocabulary, (tokens // 64, 64))
     monkeypatch.setattr(packing, "text_sequences", lambda *_: ids)
 
 
 def _output_error(store: Store, model: torch.nn.Module, seen: list[LayerRows]) -> float:
-    """Relative error of what gate and up make of the rows that the experts saw."""
+    """Return the relative error of the outputs of gate and up on the rows that the experts saw."""
     error = power = 0.0
     for number, layer in enumerate(find_experts(model)):
         rows = seen[number]
@@ -77,7 +77,9 @@ def _seen(source: Path, sequences: torch.Tensor, folder: Path) -> list[LayerRows
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "lut4", "tcq3", "tcq2+tcq3", "tcq2")),
     ],
 )
-def test_what_experts_make_of_the_text_is_nearer(tmp_path: Path, mesh_tiny: Path, prose: str, weights: str) -> None:
+def test_calibration_reduces_the_output_error_on_the_text(
+    tmp_path: Path, mesh_tiny: Path, prose: str, weights: str
+) -> None:
     done: list[tuple[int, int]] = []
     calibrated = convert(
         mesh_tiny,
@@ -116,7 +118,7 @@ def test_the_rows_are_what_the_experts_of_the_model_see(tmp_path: Path, mesh_tin
 
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "llama4_text", "deepseek_v3"])
 def test_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Biases, experts without a gate, inputs that are weighted, experts that compute nothing."""
+    """Covers biases, experts without a gate, weighted inputs and experts that compute nothing."""
     source = save_tiny(tmp_path / "source", family)
     _random_text(monkeypatch)
     store = convert(source, tmp_path / "store", "int4", 32, calibrate=on_text("any")).store
@@ -137,7 +139,7 @@ def test_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) 
 def test_quantised_checkpoints_are_calibrated_by_their_values(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # one is run as what it is converted to
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # a quantised checkpoint is run as a converted store
     write_quantised(tmp_path / "source", KINDS[kind]())
     _random_text(monkeypatch)
     store = convert(tmp_path / "source", tmp_path / "store", "int4", 64, calibrate=on_text("any")).store
@@ -153,15 +155,17 @@ def test_quantised_checkpoints_are_calibrated_by_their_values(
         ("ct_int4", "int4", "int4 codes in groups of 32, which stay unchanged"),
     ],
 )
-def test_codes_that_are_kept_are_not_calibrated(tmp_path: Path, kind: str, weights: str, message: str) -> None:
+def test_formats_that_keep_the_codes_are_not_calibrated(tmp_path: Path, kind: str, weights: str, message: str) -> None:
     write_quantised(tmp_path / "source", KINDS[kind]())
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "source", tmp_path / "store", weights, 32, calibrate=on_text("any"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_an_expert_that_no_token_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is packed by what the others saw."""
+def test_an_expert_without_tokens_is_packed_by_the_others_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calibration uses the inputs of the other experts."""
     model = tiny_model("qwen3_moe")
     with torch.no_grad():
         for layer in model.model.layers:
@@ -176,7 +180,7 @@ def test_an_expert_that_no_token_reached(tmp_path: Path, monkeypatch: pytest.Mon
         assert torch.isfinite(record.up).all() and not torch.equal(record.up, stored_expert(plain, layer, 5).up)
 
 
-def test_the_manifest_says_it_and_inspect_shows_it(
+def test_the_manifest_records_the_calibration_and_inspect_shows_it(
     tmp_path: Path, mesh_tiny: Path, prose: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["convert", str(mesh_tiny), str(tmp_path / "store"), "--weights", "int4", "--calibrate", prose]
@@ -190,13 +194,13 @@ def test_the_manifest_says_it_and_inspect_shows_it(
     assert describe(mesh_tiny)["calibration"] is None
     assert main([*arguments, "--calibrate-tokens", "300"]) == 0
     assert "already holds" in capsys.readouterr().out
-    assert main([*arguments, "--calibrate-tokens", "301"]) == 1  # another calibration is another store
+    assert main([*arguments, "--calibrate-tokens", "301"]) == 1  # another calibration makes another store
     assert "has another store" in capsys.readouterr().err
     assert main(arguments[:-2]) == 1
     assert "has another store" in capsys.readouterr().err
 
 
-def test_a_manifest_with_a_strange_calibration(tmp_path: Path, mesh_tiny: Path, prose: str) -> None:
+def test_invalid_calibrations_in_a_manifest_are_refused(tmp_path: Path, mesh_tiny: Path, prose: str) -> None:
     from torch_mesh.store import manifest as module
 
     convert(mesh_tiny, tmp_path / "store", "int4", calibrate=on_text(prose, 256))
@@ -232,13 +236,13 @@ def test_a_calibrated_store_opens_and_runs(tmp_path: Path, mesh_tiny: Path, pros
 
 
 @pytest.mark.parametrize("weights", ["bf16", "bf12", "auto"])
-def test_what_is_not_rounded_is_refused(tmp_path: Path, mesh_tiny: Path, prose: str, weights: str) -> None:
+def test_formats_without_rounding_are_refused(tmp_path: Path, mesh_tiny: Path, prose: str, weights: str) -> None:
     with pytest.raises(ValueError, match=f"'{weights.replace('auto', 'bf12')}' rounds little.*'int8', 'int4', 'lut4'"):
         convert(mesh_tiny, tmp_path / "store", weights, calibrate=on_text(prose))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_texts_that_will_not_do(tmp_path: Path, mesh_tiny: Path, prose: str) -> None:
+def test_unusable_texts_are_refused(tmp_path: Path, mesh_tiny: Path, prose: str) -> None:
     destination = tmp_path / "store"
     with pytest.raises(FileNotFoundError, match=r"nothing\.txt"):
         convert(mesh_tiny, destination, "int4", calibrate=on_text(tmp_path / "nothing.txt"))
@@ -273,8 +277,10 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: py
         convert(tmp_path / "source", tmp_path / "store", "int4", calibrate=on_text("any"))
 
 
-def test_interrupted_it_continues(tmp_path: Path, mesh_tiny: Path, prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of the text, and in the middle of the records."""
+def test_an_interrupted_calibration_continues(
+    tmp_path: Path, mesh_tiny: Path, prose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in the middle of the text, and in the middle of the records."""
     monkeypatch.setattr(collecting, "_LENGTH", 128)
     monkeypatch.setattr(collecting, "_TOKENS_AT_ONCE", 256)
     forwards: list[int] = []
@@ -321,7 +327,7 @@ def test_interrupted_it_continues(tmp_path: Path, mesh_tiny: Path, prose: str, m
 
 
 @pytest.mark.parametrize("damage", first_quick("rows", "state"))
-def test_rows_that_a_loss_of_power_took_are_collected_again(
+def test_rows_lost_by_a_power_failure_are_collected_again(
     tmp_path: Path, mesh_tiny: Path, prose: str, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     def interrupted(*_: object) -> torch.Tensor:
@@ -371,7 +377,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_the_disk_has_to_hold_the_rows_too(
+def test_the_disk_space_check_includes_the_rows(
     tmp_path: Path, mesh_tiny: Path, prose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_disk(tmp_path / "disk", 40 << 20) as disk:
@@ -382,15 +388,15 @@ def test_the_disk_has_to_hold_the_rows_too(
         ballast.write_bytes(bytes(33 << 20))
         with pytest.raises(StoreError, match="the disk is full.*run the same command again"):
             convert(mesh_tiny, disk / "store", "int4", calibrate=on_text(prose, 16384))
-        gc.collect()  # what the error's frames hold
+        gc.collect()  # frees what the error's frames reference
         ballast.unlink()
         monkeypatch.undo()
         store = convert(mesh_tiny, disk / "store", "int4", calibrate=on_text(prose, 4096)).store
         assert list(verify(store)) == []
 
 
-def test_rows_are_what_was_written(tmp_path: Path) -> None:
-    """Odd sizes, and layers with fewer experts per token than others."""
+def test_rows_read_back_as_written(tmp_path: Path) -> None:
+    """Covers odd sizes, and layers with fewer experts per token than others."""
     files = RowFiles(layers=2, top_k=3, hidden=5, tokens=10)
     written = []
     for layer, top_k in ((0, 3), (1, 2)):

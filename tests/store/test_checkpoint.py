@@ -25,8 +25,8 @@ from torch_mesh.store.manifest import open_store
 
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
-# One family for each way in which checkpoints differ: the name of the experts module, of the projections, fused or one
-# tensor each, transposed, interleaved, biased, without a gate, dense layers in front or in between, shared experts.
+# One family for each way in which checkpoints differ: names of the experts module and projections, fused or separate
+# tensors, transposed, interleaved, biased, without a gate, dense layers first or in between, shared experts.
 KINDS = (
     "aria_text",
     "deepseek_v3",
@@ -220,7 +220,7 @@ def test_quantisations_that_cannot_be_read_are_refused(tmp_path: Path, quantisat
 
 
 def test_fp8_without_a_config_that_says_so_is_refused(tmp_path: Path) -> None:
-    """Of weights beside the experts, too, which transformers would load as they stand."""
+    """Also for weights besides the experts, which transformers would load unscaled."""
     save_tiny(tmp_path, "qwen3_moe")
     name = "model.layers.0.self_attn.q_proj.weight"
     rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
@@ -274,10 +274,10 @@ def test_file_cut_after_it_was_opened_is_a_store_error(tmp_path: Path) -> None:
 def test_fingerprint_tells_checkpoints_apart(tmp_path: Path) -> None:
     a, b = (save_tiny(tmp_path / name, "qwen3_moe") / "model.safetensors" for name in "ab")
     assert checkpoint_fingerprint([a]) == checkpoint_fingerprint([a])
-    assert checkpoint_fingerprint([a]) != checkpoint_fingerprint([b])  # the same header, written at another time
+    assert checkpoint_fingerprint([a]) != checkpoint_fingerprint([b])  # the same header with another modification time
 
 
-def test_what_is_no_folder_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_are_no_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("absent")
@@ -294,9 +294,9 @@ def test_what_is_no_folder_is_called_so(tmp_path: Path, monkeypatch: pytest.Monk
         "loop": "cannot be looked at: Too many levels of symbolic links",
     }
     readers = (local_folder, open_store, read_config, describe, lambda path: outline_folder(path).__enter__())
-    for path, said in paths.items():
+    for path, message in paths.items():
         for read in readers:
-            with pytest.raises(StoreError, match=said) as caught:
+            with pytest.raises(StoreError, match=message) as caught:
                 read(path)
             assert "repo" not in str(caught.value).lower()
 

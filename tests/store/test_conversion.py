@@ -199,7 +199,7 @@ def test_a_damaged_partial_record_is_made_again(
             convert(mesh_tiny, tmp_path / "store", "int8")
     partial = tmp_path / ".store.partial"
     records = next(partial.glob("mesh-*.safetensors"))
-    with records.open("r+b") as stream:  # what a loss of power leaves where the journal was faster than the data
+    with records.open("r+b") as stream:  # as after a power failure, if the journal reached the disk before the data
         stream.seek(records.stat().st_size // 2)
         stream.write(bytes(100_000))
     dense = next(partial.glob("model-*.safetensors"))
@@ -239,8 +239,8 @@ def test_two_conversions_at_once_write_one_store(tmp_path: Path, mesh_tiny: Path
     assert leftovers(tmp_path / "store") == []
 
 
-# Forks one conversion after the other, so that each can be killed, all with what one has imported. A line is one write,
-# which a kill cannot split.
+# Forks a child for each conversion, so that each can be killed without importing everything again. A line is a single
+# write, which a kill cannot split.
 CONVERTER = """
 import os, sys
 from torch_mesh.store.convert import convert
@@ -266,8 +266,7 @@ class KilledConversions:
         self._process = warm.start(CONVERTER, source, destination)
 
     def run(self, kill_at: int | None = None, delay: float = 0) -> int:
-        """Kills a conversion ``delay`` seconds after line ``kill_at`` of its progress; returns how many lines there
-        were."""
+        """Kill a conversion ``delay`` seconds after line ``kill_at`` of its progress; return the number of lines."""
         self._process.stdin.write("\n")
         child = int(self._process.stdout.readline())
         lines = 0
@@ -276,7 +275,7 @@ class KilledConversions:
             lines += 1
             if lines == kill_at:
                 time.sleep(delay)
-                with contextlib.suppress(ProcessLookupError):  # it has ended
+                with contextlib.suppress(ProcessLookupError):  # the conversion may have ended
                     os.kill(child, signal.SIGKILL)
         return lines
 
@@ -294,9 +293,9 @@ def test_killed_at_random_moments_a_store_is_complete_or_absent(tmp_path: Path, 
         lines = conversions.run()
         shutil.rmtree(destination)
         for kill in range(kills):
-            if kill % 4 == 0:  # else it goes on from where the one before was killed
+            if kill % 4 == 0:  # otherwise it continues the killed one
                 shutil.rmtree(tmp_path / ".store.partial", ignore_errors=True)
-            # The first ends long before its last line: one conversion at least is killed.
+            # The first is killed at its first line, so at least one conversion is killed before its end.
             line = random_moment.randrange(1, lines + 1) if kill else 1
             conversions.run(line, random_moment.random() * 0.01 * (kill > 0))
             if destination.exists():
@@ -324,10 +323,10 @@ def test_killed_between_manifest_and_rename(tmp_path: Path, mesh_tiny: Path, mon
 
 def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path, mesh_tiny: Path) -> None:
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
-        said = r"the disk has (\d+) MB free, but (\d+) MB of (\d+) MB are still to be written, with 17 MB to spare"
-        with pytest.raises(StoreError, match=said) as caught:
+        message = r"the disk has (\d+) MB free, but (\d+) MB of (\d+) MB are still to be written, with 17 MB to spare"
+        with pytest.raises(StoreError, match=message) as caught:
             convert(mesh_tiny, disk / "store", "bf16")
-        free, left, total = map(int, re.search(said, str(caught.value)).groups())
+        free, left, total = map(int, re.search(message, str(caught.value)).groups())
         assert free <= 5 and left == total, "nothing is written yet, and the reserve is no part of the store"
         assert list(disk.iterdir()) == []
 

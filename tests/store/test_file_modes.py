@@ -1,4 +1,4 @@
-"""Who may read and write the files that torch_mesh makes: what the umask says, as of any other file."""
+"""Permissions of the files that torch_mesh writes: they follow the umask, like any other file's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_new_file_has_the_permissions_of_any_other(tmp_path: Path, umask: int)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_what_a_model_writes_has_them(mesh_tiny: Path, tmp_path: Path, umask: int, weights: str) -> None:
+def test_files_that_a_model_writes_follow_the_umask(mesh_tiny: Path, tmp_path: Path, umask: int, weights: str) -> None:
     stats = {"file": str(tmp_path / "stats.jsonl"), "every": 1}
     store = None if weights == "bf16" else str(tmp_path / "store")
     config = MeshConfig(resident=0.5, weights=weights, store=store, stats=stats)
@@ -66,7 +66,7 @@ def test_what_a_model_writes_has_them(mesh_tiny: Path, tmp_path: Path, umask: in
     assert _modes(tmp_path) == _expected(tmp_path, umask)
 
 
-def test_a_conversion_has_them(mesh_tiny: Path, tmp_path: Path, umask: int) -> None:
+def test_files_of_a_conversion_follow_the_umask(mesh_tiny: Path, tmp_path: Path, umask: int) -> None:
     convert(mesh_tiny, tmp_path / "store", "int4")
     assert _modes(tmp_path) == _expected(tmp_path, umask)
 
@@ -74,7 +74,7 @@ def test_a_conversion_has_them(mesh_tiny: Path, tmp_path: Path, umask: int) -> N
 @pytest.mark.parametrize(
     ("of_store", "linked"), [(0o600, False), (0o640, False), (0o666, False), (0o644, True), (0o444, True)]
 )
-def test_records_are_no_links_to_files_that_others_may_read_or_write(
+def test_saved_records_are_hard_links_only_if_the_modes_fit(
     mesh_tiny: Path, tmp_path: Path, of_store: int, linked: bool
 ) -> None:
     convert(mesh_tiny, tmp_path / "store", "int8")

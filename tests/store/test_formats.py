@@ -1,4 +1,4 @@
-"""The table of formats, which agrees with the extension's and with the page."""
+"""The table of formats agrees with the extension and with the documentation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_records_have_the_bits_and_groups_of_the_table(name: str) -> None:
             assert group_size not in table.group_sizes
     if len(table.group_sizes) > 1:
         assert tuple(allowed) == table.group_sizes
-    else:  # the extension ignores the group size of a format that has one
+    else:  # the extension ignores the given group size if the format has its own
         assert tuple(allowed) == SIZES
         assert len(set(allowed.values())) == 1
     for group_size in table.group_sizes:
@@ -56,7 +56,7 @@ def test_records_have_the_bits_and_groups_of_the_table(name: str) -> None:
         assert allowed[group_size] == pytest.approx(expected, abs=0.26 if header else 0.002)
 
 
-def test_the_table_says_what_is_calibrated_and_what_is_a_trellis() -> None:
+def test_the_table_marks_calibrated_formats_and_trellises() -> None:
     orders = {name: _C.calibration_order(name) for name in FORMATS}
     assert set(CALIBRATED_FORMATS) == {name for name, (_, step) in orders.items() if step > 0}
     assert {name for name, each in FORMATS.items() if each.trellis} == {

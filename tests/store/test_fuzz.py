@@ -1,4 +1,4 @@
-"""Damaged files of every format that is read: each is a typed error or a success, soon, and in little memory."""
+"""Damaged files of every format that is read give a typed error or succeed, quickly and in little memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from torch_mesh.store.header import read_header
 from torch_mesh.store.sources import own_quantisation, source_of
 from torch_mesh.store.sources.gguf import gguf_weights
 
-_EXTRA_BYTES = 512 << 20  # address space: threads and arenas of the libraries take some, a wrong count takes all
+_EXTRA_BYTES = 512 << 20  # address space: libraries' threads and arenas take some of it, a wrong count exceeds it
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where it can be: a file is written for each mutation."""
+    """A folder in memory if possible, since every mutation writes a file."""
     in_memory = Path("/dev/shm")
     if not in_memory.is_dir():
         yield tmp_path
@@ -43,13 +43,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def _runs(quick: int, whole: int) -> pytest.MarkDecorator:
-    """How many mutations: of the normal suite, and of the slow one."""
+    """Parametrize the number of mutations for normal and slow runs."""
     return pytest.mark.parametrize("count", [quick, pytest.param(whole, marks=pytest.mark.slow)])
 
 
 def _fuzz(seed: int, count: int, run: Callable[[random.Random], None], least: int = 1) -> None:
-    """Runs ``run`` that often; what it raises but typed errors is a failure, which names the draw, and so is that
-    fewer than ``least`` could be read."""
+    """Call ``run`` ``count`` times. Any exception but a typed error fails the test and names the draw. So does it if
+    fewer than ``least`` calls succeed."""
     succeeded = 0
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
@@ -76,7 +76,7 @@ def _written(writer: gguf.GGUFWriter) -> None:
 
 @pytest.fixture
 def gguf_seeds(folder: Path) -> list[bytes]:
-    """Small headers with every kind of value and of tensor."""
+    """Small headers with every type of value and of tensor."""
     seeds = []
     for number in range(4):
         writer = gguf.GGUFWriter(folder / "seed.gguf", "qwen3moe")
@@ -116,7 +116,7 @@ def test_gguf_headers(count: int, seed: int, gguf_seeds: list[bytes], folder: Pa
 
 @_runs(40, 20_000)
 def test_gguf_models(count: int, seed: int, folder: Path) -> None:
-    """The whole way, from the metadata to the values of every tensor; of every architecture in the slow runs."""
+    """Reads everything, from the metadata to the values of every tensor. Slow runs cover every architecture."""
     sizes = {"hidden_size": 32, "head_dim": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     sizes |= {"intermediate_size": 32, "vocab_size": 40, "num_local_experts": 2, "num_experts": 2}
     seeds = {}
@@ -135,7 +135,7 @@ def test_gguf_models(count: int, seed: int, folder: Path) -> None:
         gguf_files.read_whole(path)
 
     with mutations.limits(60 + count, _EXTRA_BYTES):
-        _fuzz(seed, count, run, least=count // 100)  # one in fourteen can be, and of a few perhaps none
+        _fuzz(seed, count, run, least=count // 100)  # about one in fourteen succeeds; among few perhaps none
 
 
 def _with_length(text: bytes, data: bytes) -> bytes:
@@ -144,7 +144,7 @@ def _with_length(text: bytes, data: bytes) -> bytes:
 
 @_runs(30, 100_000)
 def test_gguf_blocks(count: int, seed: int, folder: Path) -> None:
-    """Any bytes of blocks make a record, or are an error."""
+    """Random bytes of blocks give a record or an error."""
     sizes = {"hidden_size": 256, "head_dim": 16, "moe_intermediate_size": 256, "num_experts": 2, "vocab_size": 40}
     types = {"blk.0.ffn_down_exps": "Q6_K", "blk.1.ffn_down_exps": "IQ4_XS", "_exps.weight": "Q4_K"}
     made = gguf_files.write(folder / "blocks.gguf", "qwen3moe", types, **sizes)
@@ -169,8 +169,8 @@ def test_gguf_blocks(count: int, seed: int, folder: Path) -> None:
 
 @_runs(100, 32_000)
 def test_gguf_blocks_of_every_type(count: int, seed: int) -> None:
-    """Of 64 blocks in each run one or all are damaged: an error if a scale is no number, and else what the package
-    makes of them, to the bit."""
+    """In each run one or all of 64 blocks are damaged. A non-finite scale is an error; otherwise the values equal the
+    package's, to the bit."""
     ops = torch.ops.torch_mesh
     rows = 64
     refused = [0]
@@ -223,7 +223,7 @@ def test_safetensors_headers(count: int, seed: int, folder: Path) -> None:
 
 
 def _kinds(folder: Path) -> Sequence[tuple[bytes, bytes, bytes]]:
-    """Of every quantised format the header of a small checkpoint, its data and its config."""
+    """Return header, data and config of a small checkpoint of every quantised format."""
     found = []
     for name in KINDS:
         made = KINDS[name]()
@@ -256,10 +256,10 @@ def test_quantised_checkpoints(count: int, seed: int, folder: Path) -> None:
             data = mutations.mutate([data], rng, in_place=True)
         (folder / "config.json").write_bytes(config)
         (folder / "model.safetensors").write_bytes(_with_length(text, data))
-        said = own_quantisation(folder)
-        if said is None:
+        quantisation = own_quantisation(folder)
+        if quantisation is None:
             return
-        weights = source_of(said, str(folder)).weights([read_header(folder / "model.safetensors")])
+        weights = source_of(quantisation, str(folder)).weights([read_header(folder / "model.safetensors")])
         for weight in rng.sample(sorted(weights.values(), key=lambda weight: weight.name), min(2, len(weights))):
             weight.rounded()
             weight.codes_as_they_are()

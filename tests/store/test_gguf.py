@@ -1,4 +1,4 @@
-"""GGUF files: what their headers say, what their weights are, what becomes of them, and what is refused."""
+"""GGUF files: their headers and weights, their conversion, and what is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from torch_mesh.store.verify import read_record
 pytestmark = pytest.mark.filterwarnings("ignore:The experts of:UserWarning", "ignore:.*weights='auto':UserWarning")
 
 
-KEPT = {"Q4_0": ("int4_fp16", 32), "Q8_0": ("int8_fp16", 32), "MXFP4": ("mxfp4", 32)}  # as they are
+KEPT = {"Q4_0": ("int4_fp16", 32), "Q8_0": ("int8_fp16", 32), "MXFP4": ("mxfp4", 32)}  # kept as they are
 OWN = {
     kind: (kind.lower(), FORMATS[kind.lower()].group_sizes[0]) for kind in BLOCK_TYPES if kind.lower() in GGUF_FORMATS
 }
@@ -52,7 +52,7 @@ OWN = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Written]:
-    """A file of an architecture whose experts have a type; written once, to be copied and not changed."""
+    """A file of an architecture with experts of a type. It is written once; tests copy it instead of changing it."""
 
     @functools.cache
     def write(architecture: str, kind: str = "F32") -> Written:
@@ -96,14 +96,14 @@ def test_experts_are_where_the_file_has_them(written: Callable[..., Written]) ->
 
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])
-def test_types_that_differ_are_int8(architecture: str, tmp_path: Path) -> None:
+def test_experts_of_different_types_become_int8(architecture: str, tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", architecture, {"down_exps.weight": "F16", "_exps.weight": "Q4_0"})
     experts = find_checkpoint_experts(made.path, meta_model(read_config(made.path)))
     assert weights_of_checkpoint(experts, "auto") == ("int8", 32)
 
 
 @pytest.mark.parametrize("architecture", gguf_files.EACH_ARCHITECTURE)
-def test_the_rest_is_what_transformers_makes_of_it(architecture: str, tmp_path: Path) -> None:
+def test_other_weights_equal_those_that_transformers_reads(architecture: str, tmp_path: Path) -> None:
     types = {"_exps.weight": "Q8_0", "ssm_(alpha|beta|conv1d)": "F16", "weight": "Q4_0"}
     made = gguf_files.write(tmp_path / "m.gguf", architecture, types)
     convert(made.path, tmp_path / "store", "bf16")
@@ -119,7 +119,7 @@ def test_the_rest_is_what_transformers_makes_of_it(architecture: str, tmp_path: 
         ).state_dict()
         assert all(torch.equal(stored[name].float(), read[name].to(stored[name].dtype).float()) for name in stored)
     for name, value in stored.items():
-        # Of what is stored as another function of it fp32 does not come back as it went.
+        # Parameters that the file stores as a function of themselves do not round-trip exactly in fp32.
         assert torch.allclose(value.float(), expected[name], rtol=5e-3, atol=2e-6), name
     assert "norm.weight" in " ".join(stored) and stored["model.norm.weight"].dtype == torch.float32
 
@@ -137,7 +137,7 @@ def test_a_store_is_a_whole_checkpoint(written: Callable[..., Written], tmp_path
     ours = AutoTokenizer.from_pretrained(tmp_path / "store")
     if gguf_files.READS_QWEN35MOE:
         text, padding = "hello hell</s> low", "<pad>"
-    else:  # an older transformers finds no special tokens in a text, and no padding
+    else:  # older versions of transformers find no special tokens in a text, and no padding
         text, padding = "hello hell low", None
     assert ours(text)["input_ids"] == theirs(text)["input_ids"] != []
     assert (ours.eos_token, ours.pad_token, ours.chat_template) == ("</s>", padding, theirs.chat_template)
@@ -145,7 +145,7 @@ def test_a_store_is_a_whole_checkpoint(written: Callable[..., Written], tmp_path
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_records_hold_what_the_file_says(kind: str, written: Callable[..., Written], tmp_path: Path) -> None:
+def test_records_hold_the_values_of_the_file(kind: str, written: Callable[..., Written], tmp_path: Path) -> None:
     made = written("gpt-oss", kind)
     store = convert(made.path, tmp_path / "store", "auto").store
     format, group_size = KEPT[kind]
@@ -161,7 +161,7 @@ def test_records_hold_what_the_file_says(kind: str, written: Callable[..., Writt
 
 
 def _exact(kind: str, data: np.ndarray) -> torch.Tensor:
-    """What blocks of 32 weights stand for, in fp64, by llama.cpp's description of them."""
+    """Decode blocks of 32 weights in fp64, by llama.cpp's description of them."""
     size = {"Q4_0": 18, "Q8_0": 34, "MXFP4": 17}[kind]
     blocks = torch.from_numpy(data.copy()).view(-1, size)
     if kind == "MXFP4":
@@ -177,7 +177,7 @@ def _exact(kind: str, data: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_records_hold_what_blocks_stand_for(kind: str, written: Callable[..., Written], tmp_path: Path) -> None:
+def test_records_hold_the_exact_values_of_blocks(kind: str, written: Callable[..., Written], tmp_path: Path) -> None:
     made = written("qwen3moe", kind)
     store = convert(made.path, tmp_path / "store", "auto").store
     tensors = read_gguf(made.path).header.tensors
@@ -230,7 +230,7 @@ def test_every_byte_is_read_once_and_kept_codes_once_more(tmp_path: Path, monkey
 
 
 @pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="this transformers does not read qwen35moe")
-def test_layers_that_foretell_tokens_are_left_out(written: Callable[..., Written], tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_left_out(written: Callable[..., Written], tmp_path: Path) -> None:
     made = written("qwen35moe", "Q8_0")
     extra = {
         f"blk.2.{name}.weight": np.ones((32, 32), np.float32) for name in ("nextn.eh_proj", "attn_q", "ffn_up_exps")
@@ -251,7 +251,7 @@ def test_a_model_in_parts_is_one(parts: int, tmp_path: Path) -> None:
     split = gguf_files.write(tmp_path / "split.gguf", "qwen3moe", {"_exps": "Q8_0"}, parts=parts)
     assert len(read_parts(split.path)) == parts
     config = read_config(split.path)
-    assert not config.tie_word_embeddings  # output.weight is in another part than the metadata
+    assert not config.tie_word_embeddings  # output.weight and the metadata are in different parts
     one, two = (find_checkpoint_experts(path, meta_model(read_config(path))) for path in (whole.path, split.path))
     assert torch.equal(one.read_expert(1, 3).up, two.read_expert(1, 3).up)
     convert(split.path, tmp_path / "store", "int8")
@@ -322,8 +322,8 @@ def test_dense_models_are_refused_by_name(architecture: str, tmp_path: Path) -> 
         convert(tmp_path / "m.gguf", tmp_path / "store", "int8")
 
 
-def test_transformers_knows_no_more_architectures() -> None:
-    """Fails when it learns another one, which is then to be read here too."""
+def test_transformers_reads_no_architectures_that_we_do_not() -> None:
+    """Fails when transformers supports another one, which torch_mesh should then read too."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
@@ -332,7 +332,7 @@ def test_transformers_knows_no_more_architectures() -> None:
     ours = {name for name, read in GGUF_CONFIG_ARCHS.items() if read is gguf_model.config_table}
     assert ours == {*gguf_model.READ_BY_TABLES, *FAMILIES} - {
         "llama"
-    }  # else transformers has learnt to read one's config itself
+    }  # otherwise transformers reads the config of one itself
     assert set(GGUF_CONFIG_ARCHS) - ours <= {"qwen35", "qwen35moe", "lfm2"}
 
 
@@ -348,7 +348,7 @@ def test_projections_of_linear_attention_may_be_one_tensor(written: Callable[...
             for path in (made.path, tmp_path / "older.gguf")
         )
     )
-    # As many values as there must be, in tensors that do not make up the parameter.
+    # The right number of values, in tensors of wrong shapes for the parameter.
     tensors = [made.tensors[f"blk.0.attn_{part}.weight"] for part in ("qkv", "gate")]
     moved = np.split(np.concatenate(tensors), [len(tensors[0]) + 1])
     wrong = {f"blk.0.attn_{part}.weight": rows for part, rows in zip(("qkv", "gate"), moved, strict=True)}
@@ -358,7 +358,7 @@ def test_projections_of_linear_attention_may_be_one_tensor(written: Callable[...
 
 
 def _stored(path: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """What a conversion writes beside the experts."""
+    """Return the tensors that a conversion writes besides the experts."""
     convert(path, folder / path.stem, "int8")
     return {
         name: value
@@ -367,7 +367,7 @@ def _stored(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def test_frequencies_are_divided_by_what_the_file_has(tmp_path: Path) -> None:
+def test_frequencies_are_divided_by_the_files_factors(tmp_path: Path) -> None:
     divisors = np.linspace(1, 9, 16, dtype=np.float32)
     name = "rope_freqs.weight"
     made = gguf_files.write(tmp_path / "m.gguf", "llama", extra={name: divisors})
@@ -393,7 +393,7 @@ def test_frequencies_are_divided_by_what_the_file_has(tmp_path: Path) -> None:
 
 
 def test_maverick_has_no_norm_of_queries_and_keys(written: Callable[..., Written]) -> None:
-    """llama.cpp's files do not say it."""
+    """llama.cpp's files do not state it."""
     part = read_gguf(written("llama4").path)
     for experts, normed in ((16, True), (128, False)):
         metadata = {**part.metadata, "llama4.expert_count": experts}
@@ -431,17 +431,17 @@ def test_variants_of_a_family_are_refused(
         read_config(tmp_path / "m.gguf")
 
 
-def test_types_are_those_of_the_package() -> None:
-    """Fails when it can undo more."""
-    undone = set()
+def test_block_types_are_those_that_the_package_decodes() -> None:
+    """Fails when the package can dequantize more types."""
+    decoded = set()
     for kind in Type:
         _, size = gguf.GGML_QUANT_SIZES[kind]
         try:
             gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
         except NotImplementedError:
             continue
-        undone.add(kind.name)
-    assert undone - {"F32", "F16", "BF16"} == set(BLOCK_TYPES)
+        decoded.add(kind.name)
+    assert decoded - {"F32", "F16", "BF16"} == set(BLOCK_TYPES)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_types_are_those_of_the_package() -> None:
         ({"metadata": {"qwen3moe.rope.scaling.type": "longrope"}}, "positions scaled by 'longrope'"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict, message: str, tmp_path: Path) -> None:
+def test_inconsistent_files_are_refused(change: dict, message: str, tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe")
     _rewrite(made.path, tmp_path / "changed.gguf", **change)
     with pytest.raises(MeshError, match=message):
@@ -469,7 +469,7 @@ def test_what_does_not_fit_is_refused(change: dict, message: str, tmp_path: Path
     assert not (tmp_path / "store").exists()
 
 
-def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_non_finite_scales_are_refused(tmp_path: Path) -> None:
     for kind, broken in (("Q8_0", b"\x00\x7c"), ("MXFP4", b"\xff")):
         made = gguf_files.write(tmp_path / f"{kind}.gguf", "qwen3moe", {"_exps": kind})
         tensor = read_gguf(made.path).header.tensors["blk.1.ffn_down_exps.weight"]
@@ -481,7 +481,7 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         assert raised.value.offset == tensor.offset
 
 
-def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def test_a_file_without_a_tokenizer_warns(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", vocabulary=False)
     _rewrite(made.path, tmp_path / "changed.gguf", metadata={"qwen3moe.vocab_size": 128})
     with pytest.warns(UserWarning, match="No tokenizer is written"):
@@ -489,7 +489,7 @@ def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "store" / "tokenizer.json").exists()
 
 
-def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gguf_package_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_mesh.store import gguf as headers
 
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe")
@@ -523,7 +523,7 @@ def _rewrite(
     metadata: dict | None = None,
     extra: dict | None = None,
 ) -> None:
-    """The same file but for one change. ``drop`` is a pattern of names."""
+    """Write a copy of the file with one change. ``drop`` is a pattern of names."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(to, architecture)
     given = dict(metadata or {})

@@ -1,4 +1,4 @@
-"""Records that hold the blocks of GGUF's types: what they stand for, to the bit, and what is refused."""
+"""Records that hold blocks of GGUF's types: their values, to the bit, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from torch_mesh.store.gguf import read_gguf
 
 HIDDEN, INTERMEDIATE = 512, 256
 TYPES = gguf_files.RECORD_TYPES
-# Of a half: zeros, subnormal ones, the smallest normal one, ordinary ones and the largest, with both signs.
+# fp16 bits: zeros, subnormals, the smallest normal, ordinary values and the largest, with both signs.
 _HALVES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x1234, 0x9E21, 0x3C00, 0xC4D1, 0x7BFF, 0xFBFF)
 
 
 def random_blocks(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -> np.ndarray:
-    """The bytes of a matrix, with finite scales: most random, some of one byte throughout."""
+    """Return the bytes of a matrix with finite scales. Most blocks are random, some repeat a single byte."""
     values, size = gguf.GGML_QUANT_SIZES[Type[kind]]
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // values, size), dtype=np.uint8)
     for byte in (0x00, 0x7F, 0x80, 0xFF, 0x0F, 0xF0):
@@ -49,7 +49,7 @@ def pack(gate: np.ndarray, up: np.ndarray, down: np.ndarray, weights: str, shape
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_records_are_what_the_package_says_to_the_bit(kind: str, rng: np.random.Generator) -> None:
+def test_records_equal_the_packages_values_to_the_bit(kind: str, rng: np.random.Generator) -> None:
     for down_kind, hidden, intermediate in ((kind, HIDDEN, INTERMEDIATE), ("Q6_K", 256, 512), ("Q4_K", 256, 256)):
         weights = kind.lower() if down_kind == kind else f"{kind.lower()}+{down_kind.lower()}"
         gate, up = (random_blocks(rng, kind, (intermediate, hidden)) for _ in range(2))
@@ -62,7 +62,7 @@ def test_records_are_what_the_package_says_to_the_bit(kind: str, rng: np.random.
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_scales_that_are_no_numbers_are_refused(kind: str, rng: np.random.Generator) -> None:
+def test_non_finite_scales_are_refused(kind: str, rng: np.random.Generator) -> None:
     size = gguf.GGML_QUANT_SIZES[Type[kind]][1]
     for number in range(gguf_files.scales(kind, np.zeros((1, size), np.uint8)).shape[1]):
         for bits in (0x7C00, 0xFC00, 0x7E01, 0xFFFF):
@@ -75,13 +75,13 @@ def test_scales_that_are_no_numbers_are_refused(kind: str, rng: np.random.Genera
                 pack(gate, up, down, kind.lower(), (256, 256))
 
 
-# Of a layer outside the experts also those whose records have other names.
+# Linear layers outside the experts also take the types whose records have other names.
 OF_LINEAR = {**{kind: kind.lower() for kind in TYPES}, "Q8_0": "int8_fp16", "Q4_0": "int4_fp16", "MXFP4": "mxfp4"}
 ops = torch.ops.torch_mesh
 
 
 @pytest.mark.parametrize("kind", OF_LINEAR)
-def test_a_linear_layer_of_blocks_is_what_the_package_says(kind: str, rng: np.random.Generator) -> None:
+def test_a_linear_layer_of_blocks_equals_the_packages_values(kind: str, rng: np.random.Generator) -> None:
     format, (features, out_features) = OF_LINEAR[kind], (512, 130)
     blocks = random_blocks(rng, kind, (out_features, features))
     if kind == "MXFP4":
@@ -90,10 +90,10 @@ def test_a_linear_layer_of_blocks_is_what_the_package_says(kind: str, rng: np.ra
     about = (features, out_features, format, FORMATS[format].group_sizes[0])
     weight = gguf.dequantize(blocks, Type[kind])
     assert np.array_equal(ops.unpack_linear(packed, *about).numpy(), weight)
-    # Of ordinary scales, as whose products all formats round their inputs to eight bits.
+    # With ordinary scales the error is that of rounding the inputs to eight bits, as all formats do.
     data, values = gguf_files.encode(rng.standard_normal((out_features, features)).astype(np.float32), kind)
     packed, weight = ops.pack_linear_blocks(torch.from_numpy(data), features, format), torch.from_numpy(values).double()
-    for rows in (1, 40):  # of a call: the error of one row alone is left to chance
+    for rows in (1, 40):  # rows per call; the error is over all rows, since that of one row varies
         x = torch.randn(40, features, requires_grad=True)
         out = torch.cat([ops.linear(part, packed, None, *about) for part in x.split(rows)])
         exact = x.double() @ weight.T
@@ -117,7 +117,7 @@ def test_blocks_of_a_linear_layer_have_to_fit() -> None:
         ops.pack_linear_blocks(rows, 256, "q4_k")
 
 
-def test_what_no_block_fits_is_refused(rng: np.random.Generator) -> None:
+def test_sizes_that_blocks_do_not_fit_are_refused(rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match=r"q4_k has blocks of 256 inputs; in_features is 384, no multiple"):
         _C.record_bytes("q4_k", 0, 512, 384, True, False)
     gate, up, down = (random_blocks(rng, "Q4_K", (256, 256)) for _ in range(3))
@@ -198,6 +198,6 @@ def test_names_of_mixtures() -> None:
         assert is_format(name) == (name in good), name
         if name in good:
             assert _C.record_bytes(name, 32, 256, 256, True, False) > 0
-        elif name != "int4|int8:01":  # which there could be, and nothing makes
+        elif name != "int4|int8:01":  # the extension accepts it, but nothing produces it
             with pytest.raises(ValueError):
                 _C.record_bytes(name, 32, 256, 256, True, False)

@@ -1,5 +1,5 @@
-"""Numbers in a GGUF file's metadata that its tensors do not have: each is refused before anything of that size is
-made."""
+"""Numbers in a GGUF file's metadata that contradict its tensors are refused before anything of that size is
+allocated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_mesh.store.gguf import read_gguf
 from torch_mesh.store.gguf_sizes import MAX_LAYERS
 
 NUMBERS = (0, 1, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, -1, -(1 << 63))
-_EXTRA_BYTES = 512 << 20  # address space, of which arenas of threads take some
+_EXTRA_BYTES = 512 << 20  # address space; arenas of threads take some of it
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def _keys(made: Written) -> list[str]:
 def test_any_number_is_a_typed_error_or_a_model(
     architecture: str, every: bool, written: Callable[[str], Written], tmp_path: Path
 ) -> None:
-    """Of every key, in little memory; quick runs take one number of each, another for the next key."""
+    """Tests every key, in little memory. Quick runs take one number per key, a different one for each."""
     made = written(architecture)
     start = gguf_files.ARCHITECTURES.index(architecture)
     for number, key in enumerate(_keys(made), start):
@@ -66,7 +66,7 @@ def test_any_number_is_a_typed_error_or_a_model(
                 try:
                     gguf_files.read_whole(path, tokenizer=key.startswith("tokenizer."))
                 except MeshError as problem:
-                    # That there was no memory is no answer.
+                    # An error for lack of memory does not count.
                     assert not re.search("(?i)allocat|memory", str(problem)), (key, value, problem)
 
 
@@ -82,7 +82,7 @@ def test_any_number_is_a_typed_error_or_a_model(
         ("glm4moe", "block_count", 5, "0 of them for multi-token prediction, and its tensors are those of 3 layers"),
     ],
 )
-def test_the_error_says_what_is_stated_and_what_is_there(
+def test_the_error_names_the_stated_and_the_actual_size(
     architecture: str, key: str, value: int, message: str, written: Callable[[str], Written], tmp_path: Path
 ) -> None:
     if architecture not in gguf_files.ARCHITECTURES:
@@ -93,8 +93,8 @@ def test_the_error_says_what_is_stated_and_what_is_there(
     assert raised.value.file == str(path)
 
 
-def test_sizes_are_held_against_the_model_before_names(written: Callable[[str], Written], tmp_path: Path) -> None:
-    """Each is no larger than some tensor's side, and their product than none."""
+def test_sizes_are_checked_against_the_model_before_names(written: Callable[[str], Written], tmp_path: Path) -> None:
+    """Each size is at most a tensor's side, but their product exceeds all of them."""
     path = _with(written("qwen35moe"), "qwen35moe.attention.head_count", 128, tmp_path)
     with pytest.raises(StoreError, match=r"make model.layers.1.self_attn.*all tensors but the experts' have \d+"):
         gguf_files.read_whole(path)
@@ -104,7 +104,7 @@ def test_sizes_are_held_against_the_model_before_names(written: Callable[[str], 
 def test_transformers_gets_no_config_of_a_billion_layers(
     architecture: str, written: Callable[[str], Written], tmp_path: Path
 ) -> None:
-    """Which it makes before torch_mesh sees the file."""
+    """transformers makes the config before torch_mesh sees the file."""
     if architecture not in gguf_files.ARCHITECTURES:
         pytest.skip("this transformers does not read qwen35moe")
     path = _with(written(architecture), f"{architecture}.block_count", 1 << 30, tmp_path)

@@ -29,7 +29,7 @@ def tensor(dtype: object = "U8", shape: object = (4,), offsets: object = (0, 4))
 
 GOOD = {"a": tensor(), "b": tensor("BF16", [2, 1], [4, 8])}
 
-# name -> (header, data, what the message must say)
+# name -> (header, data, a part of the message)
 HOSTILE: dict[str, tuple[object, bytes, str]] = {
     "not-json": (b"{'a': 1}", b"", "not valid JSON"),
     "a-list": (b"[]", b"", "does not start with"),
@@ -113,7 +113,7 @@ def test_truncated_file_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_header_beyond_the_cap_is_refused_without_reading_it(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", header.MAX_HEADER_BYTES + 1) + b"{")
-    os.truncate(path, 1 << 40)  # sparse: were it read, it would be a terabyte
+    os.truncate(path, 1 << 40)  # sparse, but reading it would read a terabyte
     with pytest.raises(StoreError, match="the format allows"):
         read_header(path)
 
@@ -142,7 +142,7 @@ def _names_of_a_model(count: int) -> bytes:
     return json.dumps({name: tensor("BF16", [0, 2048], [0, 0]) for name in names}).encode()
 
 
-# name -> (header, how many times its size reading it may take)
+# name -> (header, limit of memory for reading it as a multiple of its size)
 LARGE: dict[str, tuple[bytes, float]] = {
     "a-model": (_names_of_a_model(10_000), 4),
     "one-name-of-another-alphabet": (_names_of_a_model(10_000).replace(b"model", "\U0001f9ff".encode(), 1), 4),

@@ -1,4 +1,4 @@
-"""What a model of the hub cannot be had for: each cause has its own class and words, and says what to do."""
+"""Reasons why a model of the hub is not available: each has its own exception and message with advice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answer(status: int) -> Any:
 
 
 def local(*causes: BaseException) -> BaseException:
-    """What the hub's library raises where it has tried in vain, and nothing of the model is in its cache."""
+    """Return the exception of the hub's library after a failed request without a cached model."""
     chain = (errors.LocalEntryNotFoundError("not in the cache"), *causes)
     for above, below in itertools.pairwise(chain):
         above.__cause__ = below
@@ -52,7 +52,7 @@ Fetch = Callable[[str], Path]
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
-    """Makes every request and write end with an error. There is nothing in the cache."""
+    """Makes every request and write fail with an error. The cache is empty."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -81,10 +81,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseExcept
         (errno.EIO, "dmesg"),
     ],
 )
-def test_what_the_disk_or_the_system_refuses_keeps_its_class(
+def test_errors_of_the_disk_or_the_system_keep_their_class(
     hub: Callable[[BaseException], None], tmp_path: Path, fetch: Fetch, number: int, advice: str
 ) -> None:
-    # The library may wrap it, as its HTTP client does where no socket can be opened.
+    # The library may wrap the error, as its HTTP client does if no socket can be opened.
     for error in (OSError(number, "refused", str(tmp_path / "x")), local(HTTP.ConnectError("x"), OSError(number, "x"))):
         hub(error)
         with pytest.raises(OSError, match=advice) as caught:
@@ -125,7 +125,7 @@ def test_a_full_disk_names_the_variable_that_moves_the_files(
         (errors.SafetensorsParsingError("too large"), "too large"),
     ],
 )
-def test_what_the_hub_refuses_is_a_hub_error(
+def test_requests_that_fail_are_hub_errors(
     hub: Callable[[BaseException], None], fetch: Fetch, error: BaseException, advice: str
 ) -> None:
     hub(error)
@@ -135,7 +135,7 @@ def test_what_the_hub_refuses_is_a_hub_error(
 
 
 @FETCHING
-def test_offline_is_said_to_be_the_users_choice(
+def test_offline_errors_name_the_variable_that_the_user_set(
     hub: Callable[[BaseException], None], monkeypatch: pytest.MonkeyPatch, fetch: Fetch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -145,25 +145,25 @@ def test_offline_is_said_to_be_the_users_choice(
             fetch(MODEL)
 
 
-def test_the_command_line_says_the_same(
+def test_the_command_line_prints_the_same_errors(
     hub: Callable[[BaseException], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub(PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "cache" / "x")))
     assert main(["inspect", MODEL]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"torch-mesh: {tmp_path / 'cache' / 'x'}: permission denied") and "HF_HOME" in said
+    message = capsys.readouterr().err
+    assert message.startswith(f"torch-mesh: {tmp_path / 'cache' / 'x'}: permission denied") and "HF_HOME" in message
     hub(local(HTTP.ConnectError("no name")))
     assert main(["inspect", MODEL]) == 1
     assert capsys.readouterr().err.startswith(f"torch-mesh: {MODEL}: there is no such folder, and the hub")
 
 
 @pytest.mark.parametrize("command", ["bench", "chat", "convert", "inspect", "plan", "run", "serve"])
-def test_no_network_is_said_at_once(
+def test_a_missing_network_is_reported_without_retries(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with loopback_hub(str(tmp_path / "cache"), monkeypatch):
-        pass  # from here on nothing listens there
-    # The client waits before it tries again.
+        pass  # from here on nothing listens on its port
+    # The client would sleep before a retry.
     waiting = types.SimpleNamespace(**vars(time) | {"sleep": lambda _: pytest.fail("waited for the network")})
     monkeypatch.setattr("huggingface_hub.utils._http.time", waiting)
     requests = tmp_path / "requests.jsonl"
@@ -184,7 +184,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Loo
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_of_a_gguf_file_the_header_alone_is_fetched(
+def test_only_the_header_of_a_gguf_file_is_fetched(
     parts: int, served: type[LoopbackHub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_module, "_RANGE_BYTES", 1 << 14)

@@ -1,4 +1,4 @@
-"""Models of the hub that are converted while they are downloaded, one weight file after the other."""
+"""Models of the hub that are converted during the download, one weight file after the other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[LoopbackHub]]:
-    # The client waits for a second before it continues a broken connection.
+    # The client would sleep for a second before it continues a broken connection.
     fast = types.SimpleNamespace(**vars(time) | {"sleep": lambda _: None})
     monkeypatch.setattr("huggingface_hub.file_download.time", fast)
     with loopback_hub(str(tmp_path / "cache"), monkeypatch) as hub:
@@ -53,11 +53,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Loopba
 
 @pytest.fixture
 def source(tmp_path: Path, hub: type[LoopbackHub]) -> Path:
-    """A checkpoint in files that divide layers and experts, which the hub has too."""
+    """A checkpoint whose files split layers and experts. The hub has it too."""
     folder = tmp_path / "source"
     tiny_model("qwen3_moe", **SIZES).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    # As checkpoints are usually written: expert by expert.
+    # Expert by expert, as in most checkpoints.
     names = sorted(tensors, key=dot_natural_key)
     ends = itertools.accumulate(tensors[name].nbytes for name in names)
     divide(folder, {name: end // 500_000 for name, end in zip(names, ends, strict=True)}.__getitem__)
@@ -77,7 +77,7 @@ def shards(folder: Path) -> list[str]:
 
 
 def sent_shards(hub: type[LoopbackHub]) -> Counter[str]:
-    """Bytes of weight files that were sent since the last call, without the headers that are read first."""
+    """Return the bytes of weight files sent since the last call, without the headers that are read first."""
     headers = {name: min(len(data), HEADER_BYTES) for name, data in hub.files.items() if name.endswith(".safetensors")}
     found = Counter({name: hub.sent[name] - size for name, size in headers.items() if hub.sent[name] > size})
     hub.sent.clear()
@@ -85,7 +85,7 @@ def sent_shards(hub: type[LoopbackHub]) -> Counter[str]:
 
 
 def assert_equal_stores(one: Path, other: Path) -> None:
-    """To the byte; manifests without the name and the identity of their sources."""
+    """Compare stores byte by byte, without the sources' name and identity in the manifests."""
     assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in other.iterdir())
     for path in one.iterdir():
         if path.name != MANIFEST_NAME:
@@ -98,7 +98,7 @@ def assert_equal_stores(one: Path, other: Path) -> None:
 
 @pytest.fixture
 def one_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All stores have the same id, which is in every checksum."""
+    """Gives all stores the same id, since it is part of every checksum."""
     monkeypatch.setattr(journal.secrets, "token_bytes", bytes)
 
 
@@ -143,7 +143,7 @@ def test_quantised_checkpoints_give_the_store_of_the_local_folder(
 
 @pytest.fixture
 def gguf_source(tmp_path: Path, hub: type[LoopbackHub], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GGUF model whose files divide layers, with a tensor that the config is made of, and small headers."""
+    """A GGUF model whose files split layers, with a tensor that the config depends on, and small headers."""
     pytest.importorskip("gguf")
     import gguf_files
 
@@ -183,10 +183,12 @@ def test_gguf_files_give_the_store_of_the_local_file(
         assert 0.5 * max(files.values()) < peak.weights < 1.8 * max(files.values()) < 0.7 * sum(files.values())
     hub.sent.clear()
     assert convert(name, tmp_path / "streamed", "auto").existed
-    assert hub.sent.total() < sum(files.values()) / 4  # headers
+    assert hub.sent.total() < sum(files.values()) / 4  # headers only
 
 
-def test_what_a_gguf_file_lacks_on_the_hub(tmp_path: Path, hub: type[LoopbackHub], gguf_source: Path) -> None:
+def test_missing_and_damaged_parts_of_a_gguf_file_on_the_hub(
+    tmp_path: Path, hub: type[LoopbackHub], gguf_source: Path
+) -> None:
     name = f"{MODEL}/{gguf_source.name}"
     third = sorted(hub.files)[2]
     hub.damaged = {third}
@@ -220,7 +222,7 @@ def blocks(folder: Path) -> int:
 
 
 class Peak:
-    """The most that lay beside a destination when the hub sent something: of all files, and of weight files."""
+    """The peak disk usage besides the destination while the hub sends: of all files, and of weight files."""
 
     def __init__(self, hub: type[LoopbackHub], destination: Path) -> None:
         self.all = self.weights = 0
@@ -243,7 +245,7 @@ def test_the_disk_holds_one_weight_file_and_the_experts_it_divides(
         store, beside = streamed_bytes(outline, "int8")
     assert store == pytest.approx(sum(path.stat().st_size for path in (tmp_path / "store").iterdir()), rel=0.1)
     expert = 3 * 128 * 128 * 2
-    small = 300_000  # config, the headers' blocks, and the client's notes
+    small = 300_000  # config, the headers' blocks, and the client's metadata
     assert max(files) < beside <= max(files) + 2 * expert
     assert 0.5 * max(files) < peak.weights <= beside + small < sum(files) / 2
     assert peak.all <= store + beside + small
@@ -299,7 +301,7 @@ def test_a_killed_conversion_continues_with_the_file_it_was_at(
     process: list[subprocess.Popen[bytes]] = []
 
     def kill(name: str) -> None:
-        # The header has come before: the second request for a whole file.
+        # The header was sent before, so this is the request for the whole file.
         if name == names[-2] and hub.sent[name] > len(hub.files[name]):
             process[0].send_signal(signal.SIGKILL)
 
@@ -313,7 +315,7 @@ def test_a_killed_conversion_continues_with_the_file_it_was_at(
     hub.sent.clear()
     convert(MODEL, tmp_path / "store", "int8")
     again = sent_shards(hub)
-    # Perhaps the one before, of which an expert was not complete.
+    # Perhaps also the file before, if one of its experts was incomplete.
     assert {names[-2], names[-1]} <= set(again) <= set(names[-3:])
     assert list(verify(open_store(tmp_path / "store"))) == []
     assert others(tmp_path / "store") == []
@@ -334,7 +336,7 @@ def test_a_file_with_another_hash_is_refused_and_fetched_again(
     assert set(sent_shards(hub)) <= set(shards(source)[1:])
 
 
-def test_what_the_cache_has_is_used_and_stays(tmp_path: Path, hub: type[LoopbackHub], source: Path) -> None:
+def test_cached_files_are_used_and_kept(tmp_path: Path, hub: type[LoopbackHub], source: Path) -> None:
     first, second = shards(source)[:2]
     cached = [Path(hf_hub_download(MODEL, name)) for name in (first, second)]
     hub.sent.clear()
@@ -351,7 +353,7 @@ def test_what_the_cache_has_is_used_and_stays(tmp_path: Path, hub: type[Loopback
         convert(MODEL, tmp_path / "other", "int8")
 
 
-def test_what_cannot_be_fetched_says_why(
+def test_files_that_cannot_be_fetched_are_errors_with_a_reason(
     tmp_path: Path, hub: type[LoopbackHub], source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = shards(source)[1]
@@ -419,7 +421,7 @@ def test_options_of_the_hub_are_refused_for_local_folders(tmp_path: Path, source
         convert(source, tmp_path / "store", "int8", keep_original=True)
 
 
-def test_something_else_in_the_place_of_the_download_stays(
+def test_an_unrelated_folder_in_the_place_of_the_download_stays(
     tmp_path: Path, hub: type[LoopbackHub], source: Path
 ) -> None:
     (tmp_path / ".store.download").mkdir()
@@ -430,7 +432,7 @@ def test_something_else_in_the_place_of_the_download_stays(
 
 
 @pytest.mark.usefixtures("source")
-def test_the_command_line_streams_and_plan_says_what_disk_it_takes(
+def test_the_command_line_streams_and_plan_states_the_disk_space(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planning = ["plan", MODEL, "--weights", "int8", "--disk-speed", "1GB/s", "--memory-speed", "10GB/s"]

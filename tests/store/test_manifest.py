@@ -36,7 +36,7 @@ def store(pristine: Store, tmp_path: Path) -> Store:
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the manifest and makes its digest right again, as someone would who means harm."""
+    """Change the manifest and recompute its digest, as an attacker would."""
     path = folder / MANIFEST_NAME
     table = json.loads(path.read_text())
     change(table)
@@ -120,7 +120,7 @@ def _record(weights: str) -> bytes:
     return torch.ops.torch_mesh.pack(gate, up, down, None, None, None, weights, group_size).numpy().tobytes()
 
 
-# Of fixed weights: the same release packs the same bytes on every processor. Another one may choose other codes.
+# Digests for fixed weights: a release packs the same bytes on every processor. Another may choose other codes.
 RECORDS = {
     "bf16": "682071ec4f5ac8651f8c8c6f39acbd3d",
     "int8": "4db208b6ba1a81410257c44c8ef9c6fe",
@@ -137,7 +137,7 @@ def test_packing_gives_the_same_bytes_everywhere(weights: str) -> None:
     assert hashlib.sha256(_record(weights)).hexdigest()[:32] == RECORDS[weights]
 
 
-# What fixed bytes stand for. A store outlives a release: who changes that gives its format a new version.
+# Digests of the values of fixed bytes. Stores outlive a release, so a change needs a new format version.
 MEANINGS = {
     ("bf16", 1): "ad96b3767d46edbb33bd93f67cb2afcd",
     ("int8", 2): "c1fed9e6a5e18009605fcd85e75ebef4",
@@ -150,7 +150,7 @@ MEANINGS = {
 
 
 def _meaning(weights: str) -> str:
-    """Of made-up bytes; numbers that are none are left out, for there are many of them."""
+    """Return a digest of the values of made-up bytes. The many non-finite values count as zeros."""
     record = (torch.arange(len(_record(weights)), dtype=torch.int64) * 2654435761 % 2**32 // 2**24).to(torch.uint8)
     meant = torch.ops.torch_mesh.unpack(record, weights, 0 if weights == "bf16" else 32, 200, 72, True, False)
     values = b"".join(torch.where(part.isfinite(), part, 0.0).numpy().tobytes() for part in meant)
@@ -158,7 +158,7 @@ def _meaning(weights: str) -> str:
 
 
 @pytest.mark.parametrize(("weights", "version"), MEANINGS)
-def test_a_format_version_is_a_promise_of_what_bytes_mean(weights: str, version: int) -> None:
+def test_the_values_of_bytes_are_fixed_by_the_format_version(weights: str, version: int) -> None:
     assert FORMATS[weights].version == version
     assert _meaning(weights) == MEANINGS[weights, version]
 
@@ -166,7 +166,7 @@ def test_a_format_version_is_a_promise_of_what_bytes_mean(weights: str, version:
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{}", b"null", b"\xff", b'{"format_version":1,"format_version":1}', b"[" * 100_000]
 )
-def test_manifest_that_is_something_else_is_refused(store: Store, content: bytes) -> None:
+def test_invalid_manifests_are_refused(store: Store, content: bytes) -> None:
     (store.folder / MANIFEST_NAME).write_bytes(content)
     with pytest.raises(StoreError):
         open_store(store.folder)
@@ -196,7 +196,7 @@ def test_record_files_of_another_store_are_refused(store: Store, pristine: Store
         open_store(store.folder)
 
 
-def test_two_records_that_changed_places_are_found(store: Store) -> None:
+def test_two_swapped_records_are_found(store: Store) -> None:
     size = store.manifest.record_bytes
     path = store.folder / store.manifest.record_files[0].name
     start = store.manifest.record_files[0].data_start

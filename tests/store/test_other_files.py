@@ -1,4 +1,4 @@
-"""Damage and change of what stands beside the records, when a model is opened."""
+"""Damage and changes of the files besides the records, detected when a model is opened."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
 from torch_mesh.store.verify import check_other_files, verify
 
-BLOCK = 10_000  # so that files of a tiny model have several
+BLOCK = 10_000  # small, so that files of a tiny model have several blocks
 DENSE = "model-00001-of-00002.safetensors"
 
 
@@ -67,7 +67,7 @@ def opened(folder: Path, **fields: Any) -> Any:
 
 
 def besides_quantisation(path: Path) -> object:
-    """What a config.json says of the model; its bytes where that is not JSON, or of another method."""
+    """Return a config.json without the quantization config; its bytes if it is no JSON or of another method."""
     try:
         table = json.loads(path.read_bytes())
         return table if table.pop("quantization_config")["quant_method"] == "mesh" else path.read_bytes()
@@ -85,7 +85,7 @@ def as_an_earlier_build_wrote_it(store: Store) -> Store:
     return open_store(store.folder)
 
 
-def test_a_sound_store_opens_without_a_word(store: Store) -> None:
+def test_an_undamaged_store_opens_without_warnings(store: Store) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_other_files(store, "first")
@@ -93,7 +93,7 @@ def test_a_sound_store_opens_without_a_word(store: Store) -> None:
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_every_flip_is_found(store: Store, pristine: Store, rng: np.random.Generator, earlier: bool) -> None:
+def test_every_flipped_bit_is_found(store: Store, pristine: Store, rng: np.random.Generator, earlier: bool) -> None:
     if earlier:
         store = as_an_earlier_build_wrote_it(store)
     names = [file.name for file in store.manifest.other_files if file.name.endswith(".safetensors")] + ["config.json"]
@@ -105,7 +105,7 @@ def test_every_flip_is_found(store: Store, pristine: Store, rng: np.random.Gener
         if path.name == "config.json" and besides_quantisation(path) == besides_quantisation(
             pristine.folder / path.name
         ):
-            check_other_files(store, "first")  # which the user may change, and MeshConfig checks
+            check_other_files(store, "first")  # the user may change these fields, and MeshConfig checks them
             flip(path, place, bit)
             continue
         with pytest.raises(StoreError, match="was changed since the conversion") as caught:
@@ -127,17 +127,17 @@ def test_a_model_does_not_open_with_a_damaged_tensor(store: Store, rng: np.rando
     opened(store.folder, verify="never")
 
 
-def test_what_is_missing_cut_or_of_another_place_is_found(store: Store) -> None:
+def test_missing_truncated_and_reordered_files_are_found(store: Store) -> None:
     path = store.folder / DENSE
     whole = path.read_bytes()
     blocks = [whole[i : i + BLOCK] for i in range(0, len(whole), BLOCK)]
     assert len(blocks) > 4
-    for content, said in (
+    for content, message in (
         (whole[:-1], f"has {len(whole) - 1} bytes, not {len(whole)}"),
         (b"".join([blocks[0], blocks[2], blocks[1], *blocks[3:]]), f"between bytes {BLOCK} and {2 * BLOCK}"),
     ):
         path.write_bytes(content)
-        with pytest.raises(StoreError, match=said):
+        with pytest.raises(StoreError, match=message):
             check_other_files(store, "first")
     path.unlink()
     with pytest.raises(StoreError, match=f"{DENSE}: is missing"):
@@ -150,7 +150,7 @@ def change(path: Path, how: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(table))
 
 
-def test_what_a_config_says_of_torch_mesh_is_the_users(store: Store) -> None:
+def test_the_user_may_change_the_mesh_config_in_config_json(store: Store) -> None:
     change(store.folder / "config.json", lambda table: table["quantization_config"].update(policy="lru"))
     assert opened(store.folder).hf_quantizer.quantization_config.policy == "lru"
     change(store.folder / "config.json", lambda table: table.update(rms_norm_eps=0.5))
@@ -158,8 +158,8 @@ def test_what_a_config_says_of_torch_mesh_is_the_users(store: Store) -> None:
         opened(store.folder)
 
 
-def test_a_nested_config_may_say_it_too(store: Store) -> None:
-    """As in a model with a text model that transformers opens by itself."""
+def test_the_user_may_change_a_nested_mesh_config_too(store: Store) -> None:
+    """As in a model whose text model transformers can open separately."""
     path = store.folder / "config.json"
     table = json.loads(path.read_text())
     table["text_config"] = {"layers": 3, "quantization_config": dict(table["quantization_config"])}
@@ -184,9 +184,9 @@ def test_a_nested_config_may_say_it_too(store: Store) -> None:
         check_other_files(store, "first")
 
 
-def test_a_changed_tokenizer_is_warned_of_and_a_readme_is_nobodys_business(store: Store) -> None:
+def test_a_changed_tokenizer_warns_and_a_changed_readme_does_not(store: Store) -> None:
     (store.folder / "README.md").write_text("# Another")
-    (store.folder / "generation_config.json").unlink()  # transformers does not fetch what it does not need
+    (store.folder / "generation_config.json").unlink()  # transformers does not fetch files that it does not need
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_other_files(store, "first")

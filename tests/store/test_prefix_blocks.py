@@ -1,4 +1,4 @@
-"""Files of tensors that may go at any time: what is read is what was written, or nothing."""
+"""Files of tensors that may be removed at any time: reads return what was written, or nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _same(read: object, written: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_what_was_written_is_read(blocks: PrefixBlocks, rng: np.random.Generator) -> None:
+def test_tensors_read_back_as_written(blocks: PrefixBlocks, rng: np.random.Generator) -> None:
     assert not blocks.has("a") and blocks.read("a") is None
     written = _some(rng)
     nbytes = blocks.write("a", written)
@@ -61,7 +61,7 @@ def test_what_was_written_is_read(blocks: PrefixBlocks, rng: np.random.Generator
 
 
 @pytest.mark.parametrize("damage", ["byte", "short", "long", "empty", "zeros", "renamed", "moved"])
-def test_what_is_damaged_or_another_s_is_none_and_goes(
+def test_damaged_and_foreign_files_read_as_none_and_are_removed(
     blocks: PrefixBlocks, damage: str, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     for _ in range(20):
@@ -91,7 +91,7 @@ def test_what_is_damaged_or_another_s_is_none_and_goes(
         assert _same(blocks.read(name), written)
 
 
-def test_the_limit_holds_for_all_models_and_the_least_recently_used_go(tmp_path: Path) -> None:
+def test_the_limit_holds_for_all_models_and_evicts_the_least_recently_used(tmp_path: Path) -> None:
     one = {"x": torch.zeros(1000, dtype=torch.uint8)}
     size = PrefixBlocks(tmp_path / "probe" / "model", PLENTY).write("a", one)
     limit = 10 * size
@@ -112,7 +112,7 @@ def test_the_limit_holds_for_all_models_and_the_least_recently_used_go(tmp_path:
     assert second.has("29")
 
 
-def test_the_beginning_of_a_chain_stays_longest(tmp_path: Path) -> None:
+def test_the_first_blocks_of_a_chain_are_evicted_last(tmp_path: Path) -> None:
     one = {"x": torch.zeros(1000, dtype=torch.uint8)}
     blocks = PrefixBlocks(tmp_path / "prefixes" / "model", PLENTY)
     size = 0
@@ -125,7 +125,7 @@ def test_the_beginning_of_a_chain_stays_longest(tmp_path: Path) -> None:
     assert left == list(range(len(left))) and 0 < len(left) < 8
 
 
-def test_a_killed_writer_leaves_what_it_had_finished(tmp_path: Path) -> None:
+def test_finished_blocks_of_a_killed_writer_are_readable(tmp_path: Path) -> None:
     folder = tmp_path / "prefixes" / "model"
     with warm.start(WRITE, folder) as writing:
         for _ in range(3):
@@ -139,7 +139,7 @@ def test_a_killed_writer_leaves_what_it_had_finished(tmp_path: Path) -> None:
         assert _same(blocks.read(name), {"x": torch.full((1 << 18,), int(name))})
 
 
-def test_what_a_killed_writer_has_begun_goes_later(blocks: PrefixBlocks) -> None:
+def test_partial_files_of_a_killed_writer_are_removed_later(blocks: PrefixBlocks) -> None:
     blocks.folder.mkdir()
     old, new = blocks.folder / ".a.00112233", blocks.folder / ".b.00112233"
     for path in (old, new):
@@ -150,7 +150,7 @@ def test_what_a_killed_writer_has_begun_goes_later(blocks: PrefixBlocks) -> None
 
 
 @pytest.mark.parametrize("when", ["written", "read"])
-def test_a_folder_that_is_removed_meanwhile_is_made_again(blocks: PrefixBlocks, when: str) -> None:
+def test_a_removed_folder_is_created_again(blocks: PrefixBlocks, when: str) -> None:
     blocks.write("a", {"x": torch.zeros(3)})
     (blocks.folder / "a").unlink()
     blocks.folder.rmdir()

@@ -24,12 +24,12 @@ class Stream(io.StringIO):
     ("terminal", "notebook", "show", "drawn"),
     [(True, False, True, True), (False, False, True, False), (False, True, True, True), (True, True, False, False)],
 )
-def test_where_a_bar_is_drawn(
+def test_a_bar_is_drawn_on_a_terminal_or_in_a_notebook(
     terminal: bool, notebook: bool, show: bool, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Stream(terminal)
     monkeypatch.setattr(sys, "stderr", stream)
-    if notebook:  # without widgets
+    if notebook:  # a notebook without widgets
         monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", ModuleType("ipykernel.zmqshell"))
     else:
         monkeypatch.delitem(sys.modules, "ipykernel.zmqshell", raising=False)
@@ -41,7 +41,7 @@ def test_where_a_bar_is_drawn(
     assert not drawn or "3.00M/3.00M" in shown
 
 
-def test_what_makes_no_progress_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_is_drawn_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream := Stream(True))
     with progress_bar("Converting tiny to int8"):
         pass

@@ -1,4 +1,4 @@
-"""_C.pack_raw: pieces in memory, as strides describe them, and what it refuses."""
+"""_C.pack_raw: pieces in memory described by strides, and what it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = (HIDDEN, INTERMEDIATE, False, True)
 
 
 def _views() -> tuple[list[int], dict[str, Any]]:
-    """Sizes of pieces and what lies in them: int4 codes with zero points and an order, each as long as it has to be."""
+    """Sizes of pieces and views of them: int4 codes with zero points and an order, each exactly as long as needed."""
     sizes: list[int] = []
     views: dict[str, Any] = {}
 
@@ -117,13 +117,13 @@ def test_a_scale_beyond_bf16_is_refused() -> None:
         _C.pack_raw(pieces, "bf16", views, "int4", 32, *SIZES)
 
 
-def test_pieces_of_just_the_size_are_enough() -> None:
+def test_pieces_of_the_exact_size_are_enough() -> None:
     sizes, views = _views()
     assert len(_pack(sizes, views)) == _C.record_bytes("int4", 32, *SIZES)
 
 
 @pytest.mark.parametrize("piece", range(len(_views()[0])))
-def test_a_byte_less_is_refused(piece: int) -> None:
+def test_a_piece_that_is_a_byte_short_is_refused(piece: int) -> None:
     sizes, views = _views()
     sizes[piece] -= 1
     with pytest.raises(ValueError, match="its shape needs"):
@@ -176,7 +176,7 @@ HUGE = 2**63 - 1
         (("up_bias", "offset"), -(2**63), "negative offset"),
     ],
 )
-def test_what_makes_no_sense_is_refused(path: tuple[str, ...], value: Any, problem: str) -> None:
+def test_invalid_views_are_refused(path: tuple[str, ...], value: Any, problem: str) -> None:
     sizes, views = _views()
     views = copy.deepcopy(views)
     _set(*path)(views, value)
@@ -185,7 +185,7 @@ def test_what_makes_no_sense_is_refused(path: tuple[str, ...], value: Any, probl
 
 
 @pytest.mark.parametrize("format", [name for name, each in FORMATS.items() if not each.codes])
-def test_codes_are_no_other_format(format: str) -> None:
+def test_formats_that_cannot_hold_the_codes_are_refused(format: str) -> None:
     first = format.partition("+")[0]
     with pytest.raises(ValueError, match=f"{first} cannot hold the codes of another format.*allowed for codes: int8"):
         _pack(*_views(), format)

@@ -1,4 +1,4 @@
-"""What stands where a store is to be written: another store, links, folders of others', a source that changes."""
+"""Existing content at a store's destination: another store, links, other users' folders, a changing source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an int8 store, and the finished int4 one that is about to take its place."""
+    """A folder with an int8 store, and the finished int4 store that is about to replace it."""
     folder = tmp_path_factory.mktemp("finished")
     small_stores.write(folder / "store", "int8")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -45,7 +45,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held(folder: Path) -> str:
-    """The weights of a store that has everything it should have."""
+    """Return the weight format of a store, after checking that it is complete."""
     store = open_store(folder)
     assert list(verify(store)) == []
     return store.manifest.weights
@@ -65,8 +65,8 @@ def with_tests() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-# Forks one process for each line of its input, so that each can be killed without loading torch anew. The child counts
-# what it does to files once all of the new store is written, and is killed right before the one of the given number.
+# Forks a child for each line of its input, so that each can be killed without importing torch again. The child counts
+# its file operations after the new store is written, and is killed right before the one with the given number.
 KILLED = """
 import os, signal, sys
 import small_stores
@@ -103,13 +103,13 @@ for line in sys.stdin:
 
 
 class KilledReplacements:
-    """Puts finished stores into the place of others in another process."""
+    """Replaces stores by finished ones, in another process."""
 
     def __init__(self) -> None:
         self._process = warm.start(KILLED)
 
     def run(self, number: int, can_exchange: bool, folder: Path) -> bool:
-        """Whether it was killed before its end."""
+        """Return whether the replacement was killed before its end."""
         self._process.stdin.write(f"{number} {'yes' if can_exchange else 'no'} {folder}\n")
         status = int(self._process.stdout.readline())
         assert status in (0, signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_killed_at_each_step_a_replacement_is_one_store_or_the_other(
             killed = replacements.run(number, can_exchange, folder)
             weights = held(folder / "store") if can_exchange or (folder / "store").exists() else "absent"
             seen.add(weights)
-            # The new one may be there already: then to look at it is enough to clean up.
+            # If the new store is there already, looking at it is enough to clean up.
             small_stores.write(folder / "store", "int4", force=weights != "int4")
             assert held(folder / "store") == "int4"
             assert os.listdir(folder) == ["store"], f"killed at step {number}"
@@ -154,17 +154,19 @@ def test_exchange_is_one_step_or_none(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a") == ["of-b"]
 
 
-def test_what_a_file_system_cannot_exchange_is_replaced_in_two_steps(
+def test_without_exchange_a_store_is_replaced_in_two_steps(
     tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(finished, tmp_path / "folder")
     monkeypatch.setattr("torch_mesh.system.atomic_files.ctypes.get_errno", lambda: errno.EINVAL)
-    monkeypatch.setattr("torch_mesh.system.atomic_files._RENAME_EXCHANGE", 1 << 30)  # a flag that no file system has
+    monkeypatch.setattr(
+        "torch_mesh.system.atomic_files._RENAME_EXCHANGE", 1 << 30
+    )  # a flag that no file system supports
     small_stores.write(tmp_path / "folder" / "store", "int4", force=True)
     assert held(tmp_path / "folder" / "store") == "int4" and os.listdir(tmp_path / "folder") == ["store"]
 
 
-def test_only_what_was_replaced_is_cleaned_up(tmp_path: Path, source: Path) -> None:
+def test_only_replaced_stores_are_cleaned_up(tmp_path: Path, source: Path) -> None:
     convert(source, tmp_path / "store", "int8")
     theirs = {
         ".store.replaced-0123abcd": "not a store",
@@ -185,7 +187,7 @@ def test_only_what_was_replaced_is_cleaned_up(tmp_path: Path, source: Path) -> N
     assert {path.name for path in tmp_path.iterdir()} == {"store", "elsewhere", *theirs}
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, source: Path) -> None:
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path, source: Path) -> None:
     (tmp_path / "disk").mkdir()
     convert(source, tmp_path / "disk" / "store", "int8")
     (tmp_path / "link").symlink_to("disk/store")
@@ -197,7 +199,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, source: P
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("target", ["absent", "not/there/either", "link"])
-def test_a_link_that_leads_nowhere_is_refused_before_converting(
+def test_a_dangling_link_is_refused_before_converting(
     tmp_path: Path, source: Path, target: str, force: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer.UnfinishedStore, "run", lambda *_: pytest.fail("it was converted"))
@@ -225,7 +227,7 @@ def test_a_mount_point_is_refused_before_converting(
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "file", "other-journal", "linked-journal", "other-manifest"])
-def test_what_no_conversion_left_is_never_touched(tmp_path: Path, source: Path, kind: str) -> None:
+def test_files_that_are_not_from_a_conversion_are_never_touched(tmp_path: Path, source: Path, kind: str) -> None:
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "chapter.tex").write_text("years of work")
@@ -270,9 +272,7 @@ def test_a_link_or_a_folder_within_an_unfinished_store_is_not_followed(tmp_path:
 
 
 @pytest.mark.parametrize("start", [None, b"", b'{"plan":{"for'])
-def test_what_a_kill_leaves_at_the_very_beginning_is_taken_up(
-    tmp_path: Path, source: Path, start: bytes | None
-) -> None:
+def test_a_conversion_killed_at_its_very_beginning_continues(tmp_path: Path, source: Path, start: bytes | None) -> None:
     (tmp_path / ".store.partial").mkdir()
     if start is not None:
         (tmp_path / ".store.partial" / "journal.jsonl").write_bytes(start)
@@ -296,7 +296,7 @@ def test_what_a_kill_leaves_at_the_very_beginning_is_taken_up(
         3,
     ],
 )
-def test_a_journal_that_says_nonsense_is_not_believed(tmp_path: Path, line: object) -> None:
+def test_invalid_lines_of_a_journal_are_ignored(tmp_path: Path, line: object) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(writer.UnfinishedStore, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         small_stores.write(tmp_path / "store", "int8")
@@ -307,7 +307,7 @@ def test_a_journal_that_says_nonsense_is_not_believed(tmp_path: Path, line: obje
 
 
 @pytest.mark.parametrize("store_id", ["00", "0" * 34, "", 3])
-def test_a_journal_of_a_strange_store_is_not_continued(tmp_path: Path, store_id: object) -> None:
+def test_a_journal_with_an_invalid_store_id_is_not_continued(tmp_path: Path, store_id: object) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(writer.UnfinishedStore, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         small_stores.write(tmp_path / "store", "int8")
@@ -353,7 +353,7 @@ def _remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_overwrite, _replace, _remove])
-def test_a_source_that_changes_meanwhile_makes_no_store(tmp_path: Path, source: Path, change) -> None:
+def test_a_source_that_changes_during_conversion_makes_no_store(tmp_path: Path, source: Path, change) -> None:
     shutil.copytree(source, tmp_path / "source")
     weights = tmp_path / "source" / "model.safetensors"
     records: list[int] = []
@@ -361,7 +361,7 @@ def test_a_source_that_changes_meanwhile_makes_no_store(tmp_path: Path, source: 
     def progress(done: int, total: int) -> None:
         records.append(done)
         if done == total and weights.exists():
-            os.utime(weights, ns=(0, 0))  # or the change might be within the tick of the clock at which it was written
+            os.utime(weights, ns=(0, 0))  # otherwise the change could have the timestamp of the original
             change(weights)
 
     with pytest.raises(StoreError, match="was changed while it was read"):
@@ -382,7 +382,7 @@ small_stores.write(sys.argv[1] + "/other", "int4")
 """
 
 
-def test_a_store_is_used_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_a_store_in_a_read_only_folder_can_be_used(tmp_path: Path) -> None:
     sealed = tmp_path / "sealed"
     small_stores.write(sealed / "store", "int4")
     sealed.chmod(0o555)
@@ -398,7 +398,7 @@ def test_a_finished_store_is_not_waited_for(tmp_path: Path, source: Path) -> Non
         assert convert(source, tmp_path / "store", "int4").existed
 
 
-def test_where_nothing_can_be_made_says_so(tmp_path: Path, source: Path) -> None:
+def test_an_impossible_destination_is_an_error(tmp_path: Path, source: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"cannot be written \(.*\. Choose another folder"):
         convert(source, tmp_path / "file" / "store", "int4")

@@ -1,4 +1,4 @@
-"""Checkpoints that another tool has quantised: what their weights are read as, and what becomes of them."""
+"""Checkpoints that another tool has quantised: the values read from them, and their conversion."""
 
 import contextlib
 import functools
@@ -48,7 +48,7 @@ PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Tensors]]:
-    """A checkpoint of a kind, written once, and its values. It is to be copied, not changed."""
+    """A checkpoint of a kind and its values. It is written once; tests copy it instead of changing it."""
 
     @functools.cache
     def write(kind: str) -> tuple[Path, Tensors]:
@@ -83,7 +83,7 @@ def _expect_records_of(store: Store, values: Callable[[int, int, str], torch.Ten
             assert torch.equal(found, values(layer, expert, part)), (layer, expert, part)
 
 
-# Blocks and groups that divide no matrix, as well as those that do.
+# Sizes that blocks and groups divide, and sizes that they do not.
 @pytest.mark.parametrize(
     ("kind", "sizes"), each_once_quick(KEPT, [{}, {"hidden_size": 384, "moe_intermediate_size": 320}])
 )
@@ -100,17 +100,17 @@ ALL = KINDS | MIXED
 
 
 @pytest.mark.parametrize("kind", every_other_quick(ALL, 0))
-def test_auto_leaves_no_more_error_than_it_says(kind: str, tmp_path: Path) -> None:
+def test_autos_error_is_at_most_the_stated_one(kind: str, tmp_path: Path) -> None:
     made = ALL[kind]()
     write_quantised(tmp_path / "raw", made)
     exact = exact_values(tmp_path / "raw")
     experts = find_checkpoint_experts(tmp_path / "raw", meta_model(read_config(tmp_path / "raw")))
-    said = experts.nearest()
-    assert (said.weights, said.group_size) == made.nearest
-    assert said.exact == (made.kept or kind == "fp8_powers_of_two")
+    choice = experts.nearest()
+    assert (choice.weights, choice.group_size) == made.nearest
+    assert choice.exact == (made.kept or kind == "fp8_powers_of_two")
     with contextlib.nullcontext() if made.kept else pytest.warns(UserWarning, match="auto") as warned:
         store = convert(tmp_path / "raw", tmp_path / "store", "auto").store
-    assert made.kept or any(said.why in str(each.message) for each in warned)
+    assert made.kept or any(choice.why in str(each.message) for each in warned)
     assert (store.manifest.weights, store.manifest.group_size) == made.nearest
     for layer, expert in store.records():
         found = stored_expert(store, layer, expert)
@@ -120,30 +120,30 @@ def test_auto_leaves_no_more_error_than_it_says(kind: str, tmp_path: Path) -> No
             if made.kept:
                 assert (off.abs() <= 2.0**-22 * expected.abs()).all(), (layer, expert, part)
             else:
-                # A value rounded to bf16 is off by 2^-8 at most. The few values of fp8 with one scale may all be so.
-                assert off.norm() <= max(1.4 * said.error, 2.0**-8) * expected.norm(), (layer, expert, part)
+                # Rounding to bf16 has an error of at most 2^-8, which all values of fp8 with one scale may reach.
+                assert off.norm() <= max(1.4 * choice.error, 2.0**-8) * expected.norm(), (layer, expert, part)
 
 
 @pytest.mark.parametrize("kind", every_other_quick(ALL, 1))
-def test_a_plan_says_what_opening_does(kind: str, tmp_path: Path) -> None:
+def test_a_plan_states_what_opening_does(kind: str, tmp_path: Path) -> None:
     made = ALL[kind]()
     write_quantised(tmp_path, made)
     experts = find_checkpoint_experts(tmp_path, meta_model(read_config(tmp_path)))
-    said = experts.nearest()
+    choice = experts.nearest()
     with contextlib.nullcontext() if made.kept else pytest.warns(UserWarning, match="auto"):
         sizes = find_sizes(tmp_path, MeshConfig())
     assert (sizes.weights, sizes.group_size or 0) == made.nearest
     assert ("as they are" in sizes.conversion) == made.kept
-    assert made.kept or said.why in sizes.conversion
+    assert made.kept or choice.why in sizes.conversion
     if sizes.own_codes is not None:
-        assert sizes.own_codes == made.nearest and sizes.own_error == said.error
-        assert compared_formats(sizes, MeshConfig())[made.nearest[0]] == (made.nearest[1], said.error)
+        assert sizes.own_codes == made.nearest and sizes.own_error == choice.error
+        assert compared_formats(sizes, MeshConfig())[made.nearest[0]] == (made.nearest[1], choice.error)
     if made.nearest[0] == "bf16":
-        assert compared_formats(sizes, MeshConfig())["bf16"][1] == said.error
+        assert compared_formats(sizes, MeshConfig())["bf16"][1] == choice.error
 
 
 def test_scales_are_repeated_for_a_smaller_group(tmp_path: Path) -> None:
-    """A named group that lies within the checkpoint's own takes its codes, too."""
+    """A given group size that divides the checkpoint's own keeps its codes too."""
     write_quantised(tmp_path / "raw", MIXED["groups_of_64"]())
     exact = exact_values(tmp_path / "raw")
     store = convert(tmp_path / "raw", tmp_path / "store", "int4", 32).store
@@ -155,7 +155,7 @@ def test_scales_are_repeated_for_a_smaller_group(tmp_path: Path) -> None:
             assert torch.equal(getattr(found, part), expected.float())
 
 
-def test_a_format_of_codes_is_for_those_that_have_them(tmp_path: Path) -> None:
+def test_a_format_of_codes_is_only_for_checkpoints_that_have_them(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["ct_mxfp4"]())
     with pytest.raises(ValueError, match=r"weights='nvfp4' holds .* has MXFP4 experts: give one of 'mxfp4', 'bf16'"):
         convert(tmp_path / "raw", tmp_path / "store", "nvfp4")
@@ -221,7 +221,7 @@ def test_fp4_experts_beside_fp8_are_read_exactly(tmp_path: Path) -> None:
 
 
 def test_blocks_that_a_matrix_cuts_off(tmp_path: Path) -> None:
-    """DeepSeek's: 576 rows in blocks of 128 have five scales, and 192 have two of 128 and 64 rows, not of 96."""
+    """As in DeepSeek: 576 rows in blocks of 128 have five scales; 192 have two, of 128 and 64 rows, not of 96."""
     codes = torch.randn(192, 160).to(torch.float8_e4m3fn)
     scale = torch.rand(2, 2) + 0.5
     values = ScaledFp8((128, 128), powers_of_two=False).values({"codes": codes, "scale": scale}, (192, 160))
@@ -299,7 +299,7 @@ ATTENTION = "model.layers.0.self_attn.q_proj"
 
 
 def _changed(suffix: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[str, Tensors], str]:
-    """Changes or takes away one tensor of a weight; gives its name."""
+    """Return a function that changes or removes one tensor of a weight, and returns its name."""
 
     def damage(stem: str, tensors: Tensors) -> str:
         name = f"{stem}{suffix}"
@@ -362,7 +362,7 @@ DAMAGE = [
 ]
 
 
-# Of records that hold codes.
+# Damage that concerns records of codes.
 DAMAGE_OF_CODES = [
     ("fp8_blocks", ".weight_scale_inv", _filled(torch.nan), "a scale that is not a finite number"),
     ("fp8_blocks", ".weight", _codes(0x7F), "a weight that is not a number"),
@@ -419,7 +419,7 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "modelopt_file", "ct_int4"])
 def test_headers_alone_describe_it(kind: str, tmp_path: Path) -> None:
-    """As of a model on the hub: files of their length, with nothing behind the header."""
+    """As for a model on the hub: files of full length with nothing after the header."""
     write_quantised(tmp_path, KINDS[kind]())
     before = describe(tmp_path)
     file = tmp_path / "model.safetensors"

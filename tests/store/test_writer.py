@@ -1,5 +1,4 @@
-"""What is written side by side: records by several threads, one file beside them, and what is finished is synced
-meanwhile."""
+"""Concurrent writes: records by several threads, one other file at a time, and syncs of finished data."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ def _file(name: str, chunk: bytes, count: int) -> NewFile:
     return NewFile(name, len(chunk) * count, lambda: [chunk] * count)
 
 
-@pytest.mark.parametrize("failing", [2, EXPERTS])  # in the middle, and the last of all
-def test_a_disk_that_fills_up_while_a_sync_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+@pytest.mark.parametrize("failing", [2, EXPERTS])  # a sync in the middle, and the last one
+def test_a_disk_that_fills_up_during_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     calls = 0
 
     def sync(descriptor: int) -> None:
@@ -70,7 +69,7 @@ def test_a_record_that_is_refused_does_not_wait_for_a_file(tmp_path: Path) -> No
         for _ in range(20):
             assert refused.wait(PATIENCE)
             taken += 1
-            yield bytes(32 << 20)  # more than a file is cut into for its checksums
+            yield bytes(32 << 20)  # larger than a checksum block of a file
 
     def refuse() -> torch.Tensor:
         refused.set()
@@ -82,23 +81,23 @@ def test_a_record_that_is_refused_does_not_wait_for_a_file(tmp_path: Path) -> No
 
 
 def test_files_are_written_one_at_a_time(tmp_path: Path) -> None:
-    under_way, most = 0, 0
+    under_way, peak = 0, 0
 
     def chunks(name: str) -> Iterator[bytes]:
-        nonlocal under_way, most
+        nonlocal under_way, peak
         under_way += 1
-        most = max(most, under_way)
+        peak = max(peak, under_way)
         for _ in range(4):
             yield name.encode() * (1 << 18)
         under_way -= 1
 
-    files = [NewFile(name, 1 << 20, partial(chunks, name)) for name in "abcdefghijkl"]  # more than there are records
+    files = [NewFile(name, 1 << 20, partial(chunks, name)) for name in "abcdefghijkl"]  # more files than records
     store = _write(tmp_path / "store", files)
-    assert most == 1 and list(verify(store)) == []
+    assert peak == 1 and list(verify(store)) == []
     assert [(store.folder / name).read_bytes() for name in "al"] == [b"a" * (1 << 20), b"l" * (1 << 20)]
 
 
-def test_what_is_finished_is_listed_once(tmp_path: Path) -> None:
+def test_finished_files_are_listed_once(tmp_path: Path) -> None:
     def refuse() -> torch.Tensor:
         raise StoreError("this one is not to be had")
 

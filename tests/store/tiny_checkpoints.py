@@ -1,4 +1,4 @@
-"""Tiny random models of many families, for tests of what their checkpoints look like on disk."""
+"""Tiny random models of many families, for tests of their checkpoints' layouts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from torch_mesh.models.families import find_experts
 
-_ARIA = Version("5.18")  # marks its experts
-# Applied where a config has the attribute.
+_ARIA = Version("5.18")  # the first version that marks its experts
+# Applied to configs that have the attribute.
 _SIZES = {
     "hidden_size": 64,
     "intermediate_size": 48,
@@ -24,7 +24,7 @@ _SIZES = {
     "shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 32,
     "num_hidden_layers": 4,
-    "num_experts": 12,  # two digits: numbers must not be sorted as text
+    "num_experts": 12,  # two digits, to detect sorting of numbers as text
     "num_local_experts": 12,
     "n_routed_experts": 12,
     "moe_num_experts": 12,
@@ -78,7 +78,7 @@ def tiny_model(model_type: str, dtype: torch.dtype = torch.bfloat16, **sizes: in
         pytest.skip(f"this transformers has no experts of {model_type}")
     defaults = CONFIG_MAPPING[model_type]()
     options = {name: value for name, value in {**_SIZES, **sizes}.items() if hasattr(defaults, name)}
-    if getattr(defaults, "kv_lora_rank", None):  # latent attention: as many key heads as heads, of a size of their own
+    if getattr(defaults, "kv_lora_rank", None):  # latent attention: as many key heads as heads, with their own size
         options["num_key_value_heads"] = options["num_attention_heads"]
         options.pop("head_dim", None)
     model = transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**options))
