@@ -197,7 +197,7 @@ TEST(Policy, HeatEvictsTheLeastUsed) {
 }
 
 TEST(Policy, HeatLearnsWhichExpertFollowsWhich) {
-  // 0 and 1 alternate, so after 0 expert 1 is next. 2 is not used.
+  // 0 and 1 alternate, so that 1 is expected after 0 and vice versa. 2 is not used again.
   auto policy = make_policy("heat", {1, 3, 3});
   for (ExpertId id : {0, 1, 2}) use(*policy, id);
   for (int step = 0; step < 4000; ++step) policy->tick(0, std::vector<int32_t>{step % 2});

@@ -328,7 +328,7 @@ class BusyPool {
   std::optional<Pool> pool_;
 };
 
-TEST(Resize, TimesOutAndIsCompletedLater) {
+TEST(Resize, TimesOutAndCompletesLater) {
   BusyPool pool(100ms);
   pool.block();
   EXPECT_EQ(kind_of([&] { pool->resize(4); }), ErrorKind::kTimeout);

@@ -89,7 +89,7 @@ TEST(Topology, OfThisProcessHasANodeForEveryThread) {
   EXPECT_LT(topology.current_node(), topology.nodes());
 }
 
-TEST(Arena, EveryNodeHasItsShare) {
+TEST(Arena, SlotsAreSpreadOverTheNodes) {
   const NodeFolder folder("0-2", {{0, "0"}, {1, "1"}, {2, "2"}});
   const Topology topology = Topology::read(folder.path(), range(0, 3), range(0, 3), current_cpu);
   ASSERT_EQ(topology.nodes(), 3);
@@ -102,7 +102,7 @@ TEST(Arena, EveryNodeHasItsShare) {
   EXPECT_EQ(Arena(7, 4096, Topology()).node(6), 0);
 }
 
-TEST(Placement, ExpertsOfUnknownNodesAreSharedOut) {
+TEST(Placement, ExpertsOfUnknownNodesAreSpreadOverTheNodes) {
   const NodeFolder folder = NodeFolder::with_one_cpu_each(2);
   const Topology topology = Topology::read(folder.path(), range(0, 2), range(0, 2), current_cpu);
   std::vector<ReadyExpert> ready;

@@ -19,7 +19,7 @@ ops = torch.ops.torch_mesh
 SPEC = Spec(layers=2)
 
 
-def test_a_layer_unfused_tells_tokens_from_rows(open_pool: OpenPool) -> None:
+def test_an_unfused_layers_phase_depends_on_tokens_and_not_on_rows(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=4)
     x = torch.randn(24, SPEC.hidden)
     offsets = torch.arange(SPEC.experts + 1).clamp(max=6) * 4
@@ -32,7 +32,7 @@ def test_a_layer_unfused_tells_tokens_from_rows(open_pool: OpenPool) -> None:
         ops.grouped_linear(x, offsets, pool.handle(), 0, SPEC.gate_up_features, 0)
 
 
-def test_a_failed_prefetch_is_shown_and_disturbs_no_forward(open_pool: OpenPool) -> None:
+def test_a_failed_prefetch_is_shown_and_fails_no_forward(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=8, faults={"eio_always": 1.0, "seed": 3})
     ops.prefetch(pool.handle(), torch.tensor([1]))
     pool.engine.drain()
@@ -48,7 +48,7 @@ def test_a_failed_prefetch_is_shown_and_disturbs_no_forward(open_pool: OpenPool)
     assert engine_stats([[pool.engine]]).prefetch_error is None
 
 
-def test_everything_is_in_the_dict_and_what_was_not_asked_is_not_zero(open_pool: OpenPool) -> None:
+def test_the_dict_is_complete_and_rates_without_accesses_are_none(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=8)
     ids, weights = routing(SPEC, 2, 2)
     ops.experts(torch.randn(2, SPEC.hidden), ids, weights, pool.handle(0))

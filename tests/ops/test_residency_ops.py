@@ -312,7 +312,7 @@ def test_sum_records_reads_every_byte_and_pins_nothing_afterwards(open_pool: Ope
         pool.engine.validate()
 
 
-def test_sum_records_refuses_what_cannot_be_pinned_at_a_time(open_pool: OpenPool) -> None:
+def test_sum_records_refuses_experts_that_it_cannot_pin_at_once(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=2)
     for experts, message in (
         ([1, 2, 3], "no slot is left"),

@@ -70,7 +70,7 @@ def _kill_before(number: int, parent: Path) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def test_a_scratch_folder_of_a_process_killed_at_any_step_is_removed_later(tmp_path: Path) -> None:
+def test_scratch_folders_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
     left = 0
     for number in range(1, 100):
         status = _kill_before(number, tmp_path)

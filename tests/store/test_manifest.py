@@ -102,7 +102,7 @@ def test_hostile_manifest_is_refused(store: Store, name: str) -> None:
     assert str(store.folder) in str(caught.value)
 
 
-def test_int8_records_with_weight_sums_are_refused_with_what_to_do(store: Store) -> None:
+def test_int8_records_with_weight_sums_are_refused_with_advice(store: Store) -> None:
     rewrite_manifest(store.folder, lambda table: table.update(weights="int8", format_version=1))
     with pytest.raises(
         StoreError, match="int8 records of format version 1; this release reads version 2.*convert.*again"
