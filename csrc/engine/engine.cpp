@@ -40,16 +40,25 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
 
 namespace {
 
-void check_limits(const EngineOptions& options) {
+void check_limits(const EngineOptions& options, int32_t layers) {
   if (options.threads < 1 || options.threads > kMaxThreads) {
     throw_invalid("threads is ", options.threads, "; allowed: 1 to ", kMaxThreads);
   }
   if (options.workspace < 1) {
     throw_invalid("workspace is ", options.workspace, " bytes; allowed: 1 or more");
   }
+  const size_t given = options.activations.size();
+  if (given > 1 && given != static_cast<size_t>(layers)) {
+    throw_invalid("activation names ", given, " for ", layers, " layers");
+  }
+  if (!options.layouts.empty() && options.layouts.size() != static_cast<size_t>(layers)) {
+    throw_invalid("format names those of ", options.layouts.size(), " layers for ", layers);
+  }
 }
 
-std::vector<ExpertFfn> make_ffns(const EngineOptions& options, const Runtime& runtime) {
+std::vector<ExpertFfn> make_ffns(const EngineOptions& options, const Runtime& runtime,
+                                 int32_t layers) {
+  check_limits(options, layers);
   std::vector<ExpertFfn> ffns;
   const size_t activations = options.activations.size();
   const size_t count = std::max({activations, options.layouts.size(), size_t{1}});
@@ -65,26 +74,16 @@ std::vector<ExpertFfn> make_ffns(const EngineOptions& options, const Runtime& ru
 }  // namespace
 
 void check(const EngineOptions& options, const Runtime& runtime, int32_t layers) {
-  check_limits(options);
-  const size_t given = options.activations.size();
-  if (given > 1 && given != static_cast<size_t>(layers)) {
-    throw_invalid("activation names ", given, " for ", layers, " layers");
-  }
-  if (!options.layouts.empty() && options.layouts.size() != static_cast<size_t>(layers)) {
-    throw_invalid("format names those of ", options.layouts.size(), " layers for ", layers);
-  }
-  static_cast<void>(make_ffns(options, runtime));
+  static_cast<void>(make_ffns(options, runtime, layers));
 }
 
 Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool)
     : options_(options),
       runtime_(runtime),
       pool_(std::move(pool)),
-      ffns_(make_ffns(options, runtime)),
-      few_rows_ffns_(make_ffns(options, for_few_rows(runtime))),
-      last_used_(pool_->layers(), pool_->experts()) {
-  check(options_, runtime_, pool_->layers());
-}
+      ffns_(make_ffns(options, runtime, pool_->layers())),
+      few_rows_ffns_(make_ffns(options, for_few_rows(runtime), pool_->layers())),
+      last_used_(pool_->layers(), pool_->experts()) {}
 
 const Activation& Engine::activation(int32_t layer) const {
   if (options_.activations.empty()) {
