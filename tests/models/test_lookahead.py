@@ -95,7 +95,7 @@ def test_routers_without_a_plain_matrix_have_lookahead_too(name: str, tmp_path: 
             model(input_ids=torch.tensor([[token]]), use_cache=False)
     next(patched_modules(model))._mesh_pool.engine.drain()
     stats = torch_mesh.stats(model)
-    assert all(layer.prefetches > 0 for layer in stats.per_layer[1:]), "some layer is not foretold"
+    assert all(layer.prefetches > 0 for layer in stats.per_layer[1:]), "some layer is not predicted"
     assert set(calls.values()) == {12}, "a hint must not run the router itself: models count and record what it does"
 
 
