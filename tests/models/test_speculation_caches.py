@@ -283,8 +283,8 @@ def test_kept_keys_of_a_server_survive_rejected_drafts() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.thorough), OSS])
 @pytest.mark.thorough
+@pytest.mark.parametrize("name", [QWEN, OSS])
 def test_compiled_steps_stay_compiled(name: str) -> None:
     """There is one graph for each number of drafted tokens."""
     model = torch_mesh.compile(torch_mesh.patch(spread_model(name), resident=0.5), backend="eager", fullgraph=True)
