@@ -50,7 +50,7 @@ struct PoolOptions {
   ReaderOptions reader;
   int32_t staging = 4;                              // buffers for raw records; ignored for a store
   Topology topology = Topology::of_this_process();  // whose nodes the slots are spread over
-  int64_t segment_bytes = kSegmentBytes;            // memory is attached in pieces of this size
+  int64_t segment_bytes = kSegmentBytes;            // memory is attached and detached in these
   Sharing sharing = Sharing::kPrivate;              // kShared: to be lent, see lending/lender.h
   // If set, the slots are those that another process lends of its pool of the same store, as many
   // as `slots` says (see lending/loan.h). That pool verifies records, and `verify` is ignored.

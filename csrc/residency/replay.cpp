@@ -224,8 +224,8 @@ class Disk {
     }
   }
 
-  // Begins a read, unless one is under way; false if there is none. `now`: the earliest time at
-  // which a queued read was queued.
+  // Begins a read, unless one is under way. Returns whether one is under way then. `now`: the
+  // earliest time at which a queued read was queued.
   bool start(double now, double seconds) {
     if (reading_ >= 0) return true;
     for (Urgency urgency : kUrgencies) {

@@ -92,9 +92,9 @@ struct ReplayResult {
 // Throws Error(kInvalid) for a trace or options that make no sense.
 ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options);
 
-// Replays ranks that divide the experts, each with a pool of its own: the traces of the same
-// forwards on each. After each layer they wait for the last one and then for the exchange of its
-// outputs, while their disks go on. exchange_seconds: [forwards][layers].
+// Replays ranks that divide the experts, each with a pool of its own. `ranks` has the trace of
+// each, all of the same forwards. After each layer they wait for the last one and then for the
+// exchange of its outputs, while their disks go on. exchange_seconds: [forwards][layers].
 std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
                                        const ReplayOptions& options,
                                        std::span<const double> exchange_seconds);

@@ -69,8 +69,8 @@ class Claims {
   // experts that happen to be resident could keep a small pool full for ever, forward after
   // forward, while the head of the queue waits.
   void reserve(ClaimState& claim, const Window& window);
-  // Hands out experts that are READY and not handed out yet. It stops before one whose read failed;
-  // if that is the first, it ends this one, with its error in `error`.
+  // Hands out experts that are READY and not handed out yet. Stops before one whose read failed. If
+  // that is the first, it is done with, and its error is in `error`.
   int32_t hand_out(ClaimState& claim, std::span<HandedOut> ready, std::optional<Error>& error);
   // Releases the claim's experts at these positions of its list. Returns how many it held; it stops
   // at the first that it does not hold.

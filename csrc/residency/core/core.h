@@ -71,7 +71,7 @@ class Core {
   // Begins a claim, made with its layer, part, experts and entries: takes the first slots and
   // queues their reads. It is alive until end(), or not at all if this throws std::bad_alloc.
   void begin(ClaimState& claim);
-  // Takes the slots that are free by now, and reads ahead for the next layer.
+  // Takes the slots that it can get by now, and reads ahead for the next layer.
   void advance(ClaimState& claim);
   size_t release(ClaimState& claim, std::span<const int32_t> indices);  // as Claims::release()
   void end(ClaimState& claim);

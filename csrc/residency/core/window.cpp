@@ -7,14 +7,14 @@ namespace torch_mesh {
 namespace {
 
 // Enough that some are read while others are computed. Decode cannot use what the window of the
-// last layers holds, so a small pool's window is an eighth.
+// last layers holds, so in a small pool the window is an eighth of the slots.
 constexpr int32_t kMinWindow = 16;
 // At least one token's experts, which are read at once, whatever the pool.
 constexpr int32_t kMinNarrow = 8;
 
 }  // namespace
 
-// If a forward leaves out many experts of its layer, so will the next layer's, and most of what
+// If a forward leaves many experts of its layer unused, so will the next layer's, and most of what
 // would be read ahead for it would be in vain.
 bool Window::takes(const ClaimState& claim) const {
   if (!claim.part.streams || claim.part.phase != Phase::kPrefill) return false;

@@ -36,7 +36,8 @@ class Window {
     if (claim.window && !is_narrow(claim)) return slots_for(claim.layer, claim.part.last);
     return claim.part.streams && claim.part.last ? narrow() : slots_.limit();
   }
-  // For a claim that has slots for all that it needs, since the disk reads those first.
+  // Reads experts of the next layer once the claim has slots for all of its own, which the disk
+  // reads first.
   void read_next_layer(const ClaimState& claim);
 
  private:

@@ -55,7 +55,7 @@ struct Lent {
 };
 
 struct Borrower {
-  // Names the descriptor that an event of the poller is of: one of these two.
+  // The tag of the poller's events: whose they are, and of which of the two descriptors.
   struct Watch {
     Borrower* borrower;
     bool of_process;

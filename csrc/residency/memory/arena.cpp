@@ -133,7 +133,7 @@ std::byte* map_aligned(size_t bytes, int descriptor) {
   return nullptr;
 }
 
-// The pieces of a segment. The arguments are not checked yet.
+// The number of pieces in a segment. The arguments are not checked yet.
 int64_t fitting_pieces(int64_t count, int64_t bytes, int32_t nodes, int64_t segment_bytes) {
   const int64_t fit = bytes > 0 ? segment_bytes / bytes : 1;
   const int64_t of_node = count / nodes + (count % nodes != 0);

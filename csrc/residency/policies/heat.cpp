@@ -32,9 +32,9 @@ constexpr float kNegligible = 1e-9f;  // of a mean
 // The part of a use's weight that is taken from the router's scores, where there are any.
 constexpr float kScoreFraction = .5f;
 constexpr float kLearningRate = .001f;
-// The part of the table's prediction that counts for a victim. The table predicts the next forward
-// alone, while a resident expert stays for longer: the whole of it gains with a tenth of the
-// experts resident and loses with half.
+// The part of the table's prediction that counts in the choice of a victim. The table predicts the
+// next forward alone, while a resident expert stays for longer: the whole prediction gains with a
+// tenth of the experts resident and loses with half.
 constexpr float kFollowTrust = .5f;
 // The most experts of a forward that teaches the table: one of many tokens uses a large part of its
 // layer and says little of which expert follows which.
@@ -42,11 +42,11 @@ constexpr int32_t kMaxLearned = 32;
 // The most entries of the table of which expert follows which: 256 MB. Models have a few million;
 // one with very many experts in a layer has no table.
 constexpr size_t kMaxTable = size_t{1} << 26;
-// The last tokens of a prompt, which alone count: the longest window has all but forgotten those
+// The number of a prompt's last tokens that count: the longest window has all but forgotten those
 // before.
 constexpr size_t kMaxPromptTokens = 512;
-// The last ones of those, which teach the table. A tick costs microseconds, and the pool's lock is
-// held for all of them: half a millisecond per layer.
+// The number of the last of those that teach the table. A tick costs microseconds, and the pool's
+// lock is held for all of them: half a millisecond per layer.
 constexpr size_t kMaxPromptTicks = 256;
 // The ticks that a profile counts for at most, so that its weight fades within some thousand
 // tokens.
@@ -138,8 +138,8 @@ class Heat final : public ColdestByLayer<Heat> {
     }
   }
 
-  // Keeps the uses over the whole life, which are the model's. Resets the windows and the last
-  // uses, which are the text's.
+  // Keeps the uses over the whole life, which are the model's. Sets the windows to these and
+  // forgets the last uses, since both are the text's.
   void begin_sequence(int32_t layer) override {
     if (ticks_[layer] == 0) return;
     const float* life = &life_[static_cast<size_t>(layer) * experts_];

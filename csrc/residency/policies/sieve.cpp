@@ -4,7 +4,8 @@
 //
 // An expert enters with its mark set, unlike in the paper. The layers scan the pool cyclically, so
 // that a new expert cannot be used again before a whole token has passed, and the hand would evict
-// it first. That costs half of all hits (0.227 instead of 0.435 at a quarter of DeepSeek-V2-Lite).
+// it first. That would cost half of all hits (0.227 instead of 0.435 at a quarter of
+// DeepSeek-V2-Lite).
 #include "residency/policies/policy.h"
 
 namespace torch_mesh {
