@@ -2,8 +2,8 @@
 //
 // Such a team is fastest while each of its threads has a processor. If one has none, every region
 // waits for it while the others spin. The kernel counts how long each thread was runnable without a
-// processor; a good part of the time is contention. Regions then run without the team for a pause.
-// After it the team is tried again, and the pause grows while the contention lasts.
+// processor. If that is a good part of the time, there is contention, and regions run without the
+// team for a pause. After it the team is tried again, and the pause grows while contention lasts.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@ class Contention {
   using Clock = std::chrono::steady_clock;
 
   static constexpr std::chrono::milliseconds kFirstPause{250}, kLongestPause{2000};
-  // The tolerated part of the time that a thread is without a processor: our own threads that start
-  // reads take it for moments.
+  // The part of the time that a thread may be without a processor: our own threads that start reads
+  // take it for moments.
   static constexpr int kTolerated = 3;  // one part in so many
 
   // Whether a region that begins now should do without spinning threads.
@@ -54,7 +54,7 @@ class TimeWithoutProcessor {
 
   // The total so far; nullopt where the kernel does not count it.
   std::optional<std::chrono::nanoseconds> read() const;
-  // Reports the time since the last report to `contention`, every 20 ms at most.
+  // Reports to `contention` what happened since the last report, at most once in 20 ms.
   void note(Contention& contention);
 
  private:

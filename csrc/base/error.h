@@ -70,7 +70,8 @@ template <typename... Parts>
 inline const Error kNoMemory{
     ErrorKind::kMemory, "no memory left; keep fewer experts resident, or raise the memory limit"};
 
-// Calls `act`. Returns the Error that it throws, kNoMemory for std::bad_alloc, else nullopt.
+// Calls `act`. Returns the Error that it throws, kNoMemory for std::bad_alloc, or nullopt if it
+// returns. Other exceptions pass.
 template <typename Act>
 std::optional<Error> caught(const Act& act) {
   try {

@@ -30,9 +30,10 @@ struct Runtime {
   // Ends a thread's run of gemm calls (AMX tile state).
   void (*gemm_release)() = nullptr;
 
-  // True for the rows of a decode step: each row gets the same bits as alone. So products of floats
-  // use neither gemm nor tiles, whose sums are in another order than those of one row. Otherwise a
-  // token that is verified would get other bits than one that is not. (Sums of integers are exact.)
+  // True for the rows of a decode step: each gets the bits that it gets alone. So products of
+  // floats use neither gemm nor tiles, whose sums are in another order than those of one row.
+  // Otherwise a token that is verified would get other bits than one that is not. (Sums of integers
+  // are exact.)
   bool few_rows = false;
 
   // True when the caller should stop waiting (a pending Ctrl-C). A waiting thread calls it about

@@ -33,8 +33,8 @@ constexpr std::chrono::microseconds kSpinForOthers{20};
 // How long a thread that was descheduled does not spin.
 constexpr std::chrono::milliseconds kModest{50};
 
-// A region is divided into so many ranges per thread, and a thread takes one at a time. So a thread
-// that loses its core holds up little.
+// Ranges of a region for each of its threads. A thread takes one at a time, so that one that loses
+// its core holds up little.
 constexpr int64_t kRangesPerThread = 8;
 
 thread_local bool inside_region = false;
@@ -220,7 +220,8 @@ void Team::make_threads(int32_t wanted) {
   }
   const std::lock_guard<std::mutex> lock(making_);
   try {
-    // If push_back() threw, destroying the running thread would terminate the process.
+    // Reserved first: if push_back() threw, destroying the running thread would terminate the
+    // process.
     members_.reserve(static_cast<size_t>(wanted));
     while (std::ssize(members_) < wanted) {
       const auto thread = static_cast<int32_t>(std::ssize(members_));

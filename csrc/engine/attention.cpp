@@ -99,7 +99,7 @@ class Plan {
       std::fill_n(sums, call_.value_dim, 0.0f);
       for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
         const int64_t part = first + int64_t{chunk} * rows_;
-        if (total_[part] == 0.0f) continue;  // every key masked; out_ may be stale
+        if (total_[part] == 0.0f) continue;  // the chunk's keys are all masked; out_ may be stale
         const float factor = largest_[part] == largest ? 1.0f : std::exp(largest_[part] - largest);
         total += factor * total_[part];
         const float* out = out_ + part * call_.value_dim;

@@ -27,8 +27,8 @@ void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const Lin
                   const Runtime& runtime, int32_t threads, WorkspacePool& workspaces);
 
 // The same with bf16 weights that are not packed: `weights` [columns][depth], whose rows are
-// `stride_bytes` apart. `matrix` is the layout that they would be packed to. For many rows each
-// block is packed while it is multiplied, and not kept.
+// `stride_bytes` apart. `matrix` is the layout that they would be packed to. With many rows each
+// block is packed just before it is multiplied, and not kept.
 void unpacked_linear(const PackedMatrix& matrix, const void* weights, int64_t stride_bytes,
                      const LinearRows& call, const Runtime& runtime, int32_t threads,
                      WorkspacePool& workspaces);

@@ -16,8 +16,8 @@ constexpr int32_t kSpins = 256;
 // The most tasks that a thread takes at once: it may lose its core while it has them.
 constexpr int64_t kMaxRun = 16;
 
-// Multiply-adds for each thread. Waking one takes some microseconds; this is the work of five
-// (int4) to 30 (bf16).
+// Multiply-adds that are worth a thread. Waking one takes some microseconds; this is the work of
+// five (int4) to 30 (bf16).
 constexpr int64_t kThreadWork = int64_t{1} << 17;
 
 void wait_for_zero(const std::atomic<int32_t>& left) {

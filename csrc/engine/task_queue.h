@@ -115,7 +115,8 @@ class TaskQueue {
   }
   // Moves to the next tasks of the run; false at its end.
   bool next_of_run(Cursor& at) const;
-  // The end of the tasks of `stage` and of the following stages that need only stages before it.
+  // The end of the tasks of `stage` and of the following stages that need only stages before
+  // `stage`.
   int64_t end_of_free(int32_t stage) const;
   // Takes the lane's next run of tasks; false when there is none.
   bool take_run(Lane& lane, Cursor& at) const;

@@ -26,7 +26,8 @@ class ChunkScheduler {
   void cancel();
 
   // The chunk to start now, in the order of Urgency; within one, repeats before new chunks, first
-  // come first. None when `depth` chunks or the limit of bytes are under way, or nothing waits.
+  // come first. None when `depth` chunks or the limit of bytes are under way, or nothing that waits
+  // may start.
   std::optional<ChunkRead> next();
   // `result` is a number of bytes or a negative errno.
   void complete(int32_t chunk, int64_t result);

@@ -265,7 +265,7 @@ class IoLoop {
   std::exception_ptr start_error_;
   std::vector<std::string> notes_;  // the backend's
   Messages inbox_;
-  bool awake_ = true;  // the I/O thread is, or will be: it looks into the inbox
+  bool awake_ = true;  // the I/O thread is awake or about to be, and will look into the inbox
   ReaderStats stats_{};
 
   std::thread thread_;

@@ -70,7 +70,7 @@ std::string why_no_ring(const Refusal& refusal) {
     case ENOSYS:
       return "this kernel has no io_uring (" + reason + " from " + refusal.call + ")";
     case ENOMEM:
-      if (refusal.call != kSetup) break;  // the memlock limit is for the setup
+      if (refusal.call != kSetup) break;  // of these calls only setup counts against memlock
       return "no memory for a ring (" + reason + "): raise the memlock limit (ulimit -l)";
     case EMFILE:
     case ENFILE:

@@ -9,8 +9,8 @@
 //
 // A file's code of IQ1, IQ2 or IQ3 names the magnitudes of several weights at once. A record has a
 // code for each weight, whose last bit is the sign. Weights of IQ1 are -1, 0 or 1, plus or minus an
-// eighth. In IQ1_M a bit of each code says which. In IQ1_S a whole group has the same, and the min
-// is a multiple of the scale in eighths.
+// eighth. In IQ1_M a bit of each code says which. In IQ1_S it is the same for a group, whose min is
+// a multiple of the scale in eighths.
 //
 // In a record a block of 64 columns is a row of stretches of `depth` inputs:
 //   64 fp16 d | 64 fp16 dmin, if there are mins | a part for each 32 inputs:
@@ -21,7 +21,7 @@
 // - The lower four bits of codes of four bits and more are in the first four words, as int4's
 //   (eight inputs each).
 // - Two bits of codes of two, three and six bits are in two words of 16 inputs each: input 4 b + i
-//   is in bits 2 b of byte i.
+//   is in bits 2 b and 2 b + 1 of byte i.
 // - The last bit of codes of three and five bits is in one word: input 4 b + i is in bit b of
 //   byte i.
 #pragma once

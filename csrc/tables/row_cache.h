@@ -16,8 +16,8 @@ class RowCache {
  public:
   static constexpr int32_t kWays = 8;
 
-  // Takes at most `bytes`, with room for `rows` rows of `row_bytes` at most; none if not one set
-  // fits. Throws std::bad_alloc.
+  // Takes at most `bytes`, in whole sets, and no more sets than `rows` rows of `row_bytes` fill.
+  // Has no room if not even one set fits. Throws std::bad_alloc.
   RowCache(int64_t bytes, int64_t rows, int64_t row_bytes);
 
   // Returns the bytes of a row and marks it as used; nullptr if it is not there. Valid until

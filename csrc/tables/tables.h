@@ -43,7 +43,7 @@ struct Table {
   std::optional<RowCodes> codes;   // none: a row is its values
   int64_t stride = 0;              // bytes from one row to the next
   bool has_checksums = false;      // each row is followed by its own, see row_checksum()
-  std::array<uint8_t, 16> salt{};  // hashed with a row, so that those of other tables do not pass
+  std::array<uint8_t, 16> salt{};  // hashed with each row, so that no row of another table passes
   std::vector<RowStretch> stretches;
   int64_t cache_bytes = 0;
 };
