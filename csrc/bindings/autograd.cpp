@@ -3,8 +3,8 @@
 // has a straight-through gradient (Bengio et al. 2013, arXiv 1308.3432), which is that of the same
 // layer with exact activations. If plain_linear needs a gradient, torch's own linear computes it.
 //
-// They are in C++ because an autograd formula in Python costs more per call than the rest of the
-// op, with or without a gradient.
+// The formulas are in C++ because one in Python costs more per call than the rest of the op, with
+// or without a gradient.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>

@@ -124,7 +124,7 @@ RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t
   return result;
 }
 
-// Returns the index, among `count` raw_views, of each expert's: `given`, or 0 if there is only one.
+// Returns each expert's index among `count` raw_views: `given`, or 0 if there is only one.
 std::vector<int32_t> views_of_experts(const std::optional<Int64Array>& given, const Source& source,
                                       size_t count) {
   const auto experts = static_cast<size_t>(source.layers) * static_cast<size_t>(source.experts);
@@ -190,8 +190,8 @@ PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
   return result;
 }
 
-// The end of a strided range that begins at `place`. Each steps() adds a count of steps and their
-// bytes; the last one adds the bytes of an element.
+// The end of a strided range that begins at `place`. steps() moves it by `count` steps of `bytes`
+// each; the last call moves it over the last element.
 struct Range {
   const char* name;
   int32_t piece;

@@ -1,7 +1,7 @@
 // Expands E4M3 to floats by moving bits. With AVX2, and on AMD's cores with AVX512 too, vcvtph2ps
-// would take longer than everything else. Subnormals cost nothing on AMD's cores; on Intel's a
-// product with one does (docs/decisions/0044). Simd headers include this, since it uses their
-// vectors.
+// would take longer than everything else. Products with subnormals are as fast as others on AMD's
+// cores, and slower on Intel's (docs/decisions/0044). Simd headers include this, since it uses
+// their vectors.
 #pragma once
 
 #include <xmmintrin.h>
@@ -12,7 +12,7 @@ namespace torch_mesh {
 namespace {
 
 // After its sign E4M3 has the bits of a float, but for the bias: the float is 1 / kUnit of the
-// number, and subnormal where that is. Activations are multiplied by kLift, so that products from
+// number, and subnormal if that is. Activations are multiplied by kLift, so that products from
 // 2^-70 on keep their bits. Activations of 2^64 and more become infinite by it; no model has any.
 struct E4m3AsFloats {
   static constexpr float kUnit = 0x1p120f;
@@ -35,9 +35,9 @@ struct E4m3AsFloats {
   static Words upper(Words pairs) {
     return shift_right_signed_halves<4>(pairs) & broadcast_word(0x87f087f0);
   }
-  // Loads two vectors of columns: the even ones, then the odd ones, which share words. Reads the
-  // byte before `from` too, which belongs to the header at least. A load one byte earlier costs
-  // less than a shift.
+  // Loads two vectors of columns: the even ones, then the odd ones, which share words. Also reads
+  // the byte before `from`, which exists since the block's header comes first: a load one byte
+  // earlier costs less than a shift.
   static void load_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
     const Words first = upper(load_words(static_cast<const char*>(from) - 1));
     const Words second = upper(load_words(from));

@@ -63,8 +63,8 @@ float* adapted_inputs(const ExpertRows& expert, int32_t row) {
   return expert.adapted + int64_t{row} * expert.gate_up_adapter.rank;
 }
 
-// Products of the down adapter's a^T with the hidden activations of each gate_up task,
-// [tasks][rows][rank].
+// h · a^T of the down adapter, where h are the hidden activations of one gate_up task,
+// [tasks][rows][rank]; from `task` and `row` on.
 float* adapted_hidden(const ExpertRows& expert, int32_t task, int32_t row) {
   return adapted_inputs(expert, expert.rows) +
          (int64_t{task} * expert.rows + row) * expert.down_adapter.rank;

@@ -6,7 +6,7 @@
 
 namespace torch_mesh {
 
-// A task keeps so many floats of one row on its stack.
+// A task keeps this many floats of one row on its stack.
 inline constexpr int32_t kMaxRank = 1024;
 
 struct LowRank {

@@ -30,7 +30,7 @@ void pack_record(const RecordLayout& layout, const ExpertViews& views, const Exp
 
 // Packs codes and scales as pack_codes.h does. Throws Error(kInvalid) for what the layout's format
 // cannot hold: scales of another type or of fewer weights than a group has, and scales or codes
-// that are no numbers.
+// that are not numbers.
 void pack_record(const RecordLayout& layout, const ExpertCodes& codes, std::byte* record);
 
 // Packs blocks [begin, end) of a matrix on its own; `blocks` points at block 0. Blocks are

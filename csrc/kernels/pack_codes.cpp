@@ -17,7 +17,7 @@ namespace {
   throw Error(ErrorKind::kInvalid, std::string(format_name(format)) + " cannot hold " + what);
 }
 
-// Whether a code is a byte, not a nibble.
+// Whether codes are bytes, not nibbles.
 bool has_byte_codes(Format format) {
   return format == Format::kInt8 || format == Format::kInt8Fp16 || format == Format::kFp8;
 }

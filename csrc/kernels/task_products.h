@@ -13,7 +13,7 @@
 namespace torch_mesh {
 
 OperandShape operand_shape(const PackedMatrix& matrix);
-// How many activations are brought into that form at a time: whole groups.
+// How many activations are converted to that form at a time: whole groups.
 int32_t operand_columns(const PackedMatrix& matrix);
 
 bool has_gemm(const Runtime& runtime, Format format);

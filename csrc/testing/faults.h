@@ -24,7 +24,7 @@ struct Faults {
 };
 
 // Returns nullptr if all probabilities are 0. Throws Error(kInvalid) for a probability outside of
-// [0, 1] and a max_delay outside of 0 to a day.
+// [0, 1] and a max_delay outside of [0, one day].
 Interpose with_faults(const Faults& faults);
 
 // Chunks that were submitted to backends with faults, in all of this process.

@@ -17,7 +17,7 @@ constexpr int kStreams = 4;
 
 uint64_t sum_words(const uint64_t* words, int64_t count) {
   constexpr int64_t kWords = sizeof(Vector) / sizeof(uint64_t);
-  constexpr int64_t kStep = 4 * kWords;  // with a sum of its own each, so that none waits
+  constexpr int64_t kStep = 4 * kWords;  // four sums, which do not wait for each other
   Vector sums[kStreams][4] = {};
   const int64_t length = count / kStreams / kStep * kStep;
   for (int64_t at = 0; at < length; at += kStep) {

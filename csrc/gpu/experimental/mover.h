@@ -41,7 +41,7 @@ struct MoverOptions {
   std::vector<bool> moving;
   int32_t batch = 4;  // spare slots, and so the most experts that move at a time
   std::string policy = "auto";
-  int32_t patience = 32;  // an expert moves once wanted for so many forwards of its layer
+  int32_t patience = 32;  // forwards of its layer for which an expert is wanted before it moves
   // Makes a stream wait until all other readers of the table have read it:
   // HostShare::follow_inputs. None: only that stream reads it.
   std::function<void(Stream)> before_switch = nullptr;
@@ -72,9 +72,10 @@ class Mover {
   int32_t step(Stream compute);
 
   // Moves `up` to the device and `down` off it, and waits. Moves of other threads come before or
-  // after it. Throws Error(kInvalid) for experts that are already there, for more than the slots
-  // hold, in a capture, and in a signal handler that interrupted a move of this thread. If a read
-  // fails, earlier batches of the move have been entered.
+  // after it. Throws Error(kInvalid) for an expert that is named twice, is already where it should
+  // go or may not move, for more experts than the slots hold, in a capture, and in a signal handler
+  // that interrupted a move of this thread. If a read fails, earlier batches of the move have been
+  // entered.
   void move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute);
 
   std::vector<int32_t> slots_of() const;
@@ -110,7 +111,7 @@ class Mover {
   // it: no thread that waits for the device may hold it.
   mutable std::mutex wanted_mutex_;
   std::unique_ptr<Policy> wanted_;
-  std::vector<int64_t> wanted_since_;  // at which forward of its layer; -1: not wanted
+  std::vector<int64_t> wanted_since_;  // by expert: the forward of its layer; -1: not wanted
   int32_t capacity_;                   // how many may be wanted
   int32_t wanted_count_ = 0;
   std::vector<int64_t> forwards_;  // of each layer

@@ -61,7 +61,7 @@ class Uplift {
   struct Side {
     Side(Driver& driver, DeviceAddress records) : records(records), copied(driver), used(driver) {}
     DeviceAddress records;
-    OwnedEvent copied;   // all records, out of staging
+    OwnedEvent copied;   // all records have been copied from staging
     OwnedEvent used;     // products have read the records
     bool taken = false;  // by a turn: being filled, or not all its products are enqueued
   };
