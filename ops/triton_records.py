@@ -274,7 +274,7 @@ def _stream_bytes(block, index, back, block_words, LOWEST: tl.constexpr, FORMAT:
 
 @triton.jit
 def _windows(block, index, block_words, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """Row 4 w + s: all codes on which input 16 w + 4 j + s depends, for word w and stream s. int32 [GROUP / 4, 64].
+    """Row 4 w + s has all codes on which inputs 16 w + 4 j + s depend (word w, stream s, all j): int32 [GROUP / 4, 64].
 
     Bits 16 and up are the word's own upper bits, bits 8 to 15 the previous ones; below are tcq2's before these, or
     tcq3's seven lowest bits.

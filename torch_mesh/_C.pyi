@@ -404,7 +404,8 @@ class Tables:
         """As ``Engine.close``, for gathers."""
 
 def padded_row_bytes(row_bytes: int) -> int:
-    """Bytes of a row in a store: its values, its checksum and zeros. A row that fits in a sector is in one."""
+    """Bytes of a row in a store: the row itself, its checksum and zeros. A row that fits in a sector never
+    crosses its end."""
 
 def pad_rows(salt: bytes, first_row: int, row_bytes: int, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Consecutive rows of a checkpoint in the form of a store. Raises ValueError unless ``rows`` are whole rows."""

@@ -19,8 +19,7 @@ SCALES_ERROR = 0.0016
 
 
 class ExpertSizes(NamedTuple):
-    """The sizes that determine a record's layout: arguments of the extension's functions, in order and by
-    name."""
+    """The sizes that determine a record's layout: arguments of the extension's functions, in order and by name."""
 
     hidden: int
     intermediate: int

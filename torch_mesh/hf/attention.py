@@ -46,9 +46,9 @@ def _computed(
     """query [batch, heads, tokens, head_dim], key and value [batch, key_value_heads, keys, head_dim] -> [batch, tokens,
     heads, head_dim].
 
-    Decode steps by torch_mesh's kernel. With ``groups`` also prompts with a mask, by torch: the bits are transformers',
-    without its copies of keys and values for each of the grouped heads. (It makes them since torch's fast kernels of
-    CUDA take no mask; those of the CPU do.) None for other prompts, in training, and for unsupported arguments.
+    Decode steps use torch_mesh's kernel. With ``groups``, prompts with a mask use torch's: the bits are transformers',
+    without its copies of keys and values for each of the grouped heads. (transformers makes these since torch's fast
+    CUDA kernels take no mask; those of the CPU do.) None for other prompts, in training, and for unsupported arguments.
     """
     if query.device.type != "cpu" or dropout != 0 or _has_foreign(kwargs):
         return None
@@ -115,8 +115,8 @@ def _has_foreign(arguments: dict[str, Any]) -> bool:
 
 
 def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for transformers' "sdpa". In marked modules, decode steps use torch_mesh's kernel, and other
-    tokens no copies of keys. Otherwise ``theirs``."""
+    """Replacement for transformers' "sdpa": ``_computed`` in marked modules; ``theirs`` in others, and for calls that
+    ``_computed`` does not support."""
 
     @functools.wraps(theirs)
     def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -124,8 +124,8 @@ ROUTERS: dict[str, RouterAdapter] = {
     "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
 }
 
-# Types of models whose linear attention continues from its state with several tokens at once. Jamba's starts again from
-# an empty state.
+# Types of models whose linear attention can continue from its state with several tokens at once. Jamba's would start
+# from an empty state.
 CONTINUED_STATES = frozenset(
     {
         "bailing_hybrid",

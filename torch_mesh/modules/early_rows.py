@@ -79,7 +79,7 @@ class _Request:
 
 
 class _Unchanged:
-    """A view of a cache that the look-up of ids may read, and may not change before the forward does."""
+    """A view of a cache for the look-up of ids, which may read the cache but must not change it before the forward."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache

@@ -23,7 +23,7 @@ class MeshEmbedding(PackedModule, nn.Embedding):
     may do more than look rows up. Frozen."""
 
     _mesh_tables: RowTables
-    _mesh_table: int  # the table's index in them
+    _mesh_table: int  # the table's index in _mesh_tables
     _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
     _mesh_stored_dtype: torch.dtype
     _mesh_dtype: torch.dtype  # the weight's; a compiled forward should not read the weight for it

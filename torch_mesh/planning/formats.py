@@ -51,7 +51,7 @@ class FormatChoice:
     bytes_per_token: float  # read, without unused prefetches
     tokens_per_second: float
     weight_error: float  # relative, of Gaussian weights; 0 for bf16 and bf12
-    chosen: bool  # within ``max_error`` and 5 % of the fastest such format: the smallest error
+    chosen: bool  # the smallest error of those within ``max_error`` and 5 % of the fastest of these
 
 
 def dense_choices(

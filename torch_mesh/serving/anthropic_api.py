@@ -48,7 +48,7 @@ _FIELDS: dict[str, Kind] = {
     "output_config": OBJECT,
     "metadata": OBJECT,  # names the user; changes no answer
     "service_tier": only("auto", "standard_only"),
-    "cache_control": OBJECT,  # no effect, as in blocks: keys and values are kept anyway
+    "cache_control": OBJECT,  # no effect here or in blocks: keys and values are kept anyway
     "container": only(),
     "context_management": only(),
     "mcp_servers": only([]),

@@ -408,7 +408,7 @@ class _Response:
         return events
 
     def close(self) -> list[str]:
-        """Close the message: an answer has a message or calls."""
+        """Close the open item. An answer without a message or a call gets an empty message."""
         events = []
         if not any(item["type"] != "reasoning" for item in (*self._output, *filter(None, (self._open,)))):
             events += self._close() + self._begin("message")

@@ -67,7 +67,7 @@ _COMMON = {
     "temperature": TEMPERATURE,
     "top_p": FRACTION,
     "stream": BOOL,
-    # Names for the client's own use and hints change no answer.
+    # Hints, and names for the client's own use, change no answer.
     "user": TEXT,
     "safety_identifier": TEXT,
     "prompt_cache_key": TEXT,

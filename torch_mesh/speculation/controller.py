@@ -20,7 +20,7 @@ _MAX_SAVED = 4.0  # in forwards without drafts: limits the budget from earlier g
 # than plain decoding (docs/decisions/0056-speculation.md).
 _FLATTERY = 1.05
 _ODD = 4  # longer durations, in multiples of the usual one, are cut as outliers
-_OFTEN_WHOLE = 0.7  # fraction of a draft's tokens; if more are right, try a longer draft
+_OFTEN_WHOLE = 0.7  # fraction of the tokens that a forward gives at most; from there on, try a longer draft
 
 
 class _Mean:

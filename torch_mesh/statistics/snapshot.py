@@ -12,7 +12,7 @@ import torch
 from .. import _C
 from ..system.memory import anonymous_bytes, available_bytes
 
-_READY = 2  # a state in csrc/residency/core/residents.h: EMPTY, LOADING, READY
+_READY = 2  # state of a slot: EMPTY, LOADING or READY (csrc/residency/core/slots.h)
 _MAX_INTEGER = 1 << 63
 _MAX_EXPERTS = 1 << 16  # experts of a layer
 MEMORY = ("process", "pool", "budget", "left")

@@ -186,7 +186,7 @@ def remove_remains(folder: Path) -> None:
 
 
 def remove_store(folder: Path) -> None:
-    """Remove the store's markers last, so that the next run recognizes the remains."""
+    """Remove a store, its manifest and journal last, so that the next run recognizes the remains."""
     marks = (MANIFEST_NAME, JOURNAL_NAME)
     for path in folder.iterdir():
         if path.name not in marks:

@@ -19,8 +19,7 @@ OF_GGUF: Mapping[str, Any] = {"quant_method": "gguf"}
 
 
 class GgufStacks:
-    """The experts in the files of a GGUF model. Each expert is one range of each of its layer's stacks, always [out,
-    in]."""
+    """The experts in the files of a GGUF model. Each expert is one range [out, in] of each of its layer's stacks."""
 
     quantisation = OF_GGUF
 

@@ -454,5 +454,5 @@ def _without_experts(state: Mapping[str, Shape], model: transformers.PreTrainedM
 
 
 def _is_left_out(target: str, model: transformers.PreTrainedModel) -> bool:
-    """Whether the model itself does not load this parameter, such as layers for multi-token prediction."""
+    """Whether the model itself ignores this parameter, for example that of a layer for multi-token prediction."""
     return target.endswith(".mtp") or any(re.search(pattern, target) for pattern in ignored_keys(model))
