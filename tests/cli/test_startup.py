@@ -179,9 +179,38 @@ def test_every_public_name_is_defined() -> None:
     assert set(torch_mesh.__all__) <= set(dir(torch_mesh))
 
 
-# Imports each module that the arguments name, in a fork of a process that has imported torch_mesh.
+# Imports each module that the arguments name, in a fork of a process that has imported torch_mesh and the other
+# packages' modules that they need: the fork then executes those of transformers alone.
 _REGISTERS = """
 import importlib, os, sys, torch, torch_mesh, traceback
+
+def other_modules(names):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            for name in names:
+                try:
+                    importlib.import_module(name)
+                except Exception:  # reported below
+                    pass
+            with open(writing, "w") as pipe:
+                pipe.write(" ".join(sys.modules))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        modules = pipe.read().split()
+    os.waitpid(child, 0)
+    awaited = ("transformers", "peft", "torch_mesh", "__main__")
+    return [name for name in modules if name.partition(".")[0] not in awaited]
+
+for name in other_modules(sys.argv[1:]):
+    try:
+        importlib.import_module(name)
+    except Exception:
+        pass
+    assert not {"transformers", "peft"} & set(sys.modules), name
 for name in sys.argv[1:]:
     child = os.fork()
     if child:

@@ -130,7 +130,8 @@ import os
 import torch_mesh
 from torch_mesh.store.disk_cache import unnamed_folder
 from torch_mesh.cli import main
-main(["doctor"])  # which imports what it needs: the other user may not be allowed to read that
+main(["doctor"])  # imports the modules that it needs, which the other user may not be allowed to read
+os.chdir("/")  # nor may it read the metadata of packages, which a checkout as current folder would ask for
 os.setuid(54321)
 os.environ.pop("XDG_CACHE_HOME", None)
 for home in (None, "/"):
