@@ -179,7 +179,7 @@ def test_io_uring_is_not_used_if_entering_lacks_memory(tmp_path: Path) -> None:
 def test_dropping_a_model_with_slow_reads_warns(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     experts = TinyExperts(Spec(), 0)
-    slow = {"seed": 6.0, "delay": 1.0, "max_delay": 2.0}
+    slow = {"seed": 6, "delay": 1.0, "max_delay": 2.0}
     source = _C.Source(**experts.store(tmp_path / "store").source_arguments())
     engine = open_engine(experts, source, slots=4, timeout=0.05, faults=slow)
     begun = _testing.chunks_given()
