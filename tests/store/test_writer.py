@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch_mesh.store.manifest import Shape, Store
 from torch_mesh.store.store_plan import NewFile, StorePlan
 from torch_mesh.store.verify import verify
 from torch_mesh.store.writer import write_store
+from torch_mesh.system.background import Flag
 
 EXPERTS = 8
 _SHAPE = Shape(
@@ -108,3 +111,47 @@ def test_finished_files_are_listed_once(tmp_path: Path) -> None:
     journal = (tmp_path / ".store.partial" / "journal.jsonl").read_text()
     assert journal.count('"large"') <= 1
     assert list(verify(_write(tmp_path / "store", files))) == []
+
+
+def test_a_third_ctrl_c_leaves_no_thread_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the wait for running packs. Their descriptors' numbers may be those of other files by then."""
+    packing, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def pack(layer: int, expert: int) -> torch.Tensor:
+        if expert == 0:
+            packing.set()
+            assert released.wait(PATIENCE)
+        return _record(expert)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def progress(done: int, total: int) -> None:
+        if done:
+            assert packing.wait(PATIENCE)
+            monkeypatch.setattr(Flag, "wait", interrupt)  # the second and third: both waits for the running pack
+            interrupt()
+
+    store = unfinished.UnfinishedStore(tmp_path / "store", _PLAN, 1 << 30)
+    write_record = store._write_record
+
+    def watched(*arguments: Any) -> tuple[int, int, int]:
+        try:
+            return write_record(*arguments)
+        finally:
+            if arguments[-1] == 0:
+                ended.set()
+
+    monkeypatch.setattr(store, "_write_record", watched)
+    with pytest.raises(KeyboardInterrupt), contextlib.closing(store):
+        store.run(pack, [], 2, progress, lambda: None, None, None)
+    monkeypatch.undo()
+    other = tmp_path / "other"
+    other.write_bytes(b"")
+    with other.open("r+b") as stream:
+        numbers = [os.dup2(stream.fileno(), number) for number in store._descriptors]
+        released.set()
+        assert ended.wait(PATIENCE)
+        for number in numbers:
+            os.close(number)
+    assert numbers and other.read_bytes() == b""

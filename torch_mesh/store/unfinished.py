@@ -57,11 +57,14 @@ class UnfinishedStore:
         self._stopping = Flag()
         self._file_under_way = False
         self._one_file = threading.Lock()
+        self._writing = threading.Lock()  # of records; the kernel writes to a file one at a time anyway
         self._last_sync: Task[None] | None = None
 
     def close(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        self._stopping.set()
+        with self._writing:  # repeated Ctrl-C leaves threads that pack: they must not write to closed descriptors
+            for descriptor in self._descriptors:
+                os.close(descriptor)
         self._journal.close()
 
     def run(
@@ -227,7 +230,9 @@ class UnfinishedStore:
             )
         checksum = self._checksum(layer, expert, record)
         descriptor, offset = self._locate(layer, expert)
-        _write_all(descriptor, record.data, offset)
+        with self._writing:
+            self._stop_if_asked()
+            _write_all(descriptor, record.data, offset)
         return layer, expert, checksum
 
     def _stop_if_asked(self) -> None:
