@@ -571,6 +571,41 @@ TEST(Core, IsAFunctionOfItsEvents) {
   }
 }
 
+TEST(Core, AGrowthThatFindsNoMemoryForItsLastSegmentIsTakenBack) {
+  constexpr int32_t kSlots = 16, kFew = 4;
+  Core core({.layers = 1, .experts = kSlots, .slots = kSlots, .slots_per_segment = kFew},
+            make_policy("lru", {1, kSlots, kSlots}));
+  Sizing& sizing = core.sizing();
+  const auto detach = [&] {
+    const std::vector<int64_t> vacant(core.effects().vacant.begin(), core.effects().vacant.end());
+    core.effects().clear();
+    for (const int64_t segment : vacant) sizing.detached(segment);
+    return vacant;
+  };
+  sizing.resize(kFew);
+  EXPECT_EQ(detach(), (std::vector<int64_t>{1, 2, 3}));
+  sizing.resize(kSlots);
+  ASSERT_EQ(sizing.next_to_attach(), 1);
+  sizing.attached(1);
+  EXPECT_EQ(core.slots().limit(), 2 * kFew);
+  ASSERT_EQ(sizing.next_to_attach(), 2);
+  sizing.attach_failed(2);
+  EXPECT_EQ(core.slots().limit(), kFew);
+  EXPECT_EQ(detach(), (std::vector<int64_t>{1}));
+  EXPECT_TRUE(sizing.settled());
+  EXPECT_EQ(sizing.next_to_attach(), -1);
+  core.validate();
+
+  // The last resize() decides, also if it came while the segment was being attached.
+  sizing.resize(kSlots);
+  ASSERT_EQ(sizing.next_to_attach(), 1);
+  sizing.resize(kFew - 1);
+  sizing.attach_failed(1);
+  EXPECT_EQ(core.slots().limit(), kFew - 1);
+  EXPECT_TRUE(sizing.settled());
+  core.validate();
+}
+
 // -- the threaded pool ----------------------------------------------------------------------------
 
 constexpr int64_t kRecord = 4096;

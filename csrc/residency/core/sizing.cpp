@@ -9,6 +9,7 @@ Sizing::Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins,
                Statistics& statistics, Effects& effects)
     : slots_per_segment_(slots_per_segment),
       target_(slots.limit()),
+      before_(target_),
       slots_(slots),
       soft_pins_(soft_pins),
       statistics_(statistics),
@@ -72,8 +73,8 @@ void Sizing::attached(int64_t segment) {
 
 void Sizing::attach_failed(int64_t segment) {
   segments_[segment] = State::kDetached;
-  target_ = std::min(target_, first_of(segment));
   effects_.resized = true;
+  if (first_of(segment) < target_) resize(before_);  // else the pool has shrunk meanwhile
 }
 
 void Sizing::raise_limit() {
@@ -92,6 +93,7 @@ void Sizing::set_limit(int32_t limit) {
 }
 
 void Sizing::resize(int32_t wanted) {
+  before_ = slots_.limit();
   target_ = wanted;
   grown_ = false;
   if (const int32_t before = slots_.limit(); wanted < before) {

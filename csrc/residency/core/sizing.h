@@ -26,7 +26,8 @@ class Sizing {
   // now.
   int64_t next_to_attach();
   void attached(int64_t segment);
-  void attach_failed(int64_t segment);  // no memory for it: lowers the target to what there is
+  // There is no memory for it: goes back to the number of slots at the last resize().
+  void attach_failed(int64_t segment);
   // The outcome for a segment of Effects::vacant.
   void detached(int64_t segment);
   void detach_failed(int64_t segment);  // until the next resize()
@@ -57,6 +58,7 @@ class Sizing {
   const int32_t slots_per_segment_;
   std::vector<State> segments_;
   int32_t target_;      // slots that the last resize() asked for
+  int32_t before_;      // slots that there were then
   bool grown_ = false;  // the last resize() has made the pool larger
   SlotTable& slots_;
   SoftPins& soft_pins_;
