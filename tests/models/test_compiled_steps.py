@@ -176,3 +176,31 @@ def test_a_sliding_window_keeps_the_tokens_that_transformers_keeps(prompt: int) 
         assert int(ours.get_seq_length()) == theirs.get_seq_length()
     ours.reset()
     assert int(ours.get_seq_length()) == 0 and not ours.keys.any()
+
+
+def test_cropping_a_sliding_window_rewinds_it() -> None:
+    cropped, rewound = SteadySlidingLayer(16, 4), SteadySlidingLayer(16, 4)
+    for tokens in (30, 4):
+        states = torch.randn(2, 2, 3, tokens, 8).unbind()
+        for layer in (cropped, rewound):
+            layer.update(*states)
+    cropped.crop(-3)
+    rewound.rewind(3)
+    states = torch.randn(2, 2, 3, 1, 8).unbind()
+    for value, expected in zip(cropped.update(*states), rewound.update(*states), strict=True):
+        assert torch.equal(value[:, :, -16:], expected[:, :, -16:])
+    assert int(cropped.get_seq_length()) == int(rewound.get_seq_length()) == 32
+    for tokens in (-5, 3):
+        with pytest.raises(ValueError, match="give -4 to 0"):
+            cropped.crop(tokens)
+    assert int(cropped.get_seq_length()) == 32
+
+
+def test_drafts_on_a_returned_cache_longer_than_its_window_are_refused() -> None:
+    """transformers crops the cache by rejected drafts, and looks at ``is_croppable`` once."""
+    _, compiled = _both(OSS)
+    ids = torch.randint(3, 100, (1, 6))
+    first = _tokens(compiled, ids, max_new_tokens=40, return_dict_in_generate=True)
+    assert any(isinstance(layer, SteadySlidingLayer) for layer in first.past_key_values.layers)
+    with pytest.raises(ValueError, match=r"(?i)assisted"):
+        _tokens(compiled, first.sequences, past_key_values=first.past_key_values, prompt_lookup_num_tokens=3)

@@ -109,7 +109,9 @@ def _prepare_static_cache(model: Any, *args: Any, max_cache_len: int, **kwargs: 
     cache = theirs(model, *args, max_cache_len=length, **kwargs)
     if isinstance(cache, StaticCache):
         cache.layers[:] = [
-            SteadySlidingLayer(layer.max_cache_len, SLACK) if type(layer) is StaticSlidingWindowLayer else layer
+            SteadySlidingLayer(layer.max_cache_len, SLACK, layer.is_croppable)
+            if type(layer) is StaticSlidingWindowLayer
+            else layer
             for layer in cache.layers
         ]
     return cache
@@ -119,12 +121,19 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
     """transformers' sliding window layer, with its token count in a tensor only.
 
     The original counts in an int, which makes torch.compile recompile every step. This layer keeps ``slack`` tokens
-    more than the ``window``, hidden by the mask, which steps can add and rewind.
+    more than the ``window``, hidden by the mask, which steps can add and rewind. ``is_croppable``: the cache is no
+    longer than the window.
     """
 
-    def __init__(self, window: int, slack: int = 0) -> None:
+    def __init__(self, window: int, slack: int = 0, is_croppable: bool = False) -> None:
         super().__init__(max_cache_len=window + slack, sliding_window=window + slack)
         self.slack = slack
+        self._never_moves = is_croppable
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]  # an attribute of its other bases
+        """Whether ``crop`` takes any number of tokens."""
+        return self._never_moves
 
     @property
     def cumulative_length_int(self) -> int:
@@ -155,6 +164,16 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
             kept.index_copy_(2, positions, new)
         self.cumulative_length.add_(tokens)
         return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """``rewind``, with transformers' sign: a negative number, of tokens to drop."""
+        limit = self.slack if int(self.cumulative_length) > self.max_cache_len else int(self.cumulative_length)
+        if not -limit <= tokens_to_remove <= 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}) of a sliding window that can drop its last {limit} tokens: give "
+                f"{-limit} to 0, or use a DynamicCache."
+            )
+        self.rewind(-tokens_to_remove)
 
     def rewind(self, tokens: int) -> None:
         """Drop the last ``tokens``, at most ``slack``, of the last update. No window reaches the freed entries."""
