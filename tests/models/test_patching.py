@@ -207,6 +207,28 @@ def test_other_dtypes_are_rounded_with_one_warning_and_are_not_exact(dtype: torc
         torch_mesh.patch(_build().to(dtype), weights="int8")
 
 
+@pytest.mark.parametrize(("layer", "name"), [(1, "gate_up_proj"), (0, "down_proj")])
+def test_one_parameter_of_another_dtype_makes_the_experts_inexact(layer: int, name: str) -> None:
+    model = _build()
+    experts = model.model.layers[layer].mlp.experts
+    setattr(experts, name, torch.nn.Parameter(torch.rand_like(getattr(experts, name), dtype=torch.float32)))
+    with pytest.warns(UserWarning, match=r"are torch\.bfloat16 and torch\.float32 and are rounded to bf16"):
+        torch_mesh.patch(model, resident=0.5)
+    with pytest.raises(MeshError, match="lossy=True"):
+        torch_mesh.unpatch(model)
+
+
+def test_wide_biases_are_not_rounded() -> None:
+    model = TINY_MODELS["GptOssExperts"].build()
+    experts = model.model.layers[0].mlp.experts
+    bias = torch.rand_like(experts.down_proj_bias, dtype=torch.float32)
+    experts.down_proj_bias = torch.nn.Parameter(bias)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_mesh.unpatch(torch_mesh.patch(model, resident=0.5))
+    assert torch.equal(model.model.layers[0].mlp.experts.down_proj_bias, bias)
+
+
 def test_a_named_store_is_written_and_an_unnamed_one_leaves_no_files(tmp_path: Path, cache: Path) -> None:
     from torch_mesh.store.manifest import open_store
 

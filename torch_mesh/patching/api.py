@@ -54,8 +54,9 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     _check_patchable(model, layers)
     source = LoadedModelSource(model, layers, config)
     check(model, layers, config, source)
-    if FORMATS[source.weights].holds_bf16 and layers[0].dtype != torch.bfloat16:
-        warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
+    if FORMATS[source.weights].holds_bf16 and not source.exact:
+        dtypes = " and ".join(sorted(map(str, source.dtypes)))
+        warnings.warn(f"The experts are {dtypes} and are rounded to bf16.", stacklevel=2)
     assemble(model, layers, config, source)
     return model
 

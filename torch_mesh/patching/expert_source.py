@@ -124,7 +124,13 @@ class LoadedModelSource(ExpertSource):
         self.freed = sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
         self.weights = packed_format(config.weights)
         self.group_size = checked_group_size(self.weights, config.group_size)
-        self.exact = FORMATS[self.weights].holds_bf16 and layers[0].dtype == torch.bfloat16
+        self.dtypes = {
+            parameter.dtype
+            for layer in layers
+            for name, parameter in layer.parameters.items()
+            if not name.endswith("_bias")  # records hold biases in fp32
+        }
+        self.exact = FORMATS[self.weights].holds_bf16 and self.dtypes == {torch.bfloat16}
         self.layers = self.counted = len(layers)
         self.layer_indices = range(len(layers))
         self.undo: PatchUndo = PatchUndo(model, config)
