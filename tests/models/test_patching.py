@@ -26,6 +26,7 @@ from torch_mesh.models.families import find_experts
 from torch_mesh.modules.dense import dense_bytes
 from torch_mesh.modules.experts import MeshExperts, patched_modules
 from torch_mesh.modules.packed_weight import PackedExpertsWeight
+from torch_mesh.patching import api
 from torch_mesh.pool.expert_pool import record_bytes
 
 
@@ -227,6 +228,30 @@ def test_wide_biases_are_not_rounded() -> None:
         warnings.simplefilter("error")
         torch_mesh.unpatch(torch_mesh.patch(model, resident=0.5))
     assert torch.equal(model.model.layers[0].mlp.experts.down_proj_bias, bias)
+
+
+@pytest.mark.parametrize("guard", ["on", "off"])
+def test_unpatch_without_memory_for_the_experts_leaves_the_model_patched(
+    guard: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guarded pool shrinks while memory fills up, so what it can free counts as free."""
+    model = _build()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    needed = sum(layer.nbytes for layer in find_experts(model))
+    torch_mesh.patch(model, resident=0.25, residency={"guard": guard})
+    expected = _logits(model, ids)
+    size = next(patched_modules(model))._mesh_pool.engine.describe_size()
+    evictable = size["slot_bytes"] - size["min_slots"] * size["record_bytes"] if guard == "on" else 0
+    assert 0 <= evictable < needed and (evictable > 0) == (guard == "on")
+    limit = needed - evictable
+    with monkeypatch.context() as full:
+        full.setattr(api, "shortage", lambda needed: limit - 1 if needed > limit - 1 else None)
+        with pytest.raises(MemoryError, match=f"take {needed:,} bytes .* have {needed - 1:,} left"):
+            torch_mesh.unpatch(model)
+        assert torch.equal(_logits(model, ids), expected)
+        full.setattr(api, "shortage", lambda needed: limit if needed > limit else None)
+        torch_mesh.unpatch(model)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
 def test_a_named_store_is_written_and_an_unnamed_one_leaves_no_files(tmp_path: Path, cache: Path) -> None:

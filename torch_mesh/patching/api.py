@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from ..config import MeshConfig, with_fields
@@ -14,9 +13,18 @@ from ..formats import FORMATS, is_passthrough, short_name
 from ..hf.parallelism_checks import check_undivided
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
 from ..modules.dense import packed_linears
-from ..modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
+from ..modules.experts import (
+    MeshExperts,
+    PackedModule,
+    drop_attributes,
+    has_attributes,
+    patched_modules,
+    pools_of,
+    restore,
+)
 from ..modules.packed_weight import device_of
 from ..modules.tables import PackedTableWeight, check_room, table_modules
+from ..system.memory import shortage
 from .expert_source import LoadedModelSource
 from .modes import MODES
 from .pipeline import assemble, check
@@ -66,8 +74,8 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
 
     Parameters get the values that they would have without torch_mesh, in the dtype to which the model was cast
     meanwhile, as by ``model.float()``. Raises MeshError if the pool has rounded values only (int8, int4, or fp16 and
-    fp32 rounded to bf16), unless ``lossy``: then parameters get the rounded values. After an error or Ctrl-C the same
-    call continues.
+    fp32 rounded to bf16), unless ``lossy``: then parameters get the rounded values; MemoryError, before anything is
+    changed, if they do not fit into memory. After an error or Ctrl-C the same call continues.
     """
     check_model(model)
     if not _is_patched(model):
@@ -78,6 +86,8 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     for _, table in table_modules(model):
         check_room(table.weight)
     device = device_of(model)
+    if device.type == "cpu":
+        _check_memory(model)
     vars(model)[_UNPATCHING] = True  # if interrupted, the model counts as patched until the last step
     for mode in reversed(MODES):
         mode.uninstall(model, device)
@@ -123,6 +133,19 @@ def _check_exact(model: nn.Module) -> None:
             f"Weights were rounded to {' and '.join(sorted(rounded))}, or are a checkpoint's codes of it, so that "
             "their original values are not in memory. Load the model again to have those, or pass lossy=True to "
             "continue with the rounded values."
+        )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raises MemoryError if the experts do not fit in memory beside the smallest pool."""
+    needed = sum(layer.nbytes for layer in find_experts(model) if isinstance(layer.module, MeshExperts))
+    sizes = [pool.engine.describe_size() for pool in pools_of(model) if pool.guarded]
+    evictable = sum(size["slot_bytes"] - size["min_slots"] * size["record_bytes"] for size in sizes)
+    if (free := shortage(needed - evictable)) is not None:
+        raise MemoryError(
+            f"The experts take {needed:,} bytes unpacked, but the machine and its memory cgroups have "
+            f"{free + evictable:,} left, with what the pool can free. The model stays patched. Free memory, or save "
+            "the model with model.save_pretrained(folder), which writes piece by piece."
         )
 
 
