@@ -21,6 +21,17 @@ _MAX_FRACTION = 0.6  # the largest fraction of free memory for blocks on the CPU
 _MAX_ROWS = 8192  # tokens in a forward, transformers' default
 # Sampling options of generate, which all sequences of a batch share.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_OF_REQUESTS = (*_SAMPLING, "max_new_tokens", "eos_token_id", "transformers_version")  # may differ from the model's
+# Values of options that change nothing, beside False.
+_NEUTRAL = {
+    "use_cache": True,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "min_p": 0,
+}
 
 
 class BatchesEndedError(AnsweredError):
@@ -41,7 +52,7 @@ class Batches(Engine):
         self._configured = configured
         self._manager: Any = None
         self._starting = threading.Lock()
-        self._sampling: tuple[Any, ...] | None = None
+        self._sampling: dict[str, Any] | None = None  # the manager's
         self._active = 0
         self._turn = asyncio.Lock()  # in the order of arrival
         self._idle = asyncio.Event()
@@ -57,17 +68,17 @@ class Batches(Engine):
 
     def check(self, job: Job) -> None:
         self.check_options(job)
-        self._start(job)
-        check_blocks(self._capacity(), len(job.prompt), job.config.max_new_tokens)
+        check_blocks(self._capacity(job), len(job.prompt), job.config.max_new_tokens)
 
     def check_options(self, job: Job) -> None:
         """Raises RequestError for options that continuous batching or the model does not support."""
         config = job.config
-        if (config.num_beams or 1) > 1:
-            raise RequestError("--continuous-batching does not support beams: give num_beams 1.", "generation_config")
-        for name, neutral in (("min_p", (None, 0)), ("repetition_penalty", (None, 1))):
-            value = getattr(config, name, None)
-            if value not in neutral and value != getattr(self.kept.model.generation_config, name, None):
+        for name, value in vars(config).items():
+            if name in _OF_REQUESTS or name.startswith("_") or value is None:
+                continue
+            models = getattr(self.kept.model.generation_config, name, None)
+            neutral = models is None and (value is False or value == _NEUTRAL.get(name))
+            if value != models and not neutral:
                 raise RequestError(f"{name} is not possible with --continuous-batching: leave it out.", name)
         if len(job.inputs) > 2:
             raise RequestError("--continuous-batching takes text alone.", "messages")
@@ -78,12 +89,11 @@ class Batches(Engine):
         if self._stopping:
             raise StoppingError
         self._loop = asyncio.get_running_loop()
-        sampling = _sampling(job)
+        sampling = self._sampling_of(job)
         async with self._turn:
             if sampling != self._sampling:
                 await self._idle.wait()
-                await asyncio.to_thread(self._stop_manager)
-            await asyncio.to_thread(self._start, job)
+            manager = await asyncio.to_thread(self._start, sampling, restart=True)
             self._active += 1
             self._idle.clear()
             queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -91,14 +101,14 @@ class Batches(Engine):
         name = f"request-{self._count}"
         self._count += 1
         try:
-            self._add(job, name, queue)
+            self._add(manager, job, name, queue)
             sent = 0
             while True:
                 output = await queue.get()
                 if isinstance(output, Exception):
                     raise output
                 if output.error is not None:
-                    self._raise_if_ended()
+                    _raise_if_ended(manager)
                     raise client_error(RuntimeError(output.error), job)
                 made = output.generated_tokens[sent:]
                 sent += len(made)
@@ -107,8 +117,7 @@ class Batches(Engine):
                 if output.is_finished():
                     return
         finally:
-            if self._manager is not None:
-                self._manager.cancel_request(name)
+            manager.cancel_request(name)
             self._waiting.discard(queue)
             self._active -= 1
             if not self._active:
@@ -125,15 +134,17 @@ class Batches(Engine):
             queue.put_nowait(StoppingError())
 
     def stop(self) -> None:
-        self._stop_manager()
+        self._stopping = True
+        with self._starting:
+            self._stop_manager()
 
     def is_healthy(self) -> bool:
         return self._manager is None or self._manager.background_thread_status.fatal_error is None
 
-    def _add(self, job: Job, name: str, queue: asyncio.Queue[Any]) -> None:
-        self._raise_if_ended()
-        self._manager.register_result_handler(name, queue.put_nowait)
-        added = self._manager.add_request(
+    def _add(self, manager: Any, job: Job, name: str, queue: asyncio.Queue[Any]) -> None:
+        _raise_if_ended(manager)
+        manager.register_result_handler(name, queue.put_nowait)
+        added = manager.add_request(
             job.prompt.tolist(),
             request_id=name,
             streaming=True,
@@ -141,36 +152,64 @@ class Batches(Engine):
             eos_token_id=job.config.eos_token_id,
         )
         if added is None:
-            self._raise_if_ended()
+            _raise_if_ended(manager)
             raise BatchesEndedError("Continuous batching has ended and accepts no more requests.")
 
-    def _start(self, job: Job) -> None:
+    def _start(self, sampling: dict[str, Any], *, restart: bool) -> Any:
+        """Return the running manager, after starting one with ``sampling`` if there is none.
+
+        ``restart``: also replace one with other sampling, which has no requests.
+        """
         with self._starting:
-            if self._manager is not None:
-                return
-            config = copy.deepcopy(job.config)
-            config.use_cache = False  # its blocks replace a cache
-            self._sampling = _sampling(job)
-            self._manager = self.kept.model.init_continuous_batching(
-                generation_config=config, continuous_batching_config=_sized_config(self._configured)
-            )
-            self._manager.start()
+            if self._stopping:
+                raise StoppingError
+            if restart and sampling != self._sampling:
+                self._stop_manager()
+            if self._manager is None:
+                config = copy.deepcopy(self.kept.model.generation_config)
+                for name, value in {**sampling, "use_cache": False}.items():  # its blocks replace a cache
+                    setattr(config, name, value)
+                manager = self.kept.model.init_continuous_batching(
+                    generation_config=config, continuous_batching_config=_sized_config(self._configured)
+                )
+                manager.start()
+                self._manager, self._sampling = manager, sampling
+            return self._manager
 
     def _stop_manager(self) -> None:
+        """The caller holds ``_starting``."""
         if self._manager is not None:
             self._manager.stop(block=True, timeout=2)
             self._manager = None
 
-    def _raise_if_ended(self) -> None:
-        if self._manager is None or self._manager.background_thread_status.fatal_error is not None:
-            raise BatchesEndedError("Continuous batching has ended with an error, which is in the server's log.")
+    def _capacity(self, job: Job) -> int:
+        """Tokens in the blocks of the running manager, which is started if there is none."""
+        while True:
+            manager = self._start(self._sampling_of(job), restart=False)
 
-    def _capacity(self) -> int:
-        return tokens_in_blocks(self._manager, lambda: self._stopping, self._stop_manager)
+            def end(failed: Any = manager) -> None:
+                with self._starting:
+                    if failed is self._manager:
+                        self._stop_manager()
+
+            try:
+                return tokens_in_blocks(manager, lambda: self._stopping, end)
+            except BatchesEndedError:
+                with self._starting:
+                    if manager is self._manager:
+                        raise
+
+    def _sampling_of(self, job: Job) -> dict[str, Any]:
+        """The sampling options of ``job``, which are the model's where it has none."""
+        models = self.kept.model.generation_config
+        given = {name: getattr(job.config, name, None) for name in _SAMPLING}
+        found = {name: getattr(models, name, None) if value is None else value for name, value in given.items()}
+        return found if found["do_sample"] else {"do_sample": False}
 
 
-def _sampling(job: Job) -> tuple[Any, ...]:
-    return tuple(getattr(job.config, name, None) for name in _SAMPLING) if job.config.do_sample else ()
+def _raise_if_ended(manager: Any) -> None:
+    if manager.background_thread_status.fatal_error is not None:
+        raise BatchesEndedError("Continuous batching has ended with an error, which is in the server's log.")
 
 
 def _sized_config(configured: dict[str, Any]) -> Any:

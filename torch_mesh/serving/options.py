@@ -82,6 +82,8 @@ def complete_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {option.name: option.default for option in OPTIONS} | dict(given)
     _check_decision_config(options["decision_config"])
     _check_numbers(options)
+    if options["compile"] and options["continuous_batching"]:
+        raise ValueError("--compile is not possible with --continuous-batching: leave one out")
     if options["dtype"] != "auto" and not isinstance(getattr(torch, options["dtype"], None), torch.dtype):
         raise ValueError(f"--dtype {options['dtype']} is none of torch: give auto, bfloat16, float16 or float32")
     blocks = {

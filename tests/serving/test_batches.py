@@ -1,0 +1,123 @@
+"""Batches: each request is decoded with its own sampling, whatever else is asked while continuous batching restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from torch_mesh.serving import batches
+from torch_mesh.serving.batches import Batches
+from torch_mesh.serving.engine import Job
+from torch_mesh.serving.errors import StoppingError
+
+
+class _Manager:
+    """Answers each request with one token, which is 1 if it samples."""
+
+    def __init__(self, config: GenerationConfig) -> None:
+        self.config = config
+        self.background_thread_status = SimpleNamespace(fatal_error=None)
+        self.continuous_batching_config = SimpleNamespace(page_size=16, block_size=None)
+        self.batch_processor: Any = None
+        self.starts = True
+        self.before_blocks: Callable[[], None] | None = None  # called while the blocks are awaited
+
+    def start(self) -> None:
+        if self.before_blocks is None:
+            self.batch_processor = SimpleNamespace(cache=SimpleNamespace(num_blocks=4))
+
+    def is_running(self) -> bool:
+        if self.before_blocks is not None:
+            self.before_blocks()
+        return self.starts
+
+    def stop(self, **_: Any) -> None:
+        self.batch_processor, self.starts = None, False
+
+    def register_result_handler(self, name: str, handler: Callable[[Any], None]) -> None:
+        self.handler = handler
+
+    def add_request(self, prompt: list[int], **_: Any) -> str:
+        made = [int(bool(self.config.do_sample))]
+        self.handler(SimpleNamespace(error=None, generated_tokens=made, is_finished=lambda: True))
+        return "added"
+
+    def cancel_request(self, name: str) -> None:
+        pass
+
+
+class _Model:
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.generation_config = GenerationConfig(temperature=0.5, top_p=0.9, pad_token_id=3)
+        self.managers: list[_Manager] = []
+        self.before_blocks: Callable[[], None] | None = None
+
+    def init_continuous_batching(self, generation_config: GenerationConfig, **_: Any) -> _Manager:
+        self.managers.append(_Manager(generation_config))
+        self.managers[-1].before_blocks, self.before_blocks = self.before_blocks, None
+        return self.managers[-1]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("torch_mesh.serving.engine.Progress", lambda *_: None)
+    engine = Batches(SimpleNamespace(model=_Model(), admission=None), None, {"max_memory_percent": 0.1})
+    yield engine
+    engine.worker.stop(10)
+
+
+def _job(**options: Any) -> Job:
+    return Job({"input_ids": torch.tensor([[1, 2]])}, GenerationConfig(max_new_tokens=4, eos_token_id=9, **options))
+
+
+async def _ask(engine: Batches, job: Job) -> list[int]:
+    return [token.id async for tokens in engine.tokens(job) for token in tokens]
+
+
+def test_a_request_that_is_checked_while_batching_restarts_changes_no_sampling(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_thread = asyncio.to_thread
+
+    async def then_another(*call: Any, **options: Any) -> Any:
+        result = await in_thread(*call, **options)
+        await in_thread(engine.check, _job(do_sample=False))
+        return result
+
+    assert asyncio.run(_ask(engine, _job(do_sample=False))) == [0]
+    monkeypatch.setattr(batches.asyncio, "to_thread", then_another)
+    assert asyncio.run(_ask(engine, _job(do_sample=True, temperature=2.0))) == [1]
+
+
+def test_a_request_whose_manager_is_replaced_is_checked_with_the_next(engine: Any) -> None:
+    model = engine.kept.model
+    model.before_blocks = lambda: asyncio.run(_ask(engine, _job(do_sample=True)))
+    engine.check(_job(do_sample=False))
+    first, second = model.managers
+    assert not first.config.do_sample and first.batch_processor is None
+    assert second.config.do_sample and engine.manager is second
+
+
+def test_a_request_is_not_checked_after_the_end(engine: Any) -> None:
+    engine.check(_job(do_sample=False))
+    engine.stop()
+    with pytest.raises(StoppingError):
+        engine.check(_job(do_sample=False))
+    assert len(engine.kept.model.managers) == 1
+
+
+def test_sequences_of_a_batch_share_the_models_options(engine: Any) -> None:
+    """Options that a request leaves out are the model's, as in generate."""
+    assert asyncio.run(_ask(engine, _job(do_sample=True, top_p=0.5))) == [1]
+    used = engine.manager.config
+    assert (used.do_sample, used.temperature, used.top_p, used.pad_token_id) == (True, 0.5, 0.5, 3)
+    assert asyncio.run(_ask(engine, _job(do_sample=True, top_p=0.5, temperature=0.5))) == [1]
+    assert len(engine.kept.model.managers) == 1
