@@ -140,6 +140,55 @@ def test_log_probabilities_are_the_models(chat: Callable[..., Any], plain: tuple
     assert chat(logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_log_probabilities_are_those_before_a_repetition_penalty(
+    given: bool, chat: Callable[..., Any], plain: tuple[Any, Any], server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The penalty is the request's or the model's own."""
+    model, tokenizer = plain
+    inputs = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(
+        **inputs,
+        max_new_tokens=8,
+        do_sample=False,
+        repetition_penalty=5.0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    more: dict[str, Any] = {"extra_body": {"repetition_penalty": 5}} if given else {}
+    if not given:
+        monkeypatch.setattr(server._service.model.generation_config, "repetition_penalty", 5.0)
+    found = chat(logprobs=True, top_logprobs=3, **more).choices[0].logprobs.content
+    assert "".join(token.token for token in found) == chat(**more).choices[0].message.content
+    allowed = max(map(_two_steps, made.logits))
+    ids = made.sequences[0, -8:].tolist()
+    assert [token.token for token in found] == [tokenizer.decode([token]) for token in ids]
+    for each, logits, token in zip(found, made.logits, ids, strict=True):
+        row = logits[0].float().log_softmax(-1)
+        assert each.logprob == pytest.approx(row[token].item(), abs=allowed)
+        top = [other.logprob for other in each.top_logprobs]
+        assert top == pytest.approx(row.topk(3).values.tolist(), abs=allowed)
+
+
+def test_log_probabilities_are_refused_with_options_that_change_them(
+    chat: Callable[..., Any], complete: Callable[..., Any], server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"extra_body": {"generation_config": '{"max_new_tokens": 8, "no_repeat_ngram_size": 2}'}}
+    calls: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
+        (chat, {"logprobs": True}),
+        (complete, {"logprobs": 1}),
+        (complete, {"best_of": 2}),
+    )
+    for ask, more in calls:
+        with pytest.raises(openai.BadRequestError, match="no_repeat_ngram_size") as error:
+            ask(**more, **own)
+        assert error.value.param == "no_repeat_ngram_size"
+    assert len(chat(**own).choices) == 1
+    monkeypatch.setattr(server._service.model.generation_config, "suppress_tokens", [65])
+    with pytest.raises(openai.BadRequestError, match="suppress_tokens"):
+        chat(logprobs=True)
+
+
 def test_echo_scores_a_prompt(complete: Callable[..., Any], plain: tuple[Any, Any]) -> None:
     model, tokenizer = plain
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
@@ -344,10 +393,32 @@ def test_requests_that_batches_cannot_honour_are_refused(serving: Callable[..., 
             with pytest.raises(openai.BadRequestError, match="--continuous-batching") as error:
                 client.chat.completions.create(**ask | more)
             assert error.value.param == next(iter(more))
+        for name, value in {
+            "suppress_tokens": list(range(97, 123)),
+            "stop_strings": ["e"],
+            "min_new_tokens": 2,
+            "max_time": 0.1,
+            "no_repeat_ngram_size": 1,
+            "top_h": 0.5,
+        }.items():
+            options = json.dumps({"max_new_tokens": 4, name: value})
+            with pytest.raises(openai.BadRequestError, match="--continuous-batching") as error:
+                client.chat.completions.create(**ask, temperature=0, extra_body={"generation_config": options})
+            assert error.value.param == name
         # Sampled and greedy requests are computed separately.
         greedy = client.chat.completions.create(**ask, temperature=0).choices[0].message.content
         drawn = {client.chat.completions.create(**ask, temperature=2).choices[0].message.content for _ in range(4)}
         assert len(drawn) > 1
+        neutral = {
+            "num_beams": 1,
+            "use_cache": True,
+            "repetition_penalty": 1,
+            "no_repeat_ngram_size": 0,
+            "renormalize_logits": False,
+        }
+        options = json.dumps({"max_new_tokens": 4, "do_sample": False} | neutral)
+        same = client.chat.completions.create(**ask, extra_body={"generation_config": options})
+        assert same.choices[0].message.content == greedy
         assert client.chat.completions.create(**ask, temperature=0).choices[0].message.content == greedy
         assert len(client.chat.completions.create(**ask, temperature=2, n=3).choices) == 3
     server.stop()

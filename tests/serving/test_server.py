@@ -30,7 +30,7 @@ import pytest
 import transformers
 import warm
 from pairs import first_quick
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
@@ -290,12 +290,34 @@ def test_an_error_in_a_stream_is_raised_by_the_client(
     assert [event.type for event in events][-2:] == ["error", "response.failed"] and 'a "quote"' in events[-2].message
 
 
-def test_conflicting_options_of_generate_are_the_clients_error(client: Any, server: Any) -> None:
-    beams = {"generation_config": '{"max_new_tokens": 2, "num_beams": 2, "num_beam_groups": 2}'}
+def test_options_that_generate_refuses_are_the_clients_error(client: Any, server: Any) -> None:
+    options = {"generation_config": '{"max_new_tokens": 2, "sequence_bias": 3}'}
     for more in ({}, {"stream": True}):
         with pytest.raises(openai.APIError, match="generation_config") as error:
-            list(_complete(client, server, TEXTS[0], extra_body=beams, **more))
+            list(_complete(client, server, TEXTS[0], extra_body=options, **more))
         assert error.value.code == "invalid_value" and error.value.param == "generation_config"
+
+
+@pytest.mark.parametrize("name", ["num_beams", "num_beam_groups", "num_return_sequences"])
+def test_several_sequences_at_a_time_are_refused(name: str, client: Any, server: Any) -> None:
+    def ask(count: int) -> Any:
+        options = json.dumps({"max_new_tokens": 2, "do_sample": True, name: count})
+        return _complete(client, server, TEXTS[0], extra_body={"generation_config": options})
+
+    with pytest.raises(openai.BadRequestError, match=f"{name} is 2: .* Give 1") as error:
+        ask(2)
+    assert error.value.param == "generation_config"
+    assert len(ask(1).choices) == 1
+
+
+def test_beams_of_the_models_own_options_are_turned_off(caplog: pytest.LogCaptureFixture) -> None:
+    from torch_mesh.serving.service import Service
+
+    model = SimpleNamespace(generation_config=GenerationConfig(num_beams=4, num_return_sequences=2, length_penalty=2.0))
+    service = Service("beams", model, None, None)  # type: ignore[arg-type]
+    assert model.generation_config.num_beams == model.generation_config.num_return_sequences == 1
+    assert "num_beams 4" in caplog.text and "num_return_sequences 2" in caplog.text
+    assert service._config({}, "max_tokens").num_beams == 1
 
 
 def test_a_temperature_close_to_0_counts_as_0(client: Any, server: Any, expected_text: Callable[..., str]) -> None:
@@ -434,6 +456,7 @@ def test_invalid_arguments_are_refused_before_the_model_is_opened(
         *(decisions if command == "serve" and _decides() else ()),
         ("--cb-num-blocks", "-3", 2, "at least 1"),
         ("--cb-max-memory-percent", "7", 2, "at most 1"),
+        ("--compile", "--continuous-batching", 2, "leave one out"),
     ):
         assert main([command, str(folder), name, value]) == code
         assert message in capsys.readouterr().err

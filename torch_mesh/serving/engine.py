@@ -147,18 +147,14 @@ class Engine:
         try:
             stream.read = read
             with _seeded(job.seed, self.kept.model.device), self.progress.reading(len(job.prompt)):
-                searches = (job.config.num_beams or 1) > 1  # beam search has no tokens before the end
-                made = self.kept.generate(
+                self.kept.generate(
                     **job.inputs,
                     generation_config=job.config,
                     tokenizer=self._tokenizer,
-                    streamer=None if searches else stream,
+                    streamer=stream,
                     stopping_criteria=StoppingCriteriaList([_Cancelled(job)]),
                     logits_processor=LogitsProcessorList(job.processors) or None,
                 )
-            if searches:
-                stream.put(made[:1, : len(job.prompt)])
-                stream.put(made[0, len(job.prompt) :])
             stream.finish()
         except Exception as error:  # noqa: BLE001  passed on to the client
             stream.fail(

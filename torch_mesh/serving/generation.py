@@ -74,6 +74,7 @@ _KINDS = {
     "stop_strings": TEXTS,
     "do_sample": BOOL,
     "num_beams": whole(1),
+    "num_beam_groups": whole(1),
     "num_return_sequences": whole(1),
     "use_cache": BOOL,
     "temperature": TEMPERATURE,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.serving import grammars
@@ -23,8 +24,27 @@ from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.requests import check_names
 from torch_mesh.serving.tool_calls import AnswerFormat, parser_of
 
+_LOG = logging.getLogger(__name__)
 DEFAULT_TOKENS = 1024  # the limit of an answer unless the request has one
 _SCORED_ROWS = 512  # rows of a prompt's logits in memory at the same time
+_COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")  # of sequences that generate computes together
+# Options whose processors generate runs before those of a request, and the value that turns each off, beside None. The
+# recorder of log-probabilities would see what they made of the model's logits.
+_EARLY_OPTIONS = {
+    "guidance_scale": 1,
+    "sequence_bias": None,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,15 @@ class Service:
         self.served = served
         self.model, self.prompts, self.engine = model, prompts, engine
         self._compiled, self._batches = compiled, batches
+        for name in _COUNTS:
+            if (count := getattr(model.generation_config, name, None) or 1) > 1:
+                _LOG.warning(
+                    "The generation_config of %s has %s %d. A server generates one sequence at a time and uses 1.",
+                    served,
+                    name,
+                    count,
+                )
+                setattr(model.generation_config, name, 1)
 
     def close(self) -> None:
         del self.model, self.prompts, self.engine
@@ -159,12 +188,13 @@ class Service:
         lark = self._grammar(format, prompt_end, tools, schema) if format is not None else None
         if self._batches:
             self._check_batched(given, top, lark)
+        penalty = 1.0 if top is None else self._take_penalty(config)
         seed = given.get("seed")
         jobs = [
             Job(
                 inputs,
                 config,
-                self._processors(given, config, prompt, top, lark),
+                self._processors(given, config, prompt, top, penalty, lark),
                 seed=None if seed is None else (seed + index) % 2**63,
                 own_options="generation_config" in given,
             )
@@ -191,10 +221,18 @@ class Service:
         config: GenerationConfig,
         prompt: int,
         top: int | None,
+        penalty: float,
         lark: tuple[str, str] | None,
     ) -> list[LogitsProcessor]:
-        """New processors for one answer. ``prompt``: its number of tokens."""
+        """New processors for one answer.
+
+        Args:
+            prompt: its number of tokens.
+            penalty: of repetitions; 1 if generate applies it.
+        """
         processors: list[LogitsProcessor] = [] if top is None else [Recorder(top)]
+        if penalty != 1:
+            processors.append(RepetitionPenaltyLogitsProcessor(penalty))
         if biases := given.get("logit_bias"):
             processors.append(Bias(biases))
         presence, frequency = given.get("presence_penalty", 0), given.get("frequency_penalty", 0)
@@ -203,6 +241,27 @@ class Service:
         if lark is not None:
             processors.append(Grammar(self.prompts.tokenizer, lark[0], _ends(config), prompt, lark[1]))
         return processors
+
+    def _take_penalty(self, config: GenerationConfig) -> float:
+        """Turn off the repetition penalty of ``config``, and return it: it has to come after the recorder.
+
+        Raises RequestError for other options that generate would apply before.
+        """
+
+        def option(name: str) -> Any:
+            value = getattr(config, name, None)
+            return getattr(self.model.generation_config, name, None) if value is None else value
+
+        for name, neutral in _EARLY_OPTIONS.items():
+            if option(name) not in (None, neutral):
+                raise RequestError(
+                    f"{name} changes the model's distribution before its log-probabilities are known: leave out "
+                    f"{name}, or logprobs and best_of.",
+                    name,
+                )
+        penalty = float(option("repetition_penalty") or 1)
+        config.repetition_penalty = 1.0
+        return penalty
 
     def score(self, inputs: Mapping[str, Any], top: int) -> list[TokenLogprobs | None]:
         """Compute the log-probabilities of a prompt's tokens; None for the first."""
@@ -253,8 +312,12 @@ class Service:
                 "This request has no limit of tokens: give max_new_tokens in generation_config.",
                 "generation_config",
             )
-        if (config.num_return_sequences or 1) > 1:
-            raise RequestError("generation_config has num_return_sequences: give n.", "generation_config")
+        for name in _COUNTS:
+            if (count := getattr(config, name, None) or 1) > 1:
+                raise RequestError(
+                    f"{name} is {count}: a server generates one sequence at a time. Give 1, and n for more answers.",
+                    "generation_config",
+                )
         return config
 
     def _check_batched(self, given: Mapping[str, Any], top: int | None, lark: tuple[str, str] | None) -> None:
