@@ -2,6 +2,7 @@
 // weights, adapters and the bias of linear. Packed weights are frozen. The rounding of activations
 // has a straight-through gradient (Bengio et al. 2013, arXiv 1308.3432), which is that of the same
 // layer with exact activations. If plain_linear needs a gradient, torch's own linear computes it.
+// Only plain_linear has derivatives of forward mode, those of torch.
 //
 // The formulas are in C++ because one in Python costs more per call than the rest of the op, with
 // or without a gradient.
@@ -38,6 +39,19 @@ c10::TypedOperatorHandle<Signature> find_op(const char* name) {
 
 // Whether `input` has a forward-mode tangent. An op that does not check gives zero tangents.
 bool has_tangent(const at::Tensor& input) { return input._fw_grad(/*level=*/0).defined(); }
+
+// Refuses tangents for an op without a formula in this file. Runs as ADInplaceOrView, below
+// Autograd, for which torch.library registers the formulas of Python.
+void refuse_tangents(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                     torch::jit::Stack* stack) {
+  for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !value.isTensor() || !has_tangent(value.toTensor()), op.schema().name(),
+        " has no derivatives of forward mode (jvp, jacfwd): enable gradients and take those of "
+        "torch.autograd.grad");
+  }
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+}
 
 template <typename... Tensors>
 bool wants_gradient(const Tensors&... inputs) {
@@ -290,4 +304,11 @@ TORCH_LIBRARY_IMPL(torch_mesh, Autograd, m) {
   m.impl("experts_adapted_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("grouped_linear_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("linear_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(torch_mesh, ADInplaceOrView, m) {
+  for (const char* op :
+       {"attention", "experts_deferred", "experts_fallback", "experts_split", "grouped_low_rank"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&torch_mesh::refuse_tangents>());
+  }
 }

@@ -413,8 +413,7 @@ void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::
                     "x must be [tokens, hidden=", engine.layout().hidden, "]; got ", x.sizes());
   TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(0) == x.size(0),
                     "topk_ids must be [tokens=", x.size(0), ", k]; got ", ids.sizes());
-  TORCH_CHECK_VALUE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
-                    "topk_ids has dtype ", ids.scalar_type(), "; allowed: int64, int32");
+  check_ids_dtype(ids);
   TORCH_CHECK_VALUE(weights.sizes() == ids.sizes(),
                     "topk_weights must have the shape of topk_ids, ", ids.sizes(), "; got ",
                     weights.sizes());

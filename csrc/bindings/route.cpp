@@ -19,6 +19,7 @@ at::Tensor route(const at::Tensor& scores, const at::Tensor& topk_ids, at::Tenso
                     "scores must be [tokens, experts=", pool.experts(), "]; got ", scores.sizes());
   TORCH_CHECK_VALUE(topk_ids.dim() == 2 && topk_ids.size(0) == scores.size(0),
                     "topk_ids must be [tokens=", scores.size(0), ", k]; got ", topk_ids.sizes());
+  check_ids_dtype(topk_ids);
   TORCH_CHECK_VALUE(bias >= 0 && bias <= 1, "bias is ", bias, "; allowed: 0 to 1");
   TORCH_CHECK_VALUE(kept >= 0 && kept <= topk_ids.size(1), "kept is ", kept,
                     "; allowed: 0 to k = ", topk_ids.size(1));

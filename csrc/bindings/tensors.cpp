@@ -44,6 +44,11 @@ int32_t narrowed(int64_t size) {
   return static_cast<int32_t>(std::clamp<int64_t>(size, INT32_MIN, INT32_MAX));
 }
 
+void check_ids_dtype(const at::Tensor& ids) {
+  TORCH_CHECK_VALUE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
+                    "topk_ids has dtype ", ids.scalar_type(), "; allowed: int64, int32");
+}
+
 std::vector<int32_t> distinct_ids(const at::Tensor& ids, int32_t experts) {
   TORCH_CHECK_VALUE(at::isIntegralType(ids.scalar_type(), /*includeBool=*/false),
                     "expert ids have dtype ", ids.scalar_type(), "; allowed: an integer dtype");

@@ -16,6 +16,9 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 // Returns the tensor, or a copy if its dtype or layout differs.
 at::Tensor contiguous_as(const at::Tensor& tensor, at::ScalarType type);
 
+// Raises ValueError unless a router's choices, topk_ids, are int64 or int32.
+void check_ids_dtype(const at::Tensor& ids);
+
 ConstRows const_rows(const at::Tensor& tensor, const char* what);
 MutableRows mutable_rows(const at::Tensor& tensor, const char* what);
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,27 @@ def test_wrong_shapes_and_dtypes(open_pool: OpenPool) -> None:
             ops.experts(*arguments, pool.handle())
     with pytest.raises(ValueError, match=r"grad must have the shape of x, \[3, 72\]; got \[2, 72\]"):
         ops.experts_backward(x[:2], x, ids, weights, pool.handle())
+
+
+def test_ops_without_derivatives_refuse_forward_mode(open_pool: OpenPool) -> None:
+    pool, low = open_pool(SPEC, slots=4), open_pool(SPEC, slots=4)
+    x, query = torch.randn(2, SPEC.hidden), torch.randn(1, 2, 1, 16)
+    ids, weights = routing(SPEC, 2, 2)
+    offsets = torch.tensor([0, 1, 2])
+    a, b = torch.randn(2, 3, SPEC.hidden), torch.randn(2, 3, 5)
+    calls: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
+        (lambda x: ops.experts_deferred(x, ids, weights, pool.handle(), 1, False), x),
+        (lambda weights: ops.experts_deferred(x, ids, weights, pool.handle(), 1, False), weights),
+        (lambda x: ops.experts_fallback(x, ids, weights, pool.handle(), low.handle()), x),
+        (lambda x: ops.experts_split(x, ids, weights, pool.handle()), x),
+        (lambda query: ops.attention(query, query, query, None, 0.25), query),
+        (lambda a: ops.grouped_low_rank(x, offsets, a, b), a),
+        (lambda b: ops.grouped_low_rank(x, offsets, a, b), b),
+    ]
+    for call, at in calls:
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients), pytest.raises(NotImplementedError, match="of forward mode"):
+                torch.func.jvp(call, (at,), (at,))
 
 
 def test_wrong_handles(open_pool: OpenPool) -> None:

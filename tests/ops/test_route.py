@@ -100,6 +100,8 @@ def test_wrong_arguments(pool: TinyPool) -> None:
         ((scores, ids[:2], pool.handle(), 0.5, 1), r"topk_ids must be \[tokens=3, k\]"),
         ((scores, ids, pool.handle(), 1.5, 1), "bias is 1.5; allowed: 0 to 1"),
         ((scores, ids, pool.handle(), 0.5, 5), "kept is 5; allowed: 0 to k = 4"),
+        ((scores, ids.float(), pool.handle(), 0.5, 1), "topk_ids has dtype Float; allowed: int64, int32"),
+        ((scores, ids.bool(), pool.handle(), 0.5, 1), "topk_ids has dtype Bool; allowed: int64, int32"),
         ((scores, ids + 8, pool.handle(), 0.5, 1), "expert id 16 of token 2, choice 0 is outside"),
     ):
         with pytest.raises(ValueError, match=message):
