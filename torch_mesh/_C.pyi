@@ -332,8 +332,8 @@ class Lender:
     """Lends the slots of an engine made with ``lendable`` to up to ``workers`` processes of this user, see
     csrc/residency/lending/lender.h.
 
-    Raises ValueError for a path that is in use or too long, and for more workers than slots; ReadError if the system
-    refuses the socket.
+    Keeps the engine until the lender is closed. Raises ValueError for a path that is in use or too long, for an engine
+    that has a Lender, and for more workers than slots; ReadError if the system refuses the socket.
     """
 
     def __init__(self, engine: Engine, path: str, workers: int) -> None: ...
@@ -511,10 +511,11 @@ class Engine:
     def validate(self) -> None: ...
     def drain(self) -> None: ...
     def close(self, wait: bool = True) -> None:
-        """Refuse new forwards; with ``wait``, wait for running ones and for reads. Idempotent.
+        """Refuse new forwards; with ``wait``, wait for running ones and for reads. Idempotent: a later call waits for
+        what an earlier one left.
 
-        Raises ReadTimeoutError if these exceed the time-out, while they and freeing the engine go on. Raises
-        MemoryError if no thread can be started to free it.
+        Raises ValueError if a Lender of this engine is open. Raises ReadTimeoutError if these exceed the time-out,
+        while they and freeing the engine go on. Raises MemoryError if no thread can be started to free it.
         """
 
     def describe_size(self) -> dict[str, int]:

@@ -46,6 +46,7 @@ void Freeing::end(Stage stage) {
 }
 
 void Freeing::wait(std::chrono::milliseconds timeout, const Runtime& runtime) {
+  owner_.check("what this call waits for");
   std::unique_lock lock(mutex_);
   Stage seen = stage_;
   auto deadline = Clock::now() + timeout;

@@ -32,7 +32,7 @@ class Freeing : public std::enable_shared_from_this<Freeing> {
 
   // Waits until the last user has gone and all is freed. Throws Error(kTimeout) when users take
   // longer than `timeout`, or the reads after them, and Error(kInterrupted); freeing goes on either
-  // way. Throws Error(kMemory) if nothing will be freed.
+  // way. Throws Error(kMemory) if nothing will be freed, and Error(kForked) in a child.
   void wait(std::chrono::milliseconds timeout, const Runtime& runtime);
 
  private:

@@ -250,7 +250,8 @@ ByteArray read_record(const PyEngine& self, int32_t layer, int32_t expert) {
   return copy;
 }
 
-// torch_mesh._C.Lender, which keeps its engine alive.
+// torch_mesh._C.Lender. Its engine's Python object lives as long (keep_alive below): when both are
+// dropped, the lender has to go first.
 class PyLender {
  public:
   PyLender(const PyEngine& engine, const std::string& path, int32_t workers)
@@ -343,6 +344,7 @@ PyEngine::PyEngine(const py::kwargs& options) {
 }
 
 PyEngine::~PyEngine() {
+  if (live_ == nullptr) return;
   try {
     close(/*wait=*/true);
   } catch (const std::exception&) {  // a destructor must not throw
@@ -360,19 +362,25 @@ bool PyEngine::wait_for_forwards(int32_t layer, int64_t forwards, double patienc
 }
 
 void PyEngine::close(bool wait) {
-  // The GIL is held, so only one of several callers gets the engine.
-  std::shared_ptr<LiveEngine> live = std::move(live_);
-  if (live == nullptr) return;
-  py::gil_scoped_release released;
-  unregister_engine(id_);
-  live->engine->pool().close();
-  const std::chrono::milliseconds timeout = live->engine->pool().timeout();
-  const std::shared_ptr<Freeing> freeing = live->freeing;
-  live.reset();
+  if (live_ != nullptr) {
+    if (live_->engine->pool().lent()) {
+      invalid("this engine lends its slots, and their borrowers keep it; close its Lender first");
+    }
+    freeing_ = live_->freeing;
+    timeout_ = live_->engine->pool().timeout();
+    // The GIL is held, so only one of several callers gets the engine.
+    std::shared_ptr<LiveEngine> live = std::move(live_);
+    const py::gil_scoped_release released;
+    unregister_engine(id_);
+    live->engine->pool().close();
+    live.reset();
+  }
   // A signal handler runs inside the forward that it interrupts, so it cannot wait for that forward
   // to end. At exit there is no need to wait: the process frees everything.
   if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
-  freeing->wait(timeout, torch_runtime());
+  const std::shared_ptr<Freeing> freeing = freeing_;
+  const py::gil_scoped_release released;
+  freeing->wait(timeout_, torch_runtime());
 }
 
 void define_engine(py::module_& module) {
@@ -409,7 +417,7 @@ void define_engine(py::module_& module) {
       .def("describe", method(describe));
   py::class_<PyLender>(module, "Lender")
       .def(py::init<const PyEngine&, const std::string&, int32_t>(), py::arg("engine"),
-           py::arg("path"), py::arg("workers"))
+           py::arg("path"), py::arg("workers"), py::keep_alive<1, 2>())
       .def_property_readonly("workers",
                              [](const PyLender& self) { return self.lender().borrowers(); })
       .def_property_readonly("slots", [](const PyLender& self) { return self.lender().slots(); })

@@ -48,10 +48,14 @@ class PyEngine {
 
   // Returns false also if the engine is closed.
   bool wait_for_forwards(int32_t layer, int64_t forwards, double patience) const;
+  // Waits also if an earlier call did not, or not long enough. Throws Error(kInvalid) if a lender
+  // of this engine is open.
   void close(bool wait);
 
  private:
-  std::shared_ptr<LiveEngine> live_;
+  std::shared_ptr<LiveEngine> live_;  // nullptr: closed
+  std::shared_ptr<Freeing> freeing_;  // of the closed engine
+  std::chrono::milliseconds timeout_{};
   int64_t id_ = 0;
   int64_t generation_ = 0;
 };

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "bindings/errors.h"
+#include "bindings/process.h"
 #include "bindings/runtime.h"
 #include "bindings/tensors.h"
 #include "store/record.h"
@@ -101,6 +102,7 @@ at::Tensor pack_calibrated(const OptionalTensor& gate, const at::Tensor& up, con
                            const at::Tensor& intermediate_feedback,
                            const at::Tensor& intermediate_importance, c10::string_view format,
                            int64_t group_size) {
+  check_process();
   const GivenExpert expert(gate, up, down, gate_bias, up_bias, down_bias, format, group_size);
   const int64_t hidden = expert.layout.hidden, intermediate = expert.layout.intermediate;
   check_moments(hidden_feedback, {hidden, hidden}, "hidden_feedback");

@@ -1,4 +1,5 @@
-// Workspaces and the fork check of ops without a pool: linear layers and attention.
+// Workspaces and the fork check of ops without a pool: linear layers, attention and
+// pack_calibrated.
 #pragma once
 
 #include "engine/workspace.h"

@@ -168,6 +168,7 @@ PyTables::PyTables(const py::kwargs& given) {
 }
 
 PyTables::~PyTables() {
+  if (live_ == nullptr) return;
   try {
     close(/*wait=*/true);
   } catch (const std::exception&) {  // a destructor must not throw
@@ -176,18 +177,21 @@ PyTables::~PyTables() {
 }
 
 void PyTables::close(bool wait) {
-  // The GIL is held, so only one of several callers gets the tables.
-  std::shared_ptr<LiveTables> live = std::move(live_);
-  if (live == nullptr) return;
-  const py::gil_scoped_release released;
-  Handles<LiveTables>::remove(id_);
-  live->tables->close();
-  const std::chrono::milliseconds timeout = live->tables->timeout();
-  const std::shared_ptr<Freeing> freeing = live->freeing;
-  live.reset();
+  if (live_ != nullptr) {
+    freeing_ = live_->freeing;
+    timeout_ = live_->tables->timeout();
+    // The GIL is held, so only one of several callers gets the tables.
+    std::shared_ptr<LiveTables> live = std::move(live_);
+    const py::gil_scoped_release released;
+    Handles<LiveTables>::remove(id_);
+    live->tables->close();
+    live.reset();
+  }
   // As in PyEngine::close(): a signal handler runs inside the gather that it interrupts.
   if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
-  freeing->wait(timeout, torch_runtime());
+  const std::shared_ptr<Freeing> freeing = freeing_;
+  const py::gil_scoped_release released;
+  freeing->wait(timeout_, torch_runtime());
 }
 
 void define_tables(py::module_& module) {

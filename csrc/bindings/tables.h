@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <type_traits>
@@ -44,10 +45,13 @@ class PyTables {
     return see(*live->tables);
   }
 
+  // As PyEngine::close().
   void close(bool wait);
 
  private:
-  std::shared_ptr<LiveTables> live_;
+  std::shared_ptr<LiveTables> live_;  // nullptr: closed
+  std::shared_ptr<Freeing> freeing_;  // of the closed tables
+  std::chrono::milliseconds timeout_{};
   int64_t id_ = 0;
   int64_t generation_ = 0;
 };

@@ -461,7 +461,15 @@ void Pool::close() {
 
 void Pool::on_progress(std::function<void()> call) {
   const Impl::Lock lock = impl_->locked();
+  if (call && impl_->progress) {
+    throw_invalid("this pool is lent already; close its lender, or lend a pool of its own");
+  }
   impl_->progress = std::move(call);
+}
+
+bool Pool::lent() const {
+  const Impl::Lock lock = impl_->locked();
+  return impl_->progress != nullptr;
 }
 
 int Pool::shared_descriptor() const {

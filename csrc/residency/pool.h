@@ -135,8 +135,10 @@ class Pool {
   void close();
 
   // Calls `call` when a read has ended or a slot may have become free. The pool's lock is held, so
-  // `call` must not call the pool. It must not throw. Empty: no call.
+  // `call` must not call the pool. It must not throw. Empty: no call any more. Throws
+  // Error(kInvalid) if there is one already: a pool has one lender.
   void on_progress(std::function<void()> call);
+  bool lent() const;  // whether there is such a call
   // The memfd of a shared pool's slots, its size, and the offset of a record in it. Throw
   // Error(kInvalid) for a pool that is not shared.
   int shared_descriptor() const;

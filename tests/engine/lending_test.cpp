@@ -759,6 +759,18 @@ TEST_F(LendingTest, OnlyOneOfSeveralOwnersTakesOverASocketLeftBehind) {
   }
 }
 
+TEST_F(LendingTest, APoolHasOneLender) {
+  lend(4, 2);
+  const Error second = error_of([&] { Lender(*owner_, folder_ + "/two", 2); });
+  EXPECT_EQ(second.kind(), ErrorKind::kInvalid);
+  EXPECT_NE(std::string(second.what()).find("lent already"), std::string::npos) << second.what();
+  EXPECT_FALSE(std::filesystem::exists(folder_ + "/two"));
+  EXPECT_TRUE(owner_->lent());
+  EXPECT_TRUE(forwards(*borrow(), 5, 1));  // the first lender still hears of reads that end
+  lender_.reset();
+  EXPECT_FALSE(owner_->lent());
+}
+
 TEST_F(LendingTest, InvalidWaysToLendAreRefused) {
   Pool own(options_of(4), Runtime{}, store_.source(), nullptr);
   for (const int32_t borrowers : {1, 0}) {

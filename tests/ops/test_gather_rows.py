@@ -256,8 +256,9 @@ def test_slow_reads_time_out(files: RowFiles) -> None:
     tables = files.open(faults=SLOW, timeout=0.05)
     with pytest.raises(torch_mesh.ReadTimeoutError, match=r"table0\.weight"):
         gather(files, tables, torch.tensor([1]))
-    with pytest.raises(torch_mesh.ReadTimeoutError):
-        tables.close()
+    for _ in range(2):  # the second call waits for what the first one left
+        with pytest.raises(torch_mesh.ReadTimeoutError):
+            tables.close()
 
 
 @pytest.mark.parametrize("files", first_quick(raw_files, padded_files), indirect=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch_mesh import _C
 from torch_mesh.calibration import moments
 from torch_mesh.calibration.moments import InputMoments, Moments, feedback_of
-from torch_mesh.errors import MeshError
+from torch_mesh.errors import ForkedProcessError, MeshError
 
 FED_INPUT_BY_INPUT = ("int8", "int4", "lut4")
 TRELLISES = ("tcq3", "tcq2", "tcq2+tcq3")
@@ -248,3 +250,21 @@ def test_formats_without_calibration_are_refused(weights: str) -> None:
     factors = feedback_of(torch.eye(64)), feedback_of(torch.eye(64))
     with pytest.raises(ValueError, match="int8, int4, lut4"):
         Expert.random(64, 64).record(weights, 32, *factors)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_forked_child_gets_an_error() -> None:
+    expert = Expert.random(64, 64)
+    factors = (feedback_of(_mean(expert.seen), *_C.calibration_order("int8")),) * 2
+    expert.record("int8", 64, *factors)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(60)  # kills a child that hangs
+            expert.record("int8", 64, *factors)
+        except ForkedProcessError:
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import warm
 from tiny_pools import Spec, TinyExperts, open_engine, ops
 
-from torch_mesh import _C, _testing
+from torch_mesh import _C, ReadTimeoutError, _testing
 from torch_mesh.pool.expert_pool import _close
 
 # Seconds; only a hang takes this long.
@@ -176,19 +178,35 @@ def test_io_uring_is_not_used_if_entering_lacks_memory(tmp_path: Path) -> None:
         pytest.skip("this process may not install a seccomp filter")
 
 
-def test_dropping_a_model_with_slow_reads_warns(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def slow_engine(folder: Path) -> Iterator[_C.Engine]:
+    """An engine with a read that takes longer than its time-out. At the end its files are closed."""
     descriptors = len(os.listdir("/proc/self/fd"))
     experts = TinyExperts(Spec(), 0)
     slow = {"seed": 6, "delay": 1.0, "max_delay": 2.0}
-    source = _C.Source(**experts.store(tmp_path / "store").source_arguments())
+    source = _C.Source(**experts.store(folder).source_arguments())
     engine = open_engine(experts, source, slots=4, timeout=0.05, faults=slow)
     begun = _testing.chunks_given()
     ops.prefetch(torch.tensor([engine.id, 0, 1]), torch.arange(2))
     while _testing.chunks_given() == begun:  # else closing would drop the read before it begins
         time.sleep(0.001)
-    with pytest.warns(RuntimeWarning, match="reads of a closed engine take longer than the time-out of 50 ms"):
-        _close(engine, (), None, os.getpid())
+    yield engine
     deadline = time.monotonic() + PATIENCE
     while len(os.listdir("/proc/self/fd")) > descriptors:  # the files are closed once the reads have ended
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_dropping_a_model_with_slow_reads_warns(tmp_path: Path) -> None:
+    message = "reads of a closed engine take longer than the time-out of 50 ms"
+    with slow_engine(tmp_path / "store") as engine, pytest.warns(RuntimeWarning, match=message):
+        _close(engine, (), None, os.getpid())
+
+
+def test_a_later_close_waits_for_what_an_earlier_one_left(tmp_path: Path) -> None:
+    with slow_engine(tmp_path / "store") as engine:
+        engine.close(wait=False)
+        for _ in range(2):
+            with pytest.raises(ReadTimeoutError, match="what they read into is freed when they end"):
+                engine.close()
+    engine.close()

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,12 @@ def test_a_worker_gets_an_error_after_the_owner_closes(
 
 
 def test_settings_and_stores_that_do_not_fit_are_refused(
-    store: Store, mesh_tiny: Path, socket: str, tmp_path: Path, share: Callable[..., SharedPool]
+    store: Store,
+    mesh_tiny: Path,
+    socket: str,
+    tmp_path: Path,
+    share: Callable[..., SharedPool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ReadError, match="torch-mesh share STORE --socket"):
         open_model(store, shared=socket)
@@ -140,12 +146,37 @@ def test_settings_and_stores_that_do_not_fit_are_refused(
         SharedPool(store, socket, 0.25, 1)
     with pytest.raises(ValueError, match="every token needs"):
         SharedPool(store, f"{socket}2", "64KiB", 1)
-    small = SharedPool(store, f"{socket}2", 0.001, 1)
-    many = torch_mesh._C.Lender(small.engine, f"{socket}3", small.slots)
-    with pytest.raises(ValueError, match="fewer --workers"):
-        open_model(store, shared=f"{socket}3")
-    many.close()
-    small.close()
+    lender = torch_mesh._C.Lender
+    with monkeypatch.context() as patch:  # a slot for each worker
+        patch.setattr(
+            torch_mesh._C, "Lender", lambda engine, path, _: lender(engine, path, engine.describe_size()["max_slots"])
+        )
+        small = SharedPool(store, f"{socket}2", 0.001, 1)
+    with contextlib.closing(small), pytest.raises(ValueError, match="fewer --workers"):
+        open_model(store, shared=f"{socket}2")
+
+
+def test_an_engine_has_one_lender_and_closes_after_it(
+    store: Store, socket: str, share: Callable[..., SharedPool]
+) -> None:
+    shared = share()
+    with pytest.raises(ValueError, match="lent already"):
+        torch_mesh._C.Lender(shared.engine, f"{socket}2", 1)
+    with pytest.raises(ValueError, match="close its Lender first"):
+        shared.engine.close()
+    model = open_model(store, shared=socket)
+    assert len(generated(model, 2)) == PROMPT.numel() + 2
+    shared.lender.close()
+    shared.engine.close()
+
+
+def test_a_dropped_pool_ends_its_loans_before_its_engine(store: Store, socket: str) -> None:
+    shared = SharedPool(store, socket, 0.5, 1)
+    engine, lender = weakref.ref(shared.engine), shared.lender
+    del shared  # drops its engine first, whose end would wait for the lender
+    assert engine() is not None and lender.workers == 0
+    del lender
+    assert engine() is None and not Path(socket).exists()
 
 
 @pytest.mark.parametrize("kind", ["tables", "dense"])

@@ -152,17 +152,17 @@ struct Lender::Impl {
     all.reserve(static_cast<size_t>(max));
     events.resize(2 + 2 * static_cast<size_t>(max));
     if (wake_up.get() < 0) throw_system(path, "make an event for");
-    listen_at(lending::address_of(path));
+    pool.on_progress([this] { wake_up.wake(); });
     try {
+      listen_at(lending::address_of(path));
       if (!poller.add(wake_up.get(), EPOLLIN, &wake_up) ||
           !poller.add(listening.get(), EPOLLIN, &listening)) {
         throw_system(path, "wait at");
       }
-      pool.on_progress([this] { wake_up.wake(); });
       thread = start_thread("the thread that lends", [this] { run(); });
     } catch (...) {
       pool.on_progress({});
-      unlink(path.c_str());
+      if (inode != 0) unlink(path.c_str());
       throw;
     }
   }

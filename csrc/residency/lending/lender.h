@@ -20,8 +20,8 @@ class Lender {
  public:
   // Listens at `path`, a socket that only this user can open; replaces one that no process answers
   // at. `pool` is shared (PoolOptions::sharing) and outlives the lender. Throws Error(kInvalid) for
-  // a path where something else is or a process answers, for a pool that is not shared, and for
-  // more borrowers than it has slots; Error(kRead) if the system refuses it.
+  // a path where something else is or a process answers, for a pool that is not shared or has a
+  // lender, and for more borrowers than it has slots; Error(kRead) if the system refuses it.
   Lender(Pool& pool, const std::string& path, int32_t borrowers);
   ~Lender();
   Lender(const Lender&) = delete;
