@@ -41,7 +41,7 @@ def _(scores: Tensor, topk_ids: Tensor, handle: Tensor, bias: float, kept: int) 
     torch._check(scores.dim() == 2, lambda: f"scores must be [tokens, experts]; got {tuple(scores.shape)}")
     torch._check(topk_ids.dim() == 2, lambda: f"topk_ids must be [tokens, k]; got {tuple(topk_ids.shape)}")
     torch._check(topk_ids.shape[0] == scores.shape[0], lambda: "topk_ids and scores differ in tokens")
-    return topk_ids.new_empty(topk_ids.shape, dtype=torch.int64)
+    return scores.new_empty(topk_ids.shape, dtype=torch.int64)
 
 
 @torch.library.register_fake("torch_mesh::residency")

@@ -1,5 +1,5 @@
 // Ops for a model on a GPU with its experts on the CPU. Arguments are copied to the CPU and the CPU
-// op runs. Results are copied to the device of the first argument that was not on the CPU.
+// op runs. Results are copied to the device of the first tensor, as the fake kernels say.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -15,7 +15,7 @@ void hand_over(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<at::Device> device;
   for (size_t i = begin; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
-    if (!value.isTensor() || value.toTensor().device().is_cpu()) continue;
+    if (!value.isTensor()) continue;
     if (!device) device = value.toTensor().device();
     value = value.toTensor().to(at::kCPU);
   }

@@ -23,6 +23,7 @@ from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError
 from torch_mesh.modules.experts import MeshExperts, patched_modules
 from torch_mesh.modules.packed_weight import PackedWeight
 from torch_mesh.patching import checkpoint_source
+from torch_mesh.statistics.snapshot import look
 from torch_mesh.store.convert import convert
 from torch_mesh.system import memory
 
@@ -143,6 +144,14 @@ def test_device_map(device_map: object, converted: bool, tmp_path: Path, ids: to
     config = MeshConfig(resident=0.3)
     model = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, quantization_config=config)
     assert torch.equal(_logits(model, ids.to(model.device)).cpu(), _logits(reference, ids))
+
+
+def test_a_default_device_moves_no_handle(mesh_tiny: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(resident=0.25))
+    pool = next(patched_modules(model))._mesh_pool
+    with torch.device("meta"):
+        assert pool.handle(0).is_cpu
+        assert look([pool.engine], pool.layers, {}).experts == pool.geometry.num_experts
 
 
 def test_model_without_a_head_opens_the_same_store(tmp_path: Path, ids: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import NO_LOOKAHEAD, TINY_MODELS, draw_routers
 from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
 
 import torch_mesh
 from torch_mesh.models.families import Router, find_experts, find_router, router_unsupported_reason
@@ -32,6 +33,19 @@ def test_lookahead_lowers_misses_and_changes_no_token(mesh_tiny: Path) -> None:
     without, plain = _generate(mesh_tiny, prefetch="off")
     assert torch.equal(with_hints, without)
     assert hinted.cold_misses < 0.8 * plain.cold_misses
+
+
+def test_a_compiled_unfused_forward_keeps_its_gradient_through_the_next(tmp_path: Path) -> None:
+    model: Any = TINY_MODELS["MixtralExperts"].build()
+    for layer in find_experts(model):
+        layer.module.act_fn = ACT2FN["relu"]  # type: ignore[assignment]
+    torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store")
+    assert not any(module._mesh_fused for module in patched_modules(model))
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    hidden = torch.randn(1, 4, model.config.hidden_size, dtype=model.dtype, requires_grad=True)
+    first, second = (model(inputs_embeds=hidden, use_cache=False).logits.sum() for _ in range(2))
+    assert all(torch.autograd.grad(out, hidden)[0].any() for out in (second, first))
 
 
 @pytest.mark.parametrize("name", sorted(NO_LOOKAHEAD))

@@ -114,6 +114,8 @@ def test_look_ups_equal_those_of_the_original_embedding(family: str, tmp_path: P
         assert torch.equal(embedding(ids), original(ids))
         with pytest.raises(IndexError):
             embedding(ids + original.num_embeddings)
+    with torch.device("meta"):  # a default device
+        assert all(tables.read(0, 0, 3).is_cpu for tables in tables_of(opened))
 
 
 def test_look_ups_compile_without_graph_breaks(family: str, tmp_path: Path) -> None:

@@ -63,11 +63,12 @@ def _expert_seconds(pool: ExpertPool, layer: int, experts: list[int]) -> tuple[f
     try:
         for index, expert in enumerate(experts):
             engine.fill(0, index, pool.engine.read_record(layer, expert))
-        handle = torch.tensor([engine.id, 0, engine.generation])
+        handle = torch.tensor([engine.id, 0, engine.generation], device="cpu")
 
         def seconds(rows: int) -> float:
-            ids = torch.arange(count).repeat(rows).unsqueeze(1)
-            x, weights = torch.ones((len(ids), shape.hidden), dtype=torch.bfloat16), torch.ones(ids.shape)
+            ids = torch.arange(count, device="cpu").repeat(rows).unsqueeze(1)
+            x = torch.ones((len(ids), shape.hidden), dtype=torch.bfloat16, device="cpu")
+            weights = torch.ones(ids.shape, device="cpu")
             return _seconds(lambda: torch.ops.torch_mesh.experts(x, ids, weights, handle)) / count
 
         return seconds(1), seconds(_MANY_ROWS)

@@ -214,7 +214,7 @@ class ExpertPool:
 
     def handle(self, layer: int) -> torch.Tensor:
         """int64 [pool, layer, generation]: the handle of a layer, an argument of the ops."""
-        return torch.tensor([self.engine.id, layer, self.engine.generation], dtype=torch.int64)
+        return torch.tensor([self.engine.id, layer, self.engine.generation], dtype=torch.int64, device="cpu")
 
     def fill(self, layer: int, expert: int, weights: ExpertTensors) -> None:
         """Pack one expert and make it resident permanently."""

@@ -91,12 +91,13 @@ class RowTables:
 
     def handle(self, table: int) -> torch.Tensor:
         """int64 [tables, table, generation]: the handle of a table, an argument of the ops."""
-        return torch.tensor([self.engine.id, table, self.engine.generation], dtype=torch.int64)
+        return torch.tensor([self.engine.id, table, self.engine.generation], dtype=torch.int64, device="cpu")
 
     def read(self, table: int, first: int, last: int) -> torch.Tensor:
         """Rows [first, last): their values as in the files, or what their codes stand for."""
         about = self.tables[table]
-        return torch.ops.torch_mesh.gather_rows(torch.arange(first, last), self.handle(table), about.dim, about.dtype)
+        ids = torch.arange(first, last, device="cpu")
+        return torch.ops.torch_mesh.gather_rows(ids, self.handle(table), about.dim, about.dtype)
 
     def describe(self, table: int) -> str:
         """Part of a line for print(model)."""

@@ -54,7 +54,8 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], predictor: str | N
         module: Any = layers[index - 1].module
         following: Any = layers[index].module
         if router is not None:
-            module._mesh_next = NextLayer(router, following._mesh_handle, layers[index].top_k)
+            # A clone: the op mutates its handle, and that of the layer's products is kept for their backward.
+            module._mesh_next = NextLayer(router, following._mesh_handle.clone(), layers[index].top_k)
         elif index > 0:  # no model predicts the first layer with a router
             module._mesh_lookahead_unsupported_reason = (
                 f"of the next layer, {router_unsupported_reason(model, layers[index])}"

@@ -392,7 +392,7 @@ class Names(ABC):
 
         None if the parameter is not made of whole rows of these.
         """
-        index = torch.arange(rows + of_companion, dtype=torch.float32)
+        index = torch.arange(rows + of_companion, dtype=torch.float32, device="cpu")
         marked = torch.stack([2 * index, 2 * index + 1], dim=1)  # two columns, which must stay adjacent
         companion = marked[rows:] if of_companion else None
         try:

@@ -297,7 +297,7 @@ class RowBlocks:
         """uint8 [out, bytes of a row], read now. Raises ``StoreError``."""
         parts = [read_tensor(*part.codes) for part in self.parts]
         rows = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return rows if torch.equal(self.order, torch.arange(len(rows))) else rows[self.order]
+        return rows if torch.equal(self.order, torch.arange(len(rows), device="cpu")) else rows[self.order]
 
 
 def blocks_of_rest(

@@ -67,7 +67,7 @@ class Bnb4(Layout):
         state = _state(parts["state"])
         codes = parts["codes"].contiguous().view(torch.uint8).flatten().int()
         table = scale_values(parts, "table")
-        byte = torch.arange(256)
+        byte = torch.arange(256, device="cpu")
         values = torch.stack([table[byte >> 4], table[byte & 15]], dim=1).index_select(0, codes).flatten()
         scale = scale_values(parts) if "nested_scale" not in parts else _unrounded(parts, state)
         size = state["blocksize"]

@@ -109,4 +109,4 @@ class Gptq(Layout):
 
 
 def _in_turn(columns: int, groups: int) -> torch.Tensor:
-    return torch.arange(columns) // (columns // groups)
+    return torch.arange(columns, device="cpu") // (columns // groups)

@@ -313,13 +313,13 @@ def fp4_values(codes: torch.Tensor) -> torch.Tensor:
 @cache
 def _powers() -> torch.Tensor:
     """The powers of bytes 0 to 254; 2^-127 for byte 0 is subnormal in fp32."""
-    return torch.exp2(torch.arange(255, dtype=torch.float64) - 127).float()
+    return torch.exp2(torch.arange(255, dtype=torch.float64, device="cpu") - 127).float()
 
 
 @cache
 def _fp4_pairs() -> torch.Tensor:
-    table = torch.tensor(_FP4, dtype=torch.float32)
-    byte = torch.arange(256)
+    table = torch.tensor(_FP4, dtype=torch.float32, device="cpu")
+    byte = torch.arange(256, device="cpu")
     return torch.stack([table[byte & 15], table[byte >> 4]], dim=1)
 
 
