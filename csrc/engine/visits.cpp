@@ -6,8 +6,8 @@
 
 namespace torch_mesh {
 
-// Pins a window of the experts, half of the pool at most, while its runs are visited. The other
-// half is for reads ahead.
+// Pins a window of the experts while its runs are visited: half of the pool, or one run if that is
+// more. The rest of the pool is for reads ahead.
 void Engine::visit_in_order(int32_t layer, std::span<const int32_t> experts, int32_t at_once,
                             const VisitRun& visit) {
   const auto count = static_cast<int32_t>(experts.size());

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -29,8 +30,9 @@ class Timeline {
  public:
   // Drops the recorded misses, and records the next `misses`; 0: none.
   void start(int32_t misses, int32_t slots) {
+    limit_ = static_cast<size_t>(misses);
     misses_.clear();
-    misses_.reserve(static_cast<size_t>(misses));
+    misses_.reserve(limit_);
     reads_.assign(misses > 0 ? static_cast<size_t>(slots) : 0, {});
   }
   void landed(int32_t slot, const ReadResult& read) {
@@ -39,7 +41,7 @@ class Timeline {
   }
   // An expert in `slot` whose read ended before the claim was a hit.
   void handed(int32_t slot, int32_t layer, int32_t expert, Miss::Time claimed) {
-    if (reads_.empty() || misses_.size() == misses_.capacity()) return;
+    if (reads_.empty() || misses_.size() == limit_) return;
     Miss miss = reads_[slot];
     if (miss.landed <= claimed) return;
     miss.layer = layer;
@@ -57,6 +59,7 @@ class Timeline {
   const std::vector<Miss>& misses() const { return misses_; }
 
  private:
+  size_t limit_ = 0;
   std::vector<Miss> misses_;
   std::vector<Miss> reads_;  // by slot: the last read into it; empty: off
 };

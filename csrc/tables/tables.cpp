@@ -51,7 +51,8 @@ void check(const TablesOptions& options) {
                std::to_string(options.files.size()));
       }
       const File& file = options.files[stretch.file];
-      if (stretch.offset < 0 || stretch.rows < 1 || file.bytes < stretch.offset + bytes ||
+      if (stretch.offset < 0 || stretch.rows < 1 || bytes > file.bytes ||
+          stretch.offset > file.bytes - bytes ||
           stretch.rows - 1 > (file.bytes - stretch.offset - bytes) / table.stride) {
         refuse(table.name + ": " + std::to_string(stretch.rows) + " rows from offset " +
                std::to_string(stretch.offset) + " on do not lie within " + file.path);

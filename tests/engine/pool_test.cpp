@@ -76,6 +76,15 @@ TEST(Pool, RecordsWhenMissesWereClaimedReadAndComputed) {
   EXPECT_EQ(error_of([&] { pool.record_misses(-1); }).kind(), ErrorKind::kInvalid);
 }
 
+TEST(Pool, RecordsNoMoreMissesThanAskedForAfterALargerCall) {
+  const TestStore store(1, 8);
+  Pool pool(options_of(6), {}, store.source(), nullptr);
+  pool.record_misses(1000);
+  pool.record_misses(1);
+  forward(pool, 0, std::vector<int32_t>{0, 1, 2});
+  EXPECT_EQ(pool.misses().size(), 1U);
+}
+
 TEST(Timeline, AReadThatEndedBeforeTheClaimIsAHit) {
   const Miss::Time begun = Miss::Time::clock::now();
   const Miss::Time ended = begun + 2ms;

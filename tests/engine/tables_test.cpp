@@ -353,6 +353,7 @@ TEST(TablesOptionsTest, TablesOutsideTheirFilesAreRefused) {
   refused("do not lie within", [](Table& table) { table.stretches[1].rows += 1; });
   refused("do not lie within", [](Table& table) { table.stretches[0].offset = -1; });
   refused("do not lie within", [](Table& table) { table.stretches[1].rows = INT64_MAX; });
+  refused("do not lie within", [](Table& table) { table.stretches[0].offset = INT64_MAX; });
   refused("names file 3", [](Table& table) { table.stretches[0].file = 3; });
   refused("has no rows", [](Table& table) { table.stretches.clear(); });
   refused("a step at least 320", [](Table& table) { table.stride = 319; });
