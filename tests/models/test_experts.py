@@ -94,6 +94,20 @@ def test_expert_map_gives_the_expert_of_each_id(weights, routed) -> None:
     assert torch.equal(mapped(x, ids, routing), torch_mesh.Experts(*weights)(x, expert_map[ids], routing))
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("wrong", [-1, EXPERTS + 1])
+def test_ids_outside_of_the_map_are_refused(weights, routed, wrong: int) -> None:
+    x, ids, routing = routed
+    ids[3, 1] = wrong
+    layer = torch_mesh.Experts(*weights, expert_map=torch.arange(EXPERTS + 1, dtype=torch.int32).remainder(EXPERTS))
+    for run in (layer, layer.submit):
+        with pytest.raises(ValueError, match=rf"topk_ids has {wrong}, .* ids in \[0, 7\)"):
+            run(x, ids, routing)
+    # No branch in compiled code may depend on values, and the op gets an id that it refuses.
+    with pytest.raises(ValueError, match=r"is outside \[0, 6\)"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x, ids, routing)
+
+
 @pytest.mark.parametrize("family", ["Qwen3MoeExperts", "GptOssExperts"])
 def test_layer_from_a_store(tmp_path: Path, family: str) -> None:
     model = TINY_MODELS[family].build()

@@ -41,7 +41,7 @@ class Experts(nn.Module):
             "swiglu(alpha=1.702,offset=1,gate=7,up=7)". "softcap(gate=4,up=25)": ``4 * tanh(gate / 4) * sigmoid(gate) *
             25 * tanh(up / 25)``.
         top_k: experts per token; the smallest pool has as many slots.
-        expert_map: int [ids]; maps the ids that ``forward`` gets to experts.
+        expert_map: int [ids]; maps the ids that ``forward`` gets to experts. Other ids raise ValueError.
         config: a MeshConfig; ``fields`` are its fields (``weights="int4"``, ``resident="2GiB"`` ...) and override it.
 
     The tensors are packed and not kept. Raises ValueError for mismatched shapes and unknown activations.
@@ -124,7 +124,17 @@ class Experts(nn.Module):
         return submit(cast(MeshExperts, self.experts), x, self._mapped(topk_ids), topk_weights)
 
     def _mapped(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        return topk_ids if self.expert_map is None else self.expert_map[topk_ids]
+        if self.expert_map is None:
+            return topk_ids
+        count = self.expert_map.numel()
+        unknown = (topk_ids < 0) | (topk_ids >= count)
+        if topk_ids.is_cpu and not torch.compiler.is_compiling() and unknown.any():
+            raise ValueError(
+                f"topk_ids has {int(topk_ids[unknown][0])}, and expert_map gives the experts of ids in [0, {count}): "
+                "leave out the choices of other experts."
+            )
+        # Indexing would count ids below 0 from the end. -1 is outside of the experts for the op too.
+        return self.expert_map[topk_ids.clamp(0, count - 1)].masked_fill(unknown, -1)
 
     def _set_expert_map(self, expert_map: torch.Tensor | None) -> None:
         if expert_map is not None:
@@ -135,6 +145,7 @@ class Experts(nn.Module):
                 )
             if expert_map.numel() == 0 or expert_map.min() < 0 or expert_map.max() >= count:
                 raise ValueError(f"expert_map must hold experts in [0, {count}).")
+            expert_map = expert_map.long()
         self.expert_map: torch.Tensor | None
         self.register_buffer("expert_map", expert_map, persistent=False)
 
