@@ -244,6 +244,29 @@ def test_the_gradient_of_a_frozen_layer_is_exact_to_one_rounding(
 
 
 @pytest.mark.usefixtures("emulated")
+def test_a_frozen_layer_that_is_not_packed_takes_one_vector() -> None:
+    linear: Any = nn.Linear(72, 40).bfloat16().requires_grad_(False)
+    change_class(linear, PlainLinear)
+    x, grad = torch.randn(72).bfloat16().requires_grad_(), torch.randn(40).bfloat16()
+    value = linear(x)
+    assert torch.equal(value, linear(x[None])[0])
+    (own,) = torch.autograd.grad(value, x, grad)
+    assert torch.equal(own, torch.autograd.grad(linear(x[None]), x, grad[None])[0])
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("max_rows", [None, 4])
+def test_torch_computes_an_unpacked_layer_of_a_jagged_input(max_rows: int | None) -> None:
+    linear: Any = nn.Linear(72, 40).bfloat16().requires_grad_(False)
+    change_class(linear, PlainLinear)
+    linear._mesh_max_rows = max_rows
+    rows = [torch.randn(count, 72).bfloat16() for count in (1, 2)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    own, expected = linear(jagged), nn.functional.linear(jagged, linear.weight, linear.bias)
+    assert torch.equal(own.values(), expected.values())
+
+
+@pytest.mark.usefixtures("emulated")
 def test_second_derivatives_of_a_frozen_layer_that_is_not_packed() -> None:
     linear: Any = nn.Linear(72, 40).bfloat16().requires_grad_(False)
     change_class(linear, PlainLinear)

@@ -134,26 +134,30 @@ class _FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         # torch's emulated bf16 product takes seconds in this direction, where weights are strided along the sum.
         (weight,) = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2)
+        grad = grads[0].reshape(-1, weight.size(0))
         rows = max(1, _MAX_FP32_VALUES // weight.size(1))
         result = grad.new_zeros((grad.size(0), weight.size(1)), dtype=torch.float32)
         for own, part in zip(grad.split(rows, -1), weight.split(rows), strict=True):
             result = torch.addmm(result, own.float(), part.float())
-        return result.to(grad.dtype).unflatten(0, grads[0].shape[:-1]), None, None
+        return result.to(grad.dtype).reshape(*grads[0].shape[:-1], weight.size(1)), None, None
 
 
 def _is_supported(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     # Runs for every layer of every step.
     return (
-        _on_cpu_in_bf16(input)
-        and _on_cpu_in_bf16(weight)
-        and (bias is None or _on_cpu_in_bf16(bias))
-        and type(weight) in (nn.Parameter, torch.Tensor)
+        _is_ordinary(input)
+        and _is_ordinary(weight)
+        and (bias is None or _is_ordinary(bias))
         and weight.layout is torch.strided
         and weight.stride(1) == 1
         and max(weight.shape) <= _MAX_FEATURES
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """On the CPU in bf16, and of no subclass: one may be a tensor only by what it overrides."""
+    return type(tensor) in (nn.Parameter, torch.Tensor) and _on_cpu_in_bf16(tensor)
 
 
 def _on_cpu_in_bf16(tensor: torch.Tensor) -> bool:
