@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,15 @@ def test_copies_grow_independently(copied: Any) -> None:
     second.crop(-2)
     second.update(*_states(1))
     assert torch.equal(first.keys[..., 10:, :], torch.cat([ends[0][0], ends[2][0]], dim=-2))
+
+
+def test_keys_of_a_patched_model_are_saved_and_loaded_like_any_tensor(tmp_path: Path) -> None:
+    ids = torch.randint(3, 100, (1, 5))
+    layers = _patched().generate(ids, max_new_tokens=4, return_dict_in_generate=True).past_key_values.layers
+    assert all(type(layer) is GrowingLayer for layer in layers)
+    torch.save([layer.keys for layer in layers], tmp_path / "keys.pt")
+    loaded = torch.load(tmp_path / "keys.pt")
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(layers, loaded, strict=True))
 
 
 @torch.no_grad()

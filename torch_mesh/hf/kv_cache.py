@@ -5,17 +5,18 @@ transformers' dynamic cache copies all keys and values for every token: docs/dec
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .generation_compat import given_cache
 
 _HANDLE = "_mesh_growing_cache"  # attribute of a model whose caches grow in place
-_ROOM = "_mesh_room"  # attribute of the tensors instead of the layer: their owner frees the memory
 _MIN_ROOM = 32  # tokens; memory is only committed when written
 
 
@@ -35,15 +36,19 @@ class _Room:
     def first(self, tokens: int) -> Tensor:
         self.filled = tokens
         part = self.memory[..., :tokens, :]
-        setattr(part, _ROOM, self)
+        _ROOMS[part] = self
         return part
+
+
+# By tensor and not by layer: the owner of a tensor frees its memory. An attribute of it would be pickled with it.
+_ROOMS: MutableMapping[Tensor, _Room] = WeakTensorKeyDictionary()
 
 
 def _append(kept: Tensor, new: Tensor) -> Tensor:
     """``torch.cat([kept, new], dim=-2)`` of [batch, heads, tokens, dim] tensors; in place if ``kept`` has room."""
     before = kept.shape[-2] if kept.dim() == 4 else 0  # transformers begins with a 1-d empty tensor
     after = before + new.shape[-2]
-    room = getattr(kept, _ROOM, None)
+    room = _ROOMS.get(kept)
     if room is None or room.filled != before or after > room.memory.shape[-2] or _is_sealed(room.memory):
         room = _Room(new.new_empty((*new.shape[:-2], _with_room(after), new.shape[-1])))
         if before:
@@ -84,7 +89,7 @@ class GrowingLayer(DynamicLayer):
         """``crop(-tokens)`` for tokens of the last ``update`` that no other object uses: later tokens overwrite them
         without a copy."""
         held: Any = self.keys, self.values
-        rooms = [getattr(each, _ROOM, None) for each in held]
+        rooms = [_ROOMS.get(each) for each in held]
         if tokens and all(room and room.filled == each.shape[-2] for room, each in zip(rooms, held, strict=True)):
             self.keys, self.values = (room.first(room.filled - tokens) for room in rooms if room)
         else:
