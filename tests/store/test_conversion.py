@@ -92,6 +92,17 @@ def test_store_is_a_complete_checkpoint_for_any_safetensors_tool(tmp_path: Path,
     assert config == json.loads((mesh_tiny / "config.json").read_text())
 
 
+def test_a_file_whose_name_no_manifest_may_have_stays_behind(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "qwen3_moe")
+    (source / "notes.txt").write_text("notes")
+    (source / r"a\b.txt").write_text("of another system")
+    store = convert(source, tmp_path / "store", "int8").store
+    assert (store.folder / "notes.txt").is_file() and not list(store.folder.glob("a*"))
+    assert convert(source, tmp_path / "store", "int8").existed
+    copy = convert(source, tmp_path / "copy", "int8", force=True).store
+    assert list(verify(copy)) == []
+
+
 def test_source_arguments_describe_both_kinds(tmp_path: Path, mesh_tiny: Path) -> None:
     store = convert(mesh_tiny, tmp_path / "store", "int4", max_file_bytes=1 << 20).store
     raw = find_checkpoint_experts(mesh_tiny, meta_model(read_config(mesh_tiny)))

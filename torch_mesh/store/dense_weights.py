@@ -27,6 +27,7 @@ from torch_mesh.store.header import (
     INDEX_NAME,
     Tensor,
     encode_header,
+    is_plain_name,
     read_header,
     read_into,
     store_error,
@@ -195,8 +196,11 @@ def _configs_with_experts(
 
 
 def _is_copied(path: Path) -> bool:
+    """Hidden files stay behind, and names that no manifest may have: transformers reads neither."""
     name = path.name
-    return path.is_file() and name != "config.json" and not name.startswith(".") and not is_weight_file(name)
+    if name.startswith(".") or not is_plain_name(name):
+        return False
+    return path.is_file() and name != "config.json" and not is_weight_file(name)
 
 
 def is_weight_file(name: str) -> bool:

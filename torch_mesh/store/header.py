@@ -326,19 +326,20 @@ def read_json_file(path: Path, floats: bool = False) -> Any:
 def check_file_name(path: Path, name: object, what: str) -> None:
     """Raises ``StoreError`` unless ``name`` is a plain file name: non-empty, one path component, no control
     characters."""
-    if not isinstance(name, str) or not _is_plain(name):
+    if not isinstance(name, str) or not is_plain_name(name):
         raise store_error(path, f"{what} is located in {name!r}, which is not a plain file name of this folder")
 
 
 def check_inner_name(path: Path, name: object, what: str) -> None:
     """Raises ``StoreError`` unless ``name`` is a file in the folder or below: plain names with slashes."""
-    if not isinstance(name, str) or not all(_is_plain(part) for part in name.split("/")):
+    if not isinstance(name, str) or not all(is_plain_name(part) for part in name.split("/")):
         raise store_error(
             path, f"{what} is located in {name!r}, which is not a plain file name in this folder or below"
         )
 
 
-def _is_plain(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` is one path component that a manifest may name."""
     # Lone surrogates cannot be encoded as file names.
     return name not in ("", ".", "..") and re.search(r"[/\\\x00-\x1f\ud800-\udfff]", name) is None
 
