@@ -355,13 +355,14 @@ def test_missing_parts_are_fetched_from_the_hub(tmp_path: Path, monkeypatch: pyt
     others = [path.rename(tmp_path / path.name) for path in sorted((snapshot / "q8").iterdir())[1:]]
     asked = []
 
-    def cached(model: str, name: str, cache_dir: Path, revision: str) -> None:
-        asked.append((model, name, cache_dir, revision))
+    def cached(model: str, name: str, cache_dir: Path, revision: str, **given: Any) -> None:
+        asked.append((model, name, cache_dir, revision, given))
         (tmp_path / Path(name).name).rename(snapshot / name)
 
     monkeypatch.setattr(quantizer, "cached_file", cached)
-    model = _open(made.path, dtype=torch.float32)
-    assert asked == [("maker/model", f"q8/{path.name}", tmp_path, "f00") for path in others]
+    model = _open(made.path, dtype=torch.float32, token="hf_of_the_caller")
+    given = {"token": "hf_of_the_caller", "proxies": None, "local_files_only": False}
+    assert asked == [("maker/model", f"q8/{path.name}", tmp_path, "f00", given) for path in others]
     assert _difference(_logits(model), _logits(made.model)) <= 0.005
 
 

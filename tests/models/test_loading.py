@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -310,13 +311,14 @@ def test_missing_files_of_a_converted_folder_are_fetched_from_the_hub(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     fetched = []
 
-    def fetch(name: str, file: str, *, cache_dir: Path, revision: str) -> None:
-        fetched.append((name, file))
+    def fetch(name: str, file: str, *, cache_dir: Path, revision: str, **given: Any) -> None:
+        fetched.append((name, file, given))
         (tmp_path / file).rename(cache_dir / "models--someone--tiny-moe" / "snapshots" / revision / file)
 
     monkeypatch.setattr(checkpoint_source, "cached_file", fetch)
-    model = AutoModelForCausalLM.from_pretrained("someone/tiny-moe", cache_dir=tmp_path / "hub", local_files_only=True)
-    assert fetched == [("someone/tiny-moe", missing)]
+    given = {"token": "hf_of_the_caller", "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained("someone/tiny-moe", cache_dir=tmp_path / "hub", **given)
+    assert fetched == [("someone/tiny-moe", missing, {"proxies": None, **given})]
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
 
 
@@ -334,7 +336,7 @@ def test_dense_codes_are_fetched_from_the_hub_only_if_asked_for(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     fetched = []
 
-    def fetch(name: str, file: str, *, cache_dir: Path, revision: str) -> None:
+    def fetch(name: str, file: str, *, cache_dir: Path, revision: str, **given: Any) -> None:
         fetched.append(file)
         shutil.copy(tmp_path / file, cache_dir / "models--someone--tiny-moe" / "snapshots" / revision / file)
 

@@ -42,6 +42,7 @@ NAMES: tuple[Name, ...] = (
     # Older ones divide experts by another interface, which torch_mesh refuses.
     *names_of("transformers.integrations.moe", "_is_expert_parallel", versions="transformers>=5.18", in_source=True),
     *names_of("transformers.modeling_utils", "get_hf_quantizer", "get_model_conversion_mapping"),
+    *names_of("transformers.modeling_utils", "_get_resolved_checkpoint_files"),
     *names_of("transformers.modeling_utils.PreTrainedModel", "_keys_to_ignore_on_load_unexpected"),
     *names_of("transformers.modeling_utils", "_is_hf_initialized", in_source=True),
     *names_of("transformers.core_model_loading", "_weight_conversions", in_source=True),
@@ -72,6 +73,7 @@ NAMES: tuple[Name, ...] = (
 default_apply_gate = moe._default_apply_gate
 OLD_FORWARD = "_old_forward"  # accelerate's hooks keep the wrapped forward there
 EXPERT_PARALLEL = "_is_expert_parallel"
+FIND_FILES = "_get_resolved_checkpoint_files"  # a function of transformers.modeling_utils
 
 
 def attention_of(config: Any) -> str:

@@ -53,6 +53,15 @@ from .expert_source import RecordSource
 _LOG = logging.getLogger(__name__)
 
 
+class HubFiles(list[str]):
+    """The paths of a checkpoint's files, with ``token=`` and the like to fetch further ones."""
+
+    def __init__(self, files: Sequence[str], given: Mapping[str, Any]) -> None:
+        super().__init__(files)
+        self.arguments = {name: given.get(name) for name in ("token", "proxies")}
+        self.arguments["local_files_only"] = given.get("local_files_only", False)
+
+
 class CheckpointSource(RecordSource):
     """The experts of a checkpoint, raw, quantised or converted: see ``find_source``."""
 
@@ -199,10 +208,17 @@ class _QuantisedSource(_RawSource):
 class _StoreSource(CheckpointSource):
     """Experts of a converted folder. Without the originals, other formats are converted from its records."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: Path,
+        layers: list[ExpertsLayer],
+        config: MeshConfig,
+        hub_arguments: Mapping[str, Any],
+    ) -> None:
         self.folder = folder
-        _fetch(model, folder, [MANIFEST_NAME])
+        self._fetch = functools.partial(_fetch, model, folder, hub_arguments)
+        self._fetch([MANIFEST_NAME])
         manifest = read_manifest(folder)
         _check_manifest(manifest, folder, layers, config)
         exact = FORMATS[manifest.weights].holds_bf16 and layers[0].dtype == torch.bfloat16
@@ -212,12 +228,12 @@ class _StoreSource(CheckpointSource):
         others = [file.name for file in manifest.other_files]
         self._rows = list(filter(is_table_file, others))
         if config.dense == CODES:
-            _fetch(model, folder, list(filter(is_codes_file, others)))
+            self._fetch(list(filter(is_codes_file, others)))
             self.blocks = codes_of_store(folder, model)
 
     def prepare(self) -> None:
         records = [file.name for file in read_manifest(self.folder).record_files]
-        _fetch(self._model, self.folder, [*records, *self._rows])
+        self._fetch([*records, *self._rows])
         self._store = open_store(self.folder)
         check_other_files(self._store, self.config.verify, codes=self.blocks is not None)
         self.set_records(_records_of(self._store, self._layers, self.config))
@@ -231,7 +247,7 @@ class _StoreSource(CheckpointSource):
 def find_source(
     model: PreTrainedModel,
     layers: list[ExpertsLayer],
-    checkpoint_files: list[str] | None,
+    checkpoint_files: HubFiles | None,
     config: MeshConfig,
     key_mapping: Mapping[str, str] | None,
 ) -> CheckpointSource:
@@ -245,7 +261,7 @@ def find_source(
                     f"max_error={config.max_error} chooses a format, but the experts in {folder} have one already: "
                     "leave max_error out, or give the checkpoint that it was converted from."
                 )
-            return _StoreSource(model, folder, layers, config)
+            return _StoreSource(model, folder, layers, config, checkpoint_files.arguments)
         _check_files(folder, checkpoint_files)
     else:
         raise UnsupportedModelError(
@@ -354,12 +370,12 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
         )
 
 
-def _fetch(model: PreTrainedModel, folder: Path, names: Sequence[str]) -> None:
+def _fetch(model: PreTrainedModel, folder: Path, hub_arguments: Mapping[str, Any], names: Sequence[str]) -> None:
     """Download files that transformers does not know into the hub's cache."""
     name = _name_of(model)
     missing = [] if os.path.isdir(name) else [file for file in names if not (folder / file).is_file()]
     for file in missing:
-        cached_file(name, file, cache_dir=folder.parents[2], revision=folder.name)
+        cached_file(name, file, cache_dir=folder.parents[2], revision=folder.name, **hub_arguments)
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -17,7 +17,7 @@ from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
 from ..config import MeshConfig
-from ..hf.compat import clear_quantized, gguf_config_readers, ignore_unexpected, wrap
+from ..hf.compat import FIND_FILES, clear_quantized, gguf_config_readers, ignore_unexpected, wrap
 from ..hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from ..hf.parallelism_checks import check_launch, expert_ranks
 from ..hf.saving import PatchedModelQuantizer
@@ -30,14 +30,14 @@ from ..pool.expert_pool import record_bytes
 from ..pool.row_tables import tables_memory, vocabulary_in_files
 from ..store.checkpoint import find_left_alone
 from ..store.dense_weights import WITHOUT_TORCH_MESH
-from ..store.gguf import gguf_files
+from ..store.gguf import gguf_files, is_gguf
 from ..store.gguf_families import FAMILIES
 from ..store.gguf_model import READ_BY_FUNCTIONS, READ_BY_TABLES, complete_config, config_table
 from ..store.gguf_sizes import limit_layers
 from ..store.sources import method_of, source_of
 from ..store.tables import packed_tables, tables_in_files
 from ..system.memory import available_bytes
-from .checkpoint_source import CheckpointSource, find_source
+from .checkpoint_source import CheckpointSource, HubFiles, find_source
 from .expert_source import TableSource, open_tables
 from .pipeline import assemble, check
 from .unpooled import load_left_alone, load_tables
@@ -67,7 +67,6 @@ class MeshQuantizer(PatchedModelQuantizer):
 
     def read_header(self, gguf_file: str) -> None:
         """transformers calls this for a GGUF file before it makes the model: complete the config."""
-        _fetch_parts(Path(gguf_file))
         complete_config(self.config_of_gguf, Path(gguf_file))
         if not gguf_file.endswith(".gguf") and self.config_of_gguf.dtype is None:
             # transformers does not recognize names in capitals, and would look for a dtype in the file.
@@ -77,7 +76,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         """Return None: the source's checkpoint files are read, also for a GGUF file."""
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
+        self, model: PreTrainedModel, checkpoint_files: HubFiles | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         check_launch()
         _forget_quantization(model)  # transformers would treat the checkpoint as quantised by another tool
@@ -206,7 +205,7 @@ def _forget_quantization(model: Any) -> None:
     model.is_quantized = False
 
 
-def _fetch_parts(path: Path) -> None:
+def _fetch_parts(path: Path, hub_arguments: Mapping[str, Any]) -> None:
     """Download the other parts of a split GGUF model into the hub's cache, which has the first."""
     snapshot = next((folder for folder in path.parents if folder.parent.name == "snapshots"), None)
     if snapshot is None:
@@ -215,7 +214,7 @@ def _fetch_parts(path: Path) -> None:
     for part in gguf_files(path, all_there=False):
         if not part.is_file():
             name = part.relative_to(snapshot).as_posix()
-            cached_file(model, name, cache_dir=snapshot.parents[2], revision=snapshot.name)
+            cached_file(model, name, cache_dir=snapshot.parents[2], revision=snapshot.name, **hub_arguments)
 
 
 def _config_of(given: Any) -> Any:
@@ -236,6 +235,23 @@ def _with_gguf(find: Any) -> Any:
         if isinstance(quantizer, MeshQuantizer):
             quantizer.config_of_gguf = config
         return quantizer, config, device_map
+
+    return found
+
+
+def _with_hub_arguments(find: Any) -> Any:
+    """Wrap transformers' search for a checkpoint's files, which gets ``token=`` and the like. Quantizers get its result
+    only."""
+
+    @functools.wraps(find)
+    def found(*args: Any, **kwargs: Any) -> Any:
+        files, metadata = find(*args, **kwargs)
+        if files is None or (kwargs.get("user_agent") or {}).get("quant") != "mesh":
+            return files, metadata
+        files = HubFiles(files, kwargs["download_kwargs"])
+        if is_gguf(files[0]):
+            _fetch_parts(Path(files[0]), files.arguments)
+        return files, metadata
 
     return found
 
@@ -296,6 +312,7 @@ def _with_few_layers(read: Any) -> Any:
 # transformers calls these for every model. They pass models without a MeshConfig through.
 wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", _merging)
 wrap("transformers.modeling_utils", "get_hf_quantizer", _with_gguf)
+wrap("transformers.modeling_utils", FIND_FILES, _with_hub_arguments)
 wrap("transformers.modeling_utils", "get_model_conversion_mapping", _with_key_mapping)
 # transformers' readers omit sizes, do not check counts, and fail for gpt-oss: docs/decisions/0041. "llama" is left out,
 # since transformers reads its dense models.
