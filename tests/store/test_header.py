@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from torch_mesh.errors import StoreError
-from torch_mesh.store import header
+from torch_mesh.store import dense_codes, header, table_files
 from torch_mesh.store.header import encode_header, read_header, read_index, weight_files
 
 
@@ -327,3 +327,30 @@ def test_weight_files_are_the_single_one_or_those_of_the_index(tmp_path: Path) -
     assert weight_files(tmp_path) == [tmp_path / "3.safetensors", tmp_path / "b" / "2.safetensors"]
     (tmp_path / "model.safetensors").touch()
     assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+
+
+DEEP = "[" * 200_000
+ROWS = '{"dtype": "BF16", "salt": "00", "dim": 2, "first_row": %s}'
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [("[]", "not an object"), (ROWS % "Infinity", "Infinity is not an integer"), (DEEP, "nests too deep")],
+    ids=["a-list", "infinite", "nested-too-deep"],
+)
+def test_hostile_descriptions_of_rows_are_refused(tmp_path: Path, about: str, message: str) -> None:
+    assert table_files._read_part(_described(tmp_path, "table", ROWS % "3"))[0] == 3
+    with pytest.raises(StoreError, match=message):
+        table_files._read_part(_described(tmp_path, "table", about))
+
+
+@pytest.mark.parametrize("about", ["[]", '{"a": Infinity}', DEEP], ids=["a-list", "infinite", "nested-too-deep"])
+def test_hostile_descriptions_of_codes_are_refused(tmp_path: Path, about: str) -> None:
+    with pytest.raises(StoreError, match="no file of codes"):
+        list(dense_codes._read_file(_described(tmp_path, "codes", about)))
+
+
+def _described(folder: Path, key: str, about: str) -> Path:
+    path = folder / "rows.safetensors"
+    path.write_bytes(encode_header([("a", "U8", (2, 2), 4)], {key: about}) + bytes(4))
+    return path

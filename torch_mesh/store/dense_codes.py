@@ -18,7 +18,7 @@ from torch_mesh.store.checkpoint import CheckpointExperts
 from torch_mesh.store.dense_weights import Dense, read_stretch, spread, tensor_file
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.gguf_model import RowBlocks, blocks_of_rest
-from torch_mesh.store.header import Tensor, read_header, read_range, store_error
+from torch_mesh.store.header import Tensor, parse_json, read_header, read_range, store_error
 from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, read_manifest
 from torch_mesh.store.store_plan import Chunk, NewFile, Piece
 
@@ -184,7 +184,7 @@ def stored_codes(folder: Path) -> dict[str, StoredMatrix]:
 def _read_file(path: Path) -> Iterator[tuple[str, StoredMatrix]]:
     header = read_header(path)
     try:
-        about: Mapping[str, Any] = json.loads(header.metadata["codes"])
+        about: Mapping[str, Any] = parse_json(header.metadata["codes"].encode())
         if about.keys() != header.tensors.keys():
             raise ValueError("it describes other tensors than it has")
         for name, tensor in header.tensors.items():

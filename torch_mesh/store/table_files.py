@@ -16,7 +16,7 @@ import torch
 
 from torch_mesh.formats import TABLE_FORMATS
 from torch_mesh.store.dtypes import DTYPES, FLOATS, NAMES
-from torch_mesh.store.header import encode_header, read_header, read_into, store_error
+from torch_mesh.store.header import encode_header, parse_json, read_header, read_into, store_error
 from torch_mesh.store.manifest import read_manifest
 from torch_mesh.store.store_plan import Chunk, NewFile, Piece
 
@@ -169,7 +169,9 @@ def _read_part(path: Path) -> tuple[int, StoredTable]:
     header = read_header(path)
     try:
         (tensor,) = header.tensors.values()
-        about: dict[str, Any] = json.loads(header.metadata["table"])
+        about: dict[str, Any] = parse_json(header.metadata["table"].encode())
+        if not isinstance(about, dict):
+            raise TypeError(f"its description is {about!r}, not an object")
         rows, stride = tensor.shape
         weights = about.get("weights", "")
         if weights not in ("", *TABLE_FORMATS):
