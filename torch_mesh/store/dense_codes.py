@@ -19,7 +19,7 @@ from torch_mesh.store.dense_weights import Dense, read_stretch, spread, tensor_f
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.gguf_model import RowBlocks, blocks_of_rest
 from torch_mesh.store.header import Tensor, parse_json, read_header, read_range, store_error
-from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, read_manifest
+from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, is_same_name, read_manifest
 from torch_mesh.store.store_plan import Chunk, NewFile, Piece
 
 if TYPE_CHECKING:
@@ -140,9 +140,8 @@ def codes_of_store(folder: Path, model: nn.Module) -> dict[str, StoredMatrix] | 
         return None
     found: dict[str, StoredMatrix] = {}
     for name, parameter in model.named_parameters():
-        of_model = f".{name}"
         for of_store, held in stored.items():
-            if of_model.endswith(f".{of_store}") or f".{of_store}".endswith(of_model):
+            if is_same_name(name, of_store):
                 if held.shape != tuple(parameter.shape):
                     raise store_error(
                         held.path, f"{of_store} is {list(held.shape)}, and the model's {name} {list(parameter.shape)}"

@@ -182,18 +182,23 @@ class Store:
         return self.manifest.shape.records()
 
     def layer_of(self, path: str) -> int:
-        """The number of a model's layer. A part of the stored model, such as the text model, has other prefixes.
+        """The number of a model's layer.
 
         Raises ``StoreError`` for a missing layer.
         """
         modules = self.manifest.modules
         for index, module in enumerate(modules):
-            if f".{module}".endswith(f".{path}") or f".{path}".endswith(f".{module}"):
+            if is_same_name(module, path):
                 return index
         alike = [index for index, module in enumerate(modules) if _from_number(module) == _from_number(path)]
         if len(alike) == 1:
             return alike[0]
         raise store_error(self.folder, f"has no records for {path}; its modules are {modules[0]} to {modules[-1]}")
+
+
+def is_same_name(one: str, other: str) -> bool:
+    """Whether both name one module or parameter: in a part of a model, such as the text model, prefixes are missing."""
+    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
 def _from_number(path: str) -> str:

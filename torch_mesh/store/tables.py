@@ -12,7 +12,7 @@ from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.models.tables import TableLayer, find_tables
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import Tensor, read_headers, store_error, weight_files
-from torch_mesh.store.manifest import is_store
+from torch_mesh.store.manifest import is_same_name, is_store
 from torch_mesh.store.mapping import parameter_tensors
 from torch_mesh.store.table_files import ROW_DTYPES, RowStretch, StoredTable, tables_of_store
 
@@ -70,9 +70,8 @@ def packed_tables(folder: Path, tables: Iterable[TableLayer]) -> list[tuple[Tabl
     stored = tables_of_store(folder)
     found = []
     for layer in tables:
-        # A part of the stored model has other prefixes.
         for table in stored:
-            if f".{table.name}".endswith(f".{layer.name}") or f".{layer.name}".endswith(f".{table.name}"):
+            if is_same_name(table.name, layer.name):
                 if (table.rows, table.dim) != tuple(layer.weight.shape):
                     raise store_error(
                         folder,
