@@ -112,6 +112,20 @@ def test_the_limit_holds_for_all_models_and_evicts_the_least_recently_used(tmp_p
     assert second.has("29")
 
 
+def test_two_processes_that_start_with_an_empty_folder_exceed_the_limit_by_a_tenth_at_most(tmp_path: Path) -> None:
+    one = {"x": torch.zeros(1000, dtype=torch.uint8)}
+    size = PrefixBlocks(tmp_path / "probe" / "model", PLENTY).write("a", one)
+    limit = 40 * size
+    folder = tmp_path / "prefixes"
+    both = [PrefixBlocks(folder / name, limit) for name in ("first", "second")]
+    held = []
+    for number in range(100):
+        for blocks in both:
+            assert blocks.write(f"{number}", one) == size
+            held.append(sum(path.stat().st_size for path in folder.glob("*/*")))
+    assert 0.8 * limit < held[-1] and max(held) <= 1.1 * limit
+
+
 def test_the_first_blocks_of_a_chain_are_evicted_last(tmp_path: Path) -> None:
     one = {"x": torch.zeros(1000, dtype=torch.uint8)}
     blocks = PrefixBlocks(tmp_path / "prefixes" / "model", PLENTY)

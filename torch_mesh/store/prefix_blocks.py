@@ -29,6 +29,7 @@ _MAGIC = b"mesh-prefix-1\n\0\0"
 _START = len(_MAGIC) + 8  # first byte that the checksum covers
 _ALIGNMENT = 64
 _FREED = 0.1  # fraction of the limit that is freed beyond the need, since listing all files takes time
+_UNLISTED = 0.1  # fraction of the limit that is written between two listings, which find other processes' files
 _ABANDONED = 600.0  # seconds after which a hidden file counts as one of a killed process
 
 
@@ -38,12 +39,15 @@ def prefix_folder() -> Path:
 
 
 class PrefixBlocks:
-    """The files in ``folder``. ``limit``: bytes of all models' folders together. Any thread may read; only one may
-    write."""
+    """The files in ``folder``. Any thread may read; only one may write.
+
+    ``limit``: bytes of all models' folders together. Every further process that writes may exceed it by a tenth.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self._total: int | None = None  # bytes at the last listing plus those written since
+        self._total = 0  # bytes at the last listing plus those written since
+        self._list_above = -1  # the total from which on all files are listed again
         self._damaged: set[str] = set()  # damaged files that may still exist, if removing them failed
 
     def has(self, name: str) -> bool:
@@ -86,7 +90,6 @@ class PrefixBlocks:
         with new_file(self.folder / name) as file:
             file.write(data)
         self._damaged.discard(name)
-        assert self._total is not None
         self._total += data.nbytes
         return data.nbytes
 
@@ -145,7 +148,7 @@ class PrefixBlocks:
     def _make_room(self, size: int) -> bool:
         if size > self.limit:
             return False
-        if self._total is not None and self._total + size <= self.limit:
+        if self._total + size <= self._list_above:
             return True
         files = sorted(_files(self.folder.parent))
         self._total = sum(nbytes for _, nbytes, _ in files)
@@ -157,6 +160,7 @@ class PrefixBlocks:
                 with contextlib.suppress(FileNotFoundError):  # another process removed it first
                     path.unlink()
                 self._total -= nbytes
+        self._list_above = min(self.limit, self._total + int(_UNLISTED * self.limit))
         return True
 
 
