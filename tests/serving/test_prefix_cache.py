@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
+import pickle
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -440,6 +442,43 @@ def test_cache_prefixes_of_a_program(rng: np.random.Generator) -> None:
             alone = copy.deepcopy(model)
     assert torch.equal(alone.generate(tokens, **options), expected)
     assert torch.equal(model.generate(tokens, **options), expected) and prefixes.counts.hits == 1
+
+
+def test_a_model_with_cached_prefixes_is_pickled_without_them(tmp_path: Path, rng: np.random.Generator) -> None:
+    model = _model(_full)
+    tokens = _some(rng, 2 * BLOCK)[None]
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(tokens, **options)
+    with torch_mesh.cache_prefixes(model, "100MB") as prefixes:
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        for other in (loaded, copy.deepcopy(model)):
+            assert other.generate.__self__ is other and other.generate.__func__ is type(model).generate
+            assert torch.equal(other.generate(tokens, **options), expected)
+        prefixes.flush()
+        assert prefixes.counts.written_bytes == 0
+
+
+def _doubled(model: PreTrainedModel, *inputs: Any, **options: Any) -> list[Any]:
+    return [type(model).generate(model, *inputs, **options)] * 2
+
+
+def test_a_generate_of_the_model_itself_is_used_and_restored(rng: np.random.Generator) -> None:
+    model = _model(_full)
+    tokens = _some(rng, 2 * BLOCK)[None]
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    own = vars(model)["generate"] = functools.partial(_doubled, model)
+    with torch_mesh.cache_prefixes(model, "100MB"):
+        assert len(model.generate(tokens, **options)) == len(model.generate(tokens.expand(2, -1), **options)) == 2
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert other.generate.func is _doubled and other.generate.args[0] is other
+        with torch_mesh.cache_prefixes(model, "100MB"):  # in place of the first
+            assert len(model.generate(tokens, **options)) == 2
+    assert vars(model)["generate"] is own
+    with torch_mesh.cache_prefixes(model, "100MB") as prefixes:
+        later = vars(model)["generate"] = functools.partial(_doubled, model)
+        prefixes.close()
+    assert vars(model)["generate"] is later
 
 
 def test_cache_prefixes_passes_unsupported_calls_on(rng: np.random.Generator) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch_mesh.validators import parse_size
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_HANDLE, _METHOD = "_prefix_cache", "generate"  # attributes of a model, patched or not
+_METHOD = "generate"  # the attribute of a model, patched or not
 
 
 def cache_prefixes(model: Any, size: str | int = "8GiB") -> CachedPrefixes:
@@ -39,19 +38,24 @@ def cache_prefixes(model: Any, size: str | int = "8GiB") -> CachedPrefixes:
             f"{type(model).__name__} has no generate of transformers' own. For a PeftModel give get_base_model()."
         )
     limit = parse_size(size, "size")
-    if (before := vars(model).get(_HANDLE)) is not None:
+    if isinstance(before := vars(model).get(_METHOD), CachedPrefixes):
         before.close()
     return CachedPrefixes(model, limit)
 
 
 class CachedPrefixes:
-    """The installation that ``cache_prefixes`` made, until ``close`` or the end of a ``with`` block."""
+    """The installation that ``cache_prefixes`` made, until ``close`` or the end of a ``with`` block.
+
+    It is the model's ``generate`` meanwhile.
+    """
 
     def __init__(self, model: Any, limit: int) -> None:
         self._model = model
+        self._was_set = _METHOD in vars(model)  # not only the method of its class
+        self._original = model.generate
         self._prefixes = PrefixCache(model, limit)
         self._kept = KeptKeys(model, 0, prefixes=self._prefixes)
-        vars(model).update({_HANDLE: self, _METHOD: types.MethodType(_generate, model)})
+        vars(model)[_METHOD] = self
 
     @property
     def counts(self) -> PrefixCounts:
@@ -65,8 +69,11 @@ class CachedPrefixes:
 
     def close(self) -> None:
         """Restore the original ``model.generate``."""
-        if vars(self._model).get(_HANDLE) is self:
-            del vars(self._model)[_HANDLE], vars(self._model)[_METHOD]
+        if self._is_installed:
+            if self._was_set:
+                vars(self._model)[_METHOD] = self._original
+            else:
+                del vars(self._model)[_METHOD]
         self._prefixes.close()
 
     def __enter__(self) -> Self:
@@ -75,22 +82,28 @@ class CachedPrefixes:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model has no prefix cache."""
+    @property
+    def _is_installed(self) -> bool:
+        return vars(self._model).get(_METHOD) is self
+
+    def __call__(self, inputs: Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
+        if inputs is not None:
+            arguments["input_ids"] = inputs
+        if generation_config is not None:
+            arguments["generation_config"] = generation_config
+        ids = arguments.get("input_ids")
+        if not self._is_installed or not isinstance(ids, Tensor) or ids.dim() != 2:
+            return self._original(**arguments)
+        config = copy.deepcopy(self._model.generation_config if generation_config is None else generation_config)
+        others = config.update(**{name: value for name, value in arguments.items() if name != "generation_config"})
+        return self._kept.run(arguments, config, arguments.keys() - others.keys())
 
     def __reduce__(self) -> Any:
-        return types.NoneType, ()
+        """A copy of the model, also a pickled one, has the original ``generate`` and no prefix cache."""
+        if self._was_set:
+            return _same, (self._original,)
+        return getattr, (self._model, _METHOD)
 
 
-def _generate(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
-    handle: CachedPrefixes | None = vars(model).get(_HANDLE)
-    if inputs is not None:
-        arguments["input_ids"] = inputs
-    if generation_config is not None:
-        arguments["generation_config"] = generation_config
-    ids = arguments.get("input_ids")
-    if handle is None or not isinstance(ids, Tensor) or ids.dim() != 2:
-        return type(model).generate(model, **arguments)
-    config = copy.deepcopy(model.generation_config if generation_config is None else generation_config)
-    others = config.update(**{name: value for name, value in arguments.items() if name != "generation_config"})
-    return handle._kept.run(arguments, config, arguments.keys() - others.keys())
+def _same(method: Any) -> Any:
+    return method
