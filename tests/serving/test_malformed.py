@@ -42,7 +42,11 @@ ENDED: dict[str, Any] = {
     "frequency_penalty": (*NOT_NUMBERS, -3, 3),
     "presence_penalty": (*NOT_NUMBERS, -3, 3),
     "stop": (7, True, {"a": 1}, [7], [None]),
-    "logit_bias": (*NOT_OBJECTS, {"x": 1}, {"-1": 1}, {"1.5": 1}, {"4096": 1}, {"5": "x"}, {"5": None}, {"5": 101}),
+    "logit_bias": (
+        *NOT_OBJECTS,
+        *({key: 1} for key in ("x", "-1", "1.5", "4096", "9" * 5000)),
+        *({"5": bias} for bias in ("x", None, 101)),
+    ),
     "n": (*NOT_WHOLE, 0),
     "stream_options": NOT_OBJECTS,
 }
@@ -63,7 +67,11 @@ MESSAGES: tuple[Any, ...] = (
     ),
     [{"role": "user", "content": LONE_SURROGATE}],
 )
-TOOLS = (*NOT_OBJECTS, {"a": 1}, [None], [{"type": "function", "function": "x"}], [{"function": {"name": 1}}])
+NOT_JSON = ({"a": float("nan")}, {"a": [float("-inf")]}, {"a": LONE_SURROGATE})
+TOOLS = (
+    *(*NOT_OBJECTS, {"a": 1}, [None], [{"type": "function", "function": "x"}], [{"function": {"name": 1}}]),
+    *([{"type": "function", "function": {"name": "f", "parameters": each}}] for each in NOT_JSON),
+)
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     "/v1/completions": (
         {"prompt": "a", "max_tokens": 1},
@@ -115,6 +123,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "parallel_tool_calls": NOT_BOOLS,
             "text": NOT_OBJECTS,
             "reasoning": NOT_OBJECTS,
+            "metadata": (*NOT_OBJECTS, *NOT_JSON),
             "previous_response_id": NOT_TEXT,
         },
     ),

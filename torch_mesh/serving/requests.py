@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -256,7 +257,10 @@ def check_model(model: Any, served: str) -> None:
 
 
 def check_values(body: Mapping[str, Any]) -> None:
-    """Raises RequestError for text that is not valid Unicode, and for lists and objects that are nested too deep."""
+    """Raises RequestError for text that is not valid Unicode, numbers that are not finite, and deep nesting.
+
+    Python reads all of them from JSON, and the answer could not repeat them.
+    """
     for field, content in body.items():
         left = [(content, 0)]
         while left:
@@ -267,6 +271,8 @@ def check_values(body: Mapping[str, Any]) -> None:
                 left += ((inner, depth + 1) for pair in value.items() for inner in pair)
             elif isinstance(value, list):
                 left += ((inner, depth + 1) for inner in value)
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise RequestError(f"{field} has the number {value}, which is not JSON: give a finite one.", field)
             elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
                 raise RequestError(
                     f"{field} has half of a surrogate pair, which is not text. Encode it as UTF-8.", field
@@ -425,10 +431,9 @@ def _check_generation_config(text: str | None) -> None:
 def _logit_bias(given: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
     biases = {}
     for token, bias in given.items():
-        if not token.isdecimal() or int(token) >= vocabulary:
-            raise RequestError(
-                f"logit_bias has {token!r}: give token ids of the model, 0 to {vocabulary - 1}.", "logit_bias"
-            )
+        # The length first: int refuses text of thousands of digits.
+        if not token.isdecimal() or len(token) > len(str(vocabulary)) or int(token) >= vocabulary:
+            raise wrong("logit_bias", "a key of logit_bias", token, f"token ids of the model, 0 to {vocabulary - 1}")
         if not is_number(bias) or abs(bias) > 100:
             raise wrong("logit_bias", f"logit_bias[{token!r}]", bias, "a number from -100 to 100")
         biases[int(token)] = float(bias)

@@ -98,9 +98,16 @@ def _arguments(given: Any) -> str:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return _loads(text)
     except (ValueError, RecursionError) as error:
         raise NotACallError(str(error)) from error
+
+
+def _loads(text: str) -> Any:
+    """``json.loads`` that also raises ValueError for what no answer can contain: NaN, infinity, lone surrogates."""
+    found = json.loads(text)
+    json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    return found
 
 
 def _reader(pattern: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
@@ -144,7 +151,7 @@ def _typed(text: str, schema: Any) -> Any:
     if "string" in kinds and set(kinds) <= {"string", "null"}:
         return text
     try:
-        return json.loads(text)
+        return _loads(text)
     except (ValueError, RecursionError):
         return text
 
