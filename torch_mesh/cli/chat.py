@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-prompt", help="system message of the conversation")
     parser.add_argument("--save-folder", default="./chat_history/", help="folder of !save (default: %(default)s)")
     add_kept_keys(parser)
-    add_server_arguments(parser, without=OF_SERVERS)
+    add_server_arguments(parser, without=OF_SERVERS | {"fetch_media"})  # messages are text
     add_config_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_mesh.serving.errors import RequestError
-from torch_mesh.serving.requests import DECISIONS, checked_request
+from torch_mesh.serving.requests import DECISIONS, TEXT, check, checked_request
 from torch_mesh.serving.service import Service
 
 
@@ -41,10 +41,20 @@ class Decisions:
             decision_config=None if self._config is None else DecisionConfig.from_file(self._config),
         )
 
+    def _asset(self, given: Any) -> str:
+        """The address of a picture. Raises RequestError for one that is not to be opened."""
+        if isinstance(given, dict):
+            data = given.get("data_base64")
+            check("assets.data_base64", data, TEXT, "assets")
+            return f"data:image/png;base64,{data}"  # the data say what format it is
+        check("assets", given, TEXT, "assets")
+        self._service.prompts.check_address("image_url", given, "assets")
+        return str(given)
+
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a request. Raises RequestError for a request that the pipeline does not accept."""
         given = checked_request(DECISIONS, body, self._service.served, 0)
-        request = {"assets": {}, **given}
+        request = given | {"assets": {name: self._asset(asset) for name, asset in given.get("assets", {}).items()}}
 
         def compute() -> dict[str, Any]:
             pipeline = self._pipeline()

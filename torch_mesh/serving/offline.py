@@ -202,7 +202,7 @@ def open_service(model: str, config: MeshConfig, given: Mapping[str, Any], at_on
     options = complete_options(given)
     processor = open_processor(source, options["trust_remote_code"])
     found = open_served(source, config, options)
-    prompts = Prompts(source.name, processor, found, options["arguments"])
+    prompts = Prompts(source.name, processor, found, options["arguments"], options["fetch_media"])
     kept = KeptKeys(found, 0, Admission(found, find_needs(found, keeps_windows=False)))
     layers = {type(layer) for layer in DynamicCache(config=found.config.get_text_config(decoder=True)).layers}
     # transformers' continuous batching supports no other layers.

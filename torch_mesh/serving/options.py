@@ -63,6 +63,13 @@ OPTIONS = (
     Option("cb_max_batch_tokens", None, int, "maximum number of tokens in a forward of continuous batching"),
     Option("cb_max_memory_percent", None, float, "fraction of memory for KV cache blocks, above 0 and up to 1"),
     Option("cb_use_cuda_graph", None, bool, "use CUDA graphs in continuous batching"),
+    Option(
+        "fetch_media",
+        False,
+        bool,
+        "fetch pictures, videos and sound from http(s) addresses in requests, also those of internal hosts; otherwise "
+        "requests have to contain them",
+    ),
     Option("host", "localhost", str, "address to listen on"),
     Option("port", 8000, int, "port to listen on; 0: any free one"),
     Option("api_key", None, str, "key that requests need, as Authorization: Bearer KEY or x-api-key: KEY"),

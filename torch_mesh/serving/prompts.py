@@ -40,14 +40,18 @@ class Prompts:
         name: of the model, for errors.
         processor: of transformers: a tokenizer, or one for pictures and sound, too.
         template_arguments: variables of the chat template, unless a request gives others.
+        fetch_media: fetch pictures, videos and sound from http(s) addresses.
     """
 
-    def __init__(self, name: str, processor: Any, model: Any, template_arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, processor: Any, model: Any, template_arguments: Mapping[str, Any], fetch_media: bool = False
+    ) -> None:
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self._name = name
         self._model_type, self._device = model.config.model_type, model.device
         self._arguments = dict(template_arguments)
+        self._fetches = fetch_media
 
     @property
     def template(self) -> str | None:
@@ -134,6 +138,23 @@ class Prompts:
         text: str = self.tokenizer.decode(inputs["input_ids"][0, -16:].tolist())
         return text
 
+    def check_address(self, kind: str, address: str, field: str) -> None:
+        """Raises RequestError for an address that is not to be opened: transformers would open local files too.
+
+        ``kind``: what it is of, one of ``_MEDIA``.
+        """
+        schemes: tuple[str, ...] = ("http://", "https://") if self._fetches else ()
+        if _MEDIA[kind][1] != "video":
+            schemes += ("data:",)
+            needed = 'its data, as in "data:image/png;base64,..."'
+            needed += ", or an http(s) address" if self._fetches else ", as --fetch-media is off"
+        elif self._fetches:
+            needed = "an http(s) address, the only kind that transformers reads videos from"
+        else:
+            needed = "none: transformers reads videos from http(s) addresses only, and --fetch-media is off"
+        if not address.startswith(schemes):
+            raise wrong(field, f"{kind} of {field}", address, needed)
+
     def reads(self, variable: str) -> bool:
         return re.search(rf"\b{re.escape(variable)}\b", self.template or "") is not None
 
@@ -177,10 +198,13 @@ class Prompts:
                 f"{field} has a part of type {kind}, which this model does not support: give text.", field
             )
         given = part["image_url" if kind == "input_image" else kind]
-        if kind == "input_audio" and isinstance(given, dict):
-            data, encoding = given["data"], given.get("format")
-            return {"type": name, "url": f"data:audio/{encoding};base64,{data}" if encoding else data}
-        return {"type": name, "url": given["url"] if isinstance(given, dict) else given}
+        if kind == "input_audio":  # without "data:", base64 text may be a path
+            data, encoding = (given["data"], given.get("format")) if isinstance(given, dict) else (given, None)
+            url = data if data.startswith("data:") else f"data:audio/{encoding or 'wav'};base64,{data}"
+        else:
+            url = given["url"] if isinstance(given, dict) else given
+        self.check_address(kind, url, field)
+        return {"type": name, "url": url}
 
 
 def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:

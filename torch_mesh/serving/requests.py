@@ -37,7 +37,7 @@ _PENALTY = Kind("a number from -2 to 2", lambda value: is_number(value) and -2 <
 _TOP_LOGPROBS = Kind("a whole number from 0 to 20", lambda value: is_whole(value) and 0 <= value <= 20)
 NAME = Kind("a name", lambda value: isinstance(value, str) and value != "")
 ANY = Kind("anything", lambda value: True)
-_ADDRESS = Kind('an address, as in {"url": "https://..."}', TEXT.fits)
+_ADDRESS = Kind('an address, as in {"url": "data:image/png;base64,..."}', TEXT.fits)
 _SOUND = Kind('sound in base64, as in {"data": "...", "format": "wav"}', TEXT.fits)
 _COUNT = Kind("a whole number from 1 to 128", lambda value: is_whole(value) and 1 <= value <= 128)
 
@@ -154,7 +154,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "assets": OBJECT,
     },
 }
-# Arguments of apply_chat_template that transformers sets.
+# Arguments of apply_chat_template that are no variables of the template.
 _RESERVED_ARGUMENTS = (
     "conversation",
     "add_generation_prompt",
@@ -163,6 +163,11 @@ _RESERVED_ARGUMENTS = (
     "return_dict",
     "tokenize",
     "load_audio_from_video",
+    # The processor's own, which may be addresses of files.
+    "audio",
+    "images",
+    "processor_kwargs",
+    "videos",
 )
 
 

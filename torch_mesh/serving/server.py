@@ -70,7 +70,7 @@ class Server:
         opened = open_served(source, config, options)
         if not options["compile"]:
             pad_products(opened)
-        self.prompts = Prompts(self.model, processor, opened, options["arguments"])
+        self.prompts = Prompts(self.model, processor, opened, options["arguments"], options["fetch_media"])
         limit = options["prefix_bytes"]
         prefixes = PrefixCache(opened, limit, self.prompts.special_ids) if limit else None
         needs = find_needs(opened, keeps_windows=kept_bytes > 0 or prefixes is not None)

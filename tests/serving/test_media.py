@@ -1,0 +1,166 @@
+"""Pictures, videos and sound of requests: no file of the server is opened, and no address fetched unless allowed."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_mesh import MeshConfig
+
+CHAT, RESPONSES, MESSAGES, DECISIONS = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/systemone"
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+
+
+class Processor:
+    """A stub of one for all media. Records their addresses, which transformers would open."""
+
+    image_processor = video_processor = feature_extractor = object()
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = tokenizer.chat_template
+        self.opened: list[str] = []
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> Any:
+        contents = [message["content"] for message in messages]
+        self.opened += [part["url"] for content in contents for part in content if part["type"] != "text"]
+        return self.tokenizer("In the beginning", return_tensors="pt")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["closed", "fetching"])
+def server(request: pytest.FixtureRequest, serving: Callable[..., Any], folder: Path) -> Any:
+    return serving(folder, MeshConfig(resident=1.0), fetch_media=request.param)
+
+
+@pytest.fixture
+def fetches(server: Any) -> bool:
+    found: bool = server.prompts._fetches
+    return found
+
+
+@pytest.fixture
+def processor(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processor]:
+    made = Processor(server.prompts.tokenizer)
+    monkeypatch.setattr(server.prompts, "processor", made)
+    return made
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Addresses of an existing file."""
+    path = tmp_path / "a.png"
+    path.write_bytes(bytes(8))
+    return [str(path), path.as_uri(), f"FILE://{path}"]
+
+
+def _post(server: Any, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(server.address + path, data, headers), timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def _requests(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A picture at ``address``, in all the forms of each API."""
+    for part in (
+        {"type": "image_url", "image_url": {"url": address}},
+        {"type": "image_url", "image_url": address},
+    ):
+        yield CHAT, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+    part = {"type": "input_image", "image_url": address}
+    yield RESPONSES, {"input": [part], "max_output_tokens": 1}
+    yield RESPONSES, {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 1}
+    output = {"type": "function_call_output", "call_id": "1", "output": [part]}
+    yield RESPONSES, {"input": [{"role": "user", "content": "a"}, output], "max_output_tokens": 1}
+    part = {"type": "image", "source": {"type": "url", "url": address}}
+    yield MESSAGES, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+
+
+def _media(kind: str, address: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": address}}]}], "max_tokens": 1}
+
+
+def test_files_of_the_server_are_refused(server: Any, processor: Processor, files: list[str]) -> None:
+    others = ["a.png", "", "HTTP://localhost/a.png", "ftp://localhost/a.png"]
+    bodies = [each for address in (*files, *others) for each in _requests(address)]
+    bodies += [(CHAT, _media(kind, address)) for address in files for kind in ("video_url", "audio_url")]
+    for path, body in bodies:
+        status, answer = _post(server, path, body)
+        assert status == 400 and answer["error"]["param"] == ("input" if path == RESPONSES else "messages"), body
+    assert processor.opened == []
+
+
+def test_addresses_are_fetched_only_if_the_server_allows_it(server: Any, processor: Processor, fetches: bool) -> None:
+    addresses = ("http://169.254.169.254/latest", "https://localhost/a.png")
+    bodies = [each for address in addresses for each in _requests(address)]
+    bodies += [(CHAT, _media(kind, address)) for address in addresses for kind in ("video_url", "audio_url")]
+    for path, body in bodies:
+        status, answer = _post(server, path, body)
+        assert status == (200 if fetches else 400), answer
+        assert fetches or "--fetch-media" in answer["error"]["message"]
+    assert len(processor.opened) == (len(bodies) if fetches else 0)
+
+
+def test_data_of_a_request_is_accepted(server: Any, processor: Processor) -> None:
+    bodies = [*_requests(PICTURE), (CHAT, _media("audio_url", PICTURE))]
+    source = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
+    content = [{"type": "image", "source": source}]
+    bodies.append((MESSAGES, {"messages": [{"role": "user", "content": content}], "max_tokens": 1}))
+    for path, body in bodies:
+        assert _post(server, path, body)[0] == 200, body
+    assert processor.opened == [PICTURE] * len(bodies)
+    status, answer = _post(server, CHAT, _media("video_url", PICTURE))
+    assert status == 400 and "http(s)" in answer["error"]["message"]
+
+
+def test_sound_in_base64_is_never_a_path(server: Any, processor: Processor, files: list[str]) -> None:
+    for given in (files[0], {"data": files[0]}, {"data": files[0], "format": "mp3"}):
+        content = [{"type": "input_audio", "input_audio": given}]
+        assert _post(server, CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 1})[0] == 200
+    assert processor.opened == [f"data:audio/{kind};base64,{files[0]}" for kind in ("wav", "wav", "mp3")]
+
+
+def test_variables_of_the_template_are_no_media(server: Any, processor: Processor, files: list[str]) -> None:
+    for name in ("images", "videos", "audio", "processor_kwargs"):
+        processor.chat_template = f"{{{{ {name} }}}}"
+        body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: files[:1]}}
+        status, answer = _post(server, CHAT, body)
+        assert status == 400 and answer["error"]["param"] == "chat_template_kwargs" and name in str(answer)
+    assert processor.opened == []
+
+
+def test_pictures_of_decisions(server: Any, fetches: bool, files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_mesh.serving.decisions import Decisions, is_available
+
+    if not is_available():
+        pytest.skip("this transformers serves no decisions")
+    asked: list[Any] = []
+
+    def preprocess(_: Any, request: Any) -> Any:
+        asked.append(request["assets"])
+        raise ValueError("it is a stub")
+
+    stub = type("Pipeline", (), {"preprocess": preprocess})
+    monkeypatch.setattr(Decisions, "_pipeline", lambda _: stub())
+    body = {"state": "img", "questions": {"a": {"type": "noul"}}}
+    address = "http://localhost/a.png"
+    for asset in (*files, "", 7, None, {}, {"data_base64": 7}, *(() if fetches else (address,))):
+        status, answer = _post(server, DECISIONS, body | {"assets": {"img": asset}})
+        assert status == 400 and answer["error"]["param"] == "assets", asset
+    assert asked == []
+    for asset in (
+        PICTURE,
+        {"type": "image", "format": "png", "data_base64": files[0]},
+        *((address,) if fetches else ()),
+    ):
+        assert _post(server, DECISIONS, body | {"assets": {"img": asset}})[1]["error"]["param"] == "questions"
+    expected = [PICTURE, f"data:image/png;base64,{files[0]}", *([address] if fetches else [])]
+    assert asked == [{"img": each} for each in expected]
