@@ -23,8 +23,9 @@ check() {
   name=$1
   shift
   say "$name"
-  # A tool that found something exits with 9, whatever pytest's status.
-  "$sanitizer" --error-exitcode 9 "$@" || failed="$failed, $name ($?)"
+  # A tool that found something exits with 9, whatever pytest's status. With host backtraces a tool keeps the Python frames
+  # of each allocation, and so the models whose files have to be closed at a test's end.
+  "$sanitizer" --error-exitcode 9 --show-backtrace device "$@" || failed="$failed, $name ($?)"
 }
 
 # Errors that the driver returns are not reported: torch_mesh raises its own as exceptions, and torch probes addresses
