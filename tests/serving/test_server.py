@@ -31,6 +31,7 @@ import transformers
 import warm
 from pairs import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
@@ -430,6 +431,13 @@ def test_a_gguf_file_of_a_revision_is_served_from_the_hub(
         assert answer.choices[0].finish_reason in ("length", "stop")  # random weights may end the answer
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="owner/model@v2:Q8/file.gguf", prompt="a b", max_tokens=3)
+    server.stop()
+
+
+@pytest.mark.parametrize("level", first_quick("detail", *sorted(transformers_logging.log_levels.keys() - {"detail"})))
+def test_a_server_starts_with_each_log_level(level: str, serving: Callable[..., Any], mesh_tiny: Path) -> None:
+    server = serving(mesh_tiny, MeshConfig(resident=0.3), log_level=level)
+    assert logging.getLogger("uvicorn.access").level == transformers_logging.log_levels[level]
     server.stop()
 
 

@@ -79,6 +79,7 @@ class Server:
 
     def _serve(self, model: Any, options: Mapping[str, Any]) -> None:
         import uvicorn
+        from transformers.utils.logging import log_levels  # uvicorn has no "detail"
 
         from torch_mesh.serving.app import build_app
         from torch_mesh.serving.batches import Batches
@@ -104,7 +105,7 @@ class Server:
             options["api_key"],
         )
         self._server = uvicorn.Server(
-            uvicorn.Config(app, host=options["host"], port=options["port"], log_level=options["log_level"])
+            uvicorn.Config(app, host=options["host"], port=options["port"], log_level=log_levels[options["log_level"]])
         )
         self._thread = threading.Thread(target=self._run, name="torch-mesh-http")
         self._thread.start()
