@@ -192,6 +192,19 @@ def test_blocks_of_any_size_hold_a_request(folder: Path, paths: tuple[Path, Path
     assert _read(answers)["one"]["response"]["status_code"] == 200
 
 
+def test_a_request_longer_than_the_given_blocks_ends_the_run_before_anything_is_computed(
+    folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, answers = paths
+    _write(requests, [_line("fits", prompt="Hello", max_tokens=3), _line("long", prompt="Hello", max_tokens=1500)])
+    assert _run(folder, requests, answers, "--cb-num-blocks", "1") == 2
+    errors = capsys.readouterr().err
+    assert "line 2: " in errors and "hold 256" in errors and "--cb-num-blocks" in errors
+    assert not answers.exists()
+    _write(requests, [_line("fits", prompt="Hello", max_tokens=3)])
+    assert _run(folder, requests, answers, "--cb-num-blocks", "1") == 0
+
+
 def test_requests_that_are_computed_together_share_reads(
     folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,8 +147,8 @@ def check_blocks(capacity: int, prompt: int, new: int) -> None:
         room = capacity - prompt
         advice = f"Ask for at most {room:,} (max_tokens)" if room > 0 else "Shorten the prompt"
         raise RequestTooLongError(
-            f"This request has {prompt:,} tokens and asks for {new:,} more, but the server's blocks of keys hold "
-            f"{capacity:,}. {advice}, or start the server with a larger --cb-num-blocks, or a smaller --resident."
+            f"This request has {prompt:,} tokens and asks for {new:,} more, but all blocks of keys hold "
+            f"{capacity:,}. {advice}, or give a larger --cb-num-blocks, or a smaller --resident."
         )
 
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
-from torch_mesh.serving.admission import Admission, find_needs
+from torch_mesh.serving.admission import Admission, check_blocks, find_needs
 from torch_mesh.serving.answers import running
 from torch_mesh.serving.batches import Batches
 from torch_mesh.serving.engine import Engine, Job
@@ -164,13 +164,16 @@ class _SizedBatches(Batches):
     def __init__(self, kept: KeptKeys, tokenizer: Any, configured: dict[str, Any], at_once: int) -> None:
         super().__init__(kept, tokenizer, configured)
         self._at_once = at_once
+        self._page = configured.get("block_size") or _PAGE
         self._needs: list[tuple[int, int]] = []  # tokens of each sequence, and of its prompt
 
     def check(self, job: Job) -> None:
         """Check all but the memory: ``choose_sizes`` checks it when all jobs are known."""
         self.check_options(job)
-        prompt = len(job.prompt)
-        self._needs.append((prompt + job.config.max_new_tokens, prompt))
+        prompt, new = len(job.prompt), job.config.max_new_tokens
+        if (blocks := self._configured.get("num_blocks")) is not None:
+            check_blocks(blocks * self._page, prompt, new)
+        self._needs.append((prompt + new, prompt))
 
     def choose_sizes(self) -> None:
         """Choose the number of blocks and rows. Raises RequestTooLongError if the longest sequence does not fit."""
@@ -183,8 +186,7 @@ class _SizedBatches(Batches):
         # Beside the keys, each layer has copies of them, and masks of every row with every key.
         while len(chosen) > 1 and 2 * sum(admission.needs.cache(tokens) for tokens, _ in chosen) > free:
             chosen.pop()
-        page = self._configured.get("block_size") or _PAGE
-        pages = sum(-(-tokens // page) for tokens, _ in chosen)
+        pages = sum(-(-tokens // self._page) for tokens, _ in chosen)
         rows = min(_MAX_ROWS, sum(prompt for _, prompt in chosen) + len(chosen))
         sized: dict[str, Any] = {"num_blocks": pages, "max_batch_tokens": rows}
         if len(chosen) == len(self._needs[: self._at_once]) and "num_blocks" not in self._configured:
