@@ -87,6 +87,20 @@ def test_an_answer_continues_the_last_assistant_message(client: Any, asked: dict
     assert client.messages.create(**asked | {"messages": messages}).content
 
 
+def test_an_answer_in_channels_continues_the_last_assistant_message(
+    client: Any, server: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channels = (
+        "{% for message in messages %}<|start|>{{ message.role }}<|channel|>final<|message|>"
+        "{{ message.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    monkeypatch.setattr(server.prompts.processor, "chat_template", channels)
+    messages = [*asked["messages"], {"role": "assistant", "content": "And it came"}]
+    (block,) = client.messages.create(**asked | {"messages": messages}).content
+    assert block.type == "text" and block.text
+    assert client.messages.create(**asked).content == []  # this model writes no message's header
+
+
 def test_tools_are_called(client: Any, asked: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     drawn = asked | {"max_tokens": 300, "tools": TOOLS} | _drawn(1.0)

@@ -32,6 +32,7 @@ class Answer:
         format: how the model writes calls and reasoning. None: all text is content.
         schemas: the parameters' JSON schema by tool.
         prompt_end: text of the prompt's last tokens.
+        continues: the prompt has begun the content.
         stops: stop sequences.
         one_call: end with the first tool call.
     """
@@ -42,6 +43,7 @@ class Answer:
     format: AnswerFormat | None = None
     schemas: Mapping[str, Any] | None = None
     prompt_end: str = ""
+    continues: bool = False
     stops: Sequence[str] = ()
     one_call: bool = False
     count: int = field(default=0, init=False)  # generated tokens
@@ -56,7 +58,7 @@ class Answer:
         """Yield parts as they are generated. Closing this iterator ends the computation."""
         text = Detokenizer(self.tokenizer, self.format.marks if self.format else (), self._ends)
         stops = Stops(self.stops)
-        parser = parser_of(self.format or AnswerFormat(), self.schemas, self.prompt_end)
+        parser = parser_of(self.format or AnswerFormat(), self.schemas, self.prompt_end, self.continues)
         last, called = None, False
         batches = self.engine.tokens(self.job)
         try:

@@ -84,13 +84,14 @@ class Anthropic:
         given = self._checked(body, ("messages", "max_tokens"))
 
         def prepare() -> Answer:
-            inputs, tools = self._inputs(given)
+            inputs, tools, continues = self._inputs(given)
             output = given.get("output_config", {})
             (answer,) = self._service.answers(
                 inputs,
                 given | {"stop": [text for text in given.get("stop_sequences", ()) if text]},
                 limit="max_tokens",
                 format=self._service.prompts.format,
+                continues=continues,
                 tools=tools,
                 schema=json_schema(output["format"], "output_config") if output.get("format") else None,
             )
@@ -104,7 +105,7 @@ class Anthropic:
 
     async def count_tokens(self, body: Mapping[str, Any]) -> Body:
         given = self._checked(body, ("messages",))
-        inputs, _ = await asyncio.to_thread(self._inputs, given)
+        inputs, *_ = await asyncio.to_thread(self._inputs, given)
         return {"input_tokens": inputs["input_ids"].shape[-1]}
 
     def _checked(self, body: Mapping[str, Any], needed: Sequence[str]) -> Body:
@@ -112,8 +113,11 @@ class Anthropic:
         check_object("metadata", given.get("metadata", {}), "metadata", {}, {"user_id": TEXT})
         return given
 
-    def _inputs(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tools | None]:
-        """Inputs of the model, and the tools that it may call. Raises RequestError."""
+    def _inputs(self, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tools | None, bool]:
+        """Inputs of the model, the tools that it may call, and whether the last message begins the answer.
+
+        Raises RequestError.
+        """
         tools = self._tools(given)
         messages = list(_messages(given))
         output = given.get("output_config", {})
@@ -135,7 +139,7 @@ class Anthropic:
         inputs = self._service.prompts.encode_messages(messages, shown, arguments, "messages", continues)
         if inputs["input_ids"].shape[-1] == 0:
             raise RequestError("messages has no tokens: give some text.", "messages")
-        return inputs, tools
+        return inputs, tools, continues
 
     def _tools(self, given: Mapping[str, Any]) -> Tools | None:
         """``Service.tools`` of these fields, converted to OpenAI's."""

@@ -166,6 +166,7 @@ class Service:
         count: int = 1,
         top: int | None = None,
         format: AnswerFormat | None = None,
+        continues: bool = False,
         tools: Tools | None = None,
         schema: tuple[Mapping[str, Any], str] | None = None,
     ) -> list[Answer]:
@@ -178,6 +179,7 @@ class Service:
             count: the number of answers.
             top: record log-probabilities of the chosen and the ``top`` most probable tokens.
             format: how the model writes calls and reasoning; None for plain text.
+            continues: the prompt ends within the answer's content.
             schema: the JSON schema of the answer, and its field.
 
         Raises RequestError for invalid fields.
@@ -209,6 +211,7 @@ class Service:
                 format,
                 schemas=None if tools is None else tools.schemas,
                 prompt_end=prompt_end,
+                continues=continues,
                 stops=given.get("stop", ()),
                 one_call=tools is not None and not tools.several,
             )

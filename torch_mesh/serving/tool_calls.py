@@ -304,14 +304,17 @@ def answer_format(template: str | None, model_type: str) -> AnswerFormat:
     return AnswerFormat(tools or _BY_MODEL.get(model_type), thinking, channels)
 
 
-def parser_of(format: AnswerFormat, schemas: Mapping[str, Any] | None, prompt_end: str) -> Parser | _ChannelParser:
+def parser_of(
+    format: AnswerFormat, schemas: Mapping[str, Any] | None, prompt_end: str, continues: bool = False
+) -> Parser | _ChannelParser:
     """Return an object that divides an answer into content, reasoning and calls while it is generated.
 
     Args:
         schemas: the parameters' JSON schema by tool. None: calls are content, except in channels.
         prompt_end: the end of the prompt, which may have begun the reasoning.
+        continues: the prompt has begun the content.
     """
-    return _ChannelParser() if format.channels else Parser(format, schemas, prompt_end)
+    return _ChannelParser(continues) if format.channels else Parser(format, schemas, prompt_end)
 
 
 @dataclass
@@ -404,10 +407,10 @@ class Parser:
 class _ChannelParser:
     """gpt-oss's messages: ``<|channel|>NAME<|message|>TEXT``, and then ``<|end|>``, ``<|call|>`` or ``<|return|>``."""
 
-    is_reasoning = False  # a prompt ends between messages
+    is_reasoning = False  # a prompt ends between messages, or within content
 
-    def __init__(self) -> None:
-        self._state = "between"
+    def __init__(self, continues: bool) -> None:
+        self._state = "content" if continues else "between"
         self._text = self._name = ""
 
     def push(self, text: str) -> list[Piece]:
@@ -420,7 +423,8 @@ class _ChannelParser:
         return [] if self._state == "between" else list(self._message(text))
 
     def _pieces(self) -> Iterator[Piece]:
-        ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+        # A forced call after content that the prompt has begun has no <|end|> before it.
+        ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
         while True:
             if self._state == "between":
                 _, found, rest = self._text.partition("<|channel|>")
