@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +210,25 @@ def test_echo_scores_a_prompt(complete: Callable[..., Any], plain: tuple[Any, An
                 assert len(found.tokens) == len(found.text_offset) == len(expected) + 1 + tokens
                 assert all(len(top) in (2, 3) for top in found.top_logprobs[1:])
     assert complete(echo=True).choices[0].text == TEXT + complete().choices[0].text
+
+
+def test_offsets_of_tokens_take_one_length_each() -> None:
+    from torch_mesh.serving.openai_api import OpenAI
+    from torch_mesh.serving.processors import TokenLogprobs
+
+    lengths = []
+
+    class Text(str):
+        def __len__(self) -> int:
+            lengths.append(1)
+            return super().__len__()
+
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: Text("a" * (ids[0] % 4)))
+    api = OpenAI(SimpleNamespace(prompts=SimpleNamespace(tokenizer=tokenizer)))  # type: ignore[arg-type]
+    found = [TokenLogprobs(token, -1.0, ()) for token in range(1, 40)]
+    offsets = api._completion_logprobs([0], [None, *found], 5)["text_offset"]
+    assert len(lengths) <= 3 * len(offsets)
+    assert offsets == [5 + sum(each % 4 for each in range(token)) for token in range(40)]
 
 
 def test_penalties_and_biases(chat: Callable[..., Any], plain: tuple[Any, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 import uuid
@@ -227,7 +228,7 @@ class OpenAI:
                 logprobs = None
                 if top is not None:
                     ids = each["input_ids"][0].tolist() if given.get("echo") else []
-                    logprobs = self._completion_logprobs(ids, [*known, *found.logprobs])
+                    logprobs = await asyncio.to_thread(self._completion_logprobs, ids, [*known, *found.logprobs])
                 finish = "length" if scores else answer.finish
                 choices.append(
                     {"index": len(choices), "text": echoed + found.text, "logprobs": logprobs, "finish_reason": finish}
@@ -259,7 +260,7 @@ class OpenAI:
         """Log-probabilities of tokens; only the first token of a prompt has none."""
         ids = [prompt[index] if each is None else each.token for index, each in enumerate(found)]
         texts = [self._text(token) for token in ids]
-        offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
+        offsets = list(itertools.accumulate(map(len, texts), initial=start))[:-1]
         return {
             "tokens": texts,
             "token_logprobs": [None if each is None else max(each.logprob, -9999.0) for each in found],
