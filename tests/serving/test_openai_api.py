@@ -245,6 +245,9 @@ def test_usage_at_the_end_of_a_stream(chat: Callable[..., Any], complete: Callab
         chunks = list(ask(stream=True, stream_options={"include_usage": True}))
         assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 8
         assert all(chunk.usage is None for chunk in chunks[:-1])
+    several = {"prompt": ["a", "b c d"], "n": 2}
+    *_, last = complete(**several, stream=True, stream_options={"include_usage": True})
+    assert last.usage == complete(**several).usage
 
 
 def test_an_answer_has_one_limit(chat: Callable[..., Any]) -> None:

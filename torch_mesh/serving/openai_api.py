@@ -210,9 +210,10 @@ class OpenAI:
         head = {"id": new_id("cmpl-"), "created": int(time.time()), "model": service.served}
         inputs, flat = await asyncio.to_thread(self._completion_answers, given)
         scores = given.get("max_tokens") == 0
+        prompt_tokens = sum(each["input_ids"].shape[-1] for each in inputs)
         if given.get("stream"):
             usage = given.get("stream_options", {}).get("include_usage", False)
-            return self._completion_events(head, flat, top is not None, usage)
+            return self._completion_events(head, flat, top is not None, prompt_tokens if usage else None)
         collected = [Collected() for _ in flat] if scores else await collect_all(flat)
         choices: list[Body] = []
         for index, each in enumerate(inputs):
@@ -233,7 +234,7 @@ class OpenAI:
                 choices.append(
                     {"index": len(choices), "text": echoed + found.text, "logprobs": logprobs, "finish_reason": finish}
                 )
-        usage = _usage([] if scores else flat, sum(each["input_ids"].shape[-1] for each in inputs))
+        usage = _usage([] if scores else flat, prompt_tokens)
         return {**head, "object": "text_completion", "choices": choices, "usage": usage}
 
     def _completion_answers(self, given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Answer]]:
@@ -275,8 +276,11 @@ class OpenAI:
             named.setdefault(self._text(token), max(logprob, -9999.0))
         return named
 
-    async def _completion_events(self, head: Body, answers: Sequence[Answer], logprobs: bool, usage: bool) -> Events:
-        none = {"usage": None} if usage else {}
+    async def _completion_events(
+        self, head: Body, answers: Sequence[Answer], logprobs: bool, usage_of: int | None
+    ) -> Events:
+        """``usage_of``: tokens of all prompts, for an event with the usage; None for no such event."""
+        none = {} if usage_of is None else {"usage": None}
         lengths = [0] * len(answers)
         async with contextlib.aclosing(merged(answers)) as parts:
             async for index, part in parts:
@@ -292,8 +296,8 @@ class OpenAI:
                         continue
                     lengths[index] += len(choice["text"])
                 yield event({**head, "object": "text_completion", "choices": [choice], **none})
-        if usage:
-            yield event({**head, "object": "text_completion", "choices": [], "usage": _usage(answers)})
+        if usage_of is not None:
+            yield event({**head, "object": "text_completion", "choices": [], "usage": _usage(answers, usage_of)})
         yield _DONE
 
     # Responses
