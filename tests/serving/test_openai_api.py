@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import first_quick
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from torch_mesh import MeshConfig
 
@@ -229,6 +230,36 @@ def test_offsets_of_tokens_take_one_length_each() -> None:
     offsets = api._completion_logprobs([0], [None, *found], 5)["text_offset"]
     assert len(lengths) <= 3 * len(offsets)
     assert offsets == [5 + sum(each % 4 for each in range(token)) for token in range(40)]
+
+
+def test_a_characters_tokens_have_their_log_probabilities_in_the_responses_api(folder: Path) -> None:
+    from torch_mesh.serving.answers import Answer
+    from torch_mesh.serving.engine import Job, Token
+    from torch_mesh.serving.openai_api import OpenAI, _Response
+    from torch_mesh.serving.processors import TokenLogprobs
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    async def tokens(job: Any) -> AsyncGenerator[list[Token], None]:
+        for token in ids:
+            yield [Token(token, TokenLogprobs(token, -1.0, ()))]
+
+    api = OpenAI(SimpleNamespace(prompts=SimpleNamespace(tokenizer=tokenizer), served="a"))  # type: ignore[arg-type]
+    job = Job({"input_ids": torch.tensor([[1]])}, GenerationConfig(max_new_tokens=99))
+
+    async def read() -> list[str]:
+        return [each async for each in response.events()]
+
+    for text, cut in (("\N{GRINNING FACE} a\N{GRINNING FACE}", 0), ("a\N{GRINNING FACE}", 1)):
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) > len(text)
+        ids = ids[: len(ids) - cut]  # the last character may be incomplete
+        response = _Response(api, {}, Answer(SimpleNamespace(tokens=tokens), job, tokenizer), True)
+        events = [json.loads(each.partition("data: ")[2]) for each in asyncio.run(read())]
+        deltas = [each for each in events if each["type"] == "response.output_text.delta"]
+        (done,) = (each for each in events if each["type"] == "response.output_text.done")
+        assert [each["token"] for each in done["logprobs"]] == [tokenizer.decode([token]) for token in ids]
+        assert [each for delta in deltas for each in delta["logprobs"]] == done["logprobs"]
 
 
 def test_penalties_and_biases(chat: Callable[..., Any], plain: tuple[Any, Any]) -> None:

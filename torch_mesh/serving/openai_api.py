@@ -343,6 +343,7 @@ class _Response:
         self._id, self._created = new_id("resp_"), int(time.time())
         self._output: list[Body] = []
         self._open: Body | None = None
+        self._tokens: list[Body] = []  # log-probabilities of tokens whose text is held back
         self._number = 0
 
     def body(self, status: str | None = None, error: Body | None = None) -> Body:
@@ -394,7 +395,7 @@ class _Response:
 
     def add(self, part: Part) -> list[str]:
         events = []
-        tokens = [self._api._token(token.logprobs) for token in part.tokens if token.logprobs is not None]
+        self._tokens += [self._api._token(token.logprobs) for token in part.tokens if token.logprobs is not None]
         for piece in part.pieces:
             if isinstance(piece, Call):
                 events += self._close() + self._call(piece)
@@ -403,13 +404,9 @@ class _Response:
             if self._open is None or self._open["type"] != kind:
                 events += self._close() + self._begin(kind)
             assert self._open is not None
-            content = self._open["content"][0]
-            content["text"] += piece.text
-            more: Body = {"delta": piece.text}
-            if kind == "message":
-                content["logprobs"] += tokens
-                more["logprobs"], tokens = tokens, []
-            events.append(self._event(f"response.{content['type']}.delta", **self._location(), **more))
+            events.append(self._delta(piece.text))
+        if part.pieces:
+            self._tokens = []  # those of reasoning or a call
         return events
 
     def close(self) -> list[str]:
@@ -417,7 +414,20 @@ class _Response:
         events = []
         if not any(item["type"] != "reasoning" for item in (*self._output, *filter(None, (self._open,)))):
             events += self._close() + self._begin("message")
+        if self._tokens and self._open is not None and self._open["type"] == "message":
+            events.append(self._delta(""))
         return events + self._close()
+
+    def _delta(self, text: str) -> str:
+        """Add ``text`` to the open item; a message also gets the log-probabilities."""
+        assert self._open is not None
+        content = self._open["content"][0]
+        content["text"] += text
+        more: Body = {"delta": text}
+        if "logprobs" in content:
+            content["logprobs"] += self._tokens
+            more["logprobs"], self._tokens = self._tokens, []
+        return self._event(f"response.{content['type']}.delta", **self._location(), **more)
 
     def _begin(self, kind: str) -> list[str]:
         if kind == "message":
