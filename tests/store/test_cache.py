@@ -7,6 +7,7 @@ import fcntl
 import os
 import secrets
 import signal
+import stat
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -190,3 +191,18 @@ def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "link.json") == "disk/profile.json"
     assert (tmp_path / "disk" / "profile.json").read_text() == "new"
     assert os.listdir(tmp_path / "disk") == ["profile.json"]
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with new_file(pipe) as file:
+            file.write(b"words")
+        assert stat.S_ISFIFO(pipe.stat().st_mode) and os.read(reading, 64) == b"words"
+    finally:
+        os.close(reading)
+    with pytest.raises(IsADirectoryError), new_file(tmp_path):
+        pytest.fail("a folder takes no bytes")
+    assert os.listdir(tmp_path) == ["pipe"]

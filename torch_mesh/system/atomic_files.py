@@ -25,8 +25,12 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file that takes the name ``path`` when the block ends; an error leaves nothing behind.
 
-    Links are followed. Permissions follow the umask.
+    Links are followed. Permissions follow the umask. A device or a pipe is written to as the block runs.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, mode) as file:
+            yield file
+        return
     path = Path(os.path.realpath(path))
     unfinished, descriptor = _unnamed_file(path.parent, f".{path.name}.")
     with open(descriptor, mode) as file:
