@@ -297,6 +297,21 @@ def test_counts_of_long_profiles_are_scaled_down(tmp_path: Path) -> None:
     assert faded is not None and (faded[0] == [1_000_000, 3]).all() and (faded[1] == [[1_000_000, 2], [3, 1]]).all()
 
 
+def test_a_trace_is_not_replaced_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz"
+    traces = [tmp_path / "a.npz", tmp_path / "b.npz"]  # as a shell completes *.npz
+    for trace in traces:
+        trace.write_bytes(data.read_bytes())
+    assert main(["routing", "profile", *map(str, traces)]) == 2
+    assert "b.npz exists and is no profile: name another file" in capsys.readouterr().err
+    assert traces[1].read_bytes() == data.read_bytes()
+    profile = tmp_path / "p.json"
+    profile.touch()
+    for _ in range(2):  # an empty file, then a profile
+        assert main(["routing", "profile", str(traces[0]), str(profile)]) == 0
+    assert load_profile(profile).layers == 6
+
+
 def test_a_trace_makes_a_profile_that_simulate_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, profile = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz", tmp_path / "p.json"
     assert main(["routing", "profile", str(trace), str(profile), "--prompts", "0:9"]) == 0
