@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from torch_mesh import MeshConfig
 from torch_mesh.cli import main
 from torch_mesh.serving import offline
 from torch_mesh.serving.offline import read_requests, unanswered
+from torch_mesh.system.atomic_files import locked
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -172,10 +174,57 @@ def test_answers_to_other_requests_are_not_overwritten(folder: Path, paths: tupl
     for changed in ([_line("a", prompt="Hello", max_tokens=3)], [_line("b", prompt="Hello", max_tokens=2)]):
         with pytest.raises(ValueError, match="name another file"):
             unanswered(read_requests(_write(requests, changed)), answers)
-    answers.write_text("notes\n")
-    with pytest.raises(ValueError, match="name another file"):
-        unanswered(read_requests(requests), answers)
-    assert answers.read_text() == "notes\n" and before
+    _write(requests, [_line("b", prompt="Hello", max_tokens=2)])
+    others = [b"notes\n", b"notes", b"\x7fELF\r\x00", b'{"id": "batch_7"}', before.rstrip(b"\n")]
+    for text in others:
+        answers.write_bytes(text)
+        with pytest.raises(ValueError, match="name another file"):
+            unanswered(read_requests(requests), answers)
+        assert answers.read_bytes() == text
+
+
+def test_the_requests_are_no_answers_file(folder: Path, paths: tuple[Path, Path]) -> None:
+    requests, _ = paths
+    requests.write_text(json.dumps(_line("a", prompt="Hello", max_tokens=2)))
+    before = requests.read_bytes()
+    assert _run(folder, requests, requests) == 2
+    assert requests.read_bytes() == before
+
+
+def test_a_pipe_is_refused(folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    requests, answers = paths
+    _write(requests, [_line("a", prompt="Hello", max_tokens=2)])
+    os.mkfifo(answers)
+    assert _run(folder / "is-not-opened", requests, answers) == 2
+    assert "is no regular file" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_write_the_same_answers(
+    folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, answers = paths
+    _write(requests, [_line(f"{number}", prompt="Hello", max_tokens=2) for number in range(2)])
+    assert _run(folder, requests, answers) == 0
+    before = answers.read_bytes()[:-9]  # with half a line, which a run removes
+    answers.write_bytes(before)
+    (answers.parent / "link").symlink_to(answers)
+    for name in (answers, answers.parent / "link"):
+        with locked(answers.with_name(".answers.jsonl.lock")):
+            assert _run(folder / "is-not-opened", requests, name) == 1
+        assert "another torch-mesh run is writing it" in capsys.readouterr().err
+        assert answers.read_bytes() == before
+    assert _run(folder, requests, answers) == 0
+    assert len(_read(answers)) == 2
+
+
+def test_answers_that_cannot_be_written_end_the_run_before_the_model_is_opened(
+    folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, answers = paths
+    _write(requests, [_line("a", prompt="Hello", max_tokens=2)])
+    monkeypatch.setattr(offline, "open_service", lambda *_: pytest.fail("the model was opened"))
+    assert _run(folder, requests, answers.parent / "none" / "answers") == 1
+    assert "no such file" in capsys.readouterr().err
 
 
 def test_files_that_are_empty_or_absent(folder: Path, paths: tuple[Path, Path]) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive
 from torch_mesh.cli.serve import OF_SERVERS, add_server_arguments, given_options
+from torch_mesh.errors import MeshError
+from torch_mesh.system.atomic_files import locked
 
 # Options that do not apply to requests from a file.
 _LEFT_OUT = OF_SERVERS | {"compile", "continuous_batching", "prefix_cache"}
@@ -43,13 +48,35 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = given_config(arguments)
     requests = offline.read_requests(arguments.requests)
-    left = offline.unanswered(requests, arguments.answers)
     arguments.interrupted = "interrupted: repeat the command to continue"
     failed = 0
-    if left:
-        with offline.open_service(arguments.model, config, given_options(arguments), arguments.at_once) as service:
-            offline.check(service, left, arguments.requests)
-            with progress_bar("Answering", unit="request") as progress:
-                failed = asyncio.run(offline.answer(service, left, arguments.answers, arguments.at_once, progress))
+    with _only_writer(arguments.answers):
+        left = offline.unanswered(requests, arguments.answers)
+        if left:
+            with offline.open_service(arguments.model, config, given_options(arguments), arguments.at_once) as service:
+                offline.check(service, left, arguments.requests)
+                with progress_bar("Answering", unit="request") as progress:
+                    failed = asyncio.run(offline.answer(service, left, arguments.answers, arguments.at_once, progress))
     print(f"{len(requests) - failed} of {len(requests)} requests are answered in {arguments.answers}")
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _only_writer(answers: Path) -> Iterator[None]:
+    """Keep other runs from writing the same answers.
+
+    Raises ValueError for a pipe, a device or a folder, MeshError while another run has the answers, and OSError if no
+    file can be made beside them.
+    """
+    if answers.exists() and not answers.is_file():
+        raise ValueError(f"{answers} is no regular file: name one, from which a repeated command can continue")
+    real = Path(os.path.realpath(answers))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(real.with_name(f".{real.name}.lock")))
+        except BlockingIOError as error:
+            message = f"{answers}: another torch-mesh run is writing it: wait until it has ended, or name another file"
+            raise MeshError(message) from error
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(answers)) from error
+        yield

@@ -35,6 +35,8 @@ from torch_mesh.system.atomic_files import new_file
 _LOG = logging.getLogger(__name__)
 _KINDS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
 _FIELDS = {"custom_id", "method", "url", "body"}  # the fields of a line of OpenAI's batch files
+_ANSWER_ID = "batch_req_"
+_LINE_START = f'{{"id": "{_ANSWER_ID}'.encode()  # of each line that _write writes
 _MAX_NAMED = 5  # an error names at most this many mistakes
 _PAGE = 256  # default for the tokens of a block of transformers' continuous batching
 _MAX_ROWS = 4096  # rows of a forward: transformers makes a mask of each row with every key
@@ -126,32 +128,34 @@ def _raise_if(wrong: Sequence[str], path: Path) -> None:
 def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
     """Return the ``requests`` without an answer in ``out``. Removes failed answers and an incomplete line from ``out``.
 
-    Raises ValueError for a file with anything else, or with an answer to another request of that custom_id.
+    Raises ValueError for a file with anything else, or with an answer to another request of that custom_id; OSError for
+    a file that cannot be written.
     """
     try:
-        text = out.read_bytes()
+        with out.open("rb+") as file:
+            lines = file.readlines()
     except FileNotFoundError:
         return list(requests)
     pending = {request.id: request for request in requests}
     kept = []
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break  # a killed run left this line incomplete
+    for number, line in enumerate(lines, 1):
         try:
             answer = json.loads(line)
             name, response = answer["custom_id"], answer["response"]
             status, digest = response["status_code"], response["request_id"]
         except (ValueError, TypeError, KeyError):
+            if not line.endswith(b"\n") and line.startswith(_LINE_START[: len(line)]):
+                break  # a killed run left this line incomplete
             raise ValueError(f"{out} line {number} is no answer of an earlier run: name another file") from None
         request = pending.get(name)
         if request is None or digest != request.digest:
             raise ValueError(
                 f"{out} line {number} answers another request than {name!r} of this file: name another file"
             )
-        if status == 200:
+        if status == 200 and line.endswith(b"\n"):
             kept.append(line)
             del pending[name]
-    if sum(map(len, kept)) != len(text):
+    if len(kept) != len(lines):
         with new_file(out) as file:
             file.writelines(kept)
     return [request for request in requests if request.id in pending]
@@ -280,7 +284,7 @@ async def _answered(service: Service, api: OpenAI, request: Request) -> tuple[in
 
 def _write(file: Any, request: Request, status: int, body: Any) -> None:
     response = {"status_code": status, "request_id": request.digest, "body": body}
-    line = {"id": new_id("batch_req_"), "custom_id": request.id, "response": response, "error": None}
+    line = {"id": new_id(_ANSWER_ID), "custom_id": request.id, "response": response, "error": None}
     left = memoryview(json.dumps(line).encode() + b"\n")
     while left:
         left = left[os.write(file.fileno(), left) :]
