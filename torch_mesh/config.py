@@ -92,7 +92,7 @@ class Group(Generic[FieldsT]):
         return self.default if config is None else vars(config).get(self.name, self.default)
 
     def __set__(self, config: MeshConfig, value: FieldsT | Mapping[str, Any]) -> None:
-        config._put(_checked(_flat({self.name: value})))
+        config._give({self.name: value})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,11 +390,8 @@ class MeshConfig(QuantizationConfigMixin):
 
     def replace(self, **fields: Any) -> MeshConfig:
         """A copy with other ``fields``; of a group, the named ones."""
-        given = _checked(_flat(fields))
         changed = copy.copy(self)
-        changed._given = self._given | given
-        # Only these: from_pretrained merges fields into the attributes of a checkpoint's config.
-        changed._put(given)
+        changed._give(fields)
         return changed
 
     def to_dict(self) -> dict[str, Any]:
@@ -459,6 +456,11 @@ class MeshConfig(QuantizationConfigMixin):
     def _resolve(self, given: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
         self._given = _environment() | _checked(given)
         self._put(_checked(checkpoint or {}) | self._given)
+
+    def _give(self, fields: Mapping[str, Any]) -> None:
+        given = _checked(_flat(fields))
+        self._given = self._given | given  # a new mapping, since copies share the old one
+        self._put(given)
 
     def _put(self, flat: Mapping[str, Any]) -> None:
         for name, value in flat.items():
@@ -568,13 +570,21 @@ def _described() -> str:
     return "\n".join([*lines, "", "    Raises ValueError for an unknown field or value, saying what is allowed.", ""])
 
 
-# Tools and readers see the __init__ of the dataclass; this one records which fields were given.
+# Tools and readers see these two methods as the dataclass has them; ours record which fields were given.
 @functools.wraps(MeshConfig.__init__)
 def _init(self: MeshConfig, **given: Any) -> None:
     self._resolve(_flat(given))
 
 
+def _set(self: MeshConfig, name: str, value: Any) -> None:
+    if name in FIELDS:
+        self._give({name: value})
+    else:
+        object.__setattr__(self, name, value)
+
+
 MeshConfig.__init__ = _init  # type: ignore[method-assign]
+MeshConfig.__setattr__ = _set  # type: ignore[method-assign, assignment]
 MeshConfig.__doc__ = f"{MeshConfig.__doc__}{_described()}"
 
 # Without this, from_pretrained ignores the config that a user passes for a converted checkpoint, with a warning.

@@ -242,6 +242,21 @@ def test_a_dict_that_a_user_passes_sets_fields_of_this_machine_too(monkeypatch: 
     assert config.get_loading_attributes() == {"io": "threads", "resident": 0.5, "threads": 2}
 
 
+def test_assigned_fields_are_checked_and_given() -> None:
+    first = MeshConfig(residency={"timeout": 5.0})
+    config = copy.copy(first)
+    config.resident = "0.25"
+    config.residency = {"early_experts": "1,4"}
+    given = {"resident": 0.25, "residency": {"timeout": 5.0, "early_experts": (1, 4)}}
+    assert config.get_loading_attributes() == given and config == MeshConfig(**given)
+    assert first.get_loading_attributes() == {"residency": {"timeout": 5.0}}
+    with pytest.raises(ValueError, match="resident=1.5 is not a fraction"):
+        config.resident = 1.5
+    with pytest.raises(TypeError, match=r'takes gpu_experts as gpu=\{"experts": \.\.\.\}'):
+        config.gpu_experts = 3
+    assert config == MeshConfig(**given)
+
+
 def test_environment_values_are_typed_and_errors_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"RESIDENT": "0.25", "GROUP_SIZE": "128", "THREADS": "3", "STORE": "~/mesh"}.items():
         monkeypatch.setenv(f"TORCH_MESH_{name}", text)
