@@ -274,8 +274,9 @@ def test_the_command_fits_and_prints_the_gain(
 
 
 def test_the_command_names_what_is_missing_or_wrong(
-    mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torch_mesh.cli.routing.fit.open_model", lambda *_: pytest.fail("the model was opened"))
     short, strange, binary = tmp_path / "short.txt", tmp_path / "strange.jsonl", tmp_path / "binary"
     short.write_text("In the beginning.")
     strange.write_text('{"text": "a"}\n{"words": 3}\n')
@@ -287,6 +288,8 @@ def test_the_command_names_what_is_missing_or_wrong(
         (tmp_path / "none", [], 1, "no such file"),
         (short, ["--resident", "0"], 2, "resident=0.0 is not a fraction"),
         (short, ["--out", str(tmp_path / "none" / "out")], 1, "there is no such folder"),
+        (TEXT / "prose.jsonl", ["--out", str(tmp_path)], 1, "is a directory"),
+        (TEXT / "prose.jsonl", ["--out", "/proc/out"], 1, "/proc/.torch_mesh-mode-"),
     ):
         arguments = ["--text", str(text), "--out", str(tmp_path / "out"), *extra]
         assert main(["routing", "fit", str(mesh_tiny), *arguments]) == code
