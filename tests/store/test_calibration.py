@@ -414,3 +414,25 @@ def test_rows_read_back_as_written(tmp_path: Path) -> None:
     empty = replace(files, layers=1)
     (tmp_path / "calibration-00000.rows").write_bytes(b"")
     assert empty.read(tmp_path, 0).hidden.shape == (0, 5)
+
+
+def test_the_environment_does_not_change_what_is_calibrated_on(
+    tmp_path: Path, mesh_tiny: Path, prose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = text_sequences(mesh_tiny, prose, 256, None)
+    plain = _seen(mesh_tiny, sequences, tmp_path / "plain")
+    fields = {
+        "WEIGHTS": "int4",
+        "MAX_ERROR": "0.15",
+        "RESIDENT": "8GiB",
+        "STORE": str(tmp_path / "store"),
+        "SHARED": str(tmp_path / "socket"),
+        "DENSE": "int4",
+        "STATS_FILE": str(tmp_path / "stats"),
+        "STATS_EVERY": "1",
+    }
+    for name, value in fields.items():
+        monkeypatch.setenv(f"TORCH_MESH_{name}", value)
+    for alone, other in zip(plain, _seen(mesh_tiny, sequences, tmp_path / "rows"), strict=True):
+        assert all(torch.equal(getattr(alone, name), getattr(other, name)) for name in ("ids", "weights", "hidden"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "rows"]

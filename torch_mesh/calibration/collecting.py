@@ -73,7 +73,9 @@ def collect(
     done(sum(files.rows(folder)) * files.row_bytes)
     if finished == len(sequences):
         return files.rows(folder)
-    model = open_model(source, MeshConfig(weights="auto"))  # overrides the environment's format
+    # Overrides fields of the environment that would change the inputs, write files or refuse a checkpoint.
+    config = MeshConfig(weights="auto", max_error=None, store=None, shared=None, dense="auto", stats={"file": None})
+    model = open_model(source, config)
     try:
         count = len({module._mesh_layer for module in _experts_of(model)})
         if count != files.layers:
