@@ -84,7 +84,8 @@ def test_a_timeline_has_no_misses_where_all_experts_are_resident(
 def test_the_memory_option_decides_how_many_experts_are_resident(
     mesh_tiny: Path, tmp_path: Path, speeds: Speeds
 ) -> None:
-    measured = bench(mesh_tiny, tmp_path, "--tokens", "3", "--prompt-tokens", "4", "--memory", "64GiB")
+    measured = bench(mesh_tiny, tmp_path, "--tokens", "3", "--prompt-tokens", "17", "--memory", "64GiB")
+    assert measured["stats"]["prefill"]["forwards"] == 1 and measured["stats"]["decode"]["forwards"] == 2
     assert measured["plan"]["memory_bytes"] == 64 << 30
     assert measured["plan"]["slots"] == measured["stats"]["slots"] == 192
     assert main(["bench", str(mesh_tiny), "--memory", "1MiB"]) == 1
@@ -104,6 +105,7 @@ def test_the_prompt_may_come_from_a_text_file(mesh_tiny: Path, tmp_path: Path, s
     ("arguments", "code", "message"),
     [
         (["--tokens", "1"], 2, "at least 2"),
+        (["--prompt-tokens", "16"], 2, "--prompt-tokens is 16: give at least 17"),
         (["--resident", "0"], 2, "resident=0.0 is not a fraction"),
         (["--policy", "mru"], 2, "policy='mru' is unknown"),
         (["--prompt-tokens", "1000", "--text", "{text}"], 2, "give a longer --text"),

@@ -21,6 +21,7 @@ from torch_mesh.store.hub import local_folder
 if TYPE_CHECKING:
     from torch_mesh.planning.bench import Measured, Miss
 
+_MIN_PROMPT = 17  # one more than kMaxDecodeRows
 
 # Where the time of a decode step goes, with the keys of Counters.time_per_forward().
 TIMES = (
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument("--tokens", type=positive, default=64, help="tokens to generate (default: %(default)s)")
     parser.add_argument(
-        "--prompt-tokens", type=positive, default=128, help="length of the prompt (default: %(default)s)"
+        "--prompt-tokens", type=positive, default=128, help="length of the prompt, 17 or more (default: %(default)s)"
     )
     parser.add_argument(
         "--text",
@@ -65,6 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = given_config(arguments)
     if arguments.tokens < 2:
         raise ValueError("--tokens is 1; the first token ends the prompt, so that at least 2 are needed")
+    if arguments.prompt_tokens < _MIN_PROMPT:
+        raise ValueError(
+            f"--prompt-tokens is {arguments.prompt_tokens}: give at least {_MIN_PROMPT}, since forwards of fewer are "
+            "counted as decoding"
+        )
     text = "\n\n".join(read_documents([arguments.text])) if arguments.text else default_text()
     folder = local_folder(arguments.model)
     prompt = open_tokenizer(folder)(text, verbose=False)["input_ids"][: arguments.prompt_tokens]
