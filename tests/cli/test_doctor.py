@@ -98,6 +98,14 @@ def test_doctor_reports_all_findings_on_this_machine(tmp_path: Path, capsys: pyt
     assert all(each["found"] for each in output["findings"])
 
 
+def test_a_folder_that_may_not_be_looked_at_does_not_end_the_report(
+    tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may look into every folder, so that the name is too long instead: the same system call fails."""
+    names = [each.name for each in doctor.report(tmp_path)]
+    assert [each.name for each in doctor.report(tmp_path / ("x" * 300) / "store")] == names
+
+
 def test_table_shows_every_finding(
     tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

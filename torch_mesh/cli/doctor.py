@@ -382,7 +382,8 @@ def _disk(folder: Path) -> Finding:
 
 
 def _existing_ancestor(folder: Path) -> Path:
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    # Path.is_dir() raises for a folder that may not be looked at, up to Python 3.13.
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(path))
 
 
 def _read(path: str) -> str | None:
