@@ -31,6 +31,7 @@ from torch_mesh.serving import admission
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.errors import RequestTooLongError, StoppingError
 from torch_mesh.serving.kept_keys import KeptKeys
+from torch_mesh.serving.service import Service
 
 POSITIONS = 300
 _SIZES: dict[str, Any] = {
@@ -195,6 +196,35 @@ def test_kept_conversations_are_dropped_before_a_request_is_refused(
     assert not kept.conversations and kept.counts.kept_bytes == 0
     total = needed
     ask(prompts[0])
+
+
+def test_scoring_a_prompt_evicts_conversations_and_counts_its_logits(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    model = _qwen3().eval()
+    kept = KeptKeys(model, 2**30, Admission(model, find_needs(model, keeps_windows=True)))
+    service = Service("a", model, None, SimpleNamespace(kept=kept))  # type: ignore[arg-type]
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+    inputs = {"input_ids": torch.from_numpy(rng.integers(2, 97, (1, 60)))}
+    # Beside the keys: logits in bf16, as floats, and their log-probabilities.
+    needed = kept.admission.needs.peak(60, 60, 60) + 59 * 97 * (2 + 4 + 4)
+    total = 2**30
+    monkeypatch.setattr(
+        admission,
+        "left_bytes",
+        lambda: admission.RESERVE_BYTES + total - sum(each.nbytes for each in kept.conversations),
+    )
+    for _ in range(2):
+        kept.generate(input_ids=torch.from_numpy(rng.integers(2, 97, (1, 60))), generation_config=config)
+    alone, after_one = needed, needed + kept.conversations[1].nbytes
+    for total, left in ((after_one, 1), (alone, 0)):
+        service.check_score(inputs)
+        assert len(service.score(inputs, 1)) == 60
+        assert len(kept.conversations) == left and kept.counts.kept_bytes == total - needed
+    total = needed - 1
+    for refused in (lambda: service.check_score(inputs), lambda: service.score(inputs, 1)):
+        with pytest.raises(RequestTooLongError):
+            refused()
 
 
 @pytest.mark.parametrize("batching", [False, pytest.param(True, marks=pytest.mark.thorough)])

@@ -121,3 +121,17 @@ def test_sequences_of_a_batch_share_the_models_options(engine: Any) -> None:
     assert (used.do_sample, used.temperature, used.top_p, used.pad_token_id) == (True, 0.5, 0.5, 3)
     assert asyncio.run(_ask(engine, _job(do_sample=True, top_p=0.5, temperature=0.5))) == [1]
     assert len(engine.kept.model.managers) == 1
+
+
+def test_a_function_that_a_stop_ends_fails_as_a_request_does(engine: Batches) -> None:
+    def fail() -> None:
+        raise RuntimeError("the pool is closed")
+
+    def stop() -> None:
+        engine.abort()
+        fail()
+
+    with pytest.raises(RuntimeError, match="is closed"):
+        asyncio.run(engine.run(fail))
+    with pytest.raises(StoppingError):
+        asyncio.run(engine.run(stop))

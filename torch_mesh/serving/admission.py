@@ -103,15 +103,16 @@ class Admission:
                 free += (size["slots"] - size["min_slots"]) * size["record_bytes"]
         return free
 
-    def check(self, prompt: int, new: int, *, known: int, held: int) -> None:
+    def check(self, prompt: int, new: int, *, known: int, held: int, other: int = 0) -> None:
         """Raises RequestTooLongError for a prompt of so many tokens that does not fit with ``new`` ones.
 
-        ``known``: cached tokens. ``held``: bytes of keys that can be dropped for it, or are its own.
+        ``known``: cached tokens. ``held``: bytes of keys that can be dropped for it, or are its own. ``other``: bytes
+        that it takes beside those of the sequence.
         """
         check_positions(self.needs.positions, prompt, new)
         if not self._on_cpu:
             return
-        free = max(0, self.free_bytes() + held)
+        free = max(0, self.free_bytes() + held - other)
         peak = self.needs.peak
         needed = peak(prompt - known, prompt, prompt + new)
         if needed <= free:

@@ -120,7 +120,12 @@ class Engine:
     async def run(self, work: Callable[[], Any]) -> Any:
         if self._stopping:
             raise StoppingError
-        return await asyncio.wrap_future(self.worker.submit(work))
+        try:
+            return await asyncio.wrap_future(self.worker.submit(work))
+        except RuntimeError as error:
+            if self._stopping and not isinstance(error, AnsweredError):
+                raise StoppingError from error
+            raise
 
     def abort(self) -> None:
         """End all jobs with StoppingError, and accept no more. Callable from any thread."""

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,8 +133,24 @@ class KeptKeys:
                 # Conversations are freed in any order, and malloc keeps the gaps between them.
                 trim_heap()
 
-    def check(self, prompt: Tensor, new: int) -> None:
-        """Raises RequestTooLongError for a prompt [n] that will not fit with ``new`` tokens when its turn comes.
+    @contextlib.contextmanager
+    def room(self, prompt: Tensor, other: int = 0) -> Iterator[None]:
+        """Evict conversations until a prompt [n], and ``other`` bytes, fit: the block computes it without ``generate``.
+
+        Raises RequestTooLongError.
+        """
+        with self._lock:
+            self.check(prompt, 0, other)
+            try:
+                self._make_room(prompt, 0, None, other)
+                yield
+            finally:
+                self._count()
+                trim_heap()
+
+    def check(self, prompt: Tensor, new: int, other: int = 0) -> None:
+        """Raises RequestTooLongError for a prompt [n] that will not fit with ``new`` tokens, and ``other`` bytes, when
+        its turn comes.
 
         Callable from any thread, also while another request runs.
         """
@@ -148,9 +165,9 @@ class KeptKeys:
             held += self.admission.needs.cache(len(tokens))
         if self.prefixes is not None:
             known = max(known, self.prefixes.find(prompt).length)
-        self.admission.check(len(prompt), new, known=known, held=held)
+        self.admission.check(len(prompt), new, known=known, held=held, other=other)
 
-    def _make_room(self, prompt: Tensor, new: int | None, conversation: Conversation | None) -> None:
+    def _make_room(self, prompt: Tensor, new: int | None, conversation: Conversation | None, other: int = 0) -> None:
         if self.admission is None or new is None:
             return
         known = 0 if conversation is None else len(conversation.tokens)
@@ -159,7 +176,7 @@ class KeptKeys:
         held = 0 if conversation is None or conversation.shared else conversation.nbytes
         while True:
             try:
-                return self.admission.check(len(prompt), new, known=known, held=held)
+                return self.admission.check(len(prompt), new, known=known, held=held, other=other)
             except RequestTooLongError:
                 if not self.conversations:
                     raise

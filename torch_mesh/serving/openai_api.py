@@ -253,6 +253,8 @@ class OpenAI:
         answers: list[Answer] = []
         for each in inputs:
             answers += service.answers(_not_empty(each, "prompt"), given, limit="max_tokens", count=best, top=top)
+            if given.get("echo") and given.get("logprobs") is not None:
+                service.check_score(each)
         return inputs, answers
 
     def _completion_logprobs(

@@ -266,12 +266,24 @@ class Service:
         config.repetition_penalty = 1.0
         return penalty
 
+    def check_score(self, inputs: Mapping[str, Any]) -> None:
+        """Raises RequestTooLongError for a prompt that will not fit when it is scored."""
+        self.engine.kept.check(inputs["input_ids"][0], 0, self._logits_bytes(inputs))
+
+    def _logits_bytes(self, inputs: Mapping[str, Any]) -> int:
+        """Bytes for the largest part of a prompt's logits, as floats too, and their log-probabilities."""
+        rows = min(_SCORED_ROWS, inputs["input_ids"].shape[-1] - 1)
+        return rows * self.vocabulary * (self.model.dtype.itemsize + 2 * torch.float32.itemsize)
+
     def score(self, inputs: Mapping[str, Any], top: int) -> list[TokenLogprobs | None]:
-        """Compute the log-probabilities of a prompt's tokens; None for the first."""
+        """Compute the log-probabilities of a prompt's tokens; None for the first.
+
+        Raises RequestTooLongError if they do not fit into memory.
+        """
         ids: Tensor = inputs["input_ids"]
         found: list[TokenLogprobs | None] = [None]
         cache: Any = None
-        with torch.no_grad():
+        with self.engine.kept.room(ids[0], self._logits_bytes(inputs)), torch.no_grad():
             for start in range(0, ids.shape[-1] - 1, _SCORED_ROWS):
                 part = ids[:, start : start + _SCORED_ROWS]
                 known = {} if cache is None else {CACHE_NAME: cache}
