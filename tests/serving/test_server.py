@@ -456,9 +456,12 @@ def test_invalid_arguments_are_refused_before_the_model_is_opened(
         assert "--chat-template-kwargs is" in capsys.readouterr().err
     not_json = tmp_path / "not.json"
     not_json.write_text("[")
+    adapted = tmp_path / "adapted.json"
+    adapted.write_text('{"adapter": "lora"}')
     decisions = (
         ("--decision-config", str(tmp_path / "none.json"), 1, "none.json: no such file"),
         ("--decision-config", str(not_json), 2, "is not a decision config"),
+        ("--decision-config", str(adapted), 2, "has the adapter 'lora'"),
     )
     for name, value, code, message in (
         *(decisions if command == "serve" and _decides() else ()),

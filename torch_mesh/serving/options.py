@@ -130,9 +130,14 @@ def _check_decision_config(path: str | None) -> None:
     except ImportError as error:
         raise ImportError("--decision-config needs transformers 5.24 or later") from error
     try:
-        DecisionConfig.from_file(path)
+        config = DecisionConfig.from_file(path)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"--decision-config {path} is not a decision config: {error}") from error
+    if config.adapter:
+        raise ValueError(
+            f"--decision-config {path} has the adapter {config.adapter!r}, which would change all other answers too: "
+            "leave it out, and serve a checkpoint with the adapter merged (torch-mesh merge)"
+        )
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
