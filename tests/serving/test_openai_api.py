@@ -83,6 +83,24 @@ def test_a_seed_determines_the_sample(chat: Callable[..., Any]) -> None:
     assert chat(temperature=1.5, extra_body={"top_k": 1}).choices[0].message.content == greedy
 
 
+def test_generation_config_leaves_the_other_options_to_the_model(
+    client: Any, chat: Callable[..., Any], server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(**options: Any) -> str:
+        body = {"generation_config": json.dumps({"max_new_tokens": 8, "temperature": 5.0} | options)}
+        answer = client.chat.completions.create(model=server.model, messages=CHAT, seed=3, extra_body=body)
+        return answer.choices[0].message.content
+
+    free = chat(temperature=5, seed=3).choices[0].message.content
+    assert ask(do_sample=True) == free
+    models = server._service.model.generation_config
+    monkeypatch.setattr(models, "do_sample", True)
+    assert ask() == free, "generate's default is the 50 most probable tokens"
+    monkeypatch.setattr(models, "top_k", 1)
+    assert ask() == ask(do_sample=True) == chat().choices[0].message.content != free
+    assert ask(top_k=0) == free
+
+
 def test_several_answers(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
     several = chat(n=3, temperature=1.5, seed=3)
     texts = [choice.message.content for choice in several.choices]
@@ -433,7 +451,9 @@ def test_one_model_by_its_name(client: Any, server: Any) -> None:
         client.models.retrieve("another")
 
 
-def test_requests_that_batches_cannot_honour_are_refused(serving: Callable[..., Any], folder: Path) -> None:
+def test_requests_that_batches_cannot_honour_are_refused(
+    serving: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = serving(folder, MeshConfig(resident=1.0), continuous_batching=True, cb_num_blocks=8)
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
         ask = {"model": server.model, "messages": CHAT, "max_tokens": 4}
@@ -475,6 +495,10 @@ def test_requests_that_batches_cannot_honour_are_refused(serving: Callable[..., 
         assert same.choices[0].message.content == greedy
         assert client.chat.completions.create(**ask, temperature=0).choices[0].message.content == greedy
         assert len(client.chat.completions.create(**ask, temperature=2, n=3).choices) == 3
+        monkeypatch.setattr(server._service.model.generation_config, "top_k", 1)
+        options = json.dumps({"max_new_tokens": 4, "do_sample": True, "temperature": 5.0})
+        models = client.chat.completions.create(**ask, extra_body={"generation_config": options})
+        assert models.choices[0].message.content == greedy
     server.stop()
 
 

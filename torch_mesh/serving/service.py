@@ -313,8 +313,9 @@ class Service:
             config.do_sample = given["temperature"] > 0
         elif any(name in given for name in ("top_p", "top_k", "min_p")):
             config.do_sample = True
-        if config.do_sample and config.top_k is None:
-            config.top_k = 0  # otherwise generate would use 50
+        samples = theirs.do_sample if config.do_sample is None else config.do_sample
+        if samples and config.top_k is None:
+            config.top_k = theirs.top_k or 0  # otherwise generate would use 50 if the model has none
         if self._compiled and config.cache_implementation is None:
             config.cache_implementation = "static"
         try:
