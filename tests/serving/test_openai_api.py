@@ -204,6 +204,9 @@ def test_log_probabilities_are_refused_with_options_that_change_them(
             ask(**more, **own)
         assert error.value.param == "no_repeat_ngram_size"
     assert len(chat(**own).choices) == 1
+    empty = {"max_new_tokens": 8, "suppress_tokens": [], "begin_suppress_tokens": []}
+    nothing = chat(logprobs=True, extra_body={"generation_config": json.dumps(empty)})
+    assert nothing.choices[0].message.content == chat().choices[0].message.content
     monkeypatch.setattr(server._service.model.generation_config, "suppress_tokens", [65])
     with pytest.raises(openai.BadRequestError, match="suppress_tokens"):
         chat(logprobs=True)

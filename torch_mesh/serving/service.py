@@ -42,8 +42,8 @@ _EARLY_OPTIONS = {
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
 }
 
 
