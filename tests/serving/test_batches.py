@@ -26,6 +26,7 @@ class _Manager:
         self.continuous_batching_config = SimpleNamespace(page_size=16, block_size=None)
         self.batch_processor: Any = None
         self.starts = True
+        self.is_computing = False  # a forward that takes longer than any time limit
         self.before_blocks: Callable[[], None] | None = None  # called while the blocks are awaited
 
     def start(self) -> None:
@@ -37,8 +38,9 @@ class _Manager:
             self.before_blocks()
         return self.starts
 
-    def stop(self, **_: Any) -> None:
-        self.batch_processor, self.starts = None, False
+    def stop(self, block: bool = True, timeout: float | None = None) -> None:
+        self.batch_processor = None
+        self.starts = self.is_computing and (timeout is not None or not block)
 
     def register_result_handler(self, name: str, handler: Callable[[Any], None]) -> None:
         self.handler = handler
@@ -61,6 +63,7 @@ class _Model:
         self.before_blocks: Callable[[], None] | None = None
 
     def init_continuous_batching(self, generation_config: GenerationConfig, **_: Any) -> _Manager:
+        assert not any(manager.starts for manager in self.managers), "two managers share the model and the memory"
         self.managers.append(_Manager(generation_config))
         self.managers[-1].before_blocks, self.before_blocks = self.before_blocks, None
         return self.managers[-1]
@@ -112,6 +115,17 @@ def test_a_request_is_not_checked_after_the_end(engine: Any) -> None:
     with pytest.raises(StoppingError):
         engine.check(_job(do_sample=False))
     assert len(engine.kept.model.managers) == 1
+
+
+def test_a_manager_starts_after_the_forward_of_the_last_one(engine: Any) -> None:
+    """A client that disconnects leaves its forward running."""
+    assert asyncio.run(_ask(engine, _job(do_sample=False))) == [0]
+    engine.manager.is_computing = True
+    assert asyncio.run(_ask(engine, _job(do_sample=True))) == [1]
+    last = engine.manager
+    last.is_computing = True
+    engine.stop()
+    assert last.starts, "the end of a server has a time limit"
 
 
 def test_sequences_of_a_batch_share_the_models_options(engine: Any) -> None:

@@ -179,7 +179,8 @@ class Batches(Engine):
     def _stop_manager(self) -> None:
         """The caller holds ``_starting``."""
         if self._manager is not None:
-            self._manager.stop(block=True, timeout=2)
+            # Cancelled requests leave a forward running, which uses the model's attention and the blocks.
+            self._manager.stop(block=True, timeout=2 if self._stopping else None)
             self._manager = None
 
     def _capacity(self, job: Job) -> int:
