@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,33 @@ def test_a_manager_starts_after_the_forward_of_the_last_one(engine: Any) -> None
     last.is_computing = True
     engine.stop()
     assert last.starts, "the end of a server has a time limit"
+
+
+def test_a_request_that_is_cancelled_while_batching_restarts_stops_no_other(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_thread, late = asyncio.to_thread, []
+
+    async def begin_late(*call: Any, **options: Any) -> Any:
+        if late:
+            return await in_thread(*call, **options)
+        late.append(functools.partial(*call, **options))
+        return await asyncio.Event().wait()
+
+    async def ask() -> None:
+        assert await _ask(engine, _job(do_sample=False)) == [0]
+        monkeypatch.setattr(batches.asyncio, "to_thread", begin_late)
+        cancelled = asyncio.create_task(_ask(engine, _job(do_sample=True)))
+        while not late:
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        async for _ in engine.tokens(_job(do_sample=False)):
+            late[0]()
+            assert len(engine.kept.model.managers) == 1 and engine.manager.starts
+
+    asyncio.run(ask())
 
 
 def test_sequences_of_a_batch_share_the_models_options(engine: Any) -> None:

@@ -93,7 +93,11 @@ class Batches(Engine):
         async with self._turn:
             if sampling != self._sampling:
                 await self._idle.wait()
-            manager = await asyncio.to_thread(self._start, sampling, restart=True)
+            try:
+                manager = await asyncio.to_thread(self._start, sampling, job)
+            except asyncio.CancelledError:
+                job.cancelled.set()  # the thread may still wait for others
+                raise
             self._active += 1
             self._idle.clear()
             queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -155,15 +159,15 @@ class Batches(Engine):
             _raise_if_ended(manager)
             raise BatchesEndedError("Continuous batching has ended and accepts no more requests.")
 
-    def _start(self, sampling: dict[str, Any], *, restart: bool) -> Any:
+    def _start(self, sampling: dict[str, Any], job: Job | None = None) -> Any:
         """Return the running manager, after starting one with ``sampling`` if there is none.
 
-        ``restart``: also replace one with other sampling, which has no requests.
+        ``job``: also replace one with other sampling, which has no requests, unless this job has been cancelled.
         """
         with self._starting:
             if self._stopping:
                 raise StoppingError
-            if restart and sampling != self._sampling:
+            if job is not None and not job.cancelled.is_set() and sampling != self._sampling:
                 self._stop_manager()
             if self._manager is None:
                 config = copy.deepcopy(self.kept.model.generation_config)
@@ -186,7 +190,7 @@ class Batches(Engine):
     def _capacity(self, job: Job) -> int:
         """Tokens in the blocks of the running manager, which is started if there is none."""
         while True:
-            manager = self._start(self._sampling_of(job), restart=False)
+            manager = self._start(self._sampling_of(job))
 
             def end(failed: Any = manager) -> None:
                 with self._starting:
