@@ -191,9 +191,36 @@ def test_cropping_a_sliding_window_rewinds_it() -> None:
         assert torch.equal(value[:, :, -16:], expected[:, :, -16:])
     assert int(cropped.get_seq_length()) == int(rewound.get_seq_length()) == 32
     for tokens in (-5, 3):
-        with pytest.raises(ValueError, match="give -4 to 0"):
+        with pytest.raises(ValueError, match="give -2 to 0"):
             cropped.crop(tokens)
     assert int(cropped.get_seq_length()) == 32
+
+
+def test_a_sliding_window_is_cropped_again_only_while_it_is_whole() -> None:
+    layer, expected = SteadySlidingLayer(16, 4), torch.empty(2, 3, 0, 8)
+
+    def add(tokens: int) -> None:
+        nonlocal expected
+        keys, values = torch.randn(2, 2, 3, tokens, 8).unbind()
+        expected = torch.cat([expected, keys], dim=-2)
+        assert torch.equal(layer.update(keys, values)[0][:, :, -16:], expected[:, :, -16:])
+
+    def crop(tokens: int, further: int) -> None:
+        nonlocal expected
+        layer.crop(-tokens)
+        expected = expected[:, :, : expected.shape[-2] - tokens]
+        with pytest.raises(ValueError, match=f"give {-further} to 0"):
+            layer.crop(-further - 1)
+
+    for tokens, dropped, further in ((34, 4, 0), (1, 0, 1), (1, 2, 0), (3, 1, 2), (9, 3, 1)):
+        add(tokens)
+        crop(dropped, further)
+    add(1)
+    layer.reset()
+    layer.update(*torch.randn(2, 2, 3, 22, 8).unbind())
+    layer.crop(-3)
+    with pytest.raises(ValueError, match="give -1 to 0"):  # the first two tokens are lost
+        layer.crop(-2)
 
 
 def test_drafts_on_a_returned_cache_longer_than_its_window_are_refused() -> None:

@@ -128,6 +128,7 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
     def __init__(self, window: int, slack: int = 0, is_croppable: bool = False) -> None:
         super().__init__(max_cache_len=window + slack, sliding_window=window + slack)
         self.slack = slack
+        self._max_length = 0  # before a rewind: tokens more than max_cache_len earlier are lost
         self._never_moves = is_croppable
 
     @property
@@ -167,7 +168,9 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """``rewind``, with transformers' sign: a negative number, of tokens to drop."""
-        limit = self.slack if int(self.cumulative_length) > self.max_cache_len else int(self.cumulative_length)
+        length = int(self.cumulative_length)
+        reached = max(self._max_length, length)
+        limit = self.slack - (reached - length) if reached > self.max_cache_len else length
         if not -limit <= tokens_to_remove <= 0:
             raise ValueError(
                 f"crop({tokens_to_remove}) of a sliding window that can drop its last {limit} tokens: give "
@@ -178,11 +181,16 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
     def rewind(self, tokens: int) -> None:
         """Drop the last ``tokens``, at most ``slack``, of the last update. No window reaches the freed entries."""
         length = int(self.cumulative_length)
+        self._max_length = max(self._max_length, length)
         moved = max(length - self.max_cache_len, 0) - max(length - tokens - self.max_cache_len, 0)
         kept: Any
         for kept in (self.keys, self.values) if moved else ():
             kept.copy_(kept.roll(moved, dims=-2))
         self.cumulative_length.sub_(tokens)
+
+    def reset(self) -> None:
+        super().reset()
+        self._max_length = 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if query_length > 1 + self.slack:
