@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 import torch_mesh
 from torch_mesh.hf.kv_cache import GrowingLayer
 from torch_mesh.modules import experts as modules
+from torch_mesh.speculation.rewinding import Rewinding
 
 QWEN, OSS = "Qwen3MoeExperts", "GptOssExperts"
 
@@ -116,6 +117,15 @@ def test_keys_of_a_patched_model_are_saved_and_loaded_like_any_tensor(tmp_path: 
     torch.save([layer.keys for layer in layers], tmp_path / "keys.pt")
     loaded = torch.load(tmp_path / "keys.pt")
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(layers, loaded, strict=True))
+
+
+def test_rewinding_leaves_layers_without_keys() -> None:
+    """A cache made of another's keys has such layers where a model shares keys."""
+    cache = DynamicCache([_states(6), (None, None)])
+    for layer in cache.layers:
+        layer.__class__ = GrowingLayer
+    Rewinding(torch.nn.Module(), cache).rewind(2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [4, 0]
 
 
 @torch.no_grad()

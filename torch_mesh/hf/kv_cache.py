@@ -88,6 +88,8 @@ class GrowingLayer(DynamicLayer):
     def rewind(self, tokens: int) -> None:
         """``crop(-tokens)`` for tokens of the last ``update`` that no other object uses: later tokens overwrite them
         without a copy."""
+        if not self.is_initialized:  # its keys are those of another layer
+            return
         held: Any = self.keys, self.values
         rooms = [_ROOMS.get(each) for each in held]
         if tokens and all(room and room.filled == each.shape[-2] for room, each in zip(rooms, held, strict=True)):
