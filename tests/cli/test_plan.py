@@ -16,6 +16,8 @@ import torch
 from loopback_hub import MODEL, loopback_hub
 from pairs import each_once_quick
 from tiny_checkpoints import save_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import torch_mesh
@@ -24,7 +26,7 @@ from torch_mesh.cli import main
 from torch_mesh.formats import FORMATS, ROUNDED_FORMATS
 from torch_mesh.planning import machine
 from torch_mesh.planning.hit_rates import expected_hit_rate, simulated_hit_rate
-from torch_mesh.planning.machine import disk_speed, huge_pages, measure_speeds
+from torch_mesh.planning.machine import disk_speed, huge_pages, measure_formats, measure_speeds
 from torch_mesh.planning.plan import Plan, plan
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.planning.token_time import Speeds, token_seconds
@@ -329,6 +331,23 @@ def test_a_narrow_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert planned.tokens_per_second is not None and planned.tokens_per_second > 0
     # Where the rest of the model has no layer that is large enough there is nothing to choose.
     assert bool(planned.dense_choices) == (hidden >= 32)
+
+
+class _CpuOnly(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert all(each.is_cpu for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)), func
+        return result
+
+
+def test_speeds_are_the_cpus_whatever_the_default_device(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "seconds_per_call", lambda call, seconds=0.0: call() is not None or 1.0)
+    monkeypatch.setattr(machine, "LARGE_BYTES", 1 << 20)
+    sizes = find_sizes(mesh_tiny, MeshConfig())
+    with torch.device("meta"), _CpuOnly():
+        for dense in ("auto", "none", "int8"):
+            measure_speeds(sizes, MeshConfig(dense=dense), disk=1e9)
+        measure_formats(sizes, MeshConfig())
 
 
 def test_the_table_shows_the_same_figures(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

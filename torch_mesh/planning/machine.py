@@ -48,13 +48,14 @@ def measure_speeds(
     reads = disk if disk is not None else disk_speed(sizes.files, sizes.expert_bytes)
     if reads is None:
         return None
-    return Speeds(
-        disk=reads,
-        experts=memory if memory is not None else _experts_speed(sizes),
-        dense=memory if memory is not None else _dense_speed(sizes, config.dense, config.group_size),
-        layer_seconds=_SMALL_CALLS_PER_LAYER * _small_call_seconds(),
-        measured=(*measured, "layer_seconds"),
-    )
+    with torch.device("cpu"):  # models may be opened under another default device
+        return Speeds(
+            disk=reads,
+            experts=memory if memory is not None else _experts_speed(sizes),
+            dense=memory if memory is not None else _dense_speed(sizes, config.dense, config.group_size),
+            layer_seconds=_SMALL_CALLS_PER_LAYER * _small_call_seconds(),
+            measured=(*measured, "layer_seconds"),
+        )
 
 
 def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = None) -> dict[str, float]:
@@ -68,7 +69,8 @@ def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = 
             group_size=group or None,
             expert_bytes=sizes.shape.record_bytes(weights, group),
         )
-        speeds[weights] = memory if memory is not None else _experts_speed(of_format)
+        with torch.device("cpu"):
+            speeds[weights] = memory if memory is not None else _experts_speed(of_format)
     return speeds
 
 
