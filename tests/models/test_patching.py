@@ -23,9 +23,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, PoolClosedError
 from torch_mesh.models.families import find_experts
-from torch_mesh.modules.dense import dense_bytes
+from torch_mesh.modules import packed_weight
+from torch_mesh.modules.dense import dense_bytes, packed_linears
 from torch_mesh.modules.experts import MeshExperts, patched_modules
-from torch_mesh.modules.packed_weight import PackedExpertsWeight
+from torch_mesh.modules.packed_weight import PackedExpertsWeight, PackedWeight
 from torch_mesh.patching import api
 from torch_mesh.pool.expert_pool import record_bytes
 
@@ -230,15 +231,41 @@ def test_wide_biases_are_not_rounded() -> None:
     assert torch.equal(model.model.layers[0].mlp.experts.down_proj_bias, bias)
 
 
-@pytest.mark.parametrize("guard", ["on", "off"])
-def test_unpatch_without_memory_for_the_experts_leaves_the_model_patched(
-    guard: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+def test_unpatch_puts_experts_and_linear_layers_on_the_device_of_what_is_around_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with ``device_map=`` over several devices: of layer 1, the router and a norm are said to be on another."""
+    model = _build()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    torch_mesh.patch(model, resident=0.5, dense="bf16")
+    layer = model.model.layers[1]
+    elsewhere = {layer.mlp.gate.weight, layer.self_attn.q_norm.weight}
+    real = packed_weight.device_of
+
+    def device_of(*modules: torch.nn.Module) -> torch.device:
+        parameters = (p for module in modules for p in module.parameters() if not isinstance(p, PackedWeight))
+        first = next(parameters)
+        return torch.device("meta") if first in elsewhere or first.is_meta else real(*modules)
+
+    monkeypatch.setattr(packed_weight, "device_of", device_of)
+    torch_mesh.unpatch(model)
+    parameters = dict(model.named_parameters())
+    moved = {name for name, parameter in parameters.items() if parameter.is_meta}
+    attention = {f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkvo"}
+    assert moved == attention | {f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down")}
+    assert all(torch.equal(parameters[name], values[name]) for name in parameters.keys() - moved)
+
+
+@pytest.mark.parametrize(("guard", "dense"), [("on", "none"), ("off", "none"), ("on", "int4")])
+def test_unpatch_without_memory_for_the_weights_leaves_the_model_patched(
+    guard: str, dense: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guarded pool shrinks while memory fills up, so what it can free counts as free."""
     model = _build()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     needed = sum(layer.nbytes for layer in find_experts(model))
-    torch_mesh.patch(model, resident=0.25, residency={"guard": guard})
+    torch_mesh.patch(model, resident=0.25, residency={"guard": guard}, dense=dense)
+    needed += sum(linear.weight.nbytes - linear._mesh_packed.nbytes for _, linear in packed_linears(model))
     expected = _logits(model, ids)
     size = next(patched_modules(model))._mesh_pool.engine.describe_size()
     evictable = size["slot_bytes"] - size["min_slots"] * size["record_bytes"] if guard == "on" else 0
@@ -247,11 +274,13 @@ def test_unpatch_without_memory_for_the_experts_leaves_the_model_patched(
     with monkeypatch.context() as full:
         full.setattr(api, "shortage", lambda needed: limit - 1 if needed > limit - 1 else None)
         with pytest.raises(MemoryError, match=f"take {needed:,} bytes .* have {needed - 1:,} left"):
-            torch_mesh.unpatch(model)
+            torch_mesh.unpatch(model, lossy=True)
         assert torch.equal(_logits(model, ids), expected)
         full.setattr(api, "shortage", lambda needed: limit if needed > limit else None)
-        torch_mesh.unpatch(model)
-    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+        torch_mesh.unpatch(model, lossy=True)
+    state = model.state_dict()
+    exact = [name for name in state if dense == "none" or ".experts." in name]
+    assert exact and all(torch.equal(state[name], values[name]) for name in exact)
 
 
 def test_a_named_store_is_written_and_an_unnamed_one_leaves_no_files(tmp_path: Path, cache: Path) -> None:

@@ -16,7 +16,7 @@ from ..config import MIN_CAPABILITY, GpuFields
 from ..errors import MeshError, UnsupportedModelError
 from ..formats import FORMATS, GPU_FORMATS, formats_of_fewer_bits, short_name
 from ..models.families import ExpertsLayer
-from ..modules.packed_weight import device_of
+from ..modules.packed_weight import device_around
 from ..pool.expert_pool import record_bytes
 from ..routing.profiles import check_fits, load_profile
 from ..store.convert import checked_group_size
@@ -88,7 +88,7 @@ def choose_experts(
     run unfused, ValueError for a mask or number that does not fit the model, MemoryError for more than the device
     holds. "auto" then places none, with a warning if the model is on a GPU.
     """
-    devices = tuple(layer_device(model, layer) for layer in layers)
+    devices = tuple(device_around(model, layer.path) for layer in layers)
     experts = layers[0].num_experts
     wanted = gpu.experts
     gpu_weights = format_on_gpu(gpu, weights)
@@ -205,11 +205,6 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes. Memory that torch's allocator has reserved but not used counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
-
-
-def layer_device(model: nn.Module, layer: ExpertsLayer) -> torch.device:
-    """The device of a layer: that of its experts, else of its router, else of the model."""
-    return device_of(layer.module, model.get_submodule(layer.path.rpartition(".")[0]), model)
 
 
 def _bytes_on(layer: ExpertsLayer, device: torch.device) -> int:

@@ -21,7 +21,7 @@ from ..hf.torch_compat import in_forward_mode, multiplies_bf16
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
 from ..store.convert import checked_group_size
 from .experts import PackedModule, change_class, restore_class, restore_weight
-from .packed_weight import PackedLinearWeight, as_parameter
+from .packed_weight import PackedLinearWeight, as_parameter, device_around
 
 if TYPE_CHECKING:
     from ..store.dense_codes import LinearCodes
@@ -405,13 +405,13 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, MeshLinear))
 
 
-def restore_dense(model: Any, device: torch.device) -> None:
+def restore_dense(model: Any) -> None:
     """Undo ``pack_dense`` and ``install_products``; the caller ties weights to the embedding again."""
     for plain in model.modules():
         if isinstance(plain, PlainLinear):
             change_class(plain, nn.Linear)
-    for _, linear in list(packed_linears(model)):
-        restore_weight(linear, device)
+    for path, linear in list(packed_linears(model)):
+        restore_weight(linear, device_around(model, path))
         restore_class(linear)
 
 

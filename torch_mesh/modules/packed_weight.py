@@ -317,6 +317,12 @@ def device_of(*modules: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def device_around(model: nn.Module, path: str) -> torch.device:
+    """The device of the module at ``path``, or of the nearest module around it with a materialized parameter."""
+    parts = path.split(".")
+    return device_of(*(model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)))
+
+
 def _is_cast(kwargs: dict[str, Any]) -> bool:
     """Whether ``_to_copy`` changes the dtype and nothing else."""
     others = {name: value for name, value in kwargs.items() if value is not None and name != "dtype"}

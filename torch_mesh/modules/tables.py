@@ -13,7 +13,7 @@ from ..models.tables import TableLayer
 from ..pool.row_tables import RowTables
 from ..system.memory import shortage
 from .experts import PackedModule, change_class, drop_attributes, mixed_class, restore_weight
-from .packed_weight import FrozenWeight, as_parameter
+from .packed_weight import FrozenWeight, as_parameter, device_around
 
 _ROWS_AT_ONCE = 1 << 16
 
@@ -138,10 +138,10 @@ def tables_of(model: nn.Module) -> list[RowTables]:
     return list({id(module._mesh_tables): module._mesh_tables for _, module in table_modules(model)}.values())
 
 
-def restore_tables(model: nn.Module, device: torch.device) -> None:
+def restore_tables(model: nn.Module) -> None:
     """Reverse ``install_table`` for all tables, which are read into memory. Raises MemoryError if they do not fit."""
-    for _, embedding in list(table_modules(model)):
+    for path, embedding in list(table_modules(model)):
         module: Any = embedding
-        restore_weight(module, device)
+        restore_weight(module, device_around(model, path))
         change_class(module, module._mesh_class)
         drop_attributes(module)

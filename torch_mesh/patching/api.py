@@ -22,7 +22,7 @@ from ..modules.experts import (
     pools_of,
     restore,
 )
-from ..modules.packed_weight import device_of
+from ..modules.packed_weight import device_around
 from ..modules.tables import PackedTableWeight, check_room, table_modules
 from ..system.memory import shortage
 from .expert_source import LoadedModelSource
@@ -73,9 +73,10 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     """Restore a patched model's own experts modules, in place, and return the same model.
 
     Parameters get the values that they would have without torch_mesh, in the dtype to which the model was cast
-    meanwhile, as by ``model.float()``. Raises MeshError if the pool has rounded values only (int8, int4, or fp16 and
-    fp32 rounded to bf16), unless ``lossy``: then parameters get the rounded values; MemoryError, before anything is
-    changed, if they do not fit into memory. After an error or Ctrl-C the same call continues.
+    meanwhile, as by ``model.float()``, on the device of the modules around them. Raises MeshError if the pool has
+    rounded values only (int8, int4, or fp16 and fp32 rounded to bf16), unless ``lossy``: then parameters get the
+    rounded values; MemoryError, before anything is changed, if they do not fit into memory. After an error or Ctrl-C
+    the same call continues.
     """
     check_model(model)
     if not _is_patched(model):
@@ -85,15 +86,13 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
         _check_exact(model)
     for _, table in table_modules(model):
         check_room(table.weight)
-    device = device_of(model)
-    if device.type == "cpu":
-        _check_memory(model)
+    _check_memory(model)
     vars(model)[_UNPATCHING] = True  # if interrupted, the model counts as patched until the last step
     for mode in reversed(MODES):
-        mode.uninstall(model, device)
+        mode.uninstall(model)
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
-            restore(layer, device)
+            restore(layer, device_around(model, layer.path))
     tied: Any = model
     if hasattr(tied, "tie_weights"):
         tied.tie_weights()  # a packed head, and experts that are tied to others
@@ -137,16 +136,25 @@ def _check_exact(model: nn.Module) -> None:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Raises MemoryError if the experts do not fit in memory beside the smallest pool."""
-    needed = sum(layer.nbytes for layer in find_experts(model) if isinstance(layer.module, MeshExperts))
+    """Raises MemoryError if the unpacked weights do not fit in memory beside the smallest pool."""
+    needed = _bytes_to_unpack(model)
     sizes = [pool.engine.describe_size() for pool in pools_of(model) if pool.guarded]
     evictable = sum(size["slot_bytes"] - size["min_slots"] * size["record_bytes"] for size in sizes)
     if (free := shortage(needed - evictable)) is not None:
         raise MemoryError(
-            f"The experts take {needed:,} bytes unpacked, but the machine and its memory cgroups have "
+            f"Unpacked, the weights take {needed:,} bytes more, but the machine and its memory cgroups have "
             f"{free + evictable:,} left, with what the pool can free. The model stays patched. Free memory, or save "
             "the model with model.save_pretrained(folder), which writes piece by piece."
         )
+
+
+def _bytes_to_unpack(model: nn.Module) -> int:
+    """Bytes that experts, tables and packed linear layers of the CPU take in addition when they are unpacked."""
+    experts = {layer.path: layer.nbytes for layer in find_experts(model) if isinstance(layer.module, MeshExperts)}
+    tables = {path: table.weight.nbytes for path, table in table_modules(model)}
+    linears = {path: linear.weight.nbytes - linear._mesh_packed.nbytes for path, linear in packed_linears(model)}
+    added = experts | tables | linears
+    return sum(nbytes for path, nbytes in added.items() if device_around(model, path).type == "cpu")
 
 
 def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..config import MeshConfig
@@ -59,7 +58,7 @@ class Mode:
     name: str
     check: Callable[[Any], object] = lambda patching: None
     install: Callable[[Any], object] = lambda patching: None
-    uninstall: Callable[[nn.Module, torch.device], object] = lambda model, device: None
+    uninstall: Callable[[nn.Module], object] = lambda model: None
     before_pool: bool = False  # installed before the pool, which gets the remaining memory
 
 
@@ -73,9 +72,9 @@ def _install_tables(patching: Patching) -> None:
     install_early_rows(patching.model)
 
 
-def _uninstall_tables(model: nn.Module, device: torch.device) -> None:
+def _uninstall_tables(model: nn.Module) -> None:
     uninstall_early_rows(model)
-    restore_tables(model, device)
+    restore_tables(model)
 
 
 def _install_lookahead(patching: Patching) -> None:
@@ -91,7 +90,7 @@ MODES = (
     Mode(
         "tables",
         install=lambda p: _install_tables(p),
-        uninstall=lambda model, device: _uninstall_tables(model, device),
+        uninstall=lambda model: _uninstall_tables(model),
         before_pool=True,
     ),
     Mode(
@@ -100,7 +99,7 @@ MODES = (
         install=lambda p: pack_dense(
             p.model, p.layers, dense=p.config.dense, group_size=p.config.group_size, blocks=p.source.blocks
         ),
-        uninstall=lambda model, device: restore_dense(model, device),
+        uninstall=lambda model: restore_dense(model),
         before_pool=True,
     ),
     Mode("shared", check=lambda p: check_shared(p.config, p.layers)),
@@ -124,7 +123,7 @@ MODES = (
         "lossy",
         check=lambda p: check_lossy(p.model, p.layers, p.config.lossy),
         install=lambda p: install_lossy(p.model, p.layers, p.config.lossy),
-        uninstall=lambda model, device: uninstall_lossy(model),
+        uninstall=lambda model: uninstall_lossy(model),
     ),
     # Uninstalled with "dense".
     Mode(
@@ -140,22 +139,22 @@ MODES = (
     Mode(
         "caches",
         install=lambda p: install_caches(p.model),
-        uninstall=lambda model, device: uninstall_caches(model),
+        uninstall=lambda model: uninstall_caches(model),
     ),
     # torch_mesh.compile installs it.
-    Mode("compile", uninstall=lambda model, device: uninstall_compile(model)),
+    Mode("compile", uninstall=lambda model: uninstall_compile(model)),
     Mode(
         "speculation",
         check=lambda p: check_speculation(p.model, p.config.speculation),
         install=lambda p: install_speculation(p.model, p.config.speculation),
-        uninstall=lambda model, device: uninstall_speculation(model),
+        uninstall=lambda model: uninstall_speculation(model),
     ),
     # The counters of speculation, which its first draft makes.
-    Mode("tally", uninstall=lambda model, device: drop_tally(model)),
+    Mode("tally", uninstall=lambda model: drop_tally(model)),
     Mode(
         "mtp",
         install=lambda p: install_mtp(p.model, p.patch_heads),
-        uninstall=lambda model, device: uninstall_mtp(model),
+        uninstall=lambda model: uninstall_mtp(model),
     ),
     # Uninstalled with the layers.
     Mode(
@@ -169,11 +168,11 @@ MODES = (
         install=lambda p: attach_quantizer(
             p.model, p.quantizer or PatchedModelQuantizer(p.config, pre_quantized=False)
         ),
-        uninstall=lambda model, device: detach_quantizer(model),
+        uninstall=lambda model: detach_quantizer(model),
     ),
     Mode(
         "config",
         install=lambda p: set_config_metadata(p.model, p.config),
-        uninstall=lambda model, device: clear_config_metadata(model),
+        uninstall=lambda model: clear_config_metadata(model),
     ),
 )

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..gpu.choosing import layer_device
 from ..models.families import ExpertsLayer, describe_left_alone, layers_left_alone
 from ..models.tables import TableLayer
 from ..modules.experts import MeshExperts
+from ..modules.packed_weight import device_around
 from ..modules.tables import packed_table
 from ..pool.row_tables import RowTables
 from ..store.checkpoint import CheckpointExperts
@@ -25,7 +25,7 @@ def load_left_alone(model: nn.Module, found: Sequence[tuple[ExpertsLayer, Checkp
     detached.
     """
     for layer, experts in found:
-        _load(layer, experts, layer_device(model, layer))
+        _load(layer, experts, device_around(model, layer.path))
 
 
 def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device) -> None:
