@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch_mesh.cli import main
 from torch_mesh.models.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.convert import convert, stored_expert, stored_record
-from torch_mesh.store.manifest import Store, open_store
+from torch_mesh.store.manifest import MANIFEST_NAME, Store, described, open_store
 from torch_mesh.store.verify import verify
 
 QWEN = "Qwen3MoeExperts"
@@ -436,6 +437,18 @@ def test_merging_takes_the_memory_of_a_few_experts_and_the_adapter(tmp_path: Pat
     assert rise < 2 * adapter + 20 * expert, f"{(rise - 2 * adapter) / expert:.1f} experts of 288"
 
 
+def test_a_store_with_more_layers_than_its_config_is_not_merged(tmp_path: Path) -> None:
+    _build(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    _adapted(_fresh_patched(tmp_path / "base", num_hidden_layers=2)).save_pretrained(tmp_path / "adapter")
+    store = convert(tmp_path / "base", tmp_path / "store", "int8").store
+    config = json.loads((store.folder / "config.json").read_text())
+    (store.folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    files = tuple(described(store.folder / file.name, store.manifest.store_id) for file in store.manifest.other_files)
+    (store.folder / MANIFEST_NAME).write_text(replace(store.manifest, other_files=files).to_json())
+    with pytest.raises(StoreError, match="has records of 3 layers, and its config.json has 2"):
+        merge(store.folder, tmp_path / "adapter", tmp_path / "merged")
+
+
 def test_merge_and_unload_of_a_patched_model_names_the_call_to_use(tmp_path: Path) -> None:
     _build(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     model = _adapted(_fresh_patched(tmp_path / "base"))
@@ -444,5 +457,6 @@ def test_merge_and_unload_of_a_patched_model_names_the_call_to_use(tmp_path: Pat
     assert f"torch_mesh.merge({str(tmp_path / 'base')!r}, 'adapter', 'merged')" in str(caught.value)
 
 
-def _fresh_patched(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=torch_mesh.MeshConfig(resident=0.5))
+def _fresh_patched(folder: Path, **fields: Any) -> PreTrainedModel:
+    config = torch_mesh.MeshConfig(resident=0.5)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **fields)

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 from upstream import loads_adapters
 
 import torch_mesh
-from torch_mesh import MeshConfig, MeshError, StoreError
+from torch_mesh import MeshConfig, MeshError, StoreError, merge
 from torch_mesh.hf import saving
 from torch_mesh.hf import streaming_save as shards
 from torch_mesh.hf.streaming_save import PackedPart, Unpacking
@@ -207,8 +207,14 @@ def test_layers_that_were_moved_or_removed_keep_their_records(change: str, way: 
     inputs = inputs_for(model)
     expected = output_of(model, inputs)
     model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(output_of(_open(tmp_path / "saved"), inputs), expected)
-    assert list(verify(open_store(tmp_path / "saved"))) == []
+    again = _open(tmp_path / "saved")
+    assert torch.equal(output_of(again, inputs), expected)
+    store = open_store(tmp_path / "saved")
+    assert list(verify(store)) == [] and store.manifest.shape.layers == len(layers)
+    adapted = peft.get_peft_model(again, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = merge(tmp_path / "saved", tmp_path / "adapter", tmp_path / "merged").store
+    assert list(verify(merged)) == [] and merged.manifest.shape == store.manifest.shape
 
 
 @pytest.mark.parametrize("way", ["converted", "in memory"])

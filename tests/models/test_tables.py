@@ -386,10 +386,10 @@ def rounded(weights: str, table: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values).to(table.dtype)
 
 
-def convert_rounded(folder: Path, destination: Path, weights: str) -> Any:
+def convert_rounded(folder: Path, destination: Path, weights: str, experts: str = "bf16") -> Any:
     with pytest.MonkeyPatch.context() as small:
         small.setattr(finding, "MIN_VALUES", 1)
-        return convert(folder, destination, "bf16", tables=weights, max_file_bytes=1 << 16)
+        return convert(folder, destination, experts, tables=weights, max_file_bytes=1 << 16)
 
 
 @pytest.mark.parametrize("weights", TABLE_FORMATS)
@@ -439,6 +439,15 @@ def test_rounded_rows_are_not_taken_for_the_original(
     merged = merge(tmp_path / "store", tmp_path / "adapter", tmp_path / "merged").store
     assert not list(verify(merged)) and merged.manifest.tables == weights
     assert torch.equal(embeddings(reopen(model, tmp_path / "merged"))[0].weight.unpacked(), values)
+
+
+def test_a_saved_model_has_ordinary_tables_beside_rounded_experts(tmp_path: Path) -> None:
+    model = save("Gemma4TextExperts", tmp_path / "raw")
+    convert_rounded(tmp_path / "raw", tmp_path / "store", "int4", experts="int8")
+    opened = reopen(model, tmp_path / "store", tables="embed_tokens_per_layer")
+    with pytest.warns(UserWarning, match="is saved as an ordinary weight"):
+        opened.save_pretrained(tmp_path / "saved")
+    assert [describe(tmp_path / folder)["table_weights"] for folder in ("store", "saved")] == ["int4", None]
 
 
 def test_plan_and_inspect_show_rounded_rows(

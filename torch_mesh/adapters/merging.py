@@ -159,6 +159,13 @@ def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_si
     own = (manifest.weights, manifest.group_size)
     becomes = own if weights == "auto" else (weights, checked_group_size(weights, group_size))
     _check_rounds(source, becomes[0])
+    layers = find_experts(model)
+    if len(layers) != manifest.shape.layers:
+        raise store_error(
+            source,
+            f"has records of {manifest.shape.layers} layers, and its config.json has {len(layers)}: open it with "
+            "from_pretrained, save it with save_pretrained, and merge into that folder",
+        )
 
     def unchanged(layer: int, expert: int) -> torch.Tensor:
         if becomes == own:
@@ -167,7 +174,7 @@ def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_si
 
     return _Base(
         model=model,
-        layers={store.layer_of(layer.path): layer for layer in find_experts(model)},
+        layers={store.layer_of(layer.path): layer for layer in layers},
         shape=manifest.shape,
         modules=manifest.modules,
         weights=becomes[0],

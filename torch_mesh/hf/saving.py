@@ -332,15 +332,15 @@ def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
         check_free_space(staging, beside + sum(file.bytes for file in manifest.record_files))
         for source, target in zip(sources, targets, strict=True):
             _copy(source, target)
-    # The same records, but not a conversion of that source: other weights may have been trained.
+    # The same records, but not a conversion of that source: weights may have been trained, and tables are ordinary.
     fingerprint = f"{manifest.source_fingerprint.removesuffix(' saved')} saved"
-    return replace(manifest, source_fingerprint=fingerprint)
+    return replace(manifest, source_fingerprint=fingerprint, tables="")
 
 
 def _store_of(model: nn.Module, pool: ExpertPool) -> Store | None:
     """The pool's store, if it is still in place and has the records that this model should save.
 
-    Layers that were moved or removed since have other names there.
+    Layers that were moved or removed since have other names there, or more of them are there.
     """
     if pool.store is None:
         return None
@@ -350,7 +350,8 @@ def _store_of(model: nn.Module, pool: ExpertPool) -> Store | None:
         as_named = [now.layer_of(layer.path) for layer in layers]
     except (StoreError, OSError):
         return None
-    same = now.manifest.store_id == pool.store.manifest.store_id
+    manifest = now.manifest
+    same = manifest.store_id == pool.store.manifest.store_id and manifest.shape.layers == len(layers)
     return now if same and as_named == [layer.module._mesh_layer for layer in layers] else None
 
 
