@@ -19,7 +19,7 @@ import torch_mesh
 from torch_mesh import MeshConfig, StoreError, UnsupportedModelError, merge
 from torch_mesh.modules.dense import MeshLinear, PlainLinear
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.patching import quantizer
+from torch_mesh.patching import checkpoint_source
 from torch_mesh.planning.formats import dense_choices
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
@@ -359,7 +359,7 @@ def test_missing_parts_are_fetched_from_the_hub(tmp_path: Path, monkeypatch: pyt
         asked.append((model, name, cache_dir, revision, given))
         (tmp_path / Path(name).name).rename(snapshot / name)
 
-    monkeypatch.setattr(quantizer, "cached_file", cached)
+    monkeypatch.setattr(checkpoint_source, "cached_file", cached)
     model = _open(made.path, dtype=torch.float32, token="hf_of_the_caller")
     given = {"token": "hf_of_the_caller", "proxies": None, "local_files_only": False}
     assert asked == [("maker/model", f"q8/{path.name}", tmp_path, "f00", given) for path in others]

@@ -322,6 +322,30 @@ def test_missing_files_of_a_converted_folder_are_fetched_from_the_hub(
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
 
 
+def test_a_converted_folder_within_a_repository_is_fetched(
+    tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"))
+    convert(tmp_path / "raw", tmp_path / "repository" / "store", "bf16")
+    missing = [path.name for path in (tmp_path / "repository" / "store").iterdir() if path.name.startswith("mesh")]
+    for file in missing:
+        (tmp_path / "repository" / "store" / file).rename(tmp_path / file)
+    _as_hub_snapshot(tmp_path / "repository", tmp_path / "hub", "someone/tiny-moe")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def fetch(name: str, file: str, *, cache_dir: Path, revision: str, **given: Any) -> None:
+        folder, _, name_there = file.partition("/")
+        assert (name, folder, cache_dir) == ("someone/tiny-moe", "store", tmp_path / "hub")
+        (tmp_path / name_there).rename(cache_dir / "models--someone--tiny-moe" / "snapshots" / revision / file)
+
+    monkeypatch.setattr(checkpoint_source, "cached_file", fetch)
+    model = AutoModelForCausalLM.from_pretrained(
+        "someone/tiny-moe", subfolder="store", cache_dir=tmp_path / "hub", local_files_only=True
+    )
+    assert len(missing) == 2 and not any((tmp_path / file).exists() for file in missing)
+    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+
+
 def test_dense_codes_are_fetched_from_the_hub_only_if_asked_for(
     tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

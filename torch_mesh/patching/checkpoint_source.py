@@ -8,7 +8,7 @@ import hashlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -317,8 +317,7 @@ def _folder_of(model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Path:
     """
     files = [Path(file) for file in checkpoint_files]
     opened = Path(_name_of(model))
-    snapshot = next((folder for folder in files[0].parents if folder.parent.name == "snapshots"), files[0].parent)
-    root = opened if opened.is_dir() else snapshot
+    root = opened if opened.is_dir() else _snapshot_of(files[0]) or files[0].parent
     for file in files:
         if not file.is_relative_to(root) or ".." in file.relative_to(root).parts:
             raise store_error(root, f"its index names {file}, outside of this folder: download the checkpoint again")
@@ -373,9 +372,24 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
 def _fetch(model: PreTrainedModel, folder: Path, hub_arguments: Mapping[str, Any], names: Sequence[str]) -> None:
     """Download files that transformers does not know into the hub's cache."""
     name = _name_of(model)
-    missing = [] if os.path.isdir(name) else [file for file in names if not (folder / file).is_file()]
-    for file in missing:
-        cached_file(name, file, cache_dir=folder.parents[2], revision=folder.name, **hub_arguments)
+    if not os.path.isdir(name):
+        fetch_missing([folder / file for file in names], hub_arguments)
+
+
+def fetch_missing(paths: Iterable[Path], hub_arguments: Mapping[str, Any]) -> None:
+    """Download the files of ``paths`` that the hub's cache lacks. Outside of it, reading names missing files."""
+    for path in paths:
+        snapshot = _snapshot_of(path)
+        if snapshot is None or path.is_file():
+            continue
+        model = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+        name = path.relative_to(snapshot).as_posix()
+        cached_file(model, name, cache_dir=snapshot.parents[2], revision=snapshot.name, **hub_arguments)
+
+
+def _snapshot_of(path: Path) -> Path | None:
+    """The snapshot in the hub's cache that ``path`` is in, also in a folder of it."""
+    return next((folder for folder in path.parents if folder.parent.name == "snapshots"), None)
 
 
 def _name_of(model: PreTrainedModel) -> str:

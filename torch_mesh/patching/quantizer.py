@@ -14,7 +14,6 @@ import torch
 from rich.filesize import decimal as format_bytes
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
-from transformers.utils.hub import cached_file
 
 from ..config import MeshConfig
 from ..hf.compat import FIND_FILES, clear_quantized, gguf_config_readers, ignore_unexpected, wrap
@@ -37,7 +36,7 @@ from ..store.gguf_sizes import limit_layers
 from ..store.sources import method_of, source_of
 from ..store.tables import packed_tables, tables_in_files
 from ..system.memory import available_bytes
-from .checkpoint_source import CheckpointSource, HubFiles, find_source
+from .checkpoint_source import CheckpointSource, HubFiles, fetch_missing, find_source
 from .expert_source import TableSource, open_tables
 from .pipeline import assemble, check
 from .unpooled import load_left_alone, load_tables
@@ -205,18 +204,6 @@ def _forget_quantization(model: Any) -> None:
     model.is_quantized = False
 
 
-def _fetch_parts(path: Path, hub_arguments: Mapping[str, Any]) -> None:
-    """Download the other parts of a split GGUF model into the hub's cache, which has the first."""
-    snapshot = next((folder for folder in path.parents if folder.parent.name == "snapshots"), None)
-    if snapshot is None:
-        return  # reading names missing parts
-    model = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
-    for part in gguf_files(path, all_there=False):
-        if not part.is_file():
-            name = part.relative_to(snapshot).as_posix()
-            cached_file(model, name, cache_dir=snapshot.parents[2], revision=snapshot.name, **hub_arguments)
-
-
 def _config_of(given: Any) -> Any:
     """A ``quantization_config=``, of which a dict may stand for a MeshConfig."""
     is_ours = isinstance(given, dict) and given.get("quant_method") == "mesh"
@@ -250,7 +237,7 @@ def _with_hub_arguments(find: Any) -> Any:
             return files, metadata
         files = HubFiles(files, kwargs["download_kwargs"])
         if is_gguf(files[0]):
-            _fetch_parts(Path(files[0]), files.arguments)
+            fetch_missing(gguf_files(Path(files[0]), all_there=False), files.arguments)
         return files, metadata
 
     return found
