@@ -162,6 +162,18 @@ def test_merging_into_a_packed_layer_is_refused_and_into_another_one_works(ids: 
     _computed(_with_adapter(plain).merge_and_unload(), ids).assert_same(model.merge_and_unload())
 
 
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
+def test_a_refused_merge_leaves_all_adapters(merge: str, ids: torch.Tensor) -> None:
+    """PEFT merges layer by layer, and would have removed the adapter of the embedding."""
+    patched = torch_mesh.patch(_build(), resident=0.3, dense="int8")
+    model = _with_adapter(patched, target_modules=["embed_tokens", "q_proj"])
+    expected, keys = _logits(model, ids), list(model.state_dict())
+    assert any("embed_tokens.lora_" in key for key in keys)
+    with pytest.raises(MeshError, match=r"layers\.0.*q_proj\.weight, which is packed \(int8\) and frozen"):
+        getattr(model, merge)()
+    assert list(model.state_dict()) == keys and torch.equal(_logits(model, ids), expected)
+
+
 def test_modules_to_save_train_unless_they_are_packed(ids: torch.Tensor) -> None:
     model = _with_adapter(torch_mesh.patch(_build(), resident=0.3), modules_to_save=["lm_head"], init_lora_weights=True)
     assert _learns(model, ids)

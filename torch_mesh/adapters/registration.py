@@ -54,11 +54,14 @@ def register() -> None:
 
 
 def _with_refusal(check: Any) -> Any:
-    """PEFT's check before a merge, then ours: a refusal in the middle would leave earlier layers merged."""
+    """Our check, then PEFT's before a merge: a refusal in the middle would leave earlier layers merged."""
 
     @functools.wraps(check)
     def check_merge_allowed(model: Any, *args: Any, **kwargs: Any) -> Any:
+        from peft.tuners.lora import LoraLayer
+
         from ..modules.experts import MeshExperts
+        from ..modules.packed_weight import PackedWeight
 
         modules = list(model.model.modules())
         if any(isinstance(module, MeshExperts) for module in modules):
@@ -66,6 +69,10 @@ def _with_refusal(check: Any) -> Any:
             for module in modules:
                 if isinstance(module, _wrapper().ParamWrapper):
                     module.refuse_to_merge(base)
+            for module in modules:
+                weight = getattr(module.get_base_layer(), "weight", None) if isinstance(module, LoraLayer) else None
+                if isinstance(weight, PackedWeight):
+                    raise weight._refuse("An adapter was to be merged into")
         return check(model, *args, **kwargs)
 
     return check_merge_allowed
