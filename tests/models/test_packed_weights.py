@@ -152,8 +152,10 @@ def test_a_tied_head_stays_packed_through_tie_weights() -> None:
     model.tie_weights()
     assert isinstance(model.lm_head, MeshLinear) and isinstance(model.lm_head.weight, PackedWeight)
     assert torch.equal(_logits(model, ids), expected)
+    head = model.lm_head.unpacked_weight()
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.5)
+    assert torch.equal(model.lm_head.unpacked_weight(), head)  # docs/finetuning.md says so
     model.tie_weights()
     assert torch.equal(
         model.lm_head.unpacked_weight(), torch_mesh.patch(_halved(model), dense="int8").lm_head.unpacked_weight()
