@@ -631,6 +631,33 @@ def test_an_error_of_a_submitted_call_comes_out_of_its_result() -> None:
 
 
 @pytest.mark.usefixtures("card")
+def test_a_result_that_ctrl_c_interrupts_is_not_taken_for_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = torch.randn(4, 80, 72, device=DEVICE) * 0.1, torch.randn(4, 72, 40, device=DEVICE) * 0.1
+    layer = torch_mesh.Experts(gate_up, down, top_k=2, gpu={"experts": 2})
+    x, ids = torch.randn(2, 72, device=DEVICE), torch.randint(0, 4, (2, 2), device=DEVICE)
+    call = layer.submit(x, ids, torch.rand(2, 2, device=DEVICE))
+    problems = [KeyboardInterrupt, RuntimeError]
+
+    def wait(ticket: int) -> None:
+        raise problems.pop(0)("of this forward")
+
+    monkeypatch.setattr(call, "_host", SimpleNamespace(wait=wait))
+    for error in (KeyboardInterrupt, RuntimeError, RuntimeError):
+        with pytest.raises(error, match="of this forward"):
+            call.result()
+
+    call = layer.submit(x, ids, torch.rand(2, 2, device=DEVICE))
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(call._forward, "finish", lambda: wait(0))
+        problems.append(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            call.result()
+    for _ in range(2):
+        with pytest.raises(MeshError, match=r"interrupted: submit the forward again"):
+            call.result()
+
+
+@pytest.mark.usefixtures("card")
 def test_masks_and_counts_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     for wrong, message in (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import MeshError
 from ..ops.device import DeviceLayer, find
 from ..ops.experts_split import SplitForward
 from ..system.background import TaskThreads
@@ -76,7 +77,8 @@ class _OnDevice(PendingExperts):
         assert layer.shared is not None
         self._host = layer.shared.host
         self._captured = layer.shared.capturing()
-        self._forward: SplitForward | None = None
+        self._forward: SplitForward | None = None  # until it is finished
+        self._ticket: int | None = None  # of a finished forward, until it has been waited for
         self._output: Tensor | None = None
         self._error: Exception | None = None
         try:
@@ -87,16 +89,28 @@ class _OnDevice(PendingExperts):
 
     def result(self) -> Tensor:
         if self._forward is not None:
-            forward, self._forward = self._forward, None
-            ticket = forward.ticket
+            self._finish(self._forward)
+        if self._ticket is not None:
             try:
-                with torch.no_grad():
-                    self._output = forward.finish()
-                if ticket is not None and not self._captured:
-                    self._host.wait(ticket)
+                self._host.wait(self._ticket)
             except _ERRORS as error:
                 self._error = error
+            self._ticket = None
         if self._error is not None:
             raise self._error
         assert self._output is not None
         return self._output
+
+    def _finish(self, forward: SplitForward) -> None:
+        # A forward cannot be finished twice. This error stays if Ctrl-C ends the call below.
+        self._error = MeshError("An earlier result() of this forward was interrupted: submit the forward again.")
+        self._forward = None
+        ticket = None if self._captured else forward.ticket
+        try:
+            with torch.no_grad():
+                self._output = forward.finish()
+        except _ERRORS as error:
+            self._error = error
+        else:
+            self._ticket = ticket
+            self._error = None
