@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
+from torch_mesh.models.families import find_experts
 from torch_mesh.routing.traces import Trace, load_trace, save_trace
 
 
@@ -164,4 +165,44 @@ def test_recording_refuses_batches_and_leaves_no_hooks(tmp_path: Path, mesh_tiny
     with pytest.raises(torch_mesh.MeshError, match="No forward"), torch_mesh.record_trace(model, tmp_path / "t.npz"):
         pass
     assert not list(tmp_path.iterdir())
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def _assert_equal_traces(found: Trace, expected: Trace) -> None:
+    for field in ("ids", "offsets", "scores", "lookahead", "forwards"):
+        assert np.array_equal(getattr(found, field), getattr(expected, field)), field
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_failed_forwards_are_not_recorded(
+    tmp_path: Path, mesh_tiny: Path, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward fails before its first layer of experts, or in the last one."""
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
+    first, second = torch.arange(3, 12)[None], torch.arange(40, 45)[None]
+    experts = find_experts(model)[-1].module
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise IndexError("the disk is gone")
+
+    def fail() -> None:
+        with monkeypatch.context() as broken, pytest.raises(IndexError):
+            if last:
+                broken.setattr(experts, "forward", fails)
+            model(torch.tensor([[5, 6, 7 if last else 10**6]]))
+
+    with torch.no_grad():
+        with torch_mesh.record_trace(model, tmp_path / "expected.npz", scores=True, lookahead=True):
+            model(first)
+            model(second)
+        with torch_mesh.record_trace(model, tmp_path / "found.npz", scores=True, lookahead=True):
+            fail()
+            model(first)
+            fail()
+            fail()
+            model(second)
+            fail()
+        nothing = torch_mesh.record_trace(model, tmp_path / "nothing.npz")
+        with pytest.raises(torch_mesh.MeshError, match="No forward"), nothing:
+            fail()
+    _assert_equal_traces(load_trace(tmp_path / "found.npz"), load_trace(tmp_path / "expected.npz"))

@@ -171,8 +171,8 @@ def record_trace(
     ``scores`` adds the probabilities of all experts, ``lookahead`` those of each layer's router on the hidden states
     one layer before; ``predictor``, a file of ``torch-mesh routing fit``, replaces the latter, with the first layer's
     predicted by the last one a token earlier. A forward of more than one token begins a new sequence. Works for patched
-    and unpatched models. Raises ValueError for a batch of several sequences, and MeshError if no forward ran; nothing
-    is written on errors.
+    and unpatched models. A forward that raises is left out. Raises ValueError for a batch of several sequences, and
+    MeshError if no forward ended without an error. Nothing is written then, nor if the block raises.
     """
     recorder = _Recorder(model, scores, lookahead, predictor)
     handles = recorder.install()
@@ -225,9 +225,12 @@ class _Recorder:
         self.ids: list[list[npt.NDArray[Any]]] = [[] for _ in self.layers]
         self.scores: list[list[npt.NDArray[Any]]] = [[] for _ in self.layers]
         self.lookahead: list[list[npt.NDArray[Any]]] = [[] for _ in self.layers]
+        self.recorded: list[list[Any]] = [self.starts, self.forwards, *self.ids, *self.scores, *self.lookahead]
+        self.end()
 
     def install(self) -> list[Any]:
         def begin(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.drop_unfinished()
             given = named.get("input_ids", arguments[0] if arguments else None)
             given = named.get("inputs_embeds") if given is None else given
             if isinstance(given, torch.Tensor) and given.size(0) != 1:
@@ -245,11 +248,23 @@ class _Recorder:
 
             return hook
 
-        handles: list[Any] = [self.model.register_forward_pre_hook(begin, with_kwargs=True)]
+        handles: list[Any] = [
+            self.model.register_forward_pre_hook(begin, with_kwargs=True),
+            self.model.register_forward_hook(self.end),  # not called after an error
+        ]
         for index, layer in enumerate(self.layers):
             module: Any = layer.module
             handles.append(module.register_forward_pre_hook(layer_hook(index), with_kwargs=True))
         return handles
+
+    def end(self, *_: Any) -> None:
+        self.finished = self.tokens, [len(each) for each in self.recorded]
+
+    def drop_unfinished(self) -> None:
+        """Drop what a forward that failed has recorded."""
+        self.tokens, lengths = self.finished
+        for each, length in zip(self.recorded, lengths, strict=True):
+            del each[length:]
 
     @torch.no_grad()
     def record(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> None:
@@ -267,8 +282,9 @@ class _Recorder:
         return torch.softmax(ranking(hidden, *router), -1).half().cpu().numpy()
 
     def trace(self, name: str) -> Trace:
+        self.drop_unfinished()
         if self.tokens == 0 or not self.ids[0]:
-            raise MeshError("No forward ran while the trace was recorded: there is nothing to write.")
+            raise MeshError("No forward ended without an error while the trace was recorded: nothing to write.")
 
         def stacked(parts: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
             return np.stack([np.concatenate(layer) for layer in parts], axis=1)
