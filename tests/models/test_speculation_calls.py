@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drafted import (
@@ -260,6 +261,30 @@ def test_other_ways_to_decode_do_not_speculate(original: PreTrainedModel, tokeni
     # The model also works as an assistant.
     assert torch.equal(generate(plain, inputs, assistant_model=model), generate(plain, inputs, assistant_model=plain))
     assert torch_mesh.stats(model).speculation is None
+
+
+def test_a_recorded_model_does_not_speculate(original: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    """Rejected drafts would be tokens of the trace."""
+    plain, model = patched(original), patched(original, speculation="lookup")
+    model._mesh_speculation = always(7)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    found = []
+    for name, each in (("plain", plain), ("lookup", model)):
+        with torch_mesh.record_trace(each, tmp_path / name):
+            generate(each, inputs, max_new_tokens=12)
+        found.append(torch_mesh.load_trace(tmp_path / name))
+    assert torch_mesh.stats(model).speculation is None
+    for field in ("ids", "offsets", "forwards"):
+        assert np.array_equal(*(getattr(trace, field) for trace in found)), field
+    with torch_mesh.record_trace(model, tmp_path / "outer"), torch_mesh.record_trace(plain, tmp_path / "plain"):
+        with torch_mesh.record_trace(plain, tmp_path / "inner"):
+            plain(**inputs)
+        with pytest.raises(ValueError, match="rejected drafts"):
+            generate(plain, inputs, custom_generate=always(7))
+        model(**inputs)
+    generate(plain, inputs, custom_generate=always(7))
+    generate(model, inputs)
+    assert all(torch_mesh.stats(each).speculation.accepted > 0 for each in (plain, model))
 
 
 @pytest.mark.parametrize("assisted", [False, True])

@@ -23,6 +23,7 @@ from ..system.atomic_files import new_file
 
 _MAX_FILE_BYTES = 4 * 2**30  # unpacked: a small zip file can hold any number of zeros
 _MAX_EXPERTS = 65536
+_recorded: list[nn.Module] = []  # models in a ``record_trace``
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,11 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
         np.savez_compressed(file, **arrays)
 
 
+def is_recorded(model: nn.Module) -> bool:
+    """Whether a ``record_trace`` of ``model`` is open, in which rejected drafts would count as tokens."""
+    return any(each is model for each in _recorded)
+
+
 @contextmanager
 def record_trace(
     model: nn.Module,
@@ -170,15 +176,20 @@ def record_trace(
 
     ``scores`` adds the probabilities of all experts, ``lookahead`` those of each layer's router on the hidden states
     one layer before; ``predictor``, a file of ``torch-mesh routing fit``, replaces the latter, with the first layer's
-    predicted by the last one a token earlier. A forward of more than one token begins a new sequence. Works for patched
-    and unpatched models. A forward that raises is left out. Raises ValueError for a batch of several sequences, and
-    MeshError if no forward ended without an error. Nothing is written then, nor if the block raises.
+    predicted by the last one a token earlier. A forward of more than one token begins a new sequence, and one that
+    raises is left out. Works for patched and unpatched models. Decode without drafts, since rejected ones would be
+    recorded: a model with ``MeshConfig.speculation`` does so meanwhile, and ``torch_mesh.speculate`` raises ValueError.
+
+    Raises ValueError for a batch of several sequences, and MeshError if no forward ended without an error. Nothing is
+    written then, nor if the block raises.
     """
     recorder = _Recorder(model, scores, lookahead, predictor)
     handles = recorder.install()
+    _recorded.append(model)
     try:
         yield
     finally:
+        _recorded.remove(model)
         for handle in handles:
             handle.remove()
     save_trace(recorder.trace(Path(path).stem), path)

@@ -30,6 +30,7 @@ from ..hf.compile import SLACK
 from ..hf.generation_compat import CACHE_NAME, compiles_steps, decoding, next_kwargs, pad_token, prefill
 from ..hf.torch_compat import raise_recompile_limit
 from ..modules.experts import pools_of
+from ..routing.traces import is_recorded
 from ..statistics.speculated import tally_of
 from .assistant import Assistant, check_assistant
 from .controller import Controller
@@ -338,6 +339,8 @@ def unsupported_reason(
         return f"it is for greedy search and sampling, and this is {mode.value.replace('_', ' ')}"
     if input_ids.shape[0] > MAX_TEXTS:
         return f"it is for up to {MAX_TEXTS} texts at a time, and here are {input_ids.shape[0]}"
+    if is_recorded(model):
+        return "record_trace would record rejected drafts as tokens of the text"
     if model_kwargs.get("inputs_embeds") is not None:
         return "a prompt of embeddings has no tokens to look up"
     if synced_gpus:
