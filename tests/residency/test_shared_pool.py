@@ -146,6 +146,8 @@ def test_settings_and_stores_that_do_not_fit_are_refused(
         SharedPool(store, socket, 0.25, 1)
     with pytest.raises(ValueError, match="every token needs"):
         SharedPool(store, f"{socket}2", "64KiB", 1)
+    with pytest.raises(ValueError, match="at most --workers 48"):  # of 192 experts
+        SharedPool(store, f"{socket}2", 1.0, 49)
     lender = torch_mesh._C.Lender
     with monkeypatch.context() as patch:  # a slot for each worker
         patch.setattr(

@@ -59,11 +59,17 @@ class SharedPool:
         # Rows of tables stay in files, and codes of linear layers take less than their values.
         in_memory = (f for f in manifest.other_files if not (is_table_file(f.name) or is_codes_file(f.name)))
         of_a_worker = sum(file.bytes for file in in_memory) + defaults.workspace_bytes
+        every = shape.layers * shape.experts
+        if shape.top_k * workers > every:
+            raise ValueError(
+                f"workers={workers}: each needs {shape.top_k} experts for a token, and the store has {every}. Give at "
+                f"most --workers {every // shape.top_k}."
+            )
         slots = resident_slots(
             resident,
             layers=shape.layers,
             experts=shape.experts,
-            top_k=min(shape.top_k * workers, shape.layers * shape.experts),
+            top_k=shape.top_k * workers,
             record_bytes=manifest.record_bytes,
             reserved=workers * of_a_worker,
         )
