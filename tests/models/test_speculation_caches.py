@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import itertools
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -39,11 +41,12 @@ from transformers import (
     StaticCache,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 import torch_mesh
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.speculation import linear_attention
+from torch_mesh.speculation.rewinding import Rewinding
 
 LINEAR = [
     NEXT,
@@ -376,3 +379,59 @@ def test_rewinding_works_without_cache_classes_of_newer_transformers(monkeypatch
     cache.update(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
     module.Rewinding(torch.nn.Module(), cache).go_back(1)
     assert cache.get_seq_length() == 1
+
+
+@pytest.mark.parametrize("window", [16, 64])
+@pytest.mark.parametrize("keeps_past", [False, True])
+def test_an_interrupted_update_leaves_the_rows_before_it(
+    window: int, keeps_past: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each ``torch.cat`` of a forward is interrupted in turn: some tensors of a layer then have new rows, and a window
+    counts tokens that it does not hold. One window is shorter than the prompt, and one longer."""
+    draw = torch.Generator().manual_seed(seed)
+    cat, text = torch.cat, [torch.randn(1, 2, tokens, 4, generator=draw) for tokens in (20, 4, 3)]
+
+    def update(cache: DynamicCache, new: torch.Tensor) -> list[torch.Tensor]:
+        found: list[Any] = []
+        for index, layer in enumerate(cache.layers):
+            found += cache.update(new, new + 1, index)
+            if isinstance(layer, DynamicIndexedLayer):
+                found.append(layer.update_indexer(new[:, 0]))
+        return found
+
+    def prepared() -> tuple[DynamicCache, Rewinding]:
+        cache = DynamicCache()
+        cache.layers = [DynamicLayer(), DynamicSlidingWindowLayer(window), DynamicIndexedLayer()]
+        if keeps_past:
+            cache.activate_past_recording()
+        update(cache, text[0])
+        rewinding = Rewinding(torch.nn.Module(), cache)
+        update(cache, text[1])
+        rewinding.rewind(1)
+        return cache, rewinding
+
+    plain, _ = prepared()
+    lengths = [layer.get_seq_length() for layer in plain.layers]
+    expected = update(plain, text[2])
+    for at in itertools.count():
+        cache, rewinding = prepared()
+        left = itertools.count(-at)
+
+        def interrupted(*args: Any, left: Iterator[int] = left, **kwargs: Any) -> torch.Tensor:
+            result = cat(*args, **kwargs)
+            if next(left) == 0:
+                raise KeyboardInterrupt
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "cat", interrupted)
+            try:
+                update(cache, text[2])
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        rewinding.go_back(23)
+        assert [layer.get_seq_length() for layer in cache.layers] == lengths == [23] * 3
+        assert all(map(torch.equal, update(cache, text[2]), expected))
+    assert at == 7  # keys and values of three layers, and the keys of an indexer

@@ -95,6 +95,15 @@ def rows(cache: Any, windows: bool) -> Tensors:
     return found
 
 
+def keep_first(layer: Any, tokens: int) -> None:
+    """Drop all but the first ``tokens`` rows of each tensor of ``layer``."""
+    for name in _ROWS:
+        if (held := getattr(layer, name, None)) is not None:
+            setattr(layer, name, held[..., :tokens, :])
+    if (positions := getattr(layer, _POSITIONS, None)) is not None:
+        setattr(layer, _POSITIONS, positions[..., :tokens])
+
+
 def states(cache: Any) -> Tensors:
     """Copies of all layers' states."""
     return {name: tensor for index in range(len(cache.layers)) for name, tensor in layer_states(cache, index).items()}

@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from ..hf import cache_state
 from ..hf.compile import SteadySlidingLayer
 from ..hf.generation_compat import is_stateful
 from ..hf.kv_cache import GrowingLayer, record_past, stop_recording
@@ -67,18 +68,31 @@ class Rewinding:
         self._recording: list[Any] = [layer for layer in sliding if not layer.record_past]
         for layer in self._recording:
             record_past(layer)
+        self._windows: list[Any] = [layer for layer in sliding if layer.is_initialized]
+        self._count_rows()
+
+    def _count_rows(self) -> None:
+        """Count the rows of windows, to which the next forward appends."""
+        self._window_rows = {id(layer): layer.keys.shape[-2] for layer in self._windows}
 
     def rewind(self, tokens: int) -> None:
         self._linear.rewind(tokens)
         for layer in self._layers:
             self._take_back(layer, tokens)
+        self._count_rows()
 
     def go_back(self, length: int) -> None:
-        """Return to ``length`` tokens after a failed forward, which may have updated some layers. Linear attention is
-        restored only if the forward had several tokens."""
+        """Return to ``length`` tokens after a failed forward, which may have updated some layers, and some tensors of a
+        layer. Linear attention is restored only if the forward had several tokens."""
         self._linear.go_back()
         for layer in self._layers:
-            if layer.is_initialized and not (_DUMMY and isinstance(layer, _DUMMY)):
+            if not layer.is_initialized or (_DUMMY and isinstance(layer, _DUMMY)):
+                continue
+            if cache_state.has_rows(layer):
+                cache_state.keep_first(layer, self._window_rows.get(id(layer), length))
+                if cache_state.is_window(layer):
+                    layer.cumulative_length = length
+            else:
                 self._take_back(layer, max(int(layer.get_seq_length()) - length, 0))
 
     def _take_back(self, layer: Any, tokens: int) -> None:
