@@ -417,6 +417,8 @@ def test_a_wrong_value_of_any_key_is_a_typed_error_or_a_model(
 @pytest.mark.parametrize(
     ("architecture", "key", "value"),
     [
+        ("deepseek2", "expert_gating_func", 1),  # softmax, beside normalised weights
+        ("deepseek2", "attention.temperature_scale", 1),
         ("llama4", "attention.sliding_window", 0),
         ("gemma4", "rope.dimension_count_swa", 16),
         ("gemma4", "rope.scaling.type", "yarn"),
@@ -429,6 +431,16 @@ def test_variants_of_a_family_are_refused(
     _rewrite(written(architecture).path, tmp_path / "m.gguf", architecture, metadata=changed)
     with pytest.raises(UnsupportedModelError, match=f"'{architecture}'.*Take the model's safetensors"):
         read_config(tmp_path / "m.gguf")
+
+
+def test_a_softmax_router_that_does_not_normalise_is_deepseek_v2(written: Callable[..., Written]) -> None:
+    part = read_gguf(written("deepseek2").path)
+    changed = {"expert_gating_func": 1, "expert_weights_norm": False, "attention.temperature_scale": 0.0}
+    metadata = part.metadata | {f"deepseek2.{key}": value for key, value in changed.items()}
+    names = list(part.header.tensors)
+    assert gguf_model.config_table(metadata, names)["model_type"] == "deepseek_v2"
+    del metadata["deepseek2.expert_gating_func"], metadata["deepseek2.expert_weights_norm"]  # as in older files
+    assert gguf_model.config_table(metadata, names)["model_type"] == "deepseek_v2"
 
 
 def test_block_types_are_those_that_the_package_decodes() -> None:

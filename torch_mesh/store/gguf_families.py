@@ -148,6 +148,14 @@ def _glm4(metadata: Metadata, names: Sequence[str]) -> Table:
 def _deepseek2(metadata: Metadata, names: Sequence[str]) -> Table:
     """DeepSeek V3 and models built like it, or V2, whose router has no sigmoid."""
     is_v3 = metadata.get("expert_gating_func") == _SIGMOID
+    # Mistral Large 3 has both. transformers' DeepSeek V2 does not normalise weights, and neither version scales queries
+    # by their position.
+    if (metadata.get("expert_weights_norm") and not is_v3) or metadata.get("attention.temperature_scale"):
+        raise UnsupportedModelError(
+            "A GGUF file of the architecture 'deepseek2' with expert_weights_norm beside an expert_gating_func other "
+            f"than {_SIGMOID} (sigmoid), or with attention.temperature_scale, is neither DeepSeek V2 nor V3, which "
+            "torch_mesh reads. Take the model's safetensors."
+        )
     rotary = metadata["rope.dimension_count"]
     # Older files lack these keys.
     n_group, topk_group = _GROUPS_OF_EXPERTS.get((metadata["expert_count"], is_v3), (1, 1))
