@@ -70,6 +70,9 @@ class LoopbackHub(http.server.BaseHTTPRequestHandler):
         if wanted:
             begin, _, last = wanted.removeprefix("bytes=").partition("-")
             first, end = int(begin), min(int(last or end) + 1, end) if last else end
+            if first >= len(data):
+                self._refuse(416, "RangeNotSatisfiable")
+                return
         self.send_response(206 if wanted else 200)
         self.send_header("ETag", f'"{_hash(name, data)}"')
         self.send_header("X-Repo-Commit", COMMIT)

@@ -24,7 +24,8 @@ from torch_mesh.cli import main
 from torch_mesh.store import gguf as gguf_module
 from torch_mesh.store import hub as hub_module
 from torch_mesh.store.gguf import read_parts
-from torch_mesh.store.hub import local_folder, outline_folder
+from torch_mesh.store.header import read_header
+from torch_mesh.store.hub import local_folder, outline_folder, write_header
 
 HTTP: Any = sys.modules[errors.HTTPError.__module__.partition(".")[0]]  # httpx, under the name that this release has
 
@@ -202,6 +203,25 @@ def test_only_the_header_of_a_gguf_file_is_fetched(
     assert main(["plan", f"{MODEL}/{made.path.name}", "--resident", "0.5", "--disk-speed", "1GB"]) == 0
     with pytest.raises(HubError, match="lacks another.gguf, part of the named file"):
         outline(f"{MODEL}/another.gguf")
+
+
+def test_a_gguf_file_smaller_than_one_request_is_read(served: type[LoopbackHub], tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", {"_exps": "Q8_0"})
+    served.files["m.gguf"] = data = made.path.read_bytes()
+    assert len(data) < hub_module._RANGE_BYTES
+    with outline_folder(f"{MODEL}/m.gguf") as (path, present):
+        assert not present and read_parts(path)[0].header.tensors == read_parts(made.path)[0].header.tensors
+    assert served.sent["m.gguf"] == len(data)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0\0\0\0"])
+def test_a_weight_file_without_a_header_is_a_store_error(
+    served: type[LoopbackHub], tmp_path: Path, data: bytes
+) -> None:
+    served.files["model.safetensors"] = data
+    write_header(huggingface_hub.hf_hub_url(MODEL, "model.safetensors"), tmp_path / "x.safetensors", len(data))
+    with pytest.raises(StoreError, match=f"ends after {len(data)} bytes"):
+        read_header(tmp_path / "x.safetensors")
 
 
 def test_a_damaged_header_on_the_hub_is_a_store_error(served: type[LoopbackHub], tmp_path: Path) -> None:

@@ -134,16 +134,19 @@ def _cached_gguf(model: str, names: list[str]) -> Path | None:
 class _Prefix:
     """A file of the hub. Ranges are fetched into a local file from ``begin`` on, as far as they are read."""
 
-    def __init__(self, url: str, local: BinaryIO, at_least: int, token: str | None = None, begin: int = 0) -> None:
+    def __init__(
+        self, url: str, local: BinaryIO, size: int, at_least: int, token: str | None = None, begin: int = 0
+    ) -> None:
         self._url = url
         self._local = local
+        self._size = size  # of the file; a request behind its end is an error
         self._at_least = at_least  # minimum bytes of a request
         self._headers = build_hf_headers(token=token)
         self._at = self._fetched = begin
 
     def read(self, size: int) -> bytes:
-        if self._at + size > self._fetched:
-            self._fetch(max(self._at + size, self._fetched + self._at_least))
+        if min(self._at + size, self._size) > self._fetched:
+            self._fetch(min(max(self._at + size, self._fetched + self._at_least), self._size))
         self._local.seek(self._at)
         data = self._local.read(size)
         self._at += len(data)
@@ -186,8 +189,8 @@ def write_header(url: str, path: Path, size: int, token: str | None = None) -> N
     """Write the header of the safetensors file at ``url``; the rest of the ``size`` bytes is sparse."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w+b") as local:
-        remote = _Prefix(url, local, HEADER_BYTES, token)
-        end = len(length := remote.read(8)) + int.from_bytes(length, "little")
+        remote = _Prefix(url, local, size, HEADER_BYTES, token)
+        end = 8 + int.from_bytes(remote.read(8), "little")
         if end <= min(size, MAX_HEADER_BYTES):  # else reading the file raises the error
             remote.read(end - 8)
             local.truncate(end)
@@ -199,13 +202,13 @@ def write_gguf_header(url: str, path: Path, size: int, token: str | None = None)
     is sparse. Raises as ``read_gguf`` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w+b") as local:
-        remote = _Prefix(url, local, _RANGE_BYTES, token)
+        remote = _Prefix(url, local, size, _RANGE_BYTES, token)
         header = parse_gguf(path, remote, size).header
         remote.seek(header.data_start - 1)
         remote.read(1)
         divisors = header.tensors.get(ROPE_DIVISORS)
         if divisors is not None and divisors.bytes <= 4 * MAX_FREQUENCIES:  # else reading the config raises the error
-            _Prefix(url, local, 0, token, divisors.offset).read(divisors.bytes)
+            _Prefix(url, local, size, 0, token, divisors.offset).read(divisors.bytes)
         local.truncate(size)
 
 
