@@ -103,6 +103,16 @@ def test_a_file_whose_name_no_manifest_may_have_stays_behind(tmp_path: Path) -> 
     assert list(verify(copy)) == []
 
 
+def test_a_file_called_like_the_journal_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny(tmp_path / "source", "qwen3_moe")
+    (source / "journal.jsonl").write_text('{"loss": 2.5}\n')
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(writer.UnfinishedStore, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        convert(source, tmp_path / "store", "int8")
+    store = convert(source, tmp_path / "store", "int8").store
+    assert not (store.folder / "journal.jsonl").exists() and list(verify(store)) == []
+
+
 def test_source_arguments_describe_both_kinds(tmp_path: Path, mesh_tiny: Path) -> None:
     store = convert(mesh_tiny, tmp_path / "store", "int4", max_file_bytes=1 << 20).store
     raw = find_checkpoint_experts(mesh_tiny, meta_model(read_config(mesh_tiny)))

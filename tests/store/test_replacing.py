@@ -187,6 +187,15 @@ def test_only_replaced_stores_are_cleaned_up(tmp_path: Path, source: Path) -> No
     assert {path.name for path in tmp_path.iterdir()} == {"store", "elsewhere", *theirs}
 
 
+def test_a_users_journal_in_a_store_goes_only_with_the_store(tmp_path: Path) -> None:
+    journal = small_stores.write(tmp_path / "store", "int8").folder / "journal.jsonl"
+    journal.write_text('{"loss": 2.5}\n')
+    small_stores.write(tmp_path / "store", "int8")
+    assert journal.read_text() == '{"loss": 2.5}\n'
+    small_stores.write(tmp_path / "store", "int4", force=True)
+    assert held(tmp_path / "store") == "int4" and os.listdir(tmp_path) == ["store"] and not journal.exists()
+
+
 def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path, source: Path) -> None:
     (tmp_path / "disk").mkdir()
     convert(source, tmp_path / "disk" / "store", "int8")

@@ -33,6 +33,7 @@ from torch_mesh.store.header import (
     store_error,
     weight_files,
 )
+from torch_mesh.store.journal import JOURNAL_NAME
 from torch_mesh.store.manifest import MANIFEST_NAME, OtherFile, Store, config_text, quantization_table
 from torch_mesh.store.sources import QUANTISATION_FILES
 from torch_mesh.store.sources.layout import Weight
@@ -103,7 +104,7 @@ def rest_of_store(store: Store, codes: Sequence[NewFile] = ()) -> Rest:
         for path in weight_files(folder)
         for tensor in read_header(path).tensors.values()
     ]
-    others = [_copied(path) for path in sorted(folder.iterdir()) if _is_copied(path) and path.name != MANIFEST_NAME]
+    others = [_copied(path) for path in sorted(folder.iterdir()) if _is_copied(path)]
     rows = [_copied_rows(folder / file.name, file) for file in store.manifest.other_files if is_table_file(file.name)]
     return Rest((folder / "config.json").read_text(encoding="utf-8"), tensors, [*others, *rows, *codes])
 
@@ -196,11 +197,12 @@ def _configs_with_experts(
 
 
 def _is_copied(path: Path) -> bool:
-    """Hidden files stay behind, and names that no manifest may have: transformers reads neither."""
+    """Hidden files stay behind, and names that no manifest may have: transformers reads neither. So do files that are
+    called like those of a conversion."""
     name = path.name
-    if name.startswith(".") or not is_plain_name(name):
+    if name.startswith(".") or not is_plain_name(name) or name in ("config.json", JOURNAL_NAME, MANIFEST_NAME):
         return False
-    return path.is_file() and name != "config.json" and not is_weight_file(name)
+    return path.is_file() and not is_weight_file(name)
 
 
 def is_weight_file(name: str) -> bool:

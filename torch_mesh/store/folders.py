@@ -108,13 +108,20 @@ def _is_ours(folder: Path) -> bool:
     """Whether a conversion made this folder: it has a journal or a manifest, or is empty."""
     if not is_folder(folder):
         return False
-    names = set(os.listdir(folder))
-    if JOURNAL_NAME in names and stat.S_ISREG(os.lstat(folder / JOURNAL_NAME).st_mode):
-        with (folder / JOURNAL_NAME).open("rb") as stream:
-            start = stream.read(len(JOURNAL_START))
-        # A conversion that was killed while writing its first line leaves a part of that line, and nothing else.
-        return start == JOURNAL_START or (names == {JOURNAL_NAME} and JOURNAL_START.startswith(start))
-    return not names or _has_manifest(folder)
+    names, start = os.listdir(folder), _journal_start(folder)
+    # A conversion that was killed while writing its first line leaves a part of that line, and nothing else.
+    if start is not None and names == [JOURNAL_NAME] and JOURNAL_START.startswith(start):
+        return True
+    return not names or start == JOURNAL_START or _has_manifest(folder)
+
+
+def _journal_start(folder: Path) -> bytes | None:
+    """The first bytes of the file that is called like a journal; None without one."""
+    path = folder / JOURNAL_NAME
+    if not os.path.lexists(path) or not stat.S_ISREG(os.lstat(path).st_mode):
+        return None
+    with path.open("rb") as stream:
+        return stream.read(len(JOURNAL_START))
 
 
 def is_folder(path: Path) -> bool:
@@ -171,10 +178,10 @@ def remains(folder: Path) -> list[Path]:
     pattern = re.compile(re.escape(f".{folder.name}.replaced-") + "[0-9a-f]{8}")
     replaced = [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name)]
     partial = partial_path(folder)
-    if is_store(partial) and not (partial / JOURNAL_NAME).exists():
+    if is_store(partial) and _journal_start(partial) != JOURNAL_START:
         replaced.append(partial)
-    journal = folder / JOURNAL_NAME
-    return [*filter(_is_ours, replaced), *([journal] if is_store(folder) and journal.exists() else [])]
+    has_journal = is_store(folder) and _journal_start(folder) == JOURNAL_START  # else it is the user's file
+    return [*filter(_is_ours, replaced), *([folder / JOURNAL_NAME] if has_journal else [])]
 
 
 def remove_remains(folder: Path) -> None:
