@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from torch_mesh.store import unfinished
 from torch_mesh.store import verify as verify_module
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
-from torch_mesh.store.verify import check_other_files, verify
+from torch_mesh.store.verify import check_other_files, read_record, verify
 
 BLOCK = 10_000  # small, so that files of a tiny model have several blocks
 DENSE = "model-00001-of-00002.safetensors"
@@ -195,6 +196,29 @@ def test_a_changed_tokenizer_warns_and_a_changed_readme_does_not(store: Store) -
         opened(store.folder)
     damaged = {os.path.basename(damage.file) for damage in verify(store)}
     assert damaged == {"README.md", "generation_config.json", "tokenizer.json"}
+
+
+def test_every_damage_is_named_beside_unreadable_files(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = (store.folder / file.name for file in store.manifest.record_files)
+    flip(second, second.stat().st_size - 1)
+    (store.folder / "README.md").unlink()
+    unreadable = {store.folder / DENSE, first}
+    opened_path = Path.open
+
+    def opening(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path in unreadable:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened_path(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", opening)
+    found = {(Path(damage.file).name, damage.problem) for damage in verify(store)}
+    error = "cannot be read: Input/output error"
+    expected = {(DENSE, error), ("README.md", "is missing"), (first.name, error)}
+    assert found == expected | {(second.name, "its checksum is another")}
+    with pytest.raises(StoreError, match=f"{DENSE}: {error}"):
+        check_other_files(store, "first")
+    with pytest.raises(StoreError, match=f"layer 0, expert 0: {error}"):
+        read_record(store, 0, 0)
 
 
 @pytest.mark.parametrize(

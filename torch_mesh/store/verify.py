@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from torch_mesh.store.dense_codes import is_codes_file
 from torch_mesh.store.header import store_error
@@ -31,6 +32,7 @@ _CONFIG_NAME = "config.json"
 # With the config, these determine the model's output. Users edit some of the other files.
 _TENSORS = (".safetensors", ".safetensors.index.json")
 _IS_READ = (".json", ".jinja", ".model", ".txt")
+_Arguments = ParamSpec("_Arguments")
 _MAX_THREADS = 8  # enough to saturate any disk
 
 
@@ -115,6 +117,20 @@ def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
     return found
 
 
+def _names_os_errors(check: Callable[_Arguments, str | None]) -> Callable[_Arguments, str | None]:
+    """``check``, for which a file that cannot be read is a problem as others are."""
+
+    @functools.wraps(check)
+    def checked(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> str | None:
+        try:
+            return check(*arguments, **named)
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+
+    return checked
+
+
+@_names_os_errors
 def _size_problem(path: Path, file: OtherFile) -> str | None:
     if not path.is_file():
         return "is missing"
@@ -122,10 +138,12 @@ def _size_problem(path: Path, file: OtherFile) -> str | None:
     return None if size == file.bytes else f"has {size} bytes, not {file.bytes}"
 
 
+@_names_os_errors
 def _digest_problem(path: Path, file: OtherFile) -> str | None:
     return None if file_digest(path) == file.digest else "was changed since the conversion"
 
 
+@_names_os_errors
 def _block_problem(store_id: bytes, path: Path, number: int, checksum: str) -> str | None:
     begin = number * BLOCK_BYTES
     with path.open("rb", buffering=0) as stream:
@@ -163,8 +181,7 @@ def read_record(store: Store, layer: int, expert: int) -> bytes:
     manifest = store.manifest
     number, offset = manifest.locate(layer, expert)
     path = store.folder / manifest.record_files[number].name
-    with path.open("rb", buffering=0) as stream:
-        record, problem = _read_record(manifest, stream.fileno(), layer, expert, offset)
+    record, problem = _read_record(manifest, path, layer, expert, offset)
     if problem is not None:
         raise store_error(path, f"layer {layer}, expert {expert}: {problem}", offset)
     return record
@@ -184,21 +201,21 @@ def _record_checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
     records = store.records()
     for file in manifest.record_files:
         path = store.folder / file.name
-        with path.open("rb", buffering=0) as stream:
-            for number in range(file.records):
-                layer, expert = next(records)
-                offset = file.data_start + number * manifest.record_bytes
-                _, problem = _read_record(manifest, stream.fileno(), layer, expert, offset)
-                damage = None if problem is None else Damage(str(path), problem, layer, expert, offset)
-                yield damage, manifest.record_bytes
+        for number in range(file.records):
+            layer, expert = next(records)
+            offset = file.data_start + number * manifest.record_bytes
+            _, problem = _read_record(manifest, path, layer, expert, offset)
+            damage = None if problem is None else Damage(str(path), problem, layer, expert, offset)
+            yield damage, manifest.record_bytes
 
 
-def _read_record(manifest: Manifest, descriptor: int, layer: int, expert: int, offset: int) -> tuple[bytes, str | None]:
+def _read_record(manifest: Manifest, path: Path, layer: int, expert: int, offset: int) -> tuple[bytes, str | None]:
     """The record's bytes, and their problem, if any."""
     from torch_mesh import _C
 
     try:
-        record = os.pread(descriptor, manifest.record_bytes, offset)
+        with path.open("rb", buffering=0) as stream:
+            record = os.pread(stream.fileno(), manifest.record_bytes, offset)
     except OSError as error:
         return b"", f"cannot be read: {error.strerror}"
     if len(record) < manifest.record_bytes:
