@@ -53,6 +53,8 @@ HOSTILE: dict[str, tuple[object, bytes, str]] = {
     "duplicate-metadata": (b'{"__metadata__":{},"__metadata__":{}}', b"", "'__metadata__' occurs twice"),
     "duplicate-key-in-metadata": (b'{"__metadata__":{"a":"","a":""}}', b"", "'a' occurs twice"),
     "duplicate-key-in-tensor": (b'{"a":{"dtype":"U8","dtype":"I8"}}', b"", "'dtype' occurs twice"),
+    "surrogate-in-name": ({"\ud800": tensor()}, b"1234", "lone surrogate"),
+    "surrogate-in-metadata": ({"__metadata__": {"a": "\udfff"}}, b"", "lone surrogate"),
     "entry-not-object": ({"a": 3}, b"", "'a': is not described"),
     "entry-lacks-shape": ({"a": {"dtype": "U8", "data_offsets": [0, 4]}}, b"1234", "'a': is not described"),
     "entry-has-more": ({"a": {**tensor(), "strides": [1]}}, b"1234", "'a': is not described"),

@@ -30,6 +30,7 @@ MAX_TENSORS = 1 << 20
 # before they are built.
 MAX_STRUCTURE = 4 * MAX_TENSORS
 _METADATA = "__metadata__"
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _MAX_ENTRY_BYTES = 1 << 20  # bytes of one tensor's description
 MAX_RANK = 32
@@ -341,7 +342,7 @@ def check_inner_name(path: Path, name: object, what: str) -> None:
 def is_plain_name(name: str) -> bool:
     """Whether ``name`` is one path component that a manifest may name."""
     # Lone surrogates cannot be encoded as file names.
-    return name not in ("", ".", "..") and re.search(r"[/\\\x00-\x1f\ud800-\udfff]", name) is None
+    return name not in ("", ".", "..") and re.search(r"[/\\\x00-\x1f]", name) is None and not _SURROGATE.search(name)
 
 
 class _HeaderText:
@@ -409,8 +410,12 @@ class _HeaderText:
             raise ValueError(f"a string is expected at byte {self._at}")
         begin = self._at
         value, self._at = _DECODER.raw_decode(self._text, begin)
-        # Non-ASCII characters are bytes here, escaped ones are not.
-        return value if value.isascii() else parse_json(self._text[begin : self._at].encode("latin-1"))
+        if not value.isascii():
+            # Non-ASCII characters are bytes here, escaped ones are not.
+            value = parse_json(self._text[begin : self._at].encode("latin-1"))
+            if _SURROGATE.search(value):
+                raise ValueError(f"the string at byte {begin} has a lone surrogate, which UTF-8 cannot encode")
+        return value
 
     def _metadata(self) -> dict[str, str]:
         if self._text.startswith("null", self._at):
