@@ -129,6 +129,16 @@ def test_a_manager_starts_after_the_forward_of_the_last_one(engine: Any) -> None
     assert last.starts, "the end of a server has a time limit"
 
 
+def test_batching_does_not_restart_after_the_end(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that ends closes the pools, which ends the forward that a restart waits for."""
+    assert asyncio.run(_ask(engine, _job(do_sample=False))) == [0]
+    stop = engine.manager.stop
+    monkeypatch.setattr(engine.manager, "stop", lambda **given: (engine.abort(), stop(**given)))
+    with pytest.raises(StoppingError):
+        asyncio.run(_ask(engine, _job(do_sample=True)))
+    assert len(engine.kept.model.managers) == 1
+
+
 def test_a_request_that_is_cancelled_while_batching_restarts_stops_no_other(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,10 +165,10 @@ class Batches(Engine):
         ``job``: also replace one with other sampling, which has no requests, unless this job has been cancelled.
         """
         with self._starting:
-            if self._stopping:
-                raise StoppingError
             if job is not None and not job.cancelled.is_set() and sampling != self._sampling:
                 self._stop_manager()
+            if self._stopping:  # perhaps while the line above waited
+                raise StoppingError
             if self._manager is None:
                 config = copy.deepcopy(self.kept.model.generation_config)
                 for name, value in {**sampling, "use_cache": False}.items():  # its blocks replace a cache
