@@ -30,7 +30,7 @@ _SCORED_ROWS = 512  # rows of a prompt's logits in memory at the same time
 _COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")  # of sequences that generate computes together
 # Options whose processors generate runs before those of a request, and the value that turns each off, beside None. The
 # recorder of log-probabilities would see what they made of the model's logits.
-_EARLY_OPTIONS = {
+_EARLY_OPTIONS: dict[str, Any] = {
     "guidance_scale": 1,
     "sequence_bias": None,
     "encoder_repetition_penalty": 1,
