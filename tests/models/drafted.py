@@ -89,6 +89,9 @@ def patched(original: PreTrainedModel, **fields: Any) -> PreTrainedModel:
 def generate(model: PreTrainedModel, inputs: Any, **options: Any) -> Any:
     torch.manual_seed(7)
     settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0} | options
+    if "input_ids" in inputs and "attention_mask" not in inputs:
+        # transformers would take a generated 0 in a prompt for padding.
+        settings["attention_mask"] = torch.ones_like(inputs["input_ids"])
     return model.generate(**inputs, **settings)
 
 

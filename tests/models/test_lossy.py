@@ -329,7 +329,7 @@ def test_a_family_with_groups_and_a_correction_bias_opens_from_a_checkpoint(tmp_
     assert (
         sum(isinstance(module, LeaningRouter) for module in model.modules()) == len(list(patched_modules(model))) == 2
     )
-    model.generate(torch.randint(3, 100, (1, 4)), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    model.generate(torch.randint(3, 100, (1, 4)), max_new_tokens=60, do_sample=False, eos_token_id=None)
     stats = torch_mesh.stats(model)
     assert stats.deferred > 0 and stats.rerouted > 0 and stats.per_layer[1].deferred == 0
 
