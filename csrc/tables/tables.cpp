@@ -355,24 +355,27 @@ bool Tables::start(Gather& gather, Lock& lock) {
     gather.again.insert(gather.again.end(), gather.joined.begin(), gather.joined.end());
     gather.joined.clear();
   }
-  bool has_begun = false;
+  bool has_begun = false, paused = false;
   {
     Begun begun(*this, gather.table, &gather);
-    // A group that needs a read while none is free is looked up later.
-    for (int32_t looked_up = 0; gather.has_more() && looked_up < kLookedUpAtOnce; ++looked_up) {
-      if (free_reads_.empty() && begun.is_full()) break;
-      if (gather.again.empty()) {
-        take(gather, gather.next++, begun);
-      } else {
-        const int32_t group = gather.again.back();
+    // A group that needs a read while it may not have one is looked up again later.
+    bool lacks_read = false;
+    int32_t looked_up = 0;
+    for (; gather.has_more() && !lacks_read && looked_up < kLookedUpAtOnce; ++looked_up) {
+      const bool from_again = !gather.again.empty();
+      const int32_t group = from_again ? gather.again.back() : gather.next;
+      lacks_read = !take(gather, group, begun);
+      if (lacks_read) continue;
+      if (from_again) {
         gather.again.pop_back();
-        take(gather, group, begun);
+      } else {
+        ++gather.next;
       }
     }
     has_begun = !begun.empty();
+    paused = gather.has_more() && !lacks_read;
     begun.submit();
   }
-  const bool paused = gather.has_more() && !free_reads_.empty();
   if (has_begun || paused) {
     gather.progress = Clock::now();
     lock.unlock();
@@ -382,7 +385,14 @@ bool Tables::start(Gather& gather, Lock& lock) {
   return paused;
 }
 
-void Tables::take(Gather& gather, int32_t group, Begun& begun) {
+// A gather that has reads under way leaves the free ones to gathers that have none.
+bool Tables::may_take_read(const Gather& gather) const {
+  return !free_reads_.empty() && (gather.under_way == 0 || without_reads_ == 0);
+}
+
+// Copies a row from the cache, or has it read. False if that takes a read that the gather may not
+// have now.
+bool Tables::take(Gather& gather, int32_t group, Begun& begun) {
   const int32_t table = gather.table;
   const int64_t row = gather.row(group);
   if (const std::byte* bytes = caches_[table].find(row)) {
@@ -391,10 +401,13 @@ void Tables::take(Gather& gather, int32_t group, Begun& begun) {
   } else if (prefetching_[table].contains(row)) {
     gather.joined.push_back(group);
     gather.joined_at = prefetches_ended_;
+  } else if (begun.is_full() && !may_take_read(gather)) {
+    return false;
   } else {
     begun.add(row, group);
     ++stats_[table].reads;
   }
+  return true;
 }
 
 void Tables::release(int32_t read) {
@@ -417,9 +430,20 @@ void Tables::wait(const Gather& gather, Lock& lock) {
   const auto begin = Clock::now();
   const auto deadline = gather.progress + options_.timeout;
   const auto can_go_on = [&] {
-    return closed_ || !gather.landed.empty() || (gather.has_more() && !free_reads_.empty()) ||
+    return closed_ || !gather.landed.empty() || (gather.has_more() && may_take_read(gather)) ||
            (!gather.joined.empty() && gather.joined_at != prefetches_ended_);
   };
+  struct Counted {
+    Tables& tables;
+    const int32_t gathers;
+    Counted(Tables& tables, bool counts) : tables(tables), gathers(counts ? 1 : 0) {
+      tables.without_reads_ += gathers;
+    }
+    ~Counted() {
+      tables.without_reads_ -= gathers;
+      if (gathers > 0) tables.changed_.notify_all();
+    }
+  } const counted(*this, gather.has_more() && gather.under_way == 0);
   while (!can_go_on()) {
     const auto now = Clock::now();
     if (now >= deadline) {

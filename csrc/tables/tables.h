@@ -146,7 +146,8 @@ class Tables {
 
   // Called with the lock held.
   bool start(Gather& gather, Lock& lock);
-  void take(Gather& gather, int32_t group, Begun& begun);
+  bool may_take_read(const Gather& gather) const;
+  bool take(Gather& gather, int32_t group, Begun& begun);
   void release(int32_t read);
   void wait(const Gather& gather, Lock& lock);
   void finish(Gather& gather, Lock& lock);
@@ -173,6 +174,7 @@ class Tables {
   std::vector<std::unordered_set<int64_t>> prefetching_;  // by table: rows
   std::vector<Read> reads_;
   std::vector<int32_t> free_reads_;
+  int32_t without_reads_ = 0;  // gathers that wait for a read and have none under way
 
   int64_t buffer_bytes_ = 0;
   struct FreeAligned {

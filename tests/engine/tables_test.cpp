@@ -8,11 +8,14 @@
 #include <atomic>
 #include <cstring>
 #include <fstream>
+#include <functional>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "io/backend.h"
 #include "reader_fixture.h"
 
 namespace torch_mesh {
@@ -208,6 +211,68 @@ TEST_P(TablesTest, ThreadsGatherAndPrefetchConcurrently) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// Holds chunks back while `holds` says so. The other members are those of the backend within.
+class HoldingBackend final : public Backend {
+ public:
+  using Holds = std::function<bool(int64_t offset)>;
+  HoldingBackend(std::unique_ptr<Backend> inner, Holds holds)
+      : inner_(std::move(inner)), holds_(std::move(holds)) {}
+
+  void start() override { inner_->start(); }
+  void submit(const ChunkRead& read) override { held_.push_back(read); }
+  int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
+    std::erase_if(held_, [&](const ChunkRead& read) {
+      const bool passes = !holds_(read.offset);
+      if (passes) inner_->submit(read);
+      return passes;
+    });
+    return inner_->wait(held_.empty() ? timeout : std::min(timeout, 1000us), results);
+  }
+  void wake() override { inner_->wake(); }
+  void change_buffer(const MemoryRegion& buffer, bool attached) override {
+    inner_->change_buffer(buffer, attached);
+  }
+  void cancel() override { inner_->cancel(); }
+  void stop() override { inner_->stop(); }
+  const char* name() const override { return inner_->name(); }
+  int32_t capacity() const override { return inner_->capacity(); }
+
+ private:
+  const std::unique_ptr<Backend> inner_;
+  const Holds holds_;
+  std::vector<ChunkRead> held_;
+};
+
+// The second gather comes while the first has all reads. The rows behind these reads are held back
+// until the second has ended, so that it has to get one of the reads that end first.
+TEST_P(TablesTest, AGatherOfManyRowsLeavesReadsToOthers) {
+  constexpr int64_t kFirstRows = 1024;
+  const TableFile file({{4 * kFirstRows, 320}, {100, 320}}, true);
+  std::atomic<bool> waits = false, done = false;
+  TablesOptions options = file.options(0);
+  options.reader.interpose = [&](std::unique_ptr<Backend> inner, std::shared_ptr<const FileTable>) {
+    return std::make_unique<HoldingBackend>(std::move(inner), [&](int64_t offset) {
+      if (offset >= file.offset_of(0, 4 * kFirstRows)) return false;
+      return offset < file.offset_of(0, kFirstRows) ? !waits : !done;
+    });
+  };
+  const auto tables = open(std::move(options));
+  std::vector<int64_t> all(4 * kFirstRows);
+  std::iota(all.begin(), all.end(), 0);
+  std::thread first([&] { expect_rows(*tables, 0, all); });
+  while (tables->stats(0).reads < kFirstRows) std::this_thread::sleep_for(1ms);
+  std::thread second([&] {
+    EXPECT_NO_THROW(expect_rows(*tables, 1, {7}));
+    done = true;
+  });
+  while (tables->stats(1).gathers == 0) std::this_thread::sleep_for(1ms);
+  EXPECT_EQ(tables->stats(0).reads, kFirstRows) << "all reads that there are";
+  waits = true;
+  second.join();
+  EXPECT_LT(tables->stats(0).reads, 4 * kFirstRows);
+  first.join();
 }
 
 TEST_P(TablesTest, ADamagedRowIsNamedAndTheOthersStayUsable) {
