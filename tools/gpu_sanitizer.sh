@@ -23,8 +23,8 @@ check() {
   name=$1
   shift
   say "$name"
-  # A tool that found something exits with 9, whatever pytest's status. With host backtraces a tool keeps the Python frames
-  # of each allocation, and so the models whose files have to be closed at a test's end.
+  # A tool that found something exits with 9, whatever pytest's status. With host backtraces a tool keeps the Python
+  # frames of each allocation, and so the models whose files have to be closed at a test's end.
   "$sanitizer" --error-exitcode 9 --show-backtrace device "$@" || failed="$failed, $name ($?)"
 }
 

@@ -360,12 +360,10 @@ bool Tables::start(Gather& gather, Lock& lock) {
     Begun begun(*this, gather.table, &gather);
     // A group that needs a read while it may not have one is looked up again later.
     bool lacks_read = false;
-    int32_t looked_up = 0;
-    for (; gather.has_more() && !lacks_read && looked_up < kLookedUpAtOnce; ++looked_up) {
+    for (int32_t looked_up = 0; gather.has_more() && looked_up < kLookedUpAtOnce; ++looked_up) {
       const bool from_again = !gather.again.empty();
-      const int32_t group = from_again ? gather.again.back() : gather.next;
-      lacks_read = !take(gather, group, begun);
-      if (lacks_read) continue;
+      lacks_read = !take(gather, from_again ? gather.again.back() : gather.next, begun);
+      if (lacks_read) break;
       if (from_again) {
         gather.again.pop_back();
       } else {
