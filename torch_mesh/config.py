@@ -19,7 +19,16 @@ from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import validators
-from .formats import DENSE_FORMATS, FORMATS, GPU_FORMATS, GROUP_SIZES, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
+from .formats import (
+    DEFAULT_GROUP_SIZE,
+    DENSE_FORMATS,
+    FORMATS,
+    GPU_FORMATS,
+    GROUP_SIZES,
+    PASSTHROUGH_FORMATS,
+    ROUNDED_FORMATS,
+    in_words,
+)
 from .validators import Values, count, one_of, parse_size, path, reader, shown
 
 # The lowest compute capability of a GPU with experts: tl.dot needs it for bf16.
@@ -276,11 +285,12 @@ class MeshConfig(QuantizationConfigMixin):
         "model's own.",
     )
     group_size: int = _field(
-        64,
+        DEFAULT_GROUP_SIZE,
         one_of(*GROUP_SIZES),
         "How many weights share a scale along the input. Use 128 for "
         f"{in_words([name for name, each in FORMATS.items() if each.trellis])}. Ignored for [formats](formats.md) "
-        "with one size, and for the codes of a quantised checkpoint.",
+        'with one size, and for codes that a quantised checkpoint keeps: with `weights="auto"`, or with the format of '
+        "its codes and no `group_size`.",
         of_checkpoint=True,
     )
     tables: str | int | tuple[str, ...] = _field(
@@ -366,6 +376,11 @@ class MeshConfig(QuantizationConfigMixin):
     def predictor(self) -> str | None:
         """The file of a fitted predictor, if ``prefetch`` names one."""
         return None if self.prefetch in ("auto", "off") else self.prefetch
+
+    @property
+    def given_group_size(self) -> int | None:
+        """``group_size``; None if it is the default."""
+        return self.group_size if "group_size" in self._given else None
 
     @property
     def workspace_bytes(self) -> int:

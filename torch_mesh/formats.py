@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeGuard
 
 GROUP_SIZES = (32, 64, 128)  # allowed for MeshConfig.group_size
+DEFAULT_GROUP_SIZE = 64
 
 # Relative RMS of the rounding error of fp16 or fp32 values in bf16, and of such scales in bf16
 # (benchmarks/weight_error.py).

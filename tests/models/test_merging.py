@@ -30,7 +30,7 @@ from torch_mesh.models.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.convert import convert, stored_expert, stored_record
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, described, open_store
-from torch_mesh.store.verify import verify
+from torch_mesh.store.verify import read_record, verify
 
 QWEN = "Qwen3MoeExperts"
 # Gate and up as halves; transposed, with biases and interleaved columns; other names in checkpoints; no gate.
@@ -52,6 +52,10 @@ def _adapted(model: PreTrainedModel, **fields: Any) -> PeftModel:
     targets = [".".join([*block, name]) for name in layer.parameter_names[:2]]
     settings = {"r": 4, "lora_alpha": 24, "target_modules": ["q_proj"], "target_parameters": targets}
     return get_peft_model(model, LoraConfig(**(settings | {"init_lora_weights": False} | fields)))
+
+
+def _records(store: Store) -> list[bytes]:
+    return [read_record(store, layer, expert) for layer, expert in store.records()]
 
 
 def _values(store: Store) -> list[torch.Tensor]:
@@ -160,6 +164,10 @@ def test_a_store_may_be_the_base_and_unchanged_experts_keep_their_records(
     for layer, expert in base.records():
         same = torch.equal(stored_record(merged, layer, expert), stored_record(base, layer, expert))
         assert same == (expert == 5)
+    named = merge(tmp_path / "store", tmp_path / "adapter", tmp_path / "named", weights=weights).store
+    assert _records(named) == _records(merged)
+    with pytest.warns(UserWarning, match=f"{weights} experts in groups of {group_size} are rounded again.*of 128"):
+        merge(tmp_path / "store", tmp_path / "adapter", tmp_path / "others", weights=weights, group_size=128)
     exact = adapted.merge_and_unload()
     found = torch_mesh.unpatch(AutoModelForCausalLM.from_pretrained(merged.folder, dtype=torch.float32), lossy=True)
     shutil.rmtree(tmp_path / "base")

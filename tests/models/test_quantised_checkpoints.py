@@ -156,8 +156,10 @@ def test_experts_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         model = _load(raw, MeshConfig(resident=0.5))
-    pool = next(patched_modules(model))._mesh_pool
-    assert pool.store is None and not list(cache.glob("stores/*/mesh_manifest.json"))
+        named = _load(raw, MeshConfig(resident=0.5, weights=next(patched_modules(model))._mesh_pool.weights))
+    for pool in (next(patched_modules(each))._mesh_pool for each in (model, named)):
+        assert pool.store is None
+    assert not list(cache.glob("stores/*/mesh_manifest.json"))
     # Only the weights that have to be dequantised were written.
     rest = {name for path in cache.glob("stores/*-rest-*/*.safetensors") for name in load_file(path)}
     assert not any(".experts." in name for name in rest) and bool(rest) == (kind != "gpt_oss")

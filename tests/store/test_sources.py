@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,26 @@ def test_scales_are_repeated_for_a_smaller_group(tmp_path: Path) -> None:
         for part, name in PROJECTIONS.items():
             expected = exact[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"]
             assert torch.equal(getattr(found, part), expected.float())
+
+
+@pytest.mark.parametrize("kind", ["ct_int4", "gptq_bf16_scales", "ct_int8"])
+def test_a_checkpoint_in_the_named_format_keeps_its_codes(kind: str, tmp_path: Path) -> None:
+    made = ALL[kind]()
+    raw = tmp_path / "raw"
+    values = write_quantised(raw, made)
+    own, groups = made.nearest
+    sizes = find_sizes(raw, MeshConfig(weights=own))
+    assert (sizes.weights, sizes.group_size) == made.nearest and "as they are" in sizes.conversion
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = convert(raw, tmp_path / "store", own).store
+    assert (store.manifest.weights, store.manifest.group_size) == made.nearest
+    _expect_records_of(
+        store, lambda layer, e, part: values[f"model.layers.{layer}.mlp.experts.{e}.{PROJECTIONS[part]}.weight"]
+    )
+    with pytest.warns(UserWarning, match=rf"{own} experts in groups of {groups} are rounded again, to groups of 128"):
+        others = convert(raw, tmp_path / "others", own, 128).store
+    assert others.manifest.group_size == 128
 
 
 def test_a_format_of_codes_is_only_for_checkpoints_that_have_them(tmp_path: Path) -> None:

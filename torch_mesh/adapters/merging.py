@@ -24,6 +24,7 @@ from ..store.convert import (
     source_name,
     stored_expert,
     stored_record,
+    warn_of_other_groups,
     weights_of_checkpoint,
 )
 from ..store.dense_codes import codes_files, copied_codes
@@ -49,7 +50,7 @@ def merge(
     destination: str | os.PathLike[str],
     *,
     weights: str = "auto",
-    group_size: int = 64,
+    group_size: int | None = None,
     revision: str | None = None,
     token: str | None = None,
     force: bool = False,
@@ -61,8 +62,9 @@ def merge(
     into it.
 
     ``base`` is a checkpoint's folder, a GGUF file, a converted folder, or a model id on the hub, with ``revision`` and
-    ``token``. ``weights`` and ``group_size`` set the experts' format; 'auto' keeps the base's. Sums are fp32 and
-    rounded once; experts without an adapter are copied unchanged. After an interruption the same call continues.
+    ``token``. ``weights`` and ``group_size`` set the experts' format; 'auto' keeps the base's. A base in the format
+    ``weights`` keeps its group size unless one is given. Sums are fp32 and rounded once; experts without an adapter are
+    copied unchanged. After an interruption the same call continues.
 
     Raises ``StoreError`` for an adapter that does not fit the base, cannot be merged or has unused parts, and as
     ``torch-mesh convert`` does; ``ValueError`` for formats that nothing can be rounded to.
@@ -116,7 +118,7 @@ class _Base:
     tables: str = ""  # the format that rows of embedding tables are rounded to
 
 
-def _base_of(source: Path, weights: str, group_size: int) -> _Base:
+def _base_of(source: Path, weights: str, group_size: int | None) -> _Base:
     fingerprint = _fingerprint(source)  # before the headers are read
     if weights not in ("auto", *ROUNDED_FORMATS):
         checked_group_size(weights, group_size)  # raises for other values
@@ -124,12 +126,12 @@ def _base_of(source: Path, weights: str, group_size: int) -> _Base:
     return (_of_store if is_store(source) else _of_checkpoint)(source, model, fingerprint, weights, group_size)
 
 
-def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, group_size: int) -> _Base:
+def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, group_size: int | None) -> _Base:
     experts = find_checkpoint_experts(source, model)
     with warnings.catch_warnings():
         if is_passthrough(experts.nearest().weights):
             warnings.simplefilter("ignore")  # their causes are refused
-        weights, group_size = weights_of_checkpoint(experts, weights, group_size)
+        weights, groups = weights_of_checkpoint(experts, weights, group_size)
     _check_rounds(source, weights)
 
     def rest(changed: Container[str], max_file_bytes: int) -> Rest:
@@ -144,20 +146,23 @@ def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, gro
         shape=experts.shape,
         modules=experts.modules,
         weights=weights,
-        group_size=group_size,
+        group_size=groups,
         fingerprint=fingerprint,
         rest=rest,
         expert=experts.read_expert,
-        unchanged=lambda layer, expert: pack_from_checkpoint(experts, layer, expert, weights, group_size),
+        unchanged=lambda layer, expert: pack_from_checkpoint(experts, layer, expert, weights, groups),
     )
 
 
-def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_size: int) -> _Base:
+def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_size: int | None) -> _Base:
     store = open_store(source)
     check_other_files(store, "always")
     manifest = store.manifest
     own = (manifest.weights, manifest.group_size)
-    becomes = own if weights == "auto" else (weights, checked_group_size(weights, group_size))
+    keeps = weights == "auto" or (weights == own[0] and group_size is None)
+    becomes = own if keeps else (weights, checked_group_size(weights, group_size))
+    if becomes != own and weights == own[0]:
+        warn_of_other_groups(source, own, becomes[1], stacklevel=5)  # the caller of merge
     _check_rounds(source, becomes[0])
     layers = find_experts(model)
     if len(layers) != manifest.shape.layers:

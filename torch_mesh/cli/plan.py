@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not present:  # nothing to read
             sizes = dataclasses.replace(sizes, files=())
             if not is_gguf(folder) and not is_store(folder):
-                disk = streamed_bytes(folder, config.weights, config.group_size)
+                disk = streamed_bytes(folder, config.weights, config.given_group_size)
         speeds = measure_speeds(sizes, config, disk=arguments.disk_speed, memory=arguments.memory_speed)
         training = None
         formats = {}

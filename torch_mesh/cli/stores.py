@@ -10,7 +10,7 @@ from rich.filesize import decimal as format_bytes
 
 from torch_mesh.cli.options import positive
 from torch_mesh.errors import StoreError
-from torch_mesh.formats import CALIBRATED_FORMATS, GROUP_SIZES, in_words, short_name
+from torch_mesh.formats import CALIBRATED_FORMATS, DEFAULT_GROUP_SIZE, GROUP_SIZES, in_words, short_name
 from torch_mesh.store.folders import OtherStoreError
 from torch_mesh.store.writer import Written
 
@@ -21,8 +21,8 @@ def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates:
         "--group-size",
         type=int,
         choices=GROUP_SIZES,
-        default=64,
-        help=f"weights that share one scale, for {in_words(CALIBRATED_FORMATS)} (default: %(default)s)",
+        help=f"weights that share one scale, for {in_words(CALIBRATED_FORMATS)} (default: {DEFAULT_GROUP_SIZE}, or "
+        f"that of {model} in the same format)",
     )
     parser.add_argument(
         "--revision", help=f"revision of {model} on the hub: a branch, a tag or a commit (default: main)"

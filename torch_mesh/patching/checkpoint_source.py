@@ -182,7 +182,7 @@ class _QuantisedSource(_RawSource):
         self._fingerprint = fingerprint_of(folder, key_mapping)
         experts = find_checkpoint_experts(folder, model, key_mapping)
         self._files = checkpoint_files
-        weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
+        weights, group_size = weights_of_checkpoint(experts, config.weights, config.given_group_size)
         config = config.replace(weights=weights)
         if FORMATS[weights].chosen_groups:
             config = config.replace(group_size=group_size)

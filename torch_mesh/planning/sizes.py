@@ -121,7 +121,7 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> S
     check_dense(config.dense, blocks)
     unconverted = config.store is None
     resolved = weights_of_checkpoint if unconverted else format_of_store
-    weights, group_size = resolved(experts, config.weights, config.group_size)
+    weights, group_size = resolved(experts, config.weights, config.given_group_size)
     raw = unconverted and experts.reads_as(weights, group_size)
     staging = (
         0 if experts.own_records is None or not unconverted else _C.Source(**experts.source_arguments()).staging_bytes

@@ -18,6 +18,7 @@ from torch_mesh import _C
 from torch_mesh.errors import NoRoomError, StoreError
 from torch_mesh.formats import (
     CALIBRATED_FORMATS,
+    DEFAULT_GROUP_SIZE,
     FORMATS,
     GROUP_SIZES,
     PASSTHROUGH_FORMATS,
@@ -67,7 +68,7 @@ def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     weights: str,
-    group_size: int = 64,
+    group_size: int | None = None,
     *,
     revision: str | None = None,
     token: str | None = None,
@@ -89,9 +90,10 @@ def convert(
 
     ``weights`` is 'bf16', 'bf12', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto' (the nearest to the
     source; of one that is not quantised bf12, or bf16 if its weights have no room in bf12), or the format that holds
-    its codes unchanged; ``group_size`` (32, 64 or 128) applies to all but bf16 and bf12. ``name`` is the source's name
-    in the manifest, by default its folder or its model id; ``key_mapping`` is as in ``from_pretrained``. After an
-    interruption the same call continues.
+    its codes unchanged; ``group_size`` (32, 64 or 128) applies to the formats that weights are rounded to, but bf16 and
+    bf12. None is 64, or that of the source's codes if they have the format. ``name`` is the source's name in the
+    manifest, by default its folder or its model id; ``key_mapping`` is as in ``from_pretrained``. After an interruption
+    the same call continues.
 
     ``tables`` is the format of the rows of embedding tables that stay in files (docs/tables.md): 'exact', or 'int8' or
     'int4', to which they are rounded.
@@ -171,7 +173,12 @@ def convert(
 
 
 def _check_options(
-    source: str | os.PathLike[str], destination: Path, weights: str, group_size: int, keep_original: bool, tables: str
+    source: str | os.PathLike[str],
+    destination: Path,
+    weights: str,
+    group_size: int | None,
+    keep_original: bool,
+    tables: str,
 ) -> None:
     if tables not in ("exact", *TABLE_FORMATS):
         raise ValueError(
@@ -219,7 +226,7 @@ def _files_beside(
     return files_beside(rest, model, plan, max_file_bytes)
 
 
-def streamed_bytes(folder: Path, weights: str, group_size: int = 64) -> tuple[int, int]:
+def streamed_bytes(folder: Path, weights: str, group_size: int | None = None) -> tuple[int, int]:
     """Bytes of the store that ``convert`` makes of a model of the hub, and the most that its weight files take beside
     it. ``folder`` needs headers alone.
 
@@ -227,8 +234,8 @@ def streamed_bytes(folder: Path, weights: str, group_size: int = 64) -> tuple[in
     """
     model = meta_model(read_config(folder))
     experts = find_checkpoint_experts(folder, model)
-    weights, group_size = format_of_store(experts, weights, group_size)
-    plan = StorePlan(experts.shape, experts.modules, weights, group_size, source_name(folder), experts.fingerprint)
+    weights, groups = format_of_store(experts, weights, group_size)
+    plan = StorePlan(experts.shape, experts.modules, weights, groups, source_name(folder), experts.fingerprint)
     files = _files_beside(experts, model, plan, MAX_FILE_BYTES, None)
     records = list(plan.shape.records())
     sizes = {header.path: header.file_bytes for header in experts.headers}
@@ -325,13 +332,21 @@ def convert_store(
 
 
 def weights_of_checkpoint(
-    experts: CheckpointExperts, weights: str, group_size: int = 64, stacklevel: int = 3
+    experts: CheckpointExperts, weights: str, group_size: int | None = None, stacklevel: int = 3
 ) -> tuple[str, int]:
-    """Resolve the format and group size for a checkpoint's experts; warns if 'auto' rounds. ``group_size`` applies to
-    rounded formats.
+    """Resolve the format and group size for a checkpoint's experts; warns if 'auto' rounds, and if other groups round
+    codes again. ``group_size`` applies to rounded formats; None is that of codes in the format, or else 64.
 
     Raises ``ValueError`` for unknown values, and for a format of codes that the checkpoint does not have.
     """
+    own = experts.own_records
+    if weights in ROUNDED_FORMATS and own is not None and own[0] == weights:
+        if group_size is None:
+            return own
+        groups = checked_group_size(weights, group_size)
+        if not experts.reads_as(weights, groups):
+            warn_of_other_groups(experts.folder, own, groups, stacklevel + 1)
+        return weights, groups
     if weights in ROUNDED_FORMATS:
         return weights, checked_group_size(weights, group_size)
     choice = experts.nearest()
@@ -347,8 +362,17 @@ def weights_of_checkpoint(
     return choice.weights, choice.group_size
 
 
+def warn_of_other_groups(source: Path, own: tuple[str, int], group_size: int, stacklevel: int) -> None:
+    """Warn that experts in the format and groups ``own`` get other groups of the same format."""
+    warnings.warn(
+        f"{source}: its {own[0]} experts in groups of {own[1]} are rounded again, to groups of {group_size}. Leave "
+        "group_size (--group-size) out to keep them as they are.",
+        stacklevel=stacklevel,
+    )
+
+
 def format_of_store(
-    experts: CheckpointExperts, weights: str, group_size: int = 64, exact: str = "bf12"
+    experts: CheckpointExperts, weights: str, group_size: int | None = None, exact: str = "bf12"
 ) -> tuple[str, int]:
     """As ``weights_of_checkpoint``, for a store. With 'auto', experts that can be read as bf16 are stored in the format
     ``exact``."""
@@ -383,9 +407,10 @@ def source_name(source: Path) -> str:
     return source.stem if is_gguf(source) else source.resolve().name
 
 
-def checked_group_size(weights: str, group_size: int) -> int:
-    """The group size that a store of ``weights`` records: 0 for bf16 and bf12. Raises ValueError for unknown values and
-    formats that nothing is rounded to."""
+def checked_group_size(weights: str, group_size: int | None) -> int:
+    """The group size that a store of ``weights`` records: 0 for bf16 and bf12; None is 64. Raises ValueError for
+    unknown values and formats that nothing is rounded to."""
+    group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
     if is_passthrough(weights):
         raise ValueError(
             f"weights={weights!r} only holds the codes of a checkpoint that has them, and nothing is rounded to it: "
