@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -96,11 +97,14 @@ class Counters:
 
     def to_dict(self) -> dict[str, Any]:
         """The counts by name, the hit rates and ``prefetch_accuracy``; times in seconds, undefined rates None."""
-        return {name: getattr(self, name) for name in (*_NAMES, *_RATES)}
+        return dict(zip(_DICT_NAMES, _dict_values(self), strict=True))
 
 
 _NAMES = tuple(entry.name for entry in dataclasses.fields(Counters))
-_RATES = ("hit_rate", "kept_hit_rate", "unkept_hit_rate", "prefetch_accuracy")
+_values = operator.attrgetter(*_NAMES)
+_NO_COUNTS = Counters()
+_DICT_NAMES = (*_NAMES, "hit_rate", "kept_hit_rate", "unkept_hit_rate", "prefetch_accuracy")
+_dict_values = operator.attrgetter(*_DICT_NAMES)
 SIZES = ("slots", "kept", "max_slots", "shrinks", "grows")
 _RESIZES = ("shrinks", "grows")  # the counts among SIZES
 
@@ -320,7 +324,7 @@ def counted_since(before: Stats, now: Stats) -> Stats:
     layers = []
     for layer, old in itertools.zip_longest(now.per_layer, before.per_layer[: len(now.per_layer)]):
         goes_on = old is not None and _continues(old, layer)
-        layers.append(_changed(layer, old if goes_on else LayerCounters(), -1))
+        layers.append(_changed(layer, old if goes_on else LayerCounters(), operator.sub))
     resizes = Stats() if was_reset(before, now) else before
     return _of_layers(now, layers, {name: getattr(now, name) - getattr(resizes, name) for name in _RESIZES})
 
@@ -329,7 +333,7 @@ def summed(first: Stats, second: Stats) -> Stats:
     """The counts of both, for the layers of ``second``, which gives the other fields. Counts of each expert are left
     out."""
     pairs = itertools.zip_longest(second.per_layer, first.per_layer[: len(second.per_layer)])
-    layers = [_changed(layer, LayerCounters() if old is None else old, 1) for layer, old in pairs]
+    layers = [_changed(layer, LayerCounters() if old is None else old, operator.add) for layer, old in pairs]
     return _of_layers(second, layers, {name: getattr(second, name) + getattr(first, name) for name in _RESIZES})
 
 
@@ -339,21 +343,27 @@ def was_reset(before: Stats, now: Stats) -> bool:
 
 
 def _continues(before: LayerCounters, now: LayerCounters) -> bool:
-    """Whether ``now`` continues the counts of ``before``: the same epoch, and no counter fell. Lines of earlier
-    versions have no epoch."""
-    return before.epoch == now.epoch and all(
-        getattr(old, name) <= getattr(new, name)
-        for old, new in ((before, now), (before.prefill, now.prefill), (before.decode, now.decode))
-        for name in _NAMES
+    """Whether ``now`` continues the counts of ``before``: they are of one epoch. Lines of earlier versions have no
+    epoch; there, no counter fell."""
+    if before.epoch or now.epoch:
+        return before.epoch == now.epoch
+    phases = (before, now), (before.prefill, now.prefill), (before.decode, now.decode)
+    return all(all(map(operator.le, _values(old), _values(new))) for old, new in phases)
+
+
+def _changed(layer: LayerCounters, other: LayerCounters, change: Callable[[Any, Any], Any]) -> LayerCounters:
+    def phase(mine: Counters, theirs: Counters) -> Counters:
+        counts, others = _values(mine), _values(theirs)
+        if change is operator.sub and counts == others:  # most often: only one of the two phases goes on
+            return _NO_COUNTS
+        return Counters(*map(change, counts, others))
+
+    return LayerCounters(  # type: ignore[misc]  # mypy does not know how many values there are
+        *map(change, _values(layer), _values(other)),
+        prefill=phase(layer.prefill, other.prefill),
+        decode=phase(layer.decode, other.decode),
+        epoch=layer.epoch,
     )
-
-
-def _changed(layer: LayerCounters, other: LayerCounters, sign: int) -> LayerCounters:
-    def counts(mine: Counters, theirs: Counters) -> dict[str, Any]:
-        return {name: getattr(mine, name) + sign * getattr(theirs, name) for name in _NAMES}
-
-    phases = {name: Counters(**counts(getattr(layer, name), getattr(other, name))) for name in PHASES}
-    return LayerCounters(**counts(layer, other), prefill=phases["prefill"], decode=phases["decode"], epoch=layer.epoch)
 
 
 def _of_layers(stats: Stats, layers: list[LayerCounters], changes: Mapping[str, Any]) -> Stats:
@@ -400,8 +410,8 @@ def _combined(
 
 
 def _sum(layers: Sequence[Counters]) -> dict[str, Any]:
-    counts = {name: sum(getattr(layer, name) for layer in layers) for name in _NAMES}
-    return {**counts, "forwards": max((layer.forwards for layer in layers), default=0)}
+    counts = zip(_NAMES, map(sum, zip(*map(_values, layers), strict=True)), strict=False)
+    return {**dict(counts), "forwards": max((layer.forwards for layer in layers), default=0)}
 
 
 def _layers(snapshot: _C._DetailedStats, epoch: tuple[int, ...], with_experts: bool) -> Iterator[LayerCounters]:
@@ -410,24 +420,24 @@ def _layers(snapshot: _C._DetailedStats, epoch: tuple[int, ...], with_experts: b
     phases = [_by_layer(counts) for counts in (every, prefill, decode)]
     experts = {name: counts.tolist() for name, counts in snapshot["experts"].items() if with_experts}
     for layer, (whole, in_prefill, in_decode) in enumerate(zip(*phases, strict=True)):
-        yield LayerCounters(
-            **whole,
-            prefill=Counters(**in_prefill),
-            decode=Counters(**in_decode),
+        yield LayerCounters(  # type: ignore[misc]  # as in _changed
+            *whole,
+            prefill=Counters(*in_prefill),
+            decode=Counters(*in_decode),
             experts=ExpertCounters(**{name: tuple(rows[layer]) for name, rows in experts.items()}),
             epoch=epoch,
         )
 
 
-def _by_layer(counts: _LayerCounts) -> list[dict[str, Any]]:
-    """Arguments of Counters for each layer; the engine counts nanoseconds."""
-    columns: dict[str, list[Any]] = {}
+def _by_layer(counts: _LayerCounts) -> Iterator[tuple[Any, ...]]:
+    """The fields of Counters for each layer, in their order; the engine counts nanoseconds."""
+    columns: dict[str, Iterable[Any]] = {"fallback_accesses": itertools.repeat(0)}  # unless there is a fallback
     for name, values in counts.items():
         if name.endswith("_nanoseconds"):
             columns[name.replace("_nanoseconds", "_seconds")] = (values / 1e9).tolist()
         else:
             columns[name] = values.tolist()
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return zip(*(columns[name] for name in _NAMES))  # noqa: B905 - one of them may have no end
 
 
 def _error_dict(error: Exception | None) -> dict[str, Any] | None:

@@ -70,9 +70,10 @@ def render(before: tuple[float, Stats], after: tuple[float, Stats]) -> Renderabl
     (begin, old), (end, new) = before, after
     counted = counted_since(old, new)
     table = Table("", *RATES)
-    for name in PHASES:
-        table.add_row(name, *rate_cells(getattr(new, name).forwards, getattr(counted, name), end - begin))
-    table.add_row("all", *rate_cells(new.forwards, counted, end - begin))
+    parts = {name: (getattr(new, name), getattr(counted, name)) for name in PHASES} | {"all": (new, counted)}
+    for name, (total, part) in parts.items():
+        cells = rate_cells(total.forwards, part, end - begin)
+        table.add_row(*map(Text, (name, *cells)))  # strings would be searched for markup
     lines: list[RenderableType] = [table, Text(f"hit rate by layer  {layer_bars(counted)}")]
     if new.lossy:
         lines.append(Text(f"lossy: {new.lossy}", style="yellow"))
