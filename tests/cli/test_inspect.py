@@ -1,7 +1,9 @@
 import json
 from pathlib import Path
 
+import gguf_files
 import pytest
+from loopback_hub import MODEL, LoopbackHub, loopback_hub
 
 from torch_mesh import _C
 from torch_mesh.cli import main
@@ -19,7 +21,11 @@ SHAPE = {
 }
 
 
-def inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+def serve(hub: type[LoopbackHub], folder: Path) -> None:
+    hub.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def inspect(folder: Path | str, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     assert main(["inspect", str(folder), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -50,6 +56,41 @@ def test_the_table_shows_the_same_figures(tmp_path: Path, mesh_tiny: Path, capsy
     table = capsys.readouterr().out
     for words in ("int8, groups of 64", "32, 4 of them per token", "hidden 192, intermediate 64", "mesh-tiny"):
         assert words in table
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "store"])
+def test_a_model_of_the_hub_is_described_without_its_weights(
+    kind: str, tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = mesh_tiny if kind == "checkpoint" else convert(mesh_tiny, tmp_path / "store", "int4").store.folder
+    with loopback_hub(str(tmp_path / "cache"), monkeypatch) as hub:
+        serve(hub, folder)
+        assert inspect(MODEL, capsys) == inspect(folder, capsys) | {"folder": MODEL} | (
+            {"source": "model"} if kind == "checkpoint" else {}
+        )
+        weights = sum(len(data) for name, data in hub.files.items() if name.endswith(".safetensors"))
+        assert 0 < hub.sent.total() < weights / 5
+        assert not list((tmp_path / "cache").rglob("*.safetensors"))
+        hub.sent.clear()
+        assert main(["inspect", "--verify", MODEL]) == (kind == "checkpoint")
+        printed = capsys.readouterr()
+        if kind == "checkpoint":
+            assert f"{MODEL}: is not a store" in printed.err
+            assert hub.sent.total() < weights / 5
+        else:
+            assert f"{MODEL}: 192 records" in printed.out and hub.sent.total() > weights
+            assert inspect(MODEL, capsys)["folder"] != MODEL  # now it is in the cache
+
+
+def test_codes_of_linear_layers_on_the_hub_are_described(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", {"_exps": "Q8_0", "attn_q": "Q4_0"}).path
+    folder = convert(source, tmp_path / "store", "auto").store.folder
+    with loopback_hub(str(tmp_path / "cache"), monkeypatch) as hub:
+        serve(hub, folder)
+        here = inspect(folder, capsys)
+        assert here["dense_codes"] and inspect(MODEL, capsys) == here | {"folder": MODEL}
 
 
 def test_a_folder_that_is_neither_store_nor_checkpoint_is_a_failure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import pickle
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from loopback_hub import MODEL, loopback_hub
 from peft import LoraConfig, PeftModel, get_peft_model
 from row_files import decoded
 from saved import assert_same_checkpoint
@@ -468,6 +470,19 @@ def test_plan_and_inspect_show_rounded_rows(
             assert (f"Bin{weights}" in shown or f"bytesin{weights}" in shown) == (weights != "exact")
         assert describe(store)["table_weights"] == (None if weights == "exact" else weights)
     assert sizes == {"exact": rows * 48, "int8": rows * 26, "int4": rows * 14}
+
+
+def test_tables_of_a_store_on_the_hub_are_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(QWEN, tmp_path / "raw")
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    folder = convert(tmp_path / "raw", tmp_path / "store", "bf16").store.folder
+    with loopback_hub(str(tmp_path / "cache"), monkeypatch) as hub:
+        hub.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        assert main(["inspect", MODEL, "--json"]) == 0
+    held = describe(folder)
+    assert held["tables"] and json.loads(capsys.readouterr().out) == held | {"folder": MODEL}
 
 
 def test_a_table_with_nan_is_not_rounded(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.filesize import decimal as format_bytes
 from rich.table import Table
 
 from torch_mesh.cli.options import add_model_argument
-from torch_mesh.store.hub import local_folder
+from torch_mesh.store.hub import local_folder, outline_folder
 from torch_mesh.store.inspect import describe
 from torch_mesh.store.manifest import open_store
 from torch_mesh.store.progress import progress_bar
@@ -21,8 +21,9 @@ from torch_mesh.store.verify import verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Shows what a store or a checkpoint holds, from its headers alone. With --verify it reads all of a store, and "
-        "exits with 1 if any record or file is damaged."
+        "Shows what a store or a checkpoint holds, from its headers alone, also of a model on the hub. With --verify "
+        "it reads all of a store, and exits with 1 if any record or file is damaged. A store on the hub is downloaded "
+        "for that."
     )
     add_model_argument(parser, "folder")
     parser.add_argument(
@@ -35,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.verify:
         return _verify(arguments)
-    description = describe(local_folder(arguments.folder))
+    with outline_folder(arguments.folder) as (folder, present):
+        description = describe(folder)
+    if not present:
+        description["folder"] = arguments.folder
     if arguments.json:
         print(json.dumps(description))
     else:
@@ -44,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    store = open_store(arguments.folder)
+    with outline_folder(arguments.folder) as (folder, _):
+        open_store(folder)  # before anything that is not a store is downloaded
+    store = open_store(local_folder(arguments.folder))
     with progress_bar("verifying", show=not arguments.json) as progress:
         damages = list(verify(store, progress))
     records = store.manifest.shape.layers * store.manifest.shape.experts

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, validate_repo_id
 
 from torch_mesh.errors import HubError, StoreError
+from torch_mesh.store.dense_codes import is_codes_file
 from torch_mesh.store.gguf import MAX_FREQUENCIES, ROPE_DIVISORS, is_gguf, parse_gguf, part_names
 from torch_mesh.store.header import (
     INDEX_NAME,
@@ -30,6 +31,7 @@ from torch_mesh.store.header import (
 from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
 from torch_mesh.store.sources import QUANTISATION_FILES, own_quantisation
+from torch_mesh.store.table_files import is_table_file
 
 # Minimum bytes of each request for a header.
 _RANGE_BYTES = 1 << 20
@@ -81,8 +83,8 @@ def _is_local(source: str | os.PathLike[str]) -> bool:
 def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]]:
     """A folder with the headers, config and manifest of ``source``, and whether it has the weights too.
 
-    That is ``source`` if it is a folder or a GGUF file, or the hub's cache if complete. Else it is a temporary folder,
-    or a GGUF file in one, in which files of weights are sparse behind their headers.
+    That is ``source`` if it is a folder or a GGUF file, or the hub's cache if complete. Else it is a temporary folder
+    with the model's name, or a GGUF file in one, in which files of weights are sparse behind their headers.
     """
     if _is_local(source):
         yield Path(source), True
@@ -94,7 +96,7 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
         return
     with contextlib.ExitStack() as stack:
         with hub_errors(source, tempfile.gettempdir(), "TMPDIR"):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_mesh-outline-")))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_mesh-outline-")), model)
             if names:
                 sizes = {file.rfilename: file.size for file in listing(model).siblings}
                 for name in existing(model, names, sizes):
@@ -222,7 +224,7 @@ def _cached_folder(model: str) -> Path | None:
             folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
         files = weight_files(folder)
         if is_store(folder):  # transformers does not download record files
-            files += [folder / file.name for file in read_manifest(folder).record_files]
+            files += [folder / name for name in _own_files(folder)]
         return folder if all(file.is_file() for file in files) else None
     except (HubError, StoreError):
         return None
@@ -240,9 +242,16 @@ def _write_outline(model: str, folder: Path) -> None:
             fetch(name)
     if MANIFEST_NAME in sizes:
         fetch(MANIFEST_NAME)
-        names += existing(model, [file.name for file in read_manifest(folder).record_files], sizes)
+        names += existing(model, _own_files(folder), sizes)
     for name in names:
         write_header(huggingface_hub.hf_hub_url(model, name), folder / name, sizes[name])
+
+
+def _own_files(store: Path) -> list[str]:
+    """The weight files of a store that are not a checkpoint's."""
+    manifest = read_manifest(store)
+    others = [file.name for file in manifest.other_files if is_table_file(file.name) or is_codes_file(file.name)]
+    return [*(file.name for file in manifest.record_files), *others]
 
 
 def listing(model: str, revision: str | None = None, token: str | None = None) -> Any:
