@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch_mesh import _C
 from torch_mesh.cli import main
 from torch_mesh.routing.cluster_simulation import Cluster, Network, simulate_nodes
 from torch_mesh.routing.simulation import Hardware, simulate
-from torch_mesh.routing.traces import Trace, load_trace
+from torch_mesh.routing.traces import Trace, load_trace, save_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz"
 
@@ -65,6 +66,29 @@ def test_prefetch_halves_the_waits_of_a_good_predictor(tmp_path: Path) -> None:
     assert plain["prefetched"] == 0 and plain["recall"] is None
 
 
+def test_an_output_without_a_folder_is_refused_before_the_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch_mesh.cli.routing.simulate.simulate", lambda *_, **__: pytest.fail("replayed"))
+    assert main(["routing", "simulate", str(TRACE), "--json", str(tmp_path / "missing" / "out.json")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_rows_are_printed_before_a_file_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save_trace(a_trace(0), tmp_path / "made.npz")
+    monkeypatch.setattr("json.dumps", full)
+    command = ["routing", "simulate", str(tmp_path / "made.npz"), "--json", str(tmp_path / "out.json")]
+    for more in ([], NODES):
+        assert main([*command, *more]) == 1
+        printed = capsys.readouterr()
+        assert "belady" in printed.out and "No space left" in printed.err
+
+
 def test_tokens_per_second_follow_the_disk(tmp_path: Path) -> None:
     machine = ["--resident", "0.25", "--policy", "lru", "--expert-bytes", "1MB", "--memory-speed", "1000GB"]
     slow, *_ = rows(tmp_path, *machine, "--disk-speed", "1GB")
@@ -83,7 +107,7 @@ def a_trace(seed: int, tokens: int = 60, layers: int = 3, experts: int = 8, top_
     random = np.random.default_rng(seed)
     lookahead = random.random((tokens, layers, experts)).astype(np.float32)
     ids = np.argsort(-lookahead, axis=2)[..., :top_k].astype(np.int32)
-    forwards = np.array([0, *range(20, 30), *range(50, tokens)])
+    forwards = np.array([0, *range(20, 31), *range(50, tokens)])
     return Trace("made-up", ids, np.array([0, 30, tokens]), experts, lookahead=lookahead, forwards=forwards)
 
 

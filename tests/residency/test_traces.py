@@ -168,6 +168,15 @@ def test_recording_refuses_batches_and_leaves_no_hooks(tmp_path: Path, mesh_tiny
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
+def test_recording_to_a_missing_folder_is_refused_before_the_first_forward(tmp_path: Path, mesh_tiny: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
+    for name in ("missing/t.npz", "."):
+        recording = torch_mesh.record_trace(model, tmp_path / name)
+        with pytest.raises(OSError, match="no such folder|is a directory"), recording:
+            pytest.fail("the block ran")
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
 def _assert_equal_traces(found: Trace, expected: Trace) -> None:
     for field in ("ids", "offsets", "scores", "lookahead", "forwards"):
         assert np.array_equal(getattr(found, field), getattr(expected, field)), field

@@ -19,7 +19,7 @@ from torch import nn
 from ..errors import MeshError
 from ..models.families import check_recordable, find_experts, find_router, ranking, router_unsupported_reason
 from ..prefetch.predictor import fitted_routers, load_predictor
-from ..system.atomic_files import new_file
+from ..system.atomic_files import check_new_file, new_file
 
 _MAX_FILE_BYTES = 4 * 2**30  # unpacked: a small zip file can hold any number of zeros
 _MAX_EXPERTS = 65536
@@ -180,9 +180,10 @@ def record_trace(
     raises is left out. Works for patched and unpatched models. Decode without drafts, since rejected ones would be
     recorded: a model with ``MeshConfig.speculation`` does so meanwhile, and ``torch_mesh.speculate`` raises ValueError.
 
-    Raises ValueError for a batch of several sequences, and MeshError if no forward ended without an error. Nothing is
-    written then, nor if the block raises.
+    Raises OSError before the block if no file can be made at ``path``, ValueError for a batch of several sequences, and
+    MeshError if no forward ended without an error. Nothing is written then, nor if the block raises.
     """
+    check_new_file(path)
     recorder = _Recorder(model, scores, lookahead, predictor)
     handles = recorder.install()
     _recorded.append(model)

@@ -44,6 +44,17 @@ def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]
             raise
 
 
+def check_new_file(path: str | os.PathLike[str]) -> None:
+    """Raise the OSError of ``new_file`` before the work whose results it would write."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory: name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such folder")
+    if path.is_file() or not path.exists():
+        new_file_mode(Path(os.path.realpath(path)).parent)
+
+
 def new_file_mode(folder: Path) -> int:
     """The permission bits of a new file in ``folder``."""
     path, descriptor = _unnamed_file(folder, ".torch_mesh-mode-")

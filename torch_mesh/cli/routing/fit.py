@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,7 +12,7 @@ from rich.table import Table
 from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive
 from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents, token_sequences
 from torch_mesh.store.hub import local_folder
-from torch_mesh.system.atomic_files import new_file_mode
+from torch_mesh.system.atomic_files import check_new_file
 
 if TYPE_CHECKING:
     from torch_mesh.prefetch.predictor import Recall
@@ -45,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_mesh.prefetch.predictor import fit, recall, save_predictor
 
     config = given_config(arguments)
-    _check_out(Path(arguments.out))
+    check_new_file(arguments.out)
     documents = read_documents(arguments.text)
     folder = local_folder(arguments.model)
     sequences = token_sequences(open_tokenizer(folder), documents, arguments.length)
@@ -64,16 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     save_predictor(predictor, arguments.out)
     print(_verdict(rows, arguments.out, sum(map(len, learned_from)), sum(map(len, held_out))))
     return 0
-
-
-def _check_out(out: Path) -> None:
-    """Raise OSError if no file can be made there, before the model runs for minutes."""
-    if out.is_dir():
-        raise IsADirectoryError(f"{out} is a directory: name a file in it")
-    if not out.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{out}: there is no such folder")
-    if out.is_file() or not out.exists():
-        new_file_mode(Path(os.path.realpath(out)).parent)
 
 
 def _shown(sequences: Sequence[Any], what: str) -> Iterable[Any]:

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +16,7 @@ from torch_mesh.routing.simulation import Hardware, Row, policy_names, simulate
 from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.routing.traces import Trace, load_trace
 from torch_mesh.statistics.counters import percent
+from torch_mesh.system.atomic_files import check_new_file, new_file
 from torch_mesh.validators import early_experts, parse_size
 
 
@@ -113,14 +113,16 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        check_new_file(arguments.json)
     policies = policy_names() if arguments.policy == "all" else arguments.policy.split(",")
     if arguments.prefetch != "off" and arguments.policy == "all":
         policies.remove("belady")  # the bound is one without prefetch
     hardware = _hardware(arguments)
     if arguments.nodes is not None:
         on_nodes = _simulate_nodes(arguments, policies, hardware)
-        _write_json(arguments, on_nodes)
         _print_nodes(on_nodes)
+        _write_json(arguments, on_nodes)
         return 0
     if given := [
         option
@@ -151,14 +153,15 @@ def run(arguments: argparse.Namespace) -> int:
         for resident in _fractions(arguments.resident)
         for policy in policies
     ]
-    _write_json(arguments, rows)
     _print_table(rows)
+    _write_json(arguments, rows)
     return 0
 
 
 def _write_json(arguments: argparse.Namespace, rows: Sequence[Row | NodesRow]) -> None:
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
+        with new_file(arguments.json, "w") as file:
+            file.write(json.dumps({"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
 
 
 # Options that expert parallelism does not support, with their defaults.
