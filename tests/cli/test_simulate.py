@@ -66,6 +66,24 @@ def test_prefetch_halves_the_waits_of_a_good_predictor(tmp_path: Path) -> None:
     assert plain["prefetched"] == 0 and plain["recall"] is None
 
 
+@pytest.mark.parametrize("given", [[], ["--policy", "all"]])
+def test_the_bound_is_left_out_with_prefetch(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, out = a_trace(0), tmp_path / "out.json"
+    save_trace(made, tmp_path / "made.npz")
+    command = ["routing", "simulate", str(tmp_path / "made.npz"), "--resident", "0.5", "--json", str(out), *given]
+    policies = {}
+    for prefetch in ("off", "lookahead"):
+        assert main([*command, "--prefetch", prefetch]) == 0
+        policies[prefetch] = [row["policy"] for row in json.loads(out.read_text())["rows"]]
+    assert policies["lookahead"][0] == "auto" and policies["off"] == [*policies["lookahead"], "belady"]
+    capsys.readouterr()
+    assert main([*command, "--prefetch", "lookahead", "--policy", "lru,belady"]) == 2
+    error = capsys.readouterr().err
+    assert "--policy" in error and "--prefetch" in error
+
+
 def test_an_output_without_a_folder_is_refused_before_the_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

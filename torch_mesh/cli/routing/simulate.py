@@ -12,7 +12,7 @@ from rich.table import Table
 
 from torch_mesh.routing.cluster_simulation import DISPATCHES, PLACEMENTS, Cluster, Network, NodesRow, simulate_nodes
 from torch_mesh.routing.profiles import load_profile
-from torch_mesh.routing.simulation import Hardware, Row, policy_names, simulate
+from torch_mesh.routing.simulation import BOUND, Hardware, Row, policy_names, simulate
 from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.routing.traces import Trace, load_trace
 from torch_mesh.statistics.counters import percent
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--policy",
-        default="auto,belady",
-        help="all, belady (the bound), or policies of MeshConfig (default: %(default)s)",
+        help="all, belady (the bound without --prefetch), or policies of MeshConfig (default: auto, and belady without "
+        "--prefetch)",
     )
     parser.add_argument("--prompts", help="FIRST:END, the sequences whose hits count; all are replayed (default: all)")
     parser.add_argument("--no-scores", action="store_true", help="ignore the trace's router scores")
@@ -115,9 +115,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         check_new_file(arguments.json)
-    policies = policy_names() if arguments.policy == "all" else arguments.policy.split(",")
-    if arguments.prefetch != "off" and arguments.policy == "all":
-        policies.remove("belady")  # the bound is one without prefetch
+    policies = _policies(arguments)
     hardware = _hardware(arguments)
     if arguments.nodes is not None:
         on_nodes = _simulate_nodes(arguments, policies, hardware)
@@ -156,6 +154,21 @@ def run(arguments: argparse.Namespace) -> int:
     _print_table(rows)
     _write_json(arguments, rows)
     return 0
+
+
+def _policies(arguments: argparse.Namespace) -> list[str]:
+    if arguments.policy is None:
+        policies = ["auto", BOUND]
+    else:
+        policies = policy_names() if arguments.policy == "all" else arguments.policy.split(",")
+    if arguments.prefetch != "off" and BOUND in policies:
+        if arguments.policy not in (None, "all"):
+            raise ValueError(
+                f"--policy is '{arguments.policy}', and {BOUND} is the bound without prefetch: leave it out, or "
+                f"--prefetch {arguments.prefetch}"
+            )
+        policies.remove(BOUND)
+    return policies
 
 
 def _write_json(arguments: argparse.Namespace, rows: Sequence[Row | NodesRow]) -> None:
