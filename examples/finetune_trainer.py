@@ -11,13 +11,7 @@ import argparse
 from pathlib import Path
 
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import torch_mesh
 
@@ -60,7 +54,8 @@ def main() -> None:
 
     tokens = tokenizer(arguments.text.read_text(encoding="utf-8"))["input_ids"]
     starts = range(0, len(tokens) - arguments.length + 1, arguments.length)
-    sequences = [{"input_ids": tokens[start : start + arguments.length]} for start in starts]
+    parts = [tokens[start : start + arguments.length] for start in starts]
+    sequences = [{"input_ids": part, "labels": part} for part in parts]
     kept = max(1, len(sequences) // 10)
     trainer = Trainer(
         model=model,
@@ -71,12 +66,13 @@ def main() -> None:
             learning_rate=arguments.learning_rate,
             gradient_checkpointing=arguments.checkpointing,
             logging_steps=10,
+            save_steps=max(1, arguments.steps // 10),  # for --resume
+            save_total_limit=1,
             use_cpu=True,  # where the experts are; without it processes that torchrun started would not find each other
             report_to=[],
         ),
         train_dataset=sequences[:-kept],
         eval_dataset=sequences[-kept:],
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         callbacks=[torch_mesh.MeshTrainerCallback()],
     )
     trainer.train(resume_from_checkpoint=arguments.resume or None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+
+import torch_mesh
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -39,6 +43,39 @@ def _train(launcher: tuple[str, ...], out: Path, batch: int) -> dict[str, Any]:
     (found,) = [line for line in done.stdout.splitlines() if line.startswith("{'eval_loss'")]
     assert "Experts train by adapters" in done.stdout and "hit rate" in done.stdout
     return ast.literal_eval(found)
+
+
+def _run_here(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, out: Path, *more: str) -> None:
+    command = ["finetune_trainer.py", str(checkpoint), "--text", str(EXAMPLES / "text" / "ships_log.txt")]
+    command += ["--resident", "0.25", "--out", str(out), "--batch", "1", "--length", "16", *more]
+    monkeypatch.setattr(sys, "argv", command)
+    runpy.run_path(str(EXAMPLES / "finetune_trainer.py"), run_name="__main__")
+
+
+def test_a_run_resumes_from_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    class Interrupted(torch_mesh.MeshTrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.append(state.global_step)
+            if steps == [1, 2, 3]:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch_mesh, "MeshTrainerCallback", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _run_here(monkeypatch, EXAMPLES / "mesh-tiny", tmp_path / "out", "--steps", "20")
+    _run_here(monkeypatch, EXAMPLES / "mesh-tiny", tmp_path / "out", "--steps", "20", "--resume")
+    assert steps == [1, 2, 3, *range(3, 21)]
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-20"]
+
+
+def test_a_tokenizer_needs_no_pad_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = shutil.copytree(EXAMPLES / "mesh-tiny", tmp_path / "checkpoint")
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    _run_here(monkeypatch, checkpoint, tmp_path / "out", "--steps", "1")
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.slow
