@@ -594,8 +594,11 @@ def _init(self: MeshConfig, **given: Any) -> None:
 def _set(self: MeshConfig, name: str, value: Any) -> None:
     if name in FIELDS:
         self._give({name: value})
-    else:
+    elif name.startswith("_") or hasattr(MeshConfig, name):
         object.__setattr__(self, name, value)
+    else:
+        known = [field.key for field in FIELDS.values() if field.group is None]
+        raise AttributeError(str(_unknown(name, None, [*known, *GROUPS])))
 
 
 MeshConfig.__init__ = _init  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import pickle
+import re
 import runpy
 import warnings
 from pathlib import Path
@@ -240,6 +241,22 @@ def test_a_dict_that_a_user_passes_sets_fields_of_this_machine_too(monkeypatch: 
     config = AutoQuantizationConfig.from_dict({"quant_method": "mesh", "io": "threads", "resident": 0.5, "threads": 2})
     assert config == MeshConfig(io="threads", resident=0.5, threads=2)
     assert config.get_loading_attributes() == {"io": "threads", "resident": 0.5, "threads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("residnet", "MeshConfig has no field 'residnet'. Did you mean 'resident'?"),
+        ("gpu_expert", 'Did you mean gpu={"experts": ...}?'),
+        ("pins", "MeshConfig has no field 'pins' any more: profile="),
+    ],
+)
+def test_a_misspelt_attribute_cannot_be_assigned(name: str, message: str) -> None:
+    config = MeshConfig()
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        setattr(config, name, 1)
+    assert not hasattr(config, name)
+    config.quant_method = "mesh"  # as transformers may
 
 
 def test_assigned_fields_are_checked_and_given() -> None:
