@@ -418,6 +418,29 @@ def test_a_conversion_rounds_rows_if_asked_to(family: str, weights: str, tmp_pat
     assert counted.tables[0].weights == weights and f"weight in {weights}" in str(counted)
 
 
+def test_a_whole_table_is_loaded_to_the_device_around_it(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``device_map="cuda"``: what is around the tables is said to be on another device."""
+    name, count = FAMILIES[family]
+    model = save(family, tmp_path / "raw")
+    convert_rounded(tmp_path / "raw", tmp_path / "store", "int8")
+    paths = [path for path, _ in table_modules(reopen(model, tmp_path / "store", tables=name))]
+    asked = []
+
+    def device_around(_: nn.Module, path: str) -> torch.device:
+        asked.append(path)
+        return torch.device("meta")
+
+    monkeypatch.setattr("torch_mesh.patching.unpooled.device_around", device_around)
+    whole = reopen(model, tmp_path / "store", tables="off")
+    assert asked == paths and len(paths) == count
+    on_meta = {
+        path for path, weight in whole.named_parameters() if weight.is_meta and not isinstance(weight, PackedWeight)
+    }
+    assert on_meta == {f"{path}.weight" for path in paths}
+
+
 @pytest.mark.parametrize("weights", TABLE_FORMATS)
 def test_rounded_rows_are_not_taken_for_the_original(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -124,7 +124,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         load_left_alone(model, left_alone)
         if whole:
             with contextlib.closing(open_tables([stored for _, stored in whole], source.config)) as reader:
-                load_tables([layer for layer, _ in whole], reader)
+                load_tables(model, [layer for layer, _ in whole], reader)
         _forget_quantization(model)
         tables = [] if source.tables is None else [*source.tables.layers]
         tables += [layer for layer, _ in whole]

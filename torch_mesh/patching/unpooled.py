@@ -38,11 +38,11 @@ def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device)
         layer.module._parameters[name] = nn.Parameter(values[name].to(device), requires_grad=parameter.requires_grad)
 
 
-def load_tables(layers: Sequence[TableLayer], reader: RowTables) -> None:
+def load_tables(model: nn.Module, layers: Sequence[TableLayer], reader: RowTables) -> None:
     """Load whole tables from a store's files of rows, which transformers cannot read."""
     for index, layer in enumerate(layers):
         module: Any = layer.module
-        values = packed_table(layer, reader, index).unpacked()
+        values = packed_table(layer, reader, index).unpacked().to(device_around(model, layer.path))
         module._parameters["weight"] = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
 
 
