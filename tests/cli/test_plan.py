@@ -32,6 +32,7 @@ from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.planning.token_time import Speeds, token_seconds
 from torch_mesh.store.convert import convert
 from torch_mesh.store.header import encode_header
+from torch_mesh.system import timing
 from torch_mesh.system.memory import anonymous_bytes
 
 RECORD = _C.record_bytes("bf16", 0, 192, 64, True, False)
@@ -342,12 +343,16 @@ class _CpuOnly(TorchDispatchMode):
 
 def test_speeds_are_the_cpus_whatever_the_default_device(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "seconds_per_call", lambda call, seconds=0.0: call() is not None or 1.0)
-    monkeypatch.setattr(machine, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(timing, "SECONDS", 0)
+    for module in (machine, timing):
+        monkeypatch.setattr(module, "LARGE_BYTES", 1 << 20)
     sizes = find_sizes(mesh_tiny, MeshConfig())
     with torch.device("meta"), _CpuOnly():
         for dense in ("auto", "none", "int8"):
             measure_speeds(sizes, MeshConfig(dense=dense), disk=1e9)
         measure_formats(sizes, MeshConfig())
+        machine.product_flops(sizes.shape)
+        timing.memory_speed()
 
 
 def test_the_table_shows_the_same_figures(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

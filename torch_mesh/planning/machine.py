@@ -208,7 +208,8 @@ def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
 
 def product_flops(shape: Shape) -> float:
     """Operations per second of an expert's product for some rows in fp32, as in a backward."""
-    rows, weight = torch.randn(64, shape.hidden), torch.randn(shape.hidden, 2 * shape.intermediate)
+    rows = torch.randn(64, shape.hidden, device="cpu")
+    weight = torch.randn(shape.hidden, 2 * shape.intermediate, device="cpu")
     return 2 * rows.size(0) * weight.numel() / seconds_per_call(lambda: rows @ weight)
 
 

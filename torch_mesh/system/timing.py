@@ -25,7 +25,7 @@ def memory_speed(threads: int | None = None) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(before if threads is None else threads)
     try:
-        vector = torch.zeros(LARGE_BYTES // 4)
+        vector = torch.zeros(LARGE_BYTES // 4, device="cpu")
         return vector.nbytes / min(_times(lambda: torch.dot(vector, vector), SECONDS))
     finally:
         torch.set_num_threads(before)
