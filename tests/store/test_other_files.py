@@ -198,6 +198,19 @@ def test_a_changed_tokenizer_warns_and_a_changed_readme_does_not(store: Store) -
     assert damaged == {"README.md", "generation_config.json", "tokenizer.json"}
 
 
+def test_a_file_with_a_name_that_the_system_refuses_warns(store: Store) -> None:
+    name = "x" * 300 + ".json"  # such as from a file system with longer names
+
+    def rename(manifest: dict[str, Any]) -> None:
+        file = next(file for file in manifest["other_files"] if file["name"] == "generation_config.json")
+        file["name"] = name
+        manifest["digest"] = manifest_module._digest(manifest)
+
+    change(store.folder / MANIFEST_NAME, rename)
+    with pytest.warns(UserWarning, match="x.json cannot be read: File name too long"):
+        check_other_files(open_store(store.folder), "first")
+
+
 def test_every_damage_is_named_beside_unreadable_files(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, *_ = (store.folder / file.name for file in store.manifest.record_files)
     flip(second, second.stat().st_size - 1)

@@ -32,6 +32,7 @@ _CONFIG_NAME = "config.json"
 # With the config, these determine the model's output. Users edit some of the other files.
 _TENSORS = (".safetensors", ".safetensors.index.json")
 _IS_READ = (".json", ".jinja", ".model", ".txt")
+_MISSING = "is missing"
 _Arguments = ParamSpec("_Arguments")
 _MAX_THREADS = 8  # enough to saturate any disk
 
@@ -77,11 +78,12 @@ def check_other_files(store: Store, verify: str, codes: bool = True) -> None:
         return
     files = {file.name: file for file in store.manifest.other_files if codes or not is_codes_file(file.name)}
     essential = {name for name in files if name == _CONFIG_NAME or name.endswith(_TENSORS)}
-    others = {name for name in files if name.endswith(_IS_READ) and (store.folder / name).is_file()} - essential
+    others = {name for name in files if name.endswith(_IS_READ)} - essential
     rows = {name for name in files if is_table_file(name)}
     problems = _problems(store, [files[name] for name in sorted((essential | others) - rows)])
     sizes = {name: _size_problem(store.folder / name, files[name]) for name in sorted(rows)}
     problems |= {name: problem for name, problem in sizes.items() if problem is not None}
+    problems = {name: problem for name, problem in problems.items() if name in essential or problem != _MISSING}
     if _CONFIG_NAME in problems and _only_quantisation_changed(store, files[_CONFIG_NAME]):
         del problems[_CONFIG_NAME]
     for name, problem in problems.items():
@@ -133,7 +135,7 @@ def _names_os_errors(check: Callable[_Arguments, str | None]) -> Callable[_Argum
 @_names_os_errors
 def _size_problem(path: Path, file: OtherFile) -> str | None:
     if not path.is_file():
-        return "is missing"
+        return _MISSING
     size = path.stat().st_size
     return None if size == file.bytes else f"has {size} bytes, not {file.bytes}"
 
