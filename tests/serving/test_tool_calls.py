@@ -49,3 +49,27 @@ def test_an_answer_in_channels_goes_on_where_the_prompt_has_begun_it() -> None:
     forced = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
     assert _read(BY_CHANNELS, forced, continues=True) == [Call("f", "{}")]
     assert _read(BY_CHANNELS, " world<|return|>") == []  # between messages
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        " to=functions.f<|channel|>commentary json",  # as the chat template shows earlier calls
+        "<|channel|>analysis to=functions.f code",
+        "<|channel|>commentary to=functions.f<|constrain|>json",
+    ],
+)
+def test_calls_in_channels(header: str) -> None:
+    call = f'{header}<|message|>{{"a": "to=functions.g"}}<|call|>'
+    expected = Call("f", '{"a": "to=functions.g"}')
+    assert _read(BY_CHANNELS, call) == [expected]
+    text = f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant{call}"
+    assert _read(BY_CHANNELS, text) == [Reasoning("Hm"), expected]
+    parser = parser_of(BY_CHANNELS, {}, "")
+    pieces = [piece for character in text for piece in parser.push(character)]
+    assert [*pieces, *parser.end()] == [Reasoning("H"), Reasoning("m"), expected]
+
+
+def test_a_header_without_a_channel_names_no_call_of_the_next() -> None:
+    text = "<|start|>assistant<|message|>to=functions.f<|end|><|start|>assistant<|channel|>final<|message|>Hi<|return|>"
+    assert _read(BY_CHANNELS, text) == [Content("Hi")]

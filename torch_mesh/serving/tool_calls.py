@@ -177,7 +177,7 @@ _GPT_OSS = ToolFormat(  # whose channels _ChannelParser reads
     ("<|channel|>", "commentary"),
     "<|channel|>",
     "<|call|>",
-    _reader(r"commentary to=functions\.(?P<name>\S+)[^{]*<\|message\|>(?P<arguments>.*)"),
+    _reader(r".*?to=functions\.(?P<name>[^\s<]+).*?<\|message\|>(?P<arguments>.*)"),
     "commentary to=functions.",
     " <|constrain|>json<|message|>",
     "",
@@ -405,13 +405,14 @@ class Parser:
 
 
 class _ChannelParser:
-    """gpt-oss's messages: ``<|channel|>NAME<|message|>TEXT``, and then ``<|end|>``, ``<|call|>`` or ``<|return|>``."""
+    """gpt-oss's messages: ``<|start|>ROLE<|channel|>NAME<|message|>TEXT``, and then ``<|end|>``, ``<|call|>`` or
+    ``<|return|>``. A call's recipient is after the role or after the channel's name."""
 
     is_reasoning = False  # a prompt ends between messages, or within content
 
     def __init__(self, continues: bool) -> None:
         self._state = "content" if continues else "between"
-        self._text = self._name = ""
+        self._text = self._header = ""
 
     def push(self, text: str) -> list[Piece]:
         self._text += text
@@ -427,12 +428,13 @@ class _ChannelParser:
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
         while True:
             if self._state == "between":
-                _, found, rest = self._text.partition("<|channel|>")
+                before, found, rest = self._text.partition("<|channel|>")
                 name, complete, body = rest.partition("<|message|>")
                 if not found or not complete:
                     return
-                self._text, self._name = body, name
-                self._state = "call" if "to=functions." in name else "reasoning" if "analysis" in name else "content"
+                self._text, self._header = body, before.rpartition("<|start|>")[2] + found + name
+                is_call = "to=functions." in self._header
+                self._state = "call" if is_call else "reasoning" if "analysis" in name else "content"
             end = first_mark(self._text, ends)
             if end is None:
                 break
@@ -449,6 +451,6 @@ class _ChannelParser:
                 yield Reasoning(body) if self._state == "reasoning" else Content(body)
             return
         try:
-            yield from _GPT_OSS.read(f"{self._name}<|message|>{body}", {})
+            yield from _GPT_OSS.read(f"{self._header}<|message|>{body}", {})
         except NotACallError:
             yield Content(body)
