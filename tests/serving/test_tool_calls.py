@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,10 @@ BY_TAGS = answer_format("<tool_call> <function=", "")
 NOT_JSON = ("NaN", "-Infinity", "1e999", r'"\ud83d"', "[NaN]", "9" * 5000)
 
 
-def _read(format: AnswerFormat, text: str, continues: bool = False) -> list[Piece]:
-    parser = parser_of(format, {}, "", continues)
+def _read(
+    format: AnswerFormat, text: str, continues: bool = False, schemas: dict[str, Any] | None = None
+) -> list[Piece]:
+    parser = parser_of(format, schemas or {}, "", continues)
     return [*parser.push(text), *parser.end()]
 
 
@@ -73,3 +76,32 @@ def test_calls_in_channels(header: str) -> None:
 def test_a_header_without_a_channel_names_no_call_of_the_next() -> None:
     text = "<|start|>assistant<|message|>to=functions.f<|end|><|start|>assistant<|channel|>final<|message|>Hi<|return|>"
     assert _read(BY_CHANNELS, text) == [Content("Hi")]
+
+
+STRING, NULL, WHOLE = {"type": "string"}, {"type": "null"}, {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        *((each, "text") for each in (STRING, {"anyOf": [STRING]}, {"enum": ["a", "1"]}, {"const": "1"})),
+        ({"type": ["string", "null"]}, "text or null"),
+        ({"anyOf": [STRING, NULL]}, "text or null"),
+        ({"oneOf": [{"anyOf": [STRING, {"enum": ["x"]}]}, NULL]}, "text or null"),
+        ({"enum": ["a", None]}, "text or null"),
+        ({"anyOf": [STRING, WHOLE]}, "text or whole"),
+        ({"anyOf": [{"type": "number"}, {"const": "x"}]}, "text or whole"),
+        ({"anyOf": [STRING, {"$ref": "#/$defs/a"}]}, "JSON"),
+        ({"enum": ["a", {}, 1, None, True]}, "JSON"),
+        *((each, "JSON") for each in ({}, None, {"type": "object", "enum": ["a"]}, {"anyOf": 1}, {"type": {}})),
+    ],
+)
+def test_a_parameter_has_a_type_that_its_schema_allows(schema: Any, expected: str) -> None:
+    schemas = {"f": {"type": "object", "properties": {"a": schema}}}
+    kept = {"text": set(), "text or null": {"null"}, "text or whole": {"123"}}
+    for value in ("123", "null", '{"a": 1}', "true", "plain"):
+        text = f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>"
+        (call,) = _read(BY_TAGS, text, schemas=schemas)
+        as_json = value != "plain" and value in kept.get(expected, {value})
+        wanted = json.loads(value) if as_json else value
+        assert isinstance(call, Call) and json.loads(call.arguments) == {"a": wanted}, value

@@ -144,16 +144,36 @@ def _tag_reader(name: str, parameter: str) -> Callable[[str, Mapping[str, Any]],
     return read
 
 
+_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", type(None): "null"}
+
+
 def _typed(text: str, schema: Any) -> Any:
-    """``text`` as JSON, unless the schema says that it is a string."""
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "string" in kinds and set(kinds) <= {"string", "null"}:
-        return text
+    """``text`` as JSON; as it is where it is no JSON, or where the schema allows strings and not what it is as JSON."""
+    types = _types(schema)
     try:
-        return _loads(text)
+        found = _loads(text)
     except (ValueError, RecursionError):
         return text
+    if "string" not in types or None in types:
+        return found
+    made = _TYPES.get(type(found), "number")
+    allowed = {"integer", "number"} if made == "integer" else {made}
+    return found if made != "string" and allowed & types else text
+
+
+def _types(schema: Any) -> set[str | None]:
+    """The types that a JSON schema allows. None among them: any type."""
+    if not isinstance(schema, dict):
+        return {None}
+    if isinstance(named := schema.get("type"), str):
+        return {named}
+    listed = {name: found for name, found in schema.items() if isinstance(found, list)}
+    if "type" in listed:
+        return {each for each in listed["type"] if isinstance(each, str)}
+    if branches := listed.get("anyOf") or listed.get("oneOf"):
+        return set().union(*map(_types, branches))
+    values = [schema["const"]] if "const" in schema else listed.get("enum", [])
+    return {_TYPES.get(type(value), "number") for value in values} or {None}
 
 
 _BARE_KEY = re.compile(r"(?<=[{,])\s*(?P<key>[A-Za-z_]\w*)\s*:")
