@@ -102,15 +102,21 @@ class Prompts:
             self._check_message(f"{field}[{index}]", message, field)
         rendered = [self._message(message, template, field) for message in messages]
 
-        def render(**options: Any) -> Any:
+        def apply(messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
             return self.processor.apply_chat_template(
-                rendered,
+                messages,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
                 **options,
                 **{**self._arguments, **arguments},
             )
+
+        def render(**options: Any) -> Any:
+            try:
+                return apply(rendered, **options)
+            except TypeError:  # DeepSeek's templates join arguments to text; most iterate over a mapping
+                return apply(_with_text_arguments(rendered), **options)
 
         later = {index: each for index, each in enumerate(rendered) if index and each["role"] == "system"}
         try:
@@ -169,9 +175,8 @@ class Prompts:
         made = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
         if made["role"] == "developer" and "developer" not in template:
             made["role"] = "system"
-        for call in made.get("tool_calls", ()):
-            function = call.get("function") or call
-            if isinstance(function["arguments"], str):  # templates iterate over a mapping
+        for function in _functions(made):
+            if isinstance(function["arguments"], str):
                 function["arguments"] = json.loads(function["arguments"])
         content = made.get("content")
         if isinstance(content, list):
@@ -205,6 +210,19 @@ class Prompts:
             url = given["url"] if isinstance(given, dict) else given
         self.check_address(kind, url, field)
         return {"type": name, "url": url}
+
+
+def _functions(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Names and arguments of a message's calls."""
+    return [call.get("function") or call for call in message.get("tool_calls", ())]
+
+
+def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    found = copy.deepcopy(messages)
+    for message in found:
+        for function in _functions(message):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return found
 
 
 def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
