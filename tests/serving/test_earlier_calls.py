@@ -19,6 +19,14 @@ JOINING = (  # as DeepSeek's
     "{% for message in messages %}{% for tool in message.tool_calls or [] %}"
     "{{ '```json\n' + tool['function']['arguments'] + '\n```' }}{% endfor %}{% endfor %}"
 )
+# As gpt-oss's, which joins a call's arguments by tojson.
+ONE_TEXT = (
+    "{% for message in messages %}{% if message.tool_calls %}{% if message.content and message.thinking %}"
+    "{{ raise_exception('Cannot pass both content and thinking in an assistant message with tool calls!') }}{% endif %}"
+    "{{ '<|channel|>analysis<|message|>' + (message.content or message.thinking) + '<|end|>' }}"
+    "{{ message.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}[{{ message.content }}]{% endif %}{% endfor %}"
+)
 
 Render = Callable[[str, list[dict[str, Any]]], str]
 
@@ -58,3 +66,15 @@ def test_arguments_are_text_for_a_template_that_joins_text(arguments: Any, rende
 def test_a_template_that_takes_no_form_of_the_arguments_is_an_error(render: Render) -> None:
     with pytest.raises(RequestError, match="does not accept this request"):
         render("{{ messages[0].tool_calls[0].function.arguments + 1 }}", [_turn(_call("read", "1"))])
+
+
+def test_content_joins_the_reasoning_where_a_template_refuses_both(render: Render) -> None:
+    call = _call("read", "1")
+    begin, end = "<|channel|>analysis<|message|>", f"<|end|>{json.dumps(ARGUMENTS)}"
+    both = _turn(call, content="I read it.", reasoning_content="A file?")
+    assert render(ONE_TEXT, [both]) == f"{begin}A file?\n\nI read it.{end}"
+    with pytest.raises(RequestError, match="both content and thinking"):  # the client's own name, which is not replaced
+        render(ONE_TEXT, [both | {"thinking": "Another?"}])
+    assert render(ONE_TEXT, [_turn(call, content="I read it.")]) == f"{begin}I read it.{end}"
+    answer = {"role": "assistant", "content": "Yes", "reasoning_content": "A file?"}
+    assert render(ONE_TEXT, [answer]) == "[Yes]"

@@ -22,6 +22,8 @@ NO_TEMPLATE = (
 _ROLES = ("system", "user", "assistant", "tool")
 # Names of a message's fields. The template may read others.
 _NAMES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+# gpt-oss's template raises this. Content beside a call is reasoning there.
+_ONE_TEXT = "Cannot pass both content and thinking in an assistant message with tool calls"
 _TEXTS = ("text", "input_text", "output_text")
 # The processor's component for each kind of part, and the field with its content.
 _MEDIA = {
@@ -189,6 +191,9 @@ class Prompts:
             made["content"] = ""
         elif self.processor is not self.tokenizer:
             made["content"] = [{"type": "text", "text": content}]
+        if _ONE_TEXT in template and made.get("tool_calls") and "thinking" not in made:
+            made["thinking"] = "\n\n".join(filter(None, [made.pop("reasoning_content", ""), *_texts(made["content"])]))
+            made["content"] = ""
         return made
 
     def _part(self, part: Mapping[str, Any], field: str) -> dict[str, Any]:
