@@ -27,6 +27,12 @@ ONE_TEXT = (
     "{{ message.tool_calls[0].function.arguments | tojson }}"
     "{% else %}[{{ message.content }}]{% endif %}{% endfor %}"
 )
+BY_IDS = (  # as Kimi K2's
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}<|tool_call_begin|>{{ call['id'] }}"
+    "<|tool_call_argument_begin|>{{ call['function']['arguments'] | tojson }}<|tool_call_end|>{% endfor %}"
+    "{% if message.role == 'tool' %}## Return of {{ message.tool_call_id }}\n{{ message.content }}{% endif %}"
+    "{% endfor %}"
+)
 
 Render = Callable[[str, list[dict[str, Any]]], str]
 
@@ -78,3 +84,20 @@ def test_content_joins_the_reasoning_where_a_template_refuses_both(render: Rende
     assert render(ONE_TEXT, [_turn(call, content="I read it.")]) == f"{begin}I read it.{end}"
     answer = {"role": "assistant", "content": "Yes", "reasoning_content": "A file?"}
     assert render(ONE_TEXT, [answer]) == "[Yes]"
+
+
+def test_ids_of_calls_are_names_and_numbers_where_a_template_shows_ids_alone(render: Render) -> None:
+    messages = [
+        _turn(_call("read", "call_ab"), _call("find", "call_cd")),
+        *({"role": "tool", "tool_call_id": number, "content": "-"} for number in ("call_cd", "call_ab", "unknown")),
+        _turn(_call("read", "call_ab")),  # some clients count from the start in each turn
+        {"role": "tool", "tool_call_id": "call_ab", "content": "-"},
+    ]
+    rest = f"<|tool_call_argument_begin|>{json.dumps(ARGUMENTS)}<|tool_call_end|>"
+    assert render(BY_IDS, messages) == (
+        f"<|tool_call_begin|>functions.read:0{rest}<|tool_call_begin|>functions.find:1{rest}"
+        "## Return of functions.find:1\n-## Return of functions.read:0\n-## Return of unknown\n-"
+        f"<|tool_call_begin|>functions.read:2{rest}## Return of functions.read:2\n-"
+    )
+    assert messages[0]["tool_calls"][0]["id"] == "call_ab"
+    assert render("{{ messages[0].tool_calls[0].id }}", messages) == "call_ab"

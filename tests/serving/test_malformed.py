@@ -66,6 +66,9 @@ MESSAGES: tuple[Any, ...] = (
         for arguments in (None, 1, "", "{", "[1]", DEEP)
     ),
     [{"role": "user", "content": LONE_SURROGATE}],
+    [{"role": "tool", "tool_call_id": ["a"], "content": "a"}],
+    [{"role": "assistant", "content": "a", "reasoning_content": 1}],
+    [{"role": "assistant", "tool_calls": [{"id": {}, "function": {"name": "f", "arguments": "{}"}}]}],
 )
 NOT_JSON = ({"a": float("nan")}, {"a": [float("-inf")]}, {"a": LONE_SURROGATE})
 TOOLS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,6 +104,9 @@ class Prompts:
         for index, message in enumerate(messages):
             self._check_message(f"{field}[{index}]", message, field)
         rendered = [self._message(message, template, field) for message in messages]
+        written = self.format.tools
+        if written is not None and written.shows_ids:
+            _number_calls(rendered)
 
         def apply(messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
             return self.processor.apply_chat_template(
@@ -220,6 +224,18 @@ class Prompts:
 def _functions(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Names and arguments of a message's calls."""
     return [call.get("function") or call for call in message.get("tool_calls", ())]
+
+
+def _number_calls(messages: Sequence[dict[str, Any]]) -> None:
+    """Make the id of each call ``functions.NAME:N``, with N counted over the conversation, also in its result."""
+    count = itertools.count()
+    ids: dict[Any, str] = {}
+    for message in messages:
+        for call, function in zip(message.get("tool_calls", ()), _functions(message), strict=True):
+            made = f"functions.{function['name']}:{next(count)}"
+            ids[call.get("id")] = call["id"] = made
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
 
 
 def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -294,6 +294,9 @@ def _check_message(where: str, message: Any, field: str) -> None:
     if content is None and message["role"] != "assistant":
         raise wrong(field, f"{where}.content", content, "text, or a list of parts")
     _check_content(f"{where}.content", content, field)
+    for name in ("tool_call_id", "reasoning_content"):
+        if message.get(name) is not None:
+            check(f"{where}.{name}", message[name], TEXT, field)
     calls = message.get("tool_calls")
     if calls is None:
         return
@@ -302,6 +305,8 @@ def _check_message(where: str, message: Any, field: str) -> None:
         path = f"{where}.tool_calls[{index}]"
         check(path, call, OBJECT, field)
         check_names(path, call, ("id", "type", "index", "function", "name", "arguments"), field)
+        if call.get("id") is not None:
+            check(f"{path}.id", call["id"], TEXT, field)
         function = call.get("function") or call
         check(f"{path}.function", function, OBJECT, field)
         for name, kind in _CALL_FIELDS.items():

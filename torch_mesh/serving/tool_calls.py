@@ -51,6 +51,7 @@ class ToolFormat:
         header, footer: text around calls, which is not content.
         as_json: the arguments are one JSON object. A grammar then checks them too.
         quotes: special tokens around strings of the arguments.
+        shows_ids: the template shows earlier calls by their ids, which are ``functions.NAME:N``, without names.
     """
 
     hints: tuple[str, ...]
@@ -64,6 +65,7 @@ class ToolFormat:
     footer: str = ""
     as_json: bool = True
     quotes: tuple[str, ...] = ()
+    shows_ids: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -214,6 +216,7 @@ FORMATS = (
         "",
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
+        shows_ids=True,
     ),
     ToolFormat(  # DeepSeek V3 and R1
         ("<\uff5ctool\u2581call\u2581begin\uff5c>", "```json"),
