@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import TINY_MODELS
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
@@ -123,6 +124,34 @@ def test_a_fraction_below_the_experts_of_a_token_gives_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch_mesh.patch(_build(), resident=0.125)
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.inner = model
+
+
+@pytest.mark.parametrize("dense", ["auto", "bf16"])
+def test_unpatch_of_a_module_around_the_model_leaves_nothing_behind(dense: str, ids: torch.Tensor) -> None:
+    model = _build()
+    before = {name: (type(module), list(vars(module))) for name, module in model.named_modules()}
+    expected = model.generate(input_ids=ids[:1], max_new_tokens=9, do_sample=False)
+    torch_mesh.compile(torch_mesh.patch(model, resident=0.5, speculation="lookup", dense=dense))
+    model.generate(input_ids=ids[:1], max_new_tokens=2, do_sample=False, disable_compile=True)  # makes a tally
+    torch_mesh.unpatch(_Wrapper(model))
+    assert {name: (type(module), list(vars(module))) for name, module in model.named_modules()} == before
+    assert not model._forward_pre_hooks
+    assert torch.equal(model.generate(input_ids=ids[:1], max_new_tokens=9, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("dense", ["auto", "bf16"])
+def test_unpatch_of_a_module_around_the_model_ties_its_head_again(dense: str) -> None:
+    tiny = TINY_MODELS["Qwen3MoeExperts"]
+    model = dataclasses.replace(tiny, fields=tiny.fields | {"tie_word_embeddings": True}).build()
+    torch_mesh.patch(model, resident=0.5, dense=dense)
+    torch_mesh.unpatch(_Wrapper(model))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -64,7 +64,9 @@ def compile(model: Model, **options: Any) -> Model:
 
 
 def uninstall_compile(model: nn.Module) -> None:
-    if _OPTIONS in vars(model):
+    for module in model.modules():
+        if _OPTIONS not in vars(module):
+            continue
         for name in (
             PREPARE_CACHE,
             PREPARE_STATIC_CACHE,
@@ -72,7 +74,7 @@ def uninstall_compile(model: nn.Module) -> None:
             _OWNER,
             _OPTIONS,  # last: an interrupted call can be repeated
         ):
-            vars(model).pop(name, None)
+            vars(module).pop(name, None)
 
 
 def _prepare_cache(

@@ -143,8 +143,9 @@ def install_caches(model: nn.Module) -> None:
 
 def uninstall_caches(model: nn.Module) -> None:
     """Reverse ``install_caches``, but for existing caches."""
-    if handle := vars(model).pop(_HANDLE, None):
-        handle.remove()
+    for module in model.modules():
+        if handle := vars(module).pop(_HANDLE, None):
+            handle.remove()
 
 
 def _let_grow(_model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
 
 
 def unpatch(model: Model, lossy: bool = False) -> Model:
-    """Restore a patched model's own experts modules, in place, and return the same model.
+    """Restore a patched model's own experts modules, in place, and return the same model. A module around it will do.
 
     Parameters get the values that they would have without torch_mesh, in the dtype to which the model was cast
     meanwhile, as by ``model.float()``, on the device of the modules around them. Raises MeshError if the pool has
@@ -93,8 +93,8 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device_around(model, layer.path))
-    tied: Any = model
-    if hasattr(tied, "tie_weights"):
+    tied: Any = next((module for module in model.modules() if hasattr(module, "tie_weights")), None)
+    if tied is not None:
         tied.tie_weights()  # a packed head, and experts that are tied to others
     # Also restored modules: an earlier call may have been interrupted.
     for module in model.modules():

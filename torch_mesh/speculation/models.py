@@ -62,7 +62,8 @@ def install_speculation(model: nn.Module, speculation: str) -> None:
 
 
 def uninstall_speculation(model: nn.Module) -> None:
-    if isinstance(model, SpeculatingModel):
-        change_class(model, type(model).__bases__[1])
-        vars(model).pop("_mesh_speculation", None)
+    for module in model.modules():
+        if isinstance(module, SpeculatingModel):
+            change_class(module, type(module).__bases__[1])
+            vars(module).pop("_mesh_speculation", None)
     uninstall_linear_attention(model)

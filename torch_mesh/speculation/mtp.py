@@ -125,8 +125,9 @@ def install_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
 
 def uninstall_mtp(model: nn.Module) -> None:
     """Reverse ``install_mtp``, and free the kept heads."""
-    vars(model).pop(GET_CANDIDATE_GENERATOR, None)
-    vars(model).pop(_KEPT, None)
+    for module in model.modules():
+        vars(module).pop(GET_CANDIDATE_GENERATOR, None)
+        vars(module).pop(_KEPT, None)
 
 
 def _candidate_generator(patch_heads: PatchHeads, self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:

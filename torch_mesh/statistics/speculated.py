@@ -139,4 +139,5 @@ def tallies_in(model: nn.Module) -> list[Tally]:
 
 
 def drop_tally(model: nn.Module) -> None:
-    vars(model).pop(_TALLY, None)
+    for module in model.modules():
+        vars(module).pop(_TALLY, None)
