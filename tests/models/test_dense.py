@@ -142,6 +142,14 @@ def test_small_weights_are_copied_out_of_the_mapped_file(tmp_path: Path) -> None
     assert small and not small & mapped("int8")
 
 
+def test_a_model_opened_in_inference_mode_computes_outside_of_it(tmp_path: Path, ids: torch.Tensor) -> None:
+    TINY_MODELS[QWEN].build().save_pretrained(tmp_path)
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MeshConfig(dense="int8"))
+        expected = _logits(model, ids)
+    assert torch.equal(_logits(model, ids), expected)
+
+
 def test_moving_and_casting_leave_the_packed_bytes_alone(ids: torch.Tensor) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="int8", weights="int8")
     packed = model.lm_head._mesh_packed

@@ -154,6 +154,17 @@ def test_unpatch_of_a_module_around_the_model_ties_its_head_again(dense: str) ->
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("dense", ["none", "int8"])
+@pytest.mark.parametrize("resident", [0.5, 1.0])
+def test_a_model_patched_in_inference_mode_trains_outside_of_it(dense: str, resident: float, ids: torch.Tensor) -> None:
+    model = _build()
+    with torch.inference_mode():
+        torch_mesh.patch(model, resident=resident, dense=dense)
+    assert torch.is_grad_enabled()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(layer.mlp.gate.weight.grad.any() for layer in model.model.layers)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_unpatch_restores_exact_weights_and_needs_lossy_for_rounded_ones(dtype: torch.dtype) -> None:
     model = _build().to(dtype)

@@ -353,7 +353,8 @@ def _copy_small_weights(model: nn.Module) -> None:
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or parameter.nbytes > _SMALL_BYTES:
             continue
         if any(first <= parameter.data_ptr() < last for first, last in files):
-            parameter.data = parameter.data.clone()
+            with torch.inference_mode(parameter.is_inference()):  # torch takes no data of the other kind
+                parameter.data = parameter.data.clone()
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import _C
@@ -73,7 +74,8 @@ def assemble(
     slots, fallback_slots = _choose_slots(model, layers, config, source, placement)
     watch_peft()
     patching = Patching(model, layers, config, source, quantizer, placement, patch_heads=_patch_heads)
-    with undone_on_error(source.undo):
+    # In a caller's inference mode handles and packed weights would be inference tensors, with which nothing trains.
+    with undone_on_error(source.undo), torch.inference_mode(False), torch.no_grad():
         for mode in MODES:
             if mode.before_pool:
                 mode.install(patching)
