@@ -130,6 +130,22 @@ def test_names_of_linear_layers_that_peft_takes_for_experts_train_them(fields: d
     assert torch.equal(_logits(adapted.unload(), ids), expected)
 
 
+@pytest.mark.parametrize("dense", ["none", "int8"])
+def test_a_target_parameter_trains_unless_its_layer_is_packed(dense: str, ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=0.3, dense=dense)
+    base = _logits(model, ids)
+    fields = {"target_modules": [], "target_parameters": ["q_proj.weight", "mlp.experts.down_proj"]}
+    if dense == "int8":  # PEFT would parametrize a weight that the layer's forward does not read
+        with pytest.raises(MeshError, match=r"q_proj\.weight, which is packed \(int8\).*target_modules"):
+            _with_adapter(model, **fields)
+        return
+    adapted = _with_adapter(model, **fields)
+    assert not torch.equal(_logits(adapted, ids), base)
+    adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    found = {name: p.grad for name, p in adapted.named_parameters() if "q_proj.lora_A" in name}
+    assert found and all(gradient.any() for gradient in found.values())
+
+
 def test_several_adapters_switch(ids: torch.Tensor) -> None:
     model = _with_adapter(torch_mesh.patch(_build(), resident=0.3, dense="bf16"))
     first = _logits(model, ids)

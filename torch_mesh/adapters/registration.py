@@ -40,6 +40,8 @@ def register() -> None:
         if isinstance(experts, MeshExperts):
             _check_version()
             register_wrapper(lora_config, MeshExperts, _wrapper().ParamWrapper)
+        elif (parameter := kwargs.get("parameter_name")) is not None:
+            _check_read(experts, parameter)
         return create(lora_config, adapter_name, target, **kwargs)
 
     create_new_module._mesh_original = create  # type: ignore[attr-defined]
@@ -101,6 +103,19 @@ def _widened(model: Any, key: str, adapter: str, weight: Any) -> Any:
     except AttributeError:  # PEFT refuses it
         return weight
     return module.widened(name[0], adapter, weight) if isinstance(module, _wrapper().ParamWrapper) else weight
+
+
+def _check_read(module: Any, parameter: str) -> None:
+    """Raises MeshError for a packed parameter: PEFT would parametrize it, and the module's forward does not read it."""
+    from ..modules.packed_weight import PackedWeight
+
+    weight = getattr(module, parameter, None)
+    if isinstance(weight, PackedWeight):
+        raise MeshError(
+            f"target_parameters names {weight.path}, which is packed ({weight.format}), so that an adapter of this "
+            "parameter would change nothing. Name its module in target_modules, or open the model with dense='auto' "
+            "and tables='off', which leave such weights unpacked."
+        )
 
 
 def _check_version() -> None:
