@@ -524,6 +524,21 @@ def test_describe_training_says_which_experts_train() -> None:
     assert sum(numbers) == trainable
 
 
+def test_describe_training_counts_what_trains_of_an_adapter() -> None:
+    model = _adapted(torch_mesh.patch(_build(), resident=0.3))
+    counted = {"lora_A": 0, "lora_B": 0}
+    for name, parameter in model.named_parameters():
+        for factor in counted:
+            counted[factor] += parameter.numel() if factor in name else 0
+    both = torch_mesh.describe_training(model)
+    assert f"{sum(counted.values()):,} parameters. " in both and "only" not in both
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)  # as by PEFT's create_lorafa_optimizer
+    line = torch_mesh.describe_training(model)
+    assert "down_proj with rank 4 (only lora_B) in 3 of 3 layers" in line
+    assert f"{counted['lora_B']:,} parameters. " in line and line.endswith("0 other parameters train.")
+
+
 def test_peft_is_extended_once() -> None:
     torch_mesh.patch(_build(), resident=0.3)
     assert LoraModel._create_new_module._mesh_original is not None

@@ -29,13 +29,16 @@ def describe_training(model: nn.Module) -> str:
         if not isinstance(experts, MeshExperts):
             continue
         for adapter in wrapper.lora_A:
-            own = [wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight]
-            if not all(weight.requires_grad for weight in own):
+            factors = {"lora_A": wrapper.lora_A[adapter].weight, "lora_B": wrapper.lora_B[adapter].weight}
+            training = {name: weight for name, weight in factors.items() if weight.requires_grad}
+            if not training:
                 continue
-            of_experts += sum(weight.numel() for weight in own)
-            name = "" if adapter == "default" else f" ({adapter})"
-            rank = rank_of(own[0], wrapper.num_experts, second=False, where=str(parameter))
-            trained.setdefault(f"{parameter} with rank {rank}{name}", set()).add(id(experts))
+            of_experts += sum(weight.numel() for weight in training.values())
+            rank = rank_of(factors["lora_A"], wrapper.num_experts, second=False, where=str(parameter))
+            about = [] if adapter == "default" else [adapter]
+            about += [f"only {name}" for name in training if len(training) == 1]
+            noted = f" ({', '.join(about)})" if about else ""
+            trained.setdefault(f"{parameter} with rank {rank}{noted}", set()).add(id(experts))
     everything = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
     others = sum(everything.values()) - of_experts
     base = ", ".join(dict.fromkeys(module._mesh_pool.weights for module in layers))
