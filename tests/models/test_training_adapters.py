@@ -117,6 +117,41 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+def _optimizer(model: PeftModel) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+
+def _step(model: PeftModel, optimizer: torch.optim.AdamW) -> None:
+    """A step by gradients that do not depend on the parameters."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
+    optimizer.step()
+
+
+def test_an_optimizers_state_of_plain_peft_is_continued(tmp_path: Path) -> None:
+    """torch's fused optimizers pair the elements of parameters and moments by their places in memory."""
+    set_seed(7)
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=TARGETS)
+    plain = get_peft_model(TINY_MODELS["Qwen3MoeExperts"].build().to(torch.bfloat16), config)
+    model = _model()
+    optimizer = _optimizer(plain)
+    _step(plain, optimizer)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    for own, parameter in zip((p for p in model.parameters() if p.requires_grad), trained, strict=True):
+        own.data.copy_(parameter.data)
+    _step(plain, optimizer)
+    ours = _optimizer(model)
+    ours.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    _step(model, ours)
+    expected = _trained(plain)
+    assert expected.keys() == _trained(model).keys()
+    for name, value in _trained(model).items():
+        assert torch.equal(value, expected[name]), name
+
+
 def test_a_loop_with_autocast_and_router_losses_learns() -> None:
     model = _model(dtype=torch.float32)
     model.base_model.model.router_aux_loss_coef = 0.01

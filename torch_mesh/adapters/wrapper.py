@@ -5,11 +5,13 @@ It hands both factors to the experts module, which adds their products to the ro
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn, cast
 
 import torch
 from peft.tuners.lora import LoraConfig
 from peft.tuners.lora import layer as lora
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..errors import MeshError
 from ..hf.compat import TENSOR_PARALLEL, check_forward_arguments, has_swapped_features
@@ -35,6 +37,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
     ) -> None:
         inside = base_layer.get_base_layer() if isinstance(base_layer, lora.ParamWrapper) else base_layer
         _check(cast(MeshExperts, inside), parameter_name, config)
+        _watch_optimizers()
         self._compared = False  # whether the weights were compared with those of other ranks
         super().__init__(base_layer, adapter_name, parameter_name, config, **kwargs)
 
@@ -137,6 +140,25 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
         if merge:
             self.merge(safe_merge, adapter_names)
         return self.get_base_layer()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_lay_out_moments)
+
+
+def _lay_out_moments(optimizer: Optimizer, *_: Any) -> None:
+    """Store moments as their parameter is, such as those of lora_B that plain PEFT saved by rows.
+
+    torch's fused optimizers pair elements by their places in memory, and check no strides.
+    """
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor) or parameter.is_contiguous():
+            continue
+        for name, value in state.items():
+            is_moment = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if is_moment and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _layer_of(experts: MeshExperts) -> ExpertsLayer:
