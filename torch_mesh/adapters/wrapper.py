@@ -19,7 +19,7 @@ from ..hf.expert_parallel import past_dispatch
 from ..models.families import ExpertsLayer
 from ..modules.experts import MeshExperts
 from ..modules.packed_weight import PackedExpertsWeight
-from .factors import Factors, factors_of, rank_of, together, widened
+from .factors import MAX_RANK, Factors, factors_of, rank_of, together, widened
 from .ranks import check_same
 
 # PEFT's other initializations start from the values of the base weight, or change it.
@@ -53,6 +53,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
         # Read once: torch.compile guards values that it reads from a packed weight, and such a guard keeps the pool in
         # memory.
         self._layer = _layer_of(self._experts)
+        self._check_rank(r)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
         self._lay_out(adapter_name)
         self._compared = False
@@ -67,6 +68,13 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
     @property
     def _where(self) -> str:
         return f"{self._layer.path}.{self.parameter_name}"
+
+    def _check_rank(self, rank: int) -> None:
+        if rank > MAX_RANK and self._experts._mesh_fused:
+            raise MeshError(
+                f"{self._where} was to have adapters of rank {rank} in all; its kernels take at most {MAX_RANK:,}. "
+                "Give a lower r, or activate fewer adapters at a time."
+            )
 
     def _lay_out(self, adapter: str) -> None:
         """Store the factor by columns in the same parameter, so that an optimizer keeps it."""
@@ -85,6 +93,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
                     self._lay_out(name)  # a loader may have replaced the tensor
             self._compare(active, x)
             own = together([self._factors(name) for name in active])
+            self._check_rank(own.a.size(1))
             kwargs["adapters"] = {**kwargs.get("adapters", {}), self.parameter_name: own}
         if self.base_layer is self._experts and self._experts._mesh_pool.share is not None:
             return past_dispatch(self._experts, kwargs.pop("adapters", None), x, *args, **kwargs)
