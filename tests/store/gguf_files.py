@@ -189,7 +189,19 @@ SCALES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
 }
-_TOKENS = ["<pad>", "<s>", "</s>", *(chr(ord("a") + i) for i in range(26)), "\u0120", "he", "ll", "lo", "hell"]
+_TOKENS = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    *(chr(ord("a") + i) for i in range(26)),
+    "\u0120",
+    "he",
+    "ll",
+    "lo",
+    "hell",
+    "\u010a",
+    "\u010a\u010a",
+]
 
 
 @dataclass(frozen=True)
@@ -247,6 +259,8 @@ def write(
     parts: int = 0,
     tied: bool = False,
     vocabulary: bool = True,
+    pre: str = "qwen2",
+    bos: str = "<s>",
     extra: Mapping[str, np.ndarray] | None = None,
     **sizes: Any,
 ) -> Written:
@@ -261,7 +275,7 @@ def write(
         writer = gguf.GGUFWriter(path, architecture, split_max_tensors=-(-len(tensors) // parts))
     _add_metadata(writer, architecture, model.config)
     if vocabulary:
-        _add_tokenizer(writer, model.config)
+        _add_tokenizer(writer, model.config, pre, bos)
     values: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         kind = next((kind for pattern, kind in (types or {}).items() if re.search(pattern, name)), "F32")
@@ -584,13 +598,14 @@ def _add_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> No
         writer.add_rope_dimension_sections([3, 3, 2, 0])
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, config: Any) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, config: Any, pre: str, bos: str) -> None:
     tokens = [*_TOKENS, *(f"<unused{i}>" for i in range(config.vocab_size - len(_TOKENS)))]
+    tokens[1] = bos
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in ("<pad>", "<s>", "</s>") else 1 for token in tokens])
-    writer.add_token_merges(["h e", "l l", "l o", "he ll"])
+    writer.add_token_types([3 if token in ("<pad>", bos, "</s>") else 1 for token in tokens])
+    writer.add_token_merges(["h e", "l l", "l o", "he ll", "\u010a \u010a"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,13 @@ NAMES: tuple[Name, ...] = (
     *names_of("transformers.modeling_utils.PreTrainedModel", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
     *names_of("transformers.integrations.peft", "_hf_peft_config_loaded", in_source=True),
     *names_of("transformers.integrations.gguf", "GGUF_CONFIG_ARCHS"),
+    # Older ones make a tokenizer by architecture, and none for those that they do not know.
+    *names_of(
+        "transformers.integrations.gguf.gguf_tokenizer_mapping",
+        "convert_gguf_tokenizer",
+        "GGUF_PRE_TOKENIZER_SPLITS",
+        versions="transformers>=5.24",
+    ),
     *names_of("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs"),
     *names_of("peft.tuners.lora.model.LoraModel", "_create_new_module", "_check_merge_allowed", versions=_PEFT),
     *names_of("peft.tuners.lora.config.LoraConfig", "_register_custom_module", versions=_PEFT),
@@ -133,6 +140,24 @@ def gguf_config_readers() -> dict[str, Any]:
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
     return GGUF_CONFIG_ARCHS
+
+
+def replace_gguf_tokenizers(make: Callable[[str, Mapping[str, Any], Mapping[str, str]], Any]) -> None:
+    """Take the tokenizer of a GGUF file from ``make(architecture, metadata, transformers' patterns)``, unless it is
+    None.
+
+    Leaves versions alone that make a tokenizer by architecture.
+    """
+    from transformers.integrations import gguf
+
+    def converted(architecture: str, tokenizer_dict: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
+
+        made = make(architecture, tokenizer_dict, theirs.GGUF_PRE_TOKENIZER_SPLITS)
+        return theirs.convert_gguf_tokenizer(architecture, tokenizer_dict) if made is None else (made, {})
+
+    if "convert_gguf_tokenizer" in dir(gguf):  # which does not import its module
+        gguf.convert_gguf_tokenizer = converted
 
 
 def modules_in_fp32(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -16,7 +16,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 
 from ..config import MeshConfig
-from ..hf.compat import FIND_FILES, clear_quantized, gguf_config_readers, ignore_unexpected, wrap
+from ..hf.compat import (
+    FIND_FILES,
+    clear_quantized,
+    gguf_config_readers,
+    ignore_unexpected,
+    replace_gguf_tokenizers,
+    wrap,
+)
 from ..hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from ..hf.parallelism_checks import check_launch, expert_ranks
 from ..hf.saving import PatchedModelQuantizer
@@ -31,7 +38,7 @@ from ..store.checkpoint import find_left_alone
 from ..store.dense_weights import WITHOUT_TORCH_MESH
 from ..store.gguf import gguf_files, is_gguf
 from ..store.gguf_families import FAMILIES
-from ..store.gguf_model import READ_BY_FUNCTIONS, READ_BY_TABLES, complete_config, config_table
+from ..store.gguf_model import ARCHITECTURES, READ_BY_FUNCTIONS, READ_BY_TABLES, complete_config, config_table
 from ..store.gguf_sizes import limit_layers
 from ..store.sources import method_of, source_of
 from ..store.tables import packed_tables, tables_in_files
@@ -296,6 +303,15 @@ def _with_few_layers(read: Any) -> Any:
     return limited
 
 
+def _gguf_tokenizer(architecture: str, described: Mapping[str, Any], patterns: Mapping[str, str]) -> Any:
+    """A byte-level tokenizer. None for other ones, and for architectures whose models are all or mostly dense."""
+    if architecture not in {*ARCHITECTURES} - {"llama"} or described.get("tokenizer_type") != "gpt2":
+        return None
+    from ..store.gguf_tokenizer import byte_level_tokenizer
+
+    return byte_level_tokenizer(described, patterns)
+
+
 # transformers calls these for every model. They pass models without a MeshConfig through.
 wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", _merging)
 wrap("transformers.modeling_utils", "get_hf_quantizer", _with_gguf)
@@ -305,6 +321,7 @@ wrap("transformers.modeling_utils", "get_model_conversion_mapping", _with_key_ma
 # since transformers reads its dense models.
 for _architecture in (*READ_BY_TABLES, *(name for name in FAMILIES if name != "llama")):
     gguf_config_readers().setdefault(_architecture, config_table)
+replace_gguf_tokenizers(_gguf_tokenizer)
 for _architecture in READ_BY_FUNCTIONS:
     if _architecture in gguf_config_readers():  # not up to transformers 5.17
         gguf_config_readers()[_architecture] = _with_few_layers(gguf_config_readers()[_architecture])

@@ -368,18 +368,21 @@ def rest_of_model(
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
-    """The files of the tokenizer that a GGUF file describes, by name; none, and a warning, where transformers makes
-    none of it."""
+    """The files of the tokenizer that a GGUF file describes, by name; none, and a warning, where it cannot be made."""
     try:
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+        for name in ("bos_token_id", "eos_token_id"):
+            stated, found = read_parts(path)[0].metadata.get(f"tokenizer.ggml.{name}"), getattr(tokenizer, name)
+            if stated is not None and found not in (None, stated):  # for example a token that was spelled otherwise
+                raise ValueError(f"{name} is {stated}, and {found} in transformers' tokenizer")
         with tempfile.TemporaryDirectory(prefix="torch_mesh-tokenizer-") as folder:
             tokenizer.save_pretrained(folder)
             return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
     except Exception as problem:  # noqa: BLE001  whatever transformers makes of what it does not expect
         what = f"{type(problem).__name__}: {problem}"
         warnings.warn(
-            f"No tokenizer is written, because transformers makes none of what {path} says ({what:.400}): take the "
-            "original model's.",
+            f"No tokenizer is written, because none can be made of what {path} says ({what:.600}): copy the original "
+            "model's into the folder.",
             stacklevel=2,
         )
         return {}
