@@ -324,6 +324,42 @@ def test_dense_models_are_refused_by_name(architecture: str, tmp_path: Path) -> 
         convert(tmp_path / "m.gguf", tmp_path / "store", "int8")
 
 
+@pytest.mark.parametrize("architecture", gguf_files.ARCHITECTURES)
+def test_answers_end_at_each_token_that_the_file_states(
+    architecture: str, written: Callable[..., Written], tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    further = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2}
+    gemma = [1, 106, 50] if architecture == "gemma4" else []
+    one = read_config(written(architecture).path).eos_token_id
+    assert one == ([2, *gemma] if gemma else 2)
+    _rewrite(written(architecture).path, path, architecture, metadata=further)
+    assert read_config(path).eos_token_id == [2, 5, *gemma]
+    if architecture != "llama":  # transformers takes it for a dense model
+        assert transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).eos_token_id == [2, 5, *gemma]
+
+
+@pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="this transformers does not read qwen35moe")
+def test_qwen3_5_scales_positions_as_the_file_says(written: Callable[..., Written], tmp_path: Path) -> None:
+    path = written("qwen35moe").path
+    scaling = {"type": "yarn", "factor": 4, "original_context_length": 64}
+    metadata = {f"qwen35moe.rope.scaling.{key}": value for key, value in scaling.items()}
+    _rewrite(path, tmp_path / "m.gguf", "qwen35moe", metadata=metadata)
+    expected = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
+    for config in (
+        read_config(tmp_path / "m.gguf"),
+        transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf"),
+    ):
+        assert config.rope_parameters == read_config(path).rope_parameters | expected
+    _rewrite(path, tmp_path / "m.gguf", "qwen35moe", metadata={"qwen35moe.rope.scaling.type": "longrope"})
+    with pytest.raises(UnsupportedModelError, match="positions scaled by 'longrope'"):
+        read_config(tmp_path / "m.gguf")
+
+
+def test_the_window_of_gpt_oss_is_the_files(written: Callable[..., Written]) -> None:
+    assert read_config(written("gpt-oss").path).sliding_window == 32
+
+
 def test_transformers_reads_no_architectures_that_we_do_not() -> None:
     """Fails when transformers supports another one, which torch_mesh should then read too."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS

@@ -38,7 +38,14 @@ from ..store.checkpoint import find_left_alone
 from ..store.dense_weights import WITHOUT_TORCH_MESH
 from ..store.gguf import gguf_files, is_gguf
 from ..store.gguf_families import FAMILIES
-from ..store.gguf_model import ARCHITECTURES, READ_BY_FUNCTIONS, READ_BY_TABLES, complete_config, config_table
+from ..store.gguf_model import (
+    ARCHITECTURES,
+    READ_BY_FUNCTIONS,
+    READ_BY_TABLES,
+    complete_config,
+    complete_table,
+    config_table,
+)
 from ..store.gguf_sizes import limit_layers
 from ..store.sources import method_of, source_of
 from ..store.tables import packed_tables, tables_in_files
@@ -291,16 +298,16 @@ def _merging(theirs: Any) -> Any:
     return classmethod(merged)
 
 
-def _with_few_layers(read: Any) -> Any:
-    """Wrap transformers' reader of a GGUF file's config, which makes a list of as many layers as the file states."""
+def _completed(read: Any) -> Any:
+    """Wrap transformers' reader of a GGUF file's config, which makes a list of as many layers as the file states, and
+    does not read all keys."""
 
     @functools.wraps(read)
-    def limited(metadata: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def completed(metadata: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         limit_layers(metadata, metadata["general.architecture"])
-        config: dict[str, Any] = read(metadata, *args, **kwargs)
-        return config
+        return complete_table(read(metadata, *args, **kwargs), metadata)
 
-    return limited
+    return completed
 
 
 def _gguf_tokenizer(architecture: str, described: Mapping[str, Any], patterns: Mapping[str, str]) -> Any:
@@ -324,4 +331,4 @@ for _architecture in (*READ_BY_TABLES, *(name for name in FAMILIES if name != "l
 replace_gguf_tokenizers(_gguf_tokenizer)
 for _architecture in READ_BY_FUNCTIONS:
     if _architecture in gguf_config_readers():  # not up to transformers 5.17
-        gguf_config_readers()[_architecture] = _with_few_layers(gguf_config_readers()[_architecture])
+        gguf_config_readers()[_architecture] = _completed(gguf_config_readers()[_architecture])

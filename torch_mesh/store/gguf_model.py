@@ -51,10 +51,16 @@ _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
     "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
-    "gpt-oss": {"expert_feed_forward_length": "intermediate_size", "attention.key_length": "head_dim"},
+    "gpt-oss": {
+        "expert_feed_forward_length": "intermediate_size",
+        "attention.key_length": "head_dim",
+        "attention.sliding_window": "sliding_window",
+    },
     "minimax-m2": {},
 }
 _TABLES: Mapping[str, Mapping[str, str | None]] = GGUF_CONFIG_MAPPING  # type: ignore[assignment]
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn and a message
+_GEMMA4_ENDS = (1, 106, 50)  # which its files state in part, and transformers in full
 _GATING = {0: "none", 1: "softmax", 2: "sigmoid"}
 _ROPE_SCALING = {
     "factor": "factor",
@@ -177,10 +183,13 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     if architecture in READ_BY_FUNCTIONS:
         from transformers.integrations.gguf import get_gguf_config
 
-        return get_gguf_config(metadata, tuple(names))
+        return complete_table(get_gguf_config(metadata, tuple(names)), metadata)
     own = keys_within(metadata, architecture)
     if architecture in FAMILIES:
-        table = _family_table(own, architecture, names)
+        if not own.get("expert_count"):
+            raise _dense_model(architecture)
+        family = FAMILIES[architecture]
+        table = {"model_type": family.model_type, **family.table(own, names)}
     else:
         model_type = READ_BY_TABLES[architecture]
         known = {**_TABLES[model_type], **_LEFT_OUT[architecture]}
@@ -191,23 +200,30 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     tokens = keys_within(metadata, "tokenizer")
     table |= {name: tokens[key] for key, name in _TABLES["tokenizer"].items() if name is not None and key in tokens}
     table.setdefault("vocab_size", tokens.get("ggml.tokens"))
-    if (rope := _rope_parameters(own, architecture)) is not None:
-        table["rope_parameters"] = {**table.get("rope_parameters", {}), **rope, "rope_theta": table["rope_theta"]}
-    return table | {
+    return complete_table(table, metadata) | {
         # transformers serve chooses the class by these names.
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[table["model_type"]]],
         "tie_word_embeddings": "output.weight" not in names,
     }
 
 
-def _family_table(own: Mapping[str, Any], architecture: str, names: Sequence[str]) -> dict[str, Any]:
-    if not own.get("expert_count"):
-        raise UnsupportedModelError(
-            f"A GGUF file of the architecture {architecture!r} without experts holds a dense model: torch_mesh reads "
-            "models with experts."
-        )
-    family = FAMILIES[architecture]
-    return {"model_type": family.model_type, **family.table(own, names)}
+def complete_table(table: dict[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """``table`` with what transformers does not read: the scaling of positions, and all tokens that end an answer."""
+    architecture = metadata["general.architecture"]
+    own, tokens = keys_within(metadata, architecture), keys_within(metadata, "tokenizer.ggml")
+    if (rope := _rope_parameters(own, architecture)) is not None:
+        rope = {**table.get("rope_parameters", {}), **rope, "rope_theta": own["rope.freq_base"]}
+        table = table | {"rope_parameters": rope}
+    ends = [tokens[key] for key in _ENDS if key in tokens]
+    ends = list(dict.fromkeys([*ends, *(_GEMMA4_ENDS if architecture == "gemma4" else ())]))
+    return table | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
+
+
+def _dense_model(architecture: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"A GGUF file of the architecture {architecture!r} without experts holds a dense model: torch_mesh reads "
+        "models with experts."
+    )
 
 
 def _rope_parameters(own: Mapping[str, Any], architecture: str) -> dict[str, Any] | None:
