@@ -324,6 +324,33 @@ def test_dense_models_are_refused_by_name(architecture: str, tmp_path: Path) -> 
         convert(tmp_path / "m.gguf", tmp_path / "store", "int8")
 
 
+@pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="an older transformers reads other fields of Gemma 4")
+def test_a_dense_gemma_4_opens_as_without_torch_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma4")
+    writer.add_name("tiny")
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(64)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_sliding_window(32)
+    writer.add_token_list(["<pad>", "<eos>", "<bos>", "a"])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
+    _finish(writer)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf")
+    with pytest.raises(UnsupportedModelError, match="'gemma4' without experts"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", quantization_config=MeshConfig(resident=1.0))
+    monkeypatch.delitem(GGUF_CONFIG_ARCHS, "gemma4")
+    assert config.to_dict() == transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf").to_dict()
+
+
 @pytest.mark.parametrize("architecture", gguf_files.ARCHITECTURES)
 def test_answers_end_at_each_token_that_the_file_states(
     architecture: str, written: Callable[..., Written], tmp_path: Path

@@ -131,6 +131,8 @@ def _table_of(path: Path) -> dict[str, Any]:
             f"it or transformers {transformers.__version__} knows the GGUF names: {', '.join(ARCHITECTURES)}. Take the "
             "model's safetensors."
         )
+    if architecture in FAMILIES and not metadata.get(f"{architecture}.expert_count"):
+        raise _dense_model(architecture)
     check_sizes(parts, architecture)
     names = [name for part in parts for name in part.header.tensors]
     try:
@@ -187,7 +189,7 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     own = keys_within(metadata, architecture)
     if architecture in FAMILIES:
         if not own.get("expert_count"):
-            raise _dense_model(architecture)
+            return _dense_table(metadata, architecture, names)
         family = FAMILIES[architecture]
         table = {"model_type": family.model_type, **family.table(own, names)}
     else:
@@ -217,6 +219,19 @@ def complete_table(table: dict[str, Any], metadata: Mapping[str, Any]) -> dict[s
     ends = [tokens[key] for key in _ENDS if key in tokens]
     ends = list(dict.fromkeys([*ends, *(_GEMMA4_ENDS if architecture == "gemma4" else ())]))
     return table | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
+
+
+def _dense_table(metadata: Mapping[str, Any], architecture: str, names: Sequence[str]) -> dict[str, Any]:
+    """The fields that transformers' own reader makes of a dense Gemma 4, which plain transformers opens."""
+    if architecture != "gemma4":
+        raise _dense_model(architecture)
+    table: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in names}
+    for group in ("general", architecture, "tokenizer"):
+        own = keys_within(metadata, group)
+        table |= {name: own[key] for key, name in _TABLES[group].items() if isinstance(name, str) and key in own}
+    if "tokenizer.ggml.tokens" in metadata:
+        table.setdefault("vocab_size", metadata["tokenizer.ggml.tokens"])
+    return table | {"model_type": FAMILIES[architecture].model_type, "eos_token_id": list(_GEMMA4_ENDS)}
 
 
 def _dense_model(architecture: str) -> UnsupportedModelError:
