@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torch_mesh import _C, MeshConfig
 from torch_mesh.cli import main
+from torch_mesh.formats import ROUNDED_FORMATS
+from torch_mesh.hf.open_model import open_model
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.token_time import Speeds
 
 
@@ -89,6 +94,29 @@ def test_the_memory_option_decides_how_many_experts_are_resident(
     assert measured["plan"]["memory_bytes"] == 64 << 30
     assert measured["plan"]["slots"] == measured["stats"]["slots"] == 192
     assert main(["bench", str(mesh_tiny), "--memory", "1MiB"]) == 1
+
+
+def test_max_error_plans_for_the_format_that_is_opened(
+    mesh_tiny: Path, tmp_path: Path, speeds: Speeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_disk = dataclasses.replace(speeds, disk=1e7)
+    monkeypatch.setattr("torch_mesh.planning.choosing.measure_speeds", lambda *_: slow_disk)
+    monkeypatch.setattr("torch_mesh.planning.choosing.measure_formats", lambda *_: dict.fromkeys(ROUNDED_FORMATS, 1e10))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pools = []
+
+    def noted(folder: Path, config: MeshConfig) -> Any:
+        model = open_model(folder, config)
+        pools.append(next(patched_modules(model))._mesh_pool)
+        return model
+
+    monkeypatch.setattr("torch_mesh.cli.bench.open_model", noted)
+    memory = 12 * _C.record_bytes("bf16", 0, 192, 64, True, False)
+    options = ["--resident", str(memory), "--max-error", "0.15", "--tokens", "2", "--prompt-tokens", "17"]
+    planned = bench(mesh_tiny, tmp_path, *options)["plan"]
+    sizes = planned["sizes"]
+    assert (sizes["weights"], sizes["group_size"]) == (pools[0].weights, pools[0].group_size)
+    assert sizes["weights"] == "tcq3" and planned["slots"] == pools[0].slots
 
 
 def test_the_prompt_may_come_from_a_text_file(mesh_tiny: Path, tmp_path: Path, speeds: Speeds) -> None:

@@ -22,6 +22,7 @@ from ..statistics.stats import reset_stats, stats
 from ..system.background import BackgroundThread, Flag
 from ..system.memory import anonymous_bytes
 from ..system.timing import memory_speed
+from .choosing import choose_format
 from .machine import measure_speeds
 from .plan import Plan, plan
 from .sizes import find_sizes
@@ -113,9 +114,11 @@ def measure(
 ) -> Measured:
     """Measure the machine, open the model, and generate ``tokens`` tokens from ``prompt``, greedily.
 
-    ``memory``: bytes that the process may take, from which ``resident="auto"`` is planned; None: what it can take.
-    Raises MeshError if the model does not fit, and whatever loading raises.
+    ``memory``: bytes that the process may take, from which ``resident="auto"`` is planned; None: what it can take. With
+    ``max_error`` the format is chosen first. Raises MeshError if the model does not fit, and whatever loading raises.
     """
+    if config.max_error is not None:
+        config, _ = choose_format(folder, config)
     sizes = find_sizes(folder, config)
     speeds = measure_speeds(sizes, config)
     planned = plan(folder, config, memory=memory, speeds=speeds)
