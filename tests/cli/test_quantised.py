@@ -7,7 +7,8 @@ import gguf_files
 import pytest
 from quantised import KINDS, change_config, write_gpt_oss, write_quantised
 
-from torch_mesh.cli import main
+from torch_mesh.cli import _parser, main
+from torch_mesh.cli.options import given_config
 from torch_mesh.store.hub import local_folder
 
 
@@ -27,6 +28,28 @@ def test_plan_and_inspect_name_the_source_format(tmp_path: Path, capsys: pytest.
     assert main(["plan", str(tmp_path), *speeds]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "MXFP4 experts are read as they are, in 6 reads each" in printed
+
+
+@pytest.mark.parametrize("kind", ["ct_nvfp4", "ct_int4", "awq", "layers of several types"])
+def test_commands_take_the_options_that_plan_names(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.gguf"
+    if kind in KINDS:
+        write_quantised(model := tmp_path / "raw", KINDS[kind]())
+    else:
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 256}
+        gguf_files.write(model, "qwen3moe", {"blk.0.ffn_down_exps": "Q6_K", "_exps": "Q4_K"}, **sizes)
+    given = ["--memory", "8GiB", "--max-error", "5%", "--disk-speed", "1GB/s", "--memory-speed", "10GB/s"]
+    assert main(["plan", str(model), *given]) == 0
+    printed = capsys.readouterr().out.partition("Fastest within --max-error: ")[2]
+    options = printed.split(":")[0].split()
+    assert (options == ["--weights", "auto"]) == (kind != "awq")  # no record holds AWQ's codes
+    if kind == "layers of several types":
+        assert "keeps the checkpoint's codes in q4_k+q6_k|q4_k" in printed
+    converted = _parser(["convert"]).parse_args(["convert", str(model), "store", *options])
+    opened = given_config(_parser(["bench"]).parse_args(["bench", str(model), *options]))
+    assert (opened.weights, opened.given_group_size) == (converted.weights, converted.group_size)
 
 
 @pytest.mark.parametrize("command", ["inspect", "plan"])

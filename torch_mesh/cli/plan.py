@@ -351,10 +351,13 @@ def _print_formats(planned: Plan) -> None:
     if chosen is None:
         Console().print("None of them is within --max-error: allow more, or give more memory.")
         return
-    group = f" --group-size {chosen.group_size}" if chosen.group_size else ""
-    Console().print(
-        f"Fastest within --max-error: [green]--weights {short_name(chosen.weights)}{group}[/]", soft_wrap=True
-    )
+    own = planned.sizes.own_codes
+    if own is not None and chosen.weights == own[0]:
+        options, why = "--weights auto", f": keeps the checkpoint's codes in {short_name(own[0])}"
+    else:
+        group = f" --group-size {chosen.group_size}" if chosen.group_size else ""
+        options, why = f"--weights {chosen.weights}{group}", ""
+    Console().print(f"Fastest within --max-error: [green]{options}[/]{why}", soft_wrap=True)
 
 
 def _add_training(table: Table, training: TrainingPlan) -> None:
