@@ -61,8 +61,10 @@ def _command(name: str, parser: argparse.ArgumentParser, served: list[str]) -> s
         rows.append(
             f"| {', '.join(row.split(' | ')[0].removeprefix('| ') for row in shared)} | as for `torch-mesh serve` |"
         )
-    if len(fields) == len(FIELDS):
-        rows.append("| `--FIELD VALUE` | every field of `MeshConfig` |")
+    absent = [f"`--{name.replace('_', '-')}`" for name in FIELDS if name not in {action.dest for action in fields}]
+    if len(absent) < len(fields):
+        but = f" but {', '.join(absent)}" if absent else ""
+        rows.append(f"| `--FIELD VALUE` | every field of `MeshConfig`{but} |")
     elif fields:
         rows.append(f"| {', '.join(f'`{action.option_strings[0]}`' for action in fields)} | fields of `MeshConfig` |")
     table = "\n".join(["| argument | meaning |", "|---|---|", *rows]) if rows else ""

@@ -37,11 +37,33 @@ def test_help_lists_each_field_with_its_allowed_values(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     with pytest.raises(SystemExit):
-        main(["bench", "--help"])
+        main(["run", "--help"])
     output = " ".join(capsys.readouterr().out.split())
     for field in FIELDS.values():
         assert f"--{field.flat.replace('_', '-')} VALUE" in output
         assert f"({field.values.words}; default: ".replace("`", "") in output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["bench", "{model}"], ["routing", "fit", "{model}", "--out", "out", "--text", "{text}"]]
+)
+def test_commands_on_the_cpu_refuse_experts_on_a_gpu(
+    arguments: list[str],
+    mesh_tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch_mesh.planning.bench.measure_speeds", lambda *_: None)
+    (tmp_path / "text").write_text("In the beginning God created the heaven and the earth. " * 500)
+    filled = [argument.format(model=mesh_tiny, text=tmp_path / "text") for argument in arguments]
+    with pytest.raises(SystemExit) as end:
+        main([*filled, "--gpu-experts", "auto"])
+    assert end.value.code == 2 and "unrecognized arguments: --gpu-experts" in capsys.readouterr().err
+    monkeypatch.setenv("TORCH_MESH_GPU_EXPERTS", "auto")
+    assert main(filled) == 2
+    assert "TORCH_MESH_GPU_EXPERTS is auto, but this command runs the model on the CPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal as format_bytes
 from rich.table import Table
 
-from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive, size
+from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive, size
 from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents
 from torch_mesh.store.hub import local_folder
 
@@ -34,7 +34,7 @@ TIMES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measures the disk and the memory, opens a model, runs a prompt and generates. Prints the result "
+        "Measures the disk and the memory, opens a model on the CPU, runs a prompt and generates. Prints the result "
         "beside the machine's limits and the prediction of torch-mesh plan. The first opening converts "
         "weights in another format than the checkpoint's, and its time includes that."
     )
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write a table (CSV) of when each cold expert of a decode step was claimed, read, handed over and "
         "computed, in microseconds",
     )
-    add_config_arguments(parser)
+    add_config_arguments(parser, CPU_FIELDS)
     parser.set_defaults(run=run)
 
 

@@ -11,6 +11,10 @@ from torch_mesh.validators import parse_size, shown
 MODEL = "a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
 
 
+# The fields for commands that open a model on the CPU.
+CPU_FIELDS = tuple(name for name, field in FIELDS.items() if field.group != "gpu")
+
+
 def add_model_argument(parser: argparse.ArgumentParser, name: str = "model") -> None:
     parser.add_argument(name, help=MODEL)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import MeshConfig
+from ..config import FIELDS, MeshConfig
 from ..errors import MeshError
 from ..store.gguf import is_gguf
 from ..store.header import variant_of
@@ -16,8 +16,12 @@ _SHORTEST = 2  # tokens of a sequence: an input and the token that it predicts
 
 
 def open_model(folder: Path, config: MeshConfig) -> Any:
+    """Open a model on the CPU. Raises ValueError for experts on a GPU, and whatever loading raises."""
     from transformers import AutoModelForCausalLM
 
+    if config.gpu.experts != 0:
+        variable = FIELDS["gpu_experts"].variable
+        raise ValueError(f"{variable} is {config.gpu.experts}, but this command runs the model on the CPU: unset it.")
     named, gguf = _named(folder)
     variant = None if gguf else variant_of(folder)
     return AutoModelForCausalLM.from_pretrained(named, quantization_config=config, variant=variant, **gguf)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive
+from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive
 from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents, token_sequences
 from torch_mesh.store.hub import local_folder
 from torch_mesh.system.atomic_files import check_new_file
@@ -23,8 +23,8 @@ _WORTH_IT = 0.03  # gain in recall at k below which a predictor is not recommend
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs a model over text and fits matrices that predict its experts, for MeshConfig(prefetch=...). Every fifth "
-        "sequence is left out of the fit; the recall on those is printed beside that of the routers alone."
+        "Runs a model on the CPU over text and fits matrices that predict its experts, for MeshConfig(prefetch=...). "
+        "Every fifth sequence is left out of the fit; the recall on those is printed beside that of the routers alone."
     )
     add_model_argument(parser)
     parser.add_argument(
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=positive, default=50000, help="how many tokens to run at most (default: %(default)s)"
     )
     parser.add_argument("--length", type=positive, default=512, help="tokens of a sequence (default: %(default)s)")
-    add_config_arguments(parser)
+    add_config_arguments(parser, CPU_FIELDS)
     parser.set_defaults(run=run)
 
 
