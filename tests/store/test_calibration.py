@@ -430,6 +430,8 @@ def test_the_environment_does_not_change_what_is_calibrated_on(
         "DENSE": "int4",
         "STATS_FILE": str(tmp_path / "stats"),
         "STATS_EVERY": "1",
+        "GPU_EXPERTS": "auto",
+        "GPU_PLACEMENT": "dynamic",
     }
     for name, value in fields.items():
         monkeypatch.setenv(f"TORCH_MESH_{name}", value)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import MeshConfig
+from ..config import GpuFields, MeshConfig
 from ..errors import MeshError, UnsupportedModelError
 from ..hf.open_model import open_model, open_tokenizer, read_documents
 from ..models.families import InPool
@@ -74,7 +74,9 @@ def collect(
     if finished == len(sequences):
         return files.rows(folder)
     # Overrides fields of the environment that would change the inputs, write files or refuse a checkpoint.
-    config = MeshConfig(weights="auto", max_error=None, store=None, shared=None, dense="auto", stats={"file": None})
+    config = MeshConfig(
+        weights="auto", max_error=None, store=None, shared=None, dense="auto", stats={"file": None}, gpu=GpuFields()
+    )
     model = open_model(source, config)
     try:
         count = len({module._mesh_layer for module in _experts_of(model)})
