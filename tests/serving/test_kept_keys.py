@@ -141,13 +141,25 @@ def test_the_limit_holds_and_the_last_used_conversations_stay(limit: int, rng: n
         assert torch.equal(kept.conversations[-1].tokens[: len(tokens)], tokens)
 
 
-def test_a_conversation_larger_than_the_limit_evicts_no_others(rng: np.random.Generator) -> None:
+def test_a_conversation_larger_than_the_limit_evicts_no_others(
+    rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = KeptKeys(_model(_full), 60_000)
     small, large = (torch.from_numpy(rng.integers(1, VOCABULARY, length)) for length in (10, 200))
     _ask(kept.generate, small, 3)
-    _ask(kept.generate, large, 3)
+    assert not caplog.records
+    for _ in range(2):
+        _ask(kept.generate, large, 3)
     (left,) = kept.conversations
     assert torch.equal(left.tokens[: len(small)], small)
+    (warning,) = caplog.messages  # a single one
+    assert "202 tokens" in warning and "60,000" in warning and "--keep-keys 1MiB" in warning
+
+
+def test_without_kept_keys_there_is_no_warning(rng: np.random.Generator, caplog: pytest.LogCaptureFixture) -> None:
+    kept = KeptKeys(_model(_full), 0)
+    _ask(kept.generate, _some(rng), 3)
+    assert not kept.conversations and not caplog.records
 
 
 @MODELS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.serving.prefix_cache import PrefixCache, PrefixCounts
 from torch_mesh.system.memory import trim_heap
 
+_LOG = logging.getLogger(__name__)
 # Arguments of generate that do not affect the values computed for a token.
 _NEUTRAL_ARGUMENTS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer", "logits_processor"}
 # Overhead of a tensor: Python and torch objects, and shared pages. Measured: 1.0 to 2.4 KB.
@@ -88,6 +90,7 @@ class KeptKeys:
         self._lock = threading.Lock()
         self._computing: _TokenRecorder | None = None
         self._config = self.model.config.get_text_config(decoder=True)
+        self._warned = False
         self._is_supported = not cache_state.unsupported_reason(self.model)
         if self.prefixes is not None:
             self.counts.prefixes = self.prefixes.counts
@@ -234,10 +237,24 @@ class KeptKeys:
 
     def _keep(self, conversation: Conversation) -> None:
         if conversation.nbytes > self.limit:
+            self._warn(conversation)
             return  # the loop below would drop all others, and then this one too
         self.conversations.append(conversation)
         while self.conversations and sum(each.nbytes for each in self.conversations) > self.limit:
             del self.conversations[0]
+
+    def _warn(self, conversation: Conversation) -> None:
+        if self._warned or not self.limit:
+            return
+        self._warned = True
+        _LOG.warning(
+            "A conversation of %s tokens has %s bytes of keys and values, and --keep-keys is %s: it is not kept, and "
+            "its next turn computes all of it again. Give --keep-keys %dMiB or more.",
+            f"{len(conversation.tokens):,}",
+            f"{conversation.nbytes:,}",
+            f"{self.limit:,}",
+            -(-conversation.nbytes // 2**20),
+        )
 
     def _count(self) -> None:
         self.counts.kept_bytes = sum(each.nbytes for each in self.conversations)
