@@ -420,7 +420,7 @@ NOT_HERE: dict[str, dict[str, Any]] = {
     "/v1/responses": {
         "background": True,
         "conversation": "a",
-        "include": ["reasoning.encrypted_content"],
+        "include": ["file_search_call.results"],
         "max_tool_calls": 3,
         "previous_response_id": "resp_1",
         "prompt": {"id": "a"},

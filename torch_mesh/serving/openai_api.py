@@ -20,6 +20,7 @@ from torch_mesh.serving.requests import (
     CHAT,
     COMPLETIONS,
     OBJECT,
+    OUTPUT_LOGPROBS,
     RESPONSES,
     TEXT,
     check_object,
@@ -307,7 +308,7 @@ class OpenAI:
     async def responses(self, body: Mapping[str, Any]) -> Body | Events:
         given = checked_request(RESPONSES, body, self._service.served, self._service.vocabulary)
         answer = await asyncio.to_thread(self._response_answer, given)
-        made = _Response(self, given, answer, bool(given.get("include")))
+        made = _Response(self, given, answer, OUTPUT_LOGPROBS in given.get("include", ()))
         if given.get("stream"):
             return made.events()
         return await whole_body(answer, made)
@@ -317,7 +318,7 @@ class OpenAI:
         reasoning, text = given.get("reasoning", {}), given.get("text", {})
         check_object("reasoning", reasoning, "reasoning", {}, {"effort": TEXT, "summary": only("auto")})
         check_object("text", text, "text", {}, {"format": OBJECT, "verbosity": only()})
-        includes = bool(given.get("include"))
+        includes = OUTPUT_LOGPROBS in given.get("include", ())
         if "top_logprobs" in given and not includes:
             raise RequestError('top_logprobs needs include: ["message.output_text.logprobs"].', "top_logprobs")
 

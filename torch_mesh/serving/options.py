@@ -76,6 +76,13 @@ OPTIONS = (
     Option("allow_anyone", False, bool, "let other machines ask without a key"),
     Option("enable_cors", False, bool, "accept requests from web pages of any site (CORS)"),
     Option("log_level", "warning", str, "lowest level that is logged", tuple(transformers_logging.log_levels)),
+    Option(
+        "default_tokens",
+        None,
+        int,
+        "limit of an answer whose request gives none; unless given, 1024 tokens, or more where the model's "
+        "generation_config has more",
+    ),
     Option("default_seed", None, int, "seed of requests that give none; unless given, each start draws one"),
 )
 
@@ -141,8 +148,8 @@ def _check_decision_config(path: str | None) -> None:
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
-    """Check options of continuous batching now: it would check them only at the first request, and end."""
-    for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens"):
+    """Check numbers now: continuous batching would check its own only at the first request, and end."""
+    for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens", "default_tokens"):
         if (value := given[name]) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     fraction = given["cb_max_memory_percent"]

@@ -21,6 +21,7 @@ NO_TEMPLATE = (
     "server's /v1/completions."
 )
 _ROLES = ("system", "user", "assistant", "tool")
+_INSTRUCTING = ("system", "developer")
 # Names of a message's fields. The template may read others.
 _NAMES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 # gpt-oss's template raises this. Content beside a call is reasoning there.
@@ -107,6 +108,7 @@ class Prompts:
         written = self.format.tools
         if written is not None and written.shows_ids:
             _number_calls(rendered)
+        joined = _join_instructions(rendered)
 
         def apply(messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
             return self.processor.apply_chat_template(
@@ -124,7 +126,7 @@ class Prompts:
             except TypeError:  # DeepSeek's templates join arguments to text; most iterate over a mapping
                 return apply(_with_text_arguments(rendered), **options)
 
-        later = {index: each for index, each in enumerate(rendered) if index and each["role"] == "system"}
+        later = {index + joined: each for index, each in enumerate(rendered) if index and each["role"] in _INSTRUCTING}
         try:
             inputs = render(return_tensors="pt", return_dict=True, tokenize=True)
             shown = render(tokenize=False) if later else ""
@@ -244,6 +246,22 @@ def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapp
         for function in _functions(message):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return found
+
+
+def _join_instructions(messages: list[dict[str, Any]]) -> int:
+    """Join system and developer messages at the beginning into the first one, the only one that many templates read.
+
+    Returns the number of messages that are gone. One with a name stays.
+    """
+    instructing = (each["role"] in _INSTRUCTING and each.keys() == {"role", "content"} for each in messages)
+    count = len(list(itertools.takewhile(bool, instructing)))
+    if count < 2:
+        return 0
+    contents = [each["content"] for each in messages[:count]]
+    texts = all(isinstance(each, str) for each in contents)
+    messages[0]["content"] = "\n\n".join(contents) if texts else [part for each in contents for part in each]
+    del messages[1:count]
+    return count - 1
 
 
 def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:

@@ -40,6 +40,13 @@ ANY = Kind("anything", lambda value: True)
 _ADDRESS = Kind('an address, as in {"url": "data:image/png;base64,..."}', TEXT.fits)
 _SOUND = Kind('sound in base64, as in {"data": "...", "format": "wav"}', TEXT.fits)
 _COUNT = Kind("a whole number from 1 to 128", lambda value: is_whole(value) and 1 <= value <= 128)
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
+# Encrypted reasoning carries reasoning to the next turn for servers that do not show it. This one shows it.
+_INCLUDED = (OUTPUT_LOGPROBS, "reasoning.encrypted_content")
+_INCLUDE = Kind(
+    f"a list with {' and '.join(_INCLUDED)} at most",
+    lambda value: isinstance(value, list) and all(each in _INCLUDED for each in value),
+)
 
 
 def _is_ids(value: Any) -> bool:
@@ -135,7 +142,9 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "instructions": TEXT,
         "max_output_tokens": whole(1),
         "metadata": OBJECT,  # part of the answer
-        "include": only([], ["message.output_text.logprobs"]),
+        "client_metadata": OBJECT,  # hints of Codex, as those of _COMMON
+        "access_programs": OBJECT,
+        "include": _INCLUDE,
         "reasoning": OBJECT,
         "stream_options": OBJECT,
         "text": OBJECT,

@@ -95,7 +95,9 @@ class Server:
             self.engine: Engine = Batches(self.kept, self.prompts.tokenizer, options["blocks"])
         else:
             self.engine = Engine(self.kept, self.prompts.tokenizer, options["compile"])
-        service = self._service = Service(self.model, model, self.prompts, self.engine, options["compile"], batches)
+        service = self._service = Service(
+            self.model, model, self.prompts, self.engine, options["compile"], batches, options["default_tokens"]
+        )
         decisions = Decisions(service, options["decision_config"]) if is_available() else None
         app = build_app(
             service,

@@ -25,7 +25,7 @@ from torch_mesh.serving.requests import check_names
 from torch_mesh.serving.tool_calls import AnswerFormat, parser_of
 
 _LOG = logging.getLogger(__name__)
-DEFAULT_TOKENS = 1024  # the limit of an answer unless the request has one
+_DEFAULT_TOKENS = 1024  # the limit of an answer, unless the request, the server or the model has one
 _SCORED_ROWS = 512  # rows of a prompt's logits in memory at the same time
 _COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")  # of sequences that generate computes together
 # Options whose processors generate runs before those of a request, and the value that turns each off, beside None. The
@@ -74,14 +74,23 @@ class Service:
         engine: generates.
         compiled: steps are compiled, with a static cache.
         batches: the engine computes requests together and supports no logits processors.
+        default_tokens: the limit of an answer whose request has none.
     """
 
     def __init__(
-        self, served: str, model: Any, prompts: Prompts, engine: Any, compiled: bool = False, batches: bool = False
+        self,
+        served: str,
+        model: Any,
+        prompts: Prompts,
+        engine: Any,
+        compiled: bool = False,
+        batches: bool = False,
+        default_tokens: int | None = None,
     ) -> None:
         self.served = served
         self.model, self.prompts, self.engine = model, prompts, engine
         self._compiled, self._batches = compiled, batches
+        self._default_tokens = default_tokens
         for name in _COUNTS:
             if (count := getattr(model.generation_config, name, None) or 1) > 1:
                 _LOG.warning(
@@ -301,7 +310,7 @@ class Service:
             config = GenerationConfig(**json.loads(given["generation_config"]))
         else:
             config = copy.deepcopy(theirs)
-            config.max_new_tokens = max(DEFAULT_TOKENS, config.max_new_tokens or 0)
+            config.max_new_tokens = self._default_tokens or max(_DEFAULT_TOKENS, config.max_new_tokens or 0)
         if config.eos_token_id is None:
             config.eos_token_id = theirs.eos_token_id
         if given.get(limit) is not None:

@@ -1,0 +1,130 @@
+"""Requests as Codex 0.171 sends them, with shorter texts and fewer tools."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_mesh import MeshConfig
+
+TOKENS = 8
+_TURN = (
+    "<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+TEMPLATES = {
+    "any place": None,
+    "system only first": "{{ tools }}{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}" + _TURN,
+    "developer only first": "{{ tools }}{% if messages[0].role in ('system', 'developer') %}"
+    "<|im_start|>developer\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% for message in messages if message.role not in ('system', 'developer') %}" + _TURN,
+}
+BRIEF = "In the beginning God created the heaven and the earth. " * 8
+SKILLS = "And the earth was without form, and void."
+
+
+@pytest.fixture(scope="module")
+def server(serving: Callable[..., Any], folder: Path) -> Any:
+    return serving(folder, MeshConfig(resident=1.0), default_tokens=TOKENS)
+
+
+@pytest.fixture(params=TEMPLATES)
+def prompts(request: pytest.FixtureRequest, server: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts that the model gets, by each of the templates."""
+    if TEMPLATES[request.param] is not None:
+        monkeypatch.setattr(server.prompts.processor, "chat_template", TEMPLATES[request.param])
+    seen: list[str] = []
+    encode_messages = server.prompts.encode_messages
+
+    def watch(*arguments: Any) -> Any:
+        inputs = encode_messages(*arguments)
+        seen.append(server.prompts.tokenizer.decode(inputs["input_ids"][0]))
+        return inputs
+
+    monkeypatch.setattr(server.prompts, "encode_messages", watch)
+    return seen
+
+
+def _events(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    request = urllib.request.Request(
+        server.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+def _codex(server: Any, *later: Any, **more: Any) -> dict[str, Any]:
+    def message(role: str, text: str) -> dict[str, Any]:
+        return {
+            "type": "message",
+            "id": f"msg_{role}",
+            "role": role,
+            "content": [{"type": "input_text", "text": text}],
+        }
+
+    schema = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]}
+    about = {"description": "Runs a command.", "strict": False, "parameters": schema | {"additionalProperties": False}}
+    return {
+        "model": server.model,
+        "input": [message("developer", BRIEF), message("developer", SKILLS), message("user", "Who is there?"), *later],
+        "tools": [{"type": "function", "name": "exec_command", **about}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "a",
+        "client_metadata": {"session_id": "a", "x-codex-installation-id": "b"},
+        "access_programs": {"cyber": "none"},
+        **more,
+    }
+
+
+def test_the_model_sees_all_messages_of_codex(server: Any, prompts: list[str]) -> None:
+    asked = {"instructions": "Be kind."}
+    result = {"type": "function_call_output", "id": "fco_1", "call_id": "call_1", "output": "Exit code 0"}
+    call = {"type": "function_call", "id": "fc_1", "status": "completed", "call_id": "call_1", "name": "exec_command"}
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None}
+    thought["content"] = [{"type": "reasoning_text", "text": "I look."}]
+    turns = (thought, call | {"arguments": '{"cmd": "who"}'}, result)
+    for later in ((), turns):
+        events = _events(server, "/v1/responses", _codex(server, *later, **asked))
+        assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.incomplete"
+        assert events[-1]["response"]["usage"]["output_tokens"] == TOKENS
+        assert all(text.strip() in prompts[-1] for text in ("Be kind.", BRIEF, SKILLS, "Who is there?"))
+    assert "Exit code 0" in prompts[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("system only first", "System message must be at the beginning"),
+        ("developer only first", "input[3] is a developer message"),
+    ],
+)
+def test_a_late_developer_message_that_the_template_does_not_show_is_refused(
+    name: str, reason: str, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.prompts.processor, "chat_template", TEMPLATES[name])
+    late = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be quick."}]}
+    with pytest.raises(urllib.error.HTTPError) as error:
+        _events(server, "/v1/responses", _codex(server, late))
+    answer = json.load(error.value)["error"]
+    assert answer["param"] == "input" and reason in answer["message"]
+
+
+def test_log_probabilities_beside_encrypted_reasoning(server: Any) -> None:
+    encrypted = _codex(server)["include"]
+    both = _codex(server, include=[*encrypted, "message.output_text.logprobs"], tools=[], top_logprobs=2)
+    for body, has in ((_codex(server, tools=[]), False), (both, True)):
+        (item,) = _events(server, "/v1/responses", body)[-1]["response"]["output"]
+        assert bool(item["content"][0]["logprobs"]) == has
