@@ -138,12 +138,13 @@ def test_unsupported_fields_are_refused_by_name(client: Any, asked: dict[str, An
         ("mcp_servers", [{"type": "url", "url": "http://localhost", "name": "a"}]),
         ("container", "a"),
         ("service_tier", "batch"),
-        ("output_config", {"effort": "high"}),
+        ("output_config", {"effort": "low"}),  # the template has no such variable
         ("tools", [{"type": "web_search_20250305", "name": "web_search"}]),
         ("tool_choice", {"type": "any"}),  # without tools
         ("messages", [{"role": "user", "content": [document]}]),
         ("messages", [{"role": "user", "content": [picture]}]),
-        ("messages", [{"role": "system", "content": "a"}]),
+        ("messages", [{"role": "developer", "content": "a"}]),
+        ("messages", [{"role": "system", "content": [picture]}]),
         ("top_k", -1),
         ("max_tokens", 0),
         ("nothing", 1),

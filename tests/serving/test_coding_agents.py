@@ -1,4 +1,4 @@
-"""Requests as Codex 0.171 sends them, with shorter texts and fewer tools."""
+"""Requests as Claude Code 2.1.332 and Codex 0.171 send them, with shorter texts and fewer tools."""
 
 from __future__ import annotations
 
@@ -59,6 +59,49 @@ def _events(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]
     with urllib.request.urlopen(request, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+def _claude(server: Any, cch: str, *later: Any) -> dict[str, Any]:
+    """The body of a turn of Claude Code. ``cch`` differs in each request."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    billing = f"x-anthropic-billing-header: cc_version=2.1.332.0b8; cc_entrypoint=cli; cch={cch};"
+    schema = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    return {
+        "model": server.model,
+        "max_tokens": TOKENS,
+        "metadata": {"user_id": '{"device_id": "a", "session_id": "b"}'},
+        "output_config": {"effort": "high"},
+        "stream": True,
+        "system": [
+            {"type": "text", "text": billing},
+            {"type": "text", "text": "You are Claude Code.", **cached},
+            {"type": "text", "text": BRIEF, **cached},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Who is there?"}, {"type": "text", "text": "Look."}]},
+            {"role": "system", "content": [{"type": "text", "text": SKILLS, **cached}]},
+            *later,
+        ],
+        "tools": [{"name": "Bash", "description": "Runs a command.", "input_schema": schema}],
+    }
+
+
+def test_claude_code_reuses_the_prompt_of_its_last_turn(server: Any, prompts: list[str]) -> None:
+    first = _events(server, "/v1/messages?beta=true", _claude(server, "00001"))
+    assert first[0]["type"] == "message_start" and first[-1]["type"] == "message_stop"
+    assert BRIEF.strip() in prompts[0] and "cch=" not in prompts[0]
+    assert prompts[0].index("Look.") < prompts[0].index(SKILLS) < prompts[0].rindex("assistant")
+    asked = first[-2]["usage"]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "nobody", "is_error": False}
+    called = [
+        {"type": "thinking", "thinking": "I look.", "signature": ""},
+        {"type": "text", "text": "Let me see."},
+        {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "who"}},
+    ]
+    turns = ({"role": "assistant", "content": called}, {"role": "user", "content": [result]})
+    second = _events(server, "/v1/messages?beta=true", _claude(server, "00002", *turns))
+    tokens = asked["input_tokens"] + asked["cache_read_input_tokens"]
+    assert second[-2]["usage"]["cache_read_input_tokens"] > 0.9 * tokens > 0
 
 
 def _codex(server: Any, *later: Any, **more: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from torch_mesh.serving.tool_calls import Call, Reasoning
 Body = dict[str, Any]
 
 _TEXT_OR_LIST = Kind("text, or a list of blocks", lambda value: isinstance(value, str | list))
-_ROLE = Kind("user or assistant", lambda value: value in ("user", "assistant"))
+_ROLE = Kind("user, assistant or system", lambda value: value in ("user", "assistant", "system"))
 _FIELDS: dict[str, Kind] = {
     "messages": Kind("a list of messages, one at least", lambda value: isinstance(value, list) and value != []),
     "max_tokens": whole(1),
@@ -68,6 +68,8 @@ _BLOCKS: dict[str, dict[str, tuple[dict[str, Kind], dict[str, Kind]]]] = {
     },
 }
 _THINKING = Kind("adaptive or disabled: reasoning has no budget here", lambda value: value in ("adaptive", "disabled"))
+# Claude Code's first block of `system`. It differs in each request, and a prompt that begins with it is never reused.
+_BILLING = "x-anthropic-billing-header:"
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -125,7 +127,10 @@ class Anthropic:
             raise RequestError(
                 f"output_config has {unknown[0]!r}, which this server does not support: leave it out.", "output_config"
             )
-        arguments = self._service.template_arguments({}, output.get("effort"), "output_config")
+        effort = output.get("effort")
+        if effort == "high" and not self._service.prompts.reads("reasoning_effort"):
+            effort = None  # the API's default: clients send it to all models
+        arguments = self._service.template_arguments({}, effort, "output_config")
         if (thinking := given.get("thinking")) is not None:
             check_object("thinking", thinking, "thinking", {"type": _THINKING}, {"budget_tokens": ANY})
             if thinking["type"] == "disabled":
@@ -165,14 +170,20 @@ class Anthropic:
 
 
 def _messages(given: Mapping[str, Any]) -> Iterator[Body]:
-    """Convert to the form of chat completions."""
-    if given.get("system"):
-        yield {"role": "system", "content": _texts("system", given["system"], "system")}
+    """Convert to the form of chat completions.
+
+    A system message among the others becomes a user's: templates refuse or omit a late one, and moving it to the
+    beginning would change the prompt that earlier turns have computed.
+    """
+    if system := _system(given.get("system", "")):
+        yield {"role": "system", "content": system}
     for index, message in enumerate(given["messages"]):
         where = f"messages[{index}]"
         check_object(where, message, "messages", {"role": _ROLE, "content": _TEXT_OR_LIST})
         role, content = message["role"], message["content"]
-        if isinstance(content, str):
+        if role == "system":
+            yield {"role": "user", "content": _texts(f"{where}.content", content, "messages")}
+        elif isinstance(content, str):
             yield {"role": role, "content": content}
         else:
             yield from _turns(where, role, content)
@@ -213,6 +224,13 @@ def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
     if reasoning:
         message["reasoning_content"] = reasoning
     yield message
+
+
+def _system(content: Any) -> str:
+    text = _texts("system", content, "system")
+    if isinstance(content, str):
+        return text
+    return "\n".join(block["text"] for block in content if not block["text"].startswith(_BILLING))
 
 
 def _texts(where: str, content: Any, field: str) -> str:
