@@ -505,7 +505,15 @@ def test_a_softmax_router_that_does_not_normalise_is_deepseek_v2(written: Callab
     names = list(part.header.tensors)
     assert gguf_model.config_table(metadata, names)["model_type"] == "deepseek_v2"
     del metadata["deepseek2.expert_gating_func"], metadata["deepseek2.expert_weights_norm"]  # as in older files
-    assert gguf_model.config_table(metadata, names)["model_type"] == "deepseek_v2"
+    without_bias = [name for name in names if "exp_probs_b" not in name]
+    assert gguf_model.config_table(metadata, without_bias)["model_type"] == "deepseek_v2"
+
+
+def test_a_router_with_a_bias_is_deepseek_v3(written: Callable[..., Written]) -> None:
+    """Files of GLM-4.7-Flash may lack the key that says so."""
+    part = read_gguf(written("deepseek2").path)
+    metadata = {key: value for key, value in part.metadata.items() if key != "deepseek2.expert_gating_func"}
+    assert gguf_model.config_table(metadata, list(part.header.tensors))["model_type"] == "deepseek_v3"
 
 
 def test_block_types_are_those_that_the_package_decodes() -> None:
@@ -527,6 +535,14 @@ def test_block_types_are_those_that_the_package_decodes() -> None:
         (
             {"extra": {"blk.0.attn_scale.weight": np.ones((4, 4), np.float32)}},
             "'blk.0.attn_scale.weight' belongs to nothing",
+        ),
+        (
+            {"extra": {"blk.0.ffn_up_exps.scale": np.ones(4, np.float32)}},
+            "'blk.0.ffn_up_exps.scale' is a second scale of NVFP4",
+        ),
+        (
+            {"drop": "blk.1.ffn_up_exps.weight", "extra": {"blk.1.ffn_up.0.weight": np.ones((64, 128), np.float32)}},
+            "'blk.1.ffn_up_exps.weight', which .*: each expert is a tensor of its own",
         ),
         ({"drop": "blk.1.attn_q.weight"}, "no tensor holds model.layers.1.self_attn.q_proj.weight: incomplete"),
         ({"drop": "blk.1.ffn_up_exps.weight"}, "'blk.1.ffn_up_exps.weight', which model.layers.1.mlp.experts needs"),

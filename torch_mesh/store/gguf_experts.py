@@ -74,7 +74,10 @@ class GgufStacks:
 
     def _check(self, name: str, layer: ExpertsLayer, parts: int, is_down: bool, is_bias: bool) -> None:
         if name not in self._found:
-            raise store_error(self._path, f"no tensor is called {name!r}, which {layer.path} needs: incomplete?")
+            cause = "incomplete?"
+            if name.replace("_exps.", ".0.") in self._found:
+                cause = "each expert is a tensor of its own, as before April 2024. Take a newer file"
+            raise store_error(self._path, f"no tensor is called {name!r}, which {layer.path} needs: {cause}")
         weight = self._found[name][1]
         rows, columns = (layer.hidden, layer.intermediate) if is_down else (layer.intermediate * parts, layer.hidden)
         expected = (layer.num_experts, rows) if is_bias else (layer.num_experts, rows, columns)

@@ -373,9 +373,10 @@ def rest_of_model(
         if target is not None and _is_left_out(target, model):
             continue
         if target not in own:
-            raise store_error(
-                file, f"tensor {tensor.name!r} belongs to nothing in {type(model).__name__}", tensor.offset
-            )
+            what = f"belongs to nothing in {type(model).__name__}"
+            if tensor.name.endswith((".scale", ".input_scale")):
+                what = "is a second scale of NVFP4, which torch_mesh does not read: take the model's safetensors"
+            raise store_error(file, f"tensor {tensor.name!r} {what}", tensor.offset)
         if target in found:
             raise store_error(file, f"tensors {found[target]!r} and {tensor.name!r} are both {target}", tensor.offset)
         companion = companions[weight.name]
