@@ -33,7 +33,7 @@ from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store import gguf_model
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert, stored_expert, weights_of_checkpoint
-from torch_mesh.store.gguf import BLOCK_TYPES, read_gguf, read_parts
+from torch_mesh.store.gguf import BLOCK_TYPES, Counted, read_gguf, read_parts
 from torch_mesh.store.gguf_families import FAMILIES
 from torch_mesh.store.gguf_tokenizer import byte_level_tokenizer
 from torch_mesh.store.header import read_range
@@ -364,6 +364,13 @@ def test_answers_end_at_each_token_that_the_file_states(
     assert read_config(path).eos_token_id == [2, 5, *gemma]
     if architecture != "llama":  # transformers takes it for a dense model
         assert transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).eos_token_id == [2, 5, *gemma]
+
+
+def test_answers_of_gpt_oss_end_at_a_tool_call(written: Callable[..., Written]) -> None:
+    part = read_gguf(written("gpt-oss").path)
+    metadata = {**part.metadata, "tokenizer.ggml.tokens": Counted(201088), "tokenizer.ggml.eos_token_id": 200002}
+    table = gguf_model.config_table(metadata, list(part.header.tensors))
+    assert table["eos_token_id"] == [200002, 199999, 200012]
 
 
 @pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="this transformers does not read qwen35moe")

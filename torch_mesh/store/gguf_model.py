@@ -60,7 +60,8 @@ _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
 }
 _TABLES: Mapping[str, Mapping[str, str | None]] = GGUF_CONFIG_MAPPING  # type: ignore[assignment]
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn and a message
-_GEMMA4_ENDS = (1, 106, 50)  # which its files state in part, and transformers in full
+# Ends that files state in part, as in the generation_config.json of these models.
+_FURTHER_ENDS = {"gemma4": (1, 106, 50), "gpt-oss": (199999, 200012)}
 _GATING = {0: "none", 1: "softmax", 2: "sigmoid"}
 _ROPE_SCALING = {
     "factor": "factor",
@@ -217,7 +218,8 @@ def complete_table(table: dict[str, Any], metadata: Mapping[str, Any]) -> dict[s
         rope = {**table.get("rope_parameters", {}), **rope, "rope_theta": own["rope.freq_base"]}
         table = table | {"rope_parameters": rope}
     ends = [tokens[key] for key in _ENDS if key in tokens]
-    ends = list(dict.fromkeys([*ends, *(_GEMMA4_ENDS if architecture == "gemma4" else ())]))
+    further = [end for end in _FURTHER_ENDS.get(architecture, ()) if end < (table.get("vocab_size") or 0)]
+    ends = list(dict.fromkeys([*ends, *further]))
     return table | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 
 
@@ -231,7 +233,7 @@ def _dense_table(metadata: Mapping[str, Any], architecture: str, names: Sequence
         table |= {name: own[key] for key, name in _TABLES[group].items() if isinstance(name, str) and key in own}
     if "tokenizer.ggml.tokens" in metadata:
         table.setdefault("vocab_size", metadata["tokenizer.ggml.tokens"])
-    return table | {"model_type": FAMILIES[architecture].model_type, "eos_token_id": list(_GEMMA4_ENDS)}
+    return table | {"model_type": FAMILIES[architecture].model_type, "eos_token_id": list(_FURTHER_ENDS[architecture])}
 
 
 def _dense_model(architecture: str) -> UnsupportedModelError:
