@@ -464,6 +464,7 @@ def test_invalid_arguments_are_refused_before_the_model_is_opened(
         ("--decision-config", str(adapted), 2, "has the adapter 'lora'"),
     )
     for name, value, code, message in (
+        *([("--default-tokens", "0", 2, "at least 1")] if command == "serve" else ()),
         *(decisions if command == "serve" and _decides() else ()),
         ("--cb-num-blocks", "-3", 2, "at least 1"),
         ("--cb-max-memory-percent", "7", 2, "at most 1"),
