@@ -8,18 +8,16 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <exception>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/contention.h"
-#include "base/start_thread.h"
 #include "base/team.h"
+#include "bindings/openmp_sleeps.h"
 
 namespace torch_mesh {
 namespace {
@@ -48,41 +46,6 @@ void parallel_for_openmp(int64_t count, int team, ParallelBody body, void* conte
   }
   if (failure != nullptr) std::rethrow_exception(failure);
 }
-
-// libgomp's idle threads spin for milliseconds, but only for microseconds while it has more threads
-// than there are processors. An object of this class holds that many threads, so that idle threads
-// of torch's own regions leave the processors to threads that compute.
-class OpenMpSleeps {
- public:
-  OpenMpSleeps() {
-    try {
-      holder_ = start_thread("a thread that OpenMP counts", [this] {
-        const int more = std::max(2, omp_get_num_procs() - omp_get_max_threads() + 2);
-#pragma omp parallel num_threads(more)
-        { asm volatile(""); }  // or the compiler removes the region
-        std::unique_lock lock(mutex_);
-        over_.wait(lock, [this] { return ended_; });
-      });
-    } catch (const Error&) {  // no thread could be started: they spin
-    }
-  }
-  ~OpenMpSleeps() {
-    {
-      const std::lock_guard lock(mutex_);
-      ended_ = true;
-    }
-    over_.notify_one();
-    if (holder_.joinable()) holder_.join();
-  }
-  OpenMpSleeps(const OpenMpSleeps&) = delete;
-  OpenMpSleeps& operator=(const OpenMpSleeps&) = delete;
-
- private:
-  std::mutex mutex_;
-  std::condition_variable over_;
-  bool ended_ = false;
-  std::thread holder_;
-};
 
 // Runs parallel work: on torch's threads while these have the processors to themselves, else on a
 // team whose idle threads sleep. Never destroyed: a forward may still run on another thread while

@@ -13,6 +13,7 @@
 #include "bindings/engine.h"
 #include "bindings/errors.h"
 #include "bindings/keywords.h"
+#include "bindings/openmp_sleeps.h"
 #include "bindings/runtime.h"
 #include "testing/faults.h"
 #include "testing/product_time.h"
@@ -76,6 +77,10 @@ PYBIND11_MODULE(_testing, m) {
   m.def("simulated_device", simulated_device, py::arg("seed") = 0, py::arg("max_delay_us") = 0,
         "For HostShare: a device in process, whose memory is the CPU's; the delays are of its "
         "streams.");
+  m.def(
+      "openmp_sleeps", [] { return OpenMpSleeps().end(); },
+      py::call_guard<py::gil_scoped_release>(),
+      "Makes idle OpenMP threads sleep for a moment; whether it could.");
   m.def("sum_records", sum_records, py::arg("engine"), py::arg("layer"), py::arg("experts"),
         "The sum, modulo 2**64, of distinct experts' records as words: a plain read on the "
         "engine's threads.");

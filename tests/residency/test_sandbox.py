@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import warm
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
@@ -27,6 +28,27 @@ from torch_mesh.system.background import BackgroundThread, usable_processors
 from torch_mesh.system.memory import anonymous_bytes, available_bytes, resident_slots, shortage
 
 Hide = Callable[..., None]
+
+# libgomp would end the process with "Thread creation failed".
+FEW_THREADS = """
+import os, resource, sys
+import torch
+from torch_mesh import _testing
+torch.set_num_threads(len(os.sched_getaffinity(0)))
+try:
+    os.setuid(100_000 + os.getpid())  # a user without other processes, to whom the limit applies
+except OSError as error:
+    print(f"no other user: {error}", flush=True)
+    os._exit(0)
+most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+for room in (*range(8), 64):
+    resource.setrlimit(resource.RLIMIT_NPROC, (len(os.listdir("/proc/self/task")) + room, most))
+    slept = _testing.openmp_sleeps()
+    assert slept or room < 64
+    assert room or not slept
+print("survived", flush=True)
+os._exit(0)
+"""
 
 
 @pytest.fixture
@@ -75,6 +97,15 @@ def test_a_thread_that_cannot_start_is_an_error_that_names_the_limit(
     monkeypatch.undo()
     assert guard.remove(engine) is None, "what has no thread is not guarded"
     convert(mesh_tiny, tmp_path / "other", "int4")
+
+
+def test_openmp_is_given_no_thread_that_the_system_may_refuse() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a user without other processes needs root")
+    done = warm.run(FEW_THREADS, timeout=300)
+    if "no other user" in done.stdout:
+        pytest.skip(done.stdout)
+    assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
 
 
 @pytest.mark.parametrize("options", [{"residency": {"guard": "on"}}, {"stats": {"file": "stats.jsonl"}}])
