@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/error.h"
 #include "engine/engine.h"
 
 namespace torch_mesh {
@@ -68,10 +69,14 @@ void Engine::visit_copies(int32_t layer, std::span<const int32_t> experts, int32
 }
 
 void Engine::read_ahead(int32_t layer, std::span<const int32_t> rest) {
-  if (!rest.empty()) {
-    pool_->prefetch(layer, rest);
-  } else if (layer > 0) {
-    pool_->prefetch(layer - 1, last_used_.of(layer - 1));
+  try {
+    if (!rest.empty()) {
+      pool_->prefetch(layer, rest);
+    } else if (layer > 0) {
+      pool_->prefetch(layer - 1, last_used_.of(layer - 1));
+    }
+  } catch (const Error& error) {  // close() lets the visit end
+    if (error.kind() != ErrorKind::kClosed) throw;
   }
 }
 

@@ -111,8 +111,8 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
   const Event begin(*this);
 }
 
-void Pool::Impl::check_open() const {
-  if (core.closed()) throw Error(ErrorKind::kClosed, "this pool of experts is closed");
+void Pool::Impl::throw_closed() {
+  throw Error(ErrorKind::kClosed, "this pool of experts is closed");
 }
 
 void Pool::Impl::check_experts(int32_t layer, std::span<const int32_t> indices) const {
@@ -126,14 +126,15 @@ void Pool::Impl::check_experts(int32_t layer, std::span<const int32_t> indices) 
   }
 }
 
-void Pool::Impl::hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts,
+bool Pool::Impl::hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts,
                       Phase phase) {
   check_experts(layer, experts);
   const Event event(*this);
-  check_open();
+  if (core.closed()) return false;
   const Stopwatch decision(stats_of(layer, phase).decision_nanoseconds);
   (core.*hint)(layer, experts, phase);
   carry_out();
+  return true;
 }
 
 // Refused reads, and segments that cannot be detached, are events again.
@@ -293,7 +294,7 @@ void Pool::promote(int32_t layer, std::span<const int32_t> experts) {
 }
 
 void Pool::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase) {
-  impl_->hint(&Core::prefetch, layer, experts, phase);
+  if (!impl_->hint(&Core::prefetch, layer, experts, phase)) Impl::throw_closed();
 }
 
 void Pool::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {

@@ -60,9 +60,8 @@ struct PoolOptions {
 class Claim;
 
 // In a forked child every call throws Error(kForked), except those that return what the pool was
-// opened with. After close(), fill(), promote(), prefetch(), expect(), evict(), observe(),
-// warm_up(), resize() and new claims throw Error(kClosed); claims that exist at close() run to
-// their end.
+// opened with. After close(), fill(), promote(), prefetch(), evict(), observe(), warm_up(),
+// resize() and new claims throw Error(kClosed); claims that exist at close() run to their end.
 class Pool {
  public:
   // Reads from `source`; `pack` only for a raw one.
@@ -85,7 +84,8 @@ class Pool {
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
   // Hint of a forward: `layer` is the next one, and likely to use these, the likeliest first.
   // Prefetches them one after the other as reads end, until the layer begins or another one is
-  // predicted; those not begun by then are dropped. Otherwise as prefetch().
+  // predicted; those not begun by then are dropped. After close() it does nothing, since a forward
+  // that gives the hint may run to its end. Otherwise as prefetch().
   void expect(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
   // Evicts the READY and unpinned ones among `experts`; returns how many. A memory-only pool
   // throws.

@@ -39,7 +39,10 @@ struct Pool::Impl {
   bool memory_only() const { return loader == nullptr; }
   void check_process() const { owner.check("this pool"); }
   void check_experts(int32_t layer, std::span<const int32_t> indices) const;
-  void check_open() const;  // with the lock
+  [[noreturn]] static void throw_closed();
+  void check_open() const {  // with the lock
+    if (core.closed()) throw_closed();
+  }
   LayerStats& stats_of(int32_t layer, Phase phase) { return core.statistics().of(layer, phase); }
   Lock locked() const {  // Error(kForked) in a child
     check_process();
@@ -76,7 +79,8 @@ struct Pool::Impl {
   };
 
   using HintOfCore = void (Core::*)(int32_t, std::span<const int32_t>, Phase);
-  void hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts, Phase phase);
+  // Returns false after close().
+  bool hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts, Phase phase);
 
   // The last forward that has ended, of any layer.
   struct LastForward {

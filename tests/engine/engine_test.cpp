@@ -9,12 +9,14 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
 #include <random>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -330,6 +332,51 @@ TEST(Engine, CallsReadsQueuedOnceAllItsReadsAreQueued) {
     }
     EXPECT_EQ(out, batch.run(*model.open_resident({}), 0));
   }
+}
+
+TEST(Engine, CloseLetsAForwardEndThatThenPredicts) {
+  const Model model(small_shape(Format::kInt8));
+  const auto engine = model.open({});
+  const Batch batch(1, 4, model.shape().hidden, seed());
+  std::vector<float> out(static_cast<size_t>(batch.hidden));
+  const auto close_and_predict = [](void* argument) {
+    Pool& pool = *static_cast<Pool*>(argument);
+    pool.close();
+    pool.expect(1, std::array{3, 7}, Phase::kDecode);
+  };
+  engine->experts({.layer = 0,
+                   .tokens = batch.tokens,
+                   .top_k = batch.top_k,
+                   .x = {batch.x.data(), ScalarType::kFloat32, batch.stride},
+                   .ids = batch.ids.data(),
+                   .weights = batch.weights.data(),
+                   .sentinels = false,
+                   .out = {out.data(), ScalarType::kFloat32, batch.hidden},
+                   .reads_queued = close_and_predict,
+                   .context = &engine->pool()});
+  EXPECT_EQ(out, batch.run(*model.open_resident({}), 0));
+  EXPECT_EQ(engine->pool().state(1, 3), SlotState::kEmpty);
+  expect_at_rest(*engine);
+}
+
+TEST(Engine, CloseLetsAVisitInOrderEnd) {
+  const Model model(small_shape(Format::kInt8));
+  const auto engine = model.open({});
+  std::vector<int32_t> all(kExperts);
+  std::iota(all.begin(), all.end(), 0);
+  std::vector<int32_t> visited;
+  engine->visit_in_order(1, all, 2, [&](int32_t first, std::span<const std::byte* const> records) {
+    engine->pool().close();
+    for (size_t i = 0; i < records.size(); ++i) {
+      const auto expert = static_cast<int32_t>(visited.size());
+      ASSERT_EQ(expert, first + static_cast<int32_t>(i));
+      const Bytes& record = model.record(1, expert);
+      EXPECT_EQ(std::memcmp(records[i], record.data(), static_cast<size_t>(record.size())), 0);
+      visited.push_back(expert);
+    }
+  });
+  EXPECT_EQ(visited, all);
+  expect_at_rest(*engine);
 }
 
 TEST(Engine, AllocatesNothingOnceItHasSeenAShape) {

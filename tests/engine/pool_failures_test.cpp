@@ -231,6 +231,7 @@ TEST(Pool, CloseRefusesNewClaimsAndLetsOthersEnd) {
   }
   EXPECT_EQ(error_of([&] { forward(pool, 0, experts); }).kind(), ErrorKind::kClosed);
   EXPECT_EQ(error_of([&] { pool.prefetch(0, experts); }).kind(), ErrorKind::kClosed);
+  pool.expect(0, experts);  // of a forward that may run to its end
   expect_at_rest(pool);
 }
 

@@ -48,6 +48,30 @@ def test_a_compiled_unfused_forward_keeps_its_gradient_through_the_next(tmp_path
     assert all(torch.autograd.grad(out, hidden)[0].any() for out in (second, first))
 
 
+def test_an_unfused_layer_whose_pool_is_closed_before_its_hint_returns_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = TINY_MODELS["MixtralExperts"].build()
+    for layer in find_experts(model):
+        layer.module.act_fn = ACT2FN["relu"]  # type: ignore[assignment]
+    torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store")
+    module: Any = next(patched_modules(model))
+    compute = module._forward_unfused
+
+    def compute_and_close(*arguments: Any) -> torch.Tensor:
+        output = compute(*arguments)
+        module._mesh_pool.engine.close()
+        return output
+
+    inputs = torch.randn(1, model.config.hidden_size), torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.25]])
+    with torch.no_grad():
+        expected = module(*inputs)
+        monkeypatch.setattr(module, "_forward_unfused", compute_and_close)
+        assert torch.equal(module(*inputs), expected)
+        with pytest.raises(torch_mesh.PoolClosedError):
+            module(*inputs)
+
+
 @pytest.mark.parametrize("name", sorted(NO_LOOKAHEAD))
 def test_a_model_without_lookahead_says_where_and_why(name: str, tmp_path: Path) -> None:
     model = TINY_MODELS[name].build()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from ..errors import PoolClosedError
 from ..hf.compat import OLD_FORWARD, set_initialized
 from ..models.families import ExpertsLayer, InPool, apply_gate, check_model, named_in
 from ..models.tables import TableLayer
@@ -147,7 +148,10 @@ class MeshExperts(PackedModule, InPool):
         output = self._forward_unfused(hidden_states, top_k_index, top_k_weights, adapters or {})
         # After this layer's own reads, which must not wait for a prefetch, and before the next layer's attention.
         if following is not None:
-            following.prefetch(hidden_states, output)
+            try:
+                following.prefetch(hidden_states, output)
+            except PoolClosedError:  # a hint: the closed pool has served this layer
+                return output
         return output
 
     def _adapters(self, adapters: Mapping[str, Factors]) -> tuple[torch.Tensor | float | None, ...]:
