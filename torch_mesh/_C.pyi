@@ -222,7 +222,8 @@ class Mover:
         """'moved_up', 'batches', 'bytes_up', 'failed', 'last_failure' (an exception or None)."""
 
 def direct_io_alignment(path: str) -> int:
-    """The alignment in bytes that O_DIRECT needs on this file; 0 if unknown; -1 if O_DIRECT is refused."""
+    """The alignment in bytes that O_DIRECT needs on this file; 0 if unknown; -1 if O_DIRECT is refused, or needs
+    more than the 4096 bytes that records are aligned to."""
 
 class RawView(TypedDict):
     """One matrix inside the pieces of a raw expert: element (r, c) is piece[offset + r*row_stride + c*column_stride],

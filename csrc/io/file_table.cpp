@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "io/reader.h"
+#include "store/record.h"
 
 namespace torch_mesh {
 
@@ -20,8 +21,6 @@ namespace {
 
 // Every Linux file system that does direct I/O at all takes pages.
 constexpr int64_t kUnknownAlignment = 4096;
-// An alignment beyond this would make the reads of small tensors mostly superset.
-constexpr int64_t kMaxAlignment = 65536;
 
 [[noreturn]] void fail_to_open(const File& file, int error, const std::string& what) {
   throw Error(ErrorKind::kRead, concat(what, " ", file.path, ": ", std::strerror(error)),
@@ -45,6 +44,11 @@ int64_t reported_alignment([[maybe_unused]] int descriptor) {
   }
 #endif
   return 0;
+}
+
+// What direct reads are aligned to, if the file system takes them.
+int64_t tried_alignment(int64_t reported) {
+  return std::has_single_bit(static_cast<uint64_t>(reported)) ? reported : kUnknownAlignment;
 }
 
 // Some file systems accept O_DIRECT at open and refuse the reads, so one read is tried.
@@ -115,16 +119,18 @@ void FileTable::open_one(const File& file, bool direct) {
   }
   check_kind(file);
   if (direct) {
+    std::string obstacle = "the file system refuses O_DIRECT";
     Descriptor opened(open_repeating(file, O_DIRECT));
     if (opened.get() < 0 && errno != EINVAL) fail_to_open(file, errno, "cannot open");
     if (opened.get() >= 0) {
       check_size(file, opened.get());
       const int64_t reported = reported_alignment(opened.get());
-      const bool usable =
-          reported > 0 && reported <= kMaxAlignment && std::has_single_bit(uint64_t(reported));
-      const int64_t alignment = usable ? reported : kUnknownAlignment;
-      if (!direct_read_refused(opened.get(), alignment)) {
-        if (!usable) {
+      const int64_t alignment = tried_alignment(reported);
+      if (alignment > kRecordAlignment) {
+        obstacle = concat("the file system wants direct reads in multiples of ", alignment,
+                          " bytes, and records are aligned to ", kRecordAlignment);
+      } else if (!direct_read_refused(opened.get(), alignment)) {
+        if (alignment != reported) {
           notes_.push_back(file.path +
                            ": the file system does not say how direct I/O is aligned (" +
                            std::to_string(reported) + "); reading in units of 4096 bytes");
@@ -133,10 +139,8 @@ void FileTable::open_one(const File& file, bool direct) {
         return add(std::move(opened), false);
       }
     }
-    notes_.push_back(
-        file.path +
-        ": the file system refuses O_DIRECT; reading through the page cache, which costs processor "
-        "time");
+    notes_.push_back(file.path + ": " + obstacle +
+                     "; reading through the page cache, which costs processor time");
   }
   Descriptor opened(open_repeating(file, 0));
   if (opened.get() < 0) fail_to_open(file, errno, "cannot open");
@@ -171,8 +175,8 @@ int64_t direct_io_alignment(const std::string& path) {
     fail_to_open(file, errno, "cannot open");
   }
   const int64_t reported = reported_alignment(descriptor.get());
-  const int64_t tried = reported == 0 ? kUnknownAlignment : reported;
-  return direct_read_refused(descriptor.get(), tried) ? -1 : reported;
+  const int64_t tried = tried_alignment(reported);
+  return tried > kRecordAlignment || direct_read_refused(descriptor.get(), tried) ? -1 : reported;
 }
 
 }  // namespace torch_mesh

@@ -15,7 +15,7 @@ class FileTable {
  public:
   // Throws Error(kRead) for a file that cannot be opened or has shrunk, Error(kInvalid) for one
   // that is no file or has a negative size. Files are read through the page cache unless `direct`
-  // asks for O_DIRECT and the file system takes it; notes() says so.
+  // asks for O_DIRECT and the file system takes it at kRecordAlignment; notes() says so.
   FileTable(std::span<const File> files, bool direct);
 
   std::span<const int> descriptors() const { return descriptors_; }

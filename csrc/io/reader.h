@@ -140,8 +140,8 @@ std::unique_ptr<Reader> open_reader_over(std::unique_ptr<Backend> backend,
                                          std::shared_ptr<const FileTable> files, Reader::Done done);
 
 // The alignment of offsets, lengths and memory that O_DIRECT asks for on this file; 0 if the file
-// system does not say, -1 if it refuses O_DIRECT. Throws Error(kRead) for a file that cannot be
-// opened.
+// system does not say, -1 if it refuses O_DIRECT or asks for more than records are aligned to.
+// Throws Error(kRead) for a file that cannot be opened.
 int64_t direct_io_alignment(const std::string& path);
 
 // Why io_uring cannot be used in this process, or "" if it can. Probes by setting a ring up.

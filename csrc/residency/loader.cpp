@@ -53,19 +53,6 @@ std::string read_failure_advice(int error) {
   }
 }
 
-void check_alignment(const Source& source, int64_t alignment) {
-  if (alignment < 1 || kRecordAlignment % alignment != 0) {
-    throw_invalid("this file system wants direct reads in multiples of ", alignment,
-                  " bytes; records are aligned to 4096. Move the model to another disk");
-  }
-  for (const Extent& extent : source.extents) {
-    if (source.raw || extent.offset % alignment == 0) continue;
-    throw_invalid("a record of ", source.files[extent.file].path, " starts at offset ",
-                  extent.offset, ", no multiple of the ", alignment,
-                  " bytes that direct reads need; convert the checkpoint again");
-  }
-}
-
 }  // namespace
 
 int64_t staging_bytes(const Source& source) {
@@ -122,7 +109,6 @@ Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pa
   }
   reader_ = memory.open_reader(options.reader, source, staging,
                                [this](const ReadResult& result) { on_read(result); });
-  check_alignment(source, reader_->alignment());
 }
 
 Loader::~Loader() { close(); }

@@ -263,11 +263,6 @@ Tables::Tables(TablesOptions options, const Runtime& runtime)
   const MemoryRegion region{staging_.get(), staging};
   reader_ = open_reader(reader, options_.files, {&region, 1},
                         [this](const ReadResult& result) { on_read(result); });
-  const int64_t alignment = reader_->alignment();
-  if (kRecordAlignment % alignment != 0) {
-    refuse("this file system wants direct reads in multiples of " + std::to_string(alignment) +
-           " bytes; rows are read in multiples of 4096 at most. Move the model to another disk");
-  }
 }
 
 Tables::~Tables() = default;

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +18,25 @@
 
 #include "allocations.h"
 #include "reader_fixture.h"
+
+namespace {
+
+int64_t reported_alignment = 0;  // of direct reads, by every file system; 0: its own
+
+}  // namespace
+
+#ifdef STATX_DIOALIGN
+// In place of the C library's.
+extern "C" int statx(int folder, const char* path, int flags, unsigned mask,
+                     struct statx* status) noexcept {
+  const auto result = static_cast<int>(::syscall(SYS_statx, folder, path, flags, mask, status));
+  if (result == 0 && reported_alignment > 0) {
+    status->stx_mask |= STATX_DIOALIGN;
+    status->stx_dio_mem_align = status->stx_dio_offset_align = reported_alignment;
+  }
+  return result;
+}
+#endif
 
 namespace torch_mesh {
 namespace {
@@ -216,6 +236,29 @@ TEST_P(ReaderFaultsTest, FileSystemThatRefusesDirectReads) {
   submit(*reader, request_for(1, 0, 0, 5, memory.at(0)));
   EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
   EXPECT_EQ(std::memcmp(memory.at(0), "Name:", 5), 0);
+}
+
+TEST_P(ReaderFaultsTest, FileSystemThatWantsMoreThanRecordsAreAlignedTo) {
+#ifndef STATX_DIOALIGN
+  GTEST_SKIP() << "these headers do not know what a file system reports";
+#endif
+  const TempFile file(2 * kChunk, seed_);
+  const Memory memory(2 * kChunk);
+  size_t asked = 0;
+  for (const int64_t alignment : {8192, 16384, 65536, 131072}) {
+    SCOPED_TRACE(alignment);
+    reported_alignment = alignment;
+    const auto reader = open(options(), file, memory);
+    const int64_t found = direct_io_alignment(file.path());
+    reported_alignment = 0;
+    EXPECT_EQ(found, -1);
+    EXPECT_TRUE(reader->buffered());
+    EXPECT_EQ(reader->alignment(), 1);
+    EXPECT_TRUE(any_contains(reader->notes(), "multiples of " + std::to_string(alignment)));
+    submit(*reader, request_for(++asked, 0, kRecordAlignment, kChunk, memory.at(0)));
+    EXPECT_EQ(reports_.wait_for(asked).back().error, 0);
+    EXPECT_EQ(std::memcmp(memory.at(0), file.at(kRecordAlignment), kChunk), 0);
+  }
 }
 
 TEST_P(ReaderFaultsTest, TmpfsIsReadWithANote) {

@@ -217,7 +217,7 @@ def _direct_io(alignment_of: Callable[[str], int], folder: Path) -> Finding:
         return Finding(name, "limited", f"a file cannot be written there: {error}", "name another with --folder")
     file_system = _file_system(base)
     if alignment < 0:
-        found = f"{file_system} refuses it; reads go through the page cache"
+        found = f"{file_system} refuses it, or wants it aligned to more than 4 KiB; reads go through the page cache"
         return Finding(name, "limited", found, "keep stores on a local ext4 or XFS file system")
     if alignment == 0:
         found = f"{file_system} states no alignment; 4 KiB is used, and the kernel may buffer the reads"
