@@ -17,7 +17,9 @@ from tiny_pools import Spec, TinyExperts, open_engine, ops
 from transformers.utils import logging as transformers_logging
 
 from torch_mesh import _C
+from torch_mesh.pool import memory_guard
 from torch_mesh.pool.memory_guard import MemoryGuard, wanted_slots
+from torch_mesh.system.memory import left_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 SPEC = Spec(weights="int4", layers=3, experts=16)
@@ -247,6 +249,26 @@ def test_unreadable_files_are_logged_once_and_change_nothing(
     time.sleep(0.4)
     assert engine.describe_size()["slots"] == SLOTS
     engine.close()
+    _end(guard, engine)
+
+
+@pytest.mark.parametrize(("machine", "reader"), [(2, "threads")], indirect=True)
+def test_a_guard_that_lacks_memory_looks_again(
+    machine: Machine, engine: _C.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    def lacking_at_first(proc: Path) -> int:
+        looks.append(proc)
+        if len(looks) == 1:
+            raise MemoryError
+        return left_bytes(proc)
+
+    monkeypatch.setattr(memory_guard, "left_bytes", lacking_at_first)
+    guard = MemoryGuard(machine.proc)
+    machine.limit(1 * GIB)
+    guard.add(engine)
+    assert _comes_true(lambda: engine.describe_size()["slots"] == 1)
     _end(guard, engine)
 
 

@@ -120,6 +120,8 @@ class MemoryGuard:
                 if not self._warned:
                     self._warned = True
                     _LOG.warning("Free memory cannot be read, so the pool of experts keeps its size: %s", error)
+            except MemoryError:  # what the guard is for: look again
+                continue
 
     def _look(self) -> bool:
         """True if some pool was resized."""
