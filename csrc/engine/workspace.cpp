@@ -33,12 +33,16 @@ std::byte* Buffer::at_least(int64_t bytes) {
 WorkspacePool::Lease::Lease(WorkspacePool& pool) : pool_(pool) {
   {
     std::lock_guard lock(pool_.mutex_);
-    if (!pool_.idle_.empty()) {
+    if (pool_.idle_.empty()) {
+      // Room for all of them: the destructor must not allocate.
+      pool_.idle_.reserve(pool_.made_ + 1);
+      workspace_ = std::make_unique<Workspace>();
+      ++pool_.made_;
+    } else {
       workspace_ = std::move(pool_.idle_.back());
       pool_.idle_.pop_back();
     }
   }
-  if (workspace_ == nullptr) workspace_ = std::make_unique<Workspace>();
   bytes_before_ = workspace_->bytes();
 }
 

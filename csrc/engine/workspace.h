@@ -78,6 +78,7 @@ class WorkspacePool {
  private:
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Workspace>> idle_;
+  size_t made_ = 0;  // idle or leased
   int64_t bytes_ = 0;
 };
 

@@ -379,6 +379,27 @@ TEST(Engine, CloseLetsAVisitInOrderEnd) {
   expect_at_rest(*engine);
 }
 
+TEST(Engine, AnyAllocationOfAFirstForwardMayFail) {
+  const Model model(small_shape(Format::kInt8));
+  const Batch batch(3, 4, model.shape().hidden, seed());
+  std::vector<float> out(static_cast<size_t>(batch.tokens) * batch.hidden);
+  const std::vector<float> expected = batch.run(*model.open_resident({}), 0);
+  int64_t failed = 0;
+  for (bool reached = true; reached;) {
+    const auto engine = model.open_resident({});
+    {
+      const FailingAllocation failing(failed);
+      const auto error = caught([&] { batch.run_into(*engine, 0, out); });
+      reached = failing.reached();
+      EXPECT_EQ(error.has_value(), reached);
+    }
+    failed += reached;
+    batch.run_into(*engine, 0, out);
+    EXPECT_EQ(out, expected);
+  }
+  EXPECT_GT(failed, 2);
+}
+
 TEST(Engine, AllocatesNothingOnceItHasSeenAShape) {
   // Tasks run one after the other on this thread, whose allocations are counted.
   Runtime in_turns;
