@@ -175,7 +175,7 @@ def store(directory: Path, shape: Shape, weights: str) -> Path:
             "--weights",
             weights,
         ]
-        subprocess.run([*command, "--group-size", "64"], check=True)
+        subprocess.run(command, check=True)
     return path
 
 

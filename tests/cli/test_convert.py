@@ -55,6 +55,15 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.Capture
     assert "usage: torch-mesh" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["convert", "a", "b"], ["merge", "a", "b", "c"]])
+@pytest.mark.parametrize("weights", ["auto", "bf16"])
+def test_a_group_size_without_effect_is_exit_code_2(
+    arguments: list[str], weights: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--weights", weights, "--group-size", "128"]) == 2
+    assert f"--group-size has no effect with --weights {weights}: leave it out" in capsys.readouterr().err
+
+
 def test_source_as_destination_is_exit_code_2(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(mesh_tiny), str(mesh_tiny), "--weights", "int8"]) == 2
     assert "choose another folder" in capsys.readouterr().err

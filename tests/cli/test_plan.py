@@ -234,7 +234,8 @@ def _options(fields: Mapping[str, str]) -> list[str]:
         (["--gpu-experts", "99"], "gpu.experts=99, but a layer has"),
         (["--dense", "int8"], "dense='int8' is for the CPU"),
         (["--gpu-weights", "bf16"], "gpu.weights='bf16' has no fewer bits than the int4 of this converted"),
-        (["--gpu-experts", "0", "--gpu-weights", "int8"], "set gpu.experts"),
+        (["--gpu-experts", "0"], "--gpu-memory is for experts on a GPU, and --gpu-experts is 0"),
+        (["--hit-rate", "0.5"], "--hit-rate predicts hits, and none are predicted with experts on a GPU"),
         (
             ["--gpu-experts", "2", "--fallback", "lut4", "--weights", "int4"],
             "lossy fallback=lut4 and gpu.experts exclude each other",
@@ -372,6 +373,8 @@ def test_the_table_shows_the_same_figures(mesh_tiny: Path, capsys: pytest.Captur
         (["{model}", "--resident", "0"], 2, "resident=0.0 is not a fraction"),
         (["{model}", "--weights", "int4", "--group-size", "32", "--resident", "x"], 2, "resident='x' is not a size"),
         (["{model}", "--hit-rate", "2"], 2, "--hit-rate 2.0 must be in"),
+        (["{model}", "--hit-rate", "0.5", "--overlap", "0.4"], 2, "--hit-rate and --overlap exclude each other"),
+        (["{model}", "--overlap", "0.4", "--fallback", "int4"], 2, "--overlap predicts hits, and none are predicted"),
         (["{store}", "--weights", "int8"], 2, "are int4"),
     ],
 )

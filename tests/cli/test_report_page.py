@@ -359,11 +359,21 @@ def test_a_live_page_refuses_other_host_names(live: LivePage) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--live", "x"], "no port"), (["--live", "65536"], "no port"), (["--live", "0", "--html", "o"], "still grow")],
+    [
+        (["--live", "x"], "no port"),
+        (["--live", "65536"], "no port"),
+        (["--live", "0", "--html", "o"], "still grow"),
+        (["--live", "0", "--stretches", "12"], "--stretches is for the printed table"),
+    ],
 )
-def test_live_needs_a_port_and_excludes_html(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_live_needs_a_port_and_excludes_other_output(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(LivePage, "serve_forever", lambda _: pytest.fail("it was served"))
     try:
         assert main(["report", str(tmp_path / "s.jsonl"), *options]) == 2
     except SystemExit as exit:

@@ -113,8 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.gpu_memory is not None and arguments.gpu_experts is None:
         arguments.gpu_experts = "auto"
     config = given_config(arguments)
+    _check_arguments(arguments, config)
     card = _card(arguments.gpu_memory) if config.gpu.experts != 0 else None
-    _check_arguments(arguments)
     with outline_folder(arguments.model) as (folder, present):
         sizes = find_sizes(folder, config)
         disk = None
@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if planned.status == "too small" else 0
 
 
-def _check_arguments(arguments: argparse.Namespace) -> None:
+def _check_arguments(arguments: argparse.Namespace, config: MeshConfig) -> None:
     if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
         raise ValueError(f"--hit-rate {arguments.hit_rate} must be in [0, 1]")
     if arguments.max_error is not None and (arguments.memory is None or arguments.train):
@@ -186,6 +186,16 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{given[0]} is for generating, but a training step reads all that it uses: leave it out")
     if given:
         raise ValueError(f"{given[0]} is for training: give --train too")
+    if arguments.gpu_memory is not None and config.gpu.experts == 0:
+        raise ValueError("--gpu-memory is for experts on a GPU, and --gpu-experts is 0: leave one of them out")
+    hits = [name for name in ("--hit-rate", "--overlap") if getattr(arguments, name[2:].replace("-", "_")) is not None]
+    if len(hits) > 1:
+        raise ValueError("--hit-rate and --overlap exclude each other: leave one of them out")
+    if hits and (config.gpu.experts != 0 or config.lossy.fallback != "none"):
+        raise ValueError(
+            f"{hits[0]} predicts hits, and none are predicted with experts on a GPU (--gpu-experts) or in two formats "
+            "(--fallback): leave one of them out"
+        )
 
 
 def _training(

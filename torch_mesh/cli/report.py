@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch_mesh.statistics.report import Report, Run
 
 _WIDTH = 160
+_STRETCHES = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("files", nargs="+", metavar="STATS", help="a file of JSON lines")
     parser.add_argument(
-        "--stretches", type=positive, default=12, help="rows of the table over time (default: %(default)s)"
+        "--stretches", type=positive, help=f"rows of the printed table over time (default: {_STRETCHES})"
     )
     parser.add_argument(
         "--html", metavar="OUT", help="write a page that opens without a network: curves, residency by expert, memory"
@@ -48,11 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--plan is shown on the page: give --html OUT or --live PORT too")
     if arguments.live is not None and (arguments.html or arguments.png):
         raise ValueError("--live shows files that still grow: give --html and --png when they are complete")
+    if arguments.live is not None and arguments.stretches is not None:
+        raise ValueError("--stretches is for the printed table, which --live does not print: leave one of them out")
     plan = read_plan(arguments.plan) if arguments.plan else None
     if arguments.live is not None:
         return _serve(arguments.files, plan, arguments.live)
     files = [StatsFile(path) for path in arguments.files]
-    reports = [file.report(arguments.stretches) for file in files]
+    reports = [file.report(arguments.stretches or _STRETCHES) for file in files]
     _print(reports, Console(width=_WIDTH))
     if arguments.html:
         page = render_page([file.report(STRETCHES) for file in files], plan)

@@ -19,6 +19,8 @@ from torch_mesh.statistics.counters import percent
 from torch_mesh.system.atomic_files import check_new_file, new_file
 from torch_mesh.validators import early_experts, parse_size
 
+_RECALL = 0.75
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Replays traces (torch_mesh.record_trace) through the policies of the pool."
@@ -49,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fetch", type=int, help="experts to predict for each layer (default: as many as a token uses)"
     )
-    parser.add_argument(
-        "--recall", type=float, default=0.75, help="recall of the simulated predictor (default: %(default)s)"
-    )
+    parser.add_argument("--recall", type=float, help=f"recall of the simulated predictor (default: {_RECALL})")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the simulated predictor and of --synthetic (default: %(default)s)"
     )
@@ -113,6 +113,10 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.fetch is not None and arguments.prefetch == "off":
+        raise ValueError("--fetch is for a predictor: name one with --prefetch, or leave --fetch out")
+    if arguments.recall is not None and arguments.prefetch != "simulated":
+        raise ValueError("--recall is of the simulated predictor: give --prefetch simulated, or leave --recall out")
     if arguments.json:
         check_new_file(arguments.json)
     policies = _policies(arguments)
@@ -137,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
             prompts=parse_prompts(arguments.prompts),
             predictor=arguments.prefetch,
             prefetch=arguments.fetch,
-            recall=arguments.recall,
+            recall=_RECALL if arguments.recall is None else arguments.recall,
             seed=arguments.seed,
             use_scores=not arguments.no_scores,
             hardware=hardware,
@@ -286,7 +290,7 @@ def parse_prompts(text: str | None) -> slice | None:
 
 def _hardware(arguments: argparse.Namespace) -> Hardware | None:
     given = [arguments.expert_bytes, arguments.disk_speed, arguments.memory_speed]
-    if not any(given):
+    if all(each is None for each in (*given, arguments.other_bytes, arguments.other_seconds)):
         return None
     if not all(given):
         raise ValueError("tokens/s needs --expert-bytes, --disk-speed and --memory-speed, all three")
