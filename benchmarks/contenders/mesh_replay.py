@@ -23,7 +23,7 @@ class Forced(Measured):
         super().__init__(request)  # type: ignore[arg-type]
         trace = load_trace(request["trace"])
         self.routing = torch.from_numpy(trace.ids).long()  # [tokens, layers, top_k]
-        self.position = 0  # the next token in the trace
+        self.traced = 0  # tokens of the trace that were used; `position` is the cache's
         self.chosen = torch.zeros(trace.layers, 1, trace.top_k, dtype=torch.long)
         for layer, module in enumerate(patched_modules(self.model)):
             module.register_forward_pre_hook(self._force(layer))
@@ -36,8 +36,8 @@ class Forced(Measured):
         return hook
 
     def forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        routing_rows = self.routing[self.position : self.position + len(tokens)].transpose(0, 1)
-        self.position += len(tokens)
+        routing_rows = self.routing[self.traced : self.traced + len(tokens)].transpose(0, 1)
+        self.traced += len(tokens)
         if routing_rows.shape == self.chosen.shape:
             self.chosen.copy_(routing_rows)  # in place, since compiled steps read this tensor
         else:
