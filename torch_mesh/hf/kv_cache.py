@@ -5,12 +5,12 @@ transformers' dynamic cache copies all keys and values for every token: docs/dec
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -36,19 +36,26 @@ class _Room:
     def first(self, tokens: int) -> Tensor:
         self.filled = tokens
         part = self.memory[..., :tokens, :]
-        _ROOMS[part] = self
+        key = id(part)
+        _ROOMS[key] = weakref.ref(part, partial(_ROOMS.pop, key)), self
         return part
 
 
-# By tensor and not by layer: the owner of a tensor frees its memory. An attribute of it would be pickled with it.
-_ROOMS: MutableMapping[Tensor, _Room] = WeakTensorKeyDictionary()
+# By the id of a tensor while it lives. Not by layer: the owner of a tensor frees its memory. An attribute of the tensor
+# would be pickled with it. torch's WeakTensorKeyDictionary takes a fiftieth of a small model's step.
+_ROOMS: dict[int, tuple[weakref.ref[Tensor], _Room]] = {}
+
+
+def _room_of(tensor: Tensor) -> _Room | None:
+    found = _ROOMS.get(id(tensor))
+    return found[1] if found is not None and found[0]() is tensor else None
 
 
 def _append(kept: Tensor, new: Tensor) -> Tensor:
     """``torch.cat([kept, new], dim=-2)`` of [batch, heads, tokens, dim] tensors; in place if ``kept`` has room."""
     before = kept.shape[-2] if kept.dim() == 4 else 0  # transformers begins with a 1-d empty tensor
     after = before + new.shape[-2]
-    room = _ROOMS.get(kept)
+    room = _room_of(kept)
     if room is None or room.filled != before or after > room.memory.shape[-2] or _is_sealed(room.memory):
         room = _Room(new.new_empty((*new.shape[:-2], _with_room(after), new.shape[-1])))
         if before:
@@ -91,7 +98,7 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:  # its keys are those of another layer
             return
         held: Any = self.keys, self.values
-        rooms = [_ROOMS.get(each) for each in held]
+        rooms = [_room_of(each) for each in held]
         if tokens and all(room and room.filled == each.shape[-2] for room, each in zip(rooms, held, strict=True)):
             self.keys, self.values = (room.first(room.filled - tokens) for room in rooms if room)
         else:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Gates and other tiny projections stay exact: they cost nothing and decide routing.
 _MIN_FEATURES = 32
 _MAX_FEATURES = 1 << 20  # rows or columns that a kernel supports
+_ORDINARY = (nn.Parameter, torch.Tensor)
 # Up to so many rows torch_mesh reads weights faster than torch on CPUs with native bf16 (docs/decisions/0051).
 _MAX_ROWS = 4
 _MAX_FP32_VALUES = 1 << 23  # weights that are in fp32 at a time
@@ -143,21 +144,20 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def _is_supported(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    # Runs for every layer of every step.
+    """On the CPU in bf16, and of no subclass: one may be a tensor only by what it overrides."""
+    # Runs for every layer of every step, so it calls as little as possible.
     return (
-        _is_ordinary(input)
-        and _is_ordinary(weight)
-        and (bias is None or _is_ordinary(bias))
+        type(input) in _ORDINARY
+        and type(weight) in _ORDINARY
+        and input.is_cpu
+        and weight.is_cpu
+        and input.dtype == weight.dtype == torch.bfloat16
+        and (bias is None or (type(bias) in _ORDINARY and _on_cpu_in_bf16(bias)))
         and weight.layout is torch.strided
         and weight.stride(1) == 1
         and max(weight.shape) <= _MAX_FEATURES
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """On the CPU in bf16, and of no subclass: one may be a tensor only by what it overrides."""
-    return type(tensor) in (nn.Parameter, torch.Tensor) and _on_cpu_in_bf16(tensor)
 
 
 def _on_cpu_in_bf16(tensor: torch.Tensor) -> bool:
