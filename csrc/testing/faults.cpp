@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "io/backend.h"
+#include "testing/forwarding_backend.h"
 
 namespace torch_mesh {
 
@@ -39,11 +39,14 @@ bool below(uint64_t drawn, double probability) {
   return static_cast<double>(drawn >> 11) * 0x1p-53 < probability;
 }
 
-class FaultyBackend final : public Backend {
+class FaultyBackend final : public ForwardingBackend {
  public:
   FaultyBackend(std::unique_ptr<Backend> inner, std::shared_ptr<const FileTable> files,
                 const Faults& faults)
-      : inner_(std::move(inner)), files_(std::move(files)), faults_(faults), state_(faults.seed) {}
+      : ForwardingBackend(std::move(inner)),
+        files_(std::move(files)),
+        faults_(faults),
+        state_(faults.seed) {}
 
   void start() override {
     inner_->start();
@@ -76,16 +79,6 @@ class FaultyBackend final : public Backend {
     for (const ChunkResult& result : results.first(arrived)) hold(spoil(result));
     return release(results);
   }
-
-  void wake() override { inner_->wake(); }
-  void change_buffer(const MemoryRegion& buffer, bool attached) override {
-    inner_->change_buffer(buffer, attached);
-  }
-  void cancel() override { inner_->cancel(); }
-  void stop() override { inner_->stop(); }
-  const char* name() const override { return inner_->name(); }
-  int32_t capacity() const override { return inner_->capacity(); }
-  std::vector<std::string> notes() const override { return inner_->notes(); }
 
  private:
   struct Attempt {
@@ -188,7 +181,6 @@ class FaultyBackend final : public Backend {
     return std::max(timeout, std::chrono::microseconds{0});
   }
 
-  const std::unique_ptr<Backend> inner_;
   const std::shared_ptr<const FileTable> files_;
   const Faults faults_;
   uint64_t state_;

@@ -143,14 +143,21 @@ struct Batch {
   }
   void run_into(Engine& engine, int32_t layer, std::vector<float>& out, int32_t first,
                 int32_t count, bool sentinels) const {
-    engine.experts({.layer = layer,
-                    .tokens = count,
-                    .top_k = top_k,
-                    .x = {x.data() + first * stride, ScalarType::kFloat32, stride},
-                    .ids = ids.data() + first * top_k,
-                    .weights = weights.data() + first * top_k,
-                    .sentinels = sentinels,
-                    .out = {out.data(), ScalarType::kFloat32, hidden}});
+    engine.experts(call(layer, out, first, count, sentinels));
+  }
+  ExpertsCall call(int32_t layer, std::vector<float>& out) const {
+    return call(layer, out, 0, tokens, false);
+  }
+  ExpertsCall call(int32_t layer, std::vector<float>& out, int32_t first, int32_t count,
+                   bool sentinels) const {
+    return {.layer = layer,
+            .tokens = count,
+            .top_k = top_k,
+            .x = {x.data() + first * stride, ScalarType::kFloat32, stride},
+            .ids = ids.data() + first * top_k,
+            .weights = weights.data() + first * top_k,
+            .sentinels = sentinels,
+            .out = {out.data(), ScalarType::kFloat32, hidden}};
   }
 
   int32_t tokens, top_k, stride, hidden;

@@ -315,16 +315,10 @@ TEST(Engine, CallsReadsQueuedOnceAllItsReadsAreQueued) {
       ++context.told;
       context.engine.pool().expect(1, std::array{3, 7}, Phase::kDecode);
     };
-    engine->experts({.layer = 0,
-                     .tokens = batch.tokens,
-                     .top_k = batch.top_k,
-                     .x = {batch.x.data(), ScalarType::kFloat32, batch.stride},
-                     .ids = batch.ids.data(),
-                     .weights = batch.weights.data(),
-                     .sentinels = false,
-                     .out = {out.data(), ScalarType::kFloat32, batch.hidden},
-                     .reads_queued = tell,
-                     .context = &context});
+    ExpertsCall call = batch.call(0, out);
+    call.reads_queued = tell;
+    call.context = &context;
+    engine->experts(call);
     EXPECT_EQ(context.told, 1);
     engine->pool().drain();
     for (const int32_t expert : {3, 7}) {
@@ -344,16 +338,10 @@ TEST(Engine, CloseLetsAForwardEndThatThenPredicts) {
     pool.close();
     pool.expect(1, std::array{3, 7}, Phase::kDecode);
   };
-  engine->experts({.layer = 0,
-                   .tokens = batch.tokens,
-                   .top_k = batch.top_k,
-                   .x = {batch.x.data(), ScalarType::kFloat32, batch.stride},
-                   .ids = batch.ids.data(),
-                   .weights = batch.weights.data(),
-                   .sentinels = false,
-                   .out = {out.data(), ScalarType::kFloat32, batch.hidden},
-                   .reads_queued = close_and_predict,
-                   .context = &engine->pool()});
+  ExpertsCall call = batch.call(0, out);
+  call.reads_queued = close_and_predict;
+  call.context = &engine->pool();
+  engine->experts(call);
   EXPECT_EQ(out, batch.run(*model.open_resident({}), 0));
   EXPECT_EQ(engine->pool().state(1, 3), SlotState::kEmpty);
   expect_at_rest(*engine);

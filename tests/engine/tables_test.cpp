@@ -15,8 +15,8 @@
 #include <thread>
 #include <vector>
 
-#include "io/backend.h"
 #include "reader_fixture.h"
+#include "testing/forwarding_backend.h"
 
 namespace torch_mesh {
 namespace {
@@ -213,14 +213,13 @@ TEST_P(TablesTest, ThreadsGatherAndPrefetchConcurrently) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Holds chunks back while `holds` says so. The other members are those of the backend within.
-class HoldingBackend final : public Backend {
+// Holds chunks back while `holds` says so.
+class HoldingBackend final : public ForwardingBackend {
  public:
   using Holds = std::function<bool(int64_t offset)>;
   HoldingBackend(std::unique_ptr<Backend> inner, Holds holds)
-      : inner_(std::move(inner)), holds_(std::move(holds)) {}
+      : ForwardingBackend(std::move(inner)), holds_(std::move(holds)) {}
 
-  void start() override { inner_->start(); }
   void submit(const ChunkRead& read) override { held_.push_back(read); }
   int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
     std::erase_if(held_, [&](const ChunkRead& read) {
@@ -230,17 +229,8 @@ class HoldingBackend final : public Backend {
     });
     return inner_->wait(held_.empty() ? timeout : std::min(timeout, 1000us), results);
   }
-  void wake() override { inner_->wake(); }
-  void change_buffer(const MemoryRegion& buffer, bool attached) override {
-    inner_->change_buffer(buffer, attached);
-  }
-  void cancel() override { inner_->cancel(); }
-  void stop() override { inner_->stop(); }
-  const char* name() const override { return inner_->name(); }
-  int32_t capacity() const override { return inner_->capacity(); }
 
  private:
-  const std::unique_ptr<Backend> inner_;
   const Holds holds_;
   std::vector<ChunkRead> held_;
 };
