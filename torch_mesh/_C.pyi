@@ -50,6 +50,7 @@ def tokens_per_chunk(
 MAX_THREADS: int  # of an engine
 MAX_TIMEOUT: float  # in seconds
 MAX_DECODE_ROWS: int  # a forward of a layer with more rows is prefill
+MAX_RANK: int  # of a projection's active adapters together
 HEAD_DIM_STEP: int  # head sizes are multiples of it
 MAX_HEAD_DIM: int
 

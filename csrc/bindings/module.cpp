@@ -19,6 +19,7 @@
 #include "engine/attention.h"
 #include "io/reader.h"
 #include "kernels/kernel_table.h"
+#include "kernels/low_rank.h"
 #include "kernels/pack_calibrated.h"
 #include "residency/memory/topology.h"
 #include "residency/policies/policy.h"
@@ -122,6 +123,7 @@ void define(py::module_& m) {
   m.attr("MAX_THREADS") = kMaxThreads;
   m.attr("MAX_TIMEOUT") = kMaxTimeout;
   m.attr("MAX_DECODE_ROWS") = kMaxDecodeRows;
+  m.attr("MAX_RANK") = kMaxRank;
   m.attr("HEAD_DIM_STEP") = kHeadDimStep;
   m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
   m.def("linear_bytes", linear_bytes, py::arg("format"), py::arg("group_size"),

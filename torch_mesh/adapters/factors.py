@@ -12,8 +12,6 @@ from ..models.families import ExpertsLayer
 from ..models.share import Share
 from .ranks import own_experts
 
-MAX_RANK = 1024  # of the kernels: kMaxRank in csrc/kernels/low_rank.h
-
 
 class Factors(NamedTuple):
     """An adapter: adds scaling * (x · a[e]^T) · b[e] to a projection of expert e.

@@ -13,13 +13,14 @@ from peft.tuners.lora import LoraConfig
 from peft.tuners.lora import layer as lora
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from .. import _C
 from ..errors import MeshError
 from ..hf.compat import TENSOR_PARALLEL, check_forward_arguments, has_swapped_features
 from ..hf.expert_parallel import past_dispatch
 from ..models.families import ExpertsLayer
 from ..modules.experts import MeshExperts
 from ..modules.packed_weight import PackedExpertsWeight
-from .factors import MAX_RANK, Factors, factors_of, rank_of, together, widened
+from .factors import Factors, factors_of, rank_of, together, widened
 from .ranks import check_same
 
 # PEFT's other initializations start from the values of the base weight, or change it.
@@ -70,9 +71,9 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
         return f"{self._layer.path}.{self.parameter_name}"
 
     def _check_rank(self, rank: int) -> None:
-        if rank > MAX_RANK and self._experts._mesh_fused:
+        if rank > _C.MAX_RANK and self._experts._mesh_fused:
             raise MeshError(
-                f"{self._where} was to have adapters of rank {rank} in all; its kernels take at most {MAX_RANK:,}. "
+                f"{self._where} was to have adapters of rank {rank} in all; its kernels take at most {_C.MAX_RANK:,}. "
                 "Give a lower r, or activate fewer adapters at a time."
             )
 
