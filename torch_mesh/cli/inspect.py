@@ -48,9 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    with outline_folder(arguments.folder) as (folder, _):
-        open_store(folder)  # before anything that is not a store is downloaded
-    store = open_store(local_folder(arguments.folder))
+    with outline_folder(arguments.folder) as (folder, present):
+        store = open_store(folder)  # before anything that is not a store is downloaded
+    if not present:
+        store = open_store(local_folder(arguments.folder))
     with progress_bar("verifying", show=not arguments.json) as progress:
         damages = list(verify(store, progress))
     records = store.manifest.shape.layers * store.manifest.shape.experts

@@ -405,8 +405,9 @@ def tokenizer_files(path: Path) -> dict[str, bytes]:
     """The files of the tokenizer that a GGUF file describes, by name; none, and a warning, where it cannot be made."""
     try:
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+        metadata = read_parts(path)[0].metadata
         for name in ("bos_token_id", "eos_token_id"):
-            stated, found = read_parts(path)[0].metadata.get(f"tokenizer.ggml.{name}"), getattr(tokenizer, name)
+            stated, found = metadata.get(f"tokenizer.ggml.{name}"), getattr(tokenizer, name)
             if stated is not None and found not in (None, stated):  # for example a token that was spelled otherwise
                 raise ValueError(f"{name} is {stated}, and {found} in transformers' tokenizer")
         with tempfile.TemporaryDirectory(prefix="torch_mesh-tokenizer-") as folder:
