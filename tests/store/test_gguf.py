@@ -634,9 +634,13 @@ def test_rules_split_texts() -> None:
         assert "|".join(found) == expected, rule
 
 
+_CHOOSES_BY_RULE = pytest.mark.skipif(
+    not gguf_files.READS_QWEN35MOE, reason="this transformers chooses the rule by the architecture"
+)
+
+
+@_CHOOSES_BY_RULE
 def test_no_tokenizer_is_written_for_an_unknown_rule(tmp_path: Path) -> None:
-    if not gguf_files.READS_QWEN35MOE:
-        pytest.skip("this transformers chooses the rule by the architecture")
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", pre="of-next-year")
     with pytest.warns(UserWarning, match="No tokenizer is written.*tokenizer.ggml.pre is 'of-next-year'.*glm4"):
         assert gguf_model.tokenizer_files(made.path) == {}
@@ -644,9 +648,8 @@ def test_no_tokenizer_is_written_for_an_unknown_rule(tmp_path: Path) -> None:
         open_tokenizer(made.path)
 
 
+@_CHOOSES_BY_RULE
 def test_no_tokenizer_is_written_with_ids_that_the_model_lacks(tmp_path: Path) -> None:
-    if not gguf_files.READS_QWEN35MOE:
-        pytest.skip("this transformers chooses the rule by the architecture")
     made = gguf_files.write(tmp_path / "m.gguf", "llama", bos="<\uff5cbegin\uff5c>")
     with pytest.warns(UserWarning, match="No tokenizer is written.*bos_token_id is 1, and 129 in transformers'"):
         assert gguf_model.tokenizer_files(made.path) == {}
