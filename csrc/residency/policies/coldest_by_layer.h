@@ -9,9 +9,25 @@
 
 namespace torch_mesh {
 
-// `Ranking` derives from it and has colder(a, b) for two experts of one layer.
+// `Ranking` derives from it. It has colder(a, b) for two experts of one layer, and warmth(id,
+// layer) to compare those of different layers: the victim has the least.
 template <typename Ranking>
 class ColdestByLayer : public Policy {
+ public:
+  ExpertId victim() final {
+    ExpertId victim = kNoExpert;
+    decltype(ranking().warmth(0, 0)) least = {};
+    for (int32_t layer = 0; layer < layers_; ++layer) {
+      const ExpertId coldest = coldest_of(layer);
+      if (coldest == kNoExpert) continue;
+      const auto warmth = ranking().warmth(coldest, layer);
+      if (victim != kNoExpert && !(warmth < least)) continue;
+      least = warmth;
+      victim = coldest;
+    }
+    return victim;
+  }
+
  protected:
   explicit ColdestByLayer(const PolicyOptions& options)
       : Policy(options.all()),
@@ -21,12 +37,6 @@ class ColdestByLayer : public Policy {
         stale_(coldest_.size(), false),
         evictable_(coldest_.size(), 0) {}
 
-  // kNoExpert: none of the layer is evictable.
-  ExpertId coldest_of(int32_t layer) {
-    if (evictable_[layer] == 0) return kNoExpert;
-    if (stale_[layer]) find_coldest(layer);
-    return coldest_[layer];
-  }
   void order_changed(int32_t layer) { stale_[layer] = true; }
   void grew_hotter(ExpertId id) {
     if (coldest_[id / experts_] == id) order_changed(id / experts_);
@@ -41,7 +51,7 @@ class ColdestByLayer : public Policy {
     if (++evictable_[layer] == 1) {
       coldest_[layer] = id;
       stale_[layer] = false;
-    } else if (!stale_[layer] && colder(id, coldest_[layer])) {
+    } else if (!stale_[layer] && ranking().colder(id, coldest_[layer])) {
       coldest_[layer] = id;
     }
   }
@@ -51,18 +61,23 @@ class ColdestByLayer : public Policy {
     grew_hotter(id);
   }
 
+  // kNoExpert: none of the layer is evictable.
+  ExpertId coldest_of(int32_t layer) {
+    if (evictable_[layer] == 0) return kNoExpert;
+    if (stale_[layer]) find_coldest(layer);
+    return coldest_[layer];
+  }
+
   void find_coldest(int32_t layer) {
     ExpertId coldest = kNoExpert;
     for (ExpertId id = layer * experts_; id < (layer + 1) * experts_; ++id) {
-      if (evictable(id) && (coldest == kNoExpert || colder(id, coldest))) coldest = id;
+      if (evictable(id) && (coldest == kNoExpert || ranking().colder(id, coldest))) coldest = id;
     }
     coldest_[layer] = coldest;
     stale_[layer] = false;
   }
 
-  bool colder(ExpertId a, ExpertId b) const {
-    return static_cast<const Ranking&>(*this).colder(a, b);
-  }
+  const Ranking& ranking() const { return static_cast<const Ranking&>(*this); }
 
   // By layer.
   std::vector<ExpertId> coldest_;  // among the evictable, unless stale_

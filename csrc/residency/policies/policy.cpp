@@ -4,9 +4,22 @@
 #include <string>
 
 #include "base/error.h"
+#include "residency/policies/heat.h"
+#include "residency/policies/lfu.h"
+#include "residency/policies/lru.h"
+#include "residency/policies/s3fifo.h"
+#include "residency/policies/sieve.h"
+#include "residency/policies/slru.h"
+#include "residency/policies/two_queues.h"
+#include "residency/policies/wtinylfu.h"
 
 namespace torch_mesh {
 namespace {
+
+template <typename Kind>
+std::unique_ptr<Policy> make(const PolicyOptions& options) {
+  return std::make_unique<Kind>(options);
+}
 
 struct NamedPolicy {
   std::string_view name;
@@ -14,14 +27,14 @@ struct NamedPolicy {
 };
 
 constexpr std::array<NamedPolicy, 8> kPolicies{{
-    {"lru", make_lru},
-    {"lfu", make_lfu},
-    {"slru", make_slru},
-    {"2q", make_two_queues},
-    {"sieve", make_sieve},
-    {"s3fifo", make_s3fifo},
-    {"wtinylfu", make_wtinylfu},
-    {"heat", make_heat},
+    {"lru", make<Lru>},
+    {"lfu", make<Lfu>},
+    {"slru", make<Slru>},
+    {"2q", make<TwoQueues>},
+    {"sieve", make<Sieve>},
+    {"s3fifo", make<S3Fifo>},
+    {"wtinylfu", make<WTinyLfu>},
+    {"heat", make<Heat>},
 }};
 
 }  // namespace

@@ -9,7 +9,6 @@
 #include <string_view>
 #include <vector>
 
-#include "io/index_list.h"
 #include "residency/core/model_use.h"
 
 namespace torch_mesh {
@@ -83,12 +82,6 @@ class Policy {
  protected:
   bool evictable(ExpertId id) const { return standing_[id] == Standing::kEvictable; }
   bool any_evictable() const { return evictable_count_ > 0; }
-  // The first evictable expert of a list of residents; kNoExpert when all are pinned.
-  ExpertId first_evictable(const IndexList& list) const {
-    ExpertId id = list.front();
-    while (id >= 0 && !evictable(id)) id = list.next(id);
-    return id;
-  }
 
  private:
   // An expert becomes resident (admitted) and then evictable (gained). Later it is no longer
@@ -110,16 +103,6 @@ struct PolicyOptions {
 
   int64_t all() const { return int64_t{layers} * experts; }
 };
-
-// Each in the file of its name.
-std::unique_ptr<Policy> make_lru(const PolicyOptions& options);
-std::unique_ptr<Policy> make_lfu(const PolicyOptions& options);
-std::unique_ptr<Policy> make_slru(const PolicyOptions& options);
-std::unique_ptr<Policy> make_two_queues(const PolicyOptions& options);
-std::unique_ptr<Policy> make_sieve(const PolicyOptions& options);
-std::unique_ptr<Policy> make_s3fifo(const PolicyOptions& options);
-std::unique_ptr<Policy> make_wtinylfu(const PolicyOptions& options);
-std::unique_ptr<Policy> make_heat(const PolicyOptions& options);
 
 // "auto" is the one that wins on traces (docs/decisions/0013-heat.md).
 constexpr std::string_view resolve_policy(std::string_view name) {

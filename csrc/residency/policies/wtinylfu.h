@@ -3,49 +3,47 @@
 // part only if it was used more often than the one that would have to leave there. There are few
 // enough experts to count each one, so no sketch is needed; all counts are halved every ten uses
 // per slot.
+#pragma once
+
 #include <algorithm>
 
-#include "residency/policies/queues.h"
+#include "residency/policies/queue_policy.h"
 
 namespace torch_mesh {
-namespace {
 
-class WTinyLfu final : public Policy {
+// Its queues are least recently used first.
+class WTinyLfu final : public QueuePolicy {
  public:
   explicit WTinyLfu(const PolicyOptions& options)
-      : Policy(options.all()),
+      : QueuePolicy(options, kCount),
         used_(static_cast<size_t>(options.all()), false),
-        uses_(used_.size(), 0),
-        queues_(options.all()) {
+        uses_(used_.size(), 0) {
     resize(options.slots);
   }
 
   void admitted(ExpertId id) override {
-    queues_.move(id, Queue::kWindow);
+    move(id, kWindow);
     used_[id] = false;
-    const IndexList& window = queues_[Queue::kWindow];
-    const int32_t main = queues_[Queue::kProbation].size() + queues_[Queue::kProtected].size();
-    if (main < main_capacity_ && window.size() > window_capacity_) leave_window(window.front());
+    const int32_t main = size(kProbation) + size(kProtected);
+    if (main < main_capacity_ && size(kWindow) > window_capacity_) leave_window(oldest(kWindow));
   }
-
-  void removed(ExpertId id) override { queues_.move(id, Queue::kNone); }
 
   // As in slru, the use that an expert was read for does not promote it.
   void touch(ExpertId id) override {
     ++uses_[id];
     if (++counted_ >= sample_) halve();
-    const bool promoted = queues_.of(id) == Queue::kProbation && used_[id];
-    queues_.move(id, promoted ? Queue::kProtected : queues_.of(id));
+    const bool promoted = queue_of(id) == kProbation && used_[id];
+    move(id, promoted ? Queue{kProtected} : queue_of(id));
     used_[id] = true;
     demote_overflow();
   }
 
   ExpertId victim() override {
-    const ExpertId newcomer = first_evictable(queues_[Queue::kWindow]);
-    ExpertId established = first_evictable(queues_[Queue::kProbation]);
-    if (established == kNoExpert) established = first_evictable(queues_[Queue::kProtected]);
+    const ExpertId newcomer = oldest_evictable(kWindow);
+    ExpertId established = oldest_evictable(kProbation);
+    if (established == kNoExpert) established = oldest_evictable(kProtected);
     if (newcomer == kNoExpert || established == kNoExpert) return std::max(newcomer, established);
-    if (queues_[Queue::kWindow].size() <= window_capacity_) return established;
+    if (size(kWindow) <= window_capacity_) return established;
     if (uses_[newcomer] <= uses_[established]) return newcomer;
     leave_window(newcomer);
     return established;
@@ -60,12 +58,10 @@ class WTinyLfu final : public Policy {
   }
 
  private:
-  enum class Queue : uint8_t { kNone, kWindow, kProbation, kProtected, kCount };
+  enum : Queue { kNone, kWindow, kProbation, kProtected, kCount };
 
-  void demote_overflow() {
-    queues_.shorten(Queue::kProtected, protected_capacity_, Queue::kProbation);
-  }
-  void leave_window(ExpertId id) { queues_.move(id, Queue::kProbation); }
+  void demote_overflow() { shorten(kProtected, protected_capacity_, kProbation); }
+  void leave_window(ExpertId id) { move(id, kProbation); }
 
   void halve() {
     counted_ /= 2;
@@ -79,13 +75,6 @@ class WTinyLfu final : public Policy {
   int64_t counted_ = 0;
   std::vector<bool> used_;  // since admission
   std::vector<int32_t> uses_;
-  Queues<Queue> queues_;  // least recently used first
 };
-
-}  // namespace
-
-std::unique_ptr<Policy> make_wtinylfu(const PolicyOptions& options) {
-  return std::make_unique<WTinyLfu>(options);
-}
 
 }  // namespace torch_mesh

@@ -6,35 +6,33 @@
 // that a new expert cannot be used again before a whole token has passed, and the hand would evict
 // it first. That would cost half of all hits (0.227 instead of 0.435 at a quarter of
 // DeepSeek-V2-Lite).
-#include "residency/policies/policy.h"
+#pragma once
+
+#include "residency/policies/queue_policy.h"
 
 namespace torch_mesh {
-namespace {
 
-class Sieve final : public Policy {
+class Sieve final : public QueuePolicy {
  public:
   explicit Sieve(const PolicyOptions& options)
-      : Policy(options.all()),
-        marked_(static_cast<size_t>(options.all()), false),
-        links_(options.all()),
-        queue_(links_) {}
+      : QueuePolicy(options, kCount), marked_(static_cast<size_t>(options.all()), false) {}
 
   void admitted(ExpertId id) override {
     marked_[id] = true;
-    queue_.push_back(id);
+    move(id, kResident);
   }
 
   void removed(ExpertId id) override {
-    if (hand_ == id) hand_ = queue_.next(id);
-    queue_.erase(id);
+    if (hand_ == id) hand_ = next(id);
+    move(id, kNone);
   }
 
   void touch(ExpertId id) override { marked_[id] = true; }
 
   ExpertId victim() override {
     if (!any_evictable()) return kNoExpert;
-    for (;; hand_ = queue_.next(hand_)) {
-      if (hand_ == kNoExpert) hand_ = queue_.front();
+    for (;; hand_ = next(hand_)) {
+      if (hand_ == kNoExpert) hand_ = oldest(kResident);
       if (pinned(hand_)) continue;
       if (!marked_[hand_]) return hand_;
       marked_[hand_] = false;
@@ -42,16 +40,10 @@ class Sieve final : public Policy {
   }
 
  private:
+  enum : Queue { kNone, kResident, kCount };
+
   std::vector<bool> marked_;
-  IndexLinks links_;
-  IndexList queue_;  // admitted first, first
   ExpertId hand_ = kNoExpert;
 };
-
-}  // namespace
-
-std::unique_ptr<Policy> make_sieve(const PolicyOptions& options) {
-  return std::make_unique<Sieve>(options);
-}
 
 }  // namespace torch_mesh

@@ -1,33 +1,31 @@
 // S3-FIFO (Yang et al., SOSP 2023). Experts enter a small queue; those used more than once there
 // move to the main one, the others leave and are remembered as ghosts, which enter the main queue
 // when they come back. The main queue gives an expert another round for each of its last uses.
+#pragma once
+
 #include <algorithm>
 
-#include "residency/policies/queues.h"
+#include "residency/policies/queue_policy.h"
 
 namespace torch_mesh {
-namespace {
 
-constexpr uint8_t kMaxUses = 3;
-
-class S3Fifo final : public Policy {
+class S3Fifo final : public QueuePolicy {
  public:
   explicit S3Fifo(const PolicyOptions& options)
-      : Policy(options.all()),
+      : QueuePolicy(options, kCount),
         used_(static_cast<size_t>(options.all()), false),
-        reuses_(used_.size(), 0),
-        queues_(options.all()) {
+        reuses_(used_.size(), 0) {
     resize(options.slots);
   }
 
   void admitted(ExpertId id) override {
-    queues_.move(id, queues_.of(id) == Queue::kGhosts ? Queue::kMain : Queue::kSmall);
+    move(id, queue_of(id) == kGhosts ? kMain : kSmall);
     used_[id] = false;
     reuses_[id] = 0;
   }
 
   void removed(ExpertId id) override {
-    queues_.move(id, queues_.of(id) == Queue::kMain ? Queue::kNone : Queue::kGhosts);
+    move(id, queue_of(id) == kMain ? kNone : kGhosts);
     forget_overflow();
   }
 
@@ -40,7 +38,7 @@ class S3Fifo final : public Policy {
   ExpertId victim() override {
     if (!any_evictable()) return kNoExpert;
     promote_reused();
-    const ExpertId newcomer = first_evictable(queues_[Queue::kSmall]);
+    const ExpertId newcomer = oldest_evictable(kSmall);
     if (small_overflows() && newcomer != kNoExpert) return newcomer;
     const ExpertId established = from_main();
     return established != kNoExpert ? established : newcomer;
@@ -53,28 +51,28 @@ class S3Fifo final : public Policy {
   }
 
  private:
-  enum class Queue : uint8_t { kNone, kSmall, kGhosts, kMain, kCount };
+  static constexpr uint8_t kMaxUses = 3;
+  enum : Queue { kNone, kSmall, kGhosts, kMain, kCount };
 
-  bool small_overflows() const { return queues_[Queue::kSmall].size() > small_capacity_; }
-  void forget_overflow() { queues_.shorten(Queue::kGhosts, ghost_capacity_, Queue::kNone); }
+  bool small_overflows() const { return size(kSmall) > small_capacity_; }
+  void forget_overflow() { shorten(kGhosts, ghost_capacity_, kNone); }
 
   void promote_reused() {
     while (small_overflows()) {
-      const ExpertId id = first_evictable(queues_[Queue::kSmall]);
+      const ExpertId id = oldest_evictable(kSmall);
       if (id == kNoExpert || reuses_[id] <= 1) return;
       reuses_[id] = 0;
-      queues_.move(id, Queue::kMain);
+      move(id, kMain);
     }
   }
 
   // The loop ends, since each round takes one from the reuses of every expert that is not pinned.
   ExpertId from_main() {
-    const IndexList& main = queues_[Queue::kMain];
-    for (int32_t left = main.size() * (kMaxUses + 1); left > 0; --left) {
-      const ExpertId id = main.front();
+    for (int32_t left = size(kMain) * (kMaxUses + 1); left > 0; --left) {
+      const ExpertId id = oldest(kMain);
       if (!pinned(id) && reuses_[id] == 0) return id;
       if (!pinned(id)) --reuses_[id];
-      queues_.move(id, Queue::kMain);
+      move(id, kMain);
     }
     return kNoExpert;
   }
@@ -83,13 +81,6 @@ class S3Fifo final : public Policy {
   int32_t ghost_capacity_ = 1;
   std::vector<bool> used_;  // since admission
   std::vector<uint8_t> reuses_;
-  Queues<Queue> queues_;
 };
-
-}  // namespace
-
-std::unique_ptr<Policy> make_s3fifo(const PolicyOptions& options) {
-  return std::make_unique<S3Fifo>(options);
-}
 
 }  // namespace torch_mesh

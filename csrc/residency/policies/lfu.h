@@ -5,15 +5,14 @@
 // Stored heat is never decayed. Instead the weight of one use is divided by kDecay with every tick
 // of its layer, and heat is read relative to the present weight of the layer. Within a layer the
 // order of experts then changes only when one of them is used.
+#pragma once
+
+#include <tuple>
+#include <utility>
+
 #include "residency/policies/coldest_by_layer.h"
 
 namespace torch_mesh {
-namespace {
-
-constexpr double kDecay = 0.97;
-// The uses that a router probability of 1 adds.
-constexpr double kScoreHeat = 1.0;
-constexpr double kMaxWeight = 0x1p400;
 
 class Lfu final : public ColdestByLayer<Lfu> {
  public:
@@ -29,15 +28,6 @@ class Lfu final : public ColdestByLayer<Lfu> {
     heat_[id] += weight_[id / experts_];
     last_use_[id] = ++clock_;
     grew_hotter(id);
-  }
-
-  ExpertId victim() override {
-    ExpertId coldest = kNoExpert;
-    for (int32_t layer = 0; layer < layers_; ++layer) {
-      const ExpertId id = coldest_of(layer);
-      if (id != kNoExpert && (coldest == kNoExpert || colder(id, coldest))) coldest = id;
-    }
-    return coldest;
   }
 
   void observe(int32_t layer, std::span<const float> scores) override {
@@ -70,14 +60,18 @@ class Lfu final : public ColdestByLayer<Lfu> {
  private:
   friend ColdestByLayer;
 
+  static constexpr double kDecay = 0.97;
+  // The uses that a router probability of 1 adds.
+  static constexpr double kScoreHeat = 1.0;
+  static constexpr double kMaxWeight = 0x1p400;
+
   // Of two equally cold experts, the one used longer ago is colder. Within a layer heat is compared
   // as it is stored, so that rounding cannot make the order depend on the weight of the moment.
   bool colder(ExpertId a, ExpertId b) const {
-    const int32_t layer_a = a / experts_, layer_b = b / experts_;
-    const bool same = layer_a == layer_b;
-    const double heat_a = same ? heat_[a] : heat_[a] / weight_[layer_a];
-    const double heat_b = same ? heat_[b] : heat_[b] / weight_[layer_b];
-    return heat_a != heat_b ? heat_a < heat_b : last_use_[a] < last_use_[b];
+    return std::tie(heat_[a], last_use_[a]) < std::tie(heat_[b], last_use_[b]);
+  }
+  std::pair<double, uint64_t> warmth(ExpertId id, int32_t layer) const {
+    return {heat_[id] / weight_[layer], last_use_[id]};
   }
 
   uint64_t clock_ = 0;
@@ -86,11 +80,5 @@ class Lfu final : public ColdestByLayer<Lfu> {
   std::vector<double> heat_;
   std::vector<uint64_t> last_use_;
 };
-
-}  // namespace
-
-std::unique_ptr<Policy> make_lfu(const PolicyOptions& options) {
-  return std::make_unique<Lfu>(options);
-}
 
 }  // namespace torch_mesh

@@ -10,6 +10,8 @@
 //   Hoff, 1960).
 // The weights of the windows are a least-squares fit of the next uses on prompts 0-34 of the
 // DeepSeek-V2-Lite trace; the decision has the figures.
+#pragma once
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -19,42 +21,6 @@
 #include "residency/policies/coldest_by_layer.h"
 
 namespace torch_mesh {
-namespace {
-
-constexpr size_t kWindows = 7;
-constexpr std::array<float, kWindows> kDecays{.5f, .8f, .9f, .95f, .98f, .99f, .995f};
-constexpr std::array<float, kWindows> kWeights{.240f, -.317f, .414f, .096f, .305f, -.072f, .118f};
-constexpr float kLifeWeight = .100f;
-// The weight of the fraction of its layer's experts that a forward uses.
-constexpr float kPriorWeight = .117f;
-constexpr float kMinProbability = 1e-4f;
-constexpr float kNegligible = 1e-9f;  // of a mean
-// The part of a use's weight that is taken from the router's scores, where there are any.
-constexpr float kScoreFraction = .5f;
-constexpr float kLearningRate = .001f;
-// The part of the table's prediction that counts in the choice of a victim. The table predicts the
-// next forward alone, while a resident expert stays for longer: the whole prediction gains with a
-// tenth of the experts resident and loses with half.
-constexpr float kFollowTrust = .5f;
-// The most experts of a forward that teaches the table: one of many tokens uses a large part of its
-// layer and says little of which expert follows which.
-constexpr int32_t kMaxLearned = 32;
-// The most entries of the table of which expert follows which: 256 MB. Models have a few million;
-// one with very many experts in a layer has no table.
-constexpr size_t kMaxTable = size_t{1} << 26;
-// The number of a prompt's last tokens that count: the longest window has all but forgotten those
-// before.
-constexpr size_t kMaxPromptTokens = 512;
-// The number of the last of those that teach the table. A tick costs microseconds, and the pool's
-// lock is held for all of them: half a millisecond per layer.
-constexpr size_t kMaxPromptTicks = 256;
-// The ticks that a profile counts for at most, so that its weight fades within some thousand
-// tokens.
-constexpr int64_t kMaxPriorTicks = 1000;
-
-// An expert gets another's slot if its use is expected so many times sooner. With 1, two similar
-// experts evict each other in turn: twice the reads, and fewer hits (docs/decisions/0028).
-constexpr float kPreferenceMargin = 2.f;
 
 class Heat final : public ColdestByLayer<Heat> {
  public:
@@ -63,30 +29,15 @@ class Heat final : public ColdestByLayer<Heat> {
         ticks_(static_cast<size_t>(layers_), 0),
         fraction_(ticks_.size(), 0.f),
         observed_(ticks_.size(), 0),
-        last_count_(ticks_.size(), 0),
-        windows_(ticks_.size() * experts_ * kWindows, 0.f),
-        life_(ticks_.size() * experts_, 0.f),
-        scores_(life_.size(), 0.f),
-        predicted_(life_.size(), 0.f),
-        probability_(life_.size(), 0.f),
-        last_(ticks_.size() * kMaxLearned, 0),
+        last_(ticks_.size()),
+        means_(ticks_.size() * kMeans * experts_, 0.f),
+        scores_(static_cast<size_t>(options.all()), 0.f),
+        predicted_(scores_.size(), 0.f),
+        probability_(scores_.size(), 0.f),
         follows_(table_entries(options), 0.f),
         use_(static_cast<size_t>(experts_), 0.f) {
     token_.reserve(static_cast<size_t>(experts_));
-  }
-
-  ExpertId victim() override {
-    ExpertId last = kNoExpert;
-    float longest = -1.f;
-    for (int32_t layer = 0; layer < layers_; ++layer) {
-      const ExpertId coldest = coldest_of(layer);
-      if (coldest == kNoExpert) continue;
-      const float wait = expected_wait(coldest, layer);
-      if (wait <= longest) continue;
-      longest = wait;
-      last = coldest;
-    }
-    return last;
+    for (std::vector<int32_t>& last : last_) last.reserve(kMaxLearned);
   }
 
   bool prefers(ExpertId id, ExpertId victim) const override {
@@ -129,7 +80,7 @@ class Heat final : public ColdestByLayer<Heat> {
     for (int32_t layer = 0; layer < layers_; ++layer) {
       if (use.tokens[layer] == 0) continue;
       ticks_[layer] = std::min(use.tokens[layer], kMaxPriorTicks);
-      float* life = &life_[static_cast<size_t>(layer) * experts_];
+      float* life = mean_of(layer, kLife);
       for (int32_t expert = 0; expert < experts_; ++expert) {
         life[expert] = use.rate(layer * experts_ + expert);
       }
@@ -142,18 +93,56 @@ class Heat final : public ColdestByLayer<Heat> {
   // forgets the last uses, since both are the text's.
   void begin_sequence(int32_t layer) override {
     if (ticks_[layer] == 0) return;
-    const float* life = &life_[static_cast<size_t>(layer) * experts_];
-    for (size_t window = 0; window < kWindows; ++window) {
-      std::copy(life, life + experts_, window_of(layer, window));
+    const float* life = mean_of(layer, kLife);
+    for (size_t window = kLife + 1; window < kMeans; ++window) {
+      std::copy(life, life + experts_, mean_of(layer, window));
     }
-    last_count_[layer] = 0;
+    last_[layer].clear();
     predict(layer);
     order_changed(layer);
   }
 
  private:
   friend ColdestByLayer;
+
+  // The means of a layer's uses: kLife is that over its whole life, the others are windows.
+  static constexpr size_t kMeans = 8, kLife = 0;
+  static constexpr std::array<float, kMeans> kDecays{1, .5f, .8f, .9f, .95f, .98f, .99f, .995f};
+  static constexpr std::array<float, kMeans> kWeights{.100f, .240f, -.317f, .414f,
+                                                      .096f, .305f, -.072f, .118f};
+  // The weight of the fraction of its layer's experts that a forward uses.
+  static constexpr float kPriorWeight = .117f;
+  static constexpr float kMinProbability = 1e-4f;
+  static constexpr float kNegligible = 1e-9f;  // of a mean
+  // The part of a use's weight that is taken from the router's scores, where there are any.
+  static constexpr float kScoreFraction = .5f;
+  static constexpr float kLearningRate = .001f;
+  // The part of the table's prediction that counts in the choice of a victim. The table predicts
+  // the next forward alone, while a resident expert stays for longer: the whole prediction gains
+  // with a tenth of the experts resident and loses with half.
+  static constexpr float kFollowTrust = .5f;
+  // The most experts of a forward that teaches the table: one of many tokens uses a large part of
+  // its layer and says little of which expert follows which.
+  static constexpr size_t kMaxLearned = 32;
+  // The most entries of the table of which expert follows which: 256 MB. Models have a few million;
+  // one with very many experts in a layer has no table.
+  static constexpr size_t kMaxTable = size_t{1} << 26;
+  // The number of a prompt's last tokens that count: the longest window has all but forgotten those
+  // before.
+  static constexpr size_t kMaxPromptTokens = 512;
+  // The number of the last of those that teach the table. A tick costs microseconds, and the pool's
+  // lock is held for all of them: half a millisecond per layer.
+  static constexpr size_t kMaxPromptTicks = 256;
+  // The ticks that a profile counts for at most, so that its weight fades within some thousand
+  // tokens.
+  static constexpr int64_t kMaxPriorTicks = 1000;
+
+  // An expert gets another's slot if its use is expected so many times sooner. With 1, two similar
+  // experts evict each other in turn: twice the reads, and fewer hits (docs/decisions/0028).
+  static constexpr float kPreferenceMargin = 2.f;
+
   bool colder(ExpertId a, ExpertId b) const { return probability_[a] < probability_[b]; }
+  float warmth(ExpertId id, int32_t layer) const { return -expected_wait(id, layer); }
 
   float expected_wait(ExpertId id, int32_t layer) const {
     const int32_t ahead = layer - now_;
@@ -183,9 +172,9 @@ class Heat final : public ColdestByLayer<Heat> {
     const float own = observed_[layer] == 0 ? 1.f : 1.f - kScoreFraction;  // a use's weight
     std::fill(use_.begin(), use_.end(), 0.f);
     blend_scores(layer, used / tokens);  // for every token alike: the rest of a use's weight
-    for (size_t window = 0; window < kWindows; ++window) {
+    for (size_t window = kLife + 1; window < kMeans; ++window) {
       const float decay = kDecays[window], left = std::pow(decay, tokens);
-      float* mean = window_of(layer, window);
+      float* mean = mean_of(layer, window);
       for (int32_t expert = 0; expert < experts_; ++expert) {
         mean[expert] = left * mean[expert] + (1.f - left) * use_[expert];
       }
@@ -199,14 +188,14 @@ class Heat final : public ColdestByLayer<Heat> {
     ticks_[layer] += static_cast<int64_t>(tokens);
     const float step = 1.f / static_cast<float>(ticks_[layer]);
     fraction_[layer] += step * (used / static_cast<float>(experts_) - tokens * fraction_[layer]);
-    float* life = &life_[static_cast<size_t>(layer) * experts_];
+    float* life = mean_of(layer, kLife);
     for (int32_t expert = 0; expert < experts_; ++expert) {
       life[expert] += step * tokens * (use_[expert] - life[expert]);
     }
     for (const int64_t id : ids) {
       if (is_expert(id)) life[id] += step * own;
     }
-    last_count_[layer] = 0;  // later tokens do not follow those before the prompt
+    last_[layer].clear();  // later tokens do not follow those before the prompt
   }
 
   // Sets use_: 1 for an expert that the forward uses, blended with the scores of its tokens.
@@ -246,8 +235,8 @@ class Heat final : public ColdestByLayer<Heat> {
 
   void learn(int32_t layer) {
     const float* predicted = &predicted_[static_cast<size_t>(layer) * experts_];
-    for (int32_t i = 0; i < last_count_[layer]; ++i) {
-      float* follows = row(layer, last_[layer * kMaxLearned + i]);
+    for (int32_t last : last_[layer]) {
+      float* follows = row(layer, last);
       for (int32_t expert = 0; expert < experts_; ++expert) {
         follows[expert] += kLearningRate * (use_[expert] - predicted[expert]);
       }
@@ -258,41 +247,32 @@ class Heat final : public ColdestByLayer<Heat> {
     ++ticks_[layer];
     const float fraction = static_cast<float>(experts.size()) / static_cast<float>(experts_);
     fraction_[layer] += (fraction - fraction_[layer]) / static_cast<float>(ticks_[layer]);
-    float* life = &life_[static_cast<size_t>(layer) * experts_];
-    const float step = 1.f / static_cast<float>(ticks_[layer]);
-    for (int32_t expert = 0; expert < experts_; ++expert) {
-      life[expert] += step * (use_[expert] - life[expert]);
-    }
-    for (size_t window = 0; window < kWindows; ++window) {
-      float* mean = window_of(layer, window);
-      const float fresh = 1.f - kDecays[window];
+    for (size_t each = 0; each < kMeans; ++each) {
+      float* mean = mean_of(layer, each);
+      const float fresh =
+          each == kLife ? 1.f / static_cast<float>(ticks_[layer]) : 1.f - kDecays[each];
       for (int32_t expert = 0; expert < experts_; ++expert) {
         mean[expert] += fresh * (use_[expert] - mean[expert]);
       }
     }
-    const bool learnable = !follows_.empty() && experts.size() <= static_cast<size_t>(kMaxLearned);
-    last_count_[layer] = learnable ? static_cast<int32_t>(experts.size()) : 0;
-    if (learnable) std::copy(experts.begin(), experts.end(), &last_[layer * kMaxLearned]);
+    if (follows_.empty() || experts.size() > kMaxLearned) experts = {};
+    last_[layer].assign(experts.begin(), experts.end());
   }
 
   void predict(int32_t layer) {
     const size_t first = static_cast<size_t>(layer) * experts_;
     float* predicted = &predicted_[first];
-    const float* life = &life_[first];
-    const float prior = kPriorWeight * fraction_[layer];
-    for (int32_t expert = 0; expert < experts_; ++expert) {
-      predicted[expert] = prior + kLifeWeight * life[expert];
-    }
-    for (size_t window = 0; window < kWindows; ++window) {
-      const float* mean = window_of(layer, window);
+    std::fill(predicted, predicted + experts_, kPriorWeight * fraction_[layer]);
+    for (size_t each = 0; each < kMeans; ++each) {
+      const float* mean = mean_of(layer, each);
       for (int32_t expert = 0; expert < experts_; ++expert) {
-        predicted[expert] += kWeights[window] * mean[expert];
+        predicted[expert] += kWeights[each] * mean[expert];
       }
     }
     float* probability = &probability_[first];
     std::copy(predicted, predicted + experts_, probability);
-    for (int32_t i = 0; i < last_count_[layer]; ++i) {
-      const float* follows = row(layer, last_[layer * kMaxLearned + i]);
+    for (int32_t last : last_[layer]) {
+      const float* follows = row(layer, last);
       for (int32_t expert = 0; expert < experts_; ++expert) {
         predicted[expert] += follows[expert];
         probability[expert] += kFollowTrust * follows[expert];
@@ -300,8 +280,8 @@ class Heat final : public ColdestByLayer<Heat> {
     }
   }
 
-  float* window_of(int32_t layer, size_t window) {
-    return &windows_[(static_cast<size_t>(layer) * kWindows + window) * experts_];
+  float* mean_of(int32_t layer, size_t which) {
+    return &means_[(static_cast<size_t>(layer) * kMeans + which) * experts_];
   }
 
   int32_t now_ = 0;  // the layer that runs
@@ -309,23 +289,15 @@ class Heat final : public ColdestByLayer<Heat> {
   std::vector<int64_t> ticks_;
   std::vector<float> fraction_;    // of the layer's experts that a forward uses, on average
   std::vector<int32_t> observed_;  // tokens whose scores wait for the next tick
-  std::vector<int32_t> last_count_;
-  // [layers][windows][experts], then by expert id.
-  std::vector<float> windows_;
-  std::vector<float> life_;
+  std::vector<std::vector<int32_t>> last_;  // what the last forward used, if it teaches the table
+  std::vector<float> means_;                // [layers][kMeans][experts]
+  // By expert id.
   std::vector<float> scores_;
   std::vector<float> predicted_;    // of the next forward: what the table is learned from
   std::vector<float> probability_;  // what victims are chosen by
-  std::vector<int32_t> last_;       // [layers][kMaxLearned]: what the last forward used
   std::vector<float> follows_;      // [layers][experts][experts]
   std::vector<float> use_;          // [experts], of the forward that begins
   std::vector<int32_t> token_;      // what one token of a prompt chose
 };
-
-}  // namespace
-
-std::unique_ptr<Policy> make_heat(const PolicyOptions& options) {
-  return std::make_unique<Heat>(options);
-}
 
 }  // namespace torch_mesh
