@@ -11,38 +11,29 @@ namespace {
 
 class Previous final : public Predictor {
  public:
-  Previous(int32_t layers, int32_t experts)
-      : experts_(experts), clock_(layers, 0.f), used_(static_cast<size_t>(layers) * experts, 0.f) {
-    order_.reserve(experts);
-  }
+  explicit Previous(int32_t layers) : recent_(layers) {}
 
   void observe(int32_t layer, std::span<const int32_t> experts) override {
-    clock_[layer] += 1.f;
-    for (int32_t expert : experts) used_[layer * experts_ + expert] = clock_[layer];
-    if (clock_[layer] < kRestart) return;
-    // Beyond this a float has no next integer, so only the order of the last forwards is kept.
-    float* used = &used_[static_cast<size_t>(layer) * experts_];
-    for (int32_t i = 0; i < experts_; ++i) used[i] = std::max(0.f, used[i] - kRestart / 2);
-    clock_[layer] -= kRestart / 2;
+    std::vector<int32_t>& order = recent_[layer];
+    std::erase_if(
+        order, [&](int32_t expert) { return std::ranges::find(experts, expert) != experts.end(); });
+    order.insert(order.begin(), experts.begin(), experts.end());
+    std::ranges::sort(std::span(order).first(experts.size()));
   }
 
   int32_t predict(int32_t layer, std::span<int32_t> out) override {
-    return rank({&used_[static_cast<size_t>(layer) * experts_], static_cast<size_t>(experts_)},
-                order_, out);
+    const std::vector<int32_t>& order = recent_[layer];
+    const size_t count = std::min(order.size(), out.size());
+    std::copy_n(order.begin(), count, out.begin());
+    return static_cast<int32_t>(count);
   }
 
   void reset() override {
-    std::fill(used_.begin(), used_.end(), 0.f);
-    std::fill(clock_.begin(), clock_.end(), 0.f);
+    for (std::vector<int32_t>& order : recent_) order.clear();
   }
 
  private:
-  static constexpr float kRestart = 0x1p23f;
-
-  int32_t experts_;
-  std::vector<float> clock_;  // by layer
-  std::vector<float> used_;   // by expert id: when; 0 for never
-  std::vector<int32_t> order_;
+  std::vector<std::vector<int32_t>> recent_;  // by layer: those used, the last first
 };
 
 class Coactivation final : public Predictor {
@@ -57,17 +48,17 @@ class Coactivation final : public Predictor {
   }
 
   void observe(int32_t layer, std::span<const int32_t> experts) override {
-    if (layer == next_layer()) {
+    if (layer == next_layer_) {
       for (int32_t before : last_) {
         for (int32_t expert : experts) row(layer, before)[expert] += 1.f;
       }
     }
-    last_layer_ = layer;
+    next_layer_ = (layer + 1) % layers_;  // after the last layer comes the next token's first
     last_.assign(experts.begin(), experts.end());
   }
 
   int32_t predict(int32_t layer, std::span<int32_t> out) override {
-    if (layer != next_layer()) return 0;
+    if (layer != next_layer_) return 0;
     std::fill(votes_.begin(), votes_.end(), 0.f);
     for (int32_t before : last_) {
       const float* counts = row(layer, before);
@@ -76,21 +67,17 @@ class Coactivation final : public Predictor {
     return rank(votes_, order_, out);
   }
 
-  void reset() override { last_layer_ = kNone; }
+  void reset() override { next_layer_ = -1; }
 
  private:
-  static constexpr int32_t kNone = -2;
-
-  // After the last layer of a token comes the first one of the next.
-  int32_t next_layer() const { return last_layer_ == kNone ? kNone : (last_layer_ + 1) % layers_; }
   float* row(int32_t layer, int32_t before) {
     return &count_[(static_cast<size_t>(layer) * experts_ + before) * experts_];
   }
 
   int32_t layers_;
   int32_t experts_;
-  int32_t last_layer_ = kNone;
-  std::vector<int32_t> last_;  // its experts
+  int32_t next_layer_ = -1;    // that follows the last one; -1: none does
+  std::vector<int32_t> last_;  // the experts of the last one
   std::vector<float> count_;   // [layer][expert of the layer before][expert]
   std::vector<float> votes_;
   std::vector<int32_t> order_;
@@ -99,7 +86,7 @@ class Coactivation final : public Predictor {
 }  // namespace
 
 std::unique_ptr<Predictor> make_predictor(std::string_view name, int32_t layers, int32_t experts) {
-  if (name == "previous") return std::make_unique<Previous>(layers, experts);
+  if (name == "previous") return std::make_unique<Previous>(layers);
   if (name == "coactivation") return std::make_unique<Coactivation>(layers, experts);
   throw_invalid("unknown predictor \"", name, "\"; allowed are previous, coactivation");
 }

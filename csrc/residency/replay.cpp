@@ -10,13 +10,12 @@
 #include <memory>
 #include <optional>
 #include <random>
-#include <set>
 #include <utility>
 
 #include "base/error.h"
 #include "residency/core/core.h"
 #include "residency/core/deferral.h"
-#include "residency/policies/policy.h"
+#include "residency/policies/coldest_by_layer.h"
 #include "residency/predictor.h"
 
 namespace torch_mesh {
@@ -107,14 +106,12 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
 
 // Belady's optimum (IBM Systems Journal 1966): evicts the expert whose next use lies furthest
 // ahead. It knows the future, so only replays can use it, from the first token on.
-class Belady final : public Policy {
+class Belady final : public ColdestByLayer<Belady> {
  public:
   explicit Belady(const RoutingTrace& trace)
-      : Policy(int64_t{trace.layers} * trace.experts),
-        experts_(trace.experts),
-        uses_(static_cast<size_t>(trace.layers) * trace.experts),
-        used_(uses_.size(), 0) {
-    for (int64_t forward = 0; forward < trace.forward_count(); ++forward) {
+      : ColdestByLayer({trace.layers, trace.experts, /*slots=*/0}),
+        uses_(static_cast<size_t>(trace.layers) * trace.experts, {kNever}) {
+    for (int64_t forward = trace.forward_count() - 1; forward >= 0; --forward) {
       for (int32_t layer = 0; layer < trace.layers; ++layer) {
         for (int32_t expert : experts_of(trace, forward, layer)) {
           uses_[layer * experts_ + expert].push_back(forward * trace.layers + layer);
@@ -123,34 +120,23 @@ class Belady final : public Policy {
     }
   }
 
-  void gained(ExpertId id) override { evictable_.insert({next_use(id), id}); }
-  void lost(ExpertId id) override { evictable_.erase({next_use(id), id}); }
-
   void tick(int32_t layer, std::span<const int32_t> experts) override {
-    for (int32_t expert : experts) {
-      const ExpertId id = layer * experts_ + expert;
-      const bool listed = evictable(id);
-      if (listed) evictable_.erase({next_use(id), id});
-      ++used_[id];
-      if (listed) evictable_.insert({next_use(id), id});
-    }
-  }
-
-  ExpertId victim() override {
-    return evictable_.empty() ? kNoExpert : evictable_.rbegin()->second;
+    for (int32_t expert : experts) uses_[layer * experts_ + expert].pop_back();
+    order_changed(layer);
   }
 
  private:
-  int64_t next_use(ExpertId id) const {
-    return used_[id] < uses_[id].size() ? uses_[id][used_[id]]
-                                        : std::numeric_limits<int64_t>::max();
+  friend ColdestByLayer;
+
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+  bool colder(ExpertId a, ExpertId b) const { return warmth(a, 0) < warmth(b, 0); }
+  std::pair<int64_t, ExpertId> warmth(ExpertId id, int32_t /*layer*/) const {
+    return {-uses_[id].back(), -id};
   }
 
-  int32_t experts_;
-  // By expert.
-  std::vector<std::vector<int64_t>> uses_;  // in steps, one for each layer of each forward
-  std::vector<size_t> used_;                // so many of them have passed
-  std::set<std::pair<int64_t, ExpertId>> evictable_;
+  // By expert, the next one last: in steps, one for each layer of each forward.
+  std::vector<std::vector<int64_t>> uses_;
 };
 
 // The predictions of a replay, for the next layer of a decode step.
@@ -206,50 +192,6 @@ class Predictions {
   std::vector<int32_t> order_;
 };
 
-// One disk, which reads one record at a time: demand reads first, then those of a window, then
-// predictions.
-class Disk {
- public:
-  // free_at: the time until which it reads, for any of the ranks that share it.
-  explicit Disk(double& free_at) : free_at_(free_at) {}
-
-  void queue(int32_t slot, Urgency urgency) { queue_of(urgency).push_back(slot); }
-
-  // Makes it a demand read, unless it is under way.
-  void raise_priority(int32_t slot) {
-    for (Urgency urgency : {Urgency::kWindow, Urgency::kPrefetch}) {
-      if (std::erase(queue_of(urgency), slot) == 0) continue;
-      queue_of(Urgency::kDemand).push_back(slot);
-      return;
-    }
-  }
-
-  // Begins a read, unless one is under way. Returns whether one is under way then. `now`: the
-  // earliest time at which a queued read was queued.
-  bool start(double now, double seconds) {
-    if (reading_ >= 0) return true;
-    for (Urgency urgency : kUrgencies) {
-      std::deque<int32_t>& queue = queue_of(urgency);
-      if (queue.empty()) continue;
-      reading_ = queue.front();
-      queue.pop_front();
-      end_ = free_at_ = std::max(free_at_, now) + seconds;
-      return true;
-    }
-    return false;
-  }
-  double end() const { return end_; }  // of the read under way, or of the last one
-  int32_t take() { return std::exchange(reading_, -1); }
-
- private:
-  std::deque<int32_t>& queue_of(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
-
-  std::array<std::deque<int32_t>, kUrgencies.size()> queues_;  // slots
-  int32_t reading_ = -1;
-  double end_ = 0;
-  double& free_at_;
-};
-
 class Replay {
  public:
   Replay(const RoutingTrace& trace, const ReplayOptions& options, double& disk_free_at)
@@ -263,7 +205,7 @@ class Replay {
               options.policy == "belady"
                   ? std::make_unique<Belady>(trace)
                   : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
-        disk_(disk_free_at),
+        disk_free_at_(disk_free_at),
         predictions_(trace, options),
         predicted_(options.prefetch),
         predicted_for_(trace.layers * trace.experts, -1) {
@@ -271,7 +213,7 @@ class Replay {
     result_.accesses_of.assign(trace.tokens, 0);
     result_.seconds_of.assign(trace.tokens, 0);
     carry_out();
-    while (disk_.start(0, 0)) land();  // a profile's experts are there when the first token comes
+    while (start_read(0)) land();  // a profile's experts are there when the first token comes
   }
 
   // Forwards run in order, each with all of its layers.
@@ -457,30 +399,48 @@ class Replay {
 
   void carry_out() {
     Effects& effects = core_.effects();
-    for (int32_t slot : effects.reads) disk_.queue(slot, core_.slots()[slot].urgency);
-    for (int32_t slot : effects.raised) disk_.raise_priority(slot);
+    queue_.insert(queue_.end(), effects.reads.begin(), effects.reads.end());
+    for (int32_t slot : effects.raised) {  // goes behind other demand reads, unless it is under way
+      if (std::erase(queue_, slot) > 0) queue_.push_back(slot);
+    }
     effects.clear();
   }
 
+  // The disk reads one record at a time, of the most urgent reads the first. Begins a read, unless
+  // one is under way. Returns whether one is under way then.
+  bool start_read(double seconds) {
+    if (reading_ >= 0) return true;
+    if (queue_.empty()) return false;
+    const auto next = std::ranges::min_element(
+        queue_, {}, [this](int32_t slot) { return core_.slots()[slot].urgency; });
+    reading_ = *next;
+    queue_.erase(next);
+    read_end_ = disk_free_at_ = std::max(disk_free_at_, queued_at_) + seconds;
+    return true;
+  }
+
   void land() {
-    core_.landed(disk_.take(), 0);
+    core_.landed(std::exchange(reading_, -1), 0);
     carry_out();
   }
 
   void wait_for_one_read() {
-    check_invariant(disk_.start(queued_at_, options_.read_seconds), "a replayed read is lost");
-    now_ = std::max(now_, disk_.end());
+    check_invariant(start_read(options_.read_seconds), "a replayed read is lost");
+    now_ = std::max(now_, read_end_);
     land();
   }
 
   void read_until(double time) {
-    while (disk_.start(queued_at_, options_.read_seconds) && disk_.end() <= time) land();
+    while (start_read(options_.read_seconds) && read_end_ <= time) land();
   }
 
   const RoutingTrace& trace_;
   const ReplayOptions& options_;
   Core core_;
-  Disk disk_;
+  std::vector<int32_t> queue_;  // slots whose reads have not begun
+  int32_t reading_ = -1;        // the slot of the read under way
+  double read_end_ = 0;         // of that read
+  double& disk_free_at_;        // the end of the last read by any of the ranks that share the disk
   Predictions predictions_;
   std::vector<int32_t> predicted_;
   std::vector<int64_t> predicted_for_;  // by expert id: the last forward that it was predicted for
