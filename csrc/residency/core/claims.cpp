@@ -1,7 +1,6 @@
 #include "residency/core/claims.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "residency/core/window.h"
 
@@ -10,9 +9,8 @@ namespace torch_mesh {
 void Claims::add(ClaimState& claim) {
   std::ranges::fill(claim.entries, ClaimEntry{-1, ClaimEntry::kWaiting, false});
   claim.waiting = static_cast<int32_t>(claim.entries.size());
-  claim.alive = {.next = alive_, .previous = nullptr};
-  if (alive_ != nullptr) alive_->alive.previous = &claim;
-  alive_ = &claim;
+  queue_.reserve(alive_.size() + 1);
+  alive_.push_back(&claim);
 }
 
 void Claims::remove(ClaimState& claim) {
@@ -21,9 +19,7 @@ void Claims::remove(ClaimState& claim) {
       slots_.unpin(entry.slot);
     }
   }
-  const auto [next, previous] = claim.alive;
-  (previous != nullptr ? previous->alive.next : alive_) = next;
-  if (next != nullptr) next->alive.previous = previous;
+  std::erase(alive_, &claim);
 }
 
 void Claims::reserve(ClaimState& claim, const Window& window) {
@@ -47,7 +43,7 @@ void Claims::join_present(ClaimState& claim) {
     const bool ahead = claim.part.kind == ClaimKind::kForward && slots_.use_prefetched(slot);
     join(claim, i, slot, ahead);
     if (!ready) slots_.raise_priority(slot);
-    count(claim, i, ready ? kHit : kInflightMiss);
+    count(claim, i, ready ? &ExpertStats::hits : &ExpertStats::inflight_misses);
   }
 }
 
@@ -57,7 +53,7 @@ bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) 
   const ExpertId id = id_of(claim, index);
   if (const int32_t present = slots_.find(id); present >= 0) {  // a duplicate in the list
     join(claim, index, present, false);
-    count(claim, index, kInflightMiss);
+    count(claim, index, &ExpertStats::inflight_misses);
     return true;
   }
   if (!slots_.has_empty() && claim.reading >= window.slots_for(claim)) return false;
@@ -65,7 +61,7 @@ bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) 
   const int32_t slot = slots_.read(id, Urgency::kDemand, claim.part.phase, stuck);
   if (slot < 0) return false;
   join(claim, index, slot, true);
-  count(claim, index, kColdMiss);
+  count(claim, index, &ExpertStats::cold_misses);
   return true;
 }
 
@@ -77,10 +73,10 @@ void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool read) {
   ++claim.joined;
 }
 
-void Claims::count(const ClaimState& claim, size_t index, AccessCount how) {
+void Claims::count(const ClaimState& claim, size_t index, CommonCount how) {
   if (!claim.part.teaches()) return;
   const ExpertId id = id_of(claim, index);
-  statistics_.count(id, claim.part.phase, how, slots_.early(id));
+  statistics_.count_access(id, claim.part.phase, how, slots_.early(id));
 }
 
 int32_t Claims::hand_out(ClaimState& claim, std::span<HandedOut> ready,
@@ -143,28 +139,21 @@ bool Claims::waits_for_prefetches(const ClaimState& claim) const {
   });
 }
 
-void Claims::enter_queue(ClaimState& claim) {
-  claim.queue = {.next = nullptr, .previous = last_waiting_};
-  (last_waiting_ != nullptr ? last_waiting_->queue.next : first_waiting_) = &claim;
-  last_waiting_ = &claim;
-}
+void Claims::enter_queue(ClaimState& claim) { queue_.push_back(&claim); }
 
 void Claims::leave_queue(ClaimState& claim) {
-  const auto [next, previous] = claim.queue;
-  (previous != nullptr ? previous->queue.next : first_waiting_) = next;
-  (next != nullptr ? next->queue.previous : last_waiting_) = previous;
+  std::erase(queue_, &claim);
   effects_.freed = true;  // the next in line must look
 }
 
 bool Claims::is_behind_others(const ClaimState& claim) const {
-  const ClaimState* first = first_waiting_;
-  while (first != nullptr && first->passed_over) first = first->queue.next;
-  return first != nullptr && first != &claim;
+  const auto first = std::ranges::find(queue_, false, &ClaimState::passed_over);
+  return first != queue_.end() && *first != &claim;
 }
 
 void Claims::validate() const {
   std::vector<int32_t> pins(static_cast<size_t>(slots_.size()), 0);
-  for (const ClaimState* claim = alive_; claim != nullptr; claim = claim->alive.next) {
+  for (const ClaimState* claim : alive_) {
     int32_t waiting = 0, joined = 0, held = 0, reading = 0;
     for (const ClaimEntry& entry : claim->entries) {
       waiting += entry.state == ClaimEntry::kWaiting;
@@ -184,12 +173,6 @@ void Claims::validate() const {
   for (int32_t slot = 0; slot < slots_.size(); ++slot) {
     check_invariant(pins[slot] == slots_[slot].pins, "a slot's pins are not those of the claims");
   }
-  const ClaimState* last = nullptr;
-  for (const ClaimState* claim = first_waiting_; claim != nullptr; claim = claim->queue.next) {
-    check_invariant(claim->queue.previous == last, "the queue for slots is torn");
-    last = claim;
-  }
-  check_invariant(last == last_waiting_, "the queue for slots does not end with its last claim");
 }
 
 }  // namespace torch_mesh

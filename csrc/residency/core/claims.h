@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "base/error.h"
 #include "residency/core/forward.h"
@@ -39,13 +40,6 @@ struct ClaimState {
   // Its thread runs the interrupt hook, so others take slots before it. Otherwise a forward in a
   // signal handler would wait for this claim, which waits for the handler.
   bool passed_over = false;
-
-  struct Links {
-    ClaimState* next = nullptr;
-    ClaimState* previous = nullptr;
-  };
-  Links alive = {};  // among all claims
-  Links queue = {};  // among those that wait for slots
 };
 
 // One expert that a claim may use, until it releases it.
@@ -83,10 +77,10 @@ class Claims {
   int32_t late_slot(const ClaimState& claim) const;
 
   // A claim that finds no slot waits in the queue, and leaves it however the wait ends. Others may
-  // pass it meanwhile.
+  // pass it meanwhile. Neither allocates.
   void enter_queue(ClaimState& claim);
   void leave_queue(ClaimState& claim);
-  bool queued() const { return first_waiting_ != nullptr; }
+  bool queued() const { return !queue_.empty(); }
 
   void validate() const;
 
@@ -94,7 +88,7 @@ class Claims {
   void join_present(ClaimState& claim);
   bool reserve_one(ClaimState& claim, size_t index, const Window& window);
   void join(ClaimState& claim, size_t index, int32_t slot, bool read);
-  void count(const ClaimState& claim, size_t index, AccessCount how);
+  void count(const ClaimState& claim, size_t index, CommonCount how);
   // Whether other claims in the queue take slots before it.
   bool is_behind_others(const ClaimState& claim) const;
   ExpertId id_of(const ClaimState& claim, size_t index) const {
@@ -109,9 +103,8 @@ class Claims {
   SlotTable& slots_;
   Statistics& statistics_;
   Effects& effects_;
-  ClaimState* alive_ = nullptr;
-  ClaimState* first_waiting_ = nullptr;
-  ClaimState* last_waiting_ = nullptr;
+  std::vector<ClaimState*> alive_;
+  std::vector<ClaimState*> queue_;  // those that wait for slots, in order
 };
 
 }  // namespace torch_mesh

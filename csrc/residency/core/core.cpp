@@ -130,7 +130,7 @@ void Core::read_left_out(const ClaimState& claim) {
     if (deferral.fallback) {
       statistics_.of(claim.layer, phase).kept_accesses += slots_.early(id);
     } else {
-      statistics_.count(id, phase, kDeferred, slots_.early(id));
+      statistics_.count_access(id, phase, &ExpertStats::deferred, slots_.early(id));
       slots_.soft_pin(id, SoftPin::kDeferred, true);
     }
   }

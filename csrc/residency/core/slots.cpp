@@ -26,6 +26,11 @@ SlotTable::SlotTable(int32_t layers, int32_t experts, int32_t slots, std::unique
   for (int32_t slot = 0; slot < slots; ++slot) empty_.push_back(slot);
 }
 
+int32_t SlotTable::pinned() const {
+  const auto count = std::ranges::count_if(slots_, [](const Slot& slot) { return slot.pins > 0; });
+  return static_cast<int32_t>(count);
+}
+
 void SlotTable::set_limit(int32_t slots) {
   const int32_t first = std::min(limit_, slots), last = std::max(limit_, slots);
   const bool lower = slots < limit_;
@@ -59,8 +64,7 @@ int32_t SlotTable::read(ExpertId id, Urgency urgency, Phase phase, bool stuck) {
   slot.bytes = 0;
   if (slot.speculative) {
     ++prefetching_;
-    ++stats_of(slot).prefetches;
-    ++statistics_.of(id).prefetches;
+    statistics_.count(id, phase, &ExpertStats::prefetches);
   }
   effects_.reads.push_back(index);
   return index;
@@ -97,8 +101,7 @@ void SlotTable::raise_priority(int32_t index) {
 void SlotTable::landed(int32_t index, int64_t bytes) {
   Slot& slot = slots_[index];
   count_read(slot, bytes);
-  ++stats_of(slot).promoted;
-  ++statistics_.of(slot.expert).promoted;
+  statistics_.count(slot.expert, slot.phase, &ExpertStats::promoted);
   filled(index);
 }
 
@@ -137,8 +140,7 @@ void SlotTable::evict(int32_t index, Phase phase) {
   Slot& slot = slots_[index];
   const ExpertId id = slot.expert;
   if (slot.unused) count_unused(slot);
-  ++statistics_.of_layer_of(id, phase).evicted;
-  ++statistics_.of(id).evicted;
+  statistics_.count(id, phase, &ExpertStats::evicted);
   if (soft_pins_[id] != 0) policy_->unpin(id);
   policy_->remove(id);
   clear(index);
@@ -193,9 +195,7 @@ void SlotTable::forget_unused() {
 
 void SlotTable::hold(int32_t index) {
   Slot& slot = slots_[index];
-  if (slot.pins++ > 0) return;
-  ++pinned_;
-  if (in_policy(slot)) policy_->pin(slot.expert);
+  if (slot.pins++ == 0 && in_policy(slot)) policy_->pin(slot.expert);
 }
 
 void SlotTable::pin(int32_t index) {
@@ -218,7 +218,6 @@ void SlotTable::drop_pin(int32_t index) {
   --slot.pins;
   slot.uses = std::min(slot.uses, slot.pins);  // drops those of claims that wait no longer
   if (slot.pins > 0) return;
-  --pinned_;
   if (in_policy(slot)) policy_->unpin(slot.expert);
   if (slot.state == SlotState::kEmpty) {
     slot.error.reset();
@@ -227,8 +226,8 @@ void SlotTable::drop_pin(int32_t index) {
 }
 
 void SlotTable::soft_pin(ExpertId id, SoftPin reason, bool on) {
-  const uint8_t before = soft_pins_[id], bit = static_cast<uint8_t>(reason);
-  const auto after = static_cast<uint8_t>(on ? before | bit : before & ~bit);
+  const uint8_t before = soft_pins_[id];
+  const auto after = static_cast<uint8_t>(on ? before | reason : before & ~reason);
   soft_pins_[id] = after;
   if (reason == SoftPin::kDeferred) {
     if (on) deferred_.push_back(id);
@@ -248,20 +247,18 @@ void SlotTable::forget_deferred(int32_t layer) {
 }
 
 void SlotTable::validate() const {
-  int32_t loading = 0, pinned = 0, in_use = 0, resident = 0, prefetching = 0, listed = 0;
+  int32_t loading = 0, in_use = 0, resident = 0, prefetching = 0, listed = 0;
   int32_t ready = 0, out_of_list = 0;
   for (int32_t index = 0; index < size(); ++index) {
     validate_slot(index);
     const Slot& slot = slots_[index];
     loading += slot.state == SlotState::kLoading;
     ready += slot.state == SlotState::kReady;
-    pinned += slot.pins > 0;
     prefetching += slot.urgency != Urgency::kDemand;
     const bool vacant = slot.state == SlotState::kEmpty;
     out_of_list += vacant && (slot.error.has_value() || retired(index));
   }
   check_invariant(loading == loading_, "the count of LOADING slots is wrong");
-  check_invariant(pinned == pinned_, "the count of pinned slots is wrong");
   check_invariant(prefetching == prefetching_, "the count of reads ahead is wrong");
   const auto early = [](uint8_t reasons) { return (reasons & kEarly) != 0; };
   check_invariant(std::ranges::count_if(soft_pins_, early) == early_experts_,

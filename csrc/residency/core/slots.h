@@ -41,7 +41,7 @@ struct Slot {
 };
 
 // Why an expert is soft-pinned.
-enum class SoftPin : uint8_t { kEarly = 1, kDeferred = 2 };
+enum SoftPin : uint8_t { kEarly = 1, kDeferred = 2 };
 
 class SlotTable {
  public:
@@ -63,7 +63,7 @@ class SlotTable {
     return slots_[slot].pins == 0 && slots_[slot].state != SlotState::kLoading;
   }
   int32_t loading() const { return loading_; }
-  int32_t pinned() const { return pinned_; }
+  int32_t pinned() const;  // slots with a pin
   // Reads ahead that no forward waits for yet, those of a window included.
   int32_t prefetching() const { return prefetching_; }
   Policy& policy() { return *policy_; }
@@ -129,9 +129,6 @@ class SlotTable {
   void validate() const;
 
  private:
-  static constexpr auto kDeferred = static_cast<uint8_t>(SoftPin::kDeferred);
-  static constexpr auto kEarly = static_cast<uint8_t>(SoftPin::kEarly);
-
   LayerStats& stats_of(const Slot& slot) {
     return statistics_.of_layer_of(slot.expert, slot.phase);
   }
@@ -158,7 +155,6 @@ class SlotTable {
   int32_t limit_;
   IndexList empty_;  // EMPTY, unpinned and not retired
   int32_t loading_ = 0;
-  int32_t pinned_ = 0;
   int32_t prefetching_ = 0;
   bool emptied_ = false;
   std::unique_ptr<Policy> policy_;

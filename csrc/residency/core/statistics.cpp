@@ -15,13 +15,17 @@ PoolStats::PoolStats(int32_t layers, int32_t experts)
   for (std::vector<LayerStats>& phase : this->layers) phase.resize(static_cast<size_t>(layers));
 }
 
-void Statistics::count(ExpertId id, Phase phase, AccessCount how, bool early) {
+void Statistics::count(ExpertId id, Phase phase, CommonCount what) {
+  ++(of_layer_of(id, phase).*what);
+  ++(counts_.experts[id].*what);
+}
+
+void Statistics::count_access(ExpertId id, Phase phase, CommonCount how, bool early) {
+  count(id, phase, &ExpertStats::accesses);
+  count(id, phase, how);
   LayerStats& layer = of_layer_of(id, phase);
-  ExpertStats& expert = of(id);
-  ++layer.accesses, ++(layer.*how.of_layer);
-  ++expert.accesses, ++(expert.*how.of_expert);
   layer.kept_accesses += early;
-  layer.kept_hits += early && how.of_layer == kHit.of_layer;
+  layer.kept_hits += early && how == &ExpertStats::hits;
 }
 
 void Statistics::keep_prefetch_error(const Error& error) {

@@ -47,14 +47,13 @@ namespace torch_mesh {
   X(prefetches) /* prefetch reads queued */
 
 #define TORCH_MESH_DEFINE(name) int64_t name = 0;
-struct LayerStats {
-  TORCH_MESH_LAYER_COUNTS(TORCH_MESH_DEFINE)
-  TORCH_MESH_COMMON_COUNTS(TORCH_MESH_DEFINE)
-
-  LayerStats& operator+=(const LayerStats& other);
-};
 struct ExpertStats {
   TORCH_MESH_COMMON_COUNTS(TORCH_MESH_DEFINE)
+};
+struct LayerStats : ExpertStats {
+  TORCH_MESH_LAYER_COUNTS(TORCH_MESH_DEFINE)
+
+  LayerStats& operator+=(const LayerStats& other);
 };
 #undef TORCH_MESH_DEFINE
 
@@ -87,16 +86,8 @@ struct PoolTotals {
   int64_t resets = 0;  // as in PoolStats
 };
 
-// One way in which an access ends, in the counts of layers and of experts.
-struct AccessCount {
-  int64_t LayerStats::*of_layer;
-  int64_t ExpertStats::*of_expert;
-};
-inline constexpr AccessCount kHit{&LayerStats::hits, &ExpertStats::hits};
-inline constexpr AccessCount kColdMiss{&LayerStats::cold_misses, &ExpertStats::cold_misses};
-inline constexpr AccessCount kInflightMiss{&LayerStats::inflight_misses,
-                                           &ExpertStats::inflight_misses};
-inline constexpr AccessCount kDeferred{&LayerStats::deferred, &ExpertStats::deferred};
+// A count of layers and of experts.
+using CommonCount = int64_t ExpertStats::*;
 
 // Counts the events of a pool.
 class Statistics {
@@ -108,9 +99,9 @@ class Statistics {
     return counts_.layers[static_cast<size_t>(phase)][layer];
   }
   LayerStats& of_layer_of(ExpertId id, Phase phase) { return of(id / experts_, phase); }
-  ExpertStats& of(ExpertId id) { return counts_.experts[id]; }
-  // `early`: it is an early expert, which is soft-pinned.
-  void count(ExpertId id, Phase phase, AccessCount how, bool early);
+  void count(ExpertId id, Phase phase, CommonCount what);
+  // Counts an access that ends in `how`. `early`: of an early expert, which is soft-pinned.
+  void count_access(ExpertId id, Phase phase, CommonCount how, bool early);
   void end_forward(int32_t layer, Phase phase) {
     ++of(layer, phase).forwards;
     ++forwards_[layer];
