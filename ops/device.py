@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ class SharedDevice:
         self.costs: Costs | None = None
         self.uplift: _C.Uplift | None = None
         self.mover: _C.Mover | None = None
+        # Held while a forward or a move of one thread enqueues what reads or writes the table of a mover.
+        self.enqueuing: Any = contextlib.nullcontext()
         self.leader = -1  # first layer with dynamic placement
         self._streamed_bytes = 0  # streamed bytes at the last reset of the statistics
         self._moved = self._moves_failed = 0
@@ -121,7 +124,15 @@ class SharedDevice:
         self.mover = _C.Mover(
             self.host, source, slots, table, entries, moving, batch=spare, policy="auto", patience=patience
         )
+        self.enqueuing = threading.RLock()  # a signal handler may run a forward within another
         self.leader = moving.index(True)
+
+    def step(self) -> int:
+        """Move experts on in the current stream, without waiting; returns how many moved up."""
+        if self.mover is None:
+            return 0
+        with self.enqueuing:
+            return self.mover.step(self.stream())
 
     def count_complete(self) -> None:
         """Count a forward of a layer whose experts are all on the device."""

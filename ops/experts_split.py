@@ -55,9 +55,9 @@ class SplitForward:
         self._layer, self._shared, self._like = layer, layer.shared, x
         self._stream = self._shared.stream()
         self.ticket: int | None = None  # ticket of the host's part, until it is joined
-        with torch.cuda.device_of(x):
-            if self._shared.mover is not None and layer.index == self._shared.leader:
-                self._shared.mover.step(self._stream)
+        with torch.cuda.device_of(x), self._shared.enqueuing:
+            if layer.index == self._shared.leader:
+                self._shared.step()
             if layer.complete or topk_ids.numel() == 0:
                 if layer.complete:
                     self._shared.count_complete()

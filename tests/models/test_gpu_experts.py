@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -253,6 +254,32 @@ def test_place_experts_moves_experts_to_the_given_mask() -> None:
         torch_mesh.place_experts(model, torch.ones(LAYERS, EXPERTS, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"here is torch.bool \[3, 7\]; it has to be torch.bool \[3, 8\]"):
         torch_mesh.place_experts(model, torch.ones(LAYERS, 7, dtype=torch.bool))
+
+
+@pytest.mark.usefixtures("card")
+def test_experts_that_another_thread_moves_during_a_forward_are_computed_once() -> None:
+    original, ids = _build(), _ids()
+    model = torch_mesh.patch(
+        copy.deepcopy(original), resident=0.5, gpu={"experts": 4, "placement": "dynamic", "streaming": "off"}
+    )
+    agrees = _agrees_with(original, ids)
+    [shared] = shared_devices_of(model)
+    host, movers = shared.host, []
+    there = torch.arange(EXPERTS).expand(LAYERS, -1) < 4
+
+    def submit(*call: object) -> int:
+        ticket = host.submit(*call)
+        if not movers:
+            movers.append(threading.Thread(target=torch_mesh.place_experts, args=(model, ~there)))
+            movers[0].start()
+            movers[0].join(timeout=1)  # it may wait until this layer's kernels are launched
+        return ticket
+
+    shared.host = SimpleNamespace(submit=submit, join=host.join)
+    agrees(model)
+    movers[0].join()
+    placed = torch.stack([find(module._mesh_handle).table for module in patched_modules(model)]).cpu() >= 0
+    assert torch.equal(placed, ~there)
 
 
 def _decode(

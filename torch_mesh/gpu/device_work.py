@@ -70,7 +70,7 @@ def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
             "gpu.placement='dynamic' and fewer gpu.experts."
         )
     if here is None:
-        return sum(device.mover.step(device.stream()) for device in devices if device.mover is not None)
+        return sum(device.step() for device in devices)
     modules = list(patched_modules(model))
     if here.dtype != torch.bool or here.shape != (len(modules), modules[0].num_experts):
         raise ValueError(
@@ -89,13 +89,14 @@ def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
     moved = 0
     for device in devices:
         assert device.mover is not None
-        slots = torch.tensor(device.mover.slots_of()).view(-1, here.size(1)) >= 0
-        wanted = slots.clone()
-        for row, layer in enumerate(placed):
-            if layer is not None and layer.shared is device:
-                wanted[layer.index] = here[row].cpu()
-        up, down = ((mask.flatten().nonzero().flatten().tolist()) for mask in (wanted & ~slots, slots & ~wanted))
-        device.mover.move(up, down, device.stream())
+        with device.enqueuing:
+            slots = torch.tensor(device.mover.slots_of()).view(-1, here.size(1)) >= 0
+            wanted = slots.clone()
+            for row, layer in enumerate(placed):
+                if layer is not None and layer.shared is device:
+                    wanted[layer.index] = here[row].cpu()
+            up, down = ((mask.flatten().nonzero().flatten().tolist()) for mask in (wanted & ~slots, slots & ~wanted))
+            device.mover.move(up, down, device.stream())
         moved += len(up)
     return moved
 
