@@ -507,6 +507,14 @@ def with_fields(config: MeshConfig | None, fields: Mapping[str, Any]) -> MeshCon
     return (config or MeshConfig()).replace(**fields)
 
 
+def fixed_config(**fields: Any) -> MeshConfig:
+    """A config for a model that torch_mesh opens for itself: ``fields``, and the defaults of all others, whatever the
+    environment and the checkpoint say."""
+    config = MeshConfig()
+    config._resolve({field.flat: field.default for field in FIELDS.values()} | _flat(fields))
+    return config
+
+
 def _fields(cls: type, group: str | None = None, prefix: str = "") -> Iterator[Field]:
     for each in dataclasses.fields(cls):
         kind = vars(cls).get(each.name)

@@ -424,7 +424,7 @@ def test_the_environment_does_not_change_what_is_calibrated_on(
     fields = {
         "WEIGHTS": "int4",
         "MAX_ERROR": "0.15",
-        "RESIDENT": "8GiB",
+        "RESIDENT": "0.5",  # a lossy fallback would have a store
         "STORE": str(tmp_path / "store"),
         "SHARED": str(tmp_path / "socket"),
         "DENSE": "int4",
@@ -432,9 +432,20 @@ def test_the_environment_does_not_change_what_is_calibrated_on(
         "STATS_EVERY": "1",
         "GPU_EXPERTS": "auto",
         "GPU_PLACEMENT": "dynamic",
+        "FALLBACK": "int4",
+        "ROUTING_BIAS": "0.5",
+        "PROFILE": str(tmp_path / "none"),
+        "PREFETCH": str(tmp_path / "none"),
+        "TABLES": "none",
+        "GROUP_SIZE": "32",
+        "SPECULATION": "lookup",
+        "ATTENTION": "mesh",
+        "PREFILL": "window",
+        "POLICY": "lru",
     }
     for name, value in fields.items():
         monkeypatch.setenv(f"TORCH_MESH_{name}", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for alone, other in zip(plain, _seen(mesh_tiny, sequences, tmp_path / "rows"), strict=True):
         assert all(torch.equal(getattr(alone, name), getattr(other, name)) for name in ("ids", "weights", "hidden"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "rows"]

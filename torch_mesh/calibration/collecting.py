@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import GpuFields, MeshConfig
+from ..config import MeshConfig, fixed_config
 from ..errors import MeshError, UnsupportedModelError
 from ..hf.open_model import open_model, open_tokenizer, read_documents
 from ..models.families import InPool
@@ -73,9 +73,10 @@ def collect(
     done(sum(files.rows(folder)) * files.row_bytes)
     if finished == len(sequences):
         return files.rows(folder)
-    # Overrides fields of the environment that would change the inputs, write files or refuse a checkpoint.
-    config = MeshConfig(
-        weights="auto", max_error=None, store=None, shared=None, dense="auto", stats={"file": None}, gpu=GpuFields()
+    # The other fields would change the inputs, write files or refuse a checkpoint.
+    own = MeshConfig()
+    config = fixed_config(
+        resident=own.resident, io=own.io, threads=own.threads, workspace=own.workspace, residency=own.residency
     )
     model = open_model(source, config)
     try:
