@@ -12,16 +12,13 @@ namespace torch_mesh {
 class S3Fifo final : public QueuePolicy {
  public:
   explicit S3Fifo(const PolicyOptions& options)
-      : QueuePolicy(options, kCount),
-        used_(static_cast<size_t>(options.all()), false),
-        reuses_(used_.size(), 0) {
+      : QueuePolicy(options, kCount), reuses_(static_cast<size_t>(options.all()), kUnused) {
     resize(options.slots);
   }
 
   void admitted(ExpertId id) override {
     move(id, queue_of(id) == kGhosts ? kMain : kSmall);
-    used_[id] = false;
-    reuses_[id] = 0;
+    reuses_[id] = kUnused;
   }
 
   void removed(ExpertId id) override {
@@ -31,8 +28,7 @@ class S3Fifo final : public QueuePolicy {
 
   // The use that an expert was read for is no reuse.
   void touch(ExpertId id) override {
-    if (used_[id]) reuses_[id] = std::min<uint8_t>(kMaxUses, reuses_[id] + 1);
-    used_[id] = true;
+    if (reuses_[id] < kMaxReuses) ++reuses_[id];
   }
 
   ExpertId victim() override {
@@ -51,7 +47,7 @@ class S3Fifo final : public QueuePolicy {
   }
 
  private:
-  static constexpr uint8_t kMaxUses = 3;
+  static constexpr int8_t kUnused = -1, kMaxReuses = 3;
   enum : Queue { kNone, kSmall, kGhosts, kMain, kCount };
 
   bool small_overflows() const { return size(kSmall) > small_capacity_; }
@@ -68,9 +64,9 @@ class S3Fifo final : public QueuePolicy {
 
   // The loop ends, since each round takes one from the reuses of every expert that is not pinned.
   ExpertId from_main() {
-    for (int32_t left = size(kMain) * (kMaxUses + 1); left > 0; --left) {
+    for (int32_t left = size(kMain) * (kMaxReuses + 1); left > 0; --left) {
       const ExpertId id = oldest(kMain);
-      if (!pinned(id) && reuses_[id] == 0) return id;
+      if (!pinned(id) && reuses_[id] <= 0) return id;
       if (!pinned(id)) --reuses_[id];
       move(id, kMain);
     }
@@ -79,8 +75,7 @@ class S3Fifo final : public QueuePolicy {
 
   int32_t small_capacity_ = 1;
   int32_t ghost_capacity_ = 1;
-  std::vector<bool> used_;  // since admission
-  std::vector<uint8_t> reuses_;
+  std::vector<int8_t> reuses_;  // since admission; at most kMaxReuses
 };
 
 }  // namespace torch_mesh
