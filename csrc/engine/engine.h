@@ -116,11 +116,11 @@ class Engine {
   void grouped_linear(const LinearCall& call);
 
   // Calls visit(expert, record) for each of the distinct `experts`, one at a time, in the order in
-  // which they become ready. This is not a forward: see ClaimKind::kVisit.
+  // which they become ready. This is not a forward: see ForwardPart::visit.
   template <typename Visit>
   void visit(int32_t layer, std::span<const int32_t> experts, const Visit& visit) {
     std::vector<Claim::Entry> entries(experts.size());
-    Claim claim(*pool_, layer, experts, entries, {.kind = ClaimKind::kVisit});
+    Claim claim(*pool_, layer, experts, entries, {.visit = true});
     ReadyExpert ready;
     while (claim.next({&ready, 1}) > 0) {
       visit(experts[ready.index], ready.record);

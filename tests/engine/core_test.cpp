@@ -184,11 +184,11 @@ class Driver {
     auto live = std::make_unique<Live>();
     live->experts = some_experts(one_in(3) ? shape_.experts : 3);
     ForwardPart part{.phase = static_cast<Phase>(below(3)), .last = !one_in(3)};
-    part.kind = one_in(5) ? ClaimKind::kVisit : ClaimKind::kForward;
+    part.visit = one_in(5);
     part.rows = below(3) * 64;
     part.streams = one_in(2);
     size_t left_out = 0;
-    if (part.phase == Phase::kDecode && part.kind == ClaimKind::kForward) {
+    if (part.phase == Phase::kDecode && !part.visit) {
       part.deferral.late = one_in(4);
       part.deferral.fallback = one_in(3);
       if (!part.deferral.late && one_in(2))

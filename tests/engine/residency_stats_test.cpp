@@ -157,7 +157,7 @@ void forward_that_defers(Pool& pool) {
   release(claim, 1);
 }
 
-constexpr ForwardPart kVisit{.kind = ClaimKind::kVisit};
+constexpr ForwardPart kVisit{.visit = true};
 
 TEST(PoolStats, AnExpertThatIsNamedTwiceIsReadOnce) {
   const TestStore store(1, 8);

@@ -40,7 +40,7 @@ void Claims::join_present(ClaimState& claim) {
     if (slot < 0) continue;
     const bool ready = slots_[slot].state == SlotState::kReady;
     // Only a forward counts a prefetch as used.
-    const bool ahead = claim.part.kind == ClaimKind::kForward && slots_.use_prefetched(slot);
+    const bool ahead = !claim.part.visit && slots_.use_prefetched(slot);
     join(claim, i, slot, ahead);
     if (!ready) slots_.raise_priority(slot);
     count(claim, i, ready ? &ExpertStats::hits : &ExpertStats::inflight_misses);
@@ -66,7 +66,7 @@ bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) 
 }
 
 void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool read) {
-  claim.part.kind == ClaimKind::kVisit ? slots_.hold(slot) : slots_.pin(slot);
+  claim.part.visit ? slots_.hold(slot) : slots_.pin(slot);
   claim.entries[index] = {slot, ClaimEntry::kJoined, read};
   claim.reading += read;
   --claim.waiting;

@@ -25,14 +25,6 @@ constexpr Phase phase_of(int64_t rows) {
 // many sequences and not prompts: the next one will use as many experts, too.
 inline constexpr int64_t kMaxStepRows = 128;
 
-// How the pool treats a claim.
-enum class ClaimKind : uint8_t {
-  kForward,  // a use: it counts, teaches the policy, and begins its layer
-  // Not a forward: it reads records to move or copy experts to a GPU, for a gradient or to unpack.
-  // It counts no access, teaches the policy nothing, and keeps the layer's predictions.
-  kVisit,
-};
-
 // Experts of a decode step that its forward does not compute with the rest.
 struct Deferral {
   // The claim does not hand these out: one that is `late` uses them one layer later.
@@ -58,9 +50,11 @@ struct ForwardPart {
   bool streams = false;
   // The deferred experts are the last ones of the claim's list, see deferral.h.
   Deferral deferral = {};
-  ClaimKind kind = ClaimKind::kForward;
+  // Not a forward: it reads records to move or copy experts to a GPU, for a gradient or to unpack.
+  // It counts no access, teaches the policy nothing, and keeps the layer's predictions.
+  bool visit = false;
 
-  bool teaches() const { return kind == ClaimKind::kForward && !deferral.late; }
+  bool teaches() const { return !visit && !deferral.late; }
 };
 
 }  // namespace torch_mesh
