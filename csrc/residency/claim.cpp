@@ -169,7 +169,7 @@ void Claim::wait_for_slots(Pool::Impl::Lock& lock) {
 }
 
 void Claim::wait_for_reads(Pool::Impl::Lock& lock, int32_t team) {
-  const auto waits = [&] { return impl_.core.claims().waits_for_reads(state_); };
+  const auto waits = [&] { return impl_.core.claims().late_slot(state_) >= 0; };
   auto patience = impl_.patience();
   const auto begin = std::chrono::steady_clock::now();
   while (waits()) {
@@ -182,7 +182,6 @@ void Claim::wait_for_reads(Pool::Impl::Lock& lock, int32_t team) {
     while (waits() && impl_.wait(lock, impl_.landed, patience)) {
     }
   });
-  if (!waits()) return;
   const int32_t late = impl_.core.claims().late_slot(state_);
   if (late < 0) return;
   const ExpertId id = impl_.core.slots()[late].expert;

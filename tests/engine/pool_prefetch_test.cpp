@@ -6,7 +6,6 @@
 #include "error_of.h"
 #include "pool_fixture.h"
 #include "residency/core/expected.h"
-#include "slots_fixture.h"
 
 namespace torch_mesh {
 namespace {
@@ -66,28 +65,26 @@ TEST(Pool, PredictedExpertsAreReadInOrderUntilTheirLayerBegins) {
 }
 
 TEST(Pool, PredictedExpertsAreReadOnce) {
-  SlotsAlone alone(1, 8, 4, "lru");
-  SlotTable& slots = alone.table;
-  Expected expected(1, 8);
-  expected.set(0, std::vector<int32_t>{5, 2}, slots);
-  const int32_t first = expected.read_next(slots, Phase::kNone);
+  SlotTable slots(1, 8, 4, make_policy("lru", {1, 8, 4}));
+  Expected expected(slots);
+  expected.set(0, std::vector<int32_t>{5, 2});
+  const int32_t first = expected.read_next(Phase::kNone);
   EXPECT_EQ(slots[first].expert, 5);
   slots.failed(first, 0, Error(ErrorKind::kClosed, "at once"));
-  EXPECT_EQ(slots[expected.read_next(slots, Phase::kNone)].expert, 2);
-  EXPECT_EQ(expected.read_next(slots, Phase::kNone), -1);
+  EXPECT_EQ(slots[expected.read_next(Phase::kNone)].expert, 2);
+  EXPECT_EQ(expected.read_next(Phase::kNone), -1);
 }
 
 TEST(Pool, PredictionsThatAreSeldomRightAreNotRead) {
-  SlotsAlone alone(2, 8, 16, "lru");
-  SlotTable& slots = alone.table;
-  Expected expected(2, 8);
+  SlotTable slots(2, 8, 16, make_policy("lru", {2, 8, 16}));
+  Expected expected(slots);
   const std::vector<int32_t> guesses{5, 2, 7};
   // The predictions that a layer reads. Each read fails, so the expert is cold the next time.
   const auto read = [&](int32_t layer) {
     std::vector<int32_t> ids;
-    expected.set(layer, guesses, slots);
+    expected.set(layer, guesses);
     for (;;) {
-      const int32_t slot = expected.read_next(slots, Phase::kNone);
+      const int32_t slot = expected.read_next(Phase::kNone);
       if (slot < 0) return ids;
       ids.push_back(slots[slot].expert % 8);
       slots.failed(slot, 0, Error(ErrorKind::kClosed, "at once"));
@@ -95,8 +92,8 @@ TEST(Pool, PredictionsThatAreSeldomRightAreNotRead) {
   };
   const auto forwards = [&](int32_t count, const std::vector<int32_t>& used) {
     for (int32_t i = 0; i < count; ++i) {
-      expected.set(0, guesses, slots);
-      expected.begin(0, used, slots);
+      expected.set(0, guesses);
+      expected.begin(0, used);
     }
   };
   EXPECT_EQ(read(0), guesses) << "nothing is known yet";
@@ -112,31 +109,30 @@ TEST(Pool, PredictionsThatAreSeldomRightAreNotRead) {
   forwards(2000, {7});
   slots.evict(slot, Phase::kNone);
   EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "nothing is learned of what is there";
-  expected.begin(1, {}, slots);
+  expected.begin(1, {});
   forwards(1, {5});
   EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "one more or less changes nothing";
 }
 
 TEST(Pool, PredictionsRightHalfTheTimeAreReadOnlyIfTheyEndInTime) {
   for (const bool idle : {false, true}) {
-    SlotsAlone alone(1, 8, 8, "lru");
-    SlotTable& slots = alone.table;
-    Expected expected(1, 8);
+    SlotTable slots(1, 8, 8, make_policy("lru", {1, 8, 8}));
+    Expected expected(slots);
     const std::vector<int32_t> guesses{5, 2};
     bool asked = false;
     for (int32_t i = 0; i < 400; ++i) {
       asked = false;
       std::vector<int32_t> reads;
-      expected.set(0, guesses, slots);
+      expected.set(0, guesses);
       for (;;) {
-        const int32_t slot = expected.read_next(slots, Phase::kNone);
+        const int32_t slot = expected.read_next(Phase::kNone);
         if (slot < 0) break;
         asked |= slots[slot].expert == 2;
         reads.push_back(slot);
         if (idle) slots.landed(slot, 0);
       }
       const int32_t second = i % 2 == 0 ? 2 : 3;
-      expected.begin(0, std::vector<int32_t>{5, second}, slots);
+      expected.begin(0, std::vector<int32_t>{5, second});
       for (const int32_t slot : reads) {
         if (!idle) slots.landed(slot, 0);
         slots.evict(slot, Phase::kNone);

@@ -76,7 +76,7 @@ void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool read) {
 void Claims::count(const ClaimState& claim, size_t index, CommonCount how) {
   if (!claim.part.teaches()) return;
   const ExpertId id = id_of(claim, index);
-  statistics_.count_access(id, claim.part.phase, how, slots_.early(id));
+  slots_.statistics().count_access(id, claim.part.phase, how, slots_.early(id));
 }
 
 int32_t Claims::hand_out(ClaimState& claim, std::span<HandedOut> ready,
@@ -120,17 +120,13 @@ size_t Claims::release(ClaimState& claim, std::span<const int32_t> indices) {
 }
 
 int32_t Claims::late_slot(const ClaimState& claim) const {
+  int32_t late = -1;
   for (const ClaimEntry& entry : claim.entries) {
     if (entry.state != ClaimEntry::kJoined) continue;
-    if (slots_[entry.slot].state == SlotState::kLoading) return entry.slot;
+    if (slots_[entry.slot].state != SlotState::kLoading) return -1;
+    if (late < 0) late = entry.slot;
   }
-  return -1;
-}
-
-bool Claims::waits_for_reads(const ClaimState& claim) const {
-  return std::ranges::none_of(claim.entries, [&](const ClaimEntry& entry) {
-    return entry.state == ClaimEntry::kJoined && slots_[entry.slot].state != SlotState::kLoading;
-  });
+  return late;
 }
 
 bool Claims::waits_for_prefetches(const ClaimState& claim) const {
@@ -139,11 +135,9 @@ bool Claims::waits_for_prefetches(const ClaimState& claim) const {
   });
 }
 
-void Claims::enter_queue(ClaimState& claim) { queue_.push_back(&claim); }
-
 void Claims::leave_queue(ClaimState& claim) {
   std::erase(queue_, &claim);
-  effects_.freed = true;  // the next in line must look
+  slots_.effects().freed = true;  // the next in line must look
 }
 
 bool Claims::is_behind_others(const ClaimState& claim) const {

@@ -52,8 +52,7 @@ class Window;
 
 class Claims {
  public:
-  Claims(int32_t experts, SlotTable& slots, Statistics& statistics, Effects& effects)
-      : experts_(experts), slots_(slots), statistics_(statistics), effects_(effects) {}
+  explicit Claims(SlotTable& slots) : slots_(slots) {}
 
   void add(ClaimState& claim);     // with all entries kWaiting
   void remove(ClaimState& claim);  // drops all pins; reads under way go on
@@ -69,16 +68,14 @@ class Claims {
   // Releases the claim's experts at these positions of its list. Returns how many it held; it stops
   // at the first that it does not hold.
   size_t release(ClaimState& claim, std::span<const int32_t> indices);
-  // Whether all reads that it has joined are still under way.
-  bool waits_for_reads(const ClaimState& claim) const;
   // Whether all reads that it waits for were begun as prefetches.
   bool waits_for_prefetches(const ClaimState& claim) const;
-  // The first slot whose read it waits for; -1: none.
+  // The first slot whose read it waits for; -1: none, or a read that it has joined has ended.
   int32_t late_slot(const ClaimState& claim) const;
 
   // A claim that finds no slot waits in the queue, and leaves it however the wait ends. Others may
   // pass it meanwhile. Neither allocates.
-  void enter_queue(ClaimState& claim);
+  void enter_queue(ClaimState& claim) { queue_.push_back(&claim); }
   void leave_queue(ClaimState& claim);
   bool queued() const { return !queue_.empty(); }
 
@@ -92,17 +89,14 @@ class Claims {
   // Whether other claims in the queue take slots before it.
   bool is_behind_others(const ClaimState& claim) const;
   ExpertId id_of(const ClaimState& claim, size_t index) const {
-    return claim.layer * experts_ + claim.experts[index];
+    return slots_.id_of(claim.layer, claim.experts[index]);
   }
   static void end_read(ClaimState& claim, ClaimEntry& entry) {
     claim.reading -= entry.read;
     entry.read = false;
   }
 
-  const int32_t experts_;  // per layer
   SlotTable& slots_;
-  Statistics& statistics_;
-  Effects& effects_;
   std::vector<ClaimState*> alive_;
   std::vector<ClaimState*> queue_;  // those that wait for slots, in order
 };

@@ -8,26 +8,23 @@ namespace torch_mesh {
 
 Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
     : options_(options),
-      effects_(options.slots, options.experts, options.slots),
-      statistics_(options.layers, options.experts),
-      slots_(options.layers, options.experts, options.slots, std::move(policy), statistics_,
-             effects_),
-      soft_pins_(options.soft_pins, options.layers, options.experts, slots_),
+      slots_(options.layers, options.experts, options.slots, std::move(policy)),
+      soft_pins_(options.soft_pins, slots_),
       use_(options.soft_pins.profile.tokens.empty() ? ModelUse(options.layers, options.experts)
                                                     : options.soft_pins.profile),
       warming_(options.soft_pins.on_gpu.empty()),
       last_phase_(static_cast<size_t>(options.layers), Phase::kNone),
       last_rows_(last_phase_.size(), 0),
-      expected_(options.layers, options.experts),
-      window_(options.layers, options.experts, options.prefill, slots_),
-      claims_(options.experts, slots_, statistics_, effects_),
-      sizing_(options.slots_per_segment, slots_, soft_pins_, statistics_, effects_) {
+      expected_(slots_),
+      window_(options.prefill, slots_),
+      claims_(slots_),
+      sizing_(options.slots_per_segment, slots_, soft_pins_) {
   read_ahead();
 }
 
 Effects& Core::effects() {
   if (slots_.take_emptied()) sizing_.detach_vacant();
-  return effects_;
+  return slots_.effects();
 }
 
 void Core::begin(ClaimState& claim) {
@@ -44,7 +41,7 @@ void Core::begin_forward(ClaimState& claim) {
   const Deferral& deferral = claim.part.deferral;
   claim.window = window_.takes(claim);
   if (claim.part.teaches()) {
-    expected_.begin(claim.layer, claim.experts, slots_);
+    expected_.begin(claim.layer, claim.experts);
     learn(claim);
   }
   claims_.reserve(claim, window_);
@@ -68,7 +65,7 @@ void Core::learn(const ClaimState& claim) {
     use_.count(claim.layer, claim.experts, part.ids, part.top_k);
     last_phase_[claim.layer] = part.phase;
   }
-  if (covers_all()) return;
+  if (slots_.covers_all()) return;
   Policy& policy = slots_.policy();
   if (part.phase == Phase::kPrefill && last == Phase::kDecode) policy.begin_sequence(claim.layer);
   if (step) {
@@ -96,8 +93,8 @@ void Core::end(ClaimState& claim) {
   claims_.remove(claim);
   if (claim.part.phase == Phase::kNone || !claim.part.last) return;
   last_rows_[claim.layer] = claim.part.rows;
-  statistics_.end_forward(claim.layer, claim.part.phase);
-  effects_.forward_ended = true;
+  statistics().end_forward(claim.layer, claim.part.phase);
+  slots_.effects().forward_ended = true;
 }
 
 // Claims that queue for slots come before all reads ahead. Predictions have half of the slots at
@@ -128,9 +125,9 @@ void Core::read_left_out(const ClaimState& claim) {
   for (int32_t index : deferral.experts) {
     const ExpertId id = id_of(claim.layer, index);
     if (deferral.fallback) {
-      statistics_.of(claim.layer, phase).kept_accesses += slots_.early(id);
+      statistics().of(claim.layer, phase).kept_accesses += slots_.early(id);
     } else {
-      statistics_.count_access(id, phase, &ExpertStats::deferred, slots_.early(id));
+      statistics().count_access(id, phase, &ExpertStats::deferred, slots_.early(id));
       slots_.soft_pin(id, SoftPin::kDeferred, true);
     }
   }
@@ -172,7 +169,7 @@ void Core::failed(int32_t slot, int64_t bytes, Error error) {
 
 void Core::read_ahead() {
   while (admits(ReadAhead::kExpected)) {
-    if (expected_.read_next(slots_, expected_phase_) >= 0) continue;
+    if (expected_.read_next(expected_phase_) >= 0) continue;
     if (!admits(ReadAhead::kWarm) || soft_pins_.read_warm() < 0) return;
   }
 }
@@ -186,14 +183,14 @@ void Core::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase
 
 void Core::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {
   if (!options_.reads) return;
-  expected_.set(layer, experts, slots_);
+  expected_.set(layer, experts);
   expected_phase_ = phase;
   read_ahead();
-  expected_.waiting(slots_, effects_.predicted);
+  expected_.waiting(slots_.effects().predicted);
 }
 
 void Core::observe(int32_t layer, std::span<const float> scores) {
-  if (!covers_all()) slots_.policy().observe(layer, scores);
+  if (!slots_.covers_all()) slots_.policy().observe(layer, scores);
 }
 
 void Core::warm_up() {
@@ -208,7 +205,7 @@ int32_t Core::evict(int32_t layer, std::span<const int32_t> experts) {
     slots_.evict(slot, Phase::kNone);
     ++evicted;
   }
-  effects_.freed |= evicted > 0;
+  slots_.effects().freed |= evicted > 0;
   return evicted;
 }
 
@@ -220,20 +217,10 @@ int32_t Core::fill(ExpertId id) {
   return slots_.reserve(id);
 }
 
-SlotState Core::state(ExpertId id) const {
-  const int32_t slot = slots_.find(id);
-  return slot < 0 ? SlotState::kEmpty : slots_[slot].state;
-}
-
 void Core::states(int32_t layer, std::span<SlotState> states) const {
   for (int32_t expert = 0; expert < options_.experts; ++expert) {
     states[expert] = state(id_of(layer, expert));
   }
-}
-
-void Core::reset_statistics() {
-  statistics_.reset();
-  slots_.forget_unused();
 }
 
 void Core::validate() const {

@@ -97,18 +97,17 @@ class Core {
   // Begins no more reads ahead.
   void close() { closed_ = true; }
 
-  SlotState state(ExpertId id) const;
+  SlotState state(ExpertId id) const { return slots_.state(id); }
   void states(int32_t layer, std::span<SlotState> states) const;  // of each expert
-  ExpertId id_of(int32_t layer, int32_t expert) const { return layer * options_.experts + expert; }
+  ExpertId id_of(int32_t layer, int32_t expert) const { return slots_.id_of(layer, expert); }
   const CoreOptions& options() const { return options_; }
   const SlotTable& slots() const { return slots_; }
   Claims& claims() { return claims_; }  // to hand out, and for the queue
-  const Claims& claims() const { return claims_; }
   Sizing& sizing() { return sizing_; }
   const Sizing& sizing() const { return sizing_; }
-  Statistics& statistics() { return statistics_; }
-  const Statistics& statistics() const { return statistics_; }
-  void reset_statistics();
+  Statistics& statistics() { return slots_.statistics(); }
+  const Statistics& statistics() const { return slots_.statistics(); }
+  void reset_statistics() { slots_.reset_statistics(); }
   ModelUse& use() { return use_; }
   const ModelUse& use() const { return use_; }
   bool closed() const { return closed_; }
@@ -118,8 +117,6 @@ class Core {
   void validate() const;
 
  private:
-  // Whether every expert has a slot. Then nothing is evicted, and the policy need not learn.
-  bool covers_all() const { return slots_.limit() == options_.layers * options_.experts; }
   void begin_forward(ClaimState& claim);
   void learn(const ClaimState& claim);
   // Whether one more read of this kind may begin.
@@ -131,8 +128,6 @@ class Core {
   void read_ahead();
 
   const CoreOptions options_;
-  Effects effects_;
-  Statistics statistics_;
   SlotTable slots_;
   SoftPins soft_pins_;
   ModelUse use_;

@@ -22,11 +22,11 @@ struct Effects {
   bool resized = false;  // a segment was attached or detached
 
   // Reserves room for all effects of one event, so that no event allocates. `experts`: of a layer.
-  Effects(int32_t slots, int32_t experts, int64_t segments) {
+  Effects(int32_t slots, int32_t experts) {
     reads.reserve(static_cast<size_t>(slots));
     raised.reserve(static_cast<size_t>(slots));
     predicted.reserve(static_cast<size_t>(experts));
-    vacant.reserve(static_cast<size_t>(segments));
+    vacant.reserve(static_cast<size_t>(slots));
   }
 
   bool any() const {

@@ -20,43 +20,42 @@ namespace torch_mesh {
 
 class Expected {
  public:
-  Expected(int32_t layers, int32_t experts)
-      : experts_(experts), right_(static_cast<size_t>(layers) * kPositions) {
-    ids_.reserve(experts);
-    cold_.reserve(experts);
+  explicit Expected(SlotTable& slots)
+      : slots_(slots), right_(static_cast<size_t>(slots.layers()) * kPositions) {
+    ids_.reserve(slots.experts());
+    cold_.reserve(slots.experts());
   }
 
   // Replaces the expected experts by distinct experts of `layer`, the likeliest first. Those
   // without a slot are cold.
-  void set(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
+  void set(int32_t layer, std::span<const int32_t> experts) {
     clear();
     for (int32_t expert : experts) {
-      ids_.push_back(layer * experts_ + expert);
-      cold_.push_back(slots.find(ids_.back()) < 0);
+      ids_.push_back(slots_.id_of(layer, expert));
+      cold_.push_back(slots_.find(ids_.back()) < 0);
     }
     layer_ = layer;
   }
 
   // A forward of `layer` begins, and uses `experts`. Learns which predictions were right, including
   // those that were not read, and which reads ended in time.
-  void begin(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
+  void begin(int32_t layer, std::span<const int32_t> experts) {
     if (layer != layer_) return;
     for (size_t position = 0, reads = 0; position < ids_.size(); ++position) {
       if (!cold_[position]) continue;
       if (worth_reading(position, reads)) {
-        const int32_t slot = slots.find(ids_[position]);
-        in_time_after(reads++).learn(slot >= 0 && slots[slot].state == SlotState::kReady);
+        in_time_after(reads++).learn(slots_.ready(ids_[position]));
       }
-      right_at(position).learn(std::ranges::find(experts, ids_[position] % experts_) !=
+      right_at(position).learn(std::ranges::find(experts, ids_[position] % slots_.experts()) !=
                                experts.end());
     }
     clear();
   }
 
   // Adds those that are worth a read and have had no slot to `ids`, the likeliest first.
-  void waiting(const SlotTable& slots, std::vector<ExpertId>& ids) {
+  void waiting(std::vector<ExpertId>& ids) {
     for (size_t position = next_, reads = reads_; position < ids_.size(); ++position) {
-      if (slots.find(ids_[position]) >= 0 || !worth_reading(position, reads)) continue;
+      if (slots_.find(ids_[position]) >= 0 || !worth_reading(position, reads)) continue;
       ids.push_back(ids_[position]);
       ++reads;
     }
@@ -64,13 +63,14 @@ class Expected {
 
   // Begins to read the likeliest one that has no slot and is worth it. Returns its slot; -1: there
   // is no such expert, or no slot. Evicts none of those expected.
-  int32_t read_next(SlotTable& slots, Phase phase) {
-    while (next_ < ids_.size() && (slots.find(ids_[next_]) >= 0 || !worth_reading(next_, reads_))) {
+  int32_t read_next(Phase phase) {
+    while (next_ < ids_.size() &&
+           (slots_.find(ids_[next_]) >= 0 || !worth_reading(next_, reads_))) {
       ++next_;
     }
     if (next_ == ids_.size()) return -1;
     int32_t slot = -1;
-    slots.while_pinned(ids_, [&] { slot = slots.read(ids_[next_], Urgency::kPrefetch, phase); });
+    slots_.while_pinned(ids_, [&] { slot = slots_.read(ids_[next_], Urgency::kPrefetch, phase); });
     // One whose read fails at once is not asked for again. Without a slot for this one there is
     // none for the others.
     next_ = slot < 0 ? ids_.size() : next_ + 1;
@@ -117,7 +117,7 @@ class Expected {
     reads_ = 0;
   }
 
-  int32_t experts_;  // per layer
+  SlotTable& slots_;
   int32_t layer_ = -1;
   std::vector<Fraction> right_;  // [layer][position]; all are read until it has learned more
   std::array<Fraction, kReads> in_time_;  // by the number of a layer's reads before it

@@ -36,12 +36,12 @@ void ModelUse::count_on_gpu(int32_t layer, std::span<const int64_t> ids, int32_t
   }
 }
 
-std::vector<int32_t> hottest(const ModelUse& use, int32_t most, const std::vector<bool>& on_gpu) {
+std::vector<int32_t> hottest(const ModelUse& use, const std::vector<bool>& on_gpu) {
   std::vector<float> rates(use.uses.size());
   for (size_t id = 0; id < rates.size(); ++id) {
     if (on_gpu.empty() || !on_gpu[id]) rates[id] = use.rate(static_cast<int64_t>(id));
   }
-  std::vector<int32_t> order, ids(std::min(rates.size(), static_cast<size_t>(most)));
+  std::vector<int32_t> order, ids(rates.size());
   ids.resize(rank(rates, order, ids));
   return ids;
 }

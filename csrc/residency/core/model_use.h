@@ -52,10 +52,8 @@ struct ModelUse {
 // often than there were tokens. `tokens` may be empty: nothing is known.
 void check(const ModelUse& use, int32_t layers, int32_t experts);
 
-// The ids that were used and are not `on_gpu`, the most used per token first, at most `most` of
-// them.
-std::vector<int32_t> hottest(const ModelUse& use, int32_t most,
-                             const std::vector<bool>& on_gpu = {});
+// The ids that were used and are not `on_gpu`, the most used per token first.
+std::vector<int32_t> hottest(const ModelUse& use, const std::vector<bool>& on_gpu = {});
 
 // The indices of the largest positive values, as many as fit into `out`; equal ones in order of
 // their index. Returns how many. `order` is scratch.

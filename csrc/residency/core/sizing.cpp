@@ -5,15 +5,12 @@
 
 namespace torch_mesh {
 
-Sizing::Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins,
-               Statistics& statistics, Effects& effects)
+Sizing::Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins)
     : slots_per_segment_(slots_per_segment),
       target_(slots.limit()),
       before_(target_),
       slots_(slots),
-      soft_pins_(soft_pins),
-      statistics_(statistics),
-      effects_(effects) {
+      soft_pins_(soft_pins) {
   if (slots_per_segment == 0) return;
   segments_.assign(static_cast<size_t>((target_ + slots_per_segment - 1) / slots_per_segment),
                    State::kAttached);
@@ -43,12 +40,12 @@ void Sizing::detach_vacant() {
 void Sizing::detach_vacant(int64_t segment) {
   if (segments_[segment] != State::kAttached || !vacant(segment)) return;
   segments_[segment] = State::kDetaching;
-  effects_.vacant.push_back(segment);
+  slots_.effects().vacant.push_back(segment);
 }
 
 void Sizing::detached(int64_t segment) {
   segments_[segment] = State::kDetached;
-  effects_.resized = true;
+  slots_.effects().resized = true;
 }
 
 void Sizing::detach_failed(int64_t segment) { segments_[segment] = State::kAttached; }
@@ -68,12 +65,12 @@ void Sizing::attached(int64_t segment) {
   segments_[segment] = State::kAttached;
   raise_limit();
   detach_vacant(segment);  // if the pool has shrunk meanwhile
-  effects_.resized = true;
+  slots_.effects().resized = true;
 }
 
 void Sizing::attach_failed(int64_t segment) {
   segments_[segment] = State::kDetached;
-  effects_.resized = true;
+  slots_.effects().resized = true;
   if (first_of(segment) < target_) resize(before_);  // else the pool has shrunk meanwhile
 }
 
@@ -81,14 +78,13 @@ void Sizing::raise_limit() {
   const int32_t limit =
       segments_.empty() ? target_ : std::min(target_, first_of(first_not_attached()));
   if (limit <= slots_.limit()) return;
-  statistics_.counts().grows += !std::exchange(grown_, true);
+  slots_.statistics().counts().grows += !std::exchange(grown_, true);
   set_limit(limit);
-  effects_.freed = true;
+  slots_.effects().freed = true;
 }
 
 void Sizing::set_limit(int32_t limit) {
   slots_.set_limit(limit);
-  slots_.policy().resize(limit);
   soft_pins_.resize();
 }
 
@@ -97,7 +93,7 @@ void Sizing::resize(int32_t wanted) {
   target_ = wanted;
   grown_ = false;
   if (const int32_t before = slots_.limit(); wanted < before) {
-    ++statistics_.counts().shrinks;
+    ++slots_.statistics().counts().shrinks;
     set_limit(wanted);
     for (int32_t slot = wanted; slot < before; ++slot) {
       if (slots_.reusable(slot) && slots_[slot].state == SlotState::kReady) {
@@ -107,7 +103,7 @@ void Sizing::resize(int32_t wanted) {
   }
   raise_limit();
   detach_vacant();
-  effects_.resized = true;
+  slots_.effects().resized = true;
 }
 
 bool Sizing::settled() const {

@@ -14,8 +14,7 @@ namespace torch_mesh {
 class Sizing {
  public:
   // slots_per_segment 0: there are no segments, all memory stays attached.
-  Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins, Statistics& statistics,
-         Effects& effects);
+  Sizing(int32_t slots_per_segment, SlotTable& slots, SoftPins& soft_pins);
 
   // Sets the number of slots, to be reached when there is memory for them.
   void resize(int32_t slots);
@@ -62,8 +61,6 @@ class Sizing {
   bool grown_ = false;  // the last resize() has made the pool larger
   SlotTable& slots_;
   SoftPins& soft_pins_;
-  Statistics& statistics_;
-  Effects& effects_;
 };
 
 }  // namespace torch_mesh

@@ -10,9 +10,9 @@ void check_invariant(bool holds, const char* what) {
   if (!holds) throw std::logic_error(std::string("pool invariant broken: ") + what);
 }
 
-SlotTable::SlotTable(int32_t layers, int32_t experts, int32_t slots, std::unique_ptr<Policy> policy,
-                     Statistics& statistics, Effects& effects)
-    : experts_(experts),
+SlotTable::SlotTable(int32_t layers, int32_t experts, int32_t slots, std::unique_ptr<Policy> policy)
+    : layers_(layers),
+      experts_(experts),
       slots_(static_cast<size_t>(slots)),
       slot_of_(static_cast<size_t>(layers) * experts, -1),
       soft_pins_(slot_of_.size(), 0),
@@ -20,8 +20,8 @@ SlotTable::SlotTable(int32_t layers, int32_t experts, int32_t slots, std::unique
       limit_(slots),
       empty_(links_),
       policy_(std::move(policy)),
-      statistics_(statistics),
-      effects_(effects) {
+      statistics_(layers, experts),
+      effects_(slots, experts) {
   deferred_.reserve(slot_of_.size());
   for (int32_t slot = 0; slot < slots; ++slot) empty_.push_back(slot);
 }
@@ -35,6 +35,7 @@ void SlotTable::set_limit(int32_t slots) {
   const int32_t first = std::min(limit_, slots), last = std::max(limit_, slots);
   const bool lower = slots < limit_;
   limit_ = slots;
+  policy_->resize(slots);
   for (int32_t index = first; index < last; ++index) {
     if (slots_[index].state != SlotState::kEmpty || slots_[index].pins > 0) continue;
     lower ? empty_.erase(index) : empty_.push_back(index);
@@ -189,7 +190,8 @@ bool SlotTable::use_prefetched(int32_t index) {
   return true;
 }
 
-void SlotTable::forget_unused() {
+void SlotTable::reset_statistics() {
+  statistics_.reset();
   for (Slot& slot : slots_) slot.unused = false;
 }
 
@@ -247,13 +249,12 @@ void SlotTable::forget_deferred(int32_t layer) {
 }
 
 void SlotTable::validate() const {
-  int32_t loading = 0, in_use = 0, resident = 0, prefetching = 0, listed = 0;
-  int32_t ready = 0, out_of_list = 0;
+  int32_t loading = 0, present = 0, prefetching = 0, listed = 0, out_of_list = 0;
   for (int32_t index = 0; index < size(); ++index) {
     validate_slot(index);
     const Slot& slot = slots_[index];
     loading += slot.state == SlotState::kLoading;
-    ready += slot.state == SlotState::kReady;
+    present += slot.state == SlotState::kReady;
     prefetching += slot.urgency != Urgency::kDemand;
     const bool vacant = slot.state == SlotState::kEmpty;
     out_of_list += vacant && (slot.error.has_value() || retired(index));
@@ -271,18 +272,15 @@ void SlotTable::validate() const {
     check_invariant(slots_[index].state == SlotState::kEmpty && slots_[index].pins == 0,
                     "a slot in the list of empty ones is in use");
   }
-  check_invariant(listed + out_of_list + loading + ready == size(), "a slot is lost");
+  check_invariant(listed + out_of_list + loading + present == size(), "a slot is lost");
 
-  for (size_t id = 0; id < slot_of_.size(); ++id) {
-    const auto expert = static_cast<ExpertId>(id);
-    resident += policy_->resident(expert);
-    if (slot_of_[id] < 0) continue;
-    ++in_use;
-    check_invariant(slot_of_[id] < size() && slots_[slot_of_[id]].expert == expert,
+  for (ExpertId id = 0; id < layers_ * experts_; ++id) {
+    const int32_t slot = find(id);
+    check_invariant(slot < 0 || (slot < size() && slots_[slot].expert == id),
                     "the expert map names a slot that holds another expert");
+    check_invariant(policy_->resident(id) == ready(id),
+                    "the policy's residents are not the READY slots");
   }
-  check_invariant(in_use == loading + ready, "an expert is in a slot but not in the map");
-  check_invariant(resident == ready, "the policy's residents are not the READY slots");
   validate_counts();
 }
 
@@ -304,7 +302,6 @@ void SlotTable::validate_slot(int32_t index) const {
   check_invariant(!slot.error, "a slot in use has an error");
   if (slot.state == SlotState::kReady) {
     check_invariant(!retired(index) || slot.pins > 0, "a retired slot that nothing uses is READY");
-    check_invariant(policy_->resident(slot.expert), "a READY slot is unknown to the policy");
     check_invariant(policy_->pinned(slot.expert) == (slot.pins > 0 || soft_pins_[slot.expert] != 0),
                     "slot and policy disagree on what is pinned");
   }
@@ -312,19 +309,18 @@ void SlotTable::validate_slot(int32_t index) const {
 
 void SlotTable::validate_counts() const {
   const PoolStats& counts = statistics_.counts();
-  const auto layers = static_cast<int32_t>(counts.layers[0].size());
-  std::vector<int64_t> unused(kPhases * static_cast<size_t>(layers));
+  std::vector<int64_t> unused(kPhases * static_cast<size_t>(layers_));
   for (const Slot& slot : slots_) {
     if (!slot.unused) continue;
-    ++unused[static_cast<size_t>(slot.phase) * layers + slot.expert / experts_];
+    ++unused[static_cast<size_t>(slot.phase) * layers_ + slot.expert / experts_];
   }
   for (size_t phase = 0; phase < kPhases; ++phase) {
-    for (int32_t layer = 0; layer < layers; ++layer) {
+    for (int32_t layer = 0; layer < layers_; ++layer) {
       const LayerStats& at = counts.layers[phase][layer];
       check_invariant(at.hits + at.cold_misses + at.inflight_misses + at.deferred == at.accesses,
                       "hits, misses and deferrals do not add up to accesses");
       check_invariant(at.prefetches == at.prefetches_used + at.prefetches_unused +
-                                           unused[phase * layers + layer],
+                                           unused[phase * layers_ + layer],
                       "prefetches used, unused and waiting do not add up to those issued");
     }
   }

@@ -1,5 +1,6 @@
 // The slots, their experts and the reads into them: which expert gets a slot, which one is evicted
-// for it, and whether reads ahead were used.
+// for it, and whether reads ahead were used. With them are the counts and effects to which all
+// parts of the core add.
 //
 // Two things keep an expert in its slot. A pin counts a claim that uses the slot or waits for its
 // read: a pinned slot is never a victim. A soft pin is a mark on the expert, with a reason, that
@@ -45,18 +46,23 @@ enum SoftPin : uint8_t { kEarly = 1, kDeferred = 2 };
 
 class SlotTable {
  public:
-  SlotTable(int32_t layers, int32_t experts, int32_t slots, std::unique_ptr<Policy> policy,
-            Statistics& statistics, Effects& effects);
+  SlotTable(int32_t layers, int32_t experts, int32_t slots, std::unique_ptr<Policy> policy);
 
+  int32_t layers() const { return layers_; }
+  int32_t experts() const { return experts_; }  // per layer
+  ExpertId id_of(int32_t layer, int32_t expert) const { return layer * experts_ + expert; }
   int32_t size() const { return static_cast<int32_t>(slots_.size()); }
   const Slot& operator[](int32_t slot) const { return slots_[slot]; }
   int32_t find(ExpertId id) const { return slot_of_[id]; }  // -1: neither LOADING nor READY
-  bool ready(ExpertId id) const {
-    return slot_of_[id] >= 0 && slots_[slot_of_[id]].state == SlotState::kReady;
+  SlotState state(ExpertId id) const {
+    return slot_of_[id] < 0 ? SlotState::kEmpty : slots_[slot_of_[id]].state;
   }
+  bool ready(ExpertId id) const { return state(id) == SlotState::kReady; }
   // Slots from here on are retired: never reserved, and emptied as soon as nothing uses them.
   int32_t limit() const { return limit_; }
   bool retired(int32_t slot) const { return slot >= limit_; }
+  // Whether every expert has a slot. Then nothing is evicted, and the policy need not learn.
+  bool covers_all() const { return limit_ == layers_ * experts_; }
   void set_limit(int32_t slots);  // leaves the READY slots beyond a lower limit to the caller
   bool has_empty() const { return !empty_.empty(); }
   bool reusable(int32_t slot) const {
@@ -67,7 +73,9 @@ class SlotTable {
   // Reads ahead that no forward waits for yet, those of a window included.
   int32_t prefetching() const { return prefetching_; }
   Policy& policy() { return *policy_; }
-  const Policy& policy() const { return *policy_; }
+  Statistics& statistics() { return statistics_; }
+  const Statistics& statistics() const { return statistics_; }
+  Effects& effects() { return effects_; }
 
   // Begins the read of an expert that has no slot, into an empty slot or that of a victim. Returns
   // the slot; -1: there is none. Every read begins here. `stuck`: for a claim that has nothing to
@@ -109,7 +117,7 @@ class SlotTable {
 
   // Marks a prefetch as used. Returns whether it was unused.
   bool use_prefetched(int32_t slot);
-  void forget_unused();
+  void reset_statistics();  // unused prefetches will count neither as used nor as unused
   // Whether a retired slot has become empty since the last call.
   bool take_emptied() { return std::exchange(emptied_, false); }
 
@@ -145,7 +153,7 @@ class SlotTable {
   void validate_slot(int32_t slot) const;
   void validate_counts() const;
 
-  const int32_t experts_;  // per layer
+  const int32_t layers_, experts_;
   std::vector<Slot> slots_;
   std::vector<int32_t> slot_of_;    // by expert id
   std::vector<uint8_t> soft_pins_;  // likewise: bits of SoftPin; if any is set the policy pins it
@@ -158,8 +166,8 @@ class SlotTable {
   int32_t prefetching_ = 0;
   bool emptied_ = false;
   std::unique_ptr<Policy> policy_;
-  Statistics& statistics_;
-  Effects& effects_;
+  Statistics statistics_;
+  Effects effects_;
 };
 
 // Throws std::logic_error(what) unless `holds`.

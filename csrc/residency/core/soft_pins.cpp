@@ -25,13 +25,13 @@ void check(const SoftPinOptions& options, int32_t layers, int32_t experts) {
   }
 }
 
-SoftPins::SoftPins(const SoftPinOptions& options, int32_t layers, int32_t experts, SlotTable& slots)
-    : experts_(experts),
-      early_layers_(options.early_experts > 0 ? std::min(options.early_layers, layers) : 0),
-      max_early_(std::min(options.early_experts, experts)),
+SoftPins::SoftPins(const SoftPinOptions& options, SlotTable& slots)
+    : experts_(slots.experts()),
+      early_layers_(options.early_experts > 0 ? std::min(options.early_layers, slots.layers()) : 0),
+      max_early_(std::min(options.early_experts, experts_)),
       slots_(slots),
-      recent_(static_cast<size_t>(early_layers_) * experts, 0.f),
-      order_(static_cast<size_t>(experts)) {
+      recent_(static_cast<size_t>(early_layers_) * experts_, 0.f),
+      order_(static_cast<size_t>(experts_)) {
   if (!options.profile.tokens.empty()) {
     for (size_t id = 0; id < recent_.size(); ++id) {
       if (!options.on_gpu.empty() && options.on_gpu[id]) continue;
@@ -40,17 +40,17 @@ SoftPins::SoftPins(const SoftPinOptions& options, int32_t layers, int32_t expert
     slots.policy().start_from(options.profile);
   }
   resize();
-  warm_ = hottest(options.profile, layers * experts, options.on_gpu);
+  warm_ = hottest(options.profile, options.on_gpu);
   std::stable_partition(warm_.begin(), warm_.end(), [&](ExpertId id) { return slots.early(id); });
-  if (options.fill) append_others(layers, options.on_gpu);
+  if (options.fill) append_others(options.on_gpu);
 }
 
-void SoftPins::append_others(int32_t layers, const std::vector<bool>& on_gpu) {
+void SoftPins::append_others(const std::vector<bool>& on_gpu) {
   std::vector<bool> named = on_gpu;
-  named.resize(static_cast<size_t>(layers) * experts_);
+  named.resize(static_cast<size_t>(slots_.layers()) * experts_);
   for (const ExpertId id : warm_) named[id] = true;
   for (int32_t expert = 0; expert < experts_; ++expert) {
-    for (int32_t layer = 0; layer < layers; ++layer) {
+    for (int32_t layer = 0; layer < slots_.layers(); ++layer) {
       const ExpertId id = layer * experts_ + expert;
       if (!named[id]) warm_.push_back(id);
     }

@@ -31,7 +31,7 @@ void check(const SoftPinOptions& options, int32_t layers, int32_t experts);
 
 class SoftPins {
  public:
-  SoftPins(const SoftPinOptions& options, int32_t layers, int32_t experts, SlotTable& slots);
+  SoftPins(const SoftPinOptions& options, SlotTable& slots);
 
   // A forward of `layer` begins; arguments as for Policy::tick_prompt().
   void tick(int32_t layer, std::span<const int32_t> chosen, std::span<const int64_t> ids,
@@ -46,7 +46,7 @@ class SoftPins {
 
  private:
   void pin_hottest(int32_t layer);
-  void append_others(int32_t layers, const std::vector<bool>& on_gpu);
+  void append_others(const std::vector<bool>& on_gpu);
 
   const int32_t experts_;
   const int32_t early_layers_, max_early_;

@@ -60,8 +60,6 @@ struct LayerStats : ExpertStats {
 #define TORCH_MESH_NAME(name) {#name, &LayerStats::name},
 inline constexpr std::pair<const char*, int64_t LayerStats::*> kLayerCounts[] = {
     TORCH_MESH_LAYER_COUNTS(TORCH_MESH_NAME) TORCH_MESH_COMMON_COUNTS(TORCH_MESH_NAME)};
-#undef TORCH_MESH_NAME
-#define TORCH_MESH_NAME(name) {#name, &ExpertStats::name},
 inline constexpr std::pair<const char*, int64_t ExpertStats::*> kExpertCounts[] = {
     TORCH_MESH_COMMON_COUNTS(TORCH_MESH_NAME)};
 #undef TORCH_MESH_NAME

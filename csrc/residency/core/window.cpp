@@ -18,17 +18,17 @@ constexpr int32_t kMinNarrow = 8;
 // would be read ahead for it would be in vain.
 bool Window::takes(const ClaimState& claim) const {
   if (!claim.part.streams || claim.part.phase != Phase::kPrefill) return false;
-  if (slots_.limit() == layers_ * experts_) return false;
+  if (slots_.covers_all()) return false;
   if (prefill_ != PrefillWindow::kAuto) return prefill_ == PrefillWindow::kAlways;
-  return std::ssize(claim.entries) * 8 >= int64_t{experts_} * 7;
+  return std::ssize(claim.entries) * 8 >= int64_t{slots_.experts()} * 7;
 }
 
 // If other chunks follow, they find the whole layer there, if that is at most half of the pool.
 int32_t Window::slots_for(int32_t layer, bool last_chunk) const {
   const int32_t all = slots_.limit();
-  const auto hot = static_cast<int32_t>(int64_t{all} * (layer + 1) / layers_);
-  const int32_t least =
-      last_chunk ? std::min(std::max(kMinWindow, all / 16), all / 8) : std::min(experts_, all / 2);
+  const auto hot = static_cast<int32_t>(int64_t{all} * (layer + 1) / slots_.layers());
+  const int32_t least = last_chunk ? std::min(std::max(kMinWindow, all / 16), all / 8)
+                                   : std::min(slots_.experts(), all / 2);
   return std::max({1, all - hot, least});
 }
 
@@ -39,8 +39,8 @@ int32_t Window::narrow() const {
 
 void Window::read_next_layer(const ClaimState& claim) {
   const int32_t layer = claim.layer + 1;
-  if (!claim.window || !claim.part.last || claim.waiting > 0 || layer == layers_) return;
-  const auto ids = std::views::iota(layer * experts_, (layer + 1) * experts_);
+  if (!claim.window || !claim.part.last || claim.waiting > 0 || layer == slots_.layers()) return;
+  const auto ids = std::views::iota(slots_.id_of(layer, 0), slots_.id_of(layer + 1, 0));
   int32_t missing = 0, ahead = 0;
   for (ExpertId id : ids) {
     const int32_t slot = slots_.find(id);

@@ -25,8 +25,7 @@ enum class PrefillWindow : uint8_t { kNever, kAuto, kAlways };
 
 class Window {
  public:
-  Window(int32_t layers, int32_t experts, PrefillWindow prefill, SlotTable& slots)
-      : layers_(layers), experts_(experts), prefill_(prefill), slots_(slots) {}
+  Window(PrefillWindow prefill, SlotTable& slots) : prefill_(prefill), slots_(slots) {}
 
   // Whether a claim that begins is of a forward that uses the window, and whose next layer will.
   bool takes(const ClaimState& claim) const;
@@ -47,7 +46,6 @@ class Window {
   int32_t slots_for(int32_t layer, bool last_chunk) const;
   int32_t narrow() const;
 
-  const int32_t layers_, experts_;
   const PrefillWindow prefill_;
   SlotTable& slots_;
 };
