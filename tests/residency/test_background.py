@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import faulthandler
 import itertools
@@ -102,6 +103,24 @@ def test_an_interrupt_at_any_step_leaves_no_thread_hanging(work: Callable[[_Call
     lines = report.read_text().splitlines()
     assert status == 0, "\n".join(lines[-40:])
     assert len(lines) > 50
+
+
+def test_a_thread_whose_start_was_interrupted_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, interrupted = _thread.start_new_thread, []
+
+    def start_second(*arguments: Any) -> Any:
+        if interrupted:
+            return start(*arguments)
+        interrupted.append(True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_thread, "start_new_thread", start_second)
+    with TaskThreads(1) as threads:
+        with pytest.raises(KeyboardInterrupt):
+            threads.submit(int)
+        task = threads.submit(int, "7")
+        assert task._ended.wait(_HANGS)
+        assert task.result() == 7
 
 
 def test_errors_cancel_tasks_that_have_not_begun() -> None:

@@ -142,7 +142,7 @@ class TaskThreads(contextlib.AbstractContextManager["TaskThreads"]):
             yield completed.get().result()
 
     def _submit(self, call: Callable[[], _Result], completed: Callable[[Task[_Result]], object]) -> Task[_Result]:
-        if len(self._threads) < self._count:
+        if sum(started.is_set() for started, _ in self._threads) < self._count:  # Ctrl-C may have prevented a start
             self._start()
         task = Task(call)
         self._tasks.put((task, completed))
