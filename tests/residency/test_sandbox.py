@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.cli import doctor, main
+from torch_mesh.models import share
+from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.machine import disk_speed
+from torch_mesh.pool.expert_pool import pool_slots, record_bytes
 from torch_mesh.pool.memory_guard import MemoryGuard
 from torch_mesh.store.convert import convert
 from torch_mesh.store.verify import check_other_files
@@ -156,6 +160,27 @@ def test_a_given_size_is_accepted_where_memory_is_hidden(hide: Hide) -> None:
     assert shortage(1 << 60) is None
     with pytest.raises(PermissionError, match="resident='8GiB'"):
         resident_slots("auto", **sizes)
+
+
+@pytest.mark.parametrize("hidden_from", ["this rank", "another rank"])
+def test_ranks_take_a_given_size_where_memory_is_hidden_from_one(
+    mesh_tiny: Path, hide: Hide, monkeypatch: pytest.MonkeyPatch, hidden_from: str
+) -> None:
+    if hidden_from == "this rank":
+        hide("/proc/meminfo")
+    other = None if hidden_from == "another rank" else 1 << 40
+    monkeypatch.setattr(share, "gathered", lambda value, where: [value, (value[0], other)])
+    layers = find_experts(AutoModelForCausalLM.from_pretrained(mesh_tiny))
+    count = layers[0].num_experts
+    own = [replace(layer, num_experts=count // 2, share=share.Share(0, 2, count, 2)) for layer in layers]
+
+    def slots(resident: str) -> int:
+        return pool_slots(own, MeshConfig(resident=resident), stored_layers=len(own), weights="int8", group_size=32)
+
+    assert slots("1MiB") == (1 << 20) // record_bytes(own, "int8", 32)
+    if hidden_from == "this rank":
+        with pytest.raises(PermissionError, match="resident='8GiB'"):
+            slots("auto")
 
 
 def test_a_model_runs_where_the_kernel_hides_its_files(

@@ -44,11 +44,16 @@ class Share:
     def to_dict(self) -> dict[str, int]:
         return {"rank": self.rank, "ranks": self.ranks, "first_expert": self.experts[0], "experts": self.count}
 
-    def free_bytes(self) -> int:
-        """Bytes that the ranks on this machine may take together: the minimum over what they see. A collective call."""
+    def free_bytes(self) -> int | None:
+        """Bytes that the ranks on this machine may take together: the minimum over what they see; None if one of them
+        cannot see it. A collective call."""
+        try:
+            own = available_bytes()
+        except OSError:
+            own = None
         here = this_machine()
-        seen = gathered((here, available_bytes()), OPENING)
-        return min(free for machine, free in seen if machine == here)
+        seen = [free for machine, free in gathered((here, own), OPENING) if machine == here]
+        return None if None in seen else min(seen)
 
     def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Restrict the arguments of a ``Source`` with all experts to this rank's."""
