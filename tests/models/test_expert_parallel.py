@@ -35,6 +35,9 @@ from rank import (
     trained,
 )
 from tiny_models import TINY_MODELS
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils import ModelOutput
 from upstream import needs_ep_size
 
 import torch_mesh
@@ -486,17 +489,18 @@ def test_options_and_inputs_that_exclude_ranks_are_refused(two: dict[str, Any]) 
         assert re.match(pattern, errors[name]), errors[name]
 
 
-def test_an_error_of_this_rank_is_not_reported_as_a_lost_rank() -> None:
+@pytest.mark.parametrize("error", [ReadError, MemoryError, ValueError])
+def test_an_error_of_this_rank_is_not_reported_as_a_lost_rank(error: type[Exception]) -> None:
     """The error names a file whose path contains "gloo", as errors of collectives do. Later forwards must fail, for the
     rank's next collective would meet a different one of the other ranks."""
     forwards = expert_parallel._Forwards("Rank 0 of 2")
 
     def fails() -> None:
-        raise ReadError("/mnt/igloo/mesh-0001.safetensors ends early")
+        raise error("/mnt/igloo/mesh-0001.safetensors ends early")
 
-    with pytest.raises(ReadError, match="igloo"):
+    with pytest.raises(error, match="igloo"):
         expert_parallel._Watched(fails, "model.layers.3", forwards)()
-    with pytest.raises(LostRankError, match="Rank 0 of 2: an earlier forward of this rank failed"):
+    with pytest.raises(LostRankError, match="Rank 0 of 2: an earlier forward or backward of this rank failed"):
         expert_parallel._Watched(lambda: None, "model.layers.0", forwards)()
 
 
@@ -529,6 +533,47 @@ def test_an_error_after_a_collective_ends_the_rank_and_an_earlier_one_does_not(
     for again in (model, experts):
         with pytest.raises(LostRankError):
             again(IDS)
+
+
+class _Experts(torch.autograd.Function):
+    error: type[BaseException] | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if _Experts.error is not None:
+            raise _Experts.error
+        return gradient * 2
+
+
+@pytest.mark.parametrize("error", [ReadError, KeyboardInterrupt])
+def test_a_backward_that_fails_ends_the_rank(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next forward's collectives would meet those of the backward in which other ranks wait."""
+    monkeypatch.setattr(expert_parallel, "gathered", lambda value, where: [value])
+    forwards = expert_parallel._Forwards("Rank 0 of 2")
+    experts = expert_parallel._Watched(_Experts.apply, "model.layers.0", forwards)
+
+    def forward(x: torch.Tensor) -> ModelOutput:
+        return MoeModelOutputWithPast(hidden_states=(x, experts(x)))
+
+    model = expert_parallel._WatchedModel(forward, forwards)
+    x = torch.ones(2, 3, requires_grad=True)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).hidden_states[1].sum()
+
+    for reentrant in (True, False):
+        loss(x).backward()
+        checkpoint(loss, x, use_reentrant=reentrant).backward()  # calls the model in its backward
+    monkeypatch.setattr(_Experts, "error", error)
+    with pytest.raises(error):
+        loss(x).backward()
+    for again in (model, experts):
+        with pytest.raises(LostRankError):
+            again(x)
 
 
 @pytest.mark.slow

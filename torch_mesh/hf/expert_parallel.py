@@ -20,6 +20,7 @@ from ..models.share import OPENING, SHARE, Share
 from ..system.collectives import gathered, lost_ranks, this_machine, this_rank
 from .compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules, unhook
 from .parallelism_checks import dispatches
+from .torch_compat import after_backward, is_in_backward, pytree
 
 _DISPATCH = "EpDispatchExpertsParallel.install_forward.<locals>"  # transformers' wrapper of a forward
 _ADAPTERS = "_mesh_adapters"  # attribute of an experts module, while its dispatch runs
@@ -150,15 +151,28 @@ class _Forwards:
         self.begun = False  # the model's forward has reached a collective
         # A forward ended early: the next collective would meet a different one of other ranks.
         self.failed = False
+        self.in_backward = False  # from the first gradient of the model's output to the end without an error
         self.count = 0  # successful forwards of the model
         self.compared = 0  # the last forward with compared inputs
 
     def check(self) -> None:
         if self.failed:
             raise LostRankError(
-                f"{self._rank}: an earlier forward of this rank failed, and other ranks may wait within it. End all "
-                "ranks and restart them."
+                f"{self._rank}: an earlier forward or backward of this rank failed, and other ranks may wait within "
+                "it. End all ranks and restart them."
             )
+
+    def watch_backward(self, output: Any) -> None:
+        for tensor in pytree.tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        self.in_backward = True
+        after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.in_backward = False
 
 
 class _Watched:
@@ -176,7 +190,7 @@ class _Watched:
         try:
             with lost_ranks(self._path):
                 return self._forward(*args, **kwargs)
-        except (RuntimeError, MeshError, KeyboardInterrupt):
+        except (RuntimeError, ValueError, MemoryError, MeshError, KeyboardInterrupt):
             self._forwards.failed = True
             raise
 
@@ -194,6 +208,9 @@ class _WatchedModel:
         forwards.check()
         if torch.compiler.is_compiling():  # a graph would be specialized to one count
             return self.__wrapped__(*args, **kwargs)
+        # With checkpointing of the whole model this is a part of the backward.
+        forwards.failed |= forwards.in_backward and not is_in_backward()
+        forwards.check()
         forwards.begun = False
         try:
             # Compare in forwards 1, 2, 4, 8 and each sixteenth, which costs a thousandth.
@@ -210,6 +227,7 @@ class _WatchedModel:
             forwards.failed |= forwards.begun
             raise
         forwards.count += 1
+        forwards.watch_backward(output)
         return output
 
 

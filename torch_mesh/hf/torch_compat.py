@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "DDP_IGNORED",
     "FakeTensorMode",
+    "after_backward",
     "arguments_of",
     "in_forward_mode",
+    "is_in_backward",
     "is_tracing",
     "make_wrapper",
     "multiplies_bf16",
@@ -33,11 +36,13 @@ __all__ = [
 NAMES: tuple[tuple[str, str], ...] = (
     ("torch.Tensor._make_wrapper_subclass", ">=2.11"),
     ("torch._C.DisableTorchFunctionSubclass", ">=2.11"),
+    ("torch._C._current_graph_task_id", ">=2.11"),
     ("torch.Tensor._version", ">=2.11"),
     ("torch._dynamo.config.patch", ">=2.11"),
     ("torch._dynamo.config.recompile_limit", ">=2.11"),
     ("torch._guards.TracingContext.try_get", ">=2.11"),
     ("torch._subclasses.fake_tensor.FakeTensorMode", ">=2.11"),
+    ("torch.autograd.Variable._execution_engine.queue_callback", ">=2.11"),
     ("torch.autograd.forward_ad._current_level", ">=2.11"),
     ("torch.cpu._is_amx_tile_supported", ">=2.11"),
     ("torch.cpu._is_avx512_bf16_supported", ">=2.11"),
@@ -75,6 +80,16 @@ def version_of(tensor: Any) -> int:
 def is_tracing() -> bool:
     """Whether torch.compile or torch.export traces in this thread."""
     return TracingContext.try_get() is not None
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(call: Callable[[], object]) -> None:
+    """Call ``call`` when the backward that this thread runs has ended without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def in_forward_mode() -> bool:
