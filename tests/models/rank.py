@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import importlib
 import os
@@ -110,8 +111,14 @@ def errors(model: Any) -> dict[str, str]:
     def patch() -> None:
         torch_mesh.patch(model)
 
+    def clone() -> None:
+        copy.deepcopy(model)
+
+    def train_copy() -> None:
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+
     found = {}
-    for attempt in (save, profile, patch, merge, seeds):
+    for attempt in (save, profile, patch, merge, seeds, clone, train_copy):
         try:
             attempt()
         except torch_mesh.MeshError as error:

@@ -466,6 +466,8 @@ REFUSED = {
     "profile": "MeshError: A profile is of all experts .* experts 4 to 7 of 8, rank 1 of 2",
     "merge": r"MeshError: .*down_proj is packed .* make a new store: .*then, in one process, torch_mesh.merge\(",
     "seeds": "MeshError: .*down_proj: the adapters of ranks 0 and 1",
+    "clone": "MeshError: Qwen3MoeForCausalLM is divided among ranks, and can neither be copied",
+    "train_copy": "MeshError: lm_head .* nor be among modules_to_save",
     "patch": r"UnsupportedModelError: .*tp_size=2, ep_size=2.*Supported: expert parallelism",
 }
 

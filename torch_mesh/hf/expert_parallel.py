@@ -7,9 +7,10 @@ docs/decisions/0055.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -140,7 +141,16 @@ def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer], undivided:
         forward = vars(module).get("forward")
         if forward is not None and is_hooked(module):
             vars(module)["forward"] = _Watched(forward, path, forwards)
+            vars(module)["__deepcopy__"] = functools.partial(_refuse_copy, path)
     vars(model)["forward"] = _WatchedModel(model.forward, forwards)
+    vars(model)["__deepcopy__"] = functools.partial(_refuse_copy, type(model).__name__)
+
+
+def _refuse_copy(path: str, memo: object) -> NoReturn:
+    raise MeshError(
+        f"{path} is divided among ranks, and can neither be copied nor be among modules_to_save: transformers' wrapper "
+        "of its forward would compute with the original. Open the model once more instead."
+    )
 
 
 class _Forwards:
