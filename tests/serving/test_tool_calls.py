@@ -49,7 +49,7 @@ def test_an_answer_in_channels_goes_on_where_the_prompt_has_begun_it() -> None:
     assert _read(BY_CHANNELS, " world<|return|>", continues=True) == [Content(" world")]
     more = " world<|end|><|start|>assistant<|channel|>analysis<|message|>Hm<|end|>"
     assert _read(BY_CHANNELS, more, continues=True) == [Content(" world"), Reasoning("Hm")]
-    forced = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+    forced = "<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
     assert _read(BY_CHANNELS, forced, continues=True) == [Call("f", "{}")]
     assert _read(BY_CHANNELS, " world<|return|>") == []  # between messages
 

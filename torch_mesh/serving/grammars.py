@@ -7,15 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch_mesh.serving.tool_calls import AnswerFormat
+from torch_mesh.serving.tool_calls import AnswerFormat, parser_of
 
-_SPECIAL = re.compile("(<[|\uff5c][^<>]*[|\uff5c]>)")
 _BLANKS = r"( |\n {0,40})?"  # between the parts of JSON; unbounded, a model may write white space forever
-
-
-def json_rules(schema: Mapping[str, Any]) -> list[str]:
-    """The rule ``json``: a value of ``schema``."""
-    return [f"json: {_json(schema)}"]
 
 
 def call_rules(tokenizer: Any, format: AnswerFormat, tools: Mapping[str, Any], several: bool) -> list[str]:
@@ -42,21 +36,62 @@ def call_rules(tokenizer: Any, format: AnswerFormat, tools: Mapping[str, Any], s
     return [f"calls: {' '.join(filter(None, around))}", *rules]
 
 
-def text_rules(tokenizer: Any, format: AnswerFormat) -> list[str]:
-    """The rule ``text``: any text without the beginning of a call."""
-    written = format.tools
-    assert written is not None
-    begin = written.header or written.begin
-    if _token(tokenizer, begin) is not None:
-        return ["text: TEXT", "TEXT: /(?s:.*)/"]
-    return ["text: TEXT", f"TEXT: /(?s:.*)/ & ~/(?s:.*{_escaped(begin)}.*)/"]
+def grammar(
+    tokenizer: Any,
+    format: AnswerFormat,
+    prompt_end: str,
+    continues: bool,
+    schema: Mapping[str, Any] | None,
+    calls: list[str],
+    required: bool,
+) -> str:
+    """A grammar of answers, which may begin with reasoning.
+
+    Args:
+        prompt_end: text of the prompt's last tokens, which may have begun or ended the reasoning.
+        continues: the prompt has begun the content.
+        schema: of the content. None: any text.
+        calls: the rules of ``call_rules``; none if the model may not call.
+        required: it must call.
+    """
+    if format.channels:
+        head, message = _text(tokenizer, "<|channel|>"), _text(tokenizer, "<|message|>")
+        rules = [
+            f'thought: {head} ("analysis" | "commentary") {message} TEXT',
+            f"next: {_text(tokenizer, '<|end|><|start|>assistant')}",
+        ]
+        before, final = "(thought next)*", f'{head} "final" {message}'
+        text, begin = f"{final} TEXT | calls", "<|channel|>"
+    else:
+        before, rules = _reasoning(tokenizer, format, prompt_end, continues)
+        final, text = "", "TEXT (calls TEXT)*"
+        begin = (format.tools.header or format.tools.begin) if format.tools else ""
+    if required:
+        answer = "calls"
+    elif schema is not None:
+        answer = f"{final} json" + (" | calls" if calls else "")
+        rules.append(f"json: {_json(schema)}")
+    else:
+        answer = text
+    start = f"{before} ({answer})"
+    if format.channels and continues:
+        start = f"TEXT (next {start})?" if answer is text else f"TEXT next {start}"
+    if begin:  # which is read as the beginning of a call if it is written out, too
+        rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*{_escaped(begin)}.*)/")
+    return "\n".join([f"start: {start}", *rules, *calls])
 
 
-def grammar(tokenizer: Any, format: AnswerFormat, reasons: bool, answer: str, rules: list[str]) -> str:
-    """A grammar of ``answer`` (the right side of a rule) after reasoning that the prompt has begun."""
-    if not reasons or format.thinking is None:
-        return "\n".join([f"start: {answer}", *rules])
-    return "\n".join([f"start: thoughts ({answer})", *_until(tokenizer, "thoughts", format.thinking[1]), *rules])
+def _reasoning(tokenizer: Any, format: AnswerFormat, prompt_end: str, continues: bool) -> tuple[str, list[str]]:
+    """Terms for the rest of the reasoning, or for reasoning that the model may begin, and their rules."""
+    if format.thinking is None:
+        return "", []
+    begin, end = format.thinking
+    rules = _until(tokenizer, "thoughts", end)
+    if parser_of(format, None, prompt_end).is_reasoning:
+        return "thoughts", rules
+    if continues or prompt_end.rstrip().endswith(end):
+        return "", []
+    return f'("\\n"? {_text(tokenizer, begin)} thoughts)?', rules
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -76,11 +111,11 @@ def _escaped(text: str) -> str:
 
 
 def _text(tokenizer: Any, text: str) -> str:
-    """``text`` as Lark terms, with marks of one token as its id."""
-    if (token := _token(tokenizer, text)) is not None:
-        return token
-    parts = [part for part in _SPECIAL.split(text) if part]
-    return " ".join(_token(tokenizer, part) or json.dumps(part, ensure_ascii=False) for part in parts)
+    """``text`` as Lark terms, with marks that are tokens by their ids."""
+    added = tokenizer.get_added_vocab()
+    marks = "|".join(re.escape(mark) for mark in added if mark == text or (mark.startswith("<") and mark in text))
+    parts = re.split(f"({marks})", text) if marks else [text]
+    return " ".join(_token(tokenizer, part) or json.dumps(part, ensure_ascii=False) for part in parts if part)
 
 
 def _token(tokenizer: Any, mark: str) -> str | None:

@@ -22,7 +22,7 @@ from torch_mesh.serving.generation import OptionError, normalize_options
 from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.requests import check_names
-from torch_mesh.serving.tool_calls import AnswerFormat, parser_of
+from torch_mesh.serving.tool_calls import AnswerFormat
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_TOKENS = 1024  # the limit of an answer, unless the request, the server or the model has one
@@ -196,7 +196,7 @@ class Service:
         config = self._config(given, limit)
         prompt = inputs["input_ids"].shape[-1]
         prompt_end = self.prompts.decode_end(inputs) if format is not None and prompt else ""
-        lark = self._grammar(format, prompt_end, tools, schema) if format is not None else None
+        lark = self._grammar(format, prompt_end, continues, tools, schema) if format is not None else None
         if self._batches:
             self._check_batched(given, top, lark)
         penalty = 1.0 if top is None else self._take_penalty(config)
@@ -359,15 +359,12 @@ class Service:
         self,
         format: AnswerFormat,
         prompt_end: str,
+        continues: bool,
         tools: Tools | None,
         schema: tuple[Mapping[str, Any], str] | None,
     ) -> tuple[str, str] | None:
         """The grammar of the answer, and its field. None: any answer."""
-        tokenizer = self.prompts.tokenizer
-        reasons = parser_of(format, None, prompt_end).is_reasoning
-        if format.channels and schema is not None:
-            raise RequestError(f"{schema[1]} is not possible for this model, whose answers have channels.", schema[1])
-        rules = [] if schema is None else grammars.json_rules(schema[0])
+        calls: list[str] = []
         if tools is not None:
             if tools.strict and format.tools is not None and not format.tools.as_json:
                 raise RequestError(
@@ -376,16 +373,13 @@ class Service:
                     "tools",
                 )
             if tools.required or tools.strict or schema is not None:
-                rules += grammars.call_rules(tokenizer, format, tools.schemas, tools.several)
-        if tools is not None and tools.required:
-            return grammars.grammar(tokenizer, format, reasons, "calls", rules), "tool_choice"
-        if schema is not None:
-            answer = "json" if tools is None else "json | calls"
-            return grammars.grammar(tokenizer, format, reasons, answer, rules), schema[1]
-        if tools is not None and tools.strict:
-            rules += grammars.text_rules(tokenizer, format)
-            return grammars.grammar(tokenizer, format, reasons, "text (calls text)*", rules), "tools"
-        return None
+                calls = grammars.call_rules(self.prompts.tokenizer, format, tools.schemas, tools.several)
+        if schema is None and not calls:
+            return None
+        required = tools is not None and tools.required
+        value, field = schema or (None, "tools")
+        lark = grammars.grammar(self.prompts.tokenizer, format, prompt_end, continues, value, calls, required)
+        return lark, "tool_choice" if required else field
 
 
 def json_schema(given: Mapping[str, Any], field: str) -> tuple[Mapping[str, Any], str] | None:

@@ -447,8 +447,7 @@ class _ChannelParser:
         return [] if self._state == "between" else list(self._message(text))
 
     def _pieces(self) -> Iterator[Piece]:
-        # A forced call after content that the prompt has begun has no <|end|> before it.
-        ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+        ends = ("<|end|>", "<|call|>", "<|return|>")
         while True:
             if self._state == "between":
                 before, found, rest = self._text.partition("<|channel|>")
