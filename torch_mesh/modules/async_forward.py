@@ -29,7 +29,11 @@ class PendingExperts(ABC):
         """Wait for the layer's output, [tokens, hidden] in the dtype of ``x``. Every call returns the same.
 
         On a GPU the output belongs to the stream that was current at ``submit``; call ``result`` with that stream
-        current. Raises the error of this forward; on a GPU, ``submit`` raises a pending error of an earlier one.
+        current, in one thread at a time, and before 64 further forwards of layers on that GPU begin. A long prompt
+        counts as several. Later, ``result`` may raise the error of one of these, whose own output is then NaN without
+        an error.
+
+        Raises the error of this forward; on a GPU, ``submit`` raises a pending error of an earlier one.
 
         A forward captured by a CUDA graph is not waited for: ``torch_mesh.synchronize(model)`` raises errors of a
         replay.
