@@ -26,6 +26,7 @@ from torch_mesh.modules.packed_weight import PackedWeight
 from torch_mesh.patching import checkpoint_source
 from torch_mesh.statistics.snapshot import look
 from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import open_store
 from torch_mesh.system import memory
 
 RAW = ["Qwen3MoeExperts", "MixtralExperts", "GptOssExperts", "DeepseekV3Experts"]
@@ -125,6 +126,42 @@ def test_quantised_weights_of_a_raw_checkpoint_are_converted_once(
     os.utime(tmp_path / "raw" / "model.safetensors")  # the file counts as changed
     _open(tmp_path / "raw", weights="int8")
     assert len([path for path in (cache / "stores").iterdir() if path.is_dir()]) == 3
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_conversion_in_the_cache_outlives_an_edit_of_the_config(
+    converted: bool, tmp_path: Path, cache: Path, ids: torch.Tensor
+) -> None:
+    """The number of experts per token changes no record; a layer more needs records of its own."""
+    model = _save("Qwen3MoeExperts", tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    fields = {"resident": 0.7, "lossy": {"fallback": "int8"}} if converted else {"weights": "int8"}
+    folder = tmp_path / ("store" if converted else "raw")
+
+    def edit(**changed: int) -> None:
+        for each in ("raw", "store"):
+            path = tmp_path / each / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+        if converted:
+            convert(tmp_path / "raw", folder, "bf16", force=True)
+
+    def made() -> list[str]:
+        return [open_store(path).manifest.store_id.hex() for path in (cache / "stores").iterdir() if path.is_dir()]
+
+    layers = model.config.num_hidden_layers
+    edit(num_hidden_layers=layers - 1)
+    _open(folder, **fields)
+    before = made()
+    edit(num_experts_per_tok=2)
+    _open(folder, **fields)
+    assert made() == before and len(before) == 1
+    edit(num_hidden_layers=layers)
+    opened = _open(folder, **fields)
+    assert made() != before and len(made()) == 1, "the records of the added layer were made"
+    if not converted:
+        model.config.num_experts_per_tok = 2
+        reference = torch_mesh.patch(AutoModelForCausalLM.from_pretrained(folder), weights="int8")
+        assert torch.equal(_logits(opened, ids), _logits(reference, ids))
 
 
 def test_store_field_says_where_to_convert_to(tmp_path: Path, cache: Path) -> None:

@@ -40,6 +40,7 @@ from ..store.convert import (
 )
 from ..store.dense_codes import codes_of_checkpoint, codes_of_store, is_codes_file
 from ..store.disk_cache import cache_folder, note_use
+from ..store.folders import OtherStoreError
 from ..store.gguf import is_gguf
 from ..store.header import store_error, weight_files
 from ..store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
@@ -89,12 +90,28 @@ class CheckpointSource(RecordSource):
         )
         aim = "" if weights == "auto" else f" to {short_name(weights)}"
         with progress_bar(f"Converting {name}{aim}") as progress:
-            written = make(folder, weights, config.group_size, progress=progress)
+            write = functools.partial(make, folder, weights, config.group_size, progress=progress)
+            try:
+                written = write()
+            except OtherStoreError:
+                if config.store is not None:
+                    raise
+                # The cache names folders by their weights. These were converted with another config.json.
+                written = self._as_it_is(Path(folder), config) or write(force=True)
         if config.store is None:
             note_use(written.store.folder)
         how = "was there" if written.existed else "has been converted"
         _LOG.info("The experts of %s are read from %s, which %s.", name, folder, how)
         return _records_of(written.store, self._layers, config)
+
+    def _as_it_is(self, folder: Path, config: MeshConfig) -> Written | None:
+        """The store in ``folder``; None if it lacks layers of the model."""
+        store = open_store(folder)
+        try:
+            _records_of(store, self._layers, config)
+        except StoreError:
+            return None
+        return Written(store, existed=True)
 
 
 def _cached(name: str, source: str, weights: str) -> Path:

@@ -310,10 +310,11 @@ def convert_store(
     *,
     progress: Progress | None = None,
 ) -> Written:
-    """Round the experts of a store once more, into a store of records only.
+    """Round the experts of a store once more, into a store of records only. ``force`` replaces another store.
 
     Raises ``StoreError`` for a damaged record, and as ``convert`` does.
     """
+    force: bool = False,
     manifest = store.manifest
     group_size = checked_group_size(weights, group_size)
     plan = StorePlan(
@@ -328,7 +329,7 @@ def convert_store(
     def pack(layer: int, expert: int) -> torch.Tensor:
         return pack_expert(stored_expert(store, layer, expert), weights, group_size)
 
-    return write_store(destination, plan, pack, progress=progress)
+    return write_store(destination, plan, pack, force=force, progress=progress)
 
 
 def weights_of_checkpoint(
