@@ -103,6 +103,20 @@ def test_prune_removes_old_stores_leftovers_and_damaged_stores(
     assert {path.name for path in stores.iterdir()} == set(two[: 1 if goes else 2])
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_prune_leaves_the_conversion_of_a_model_whose_name_starts_with_a_dot(
+    hidden: bool, stores: Path, tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dot at the start of a folder in the cache marks what has not ended."""
+    (tmp_path / ".hidden").symlink_to(mesh_tiny)
+    monkeypatch.chdir(mesh_tiny)
+    config = MeshConfig(weights="int4", resident=0.2)
+    AutoModelForCausalLM.from_pretrained(tmp_path / ".hidden" if hidden else ".", quantization_config=config)
+    assert main(["cache", "prune"]) == 0
+    [kept] = [path.name for path in stores.iterdir() if path.is_dir()]
+    assert kept.startswith("hidden-int4-" if hidden else "mesh-tiny-int4-")
+
+
 def test_prune_removes_foreign_folders_by_age_alone(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a folder that is no store, and of a store in a later format version, only the age counts."""
     other, later = stores / "notes", stores / "later-int8-89ab"

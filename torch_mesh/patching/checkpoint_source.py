@@ -117,7 +117,7 @@ class CheckpointSource(RecordSource):
 def _cached(name: str, source: str, weights: str) -> Path:
     """The folder in the cache for a conversion of ``source``."""
     digest = hashlib.blake2b(f"{FORMATS[weights].version} {source}".encode(), digest_size=8).hexdigest()
-    return cache_folder() / "stores" / f"{name}-{digest}"
+    return cache_folder() / "stores" / f"{name.lstrip('.')}-{digest}"
 
 
 class _RawSource(CheckpointSource):
@@ -134,7 +134,7 @@ class _RawSource(CheckpointSource):
     ) -> None:
         self._experts = experts
         self.folder = experts.folder
-        self._name = os.path.basename(os.path.normpath(_name_of(model)))
+        self._name = os.path.basename(os.path.abspath(_name_of(model)))
         self._raw = experts.reads_as(weights, group_size) and config.store is None
         # A store does not record the checkpoint's dtype.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
