@@ -90,6 +90,31 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("convert maker/model {out} --weights int4 --calibrate {out}/tpyo.txt", 1, "tpyo.txt: no such file"),
+        ("convert maker/model {out} --weights int4 --calibrate {text} --calibrate-tokens 9", 2, "give at least 256"),
+        ("convert maker/model {out} --weights bf12 --calibrate {text}", 2, "'bf12' rounds little"),
+        ("merge maker/model {out}/no-adapter {out}/merged", 1, "no-adapter"),
+        ("bench maker/model --json {out}/missing/x.json", 1, "there is no such folder"),
+        ("bench maker/model --timeline {out}/missing/x.csv", 1, "there is no such folder"),
+    ],
+)
+def test_a_wrong_path_is_reported_before_a_download(
+    arguments: str,
+    code: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("a download began"))
+    filled = arguments.format(out=tmp_path, text=__file__).split()
+    assert main(filled) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("former", "name"), [("verify", "inspect --verify"), ("fit", "routing fit"), ("simulate", "routing simulate")]
 )
 def test_a_renamed_command_names_its_new_name(former: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:

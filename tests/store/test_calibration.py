@@ -121,7 +121,7 @@ def test_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) 
     """Covers biases, experts without a gate, weighted inputs and experts that compute nothing."""
     source = save_tiny(tmp_path / "source", family)
     _random_text(monkeypatch)
-    store = convert(source, tmp_path / "store", "int4", 32, calibrate=on_text("any")).store
+    store = convert(source, tmp_path / "store", "int4", 32, calibrate=on_text(__file__)).store
     plain = convert(source, tmp_path / "plain", "int4", 32).store
     assert list(verify(store)) == []
     changed = 0
@@ -142,7 +142,7 @@ def test_quantised_checkpoints_are_calibrated_by_their_values(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # a quantised checkpoint is run as a converted store
     write_quantised(tmp_path / "source", KINDS[kind]())
     _random_text(monkeypatch)
-    store = convert(tmp_path / "source", tmp_path / "store", "int4", 64, calibrate=on_text("any")).store
+    store = convert(tmp_path / "source", tmp_path / "store", "int4", 64, calibrate=on_text(__file__)).store
     plain = convert(tmp_path / "source", tmp_path / "plain", "int4", 64).store
     assert list(verify(store)) == []
     assert not torch.equal(stored_expert(store, 0, 0).up, stored_expert(plain, 0, 0).up)
@@ -158,7 +158,7 @@ def test_quantised_checkpoints_are_calibrated_by_their_values(
 def test_formats_that_keep_the_codes_are_not_calibrated(tmp_path: Path, kind: str, weights: str, message: str) -> None:
     write_quantised(tmp_path / "source", KINDS[kind]())
     with pytest.raises(ValueError, match=message):
-        convert(tmp_path / "source", tmp_path / "store", weights, 32, calibrate=on_text("any"))
+        convert(tmp_path / "source", tmp_path / "store", weights, 32, calibrate=on_text(__file__))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -173,7 +173,7 @@ def test_an_expert_without_tokens_is_packed_by_the_others_inputs(
             layer.mlp.gate.weight[[1, 2]] *= 100
     model.save_pretrained(tmp_path / "source")
     _random_text(monkeypatch)
-    store = convert(tmp_path / "source", tmp_path / "store", "int4", 32, calibrate=on_text("any")).store
+    store = convert(tmp_path / "source", tmp_path / "store", "int4", 32, calibrate=on_text(__file__)).store
     plain = convert(tmp_path / "source", tmp_path / "plain", "int4", 32).store
     for layer in range(4):
         record = stored_expert(store, layer, 5)
@@ -274,7 +274,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: py
     model.save_pretrained(tmp_path / "source")
     _random_text(monkeypatch)
     with pytest.raises(StoreError, match=r"down of expert 7 in model\.layers\.3\.mlp\.experts is not finite"):
-        convert(tmp_path / "source", tmp_path / "store", "int4", calibrate=on_text("any"))
+        convert(tmp_path / "source", tmp_path / "store", "int4", calibrate=on_text(__file__))
 
 
 def test_an_interrupted_calibration_continues(

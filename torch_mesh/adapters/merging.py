@@ -69,13 +69,13 @@ def merge(
     Raises ``StoreError`` for an adapter that does not fit the base, cannot be merged or has unused parts, and as
     ``torch-mesh convert`` does; ``ValueError`` for formats that nothing can be rounded to.
     """
-    source = local_folder(base, revision=revision, token=token)
     folder = Path(adapter)
+    of_adapter = adapter_fingerprint(folder)  # before a base is downloaded
+    source = local_folder(base, revision=revision, token=token)
     destination = Path(destination)
     for path in (source, folder):
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(destination)):
             raise ValueError(f"the store cannot replace its own base {path}: choose another folder")
-    of_adapter = adapter_fingerprint(folder)
     found = _base_of(source, weights, group_size)
     plan = StorePlan(
         shape=found.shape,

@@ -25,20 +25,27 @@ _Argument = tuple[str, int]
 _ARGUMENTS: Sequence[_Argument] = (("hidden_states", 0), ("top_k_index", 1), ("top_k_weights", 2))
 
 
-def text_sequences(source: Path, text: str, tokens: int, longest: int | None) -> torch.Tensor:
-    """The first ``tokens`` tokens of a text as int64 [sequences, length], documents concatenated, by the tokenizer of
-    ``source``.
+def text_documents(text: str, tokens: int) -> list[str]:
+    """The documents of a plain file, or of a .jsonl file with a ``text`` in each line.
 
-    ``text`` names a plain file, or a .jsonl file with a ``text`` in each line. All sequences have the same length; the
-    remainder is dropped. Raises MeshError for a text that is too short and for a missing tokenizer, ValueError for too
-    few ``tokens``.
+    Raises MeshError and OSError for a file that cannot be read, ValueError for too few ``tokens``.
     """
     if tokens < _MIN_TOKENS:
         raise ValueError(
             f"tokens={tokens} is too few to calibrate on: give at least {_MIN_TOKENS}, better {_TOKENS_AT_ONCE} or "
             "more."
         )
-    documents = read_documents([text])
+    return read_documents([text])
+
+
+def text_sequences(source: Path, text: str, tokens: int, longest: int | None) -> torch.Tensor:
+    """The first ``tokens`` tokens of a text as int64 [sequences, length], documents concatenated, by the tokenizer of
+    ``source``.
+
+    All sequences have the same length; the remainder is dropped. Raises MeshError for a text that is too short and for
+    a missing tokenizer, and as ``text_documents`` does.
+    """
+    documents = text_documents(text, tokens)
     tokenizer = open_tokenizer(source)
     ids: list[int] = []
     for document in documents:

@@ -22,7 +22,7 @@ from ..store.convert import CALIBRATE_TOKENS
 from ..store.header import store_error
 from ..store.manifest import Calibration
 from ..store.store_plan import Scratch
-from .collecting import collect, text_sequences
+from .collecting import collect, text_documents, text_sequences
 from .moments import METHOD, InputMoments, Moments, blended, feedback_of, in_batches, sample_of
 from .rows import LayerRows, RowFiles
 
@@ -33,7 +33,11 @@ _LOG = logging.getLogger(__name__)
 
 
 def on_text(text: str | os.PathLike[str], tokens: int = CALIBRATE_TOKENS) -> Calibrate:
-    """The ``calibrate`` of ``convert``: by a text (a plain file, or .jsonl with a ``text`` in each line)."""
+    """The ``calibrate`` of ``convert``: by a text (a plain file, or .jsonl with a ``text`` in each line).
+
+    Raises as ``text_documents`` does, before ``convert`` downloads a model.
+    """
+    text_documents(os.fspath(text), tokens)
 
     def calibrate(experts: CheckpointExperts, model: PreTrainedModel, weights: str, group_size: int) -> Calibrator:
         return Calibrator(experts, model, os.fspath(text), tokens, weights, group_size)

@@ -17,6 +17,7 @@ from rich.table import Table
 from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive, size
 from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents
 from torch_mesh.store.hub import local_folder
+from torch_mesh.system.atomic_files import check_new_file
 
 if TYPE_CHECKING:
     from torch_mesh.planning.bench import Measured, Miss
@@ -71,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--prompt-tokens is {arguments.prompt_tokens}: give at least {_MIN_PROMPT}, since forwards of fewer are "
             "counted as decoding"
         )
+    for path in filter(None, (arguments.json, arguments.timeline)):
+        check_new_file(path)
     text = "\n\n".join(read_documents([arguments.text])) if arguments.text else default_text()
     folder = local_folder(arguments.model)
     prompt = open_tokenizer(folder)(text, verbose=False)["input_ids"][: arguments.prompt_tokens]

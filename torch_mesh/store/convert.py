@@ -109,6 +109,8 @@ def convert(
     """
     destination = Path(destination)
     _check_options(source, destination, weights, group_size, keep_original, tables)
+    if calibrate is not None and weights != "auto":
+        _check_calibrated_format(weights)
     is_local = os.path.exists(source)
 
     def into(exact: str) -> Written:
@@ -243,7 +245,7 @@ def streamed_bytes(folder: Path, weights: str, group_size: int | None = None) ->
     return store, peak_bytes(stages(sizes, experts.pieces, records, files), sizes)
 
 
-def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int) -> None:
+def _check_calibrated_format(weights: str) -> None:
     if weights not in CALIBRATED_FORMATS:
         why = (
             "holds a checkpoint's codes as they are, and there is nothing to calibrate"
@@ -254,6 +256,10 @@ def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int)
         )
         allowed = ", ".join(map(repr, CALIBRATED_FORMATS))
         raise ValueError(f"weights={weights!r} {why}: give one of {allowed}, or convert without calibration.")
+
+
+def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int) -> None:
+    _check_calibrated_format(weights)
     if experts.kept is not None and experts.reads_as(weights, group_size):
         raise ValueError(
             f"{experts.folder} has {weights} codes in groups of {group_size}, which stay unchanged: convert it "
@@ -308,13 +314,13 @@ def convert_store(
     weights: str,
     group_size: int = 64,
     *,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> Written:
     """Round the experts of a store once more, into a store of records only. ``force`` replaces another store.
 
     Raises ``StoreError`` for a damaged record, and as ``convert`` does.
     """
-    force: bool = False,
     manifest = store.manifest
     group_size = checked_group_size(weights, group_size)
     plan = StorePlan(
