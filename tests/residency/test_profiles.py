@@ -247,6 +247,29 @@ def test_the_profile_of_another_model_is_refused_before_anything_is_converted(me
     assert not (tmp_path / "store").exists()
 
 
+def test_a_profile_of_other_layers_is_refused_before_anything_is_converted(
+    mesh_tiny: Path, store: Path, tmp_path: Path
+) -> None:
+    """A checkpoint may have more layers than the model that is opened. Of a store and a loaded model all are known."""
+    profiles = {layers: tmp_path / f"{layers}.json" for layers in (1, 7)}
+    for layers, path in profiles.items():
+        write_profile(Profile(np.ones(layers, np.int64), np.ones((layers, 32), np.int64), 4), path)
+
+    def opened(folder: Path, layers: int, **fields: Any) -> None:
+        config = MeshConfig(profile=profiles[layers], **fields)
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+    with pytest.raises(MeshError, match="it has 1 layers of 32.* this model has 6"):
+        opened(mesh_tiny, 1, weights="int4", store=tmp_path / "store")
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
+    for layers, path in profiles.items():
+        with pytest.raises(MeshError, match="this model has 6"):
+            torch_mesh.patch(model, resident=0.5, store=tmp_path / "store", profile=path)
+        with pytest.raises(MeshError, match="this model has 6"):
+            opened(store, layers)
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_single_layer_of_a_store_warms_only_itself(store: Path, saved: Path) -> None:
     layer = torch_mesh.Experts.from_store(store, 2, resident=0.5, io="threads", profile=saved)
     [engine] = [pool.engine for pool in pools_of(layer)]

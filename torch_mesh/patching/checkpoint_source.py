@@ -115,7 +115,7 @@ class CheckpointSource(RecordSource):
 
 
 def _cached(name: str, source: str, weights: str) -> Path:
-    """The folder in the cache for a conversion of ``source``."""
+    """The folder in the cache for a conversion of ``source``. A dot at its start would mark it as unfinished."""
     digest = hashlib.blake2b(f"{FORMATS[weights].version} {source}".encode(), digest_size=8).hexdigest()
     return cache_folder() / "stores" / f"{name.lstrip('.')}-{digest}"
 
@@ -242,6 +242,7 @@ class _StoreSource(CheckpointSource):
         super().__init__(
             layers, config, manifest.weights, manifest.group_size, exact=exact, only_format=manifest.weights
         )
+        self.layers = manifest.shape.layers
         others = [file.name for file in manifest.other_files]
         self._rows = list(filter(is_table_file, others))
         if config.dense == CODES:

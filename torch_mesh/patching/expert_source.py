@@ -59,7 +59,7 @@ class ExpertSource:
     weights: str
     group_size: int
     exact: bool
-    layers: int
+    layers: int = 0  # 0 until they are known
     counted: int
     layer_indices: Sequence[int]
     share: Share | None = None  # the experts of this rank; None: all

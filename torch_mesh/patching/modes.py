@@ -103,7 +103,7 @@ MODES = (
         before_pool=True,
     ),
     Mode("shared", check=lambda p: check_shared(p.config, p.layers)),
-    Mode("profile", check=lambda p: check_profile(p.config.profile, p.layers)),
+    Mode("profile", check=lambda p: check_profile(p.config.profile, p.layers, p.source.layers)),
     Mode(
         "lookahead",
         check=lambda p: check_predictor(p.layers, p.config.predictor),

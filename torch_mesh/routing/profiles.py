@@ -135,12 +135,14 @@ def _counts(value: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
     return np.array(rows, dtype=np.int64).reshape(shape)
 
 
-def check_profile(path: str | None, layers: Sequence[ExpertsLayer]) -> None:
+def check_profile(path: str | None, layers: Sequence[ExpertsLayer], stored_layers: int) -> None:
     """Raise before a conversion what opening the pool would raise later: MeshError or OSError for a profile that does
-    not fit."""
+    not fit. ``stored_layers``: those of the records; 0: as many as run, or more."""
     if path is not None:
         top_k = max(layer.top_k for layer in layers)
-        check_fits(load_profile(path), path, None, layers[0].routed_experts, top_k)
+        profile = load_profile(path)
+        count = stored_layers or max(profile.layers, len(layers))
+        check_fits(profile, path, count, layers[0].routed_experts, top_k)
 
 
 def pool_profile(
