@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, UnsupportedModelError
+from torch_mesh.modules.dense import packed_linears
 from torch_mesh.speculation import mtp
 from torch_mesh.speculation.controller import Controller
 from torch_mesh.store.convert import convert
@@ -185,6 +186,25 @@ def test_heads_are_built_once_and_tokens_are_those_of_plain_decoding(folder: Pat
     _generate(model, use_mtp=True, prompt_lookup_num_tokens=3)  # prompt lookup takes precedence, as in transformers
     torch.manual_seed(3)
     assert _generate(model, use_mtp=True, do_sample=True).shape == (1, 70)
+
+
+def test_heads_take_no_variables_of_the_environment(
+    folder: Path, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _patched(folder)
+    for name, value in (
+        ("DEFERRED_EXPERTS", "1"),
+        ("ROUTING_BIAS", "0.5"),
+        ("FALLBACK", "int8"),
+        ("GPU_EXPERTS", "2"),
+        ("EARLY_EXPERTS", "1,4"),
+        ("DENSE", "int4"),
+    ):
+        monkeypatch.setenv(f"TORCH_MESH_{name}", value)
+    _generate(model, use_mtp=True, max_new_tokens=4)
+    stats = torch_mesh.stats(loads[0]())
+    assert not stats.lossy and not stats.kept
+    assert all(linear.exact for _, linear in packed_linears(loads[0]()))
 
 
 def _candidates(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, dict[int, list[int]]]:

@@ -122,11 +122,15 @@ def _patch_heads(heads: nn.Module, resident: float, threads: str | int) -> None:
         threads=threads,
         prefetch="auto" if config.predictor else config.prefetch,
         attention="model",
+        dense="auto",
         speculation="off",
         store=None,
         shared=None,
         profile=None,
         stats={"file": None},
+        gpu=MeshConfig.gpu,  # the defaults
+        lossy=MeshConfig.lossy,
+        residency={"early_experts": "off"},
     )
     layers = find_experts(heads)
     source = LoadedModelSource(heads, layers, config)
