@@ -305,7 +305,7 @@ class MeshConfig(QuantizationConfigMixin):
         None,
         path("folder"),
         "Folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other formats are "
-        "converted once into the cache folder.",
+        "converted once into the cache folder. For `patch` a new folder.",
     )
     io: str = _field(
         "auto",

@@ -40,15 +40,16 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     ``fields`` are fields of MeshConfig and override those of ``config``. The weights in memory are packed. If all
     experts stay resident and ``store`` is unset, they are packed in memory, and each layer's parameters are freed when
     the layer is done. Otherwise they are written to ``store``, or to a temporary store in the cache folder, which is
-    removed when the process ends. Experts in another format (``gpu.weights``, ``lossy.fallback``) are always written.
+    removed when the process ends. ``store`` is a new folder, since weights in memory cannot be compared with those of
+    an existing store. Experts in another format (``gpu.weights``, ``lossy.fallback``) are always written.
     No forward may run meanwhile.
 
     An error or Ctrl-C restores the model. Layers that were already packed in memory and rounded keep the rounded
     values, with a warning; if there is no memory to unpack them, they stay patched, with a warning.
 
     Raises UnsupportedModelError for a model without supported experts, listing the supported families; MeshError if the
-    model is patched already or its experts hold no weights; ValueError for an unknown field or value; TypeError if
-    ``model`` is not a loaded model.
+    model is patched already or its experts hold no weights; StoreError if ``store`` holds anything; ValueError for an
+    unknown field or value; TypeError if ``model`` is not a loaded model.
     """
     check_model(model)
     config = with_fields(config, fields)
