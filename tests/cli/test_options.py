@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torch_mesh import MeshConfig
-from torch_mesh.cli import COMMANDS, main
+from torch_mesh.cli import COMMANDS, _parser, main
 from torch_mesh.cli.options import add_config_arguments, given_config
 from torch_mesh.config import FIELDS
 
@@ -87,6 +87,19 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
     command = " ".join(arguments[: 2 if arguments[0] in ("cache", "routing") else 1])
     assert end.value.code == 2 and stderr.startswith(f"usage: torch-mesh {command}")
     assert stderr.endswith(f"torch-mesh {command}: error: unrecognized arguments: {arguments[-1]}{hint}\n")
+
+
+def test_options_of_generate_behind_others_are_taken_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse of some versions of Python ends a list of words at the first option."""
+    given = ["chat", "here", "--resident", "8GiB", "max_new_tokens=500"]
+    try:
+        parsed = _parser(given).parse_args(given)
+    except SystemExit:
+        assert "unrecognized arguments: max_new_tokens=500 (give it before the options)" in capsys.readouterr().err
+    else:
+        assert parsed.flags == given[-1:]
+    given = ["chat", "here", "max_new_tokens=500", "--resident", "8GiB"]
+    assert _parser(given).parse_args(given).flags == ["max_new_tokens=500"]
 
 
 @pytest.mark.parametrize(

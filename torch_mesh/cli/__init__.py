@@ -79,6 +79,8 @@ class _Command(argparse.ArgumentParser):
             options = [name for name in self._option_string_actions if option.lstrip("-") in name]
             close = options or difflib.get_close_matches(option, self._option_string_actions, 1, 0.8)
             hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            if not option.startswith("-") and any(each.nargs == "*" for each in self._get_positional_actions()):
+                hint = " (give it before the options)"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "flags",
         nargs="*",
         metavar="NAME=VALUE",
-        help="option of generate, such as max_new_tokens=500 or do_sample=False",
+        help="option of generate, such as max_new_tokens=500 or do_sample=False; directly after the model",
     )
     parser.add_argument("--system-prompt", help="system message of the conversation")
     parser.add_argument("--save-folder", default="./chat_history/", help="folder of !save (default: %(default)s)")
