@@ -165,6 +165,19 @@ def test_a_model_patched_in_inference_mode_trains_outside_of_it(dense: str, resi
     assert all(layer.mlp.gate.weight.grad.any() for layer in model.model.layers)
 
 
+@pytest.mark.parametrize("dense", ["none", "bf16"])
+@pytest.mark.parametrize("resident", [0.5, 1.0])
+def test_a_model_unpatched_in_inference_mode_trains_outside_of_it(
+    dense: str, resident: float, ids: torch.Tensor
+) -> None:
+    model = torch_mesh.patch(_build(), resident=resident, dense=dense)
+    with torch.inference_mode():
+        torch_mesh.unpatch(model)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(layer.mlp.gate.weight.grad.any() for layer in model.model.layers)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_unpatch_restores_exact_weights_and_needs_lossy_for_rounded_ones(dtype: torch.dtype) -> None:
     model = _build().to(dtype)

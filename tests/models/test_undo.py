@@ -253,6 +253,17 @@ def test_layers_that_do_not_fit_unpacked_stay_patched(
     assert not list(patched_modules(model))
 
 
+def test_a_model_restored_in_inference_mode_trains_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = _build(), _ids()
+    with torch.inference_mode(), monkeypatch.context() as faulty:
+        _at_call(faulty, modes, "install_caches", 1, OSError, after=True)
+        with pytest.raises(OSError, match="injected"):
+            torch_mesh.patch(model, **IN_MEMORY)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(layer.mlp.gate.weight.grad.any() for layer in model.model.layers)
+
+
 def test_a_failed_patch_removes_its_named_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     fields: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ..config import MeshConfig, with_fields
@@ -89,14 +90,16 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
         check_room(table.weight)
     _check_memory(model)
     vars(model)[_UNPATCHING] = True  # if interrupted, the model counts as patched until the last step
-    for mode in reversed(MODES):
-        mode.uninstall(model)
-    for layer in find_experts(model):
-        if isinstance(layer.module, MeshExperts):
-            restore(layer, device_around(model, layer.path))
-    tied: Any = next((module for module in model.modules() if hasattr(module, "tie_weights")), None)
-    if tied is not None:
-        tied.tie_weights()  # a packed head, and experts that are tied to others
+    # In a caller's inference mode parameters would be inference tensors, with which nothing trains.
+    with torch.inference_mode(False), torch.no_grad():
+        for mode in reversed(MODES):
+            mode.uninstall(model)
+        for layer in find_experts(model):
+            if isinstance(layer.module, MeshExperts):
+                restore(layer, device_around(model, layer.path))
+        tied: Any = next((module for module in model.modules() if hasattr(module, "tie_weights")), None)
+        if tied is not None:
+            tied.tie_weights()  # a packed head, and experts that are tied to others
     # Also restored modules: an earlier call may have been interrupted.
     for module in model.modules():
         drop_attributes(module)

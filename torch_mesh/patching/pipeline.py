@@ -74,8 +74,9 @@ def assemble(
     slots, fallback_slots = _choose_slots(model, layers, config, source, placement)
     watch_peft()
     patching = Patching(model, layers, config, source, quantizer, placement, patch_heads=_patch_heads)
-    # In a caller's inference mode handles and packed weights would be inference tensors, with which nothing trains.
-    with undone_on_error(source.undo), torch.inference_mode(False), torch.no_grad():
+    # In a caller's inference mode handles, packed and restored weights would be inference tensors, with which nothing
+    # trains.
+    with torch.inference_mode(False), torch.no_grad(), undone_on_error(source.undo):
         for mode in MODES:
             if mode.before_pool:
                 mode.install(patching)
@@ -121,16 +122,16 @@ def _patch_heads(heads: nn.Module, resident: float, threads: str | int) -> None:
         resident=resident,
         threads=threads,
         prefetch="auto" if config.predictor else config.prefetch,
-        attention="model",
         dense="auto",
+        attention="model",
         speculation="off",
         store=None,
         shared=None,
         profile=None,
-        stats={"file": None},
         gpu=MeshConfig.gpu,  # the defaults
         lossy=MeshConfig.lossy,
         residency={"early_experts": "off"},
+        stats={"file": None},
     )
     layers = find_experts(heads)
     source = LoadedModelSource(heads, layers, config)
