@@ -102,6 +102,13 @@ def test_options_of_generate_behind_others_are_taken_or_named(capsys: pytest.Cap
     assert _parser(given).parse_args(given).flags == ["max_new_tokens=500"]
 
 
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+@pytest.mark.parametrize("name", ["./models/tpyo.gguf", "models/tpyo.gguf", "../tpyo.gguf", "/models/new/tpyo.gguf"])
+def test_a_missing_gguf_file_is_named(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, name]) == 1
+    assert f"{name} there is no such file; name one of the hub" in capsys.readouterr().err.replace(":", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -111,21 +111,25 @@ def hub_names(source: str | os.PathLike[str]) -> tuple[str, list[str]]:
     for a missing local path, before the hub complains about the form of model ids, and for a part other than the
     first."""
     if not is_gguf(source):
-        try:
-            validate_repo_id(os.fspath(source))
-        except HFValidationError:
-            check_folder(source)
-        if os.path.lexists(source):
+        if not _is_model_id(os.fspath(source)) or os.path.lexists(source):
             check_folder(source)
         return os.fspath(source), []
     maker, _, rest = os.fspath(source).partition("/")
     model, _, name = rest.partition("/")
-    if not name or os.path.isabs(source):
+    if not name or not _is_model_id(f"{maker}/{model}"):
         raise store_error(source, "there is no such file; name one of the hub as maker/model/file.gguf")
     try:
         return f"{maker}/{model}", part_names(name)
     except ValueError as problem:
         raise store_error(source, str(problem)) from None
+
+
+def _is_model_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _cached_gguf(model: str, names: list[str]) -> Path | None:
