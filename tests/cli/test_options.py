@@ -102,6 +102,14 @@ def test_options_of_generate_behind_others_are_taken_or_named(capsys: pytest.Cap
     assert _parser(given).parse_args(given).flags == ["max_new_tokens=500"]
 
 
+@pytest.mark.parametrize("option", ["--seed", "--fetch", "--deferred-experts"])
+@pytest.mark.parametrize("value", ["-1", str(2**64), "x"])
+def test_numbers_out_of_range_are_wrong_usage(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["routing", "simulate", "--synthetic", "2,4,1", "--prefetch", "simulated", option, value])
+    assert end.value.code == 2 and f"argument {option}: '{value}' is not a whole" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "inspect"])
 @pytest.mark.parametrize("name", ["./models/tpyo.gguf", "models/tpyo.gguf", "../tpyo.gguf", "/models/new/tpyo.gguf"])
 def test_a_missing_gguf_file_is_named(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch_mesh.config import FIELDS, MeshConfig, without_links
 from torch_mesh.validators import parse_size, shown
@@ -43,6 +43,17 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def below(limit: int) -> Callable[[str], int]:
+    """The ``type`` of an option for whole numbers from 0 on."""
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) < limit):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {limit - 1}")
+        return int(text)
+
+    return parse
 
 
 def size(text: str) -> int:

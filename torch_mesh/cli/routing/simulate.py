@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from torch_mesh.cli.options import below
 from torch_mesh.routing.cluster_simulation import DISPATCHES, PLACEMENTS, Cluster, Network, NodesRow, simulate_nodes
 from torch_mesh.routing.profiles import load_profile
 from torch_mesh.routing.simulation import BOUND, Hardware, Row, policy_names, simulate
@@ -20,6 +21,7 @@ from torch_mesh.system.atomic_files import check_new_file, new_file
 from torch_mesh.validators import early_experts, parse_size
 
 _RECALL = 0.75
+_INT32 = 2**31
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="predictor of the next layer: previous, coactivation, lookahead or simulated (default: %(default)s)",
     )
     parser.add_argument(
-        "--fetch", type=int, help="experts to predict for each layer (default: as many as a token uses)"
+        "--fetch",
+        type=below(_INT32),
+        help="experts to predict for each layer (default: as many as a token uses)",
     )
     parser.add_argument("--recall", type=float, help=f"recall of the simulated predictor (default: {_RECALL})")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the simulated predictor and of --synthetic (default: %(default)s)"
+        "--seed",
+        type=below(2**64),
+        default=0,
+        help="seed of the simulated predictor and of --synthetic (default: %(default)s)",
     )
     parser.add_argument(
         "--profile",
@@ -74,7 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how prompts read experts, as in MeshConfig",
     )
     parser.add_argument(
-        "--deferred-experts", type=int, default=0, help="cold experts of a token that are deferred by a layer"
+        "--deferred-experts",
+        type=below(_INT32),
+        default=0,
+        help="cold experts of a token that are deferred by a layer",
     )
     parser.add_argument("--expert-bytes", help="size of one packed expert; with both speeds it gives tokens/s")
     parser.add_argument("--other-bytes", help="size of all weights but the experts")
