@@ -28,6 +28,7 @@ from drafted import (
     rows_are_exact,
     spread_model,
 )
+from peft import LoraConfig, get_peft_model
 from tiny_models import TINY_MODELS
 from transformers import (
     AutoModelForCausalLM,
@@ -269,13 +270,16 @@ def test_a_recorded_model_does_not_speculate(original: PreTrainedModel, tokenize
     model._mesh_speculation = always(7)
     inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
     found = []
-    for name, each in (("plain", plain), ("lookup", model)):
+    adapted = get_peft_model(model, LoraConfig(target_modules=["o_proj"]))  # changes nothing before training
+    for name, each in (("plain", plain), ("lookup", model), ("inner", model.model), ("peft", adapted)):
         with torch_mesh.record_trace(each, tmp_path / name):
-            generate(each, inputs, max_new_tokens=12)
+            generate(plain if each is plain else model, inputs, max_new_tokens=12)
         found.append(torch_mesh.load_trace(tmp_path / name))
+    adapted.unload()
     assert torch_mesh.stats(model).speculation is None
     for field in ("ids", "offsets", "forwards"):
-        assert np.array_equal(*(getattr(trace, field) for trace in found)), field
+        expected = getattr(found[0], field)
+        assert all(np.array_equal(getattr(trace, field), expected) for trace in found), field
     with torch_mesh.record_trace(model, tmp_path / "outer"), torch_mesh.record_trace(plain, tmp_path / "plain"):
         with torch_mesh.record_trace(plain, tmp_path / "inner"):
             plain(**inputs)

@@ -159,8 +159,11 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def is_recorded(model: nn.Module) -> bool:
-    """Whether a ``record_trace`` of ``model`` is open, in which rejected drafts would count as tokens."""
-    return any(each is model for each in _recorded)
+    """Whether a ``record_trace`` of ``model``, of a part of it or of a module around it is open. Rejected drafts would
+    count as its tokens."""
+    return any(part is model for each in _recorded for part in each.modules()) or any(
+        part is each for each in _recorded for part in model.modules()
+    )
 
 
 @contextmanager
@@ -260,13 +263,15 @@ class _Recorder:
 
             return hook
 
-        handles: list[Any] = [
-            self.model.register_forward_pre_hook(begin, with_kwargs=True),
-            self.model.register_forward_hook(self.end),  # not called after an error
-        ]
+        handles: list[Any] = []
+        # generate of a PeftModel calls the base model. Where both are called, the inner forward replaces the outer one.
+        base = getattr(self.model, "get_base_model", lambda: self.model)()
+        for module in dict.fromkeys((self.model, base)):
+            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            handles.append(module.register_forward_hook(self.end))  # not called after an error
         for index, layer in enumerate(self.layers):
-            module: Any = layer.module
-            handles.append(module.register_forward_pre_hook(layer_hook(index), with_kwargs=True))
+            experts: Any = layer.module
+            handles.append(experts.register_forward_pre_hook(layer_hook(index), with_kwargs=True))
         return handles
 
     def end(self, *_: Any) -> None:
