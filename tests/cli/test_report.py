@@ -193,11 +193,14 @@ def test_no_rates_are_given_where_the_clock_goes_back(tmp_path: Path, capsys: py
 
 
 def test_the_report_of_a_model_has_its_statistics(
-    mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "stats.jsonl"
-    config = MeshConfig(resident=0.25, io="threads", prefetch="off", stats={"file": file, "every": 2})
+    monkeypatch.chdir(tmp_path)
+    config = MeshConfig(resident=0.25, io="threads", prefetch="off", stats={"file": file.name, "every": 2})
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")  # a relative path stays that of the folder in which the model was opened
     with torch.no_grad():
         for rows in (40, 1, 1, 1, 1, 1):
             model(input_ids=torch.randint(0, 200, (1, rows)), use_cache=False)

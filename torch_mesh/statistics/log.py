@@ -110,6 +110,7 @@ def start_log(pool: ExpertPool, model: str, layer_indices: Sequence[int], *, fil
         "machine": describe_machine(),
     }
     engines = [each.engine for each in pool.with_fallback]  # not the pool, which ends with its last reference
+    file = os.path.abspath(file)  # the program may change its folder
     own_file = file if pool.share is None else pool.share.own_file(file)
     log = StatsLog(engines, layer_indices[-1], every, own_file, pool.lossy, pool.share, about)
     pool.end_with(log.thread)
