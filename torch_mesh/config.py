@@ -38,6 +38,9 @@ MIN_CAPABILITY = (8, 0)
 _OTHER_VARIABLES = ("TORCH_MESH_ISA", "TORCH_MESH_BUILD_URING")
 _OF_TESTS = "TORCH_MESH_TEST_"
 
+# Fields that suit a machine, whatever the model.
+_OF_MACHINE = ("resident", "io", "threads", "workspace", "guard", "fill", "timeout")
+
 # Fields of earlier releases, by flat name, and what to give instead.
 REMOVED = {
     "predictor": 'name its file with prefetch="FILE"',
@@ -508,10 +511,11 @@ def with_fields(config: MeshConfig | None, fields: Mapping[str, Any]) -> MeshCon
 
 
 def fixed_config(**fields: Any) -> MeshConfig:
-    """A config for a model that torch_mesh opens for itself: ``fields``, and the defaults of all others, whatever the
-    environment and the checkpoint say."""
+    """A config for a model that torch_mesh opens for itself: ``fields``, of the environment what suits this machine,
+    and defaults. A checkpoint's own fields do not apply."""
     config = MeshConfig()
-    config._resolve({field.flat: field.default for field in FIELDS.values()} | _flat(fields))
+    known = {name: config._value(field) if name in _OF_MACHINE else field.default for name, field in FIELDS.items()}
+    config._resolve(known | _flat(fields))
     return config
 
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, UnsupportedModelError
 from torch_mesh.modules.dense import packed_linears
+from torch_mesh.modules.experts import pools_of
 from torch_mesh.speculation import mtp
 from torch_mesh.speculation.controller import Controller
 from torch_mesh.store.convert import convert
@@ -199,11 +200,13 @@ def test_heads_take_no_variables_of_the_environment(
         ("GPU_EXPERTS", "2"),
         ("EARLY_EXPERTS", "1,4"),
         ("DENSE", "int4"),
+        ("GROUP_SIZE", "32"),
     ):
         monkeypatch.setenv(f"TORCH_MESH_{name}", value)
     _generate(model, use_mtp=True, max_new_tokens=4)
     stats = torch_mesh.stats(loads[0]())
     assert not stats.lossy and not stats.kept
+    assert {pool.group_size for pool in pools_of(loads[0]())} == {64}
     assert all(linear.exact for _, linear in packed_linears(loads[0]()))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import MeshConfig, fixed_config
+from ..config import fixed_config
 from ..errors import MeshError, UnsupportedModelError
 from ..hf.open_model import open_model, open_tokenizer, read_documents
 from ..models.families import InPool
@@ -80,12 +80,8 @@ def collect(
     done(sum(files.rows(folder)) * files.row_bytes)
     if finished == len(sequences):
         return files.rows(folder)
-    # The other fields would change the inputs, write files or refuse a checkpoint.
-    own = MeshConfig()
-    config = fixed_config(
-        resident=own.resident, io=own.io, threads=own.threads, workspace=own.workspace, residency=own.residency
-    )
-    model = open_model(source, config)
+    # Other fields of the environment would change the inputs, write files or refuse a checkpoint.
+    model = open_model(source, fixed_config())
     try:
         count = len({module._mesh_layer for module in _experts_of(model)})
         if count != files.layers:

@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import _C
 from ..adapters.registration import watch as watch_peft
-from ..config import MeshConfig
+from ..config import MeshConfig, fixed_config
 from ..errors import naming
 from ..gpu.choosing import choose_experts
 from ..gpu.placement import Placement, check_beside_gpu
@@ -116,23 +116,7 @@ def _patch_heads(heads: nn.Module, resident: float, threads: str | int) -> None:
 
     The model's settings do not apply to them, nor do their variables in the environment.
     """
-    config = MeshConfig()
-    config = config.replace(
-        weights="int8",
-        resident=resident,
-        threads=threads,
-        prefetch="auto" if config.predictor else config.prefetch,
-        dense="auto",
-        attention="model",
-        speculation="off",
-        store=None,
-        shared=None,
-        profile=None,
-        gpu=MeshConfig.gpu,  # the defaults
-        lossy=MeshConfig.lossy,
-        residency={"early_experts": "off"},
-        stats={"file": None},
-    )
+    config = fixed_config(weights="int8", resident=resident, threads=threads, attention="model")
     layers = find_experts(heads)
     source = LoadedModelSource(heads, layers, config)
     check(heads, layers, config, source)
