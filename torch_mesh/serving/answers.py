@@ -47,6 +47,7 @@ class Answer:
     stops: Sequence[str] = ()
     one_call: bool = False
     count: int = field(default=0, init=False)  # generated tokens
+    reasoning_count: int = field(default=0, init=False)  # those within reasoning
     finish: str = field(default="stop", init=False)  # why it ended: stop, length or tool_calls
     stopped_by: str | None = field(default=None, init=False)  # the stop sequence
 
@@ -67,6 +68,7 @@ class Answer:
                 shown = []
                 for token in batch:
                     self.count, last = self.count + 1, token.id
+                    self.reasoning_count += parser.is_reasoning
                     pieces += parser.push(stops.push(text.push(token.id)))
                     if not text.hides(token.id):
                         shown.append(token)

@@ -496,7 +496,7 @@ class _Response:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self._answer.job.reused},
             "output_tokens": made,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._answer.reasoning_count},
             "total_tokens": prompt + made,
         }
 

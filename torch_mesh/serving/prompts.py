@@ -283,31 +283,37 @@ def response_messages(content: str | Sequence[Mapping[str, Any]], instructions: 
 
 def _messages_of_items(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    reasoning: str | None = None
+    thoughts: list[str] = []
 
     def assistant() -> dict[str, Any]:
         """Collects a turn of the model, whose reasoning, text and calls are separate items."""
-        nonlocal reasoning
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        if reasoning is not None:
-            messages[-1]["reasoning_content"] = reasoning
-            reasoning = None
+        if thoughts:
+            earlier = messages[-1].get("reasoning_content")
+            messages[-1]["reasoning_content"] = "\n\n".join(filter(None, [earlier, *thoughts]))
+            thoughts.clear()
         return messages[-1]
 
     for item in items:
         kind = item.get("type")
         if kind == "reasoning":
-            reasoning = "".join(part["text"] for part in item.get("content") or ())
-        elif "role" in item:
-            message = {"role": item["role"], "content": item.get("content")}
-            if item["role"] == "assistant" and reasoning is not None:
-                message["reasoning_content"], reasoning = reasoning, None
-            messages.append(message)
-        elif kind == "function_call":
+            text = "".join(part["text"] for part in item.get("content") or ())
+            thoughts += [text] if text else []
+        elif item.get("role") == "assistant":
+            messages.append({"role": "assistant", "content": item.get("content")})
+            assistant()
+        elif kind == "function_call" and "role" not in item:
             call = {"name": item["name"], "arguments": item["arguments"]}
             calls = assistant().setdefault("tool_calls", [])
             calls.append({"id": item["call_id"], "type": "function", "function": call})
         else:
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")})
+            if thoughts:
+                assistant()
+            if "role" in item:
+                messages.append({"role": item["role"], "content": item.get("content")})
+            else:
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")})
+    if thoughts:
+        assistant()
     return messages

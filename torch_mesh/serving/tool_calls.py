@@ -431,11 +431,13 @@ class _ChannelParser:
     """gpt-oss's messages: ``<|start|>ROLE<|channel|>NAME<|message|>TEXT``, and then ``<|end|>``, ``<|call|>`` or
     ``<|return|>``. A call's recipient is after the role or after the channel's name."""
 
-    is_reasoning = False  # a prompt ends between messages, or within content
-
     def __init__(self, continues: bool) -> None:
-        self._state = "content" if continues else "between"
+        self._state = "content" if continues else "between"  # where a prompt ends
         self._text = self._header = ""
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state == "reasoning"
 
     def push(self, text: str) -> list[Piece]:
         self._text += text

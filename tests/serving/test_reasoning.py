@@ -1,0 +1,96 @@
+"""Reasoning in earlier turns, and in the number of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from torch_mesh.serving.answers import Answer
+from torch_mesh.serving.engine import Job, Token
+from torch_mesh.serving.prompts import response_messages
+from torch_mesh.serving.tool_calls import answer_format
+
+pytest.importorskip("fastapi")
+
+USER = {"role": "user", "content": "Why?"}
+SAID = {"role": "assistant", "content": "Yes."}
+CALL = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "a"}
+
+
+def _thought(*texts: str) -> dict[str, Any]:
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text} for text in texts]}
+
+
+A, B, NOTHING = _thought("A"), _thought("B1", "B2"), _thought()
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([A, SAID, B, CALL, RESULT], [("assistant", "Yes.", "A\n\nB1B2"), ("tool", "a", None)]),
+        ([A, B, CALL], [("assistant", "", "A\n\nB1B2")]),
+        ([A, CALL, RESULT, B, SAID], [("assistant", "", "A"), ("tool", "a", None), ("assistant", "Yes.", "B1B2")]),
+        ([A, USER, SAID], [("assistant", "", "A"), ("user", "Why?", None), ("assistant", "Yes.", None)]),
+        ([CALL, A, RESULT], [("assistant", "", "A"), ("tool", "a", None)]),
+        ([SAID, A], [("assistant", "Yes.", "A")]),
+        ([A], [("assistant", "", "A")]),
+        ([NOTHING, USER], [("user", "Why?", None)]),
+    ],
+)
+def test_earlier_reasoning_stays_in_its_turn(items: list[Any], expected: list[Any]) -> None:
+    first, *messages = response_messages([USER, *items], None)
+    assert first == USER
+    assert [(each["role"], each["content"], each.get("reasoning_content")) for each in messages] == expected
+    assert sum("tool_calls" in each for each in messages) == items.count(CALL)
+
+
+def _answer(folder: Path, text: str, template: str) -> Answer:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    async def tokens(job: Job) -> AsyncGenerator[list[Token], None]:
+        for token in tokenizer(text)["input_ids"]:
+            yield [Token(token)]
+
+    job = Job({"input_ids": torch.tensor([[1]])}, GenerationConfig(max_new_tokens=99))
+    return Answer(SimpleNamespace(tokens=tokens), job, tokenizer, answer_format(template, ""))
+
+
+def _events(made: Any) -> list[dict[str, Any]]:
+    async def read() -> list[str]:
+        return [each async for each in made.events()]
+
+    return [json.loads(each.partition("data: ")[2]) for each in asyncio.run(read())]
+
+
+@pytest.mark.parametrize(
+    ("template", "begin", "end"),
+    [
+        ("<think></think>", "<think>", "</think>Yes."),
+        ("<|channel|><|message|>", "<|channel|>analysis<|message|>", "<|end|><|channel|>final<|message|>Yes."),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(template: str, begin: str, end: str, folder: Path) -> None:
+    from torch_mesh.serving.openai_api import OpenAI, _Response
+
+    api = OpenAI(SimpleNamespace(served="a"))  # type: ignore[arg-type]
+    counts = []
+    for thought in ("I think.", "I think. And I think."):
+        answer = _answer(folder, begin + thought + end, template)
+        usage = _events(_Response(api, {}, answer, False))[-1]["response"]["usage"]
+        counts.append(usage["output_tokens_details"]["reasoning_tokens"])
+        assert counts[-1] < usage["output_tokens"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lengths = [len(tokenizer(begin + thought + end)["input_ids"]) for thought in ("I think.", "I think. And I think.")]
+    assert counts[0] > 0 and counts[1] - counts[0] == lengths[1] - lengths[0]
+    answer = _answer(folder, "Yes.", template)
+    usage = _events(_Response(api, {}, answer, False))[-1]["response"]["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == 0
