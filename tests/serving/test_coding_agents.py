@@ -26,6 +26,7 @@ TEMPLATES = {
     "<|im_start|>developer\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
     "{% for message in messages if message.role not in ('system', 'developer') %}" + _TURN,
 }
+EVERYTHING = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
 BRIEF = "In the beginning God created the heaven and the earth. " * 8
 SKILLS = "And the earth was without form, and void."
 
@@ -40,6 +41,10 @@ def prompts(request: pytest.FixtureRequest, server: Any, monkeypatch: pytest.Mon
     """The prompts that the model gets, by each of the templates."""
     if TEMPLATES[request.param] is not None:
         monkeypatch.setattr(server.prompts.processor, "chat_template", TEMPLATES[request.param])
+    return _watch(server, monkeypatch)
+
+
+def _watch(server: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     encode_messages = server.prompts.encode_messages
 
@@ -53,12 +58,18 @@ def prompts(request: pytest.FixtureRequest, server: Any, monkeypatch: pytest.Mon
 
 
 def _events(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    return _answer(server, path, body)[1]
+
+
+def _answer(server: Any, path: str, body: dict[str, Any]) -> tuple[set[str], list[dict[str, Any]]]:
+    """What is left out, and the events."""
     request = urllib.request.Request(
         server.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        left_out = set(filter(None, answer.headers.get("x-torch-mesh-left-out", "").split(", ")))
+    return left_out, [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
 
 
 def _claude(server: Any, cch: str, *later: Any) -> dict[str, Any]:
@@ -171,3 +182,31 @@ def test_log_probabilities_beside_encrypted_reasoning(server: Any) -> None:
     for body, has in ((_codex(server, tools=[]), False), (both, True)):
         (item,) = _events(server, "/v1/responses", body)[-1]["response"]["output"]
         assert bool(item["content"][0]["logprobs"]) == has
+
+
+def test_codex_calls_the_tools_of_mcp_servers(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(server.prompts.processor, "chat_template", EVERYTHING)
+    prompts = _watch(server, monkeypatch)
+    schema = {"type": "object", "properties": {"page": {"type": "string", "maxLength": 4}}, "required": ["page"]}
+    look = {"type": "function", "name": "look", "description": "Opens a page.", "strict": False, "parameters": schema}
+    shell = _codex(server)["tools"][0]
+    others = [{"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch"}]
+    for name, shown in (("mcp__book", "mcp__book__look"), ("mcp__book__", "mcp__book__look"), ("a", "a__look")):
+        book = {"type": "namespace", "name": name, "description": "The handbook.", "tools": [look]}
+        tools = [shell, look, book, *others]
+        choice = {"type": "function", "name": "look", "namespace": name}
+        body = _codex(server, tools=tools, tool_choice=choice, max_output_tokens=200)
+        left_out, events = _answer(server, "/v1/responses", body)
+        assert left_out == {"tools (web_search)", "tools (custom)"}
+        assert events[-1]["response"]["tools"][2]["type"] == "namespace"
+        items = [event["item"] for event in events if event["type"].startswith("response.output_item.")]
+        assert [(item["namespace"], item["name"]) for item in items] == [(name, "look")] * 2
+        assert items[-1] == events[-1]["response"]["output"][0]
+        result = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "nothing"}
+        _events(server, "/v1/responses", _codex(server, items[-1], result, tools=tools))
+        assert prompts[-1].count(f'"{shown}"') == 2, "as a tool, and in the earlier call"
+        assert "The handbook.\\n\\nOpens a page." in prompts[-1] and "apply_patch" not in prompts[-1]
+    choice = {"type": "function", "name": "look"}
+    events = _events(server, "/v1/responses", _codex(server, tools=tools, tool_choice=choice, max_output_tokens=200))
+    assert events[-1]["response"]["output"][0].keys().isdisjoint({"namespace"})

@@ -24,6 +24,8 @@ FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
 FLAT = {"type": "function", **FUNCTION}
 THEIRS = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
+BOOK = {"type": "namespace", "name": "book", "tools": [FLAT]}
+SEARCH = {"type": "web_search"}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
@@ -68,6 +70,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (RESPONSES, {"tools": [FLAT, FLAT]}, "look"),
     (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "function", "name": "look", "unknown": 1}}, "unknown"),
+    (RESPONSES, {"tools": [SEARCH, {"type": "custom", "name": "a"}]}, "web_search, custom"),
+    (RESPONSES, {"tools": [FLAT, SEARCH], "tool_choice": SEARCH}, "web_search"),
+    (RESPONSES, {"tools": [FLAT, {"type": 7}]}, "tools[1].type"),
+    (RESPONSES, {"tools": [BOOK, FLAT | {"name": "book__look"}]}, "book__look"),
+    (RESPONSES, {"tools": [BOOK | {"name": ""}]}, "name"),
+    (RESPONSES, {"tools": [BOOK | {"unknown": 1}]}, "unknown"),
+    (RESPONSES, {"tools": [BOOK | {"tools": [BOOK]}]}, "tools[0].tools[0].type"),
+    (RESPONSES, {"tools": [BOOK], "tool_choice": FUNCTION["name"]}, "tool_choice"),
+    (RESPONSES, {"tools": [BOOK], "tool_choice": {"type": "function", "name": "look"}}, "book__look"),
+    (RESPONSES, {"tools": [BOOK], "tool_choice": {"type": "function", "name": "look", "namespace": 7}}, "namespace"),
+    (RESPONSES, {"input": [USER, {"type": "custom_tool_call", "call_id": "1", "name": "a"}]}, "custom_tool_call"),
     (RESPONSES, {"text": {"format": {"type": "text", "unknown": 1}}}, "unknown"),
     (MESSAGES, {"messages": [USER | {"unknown": 1}]}, "unknown"),
     (MESSAGES, theirs({"type": "text", "text": "a", "citations": [{"type": "char_location"}]}), "citations"),

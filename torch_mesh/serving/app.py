@@ -17,6 +17,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from torch_mesh.serving import left_out
 from torch_mesh.serving.answers import running
 from torch_mesh.serving.anthropic_api import Anthropic
 from torch_mesh.serving.decisions import Decisions
@@ -76,11 +77,13 @@ def _add_answers(app: FastAPI, service: Service, decisions: Decisions | None) ->
 
     async def answer(request: Request, made: Awaitable[dict[str, Any] | AsyncGenerator[str, None]]) -> Response:
         """Respond with a body or a stream. A disconnecting client ends its computation."""
+        notes = left_out.collect()
         found = await _while_connected(request, made)
+        headers = left_out.headers(notes)
         if isinstance(found, dict):
-            return JSONResponse(found)
+            return JSONResponse(found, headers=headers)
         parts = _kept_alive(_ending_with_error(found), service.engine.progress.describe)
-        return StreamingResponse(parts, media_type="text/event-stream")
+        return StreamingResponse(parts, media_type="text/event-stream", headers=headers)
 
     def add_post(path: str, make: Callable[[dict[str, Any]], Any]) -> None:
         @app.post(path, response_model=None)

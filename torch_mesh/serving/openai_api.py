@@ -27,6 +27,7 @@ from torch_mesh.serving.requests import (
     checked_request,
     only,
 )
+from torch_mesh.serving.response_tools import qualified_name, shown_functions
 from torch_mesh.serving.service import Service, json_schema
 from torch_mesh.serving.tool_calls import Call, Content, Reasoning
 
@@ -307,13 +308,14 @@ class OpenAI:
 
     async def responses(self, body: Mapping[str, Any]) -> Body | Events:
         given = checked_request(RESPONSES, body, self._service.served, self._service.vocabulary)
-        answer = await asyncio.to_thread(self._response_answer, given)
-        made = _Response(self, given, answer, OUTPUT_LOGPROBS in given.get("include", ()))
+        answer, origins = await asyncio.to_thread(self._response_answer, given)
+        made = _Response(self, given, answer, OUTPUT_LOGPROBS in given.get("include", ()), origins)
         if given.get("stream"):
             return made.events()
         return await whole_body(answer, made)
 
-    def _response_answer(self, given: Mapping[str, Any]) -> Answer:
+    def _response_answer(self, given: Mapping[str, Any]) -> tuple[Answer, dict[str, Body]]:
+        """The answer, and the client's names of functions in namespaces by those that the model sees."""
         service = self._service
         reasoning, text = given.get("reasoning", {}), given.get("text", {})
         check_object("reasoning", reasoning, "reasoning", {}, {"effort": TEXT, "summary": only("auto")})
@@ -322,7 +324,12 @@ class OpenAI:
         if "top_logprobs" in given and not includes:
             raise RequestError('top_logprobs needs include: ["message.output_text.logprobs"].', "top_logprobs")
 
-        tools = service.tools(given)
+        functions, origins = shown_functions(given.get("tools", ()))
+        choice = given.get("tool_choice", "auto")
+        if isinstance(choice, dict) and choice.get("namespace") is not None:
+            check_object("tool_choice", choice, "tool_choice", dict.fromkeys(("type", "name", "namespace"), TEXT))
+            choice = {"type": choice["type"], "name": qualified_name(choice)}
+        tools = service.tools({**given, "tools": functions, "tool_choice": choice})
         arguments = service.template_arguments(given, reasoning.get("effort"), "reasoning")
         messages = response_messages(given["input"], given.get("instructions"))
         inputs = service.prompts.encode_messages(messages, None if tools is None else tools.shown, arguments, "input")
@@ -335,14 +342,22 @@ class OpenAI:
             tools=tools,
             schema=json_schema(text["format"], "text") if text.get("format") else None,
         )
-        return answer
+        return answer, origins
 
 
 class _Response:
     """An answer of the Responses API: output items, whose opening, growth and closing are events."""
 
-    def __init__(self, api: OpenAI, given: Mapping[str, Any], answer: Answer, logprobs: bool) -> None:
+    def __init__(
+        self,
+        api: OpenAI,
+        given: Mapping[str, Any],
+        answer: Answer,
+        logprobs: bool,
+        origins: Mapping[str, Body] = {},
+    ) -> None:
         self._api, self._given, self._answer, self._logprobs = api, given, answer, logprobs
+        self._origins = origins
         self._id, self._created = new_id("resp_"), int(time.time())
         self._output: list[Body] = []
         self._open: Body | None = None
@@ -468,7 +483,8 @@ class _Response:
 
     def _call(self, call: Call) -> list[str]:
         name = new_id("call_")
-        item = {"id": new_id("fc_"), "type": "function_call", "call_id": name, "name": call.name}
+        named = self._origins.get(call.name, {"name": call.name})
+        item = {"id": new_id("fc_"), "type": "function_call", "call_id": name, **named}
         location = {"output_index": len(self._output), "item_id": item["id"]}
         begun = {**item, "arguments": "", "status": "in_progress"}
         done = {**item, "arguments": call.arguments, "status": "completed"}
@@ -477,7 +493,9 @@ class _Response:
         return [
             self._event("response.output_item.added", output_index=index, item=begun),
             self._event("response.function_call_arguments.delta", **location, delta=call.arguments),
-            self._event("response.function_call_arguments.done", **location, name=call.name, arguments=call.arguments),
+            self._event(
+                "response.function_call_arguments.done", **location, name=named["name"], arguments=call.arguments
+            ),
             self._event("response.output_item.done", output_index=index, item=done),
         ]
 

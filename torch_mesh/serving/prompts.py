@@ -13,6 +13,7 @@ import torch
 
 from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.requests import check_names, is_parts, wrong
+from torch_mesh.serving.response_tools import qualified_name
 from torch_mesh.serving.tool_calls import AnswerFormat, answer_format
 
 NO_TEMPLATE = (
@@ -304,7 +305,7 @@ def _messages_of_items(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any
             messages.append({"role": "assistant", "content": item.get("content")})
             assistant()
         elif kind == "function_call" and "role" not in item:
-            call = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"name": qualified_name(item), "arguments": item["arguments"]}
             calls = assistant().setdefault("tool_calls", [])
             calls.append({"id": item["call_id"], "type": "function", "function": call})
         else:

@@ -22,6 +22,7 @@ from torch_mesh.serving.generation import (
     is_whole,
     whole,
 )
+from torch_mesh.serving.left_out import leave_out
 
 CHAT, COMPLETIONS, RESPONSES, DECISIONS = "chat", "completions", "responses", "decisions"
 # The field with the prompt, by address.
@@ -205,7 +206,8 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     elif kind == COMPLETIONS:
         _check_completion(given, vocabulary)
     for index, tool in enumerate(given.get("tools", ())):
-        _check_tool(f"tools[{index}]", tool)
+        check_tool = _check_response_tool if kind == RESPONSES else _check_tool
+        check_tool(f"tools[{index}]", tool)
     options = given.get("stream_options", {})
     allowed = {"include_usage": BOOL, "include_obfuscation": only(False)}
     for name, value in options.items():
@@ -395,7 +397,7 @@ def _check_input(content: Any) -> None:
             check_names(where, item, (*_ITEM_FIELDS, "role", "content"), "input")
             _check_message(where, item, "input")
         elif kind == "function_call":
-            check_object(where, item, "input", {"call_id": TEXT, **_CALL_FIELDS}, _ITEM_FIELDS)
+            check_object(where, item, "input", {"call_id": TEXT, **_CALL_FIELDS}, _ITEM_FIELDS | {"namespace": TEXT})
         elif kind == "function_call_output":
             check_object(where, item, "input", {"call_id": TEXT}, _ITEM_FIELDS | {"output": ANY})
             _check_content(f"{where}.output", item.get("output"), "input")
@@ -414,6 +416,33 @@ def _check_tool(where: str, tool: Any) -> None:
     for name, kind in (("parameters", OBJECT), ("description", TEXT), ("strict", BOOL)):
         if (value := function.get(name)) is not None:
             check(f"{where}.function.{name}", value, kind, "tools")
+
+
+def _check_response_tool(where: str, tool: Any) -> None:
+    """A function, a namespace of functions, or a tool of another type, which is left out later."""
+    check(where, tool, OBJECT, "tools")
+    kind = tool.get("type", "function")
+    check(f"{where}.type", kind, TEXT, "tools")
+    if kind == "function":
+        _check_tool(where, tool)
+    elif kind == "namespace":
+        check_object(where, tool, "tools", {"type": ANY, "name": NAME, "tools": LIST}, {"description": TEXT})
+        for index, inner in enumerate(tool["tools"]):
+            _check_tool(f"{where}.tools[{index}]", inner)
+
+
+def leave_out_tools(kinds: Sequence[str], functions: Sequence[dict[str, Any]]) -> None:
+    """Leave out tools of other ``kinds`` than functions, and ``defer_loading`` of ``functions``. Raises RequestError if
+    there are no functions beside."""
+    if kinds and not functions:
+        raise RequestError(
+            f"tools has only {', '.join(kinds)}, which this server does not run: give functions too.", "tools"
+        )
+    for kind in kinds:
+        leave_out(f"tools ({kind})", "The model is offered functions only, and no tools of other types.")
+    for function in functions:
+        if function.pop("defer_loading", False):
+            leave_out("tools.defer_loading", "The model is offered deferred tools like all others.")
 
 
 def _check_template_kwargs(arguments: Mapping[str, Any]) -> None:
