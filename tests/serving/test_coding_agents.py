@@ -115,6 +115,36 @@ def test_claude_code_reuses_the_prompt_of_its_last_turn(server: Any, prompts: li
     assert second[-2]["usage"]["cache_read_input_tokens"] > 0.9 * tokens > 0
 
 
+def test_claude_code_needs_no_variables(
+    server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch_mesh.serving.left_out._logged", set())
+    monkeypatch.setattr(
+        server.prompts.processor, "chat_template", EVERYTHING + "{# <think></think> #}{{ enable_thinking }}"
+    )
+    prompts = _watch(server, monkeypatch)
+    body = _claude(server, "00001") | {
+        "thinking": {"type": "enabled", "budget_tokens": TOKENS - 1, "display": "summarized"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "xhigh"},
+    }
+    deferred = {"eager_input_streaming": True, "allowed_callers": ["direct"], "defer_loading": True}
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    tools = [body["tools"][0] | deferred, search]
+    fields = {"thinking.budget_tokens", "output_config.effort", "tools.defer_loading", "tools (web_search_20250305)"}
+    for _ in range(2):
+        left_out, events = _answer(server, "/v1/messages?beta=true", body | {"tools": tools})
+        assert left_out == fields and events[-1]["type"] == "message_stop"
+    assert len(caplog.records) == len(fields), "each is logged once"
+    assert '"Bash"' in prompts[-1] and "web_search" not in prompts[-1] and "defer_loading" not in prompts[-1]
+    for thinking in ({"type": "enabled", "budget_tokens": TOKENS}, {"type": "enabled"}):
+        body |= {"thinking": thinking, "output_config": {"effort": "high"}}
+        assert _answer(server, "/v1/messages", body)[0] == set()
+        assert prompts[-1].endswith("True")
+    monkeypatch.setattr(server.prompts.processor, "chat_template", EVERYTHING)  # of a model that does not reason
+    assert _answer(server, "/v1/messages", body)[0] == {"thinking"}
+
+
 def _codex(server: Any, *later: Any, **more: Any) -> dict[str, Any]:
     def message(role: str, text: str) -> dict[str, Any]:
         return {

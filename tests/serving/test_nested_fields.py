@@ -88,13 +88,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, theirs({"type": "tool_result", "tool_use_id": "1", "is_error": "yes"}), "is_error"),
     (MESSAGES, theirs({"type": "tool_use", "name": "look", "input": {}}, role="assistant"), "id"),
     (MESSAGES, {"system": [{"type": "text", "text": "a", "unknown": 1}]}, "unknown"),
-    (MESSAGES, {"tools": [THEIRS | {"defer_loading": True}]}, "defer_loading"),
+    (MESSAGES, {"tools": [THEIRS | {"defer_loading": "x"}]}, "defer_loading"),
+    (MESSAGES, {"tools": [THEIRS | {"allowed_callers": ["code_execution_20250825"]}]}, "allowed_callers"),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "a"}]}, "web_search_20250305"),
+    (MESSAGES, {"tools": [THEIRS, {"type": "a"}], "tool_choice": {"type": "tool", "name": "b"}}, "tool_choice"),
     (MESSAGES, {"tools": [THEIRS | {"description": 7}]}, "description"),
     (MESSAGES, {"tools": [THEIRS | {"strict": "x"}]}, "strict"),
     (MESSAGES, {"tools": [THEIRS, THEIRS]}, "look"),
     (MESSAGES, {"tools": [THEIRS], "tool_choice": {"type": "auto", "name": "look"}}, "name"),
     (MESSAGES, {"tools": [THEIRS], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     (MESSAGES, {"thinking": {"type": "adaptive", "unknown": 1}}, "unknown"),
+    (MESSAGES, {"thinking": {"type": "adaptive", "budget_tokens": 1}}, "budget_tokens"),
+    (MESSAGES, {"thinking": {"type": "adaptive", "display": "all"}}, "display"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 0}}, "budget_tokens"),
+    (MESSAGES, {"output_config": {"effort": "most"}}, "effort"),
+    (MESSAGES, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     (MESSAGES, {"metadata": {"unknown": 1}}, "unknown"),
     (MESSAGES, {"metadata": {"user_id": 7}}, "user_id"),
 ]
@@ -110,6 +118,8 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     (MESSAGES, theirs({"type": "text", "text": "a", "citations": None, "cache_control": {"type": "ephemeral"}})),
     (MESSAGES, {"tools": [THEIRS | {"cache_control": {"type": "ephemeral"}}]}),
     (MESSAGES, {"metadata": {"user_id": "a"}}),
+    (MESSAGES, {"thinking": {"type": "disabled"}}),
+    (MESSAGES, {"thinking": {"type": "adaptive", "display": "omitted"}}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Reasoning in earlier turns, and in the number of tokens."""
+"""Reasoning: in earlier turns, in the number of tokens, and where a client does not want its text."""
 
 from __future__ import annotations
 
@@ -94,3 +94,14 @@ def test_tokens_of_reasoning_are_counted(template: str, begin: str, end: str, fo
     answer = _answer(folder, "Yes.", template)
     usage = _events(_Response(api, {}, answer, False))[-1]["response"]["usage"]
     assert usage["output_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_omitted_reasoning_is_an_empty_block(folder: Path) -> None:
+    from torch_mesh.serving.anthropic_api import _Message
+
+    events = _events(_Message("a", _answer(folder, "<think>Why?</think>Yes.", "<think></think>"), omits=True))
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert blocks == [{"type": "thinking", "thinking": "", "signature": ""}, {"type": "text", "text": ""}]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert {delta["type"] for delta in deltas} == {"text_delta"}
+    assert "".join(delta["text"] for delta in deltas) == "Yes."

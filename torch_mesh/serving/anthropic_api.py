@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_mesh.serving.answers import Answer, Part, whole_body
 from torch_mesh.serving.errors import RequestError, describe, for_anthropic
 from torch_mesh.serving.generation import BOOL, FRACTION, TEMPERATURE, Kind, whole
+from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.openai_api import event, new_id
 from torch_mesh.serving.requests import (
     ANY,
@@ -21,6 +23,7 @@ from torch_mesh.serving.requests import (
     check,
     check_object,
     known_fields,
+    leave_out_tools,
     only,
     wrong,
 )
@@ -50,7 +53,7 @@ _FIELDS: dict[str, Kind] = {
     "service_tier": only("auto", "standard_only"),
     "cache_control": OBJECT,  # no effect here or in blocks: keys and values are kept anyway
     "container": only(),
-    "context_management": only(),
+    "context_management": only({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),  # nothing is cleared
     "mcp_servers": only([]),
 }
 _BLOCK_FIELDS = {"type": ANY, "cache_control": ANY}
@@ -67,7 +70,22 @@ _BLOCKS: dict[str, dict[str, tuple[dict[str, Kind], dict[str, Kind]]]] = {
         "thinking": ({"thinking": TEXT}, {"signature": ANY, **_BLOCK_FIELDS}),
     },
 }
-_THINKING = Kind("adaptive or disabled: reasoning has no budget here", lambda value: value in ("adaptive", "disabled"))
+_TOOL_FIELDS = {
+    "type": only("custom"),
+    "description": TEXT,
+    "strict": BOOL,
+    "cache_control": ANY,
+    "eager_input_streaming": BOOL,  # when arguments are delivered, which are never validated before
+    "allowed_callers": only(["direct"]),
+    "defer_loading": BOOL,
+}
+_DISPLAY = {"display": only("summarized", "omitted")}
+_THINKING: dict[str, dict[str, Kind]] = {  # its fields, by type
+    "enabled": {"budget_tokens": whole(1), **_DISPLAY},
+    "adaptive": _DISPLAY,
+    "disabled": {},
+}
+_EFFORT = only("low", "medium", "high", "xhigh", "max")
 # Claude Code's first block of `system`. It differs in each request, and a prompt that begins with it is never reused.
 _BILLING = "x-anthropic-billing-header:"
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -100,7 +118,8 @@ class Anthropic:
             return answer
 
         answer = await asyncio.to_thread(prepare)
-        message = _Message(self._service.served, answer)
+        omits = given.get("thinking", {}).get("display") == "omitted"
+        message = _Message(self._service.served, answer, omits)
         if given.get("stream"):
             return message.events()
         return await whole_body(answer, message)
@@ -123,22 +142,13 @@ class Anthropic:
         tools = self._tools(given)
         messages = list(_messages(given))
         output = given.get("output_config", {})
-        if unknown := sorted(set(output) - {"format", "effort"}):
-            raise RequestError(
-                f"output_config has {unknown[0]!r}, which this server does not support: leave it out.", "output_config"
-            )
+        check_object("output_config", output, "output_config", {}, {"format": OBJECT, "effort": _EFFORT})
         effort = output.get("effort")
-        if effort == "high" and not self._service.prompts.reads("reasoning_effort"):
-            effort = None  # the API's default: clients send it to all models
-        arguments = self._service.template_arguments({}, effort, "output_config")
-        if (thinking := given.get("thinking")) is not None:
-            check_object("thinking", thinking, "thinking", {"type": _THINKING}, {"budget_tokens": ANY})
-            if thinking["type"] == "disabled":
-                if not self._service.prompts.reads("enable_thinking"):
-                    raise RequestError(
-                        "This model's chat template has no switch for thinking: leave it out.", "thinking"
-                    )
-                arguments["enable_thinking"] = False
+        if effort is not None and not self._service.prompts.reads("reasoning_effort"):
+            if effort != "high":  # the API's default, which clients send to all models
+                leave_out("output_config.effort", "This model's chat template has no setting for the effort.")
+            effort = None
+        arguments = self._service.template_arguments({}, effort, "output_config") | self._thinking(given)
         continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         shown = None if tools is None else tools.shown
         inputs = self._service.prompts.encode_messages(messages, shown, arguments, "messages", continues)
@@ -146,16 +156,40 @@ class Anthropic:
             raise RequestError("messages has no tokens: give some text.", "messages")
         return inputs, tools, continues
 
+    def _thinking(self, given: Mapping[str, Any]) -> Body:
+        """Variables of the chat template for ``thinking``. Raises RequestError."""
+        thinking = given.get("thinking", {"type": "adaptive"})
+        kind = thinking.get("type")
+        if kind not in list(_THINKING):
+            raise wrong("thinking", "thinking.type", kind, " or ".join(_THINKING))
+        check_object("thinking", thinking, "thinking", {"type": ANY}, _THINKING[kind])
+        prompts = self._service.prompts
+        has_switch = prompts.reads("enable_thinking")
+        if kind == "disabled" and prompts.format.reasons and not has_switch:
+            raise RequestError("This model's chat template has no switch for thinking: leave it out.", "thinking")
+        if kind == "enabled" and not prompts.format.reasons:
+            leave_out("thinking", "This model does not reason.")
+        elif (thinking.get("budget_tokens") or math.inf) < given.get("max_tokens", 0):
+            leave_out("thinking.budget_tokens", "Reasoning has no budget beside max_tokens.")
+        return {"enable_thinking": kind == "enabled"} if has_switch and kind != "adaptive" else {}
+
     def _tools(self, given: Mapping[str, Any]) -> Tools | None:
         """``Service.tools`` of these fields, converted to OpenAI's."""
-        functions = []
+        functions: list[Body] = []
+        others: list[str] = []
         for index, tool in enumerate(given.get("tools", ())):
             where = f"tools[{index}]"
-            optional = {"type": only("custom"), "description": TEXT, "strict": BOOL, "cache_control": ANY}
-            check_object(where, tool, "tools", {"name": NAME, "input_schema": OBJECT}, optional)
+            check(where, tool, OBJECT, "tools")
+            if (kind := tool.get("type")) not in (None, "custom"):
+                check(f"{where}.type", kind, TEXT, "tools")
+                others.append(kind)
+                continue
+            check_object(where, tool, "tools", {"name": NAME, "input_schema": OBJECT}, _TOOL_FIELDS)
             function = {"name": tool["name"], "parameters": tool["input_schema"]}
-            function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
-            functions.append({"type": "function", "function": function})
+            passed = ("description", "strict", "defer_loading")
+            function |= {name: tool[name] for name in passed if tool.get(name) is not None}
+            functions.append(function)
+        leave_out_tools(others, functions)
         choice = given.get("tool_choice", {"type": "auto"})
         kind = choice.get("type")
         named = {"type": "function", "function": {"name": choice.get("name")}}
@@ -253,10 +287,13 @@ def _address(where: str, source: Mapping[str, Any]) -> str:
 
 
 class _Message:
-    """An answer as blocks of content, whose opening, growth and closing are events."""
+    """An answer as blocks of content, whose opening, growth and closing are events.
 
-    def __init__(self, served: str, answer: Answer) -> None:
-        self._served, self._answer = served, answer
+    ``omits``: blocks of reasoning stay empty.
+    """
+
+    def __init__(self, served: str, answer: Answer, omits: bool = False) -> None:
+        self._served, self._answer, self._omits = served, answer, omits
         self._id = new_id("msg_")
         self._blocks: list[Body] = []
         self._open = False
@@ -309,6 +346,8 @@ class _Message:
             if not self._open or self._blocks[-1]["type"] != kind:
                 signature = {"signature": ""} if kind == "thinking" else {}
                 events += [*self.close(), *self._begin({"type": kind, kind: "", **signature})]
+            if kind == "thinking" and self._omits:
+                continue
             self._blocks[-1][kind] += piece.text
             events.append(self._delta({"type": f"{kind}_delta", kind: piece.text}))
         return events

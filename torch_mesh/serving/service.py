@@ -162,6 +162,8 @@ class Service:
             return {"reasoning_effort": effort, **arguments}
         if effort == "none" and self.prompts.reads("enable_thinking"):
             return {"enable_thinking": False, **arguments}
+        if effort == "none" and not self.prompts.format.reasons:
+            return arguments
         raise RequestError(
             f"{field} is {effort!r}, but this model's chat template has no such setting: leave it out.", field
         )

@@ -312,6 +312,11 @@ class AnswerFormat:
     channels: bool = False
 
     @property
+    def reasons(self) -> bool:
+        """Whether the model may reason."""
+        return self.thinking is not None or self.channels
+
+    @property
     def marks(self) -> frozenset[str]:
         """Special tokens that must be decoded."""
         calls = self.tools.marks if self.tools else ()
