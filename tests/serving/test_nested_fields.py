@@ -19,6 +19,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [USER], "max_tokens": 1},
     RESPONSES: {"input": [USER], "max_output_tokens": 1},
     MESSAGES: {"messages": [USER], "max_tokens": 1},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
 }
 FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -113,6 +114,12 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [USER, {"role": "assistant", "content": "a", "annotations": [], "reasoning_content": "b"}]}),
     (CHAT, {"messages": [USER, {"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]}),
     (CHAT, {"response_format": {"type": "text"}}),
+    (CHAT, {"metadata": {"a": "b"}, "verbosity": "medium", "service_tier": "flex"}),
+    (CHAT, {"prompt_cache_key": "a", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"}}),
+    (CHAT, {"reasoning_effort": "none"}),  # this model does not reason
+    (RESPONSES, {"reasoning": {"effort": "none", "summary": "concise"}, "text": {"verbosity": "medium"}}),
+    (RESPONSES, {"reasoning": {"summary": "detailed"}, "truncation": "auto", "service_tier": "priority"}),
+    (RESPONSES, {"tools": [BOOK, FLAT], "tool_choice": {"type": "function", "name": "look", "namespace": "book"}}),
     (RESPONSES, {"input": [USER, {"type": "message", "id": "1", "status": "completed", **USER}]}),
     (RESPONSES, {"input": [USER, {"type": "reasoning", "id": "1", "summary": []}, USER]}),
     (MESSAGES, theirs({"type": "text", "text": "a", "citations": None, "cache_control": {"type": "ephemeral"}})),
@@ -148,6 +155,24 @@ def test_unsupported_nested_fields_are_refused_by_name(server: Any) -> None:
 def test_fields_that_clients_copy_from_answers_are_accepted(server: Any) -> None:
     for path, fields in TAKEN:
         assert _post(server, path, fields)[0] == 200, (path, fields)
+
+
+def test_an_answer_names_its_service_tier_and_truncation(server: Any) -> None:
+    for path in (CHAT, RESPONSES, "/v1/completions"):
+        assert _post(server, path, {"service_tier": "priority"})[1]["service_tier"] == "default"
+    assert _post(server, RESPONSES, {"truncation": "auto"})[1]["truncation"] == "auto"
+    status, answer = _post(server, RESPONSES, {"truncation": "auto", "max_output_tokens": 10**9})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+
+
+def test_reasoning_that_cannot_be_turned_off_is_an_error(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = server.prompts.processor
+    whole = processor.chat_template
+    off = ((CHAT, {"reasoning_effort": "none"}), (MESSAGES, {"thinking": {"type": "disabled"}}))
+    for marks, status in (("<think></think>", 400), ("<|channel|><|message|>", 400), ("</think> enable_thinking", 200)):
+        monkeypatch.setattr(processor, "chat_template", f"{whole}{{# {marks} #}}")
+        for path, fields in off:
+            assert _post(server, path, fields)[0] == status, (marks, path)
 
 
 def test_a_system_message_that_the_template_omits_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -398,8 +398,7 @@ NOT_HERE: dict[str, dict[str, Any]] = {
         "verbosity": "low",
         "web_search_options": {},
         "store": True,
-        "service_tier": "flex",
-        "metadata": {"a": "b"},
+        "service_tier": 7,
         "reasoning_effort": "high",  # the template does not know it
         "top_logprobs": 3,  # without logprobs
         "stream_options": {"include_usage": True},  # without stream
@@ -413,7 +412,6 @@ NOT_HERE: dict[str, dict[str, Any]] = {
         "suffix": "the end",
         "best_of": 1,  # with n 2
         "max_tokens": 0,  # without echo
-        "service_tier": "priority",
         "tools": TOOLS,
         "max_completion_tokens": 3,
     },
@@ -428,7 +426,7 @@ NOT_HERE: dict[str, dict[str, Any]] = {
         "store": True,
         "text": {"verbosity": "low"},
         "top_logprobs": 3,
-        "truncation": "auto",
+        "truncation": "some",
         "tools": [{"type": "web_search"}],
         "stop": ["a"],
     },

@@ -34,6 +34,7 @@ from torch_mesh.serving.tool_calls import Call, Content, Reasoning
 Body = dict[str, Any]
 Events = AsyncGenerator[str, None]
 _DONE = "data: [DONE]\n\n"
+_SUMMARY = only("auto", "concise", "detailed")  # reasoning comes as text
 
 
 def new_id(prefix: str) -> str:
@@ -117,7 +118,7 @@ class OpenAI:
         given = checked_request(CHAT, body, service.served, service.vocabulary)
         answers = await asyncio.to_thread(self._chat_answers, given)
         name, created = new_id("chatcmpl-"), int(time.time())
-        head = {"id": name, "created": created, "model": service.served}
+        head = {"id": name, "created": created, "model": service.served, "service_tier": "default"}
         if given.get("stream"):
             usage = given.get("stream_options", {}).get("include_usage", False)
             return self._chat_events(head, answers, bool(given.get("logprobs")), usage)
@@ -209,7 +210,12 @@ class OpenAI:
         given = checked_request(COMPLETIONS, body, service.served, service.vocabulary)
         count, top = given.get("n", 1), given.get("logprobs")
         best = given.get("best_of", count)
-        head = {"id": new_id("cmpl-"), "created": int(time.time()), "model": service.served}
+        head = {
+            "id": new_id("cmpl-"),
+            "created": int(time.time()),
+            "model": service.served,
+            "service_tier": "default",
+        }
         inputs, flat = await asyncio.to_thread(self._completion_answers, given)
         scores = given.get("max_tokens") == 0
         prompt_tokens = sum(each["input_ids"].shape[-1] for each in inputs)
@@ -318,8 +324,8 @@ class OpenAI:
         """The answer, and the client's names of functions in namespaces by those that the model sees."""
         service = self._service
         reasoning, text = given.get("reasoning", {}), given.get("text", {})
-        check_object("reasoning", reasoning, "reasoning", {}, {"effort": TEXT, "summary": only("auto")})
-        check_object("text", text, "text", {}, {"format": OBJECT, "verbosity": only()})
+        check_object("reasoning", reasoning, "reasoning", {}, {"effort": TEXT, "summary": _SUMMARY})
+        check_object("text", text, "text", {}, {"format": OBJECT, "verbosity": only("medium")})
         includes = OUTPUT_LOGPROBS in given.get("include", ())
         if "top_logprobs" in given and not includes:
             raise RequestError('top_logprobs needs include: ["message.output_text.logprobs"].', "top_logprobs")
@@ -387,7 +393,8 @@ class _Response:
             "tools": [{"type": "function", **tool.get("function", tool)} for tool in given.get("tools", ())],
             "top_p": given.get("top_p", sampling.top_p),
             "text": given.get("text", {"format": {"type": "text"}}),
-            "truncation": "disabled",
+            "truncation": given.get("truncation", "disabled"),
+            "service_tier": "default",
             "usage": self._usage() if ended else None,
         }
 

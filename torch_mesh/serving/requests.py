@@ -80,7 +80,9 @@ _COMMON = {
     "user": TEXT,
     "safety_identifier": TEXT,
     "prompt_cache_key": TEXT,
-    "service_tier": only("auto", "default"),
+    "prompt_cache_retention": TEXT,
+    "prompt_cache_options": OBJECT,
+    "service_tier": TEXT,  # the answer says that it is the default one
 }
 _SAMPLING = {
     "max_tokens": whole(1),
@@ -125,13 +127,13 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "logprobs": BOOL,
         "reasoning_effort": TEXT,
         "response_format": OBJECT,
-        "metadata": only({}),
+        "metadata": OBJECT,
         "audio": only(),
         "function_call": only(),
         "functions": only(),
         "modalities": only(["text"]),
         "prediction": only(),
-        "verbosity": only(),
+        "verbosity": only("medium"),
         "web_search_options": only(),
     },
     RESPONSES: {
@@ -154,7 +156,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "max_tool_calls": only(),
         "previous_response_id": only(),
         "prompt": only(),
-        "truncation": only("disabled"),
+        "truncation": only("auto", "disabled"),  # what is too long is refused
         "seed": _SAMPLING["seed"],
         "generation_config": _SAMPLING["generation_config"],
     },
