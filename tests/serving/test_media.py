@@ -26,8 +26,10 @@ class Processor:
         self.tokenizer = tokenizer
         self.chat_template = tokenizer.chat_template
         self.opened: list[str] = []
+        self.messages: list[Any] = []
 
     def apply_chat_template(self, messages: Any, **_: Any) -> Any:
+        self.messages = messages
         contents = [message["content"] for message in messages]
         self.opened += [part["url"] for content in contents for part in content if part["type"] != "text"]
         return self.tokenizer("In the beginning", return_tensors="pt")
@@ -60,12 +62,17 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def _post(server: Any, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    return _answer(server, path, body)[:2]
+
+
+def _answer(server: Any, path: str, body: dict[str, Any]) -> tuple[int, Any, str | None]:
+    """Status, body, and what is left out."""
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
     try:
         with urllib.request.urlopen(urllib.request.Request(server.address + path, data, headers), timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
+            return answer.status, json.loads(answer.read()), answer.headers["x-torch-mesh-left-out"]
     except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+        return error.code, json.loads(error.read()), error.headers["x-torch-mesh-left-out"]
 
 
 def _requests(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -81,6 +88,8 @@ def _requests(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
     output = {"type": "function_call_output", "call_id": "1", "output": [part]}
     yield RESPONSES, {"input": [{"role": "user", "content": "a"}, output], "max_output_tokens": 1}
     part = {"type": "image", "source": {"type": "url", "url": address}}
+    yield MESSAGES, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+    part = {"type": "tool_result", "tool_use_id": "1", "content": [part]}
     yield MESSAGES, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
 
 
@@ -119,6 +128,90 @@ def test_data_of_a_request_is_accepted(server: Any, processor: Processor) -> Non
     assert processor.opened == [PICTURE] * len(bodies)
     status, answer = _post(server, CHAT, _media("video_url", PICTURE))
     assert status == 400 and "http(s)" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("detail", ["auto", "high", "original", "low", "none"])
+def test_pictures_are_processed_in_one_size(detail: str, server: Any, processor: Processor) -> None:
+    expected = (400, None) if detail == "none" else (200, "detail" if detail == "low" else None)
+    parts = [
+        (CHAT, {"type": "image_url", "image_url": {"url": PICTURE, "detail": detail}}),
+        (RESPONSES, {"type": "input_image", "image_url": PICTURE, "detail": detail}),
+    ]
+    for path, part in parts:
+        field, limit = ("messages", "max_tokens") if path == CHAT else ("input", "max_output_tokens")
+        answer = _answer(server, path, {field: [{"role": "user", "content": [part]}], limit: 1})
+        assert answer[::2] == expected
+
+
+def _results() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two results of tools, a text with a picture and a picture alone, before a text: by Anthropic's API and by
+    OpenAI's."""
+    source = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
+    picture = {"type": "image", "source": source}
+    content = [
+        {
+            "type": "tool_result",
+            "tool_use_id": "1",
+            "is_error": True,
+            "content": [{"type": "text", "text": "A"}, picture],
+        },
+        {"type": "tool_result", "tool_use_id": "2", "content": [picture]},
+        {"type": "text", "text": "B"},
+    ]
+    drawn = {"type": "input_image", "image_url": PICTURE}
+    items = [
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "Error: A"}, drawn]},
+        {"type": "function_call_output", "call_id": "2", "output": [drawn]},
+        {"role": "user", "content": [{"type": "input_text", "text": "B"}]},
+    ]
+    later = {"role": "assistant", "content": "C"}
+    user = {"role": "user", "content": "D"}
+    return (
+        {"messages": [{"role": "user", "content": content}, later, user], "max_tokens": 1},
+        {"input": [user, *items, later, user], "max_output_tokens": 1},
+    )
+
+
+def test_pictures_of_tools_follow_their_results(server: Any, processor: Processor) -> None:
+    for path, body in zip((MESSAGES, RESPONSES), _results(), strict=True):
+        status, _, left_out = _answer(server, path, body)
+        assert status == 200 and left_out is None
+        first, second, user, said, _ = processor.messages[-5:]
+        assert [each["role"] for each in (first, second, user, said)] == ["tool", "tool", "user", "assistant"]
+        assert first["content"] == [{"type": "text", "text": "Error: A"}]
+        assert all(part["type"] == "text" for part in second["content"])
+        picture = {"type": "image", "url": PICTURE}
+        assert user["content"] == [picture, picture, {"type": "text", "text": "B"}]
+    picture = {
+        "type": "tool_result",
+        "tool_use_id": "1",
+        "content": _results()[0]["messages"][0]["content"][1]["content"],
+    }
+    body = {"messages": [{"role": "user", "content": [picture]}], "max_tokens": 1}
+    for messages in (body["messages"], [*body["messages"], {"role": "assistant", "content": "C"}]):
+        assert _post(server, MESSAGES, body | {"messages": messages})[0] == 200
+        assert [each["role"] for each in processor.messages[:2]] == ["tool", "user"]
+
+
+def test_a_model_of_text_is_told_that_a_tool_had_a_picture(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    monkeypatch.setattr(server.prompts.processor, "chat_template", template)
+    seen: list[str] = []
+    encode_messages = server.prompts.encode_messages
+
+    def watch(*arguments: Any) -> Any:
+        inputs = encode_messages(*arguments)
+        seen.append(server.prompts.tokenizer.decode(inputs["input_ids"][0]))
+        return inputs
+
+    monkeypatch.setattr(server.prompts, "encode_messages", watch)
+    note = "[picture left out: this model reads text]"
+    for path, body in zip((MESSAGES, RESPONSES), _results(), strict=True):
+        status, _, left_out = _answer(server, path, body)
+        assert status == 200 and left_out == "pictures in results of tools"
+        assert f"tool: Error: A\n{note}\ntool: {note}\nuser: B\n" in seen[-1].replace(
+            f"tool: \n{note}", f"tool: {note}"
+        )
 
 
 def test_sound_in_base64_is_never_a_path(server: Any, processor: Processor, files: list[str]) -> None:

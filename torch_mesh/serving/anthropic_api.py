@@ -58,14 +58,15 @@ _FIELDS: dict[str, Kind] = {
 }
 _BLOCK_FIELDS = {"type": ANY, "cache_control": ANY}
 # The blocks of a message, by role and type: their needed fields, and others.
-_BLOCKS: dict[str, dict[str, tuple[dict[str, Kind], dict[str, Kind]]]] = {
+_Blocks = dict[str, tuple[dict[str, Kind], dict[str, Kind]]]
+_PARTS: _Blocks = {"text": ({"text": TEXT}, _BLOCK_FIELDS), "image": ({"source": OBJECT}, _BLOCK_FIELDS)}
+_BLOCKS: dict[str, _Blocks] = {
     "user": {
-        "text": ({"text": TEXT}, _BLOCK_FIELDS),
-        "image": ({"source": OBJECT}, _BLOCK_FIELDS),
+        **_PARTS,
         "tool_result": ({"tool_use_id": TEXT}, {"content": _TEXT_OR_LIST, "is_error": BOOL, **_BLOCK_FIELDS}),
     },
     "assistant": {
-        "text": ({"text": TEXT}, _BLOCK_FIELDS),
+        "text": _PARTS["text"],
         "tool_use": ({"id": TEXT, "name": TEXT, "input": OBJECT}, _BLOCK_FIELDS),
         "thinking": ({"thinking": TEXT}, {"signature": ANY, **_BLOCK_FIELDS}),
     },
@@ -231,19 +232,12 @@ def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
     results = 0
     for index, block in enumerate(blocks):
         path = f"{where}.content[{index}]"
-        check(path, block, OBJECT, "messages")
-        kind = block.get("type")
-        if kind not in list(_BLOCKS[role]):
-            raise wrong("messages", f"{path}.type", kind, " or ".join(_BLOCKS[role]))
-        check_object(path, block, "messages", *_BLOCKS[role][kind])
-        if kind == "text":
-            parts.append({"type": "text", "text": block["text"]})
-        elif kind == "image":
-            parts.append({"type": "image_url", "image_url": {"url": _address(path, block["source"])}})
+        kind = _checked_kind(path, block, _BLOCKS[role])
+        if kind in _PARTS:
+            parts.append(_part(path, block))
         elif kind == "tool_result":
-            text = _texts(f"{path}.content", block.get("content") or "", "messages")
-            text = f"Error: {text}" if block.get("is_error") else text  # templates have no field for it
-            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+            content = _result(f"{path}.content", block.get("content") or "", block.get("is_error", False))
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
             results += 1
         elif kind == "tool_use":
             function = {"name": block["name"], "arguments": block["input"]}
@@ -258,6 +252,33 @@ def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
     if reasoning:
         message["reasoning_content"] = reasoning
     yield message
+
+
+def _checked_kind(where: str, block: Any, kinds: _Blocks) -> str:
+    check(where, block, OBJECT, "messages")
+    kind: Any = block.get("type")
+    if kind not in list(kinds):
+        raise wrong("messages", f"{where}.type", kind, " or ".join(kinds))
+    check_object(where, block, "messages", *kinds[kind])
+    return str(kind)
+
+
+def _part(where: str, block: Mapping[str, Any]) -> Body:
+    if block["type"] == "text":
+        return {"type": "text", "text": block["text"]}
+    return {"type": "image_url", "image_url": {"url": _address(where, block["source"])}}
+
+
+def _result(where: str, content: str | Sequence[Any], is_error: bool) -> str | list[Body]:
+    """The content of a tool's message: its text, and then its pictures."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for index, block in enumerate(blocks):
+        _checked_kind(f"{where}[{index}]", block, _PARTS)
+    parts = [_part(f"{where}[{index}]", block) for index, block in enumerate(blocks)]
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    text = f"Error: {text}" if is_error else text  # templates have no field for it
+    pictures = [part for part in parts if part["type"] != "text"]
+    return [{"type": "text", "text": text}, *pictures] if pictures else text
 
 
 def _system(content: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torch_mesh.serving.errors import RequestError
+from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.requests import check_names, is_parts, wrong
 from torch_mesh.serving.response_tools import qualified_name
 from torch_mesh.serving.tool_calls import AnswerFormat, answer_format
@@ -128,6 +129,7 @@ class Prompts:
                 return apply(_with_text_arguments(rendered), **options)
 
         later = {index + joined: each for index, each in enumerate(rendered) if index and each["role"] in _INSTRUCTING}
+        rendered = _with_media_apart(rendered)
         try:
             inputs = render(return_tensors="pt", return_dict=True, tokenize=True)
             shown = render(tokenize=False) if later else ""
@@ -189,7 +191,7 @@ class Prompts:
                 function["arguments"] = json.loads(function["arguments"])
         content = made.get("content")
         if isinstance(content, list):
-            parts = [self._part(part, field) for part in content]
+            parts = [self._part(part, field, made["role"]) for part in content]
             if all(part["type"] == "text" for part in parts) and self.processor is self.tokenizer:
                 made["content"] = "\n".join(part["text"] for part in parts)
             else:
@@ -203,7 +205,7 @@ class Prompts:
             made["content"] = ""
         return made
 
-    def _part(self, part: Mapping[str, Any], field: str) -> dict[str, Any]:
+    def _part(self, part: Mapping[str, Any], field: str, role: str) -> dict[str, Any]:
         kind = part["type"]
         if kind in _TEXTS:
             return {"type": "text", "text": part["text"]}
@@ -211,6 +213,9 @@ class Prompts:
             return {"type": "text", "text": part["refusal"]}
         needed, name = _MEDIA[kind]
         if getattr(self.processor, needed, None) is None:
+            if role == "tool" and name == "image":  # the client of an agent has no other way on
+                leave_out("pictures in results of tools", "This model reads no pictures: it is told where one was.")
+                return {"type": "text", "text": "[picture left out: this model reads text]"}
             raise RequestError(
                 f"{field} has a part of type {kind}, which this model does not support: give text.", field
             )
@@ -247,6 +252,24 @@ def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapp
         for function in _functions(message):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return found
+
+
+def _with_media_apart(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move pictures and sound from results of tools into the user's message after them: many templates show only the
+    text of a result."""
+    found: list[dict[str, Any]] = []
+    media: list[Any] = []
+    for message in messages:
+        if media and message["role"] == "user":
+            message["content"], media = [*media, *message["content"]], []
+        elif media and message["role"] != "tool":
+            found.append({"role": "user", "content": media})
+            media = []
+        if message["role"] == "tool" and isinstance(message["content"], list):
+            media += [part for part in message["content"] if part["type"] != "text"]
+            message["content"] = [{"type": "text", "text": "\n".join(_texts(message["content"]))}]
+        found.append(message)
+    return [*found, {"role": "user", "content": media}] if media else found
 
 
 def _join_instructions(messages: list[dict[str, Any]]) -> int:

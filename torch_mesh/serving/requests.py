@@ -298,6 +298,7 @@ def check_values(body: Mapping[str, Any]) -> None:
 
 
 _PART_FIELDS = {"type": ANY, "cache_control": ANY}
+_DETAIL = {"detail": only("auto", "high", "original", "low")}
 
 
 def _check_message(where: str, message: Any, field: str) -> None:
@@ -344,9 +345,11 @@ def _check_content(where: str, content: Any, field: str) -> None:
             # Only pictures accept a bare URL.
             address = given.get("url") if isinstance(given, dict) else given if name == "image_url" else None
             check(f"{path}.{name}", address, _ADDRESS, field)
-            check_object(path, part, field, {name: ANY}, _PART_FIELDS | {"detail": only("auto")})
+            check_object(path, part, field, {name: ANY}, _PART_FIELDS | _DETAIL)
             if isinstance(given, dict):
-                check_object(f"{path}.{name}", given, field, {"url": TEXT}, {"detail": only("auto")})
+                check_object(f"{path}.{name}", given, field, {"url": TEXT}, _DETAIL)
+            if "low" in (part.get("detail"), given.get("detail") if isinstance(given, dict) else None):
+                leave_out("detail", "Pictures are processed in the model's own size, whatever their detail is.")
         elif kind == "refusal":
             check(f"{path}.refusal", part.get("refusal"), TEXT, field)
         elif kind == "input_audio":
