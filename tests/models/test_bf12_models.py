@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch_mesh import MeshConfig
 from torch_mesh.modules.dense import packed_linears
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.sizes import find_sizes
+from torch_mesh.store import convert as converting
 from torch_mesh.store.convert import convert, stored_expert
 from torch_mesh.store.manifest import Store, is_store, open_store
 from torch_mesh.store.verify import verify
@@ -224,6 +226,39 @@ def test_auto_converts_to_bf12_if_all_experts_fit(tmp_path: Path, from_pretraine
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert convert(tmp_path / "raw", tmp_path / "second", "auto").existed
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_interrupted_conversion_to_bf16_for_want_of_room_continues(
+    force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _build()
+    _fill_with_random_bits(model.model.layers[2].mlp.experts.down_proj[5])
+    model.save_pretrained(tmp_path / "raw")
+    if force:
+        convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    packed: list[tuple[str, int, int]] = []
+    interrupted = True
+    original = converting.pack_from_checkpoint
+
+    def pack(experts: Any, layer: int, expert: int, weights: str, group_size: int) -> torch.Tensor:
+        if interrupted and weights == "bf16" and layer == 2:
+            raise KeyboardInterrupt
+        packed.append((weights, layer, expert))
+        return original(experts, layer, expert, weights, group_size)
+
+    monkeypatch.setattr(converting, "pack_from_checkpoint", pack)
+    make = functools.partial(convert, tmp_path / "raw", tmp_path / "store", "auto", force=force, workers=1)
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="store in bf16"):
+        make()
+    finished = {each for each in packed if each[0] == "bf16"}
+    assert len(finished) == 16
+    packed.clear()
+    interrupted = False
+    store = make().store
+    assert {weights for weights, *_ in packed} == {"bf16"}
+    assert len(finished & set(packed)) <= 3, "finished records were packed again"
+    assert store.manifest.weights == "bf16" and list(verify(store)) == []
 
 
 def test_auto_says_that_it_rounds(tmp_path: Path) -> None:

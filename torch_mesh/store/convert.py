@@ -43,11 +43,12 @@ from torch_mesh.store.checkpoint import (
 )
 from torch_mesh.store.dense_codes import codes_files
 from torch_mesh.store.dense_weights import dense_files, files_beside, rest_of_checkpoint, tensors_of
+from torch_mesh.store.folders import is_begun, is_finished, real_folder
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error, weight_files
 from torch_mesh.store.hub import local_folder
 from torch_mesh.store.hub_shards import streamed_folder
-from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, is_store, open_store
+from torch_mesh.store.manifest import MAX_FILE_BYTES, Store
 from torch_mesh.store.stages import Streaming, peak_bytes, stages
 from torch_mesh.store.store_plan import NewFile, Packer, Progress, StorePlan
 from torch_mesh.store.table_files import table_files
@@ -145,7 +146,12 @@ def convert(
                 tables="" if tables == "exact" else tables,
             )
             in_bf16 = dataclasses.replace(plan, weights="bf16")
-            if weights == "auto" and chosen == "bf12" and not force and _is_store_of(destination, in_bf16):
+            folder_of_store = real_folder(destination)
+            if (
+                weights == "auto"
+                and chosen == "bf12"
+                and (is_begun(folder_of_store, in_bf16) or (not force and is_finished(folder_of_store, in_bf16)))
+            ):
                 plan = in_bf16  # bf12 had no room, or an earlier release made it
             pack = functools.partial(pack_from_checkpoint, experts, weights=plan.weights, group_size=groups)
             return write_store(
@@ -204,10 +210,6 @@ def _warn_of_left_alone(
         records = f"The records are those of {experts.modules[0]} and its like"
         left_alone = f"Experts of other shapes stay as they are: {describe_left_alone(others)}"
         warnings.warn(f"{records}. {left_alone}.", stacklevel=4)
-
-
-def _is_store_of(folder: Path, plan: StorePlan) -> bool:
-    return is_store(folder) and plan.is_plan_of(open_store(folder).manifest)
 
 
 def _files_beside(

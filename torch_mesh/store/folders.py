@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch_mesh.errors import StoreError
 from torch_mesh.store.disk_cache import unwritable
@@ -141,19 +142,32 @@ def is_made_from(folder: Path, fingerprint: str) -> bool:
         return False
     if is_store(folder):
         return read_manifest(folder).source_fingerprint == fingerprint
+    planned = _planned(folder)
+    return planned is not None and planned.get("source_fingerprint") == fingerprint
+
+
+def is_begun(folder: Path, plan: StorePlan) -> bool:
+    """Whether an earlier run began to write the store of ``plan`` to ``folder``."""
+    partial = partial_path(folder)
+    return is_folder(partial) and _is_ours(partial) and _planned(partial) == plan.identity()
+
+
+def _planned(folder: Path) -> dict[str, Any] | None:
+    """The plan in an unfinished folder's journal; None if it is empty, or its first line is truncated."""
     try:
         with (folder / JOURNAL_NAME).open("rb") as stream:
-            return bool(parse_json(stream.readline())["plan"]["source_fingerprint"] == fingerprint)
+            planned = parse_json(stream.readline())["plan"]
     except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return False  # empty, or with a truncated first line: the next run continues it
+        return None
+    return planned if isinstance(planned, dict) else None
 
 
-def is_finished(partial: Path, plan: StorePlan) -> bool:
-    """Whether the last run was killed between its manifest and its rename."""
-    if not is_store(partial):
+def is_finished(folder: Path, plan: StorePlan) -> bool:
+    """Whether ``folder`` has the store of ``plan``. For the folder of a run: it was killed before its rename."""
+    if not is_store(folder):
         return False
     try:
-        return plan.is_plan_of(open_store(partial).manifest)
+        return plan.is_plan_of(open_store(folder).manifest)
     except StoreError:
         return False
 
