@@ -400,7 +400,8 @@ Error Loader::checksum_error(ExpertId id) const {
                concat(describe(source_, id),
                       " is not what was stored: its checksum is wrong in a second read, too (",
                       place.file, ", offset ", place.offset,
-                      "); run torch-mesh inspect --verify on the store, then convert it again"),
+                      "); run torch-mesh inspect --verify on the store, then remove it or convert "
+                      "the model with --force"),
                place);
 }
 

@@ -627,7 +627,8 @@ Error Tables::checksum_error(int32_t table, int64_t row) const {
                describe(table, row) +
                    " is not what was stored: its checksum is wrong in a second read, too (" + file +
                    ", offset " + std::to_string(at.offset) +
-                   "); run torch-mesh inspect --verify on the store, then convert it again",
+                   "); run torch-mesh inspect --verify on the store, then remove it or convert "
+                   "the model with --force",
                {.file = file, .offset = at.offset});
 }
 

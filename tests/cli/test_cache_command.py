@@ -117,6 +117,17 @@ def test_prune_leaves_the_conversion_of_a_model_whose_name_starts_with_a_dot(
     assert kept.startswith("hidden-int4-" if hidden else "mesh-tiny-int4-")
 
 
+@pytest.mark.parametrize("damaged", ["mesh-0*.safetensors", "model-*.safetensors"])
+def test_prune_removes_a_store_with_a_file_of_another_size(
+    damaged: str, two: list[str], stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = (stores / two[0]).glob(damaged)
+    os.truncate(path, path.stat().st_size - 1)
+    assert {each["name"]: each["about"] for each in _listed(capsys)}[two[0]] == "damaged"
+    assert main(["cache", "prune"]) == 0
+    assert [each["name"] for each in _listed(capsys)] == [two[1]]
+
+
 def test_prune_removes_foreign_folders_by_age_alone(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a folder that is no store, and of a store in a later format version, only the age counts."""
     other, later = stores / "notes", stores / "later-int8-89ab"

@@ -36,6 +36,25 @@ def test_another_store_is_replaced_only_with_force(
     assert open_store(tmp_path / "store").manifest.weights == "int4"
 
 
+def test_a_damaged_store_is_replaced_only_with_force(
+    tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["convert", str(mesh_tiny), str(tmp_path / "store"), "--weights"]
+    assert main([*base, "bf16"]) == 0
+    for damaged in ("mesh-0*.safetensors", "model-*.safetensors", "model.safetensors.index.json"):
+        (path,) = (tmp_path / "store").glob(damaged)
+        os.truncate(path, path.stat().st_size - 1)
+        for weights in ("bf16", "auto"):
+            assert main([*base, weights]) == 1
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert path.name in error and "--force" in error
+        assert main([*base, "bf16", "--force"]) == 0
+        assert list(verify(open_store(tmp_path / "store"))) == []
+    path.unlink()
+    assert main([*base, "bf16"]) == 1
+    assert f"{path.name}: is missing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

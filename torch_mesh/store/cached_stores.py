@@ -12,7 +12,7 @@ from pathlib import Path
 from torch_mesh.errors import MeshError, StoreError
 from torch_mesh.store.disk_cache import cache_folder
 from torch_mesh.store.folders import lock_path
-from torch_mesh.store.manifest import is_of_another_release, is_store, read_manifest
+from torch_mesh.store.manifest import check_sizes, is_of_another_release, is_store, read_manifest
 from torch_mesh.store.prefix_blocks import prefix_folder
 from torch_mesh.system.atomic_files import locked
 
@@ -105,6 +105,7 @@ def _about(folder: Path) -> tuple[str, str]:
         return "no store", ""  # perhaps a user's: removed by age or by name only
     try:
         manifest = read_manifest(folder)
+        check_sizes(folder, manifest)
     except StoreError as error:
         if is_of_another_release(folder):
             return "a store of another release of torch_mesh", ""

@@ -232,7 +232,7 @@ def _copied_rows(path: Path, file: OtherFile) -> NewFile:
             digest.update(chunk)
             yield chunk
         if digest.hexdigest() != file.digest:
-            raise store_error(path, "was changed since the conversion: copy or convert the model again")
+            raise store_error(path, "was changed since the conversion: copy the model again or convert it with --force")
 
     return NewFile(file.name, file.bytes, chunks)
 

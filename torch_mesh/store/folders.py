@@ -23,7 +23,7 @@ from torch_mesh.errors import StoreError
 from torch_mesh.store.disk_cache import unwritable
 from torch_mesh.store.header import parse_json, store_error
 from torch_mesh.store.journal import JOURNAL_NAME, JOURNAL_START
-from torch_mesh.store.manifest import MANIFEST_NAME, Store, is_store, open_store, read_manifest
+from torch_mesh.store.manifest import MANIFEST_NAME, Store, check_sizes, is_store, open_store, read_manifest
 from torch_mesh.store.store_plan import StorePlan
 from torch_mesh.system.atomic_files import exchange, locked
 
@@ -32,7 +32,7 @@ _SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system
 
 
 class OtherStoreError(StoreError):
-    """The destination has another store."""
+    """The destination has another store, or one that cannot be used."""
 
 
 def real_folder(folder: str | os.PathLike[str]) -> Path:
@@ -65,14 +65,25 @@ def lock_of(folder: Path, problem: StoreError | None) -> Iterator[None]:
 
 
 def existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
-    """The store of this plan if ``folder`` has it; None if the folder may be written."""
+    """The store of this plan if ``folder`` has it; None if the folder may be written.
+
+    Raises ``OtherStoreError`` for another store, and for one that is damaged by its headers or sizes.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not is_store(folder):
         raise store_error(folder, "exists and is not a store: choose another folder")
     if force:
         return None
-    store = open_store(folder)
+    try:
+        store = open_store(folder)
+        check_sizes(folder, store.manifest)
+    except StoreError as problem:
+        raise store_error(
+            folder,
+            f"has a store that cannot be used ({problem}): choose another folder, or remove this one",
+            kind=OtherStoreError,
+        ) from problem
     if plan.is_plan_of(store.manifest):
         return store
     held = store.manifest

@@ -34,6 +34,7 @@ from torch_mesh.store.header import (
 MANIFEST_NAME = "mesh_manifest.json"
 MAX_FILE_BYTES = 4 << 30
 BLOCK_BYTES = 16 << 20  # block size of the checksums of files without records
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")  # users edit some of the other files
 _MAX_PATH = 512
 _MAX_SIZE = 1 << 20  # hidden, intermediate: as in csrc/store/record.h
 _OPTIONAL = {"calibration", "tables"}  # not in manifests of earlier builds
@@ -265,6 +266,19 @@ def open_store(folder: str | os.PathLike[str]) -> Store:
         _check_record_file(folder, manifest, file, first)
         first += file.records
     return Store(folder, manifest)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raises ``StoreError`` for a file of weights that is missing or has another size than the manifest says."""
+    files: tuple[RecordFile | OtherFile, ...] = (*manifest.record_files, *manifest.other_files)
+    for file in files:
+        path = folder / file.name
+        if not file.name.endswith(WEIGHT_SUFFIXES):
+            continue
+        if not path.is_file():
+            raise store_error(path, "is missing")
+        if (size := path.stat().st_size) != file.bytes:
+            raise store_error(path, f"has {size} bytes, not {file.bytes}")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -179,7 +179,7 @@ def _read_part(path: Path) -> tuple[int, StoredTable]:
         dtype, salt = ROW_DTYPES[about["values" if weights else "dtype"]], bytes.fromhex(about["salt"])
         first, dim = int(about["first_row"]), int(about["dim"])
     except (KeyError, ValueError, TypeError) as problem:
-        raise store_error(path, f"is no file of a table's rows ({problem}): convert the model again") from None
+        raise store_error(path, f"is no file of a table's rows ({problem}): convert the model with --force") from None
     stretches = (RowStretch(path, tensor.offset, rows),)
     return first, StoredTable(tensor.name, dim, dtype, stride, salt, stretches, (), weights)
 

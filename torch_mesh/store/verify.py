@@ -16,6 +16,7 @@ from torch_mesh.store.dense_codes import is_codes_file
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import (
     BLOCK_BYTES,
+    WEIGHT_SUFFIXES,
     Manifest,
     OtherFile,
     Store,
@@ -29,8 +30,6 @@ from torch_mesh.store.table_files import is_table_file
 from torch_mesh.system.background import Task, TaskThreads, usable_processors
 
 _CONFIG_NAME = "config.json"
-# With the config, these determine the model's output. Users edit some of the other files.
-_TENSORS = (".safetensors", ".safetensors.index.json")
 _IS_READ = (".json", ".jinja", ".model", ".txt")
 _MISSING = "is missing"
 _Arguments = ParamSpec("_Arguments")
@@ -77,7 +76,8 @@ def check_other_files(store: Store, verify: str, codes: bool = True) -> None:
     if verify == "never":
         return
     files = {file.name: file for file in store.manifest.other_files if codes or not is_codes_file(file.name)}
-    essential = {name for name in files if name == _CONFIG_NAME or name.endswith(_TENSORS)}
+    # These determine the model's output.
+    essential = {name for name in files if name == _CONFIG_NAME or name.endswith(WEIGHT_SUFFIXES)}
     others = {name for name in files if name.endswith(_IS_READ)} - essential
     rows = {name for name in files if is_table_file(name)}
     problems = _problems(store, [files[name] for name in sorted((essential | others) - rows)])
@@ -90,12 +90,12 @@ def check_other_files(store: Store, verify: str, codes: bool = True) -> None:
         if name in essential:
             raise store_error(
                 store.folder / name,
-                f"{problem}. Undo that, or copy or convert the model again; give changes of the config to "
-                "from_pretrained. With verify='never' the model opens as it is",
+                f"{problem}. Undo that, copy the model again or convert it with --force; give changes of the config "
+                "to from_pretrained. With verify='never' the model opens as it is",
             )
     if problems:
         changed = "; ".join(f"{store.folder / name} {problem}" for name, problem in problems.items())
-        warnings.warn(f"{changed}. If that was not you, copy or convert the model again.", stacklevel=2)
+        warnings.warn(f"{changed}. If that was not you, copy the model again or convert it with --force.", stacklevel=2)
 
 
 def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
