@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from loopback_hub import MODEL, loopback_hub
 from peft import LoraConfig, PeftModel, get_peft_model
 from row_files import decoded
@@ -20,7 +21,7 @@ from saved import assert_same_checkpoint
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig, MeshError, StoreError, UnsupportedModelError, merge
@@ -250,6 +251,29 @@ def test_auto_takes_large_tables_that_are_only_looked_up(
         found = dict(table_modules(reopen(model, tmp_path, tables=tables)))
         assert len([path for path in found if path.endswith(name)]) == count == len(found)
     assert not embeddings(reopen(model, tmp_path, tables="off"))
+
+
+@pytest.mark.parametrize("tables", ["auto", "off"])
+def test_the_text_model_of_a_converted_vlm_has_its_tables(
+    tables: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AutoModelForCausalLM opens another class than the config names, in which tables have other names."""
+    text = TINY_MODELS[QWEN].build().config.to_dict()
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
+    vision["out_hidden_size"] = text["hidden_size"]
+    config: Any = transformers.Qwen4ExpConfig(text_config=text, vision_config=vision)
+    model = transformers.Qwen4ExpForConditionalGeneration(config).bfloat16()
+    model.save_pretrained(tmp_path / "raw")
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    opened = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "store", quantization_config=MeshConfig(tables=tables, resident=1.0)
+    )
+    assert len(embeddings(opened)) == (FAMILIES[QWEN][1] if tables == "auto" else 0)
+    opened = torch_mesh.unpatch(opened)
+    originals = {name.replace("model.language_model.", "model."): value for name, value in model.named_parameters()}
+    for name, value in opened.named_parameters():
+        assert torch.equal(value, originals[name]), name
 
 
 def test_a_table_is_never_materialised(tmp_path: Path) -> None:

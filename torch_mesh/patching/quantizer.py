@@ -122,7 +122,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         if found:
             source.tables = TableSource(*zip(*found, strict=True))
         in_files = {layer.path for layer, _ in found}
-        whole = [each for each in packed_tables(of_rest, embeddings(model)) if each[0].path not in in_files]
+        whole = [each for each in packed_tables(of_rest, model, embeddings(model)) if each[0].path not in in_files]
         unloaded: list[ExpertsLayer | TableLayer] = [*layers, *(layer for layer, _ in left_alone)]
         unloaded += [layer for layer, _ in (*found, *whole)]
         absent = [DetachedParameters(layer) for layer in unloaded]

@@ -13,7 +13,7 @@ from torch_mesh.models.tables import TableLayer, find_tables
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import Tensor, read_headers, store_error, weight_files
 from torch_mesh.store.manifest import is_same_name, is_store
-from torch_mesh.store.mapping import parameter_tensors
+from torch_mesh.store.mapping import model_names, parameter_tensors
 from torch_mesh.store.table_files import ROW_DTYPES, RowStretch, StoredTable, tables_of_store
 
 
@@ -53,7 +53,7 @@ def find_stored_tables(
     """
     if not tables:
         return {}
-    own = {layer.path: table for layer, table in packed_tables(folder, tables)}
+    own = {layer.path: table for layer, table in packed_tables(folder, model, tables)}
     if is_gguf(folder):
         return dict.fromkeys((table.path for table in tables), "GGUF files keep tables in formats of their own")
     headers = read_headers(weight_files(folder))
@@ -63,15 +63,17 @@ def find_stored_tables(
     return own | {table.path: _stored(folder, table, found.get(table.name, []), tensors) for table in others}
 
 
-def packed_tables(folder: Path, tables: Iterable[TableLayer]) -> list[tuple[TableLayer, StoredTable]]:
+def packed_tables(folder: Path, model: Any, tables: Iterable[TableLayer]) -> list[tuple[TableLayer, StoredTable]]:
     """The tables that are only in a store's files of rows. Raises ``StoreError`` for a table of another shape."""
-    if not is_store(folder):
+    stored = tables_of_store(folder) if is_store(folder) else []
+    if not stored:
         return []
-    stored = tables_of_store(folder)
+    # ``model`` may be of another class than the store's config names, whose tensors transformers renames.
+    renamed = model_names(model, [table.name for table in stored])
     found = []
     for layer in tables:
         for table in stored:
-            if is_same_name(table.name, layer.name):
+            if is_same_name(table.name, layer.name) or renamed[table.name][0] == layer.name:
                 if (table.rows, table.dim) != tuple(layer.weight.shape):
                     raise store_error(
                         folder,
