@@ -16,6 +16,7 @@ import torch
 import transformers
 from loopback_hub import MODEL, loopback_hub
 from peft import LoraConfig, PeftModel, get_peft_model
+from quantised import KINDS, change_config, rewrite
 from row_files import decoded
 from saved import assert_same_checkpoint
 from tiny_models import TINY_MODELS, inputs_for, output_of
@@ -274,6 +275,32 @@ def test_the_text_model_of_a_converted_vlm_has_its_tables(
     originals = {name.replace("model.language_model.", "model."): value for name, value in model.named_parameters()}
     for name, value in opened.named_parameters():
         assert torch.equal(value, originals[name]), name
+
+
+def test_a_table_of_packed_words_is_converted_with_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(QWEN, tmp_path / "raw")
+    kind = KINDS["ct_int4_channel"]()
+    expected: dict[str, list[torch.Tensor]] = {}
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "ngram_embedding.shard" in name]:
+            stem = name.removesuffix(".weight")
+            parts, values = kind.quantise(tensors.pop(name).float())
+            expected.setdefault(stem.rpartition(".")[0], []).append(values)
+            tensors.update({f"{stem}{rest}": part for rest, part in parts.items()})
+
+    rewrite(tmp_path / "raw", quantise)
+    change_config(tmp_path / "raw", quantization_config=dict(kind.config))
+    monkeypatch.setattr(finding, "MIN_VALUES", 1)
+    assert describe(tmp_path / "raw")["tables"] == {}
+    written = convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    assert not [file for file in written.store.manifest.other_files if is_table_file(file.name)]
+    for folder, tables, count in (("raw", "auto", 2), ("store", "auto", 2), ("store", "off", 0)):
+        opened = reopen(model, tmp_path / folder, tables=tables)
+        assert len(embeddings(opened)) == count and len(expected) == 2
+        for path, shards in expected.items():
+            values = torch.cat(shards).bfloat16()
+            assert torch.equal(opened.get_submodule(path)(torch.arange(len(values))), values)
 
 
 def test_a_table_is_never_materialised(tmp_path: Path) -> None:

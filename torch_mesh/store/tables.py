@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch_mesh.store.header import Tensor, read_headers, store_error, weight_fi
 from torch_mesh.store.manifest import is_same_name, is_store
 from torch_mesh.store.mapping import model_names, parameter_tensors
 from torch_mesh.store.table_files import ROW_DTYPES, RowStretch, StoredTable, tables_of_store
+
+_WORDS = re.compile(r"\.(qweight|weight_packed)$")
 
 
 def tables_in_files(
@@ -57,7 +60,12 @@ def find_stored_tables(
     if is_gguf(folder):
         return dict.fromkeys((table.path for table in tables), "GGUF files keep tables in formats of their own")
     headers = read_headers(weight_files(folder))
-    tensors = {name: (header.path, tensor) for header in headers for name, tensor in header.tensors.items()}
+    # Packed words of a table are found as its weight is; their dtype then says that rows cannot be read.
+    tensors = {
+        _WORDS.sub(".weight", name): (header.path, tensor)
+        for header in headers
+        for name, tensor in header.tensors.items()
+    }
     found = parameter_tensors(model, tensors, {table.name for table in tables} - own.keys(), key_mapping)
     others = [table for table in tables if table.path not in own]
     return own | {table.path: _stored(folder, table, found.get(table.name, []), tensors) for table in others}
