@@ -9,6 +9,7 @@ import os
 import pickle
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from torch_mesh.cli import main
 from torch_mesh.formats import TABLE_FORMATS
 from torch_mesh.models import tables as finding
 from torch_mesh.modules.packed_weight import PackedWeight
-from torch_mesh.modules.tables import MeshEmbedding, table_modules, tables_of
+from torch_mesh.modules.tables import MeshEmbedding, PackedTableWeight, table_modules, tables_of
 from torch_mesh.patching import modes, quantizer
 from torch_mesh.planning.plan import plan
 from torch_mesh.planning.sizes import find_sizes
@@ -753,6 +754,28 @@ def test_unpatch_loads_the_table(family: str, tmp_path: Path, monkeypatch: pytes
     assert {type(module) for module in opened.modules()} == {type(module) for module in model.modules()}
 
 
+def test_a_whole_table_is_read_in_parts() -> None:
+    """Parts of at most 64 MiB, for check_room counts only the table itself."""
+    rows, dim, dtype = 5000, 14336, torch.bfloat16
+    sizes: list[int] = []
+
+    class Rows:
+        tables = (SimpleNamespace(name="table", weights="", dtype=dtype),)
+
+        def read(self, table: int, first: int, last: int) -> torch.Tensor:
+            sizes.append((last - first) * dim * dtype.itemsize)
+            return torch.arange(first, last).to(dtype)[:, None].expand(-1, dim)
+
+    tables: Any = Rows()
+    weight = PackedTableWeight(torch.zeros(3, dtype=torch.int64), torch.Size((rows, dim)), dtype, tables, 0)
+    whole = tables.read(0, 0, rows)
+    for use in (lambda: torch.equal(weight.unpacked(), whole), lambda: weight._equals(whole)):
+        sizes.clear()
+        assert use()
+        assert sum(sizes) == rows * dim * dtype.itemsize and max(sizes) <= 64 << 20
+    assert not weight._equals(whole + 1)
+
+
 def test_save_pretrained_writes_the_tables(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, _ = FAMILIES[family]
     model = save(family, tmp_path / "raw")
@@ -782,6 +805,18 @@ def test_copies_share_the_tables(tmp_path: Path) -> None:
     clone.load_state_dict(clone.state_dict())
     with pytest.raises(MeshError, match="cannot be pickled"):
         pickle.dumps(embeddings(clone)[0]._mesh_tables)
+
+
+def test_a_models_tables_take_the_state_of_another_with_the_same_rows(tmp_path: Path) -> None:
+    model = save(QWEN, tmp_path / "one")
+    one, other = (reopen(model, tmp_path / "one", tables="ngram_embedding") for _ in range(2))
+    assert other.load_state_dict(one.state_dict()).missing_keys == []
+    with torch.no_grad():
+        next(value for name, value in model.named_parameters() if "ngram" in name)[-1, -1] += 1
+    model.save_pretrained(tmp_path / "changed")
+    changed = reopen(model, tmp_path / "changed", tables="ngram_embedding")
+    with pytest.raises(RuntimeError, match=r"Other values were to be put into .*ngram_embedding"):
+        other.load_state_dict(changed.state_dict())
 
 
 def test_a_failed_load_closes_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ..system.memory import shortage
 from .experts import PackedModule, change_class, drop_attributes, mixed_class, restore_weight
 from .packed_weight import FrozenWeight, as_parameter, device_around
 
-_ROWS_AT_ONCE = 1 << 16
+_READ_BYTES = 64 << 20  # of a whole table, in memory beside it
 
 
 class MeshEmbedding(PackedModule, nn.Embedding):
@@ -66,19 +66,26 @@ class PackedTableWeight(FrozenWeight):
         """Read the whole table. Raises MemoryError if it does not fit in memory."""
         check_room(self)
         values = torch.empty(self.shape, dtype=self.dtype)
-        for first in range(0, len(values), _ROWS_AT_ONCE):
-            part = values[first : first + _ROWS_AT_ONCE]
-            part.copy_(self.tables.read(self.table, first, first + len(part)))
+        for rows in self._parts():
+            values[rows] = self._read(rows)
         return values
 
     def _equals(self, source: torch.Tensor) -> bool:
         if source.shape != self.shape:
             return False
-        for first in range(0, len(source), _ROWS_AT_ONCE):
-            part = source[first : first + _ROWS_AT_ONCE].detach().to("cpu", self.dtype)
-            if not torch.equal(self.tables.read(self.table, first, first + len(part)).to(self.dtype), part):
+        for rows in self._parts():
+            part = source._read(rows) if isinstance(source, PackedTableWeight) else source[rows].detach()
+            if not torch.equal(self._read(rows), part.to("cpu", self.dtype)):
                 return False
         return True
+
+    def _parts(self) -> Iterator[slice]:
+        rows, dim = self.shape
+        each = max(1, _READ_BYTES // (dim * self.tables.tables[self.table].dtype.itemsize))
+        return (slice(first, min(first + each, rows)) for first in range(0, rows, each))
+
+    def _read(self, rows: slice) -> torch.Tensor:
+        return self.tables.read(self.table, rows.start, rows.stop).to(self.dtype)
 
     def alias(self, dtype: torch.dtype | None = None) -> PackedTableWeight:
         return PackedTableWeight(self.handle, self.shape, dtype or self.dtype, self.tables, self.table)
