@@ -87,9 +87,9 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def after_backward(call: Callable[[], object]) -> None:
+def after_backward(call: Callable[[], None]) -> None:
     """Call ``call`` when the backward that this thread runs has ended without an error."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def in_forward_mode() -> bool:
