@@ -35,6 +35,19 @@ def test_experts_come_back_on_the_device(open_pool: OpenPool, dtype: torch.dtype
     assert torch.equal(out.cpu(), ops.experts(x, ids, weights, pool.handle()))
 
 
+def test_a_submitted_forward_reads_its_input_in_the_order_of_the_stream() -> None:
+    layer = torch_mesh.Experts(torch.randn(4, 2 * 32, 64).bfloat16(), torch.randn(4, 64, 32).bfloat16(), top_k=2)
+    x, new, weights = torch.randn(6, 64).cuda(), torch.randn(6, 64).cuda(), torch.rand(6, 2).cuda()
+    ids = torch.tensor([[0, 1], [2, 3]]).repeat(3, 1).cuda()
+    expected = layer(new, ids, weights)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**9)  # cycles, about half a second
+        x.copy_(new)
+        assert torch.equal(layer.submit(x, ids, weights).result(), expected)
+
+
 def test_gradients_come_back_on_the_device(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=5)
     gradients = []

@@ -6,7 +6,6 @@ import atexit
 import functools
 import os
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,16 +50,22 @@ def submit(module: MeshExperts, x: Tensor, topk_ids: Tensor, topk_weights: Tenso
 class _OnWorker(PendingExperts):
     """One worker thread of the process runs these in order; the op releases the GIL."""
 
-    def __init__(self, *call: Any) -> None:
-        self._task = _worker(os.getpid()).submit(_run, torch.is_inference_mode_enabled(), *call)
+    def __init__(self, module: MeshExperts, x: Tensor, *routing: Tensor) -> None:
+        # Inputs on a GPU are copied in the order of the caller's stream; the current stream is that of a thread.
+        stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+        inference = torch.is_inference_mode_enabled()
+        self._task = _worker(os.getpid()).submit(_run, inference, stream, module, x, *routing)
 
     def result(self) -> Tensor:
         return self._task.result()
 
 
-def _run(inference: bool, module: MeshExperts, *inputs: Tensor) -> Tensor:
+def _run(inference: bool, stream: torch.cuda.Stream | None, module: MeshExperts, *inputs: Tensor) -> Tensor:
     with torch.inference_mode() if inference else torch.no_grad():
-        return module(*inputs)
+        if stream is None:
+            return module(*inputs)
+        with torch.cuda.stream(stream):
+            return module(*inputs)
 
 
 @functools.cache
