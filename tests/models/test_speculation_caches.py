@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import itertools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +18,7 @@ from drafted import (
     OSS,
     PROMPTS,
     QWEN,
+    Always,
     KeptTokens,
     Streamed,
     always,
@@ -46,7 +47,10 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 import torch_mesh
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.speculation import linear_attention
+from torch_mesh.speculation.decoding import Speculation
+from torch_mesh.speculation.drafter import Drafter
 from torch_mesh.speculation.rewinding import Rewinding
+from torch_mesh.statistics.speculated import DraftedCounters
 
 LINEAR = [
     NEXT,
@@ -300,6 +304,30 @@ def test_compiled_steps_stay_compiled(name: str) -> None:
         assert sum(speculation._controller.accepted) > 0
         seen.add(drafted)
         assert counters["stats"]["unique_graphs"] == len(seen) and not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_forwards_that_compile_for_a_longer_cache_are_not_timed() -> None:
+    """The first layer of gpt-oss has a sliding window, whose length is constant."""
+    model = torch_mesh.compile(torch_mesh.patch(spread_model(OSS), resident=0.5), backend="eager")
+    speculation = Speculation(Always(3), lambda tokens: _Constant())
+    before: dict[int, DraftedCounters] = {}
+    for length in (20, 120):  # with 60 new tokens, caches of 128 and 256 tokens
+        generate(model, random_inputs(length), eos_token_id=None, custom_generate=speculation)
+        counted = dict(torch_mesh.stats(model).speculation.lengths)
+        assert counted[3].forwards > before.get(3, DraftedCounters()).forwards + 1
+        for drafted, now in counted.items():
+            old = before.get(drafted, DraftedCounters())
+            assert now.timed - old.timed == max(now.forwards - old.forwards - 1, 0)
+        before = counted
+
+
+class _Constant(Drafter):
+    def extend(self, tokens: Iterable[int]) -> None:
+        pass
+
+    def draft(self, length: int) -> list[int]:
+        return [3] * length
 
 
 def test_rejected_drafts_are_removed_from_a_static_cache(original: PreTrainedModel, tokenizer: Any) -> None:

@@ -143,6 +143,8 @@ class Speculation:
         forward = model.get_compiled_call(generation_config.compile_config) if compiles else model.__call__
         cache = model_kwargs[CACHE_NAME]
         fixed: list[Any] = [layer for layer in cache.layers if type(layer) is StaticLayer]
+        # Sliding windows have one length in all caches.
+        capacity = compiles and max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
         drafters = [self._drafter(tokens) for tokens in text.without_padding(model_kwargs.get("attention_mask"))]
         texts = len(drafters)
         controller = self._controllers.setdefault(texts, copy.deepcopy(self._new_controller))
@@ -175,7 +177,7 @@ class Speculation:
                 rewinding.rewind(count + 1 - text.rows)
             for drafter, own in zip(drafters, zip(*tokens, strict=True), strict=True):
                 drafter.extend(own)
-            kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # each kind is compiled separately
+            kind = (texts, count, capacity)  # each kind is compiled separately
             seconds = self._clock() - begin if kind in self._ran and steady else None
             self._ran.add(kind)
             controller.observe(count, len(tokens) - 1, seconds and seconds - unused_drafting, tier)
