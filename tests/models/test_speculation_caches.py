@@ -38,6 +38,8 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     PreTrainedModel,
     StaticCache,
     StoppingCriteriaList,
@@ -208,6 +210,23 @@ def test_a_failed_forward_leaves_the_states_before_it(failing: int, monkeypatch:
         model, tokens, past_key_values=cache, eos_token_id=None, max_new_tokens=plain.sequences.shape[1] - seen.count
     )
     check_tokens(model, inputs, plain, rest)
+
+
+@pytest.mark.parametrize("drafted", [3, 15])
+def test_rejected_drafts_are_removed_from_a_cache_of_linear_attention_alone(drafted: int) -> None:
+    """Such a cache does not count its tokens."""
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    model = Mamba2ForCausalLM(Mamba2Config(vocab_size=100, num_hidden_layers=2, **sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter.size(-1) ** -0.5 * 2)
+    inputs = random_inputs(20)
+    plain = generate_plainly(model, inputs, eos_token_id=None)
+    speculation = knowing(plain.sequences, drafted)
+    assert torch.equal(generate(model, inputs, eos_token_id=None, custom_generate=speculation), plain.sequences)
+    accepted = speculation._controller.accepted
+    assert sum(accepted) > 0 and min(accepted) < drafted, "nothing was taken back"
 
 
 class _Breaks(LogitsProcessor):

@@ -165,7 +165,7 @@ class Speculation:
             drafted = [own[:count] for own in drafted]
             drafting = self._clock() - begin
             unused_drafting = drafting if chosen and not count else 0.0
-            held = int(cache.get_seq_length())
+            held = rewinding.length()
             try:
                 logits = _forward(model, forward, text.ids, drafted, model_kwargs)
             except BaseException:  # some or all layers already have the drafted tokens

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import Cache, DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import (
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
@@ -60,7 +61,7 @@ class Rewinding:
 
     def __init__(self, model: nn.Module, cache: Cache) -> None:
         layers: list[Any] = [layer for layer in cache.layers if not is_linear(layer)]
-        self._layers = layers
+        self._cache, self._layers = cache, layers
         self._linear = LinearAttention(model, cache)
         sliding = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
         # Layers whose caller wants earlier keys, and more of them than transformers' crop leaves.
@@ -74,6 +75,11 @@ class Rewinding:
     def _count_rows(self) -> None:
         """Count the rows of windows, to which the next forward appends."""
         self._window_rows = {id(layer): layer.keys.shape[-2] for layer in self._windows}
+
+    def length(self) -> int:
+        """Tokens in the cache; 0 if it has linear attention alone, which does not count them."""
+        counted = any(isinstance(layer, CacheLayerMixin) for layer in self._layers)
+        return int(self._cache.get_seq_length()) if counted else 0
 
     def rewind(self, tokens: int) -> None:
         self._linear.rewind(tokens)
