@@ -212,6 +212,31 @@ def test_a_failed_forward_leaves_the_states_before_it(failing: int, monkeypatch:
     check_tokens(model, inputs, plain, rest)
 
 
+def test_states_that_cannot_be_copied_leave_the_cache_of_the_tokens_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_mesh.patch(spread_model(NEXT), resident=0.5)
+    inputs = random_inputs(20)
+    plain = generate_plainly(model, inputs, eos_token_id=None)
+    cache, seen, copied = DynamicCache(config=model.config), KeptTokens(), linear_attention._copied
+    last = cache.layers[-1]
+    assert isinstance(last, LinearAttentionLayer) and any(isinstance(layer, DynamicLayer) for layer in cache.layers)
+
+    def fails(layer: Any) -> Any:
+        if layer is last:
+            raise MemoryError("no memory for states")
+        return copied(layer)
+
+    with monkeypatch.context() as broken, pytest.raises(MemoryError, match="no memory for states"):
+        broken.setattr(linear_attention, "_copied", fails)
+        speculation, criteria = knowing(plain.sequences, 7), StoppingCriteriaList([seen])
+        how = {"custom_generate": speculation, "past_key_values": cache, "stopping_criteria": criteria}
+        generate(model, inputs, eos_token_id=None, **how)
+    assert int(cache.get_seq_length()) == seen.count - 1
+    tokens, left = {"input_ids": plain.sequences[:, : seen.count]}, plain.sequences.shape[1] - seen.count
+    check_tokens(
+        model, inputs, plain, generate(model, tokens, past_key_values=cache, eos_token_id=None, max_new_tokens=left)
+    )
+
+
 @pytest.mark.parametrize("drafted", [3, 15])
 def test_rejected_drafts_are_removed_from_a_cache_of_linear_attention_alone(drafted: int) -> None:
     """Such a cache does not count its tokens."""

@@ -144,7 +144,8 @@ class LinearAttention:
     def go_back(self) -> None:
         """Restore the state before the last forward of several tokens."""
         for index, states in self._states.items():
-            _restore(self._cache.layers[index], states[0])
+            if states:  # otherwise copying them failed
+                _restore(self._cache.layers[index], states[0])
         self._states.clear()
 
     def finish(self) -> None:
