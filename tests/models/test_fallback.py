@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig
+from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.lossy.fallback import check_fallback_format, split_slots
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.plan import plan
@@ -97,6 +99,24 @@ def test_fallback_accesses_are_counted_and_shown(open_model: OpenModel) -> None:
     _settle(model)
     torch_mesh.reset_stats(model)
     assert torch_mesh.stats(model).fallback_accesses == torch_mesh.stats(model).bytes_read == 0
+
+
+def test_the_times_of_both_pools_are_within_that_of_the_steps(open_model: OpenModel) -> None:
+    model = open_model()
+    with torch.no_grad():
+        cache = model(torch.randint(0, 4000, (1, 20)), use_cache=True)[CACHE_NAME]
+        model(torch.tensor([[5]]), **{CACHE_NAME: cache})
+        torch_mesh.reset_stats(model)  # time before the next step is not counted
+        begin = time.perf_counter()
+        for token in torch.randint(0, 4000, (20, 1, 1)):
+            model(token, **{CACHE_NAME: cache})
+        seconds = time.perf_counter() - begin
+    decode = torch_mesh.stats(model).decode
+    times = decode.time_per_forward()
+    assert decode.fallback_accesses > 0 and times is not None and min(times.values()) >= 0
+    assert 0 < 20 * sum(times.values()) <= 1e3 * seconds
+    exact, low = (engine.detailed_stats()["decode"]["expert_nanoseconds"].sum() / 1e9 for engine in _engines(model))
+    assert decode.expert_seconds >= max(exact, low) * (1 - 1e-9)
 
 
 def test_the_two_pools_share_the_memory_of_one(open_model: OpenModel, store: Path) -> None:

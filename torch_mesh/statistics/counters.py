@@ -384,11 +384,24 @@ def _with_low(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedS
     phases: tuple[Literal["none", "prefill", "decode"], ...] = ("none", *PHASES)
     for phase in phases:
         counts = {name: exact[phase][name] + low[phase][name] for name in exact[phase]}
-        added[phase] = counts | {"forwards": exact[phase]["forwards"], "fallback_accesses": low[phase]["accesses"]}
+        added[phase] = counts | {
+            "forwards": exact[phase]["forwards"],
+            "fallback_accesses": low[phase]["accesses"],
+            **_times_with_low(exact[phase], low[phase]),
+        }
     added["experts"] = {name: exact["experts"][name] + low["experts"][name] for name in exact["experts"]}
     added["prefetch_error"] = exact["prefetch_error"] or low["prefetch_error"]
     added["resets"] = exact["resets"] + low["resets"]
     return added
+
+
+def _times_with_low(exact: _LayerCounts, low: _LayerCounts) -> _LayerCounts:
+    """A forward of fallback experts includes that of the others in its layer, and each pool counts all time outside of
+    its own forwards."""
+    computing, outside = "expert_nanoseconds", "outside_nanoseconds"
+    whole = exact[computing] + exact[outside]
+    inside = np.minimum(np.maximum(exact[computing], low[computing]), whole)
+    return {computing: inside, outside: whole - inside}
 
 
 def _combined(
