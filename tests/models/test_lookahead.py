@@ -97,6 +97,20 @@ def test_a_model_without_lookahead_says_where_and_why(name: str, tmp_path: Path)
     assert not torch_mesh.stats(model).lookahead_unsupported_reasons and "no lookahead" not in repr(model)
 
 
+def test_a_fitted_predictor_of_layers_on_another_device_says_that_it_is_unused(tmp_path: Path) -> None:
+    """The hidden states are on the device of the model's routers, the predictor on the CPU."""
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    fitted = fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)])
+    save_predictor(fitted, tmp_path / "fitted.safetensors")
+    torch_mesh.patch(model, resident=0.5, prefetch=tmp_path / "fitted.safetensors")
+    for layer in model.model.layers:
+        layer.mlp.gate.to("meta")
+    reasons = torch_mesh.stats(model).lookahead_unsupported_reasons
+    layers = tuple(range(len(model.model.layers) - 1))
+    assert reasons == {"of the next layer, the router is on meta": layers}
+    assert "no lookahead: of the next layer, the router is on meta" in repr(model)
+
+
 def test_a_fitted_predictor_prefetches_for_a_model_without_lookahead(tmp_path: Path) -> None:
     model = TINY_MODELS["ZayaExperts"].build()
     fitted = fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)])

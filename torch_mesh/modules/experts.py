@@ -202,8 +202,8 @@ class MeshExperts(PackedModule, InPool):
         if self._mesh_device is not None:
             return ""
         following = self._mesh_next
-        if following is not None and following.router.weight.device.type != "cpu":
-            return f"of the next layer, the router is on {following.router.weight.device}"
+        if following is not None and following.device.type != "cpu":
+            return f"of the next layer, the router is on {following.device}"
         return self._mesh_lookahead_unsupported_reason
 
     def extra_repr(self) -> str:

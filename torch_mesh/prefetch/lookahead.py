@@ -38,6 +38,12 @@ class NextLayer:
         )
 
     @property
+    def device(self) -> torch.device:
+        """Of the next layer's own router; a fitted one is always on the CPU."""
+        device: torch.device = (getattr(self.router, "own", None) or self.router).weight.device
+        return device
+
+    @property
     def hint(self) -> tuple[Any, ...]:
         """The same prediction as the last arguments of the ops that compute experts, which read these experts after
         their own."""
