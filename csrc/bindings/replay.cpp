@@ -5,9 +5,12 @@
 
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "bindings/engine.h"
+#include "bindings/keywords.h"
 #include "bindings/profile.h"
 #include "residency/replay.h"
 
@@ -61,98 +64,91 @@ py::dict as_dict(const ReplayResult& result) {
   return counts;
 }
 
-py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::string& policy,
-                      int32_t slots, const std::optional<Array<float>>& scores,
-                      const std::optional<Array<float>>& lookahead,
-                      const std::optional<Array<int64_t>>& sequences,
-                      const std::optional<Array<int64_t>>& forwards, const std::string& prefill,
-                      int32_t deferred, const std::string& predictor, int32_t prefetch,
-                      double recall, uint64_t seed, double read_seconds, double expert_seconds,
-                      double rest_seconds, const std::optional<ProfileArrays>& profile,
-                      int32_t early_layers, int32_t early_experts) {
+// The keyword arguments: the arrays of traces, which live as long, and the options of a replay.
+struct Arguments {
+  int32_t experts;
+  std::optional<Array<float>> scores, lookahead;
+  std::optional<Array<int64_t>> sequences, forwards;
+  ReplayOptions options;
+
+  explicit Arguments(Keywords given)
+      : experts(given.take<int32_t>("experts")),
+        scores(given.take<std::optional<Array<float>>>("scores", {})),
+        lookahead(given.take<std::optional<Array<float>>>("lookahead", {})),
+        sequences(given.take<std::optional<Array<int64_t>>>("sequences", {})),
+        forwards(given.take<std::optional<Array<int64_t>>>("forwards", {})) {
+    options.policy = given.take<std::string>("policy");
+    options.slots = given.take<int32_t>("slots");
+    options.predictor = given.take<std::string>("predictor", "off");
+    options.prefetch = given.take<int32_t>("prefetch", 0);
+    options.recall = given.take<double>("recall", .75);
+    options.seed = given.take<uint64_t>("seed", 0);
+    const auto profile = given.take<std::optional<ProfileArrays>>("profile", {});
+    const auto early_layers = given.take<int32_t>("early_layers", 0);
+    options.soft_pins =
+        soft_pin_options(profile, early_layers, given.take<int32_t>("early_experts", 0));
+    options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
+    options.deferred = given.take<int32_t>("deferred", 0);
+    options.read_seconds = given.take<double>("read_seconds", 1);
+    options.expert_seconds = given.take<double>("expert_seconds", 1);
+    options.rest_seconds = given.take<double>("rest_seconds", 0);
+    options.one_disk = given.take<bool>("one_disk", false);
+    given.none_left();
+  }
+};
+
+// The trace of one of `ranks`, whose ids are the last three dimensions.
+RoutingTrace trace_of(const Array<int32_t>& ids, const Arguments& given, int32_t rank,
+                      int32_t ranks) {
+  const auto part_of = [&](const auto& array) {
+    const auto all = span_of(array);
+    return all.subspan(rank * (all.size() / ranks), all.size() / ranks);
+  };
+  const int axis = static_cast<int>(ids.ndim()) - 3;
+  return {.tokens = dimension(ids, axis),
+          .layers = dimension(ids, axis + 1),
+          .experts = given.experts,
+          .top_k = dimension(ids, axis + 2),
+          .ids = part_of(ids),
+          .scores = part_of(given.scores),
+          .lookahead = part_of(given.lookahead),
+          .sequences = span_of(given.sequences),
+          .forwards = span_of(given.forwards)};
+}
+
+py::dict replay_trace(const Array<int32_t>& ids, const py::kwargs& arguments) {
   if (ids.ndim() != 3) throw Error(ErrorKind::kInvalid, "ids must be [tokens, layers, top_k]");
-  const RoutingTrace trace{.tokens = dimension(ids, 0),
-                           .layers = dimension(ids, 1),
-                           .experts = experts,
-                           .top_k = dimension(ids, 2),
-                           .ids = span_of(ids),
-                           .scores = span_of(scores),
-                           .lookahead = span_of(lookahead),
-                           .sequences = span_of(sequences),
-                           .forwards = span_of(forwards)};
-  const ReplayOptions options{.policy = policy,
-                              .slots = slots,
-                              .predictor = predictor,
-                              .prefetch = prefetch,
-                              .recall = recall,
-                              .seed = seed,
-                              .soft_pins = soft_pin_options(profile, early_layers, early_experts),
-                              .prefill = prefill_from(prefill),
-                              .deferred = deferred,
-                              .read_seconds = read_seconds,
-                              .expert_seconds = expert_seconds,
-                              .rest_seconds = rest_seconds};
+  const Arguments given(Keywords("replay()", arguments));
+  const RoutingTrace trace = trace_of(ids, given, 0, 1);
   ReplayResult result;
   {
     py::gil_scoped_release released;
-    result = replay(trace, options);
+    result = replay(trace, given.options);
   }
   return as_dict(result);
 }
 
-// The part of [ranks, tokens, layers, ...] that belongs to `rank`.
-template <typename T>
-std::span<const T> part_of(const std::optional<Array<T>>& array, int32_t rank, int32_t ranks) {
-  const std::span<const T> all = span_of(array);
-  return all.subspan(rank * (all.size() / ranks), all.size() / ranks);
-}
-
 py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchange_seconds,
-                         int32_t experts, const std::string& policy, int32_t slots,
-                         const std::optional<Array<float>>& scores,
-                         const std::optional<Array<float>>& lookahead,
-                         const std::optional<Array<int64_t>>& sequences,
-                         const std::optional<Array<int64_t>>& forwards, const std::string& prefill,
-                         const std::string& predictor, int32_t prefetch, double read_seconds,
-                         double expert_seconds, double rest_seconds, bool one_disk) {
+                         const py::kwargs& arguments) {
   if (ids.ndim() != 4 || ids.shape(0) < 1) {
     throw Error(ErrorKind::kInvalid,
                 "ids must be [ranks, tokens, layers, top_k], of a rank or more");
   }
+  const Arguments given(Keywords("replay_ranks()", arguments));
   const int32_t ranks = dimension(ids, 0);
-  const auto check_shape = [&](const char* name, const std::optional<Array<float>>& given) {
-    if (given && (given->ndim() != 4 || given->shape(0) != ranks)) {
+  for (const auto& [name, scores] :
+       {std::pair("scores", &given.scores), std::pair("lookahead", &given.lookahead)}) {
+    if (*scores && ((*scores)->ndim() != 4 || (*scores)->shape(0) != ranks)) {
       throw Error(ErrorKind::kInvalid,
                   std::string(name) + " must be [ranks, tokens, layers, experts]");
     }
-  };
-  check_shape("scores", scores);
-  check_shape("lookahead", lookahead);
-  std::vector<RoutingTrace> traces;
-  for (int32_t rank = 0; rank < ranks; ++rank) {
-    traces.push_back({.tokens = dimension(ids, 1),
-                      .layers = dimension(ids, 2),
-                      .experts = experts,
-                      .top_k = dimension(ids, 3),
-                      .ids = part_of<int32_t>(ids, rank, ranks),
-                      .scores = part_of(scores, rank, ranks),
-                      .lookahead = part_of(lookahead, rank, ranks),
-                      .sequences = span_of(sequences),
-                      .forwards = span_of(forwards)});
   }
-  const ReplayOptions options{.policy = policy,
-                              .slots = slots,
-                              .predictor = predictor,
-                              .prefetch = prefetch,
-                              .prefill = prefill_from(prefill),
-                              .read_seconds = read_seconds,
-                              .expert_seconds = expert_seconds,
-                              .rest_seconds = rest_seconds,
-                              .one_disk = one_disk};
+  std::vector<RoutingTrace> traces;
+  for (int32_t rank = 0; rank < ranks; ++rank) traces.push_back(trace_of(ids, given, rank, ranks));
   std::vector<ReplayResult> results;
   {
     py::gil_scoped_release released;
-    results = replay_ranks(traces, options, span_of(exchange_seconds));
+    results = replay_ranks(traces, given.options, span_of(exchange_seconds));
   }
   py::list counts;
   for (const ReplayResult& result : results) counts.append(as_dict(result));
@@ -162,21 +158,8 @@ py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchang
 }  // namespace
 
 void define_replay(py::module_& module) {
-  module.def("replay", replay_trace, py::arg("ids"), py::kw_only(), py::arg("experts"),
-             py::arg("policy"), py::arg("slots"), py::arg("scores") = py::none(),
-             py::arg("lookahead") = py::none(), py::arg("sequences") = py::none(),
-             py::arg("forwards") = py::none(), py::arg("prefill") = "auto", py::arg("deferred") = 0,
-             py::arg("predictor") = "off", py::arg("prefetch") = 0, py::arg("recall") = .75,
-             py::arg("seed") = 0, py::arg("read_seconds") = 1., py::arg("expert_seconds") = 1.,
-             py::arg("rest_seconds") = 0., py::arg("profile") = py::none(),
-             py::arg("early_layers") = 0, py::arg("early_experts") = 0);
-  module.def("replay_ranks", replay_ranks_of, py::arg("ids"), py::arg("exchange_seconds"),
-             py::kw_only(), py::arg("experts"), py::arg("policy"), py::arg("slots"),
-             py::arg("scores") = py::none(), py::arg("lookahead") = py::none(),
-             py::arg("sequences") = py::none(), py::arg("forwards") = py::none(),
-             py::arg("prefill") = "auto", py::arg("predictor") = "off", py::arg("prefetch") = 0,
-             py::arg("read_seconds") = 1., py::arg("expert_seconds") = 1.,
-             py::arg("rest_seconds") = 0., py::arg("one_disk") = false);
+  module.def("replay", replay_trace, py::arg("ids"));
+  module.def("replay_ranks", replay_ranks_of, py::arg("ids"), py::arg("exchange_seconds"));
 }
 
 }  // namespace torch_mesh
