@@ -1,7 +1,6 @@
 #include "residency/core/sizing.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace torch_mesh {
 
@@ -78,7 +77,7 @@ void Sizing::raise_limit() {
   const int32_t limit =
       segments_.empty() ? target_ : std::min(target_, first_of(first_not_attached()));
   if (limit <= slots_.limit()) return;
-  slots_.statistics().counts().grows += !std::exchange(grown_, true);
+  slots_.statistics().counts().grows += slots_.limit() == before_;  // the first of this resize()
   set_limit(limit);
   slots_.effects().freed = true;
 }
@@ -91,11 +90,10 @@ void Sizing::set_limit(int32_t limit) {
 void Sizing::resize(int32_t wanted) {
   before_ = slots_.limit();
   target_ = wanted;
-  grown_ = false;
-  if (const int32_t before = slots_.limit(); wanted < before) {
+  if (wanted < before_) {
     ++slots_.statistics().counts().shrinks;
     set_limit(wanted);
-    for (int32_t slot = wanted; slot < before; ++slot) {
+    for (int32_t slot = wanted; slot < before_; ++slot) {
       if (slots_.reusable(slot) && slots_[slot].state == SlotState::kReady) {
         slots_.evict(slot, Phase::kNone);
       }

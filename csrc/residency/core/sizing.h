@@ -56,9 +56,8 @@ class Sizing {
 
   const int32_t slots_per_segment_;
   std::vector<State> segments_;
-  int32_t target_;      // slots that the last resize() asked for
-  int32_t before_;      // slots that there were then
-  bool grown_ = false;  // the last resize() has made the pool larger
+  int32_t target_;  // slots that the last resize() asked for
+  int32_t before_;  // slots that there were then
   SlotTable& slots_;
   SoftPins& soft_pins_;
 };

@@ -74,7 +74,6 @@ void SoftPins::tick(int32_t layer, std::span<const int32_t> chosen, std::span<co
 }
 
 void SoftPins::resize() {
-  early_ = early_layers_ > 0 ? std::min(max_early_, slots_.limit() / 2 / early_layers_) : 0;
   for (int32_t layer = 0; layer < early_layers_; ++layer) pin_hottest(layer);
 }
 
@@ -88,15 +87,16 @@ int32_t SoftPins::read_warm() {
 
 // An expert that was never used is not pinned.
 void SoftPins::pin_hottest(int32_t layer) {
+  const int32_t early = std::min(max_early_, slots_.limit() / 2 / early_layers_);
   const float* recent = &recent_[static_cast<size_t>(layer) * experts_];
   std::iota(order_.begin(), order_.end(), 0);
-  std::nth_element(
-      order_.begin(), order_.begin() + early_, order_.end(),
-      [&](int32_t a, int32_t b) { return recent[a] != recent[b] ? recent[a] > recent[b] : a < b; });
+  std::nth_element(order_.begin(), order_.begin() + early, order_.end(), [&](int32_t a, int32_t b) {
+    return recent[a] != recent[b] ? recent[a] > recent[b] : a < b;
+  });
   for (int32_t position = 0; position < experts_; ++position) {
     const int32_t expert = order_[position];
     slots_.soft_pin(layer * experts_ + expert, SoftPin::kEarly,
-                    position < early_ && recent[expert] > 0);
+                    position < early && recent[expert] > 0);
   }
 }
 

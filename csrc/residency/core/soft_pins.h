@@ -51,7 +51,6 @@ class SoftPins {
   const int32_t experts_;
   const int32_t early_layers_, max_early_;
   SlotTable& slots_;
-  int32_t early_ = 0;           // experts of each early layer that are soft-pinned now
   std::vector<float> recent_;   // [early_layers][experts]: uses, decayed
   std::vector<int32_t> order_;  // [experts]
   std::vector<ExpertId> warm_;
