@@ -81,6 +81,7 @@ NOT_UPSTREAM = {
     "_asdict",
     "_current_frames",
     "_exit",
+    "_get_positional_actions",
     "_getframe",
     "_option_string_actions",
     "_replace",
