@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,26 @@ from typing import Any
 import pytest
 from transformers import AddedToken, AutoTokenizer
 
+from torch_mesh.serving import left_out
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.service import Service
+from torch_mesh.serving.tool_calls import Call, answer_format, parser_of
 
 llguidance = pytest.importorskip("llguidance")
 
 CHANNELS = "<|start|>{{ tools }}<|channel|>commentary<|message|>"
 QWEN = "{{ tools }}<tool_call></think>"
+CODER = "{{ tools }}<tool_call><function="
+GLM = "{{ tools }}<tool_call><arg_key></think>"
+MINIMAX = "{{ tools }}<minimax:tool_call><invoke name=</think>"
+GEMMA = "{{ tools }}<|tool_call>call:<channel|>"
 MARKS = {
     CHANNELS: ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>"),
     QWEN: ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    CODER: ("<tool_call>", "</tool_call>"),
+    GLM: ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    MINIMAX: ("<minimax:tool_call>", "</minimax:tool_call>"),
+    GEMMA: ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
 }
 PARAMETERS = {
     "type": "object",
@@ -34,7 +45,7 @@ Allows = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def allows(mesh_tiny: Path) -> Allows:
-    """Whether a request's grammar allows an answer: ``all`` of it, as what it ``begins`` with, or ``not``."""
+    """Whether a request's grammar allows an answer: ``all``, as what it ``begins`` with, or ``not``. ``free``: none."""
 
     def vocabulary(template: str) -> tuple[Any, Service]:
         import llguidance.hf
@@ -54,7 +65,8 @@ def allows(mesh_tiny: Path) -> Allows:
         known, service = made[template]
         tools = service.tools(given) if given else None
         lark = service._grammar(service.prompts.format, prompt_end, continues, tools, schema)
-        assert lark is not None
+        if lark is None:
+            return "free"
         matcher = llguidance.LLMatcher(known, lark[0], log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         tokens = service.prompts.tokenizer(answer)["input_ids"]
@@ -121,3 +133,114 @@ def test_content_that_the_prompt_has_begun_goes_on_without_reasoning(allows: All
     call = f" to pass<|end|><|start|>assistant{ANALYSIS}{CALL}{RIGHT}<|call|>"
     assert goes_on(CHANNELS, call, **STRICT) == goes_on(CHANNELS, call, **REQUIRED) == "all"
     assert goes_on(CHANNELS, " to pass", **REQUIRED) == "begins"
+
+
+def test_marks_that_are_not_one_token(allows: Allows) -> None:
+    call = '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>'
+    for thoughts in ("", "<|channel>thought\nRome?<channel|>"):
+        assert allows(GEMMA, thoughts + call, **REQUIRED) == "all"
+    assert allows(GEMMA, call, "<|channel>thought\n<channel|>", **REQUIRED) == "all"
+    assert allows(GEMMA, "<|channel>thought\n", "<|channel>thought\n<channel|>", **REQUIRED) == "not"
+
+
+DEFINITIONS = {"Book": {"enum": ["Mark", "Luke"]}, "Verse": {"type": "object", "properties": {"n": {"type": "number"}}}}
+KINDS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {  # schema, values that it allows, and others
+    "text": ({"type": "string"}, ("", "Rome", "a\n<b>\n\nc", "7", '"'), ()),
+    "optional text": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ("Rome", "null"), ()),
+    "any": ({"description": "a"}, ("Rome", "[1]"), ()),
+    "whole": ({"type": "integer", "maximum": 9}, ("7", "-1"), ("10", "1.5", "Rome", '"7"', "")),
+    "whole or null": ({"type": ["integer", "null"]}, ("7", "null"), ("Rome", "true")),
+    "choice": (
+        {"type": "string", "enum": ["Mark", "Marks", "7"]},
+        ("Mark", "Marks", "7"),
+        ("Luke", '"Mark"', "Mar", ""),
+    ),
+    "constant": ({"const": "Mark"}, ("Mark",), ("Luke",)),
+    "choice or null": ({"anyOf": [{"enum": ["Mark", True]}, {"type": "null"}]}, ("Mark", "true", "null"), ("Luke",)),
+    "list": ({"type": "array", "items": {"type": "string"}}, ("[]", '["a", "b"]'), ("[1]", "a")),
+    "referred choice": ({"$ref": "#/$defs/Book", "description": "a"}, ("Mark", "Luke"), ("Rome",)),
+    "referred object": (
+        {"anyOf": [{"$ref": "#/$defs/Verse"}, {"type": "null"}]},
+        ('{"n": 1.5}', "null"),
+        ('{"n": "a"}',),
+    ),
+    "list of referred": ({"type": "array", "items": {"$ref": "#/$defs/Book"}}, ('["Luke"]',), ('["Rome"]',)),
+}
+TAGS = {  # around a call, around its name, and around a parameter's name and value
+    CODER: (
+        "<tool_call>\n",
+        "<function=weather>\n",
+        "<parameter=",
+        ">\n",
+        "\n</parameter>\n",
+        "</function>\n</tool_call>",
+    ),
+    GLM: ("<tool_call>", "weather\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
+    MINIMAX: (
+        "<minimax:tool_call>\n",
+        '<invoke name="weather">\n',
+        '<parameter name="',
+        '">',
+        "</parameter>\n",
+        "</invoke>\n</minimax:tool_call>",
+    ),
+}
+
+
+def _call(template: str, parameters: dict[str, str], breaks: bool = True) -> str:
+    begin, name, before, between, after, end = TAGS[template]
+    text = begin + name + "".join(before + key + between + value + after for key, value in parameters.items()) + end
+    return text if breaks else text.replace("\n", "")
+
+
+def _closed(properties: dict[str, Any], *optional: str) -> dict[str, Any]:
+    required = [key for key in properties if key not in optional]
+    known = {"type": "object", "properties": properties, "required": required}
+    return known | {"additionalProperties": False, "$defs": DEFINITIONS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", TAGS)
+def test_arguments_between_tags_follow_a_strict_schema(template: str, kind: str, allows: Allows) -> None:
+    schema, right, wrong = KINDS[kind]
+    parameters = _closed({"a": schema})
+    for given in ({"tools": _tools(True, parameters)}, {"tools": _tools(False, parameters), "tool_choice": "required"}):
+        for value in right:
+            call = _call(template, {"a": value})
+            assert allows(template, call, **given) == "all", value
+            parser = parser_of(answer_format(template, ""), {"weather": parameters}, "")
+            is_text = kind in ("text", "choice") or value in ("", "Rome", "Mark", "Marks", "Luke")
+            read = value if is_text else json.loads(value)
+            expected = [Call("weather", json.dumps({"a": read}, ensure_ascii=False))]
+            assert [*parser.push(call), *parser.end()] == expected
+        for value in wrong:
+            assert allows(template, _call(template, {"a": value}), **given) == "not", value
+
+
+@pytest.mark.parametrize("template", TAGS)
+def test_parameters_between_tags_are_those_of_the_schema(template: str, allows: Allows) -> None:
+    strict = {"tools": _tools(True, _closed({"a": {"type": "string"}, "b": {"type": "integer"}, "c": {}}, "b"))}
+    for parameters in ({"a": "x", "b": "1", "c": "y"}, {"a": "x", "c": "y"}):
+        assert allows(template, f"I look.\n{_call(template, parameters)}", **strict) == "all"
+    for parameters in ({"a": "x"}, {"c": "y"}, {"c": "y", "a": "x"}, {"a": "x", "c": "y", "d": "z"}, {}):
+        assert allows(template, _call(template, parameters), **strict) == "not"
+    assert allows(template, _call(template, {"a": "x", "b": "1", "c": "y"}, breaks=False), **strict) == "all"
+    assert allows(template, "I look.", **strict) == "all"
+    assert allows(template, _call(template, {}), tools=_tools(True, _closed({}))) == "all"
+    free = {"tools": _tools(True, {"type": "object"})}
+    assert allows(template, _call(template, {"any": "x"}), **free) == "all"
+
+
+def test_what_no_grammar_checks_is_noted(allows: Allows) -> None:
+    kinds = {kind: schema for kind, (schema, _, _) in KINDS.items()}
+    kinds |= {
+        "code": {"type": "string", "pattern": "[a-z]"},
+        "few": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+    }
+    notes = left_out.collect()
+    allows(CODER, "", tools=_tools(False, _closed(kinds)), tool_choice="required")
+    assert notes == []
+    allows(CODER, "", tools=_tools(True, _closed(kinds)))
+    assert notes == ["tools.strict (weather.code)", "tools.strict (weather.few)"]
+    assert allows(GEMMA, "", **STRICT) == "free"
+    assert notes[2:] == ["tools.strict (weather.*)"]

@@ -387,6 +387,25 @@ def test_a_strict_schema_holds_when_the_model_chooses_to_call(chat: Callable[...
         assert set(json.loads(call.function.arguments)) == {"city", "days"}
 
 
+def test_a_strict_tool_of_a_model_that_writes_arguments_between_tags(
+    client: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    template = "{{ tools }}{{ messages[0].content }}{# <tool_call> <function= #}"
+    monkeypatch.setattr(server.prompts.processor, "chat_template", template)
+    for city, left_out in (({"enum": ["Rome", "Ur"]}, None), (WEATHER["properties"]["city"], "tools.strict (f.city)")):
+        parameters = WEATHER | {"properties": WEATHER["properties"] | {"city": city}}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+        asked = {"model": server.model, "messages": CHAT, "tools": tools, "temperature": 2, "seed": 2}
+        answer = client.chat.completions.with_raw_response.create(**asked, max_tokens=8)
+        assert answer.headers.get("x-torch-mesh-left-out") == left_out
+        if left_out is None:
+            forced = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 300}
+            (call,) = client.chat.completions.create(**asked, **forced).choices[0].message.tool_calls
+            found = json.loads(call.function.arguments)
+            assert found["city"] in ("Rome", "Ur") and 1 <= found["days"] <= 9
+
+
 # By path, the unsupported fields with a value of the right type.
 NOT_HERE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {

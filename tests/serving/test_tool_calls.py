@@ -39,6 +39,12 @@ def test_a_parameter_that_json_cannot_write_is_text(value: str) -> None:
     assert isinstance(call, Call) and json.loads(call.arguments) == {"a": value}
 
 
+@pytest.mark.parametrize("schema", [None, 1, {}, {"properties": 1}, {"properties": {"a": 1}}])
+def test_a_parameter_without_a_schema_is_json(schema: Any) -> None:
+    text = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+    assert _read(BY_TAGS, text, schemas={"f": schema}) == [Call("f", '{"a": 1}')]
+
+
 def test_numbers_and_characters_of_json_are_arguments() -> None:
     value = r'{"a": [1e308, -0.5], "b": "\ud83d\ude00"}'
     (call,) = _read(BY_JSON, f'<tool_call>{{"name": "f", "arguments": {value}}}</tool_call>')

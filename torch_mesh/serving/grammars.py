@@ -4,36 +4,109 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_mesh.serving.tool_calls import AnswerFormat, parser_of
+from torch_mesh.serving.tool_calls import AnswerFormat, ToolFormat, json_types, parser_of, resolved
 
 _BLANKS = r"( |\n {0,40})?"  # between the parts of JSON; unbounded, a model may write white space forever
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly"}
 
 
 def call_rules(tokenizer: Any, format: AnswerFormat, tools: Mapping[str, Any], several: bool) -> list[str]:
     """The rule ``calls``: one call of ``tools``, or ``several``. ``tools``: the parameters' JSON schema by name."""
     written = format.tools
     assert written is not None
-    rules = []
+    end = _text(tokenizer, written.end)
+    rules = [f"call: {_text(tokenizer, written.begin)} tool"]
     for index, (name, schema) in enumerate(tools.items()):
-        head = _text(tokenizer, written.before + name + written.between)
+        rule, head = f"tool{index}", written.before + name + written.between
         if written.as_json:
-            rules.append(f"tool{index}: {head} arguments{index} {_text(tokenizer, written.after)}")
-            rules.append(f"arguments{index}: {_json(schema or {'type': 'object'})}")
+            rules.append(f"{rule}: {_text(tokenizer, head)} {rule}json {_text(tokenizer, written.after)} {end}")
+            rules.append(f"{rule}json: {_json(schema or {'type': 'object'})}")
+        elif written.parameter is not None and _has_known_keys(schema):
+            keys, parameters = _parameter_rules(tokenizer, written.parameter, rule, schema)
+            rules.append(f"{rule}: {_tags(tokenizer, head)} {' '.join(keys)} {_tags(tokenizer, written.after)} {end}")
+            rules += parameters
         else:
-            rules.append(f"tool{index}: {head}")
+            rules.append(f"{rule}: {_tags(tokenizer, head)} body")
     rules.append(f"tool: {' | '.join(f'tool{index}' for index in range(len(tools)))}")
-    begin, end = _text(tokenizer, written.begin), _text(tokenizer, written.end)
-    if written.as_json:
-        rules.append(f"call: {begin} tool {end}")
-    else:
-        rules += [f"call: {begin} tool body", *_until(tokenizer, "body", written.end)]
+    if not written.as_json:
+        tags = re.findall("<[^<>]+>", "".join(written.parameter or ()))
+        rules += _until(tokenizer, "body", written.end, (*written.quotes, *tags))
     several &= not format.channels  # the end of a call ends the answer
     calls = "call" if not several else "call+" if written.header else 'call ("\\n" call)*'
     around = (_text(tokenizer, written.header), calls, _text(tokenizer, written.footer))
     return [f"calls: {' '.join(filter(None, around))}", *rules]
+
+
+def unchecked(written: ToolFormat, schema: Any) -> list[str]:
+    """The parameters of a tool of which ``call_rules`` checks less than ``schema`` says. ``"*"``: all of them."""
+    if written.as_json:
+        return []
+    if written.parameter is None or not _has_known_keys(schema):
+        return ["*"]
+    properties = {key: resolved(each, schema) for key, each in schema.get("properties", {}).items()}
+    return [key for key, each in properties.items() if _choices(each) is None and _is_text(each) and not _is_any(each)]
+
+
+def _has_known_keys(schema: Any) -> bool:
+    """Whether the arguments that ``schema`` allows are its properties."""
+    if not isinstance(schema, dict) or not isinstance(properties := schema.get("properties", {}), dict):
+        return False
+    return bool(properties) or schema.get("additionalProperties") is False
+
+
+def _parameter_rules(
+    tokenizer: Any, written: tuple[str, str, str], tool: str, schema: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Terms for the parameters of a tool in the order of ``schema``, and their rules."""
+    before, between, after = written
+    required = schema.get("required")
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    terms, rules = [], []
+    for number, (key, given) in enumerate(schema.get("properties", {}).items()):
+        rule, about = f"{tool}p{number}", resolved(given, schema)
+        terms.append(rule if isinstance(required, list) and key in required else f"{rule}?")
+        head, end = _tags(tokenizer, before + key + between), _tags(tokenizer, after)
+        if (choices := _choices(about)) is not None:
+            texts = (each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in choices)
+            rules.append(f"{rule}: {head} ({' | '.join(json.dumps(each, ensure_ascii=False) for each in texts)}) {end}")
+        elif _is_text(about):
+            rules += [f'{rule}: {head} {rule}text "\\n"?', *_until(tokenizer, f"{rule}text", after.strip())]
+        else:
+            rules += [f"{rule}: {head} {rule}json {end}", f"{rule}json: {_json({**definitions, **about})}"]
+    return terms, rules
+
+
+def _choices(schema: Any) -> list[Any] | None:
+    """All values of ``schema`` if it lists them."""
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema or schema.get("type") == "null":
+        return [schema.get("const")]
+    if isinstance(listed := schema.get("enum"), list):
+        return listed
+    found = [_choices(each) for each in _branches(schema)]
+    return [value for each in found for value in each or ()] if found and None not in found else None
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether a value of ``schema`` may be text, which is then written without quotes."""
+    return not {"string", None}.isdisjoint(json_types(schema))
+
+
+def _is_any(schema: Any) -> bool:
+    """Whether any text is a value of ``schema``, which allows text."""
+    if not isinstance(schema, dict):
+        return True
+    known = schema.keys() <= {"type", "anyOf", "oneOf"} | _ANNOTATIONS
+    return known and {"object", "array"}.isdisjoint(json_types(schema)) and all(map(_is_any, _branches(schema)))
+
+
+def _branches(schema: Mapping[str, Any]) -> list[Any]:
+    found = schema.get("anyOf") or schema.get("oneOf")
+    return found if isinstance(found, list) else []
 
 
 def grammar(
@@ -98,12 +171,14 @@ def _json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BLANKS}})}"
 
 
-def _until(tokenizer: Any, name: str, mark: str) -> list[str]:
-    """A rule: any text up to and with ``mark``."""
+def _until(tokenizer: Any, name: str, mark: str, within: Sequence[str] = ()) -> list[str]:
+    """A rule: any text up to and with ``mark``. ``within``: marks that it may have."""
     token = _token(tokenizer, mark)
-    if token is not None:
-        return [f"{name}: {name.upper()}_TEXT {token}", f"{name.upper()}_TEXT: /(?s:.*)/"]
-    return [f"{name}[suffix={json.dumps(mark)}]: /(?s:.*)/"]
+    if token is None:
+        return [f"{name}[suffix={json.dumps(mark)}]: /(?s:.*)/"]
+    text = f"{name.upper()}_TEXT"
+    tokens = " | ".join(filter(None, (_token(tokenizer, each) for each in within)))
+    return [f"{name}: {text} {f'(({tokens}) {text})*' if tokens else ''} {token}", f"{text}: /(?s:.*)/"]
 
 
 def _escaped(text: str) -> str:
@@ -116,6 +191,11 @@ def _text(tokenizer: Any, text: str) -> str:
     marks = "|".join(re.escape(mark) for mark in added if mark == text or (mark.startswith("<") and mark in text))
     parts = re.split(f"({marks})", text) if marks else [text]
     return " ".join(_token(tokenizer, part) or json.dumps(part, ensure_ascii=False) for part in parts if part)
+
+
+def _tags(tokenizer: Any, text: str) -> str:
+    """``_text`` of tags. Models of one family differ in the line breaks between them."""
+    return " ".join('"\\n"?' if part == "\n" else _text(tokenizer, part) for part in re.split("(\n)", text) if part)
 
 
 def _token(tokenizer: Any, mark: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.engine import Job
 from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.generation import OptionError, normalize_options
+from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.requests import check_names
@@ -28,6 +29,10 @@ _LOG = logging.getLogger(__name__)
 _DEFAULT_TOKENS = 1024  # the limit of an answer, unless the request, the server or the model has one
 _SCORED_ROWS = 512  # rows of a prompt's logits in memory at the same time
 _COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")  # of sequences that generate computes together
+_UNCHECKED = (
+    "A strict tool has parameters that this server does not check: patterns, formats and lengths of strings, where the "
+    "model writes them without quotes, or all, where it has no grammar of the model's form."
+)
 # Options whose processors generate runs before those of a request, and the value that turns each off, beside None. The
 # recorder of log-probabilities would see what they made of the model's logits.
 _EARLY_OPTIONS: dict[str, Any] = {
@@ -56,14 +61,14 @@ class Tools:
         schemas: the parameters' JSON schema by name, of tools that it may call.
         required: the model must call one.
         several: the model may call more than one.
-        strict: arguments must follow the schema.
+        strict: names of those whose arguments must follow the schema.
     """
 
     shown: Sequence[Mapping[str, Any]]
     schemas: Mapping[str, Any]
     required: bool = False
     several: bool = True
-    strict: bool = False
+    strict: Collection[str] = ()
 
 
 class Service:
@@ -144,7 +149,7 @@ class Service:
             schemas if named is None else {named: schemas[named]},
             required=choice == "required" or named is not None,
             several=given.get("parallel_tool_calls", True) and named is None,
-            strict=any(each.get("strict") for each in functions),
+            strict=[each["name"] for each in functions if each.get("strict")],
         )
 
     def template_arguments(self, given: Mapping[str, Any], effort: str | None, field: str) -> dict[str, Any]:
@@ -368,13 +373,8 @@ class Service:
         """The grammar of the answer, and its field. None: any answer."""
         calls: list[str] = []
         if tools is not None:
-            if tools.strict and format.tools is not None and not format.tools.as_json:
-                raise RequestError(
-                    "A tool has strict: true, and this model writes arguments as text between tags, for which there is "
-                    "no grammar here: leave strict out.",
-                    "tools",
-                )
-            if tools.required or tools.strict or schema is not None:
+            strict = self._strict(format, tools)
+            if tools.required or strict or schema is not None:
                 calls = grammars.call_rules(self.prompts.tokenizer, format, tools.schemas, tools.several)
         if schema is None and not calls:
             return None
@@ -382,6 +382,16 @@ class Service:
         value, field = schema or (None, "tools")
         lark = grammars.grammar(self.prompts.tokenizer, format, prompt_end, continues, value, calls, required)
         return lark, "tool_choice" if required else field
+
+    def _strict(self, format: AnswerFormat, tools: Tools) -> bool:
+        """Whether a grammar checks the arguments of strict tools. What it does not check is noted."""
+        written = format.tools
+        assert written is not None
+        strict = [name for name in tools.schemas if name in tools.strict]
+        for name in strict:
+            for parameter in grammars.unchecked(written, tools.schemas[name]):
+                leave_out(f"tools.strict ({name}.{parameter})", _UNCHECKED)
+        return bool(strict) and (written.as_json or written.parameter is not None)
 
 
 def json_schema(given: Mapping[str, Any], field: str) -> tuple[Mapping[str, Any], str] | None:

@@ -49,7 +49,8 @@ class ToolFormat:
         before, between, after: text before a call's name, between name and arguments, and after them. Grammars that
             force a call use it.
         header, footer: text around calls, which is not content.
-        as_json: the arguments are one JSON object. A grammar then checks them too.
+        as_json: the arguments are one JSON object.
+        parameter: text before the name of an argument, between name and value, and after the value.
         quotes: special tokens around strings of the arguments.
         shows_ids: the template shows earlier calls by their ids, which are ``functions.NAME:N``, without names.
     """
@@ -64,6 +65,7 @@ class ToolFormat:
     header: str = ""
     footer: str = ""
     as_json: bool = True
+    parameter: tuple[str, str, str] | None = None
     quotes: tuple[str, ...] = ()
     shows_ids: bool = False
 
@@ -134,8 +136,9 @@ def _tag_reader(name: str, parameter: str) -> Callable[[str, Mapping[str, Any]],
         for call in names.finditer(text):
             schema = schemas.get(call["name"].strip()) or {}
             properties = schema.get("properties") if isinstance(schema, dict) else None
+            known = properties if isinstance(properties, dict) else {}
             given = {
-                each["key"].strip(): _typed(each["value"], (properties or {}).get(each["key"].strip()))
+                each["key"].strip(): _typed(each["value"], resolved(known.get(each["key"].strip()), schema))
                 for each in parameters.finditer(call["body"])
             }
             calls.append(Call(call["name"].strip(), json.dumps(given, ensure_ascii=False)))
@@ -151,7 +154,7 @@ _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "i
 
 def _typed(text: str, schema: Any) -> Any:
     """``text`` as JSON; as it is where it is no JSON, or where the schema allows strings and not what it is as JSON."""
-    types = _types(schema)
+    types = json_types(schema)
     try:
         found = _loads(text)
     except (ValueError, RecursionError):
@@ -163,7 +166,7 @@ def _typed(text: str, schema: Any) -> Any:
     return found if made != "string" and allowed & types else text
 
 
-def _types(schema: Any) -> set[str | None]:
+def json_types(schema: Any) -> set[str | None]:
     """The types that a JSON schema allows. None among them: any type."""
     if not isinstance(schema, dict):
         return {None}
@@ -173,9 +176,23 @@ def _types(schema: Any) -> set[str | None]:
     if "type" in listed:
         return {each for each in listed["type"] if isinstance(each, str)}
     if branches := listed.get("anyOf") or listed.get("oneOf"):
-        return set().union(*map(_types, branches))
+        return set().union(*map(json_types, branches))
     values = [schema["const"]] if "const" in schema else listed.get("enum", [])
     return {_TYPES.get(type(value), "number") for value in values} or {None}
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """``schema`` with what it and its branches refer to in the definitions of ``root``, one level deep."""
+    if not isinstance(schema, dict):
+        return schema
+    if isinstance(reference := schema.get("$ref"), str):
+        found = root
+        for name in reference.split("/")[1:]:
+            found = found.get(name) if isinstance(found, dict) else None
+        rest = {name: value for name, value in schema.items() if name != "$ref"}
+        return {**found, **rest} if isinstance(found, dict) else schema
+    branches = {name: schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)}
+    return {**schema, **{name: [resolved(each, root) for each in found] for name, found in branches.items()}}
 
 
 _BARE_KEY = re.compile(r"(?<=[{,])\s*(?P<key>[A-Za-z_]\w*)\s*:")
@@ -252,6 +269,7 @@ FORMATS = (
         "\n",
         "",
         as_json=False,
+        parameter=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
     ToolFormat(  # Qwen3-Coder, Qwen3.5, Nemotron-H
         ("<tool_call>", "<function="),
@@ -265,6 +283,7 @@ FORMATS = (
         ">\n",
         "</function>\n",
         as_json=False,
+        parameter=("<parameter=", ">\n", "\n</parameter>\n"),
     ),
     ToolFormat(  # MiniMax M2
         ("<minimax:tool_call>", "<invoke name="),
@@ -278,6 +297,7 @@ FORMATS = (
         '">\n',
         "</invoke>\n",
         as_json=False,
+        parameter=('<parameter name="', '">', "</parameter>\n"),
     ),
     ToolFormat(  # Gemma 4
         ("<|tool_call>", "call:"),
