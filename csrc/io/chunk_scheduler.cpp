@@ -9,7 +9,9 @@ namespace torch_mesh {
 
 namespace {
 
-// Requests that fit before the tables grow: more than a forward of the largest models asks for.
+int32_t index_of(uint64_t tag) { return static_cast<int32_t>(tag & UINT32_MAX); }
+
+// Tags that fit before the tables grow: most pools have fewer slots, and tables fewer reads.
 constexpr size_t kReservedRequests = 4096;
 // Limits of attempts in a row without progress. A kernel that keeps saying EAGAIN, or a file cut
 // off within a block, must end in an error and not in a loop.
@@ -27,7 +29,6 @@ ChunkScheduler::ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t align
     : chunk_bytes_(chunk_bytes), alignment_(alignment), retries_(retries) {
   assert(depth > 0 && chunk_bytes > 0 && chunk_bytes % alignment == 0);
   requests_.reserve(kReservedRequests);
-  by_tag_.reserve(kReservedRequests);
   links_.resize(kReservedRequests);
   chunks_.resize(depth);
   for (int32_t chunk = depth - 1; chunk >= 0; --chunk) free_chunks_.push_back(chunk);
@@ -35,16 +36,13 @@ ChunkScheduler::ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t align
 
 void ChunkScheduler::add(const ReadRequest& read) {
   assert(read.pieces >= 1 && read.pieces <= kMaxPieces);
-  const auto low = static_cast<uint32_t>(read.tag);
-  if (low >= by_tag_.size()) by_tag_.resize(size_t{low} + 1, -1);
-  if (free_.empty()) {
-    if (links_.size() == std::ssize(requests_)) links_.resize(2 * links_.size());
-    requests_.emplace_back();
-    free_.push_back(static_cast<int32_t>(requests_.size() - 1));
+  const int32_t index = index_of(read.tag);
+  if (index >= std::ssize(requests_)) {
+    links_.resize(index + 1);
+    requests_.resize(static_cast<size_t>(index) + 1);
   }
-  const int32_t index = free_.pop_front();
+  assert(requests_[index].state == RequestState::kFree);
   requests_[index] = {.read = read, .state = RequestState::kQueued, .result = {.tag = read.tag}};
-  by_tag_[low] = index;
   queue_of(read.urgency).push_back(index);
   ++live_;
   ++stats_.requests;
@@ -55,9 +53,8 @@ void ChunkScheduler::add(const ReadRequest& read) {
 }
 
 void ChunkScheduler::raise_priority(uint64_t tag) {
-  const auto low = static_cast<uint32_t>(tag);
-  if (low >= by_tag_.size() || by_tag_[low] < 0) return;
-  const int32_t index = by_tag_[low];
+  if (static_cast<uint32_t>(tag) >= requests_.size()) return;
+  const int32_t index = index_of(tag);
   Request& request = requests_[index];
   const bool waits = request.state == RequestState::kQueued || request.state == RequestState::kCut;
   if (!waits || request.read.tag != tag || request.read.urgency == Urgency::kDemand) return;
@@ -283,7 +280,6 @@ std::optional<ReadResult> ChunkScheduler::take_finished() {
   if (finished_.empty()) return std::nullopt;
   const int32_t index = finished_.pop_front();
   requests_[index].state = RequestState::kFree;
-  free_.push_back(index);
   --live_;
   return requests_[index].result;
 }

@@ -52,7 +52,7 @@ class ChunkScheduler {
   };
   struct Request {
     ReadRequest read;
-    RequestState state;
+    RequestState state = RequestState::kFree;
     ReadResult result;       // with its first error
     int32_t cut_piece = 0;   // the next bytes to cut
     int64_t cut_offset = 0;  // within that piece
@@ -97,15 +97,13 @@ class ChunkScheduler {
   const int32_t retries_;
   bool canceled_ = false;
 
-  std::vector<Request> requests_;
-  std::vector<int32_t> by_tag_;  // by the low bits of tags: the last request that had it
-  std::vector<Chunk> chunks_;    // `depth` of them, never more
+  std::vector<Request> requests_;  // by the low bits of tags
+  std::vector<Chunk> chunks_;      // `depth` of them, never more
   std::vector<int32_t> free_chunks_;
   IndexLinks links_{0};
   std::array<IndexList, kUrgencies.size()> queued_{IndexList(links_), IndexList(links_),
                                                    IndexList(links_)};  // by urgency
   IndexList finished_{links_};
-  IndexList free_{links_};  // requests
   int32_t ready_ = 0;
   int64_t bytes_under_way_ = 0;
   int64_t live_ = 0;

@@ -16,7 +16,6 @@ class IndexLinks {
     next_.resize(static_cast<size_t>(count), -1);
     previous_.resize(static_cast<size_t>(count), -1);
   }
-  int64_t size() const { return std::ssize(previous_); }
 
  private:
   friend class IndexList;
