@@ -1,11 +1,14 @@
-// Remembers which process opened an object. Threads and locks do not survive fork().
+// Remembers which process opened an object, and deletes it there alone. Threads and locks do not
+// survive fork().
 #pragma once
 
 #include <pthread.h>
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 
@@ -47,5 +50,23 @@ class OwnerProcess {
   static inline std::atomic<uint32_t> count_{0};  // forks between the first process and this one
   uint32_t forks_;
 };
+
+// Leaks the object in a forked child: its threads, which a destructor would join, exist in the
+// parent alone, and another thread may have been changing it at the fork.
+struct DeleteInOwner {
+  OwnerProcess owner;
+  template <typename T>
+  void operator()(T* object) const {
+    if (!owner.forked()) delete object;
+  }
+};
+
+template <typename T>
+using Owned = std::unique_ptr<T, DeleteInOwner>;
+
+template <typename T, typename... Arguments>
+Owned<T> make_owned(Arguments&&... arguments) {
+  return Owned<T>(new T(std::forward<Arguments>(arguments)...));
+}
 
 }  // namespace torch_mesh

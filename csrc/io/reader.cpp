@@ -38,13 +38,14 @@ struct BufferChange {
   Reader::Then then;
 };
 
-// The I/O thread and all that it touches. Separate from the Reader so that a forked child, in which
-// that thread does not exist, can leak it as a whole.
-class IoLoop {
+class EngineReader final : public Reader {
  public:
-  IoLoop(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
-         std::unique_ptr<Backend> backend, Reader::Done done)
+  EngineReader(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
+               std::unique_ptr<Backend> backend, Done done, bool buffered,
+               std::vector<std::string> notes)
       : files_(std::move(files)),
+        buffered_(buffered),
+        notes_(std::move(notes)),
         backend_(std::move(backend)),
         done_(std::move(done)),
         scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(), options.retries),
@@ -52,8 +53,8 @@ class IoLoop {
     thread_ = start_thread("the I/O thread", [this] { run(); });
   }
 
-  ~IoLoop() {
-    close();
+  ~EngineReader() override {
+    end();
     thread_.join();
   }
 
@@ -64,34 +65,44 @@ class IoLoop {
     if (start_error_) std::rethrow_exception(start_error_);
   }
 
-  void submit(std::span<const ReadRequest> requests) {
+  void submit(std::span<const ReadRequest> requests) override {
+    owner_.check("this reader");
+    for (const ReadRequest& request : requests) check(request);
     const std::lock_guard lock(mutex_);
     if (life_ != Life::kRunning) throw_closed();
     inbox_.requests.insert(inbox_.requests.end(), requests.begin(), requests.end());
   }
 
-  void raise_priority(uint64_t tag) {
+  void raise_priority(uint64_t tag) override {
+    if (owner_.forked()) return;
     const std::lock_guard lock(mutex_);
     if (life_ == Life::kRunning) inbox_.raised.push_back(tag);
   }
 
-  void will_need(const Extent& extent) {
+  bool buffered() const override { return buffered_; }
+
+  void will_need(const Extent& extent) override {
+    if (owner_.forked()) return;
     const std::lock_guard lock(mutex_);
     if (life_ != Life::kRunning || inbox_.predicted.size() == kReservedMessages) return;
     inbox_.predicted.push_back(extent);
   }
 
-  void change_buffer(BufferChange change) {
+  void forget(const Extent& extent) override { files_->forget(extent); }
+
+  void change_buffer(const MemoryRegion& buffer, bool attached, Then then) override {
+    owner_.check("this reader");
     {
       const std::lock_guard lock(mutex_);
       if (life_ != Life::kRunning) throw_closed();
-      inbox_.buffers.push_back(std::move(change));
+      inbox_.buffers.push_back({buffer, attached, std::move(then)});
     }
     flush();
   }
 
   // The backend may have stopped by then: it still accepts a wake-up.
-  void flush() {
+  void flush() override {
+    if (owner_.forked()) return;
     {
       const std::lock_guard lock(mutex_);
       if (inbox_.empty() || std::exchange(awake_, true)) return;
@@ -99,26 +110,29 @@ class IoLoop {
     backend_->wake();
   }
 
-  void close() {
-    {
-      const std::lock_guard lock(mutex_);
-      if (life_ == Life::kRunning) life_ = Life::kClosing;
-      awake_ = true;
+  void close() override {
+    if (owner_.forked()) return;
+    if (std::this_thread::get_id() == thread_.get_id()) {
+      throw_invalid(
+          "close() was called from the completion callback, which it would wait for; call it from "
+          "another thread");
     }
-    backend_->wake();
-    std::unique_lock lock(mutex_);
-    life_changed_.wait(lock, [this] { return life_ == Life::kClosed; });
+    end();
   }
 
-  bool on_io_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
-
-  ReaderStats stats() const {
+  ReaderStats stats() const override {
+    if (owner_.forked()) return {};
     const std::lock_guard lock(mutex_);
     return stats_;
   }
-  std::vector<std::string> notes() const {
+  const char* backend() const override { return backend_->name(); }
+  int64_t alignment() const override { return files_->alignment(); }
+  std::vector<std::string> notes() const override {
+    std::vector<std::string> all = notes_;
+    if (owner_.forked()) return all;
     const std::lock_guard lock(mutex_);
-    return notes_;
+    all.insert(all.end(), backend_notes_.begin(), backend_notes_.end());
+    return all;
   }
 
  private:
@@ -144,6 +158,57 @@ class IoLoop {
     throw Error(ErrorKind::kClosed, "the reader is closed; open another one");
   }
 
+  template <typename... Parts>
+  [[noreturn]] static void refuse(const Parts&... parts) {
+    throw_invalid("a read request ", parts...);
+  }
+
+  void check(const ReadRequest& request) const {
+    if (request.pieces < 1 || request.pieces > kMaxPieces) {
+      refuse("has ", request.pieces, " pieces; 1 to ", kMaxPieces, " are allowed");
+    }
+    if (static_cast<uint32_t>(request.tag) >= kMaxTags) {
+      refuse("has tag ", request.tag, "; its low 32 bits must be below ", kMaxTags);
+    }
+    for (int32_t piece = 0; piece < request.pieces; ++piece) check(request.piece[piece]);
+  }
+
+  void check(const Piece& piece) const {
+    const Extent& from = piece.from;
+    const int64_t files = std::ssize(files_->descriptors());
+    if (from.file < 0 || from.file >= files) {
+      refuse("names file ", from.file, "; the reader has files 0 to ", files - 1);
+    }
+    if (from.offset < 0 || from.bytes < 1 ||
+        from.bytes > std::numeric_limits<int64_t>::max() - from.offset) {
+      refuse("asks for ", from.bytes, " bytes at offset ", from.offset,
+             "; an offset is 0 or more and a length 1 or more");
+    }
+    if (piece.needed < 1 || piece.needed > from.bytes) {
+      refuse("needs ", piece.needed, " of ", from.bytes,
+             " bytes; it must need 1 or more and at most all");
+    }
+    if (piece.to == nullptr) refuse("has no memory to read into");
+    const int64_t unit = files_->alignment();
+    const auto to = reinterpret_cast<uintptr_t>(piece.to);
+    if (from.offset % unit != 0 || from.bytes % unit != 0 || to % unit != 0) {
+      refuse("asks for ", from.bytes, " bytes at offset ", from.offset, " into ", to,
+             "; with direct I/O all three must be multiples of ", unit);
+    }
+  }
+
+  // Ends the I/O thread.
+  void end() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (life_ == Life::kRunning) life_ = Life::kClosing;
+      awake_ = true;
+    }
+    backend_->wake();
+    std::unique_lock lock(mutex_);
+    life_changed_.wait(lock, [this] { return life_ == Life::kClosed; });
+  }
+
   void set_life(Life life) {
     const std::lock_guard lock(mutex_);
     life_ = life;
@@ -158,10 +223,8 @@ class IoLoop {
       // work.
       ask_for_short_slices();  // after start(): the backend's own threads must not inherit them
     } catch (...) {
-      const std::lock_guard lock(mutex_);
       start_error_ = std::current_exception();
-      life_ = Life::kClosed;
-      life_changed_.notify_all();
+      set_life(Life::kClosed);
       return;
     }
     copy_notes();
@@ -237,7 +300,7 @@ class IoLoop {
     try {
       std::vector<std::string> notes = backend_->notes();
       const std::lock_guard lock(mutex_);
-      notes_ = std::move(notes);
+      backend_notes_ = std::move(notes);
     } catch (const std::bad_alloc&) {
     }
   }
@@ -250,9 +313,12 @@ class IoLoop {
     while (const std::optional<ReadResult> result = scheduler_.take_finished()) done_(*result);
   }
 
+  const OwnerProcess owner_;
   const std::shared_ptr<const FileTable> files_;
+  const bool buffered_;
+  const std::vector<std::string> notes_;  // of the files and of other backends
   const std::unique_ptr<Backend> backend_;
-  const Reader::Done done_;
+  const Done done_;
 
   // Used by the I/O thread alone.
   ChunkScheduler scheduler_;
@@ -262,137 +328,13 @@ class IoLoop {
   mutable std::mutex mutex_;
   std::condition_variable life_changed_;
   Life life_ = Life::kStarting;
-  std::exception_ptr start_error_;
-  std::vector<std::string> notes_;  // the backend's
+  std::exception_ptr start_error_;  // set before life_ leaves kStarting
+  std::vector<std::string> backend_notes_;
   Messages inbox_;
-  bool awake_ = true;  // the I/O thread is awake or about to be, and will look into the inbox
   ReaderStats stats_{};
+  bool awake_ = true;  // the I/O thread is awake or about to be, and will look into the inbox
 
   std::thread thread_;
-};
-
-class EngineReader final : public Reader {
- public:
-  EngineReader(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
-               std::unique_ptr<Backend> backend, Done done, bool buffered,
-               std::vector<std::string> notes)
-      : files_(std::move(files)),
-        buffered_(buffered),
-        notes_(std::move(notes)),
-        name_(backend->name()) {
-    loop_ = std::make_unique<IoLoop>(options, files_, std::move(backend), std::move(done));
-    loop_->wait_until_started();
-  }
-
-  ~EngineReader() override {
-    // The I/O thread does not exist in the child, and may have held the lock at the fork. So
-    // nothing of the loop can be waited for or freed: it is leaked on purpose.
-    if (forked()) static_cast<void>(loop_.release());
-  }
-
-  void submit(std::span<const ReadRequest> requests) override {
-    check_process();
-    for (const ReadRequest& request : requests) check(request);
-    loop_->submit(requests);
-  }
-
-  void raise_priority(uint64_t tag) override {
-    if (!forked()) loop_->raise_priority(tag);
-  }
-
-  void flush() override {
-    if (!forked()) loop_->flush();
-  }
-
-  bool buffered() const override { return buffered_; }
-
-  void will_need(const Extent& extent) override {
-    if (!forked()) loop_->will_need(extent);
-  }
-
-  void forget(const Extent& extent) override { files_->forget(extent); }
-
-  void register_buffer(const MemoryRegion& buffer, Then then) override {
-    check_process();
-    loop_->change_buffer({.buffer = buffer, .attached = true, .then = std::move(then)});
-  }
-
-  void unregister_buffer(const MemoryRegion& buffer, Then then) override {
-    check_process();
-    loop_->change_buffer({.buffer = buffer, .attached = false, .then = std::move(then)});
-  }
-
-  void close() override {
-    if (forked()) return;
-    if (loop_->on_io_thread()) {
-      throw_invalid(
-          "close() was called from the completion callback, which it would wait for; call it from "
-          "another thread");
-    }
-    loop_->close();
-  }
-
-  ReaderStats stats() const override { return forked() ? ReaderStats{} : loop_->stats(); }
-  const char* backend() const override { return name_; }
-  int64_t alignment() const override { return files_->alignment(); }
-  std::vector<std::string> notes() const override {
-    std::vector<std::string> all = notes_;
-    if (forked()) return all;
-    const std::vector<std::string> more = loop_->notes();
-    all.insert(all.end(), more.begin(), more.end());
-    return all;
-  }
-
- private:
-  bool forked() const { return owner_.forked(); }
-
-  void check_process() const { owner_.check("this reader"); }
-
-  template <typename... Parts>
-  [[noreturn]] static void refuse(const Parts&... parts) {
-    throw_invalid("a read request ", parts...);
-  }
-
-  void check(const ReadRequest& request) const {
-    if (request.pieces < 1 || request.pieces > kMaxPieces) {
-      refuse("has ", request.pieces, " pieces; 1 to ", kMaxPieces, " are allowed");
-    }
-    if (static_cast<uint32_t>(request.tag) >= kMaxTags) {
-      refuse("has tag ", request.tag, "; its low 32 bits must be below ", kMaxTags);
-    }
-    for (int32_t piece = 0; piece < request.pieces; ++piece) check(request.piece[piece]);
-  }
-
-  void check(const Piece& piece) const {
-    const Extent& from = piece.from;
-    const int64_t files = std::ssize(files_->descriptors());
-    if (from.file < 0 || from.file >= files) {
-      refuse("names file ", from.file, "; the reader has files 0 to ", files - 1);
-    }
-    if (from.offset < 0 || from.bytes < 1 ||
-        from.bytes > std::numeric_limits<int64_t>::max() - from.offset) {
-      refuse("asks for ", from.bytes, " bytes at offset ", from.offset,
-             "; an offset is 0 or more and a length 1 or more");
-    }
-    if (piece.needed < 1 || piece.needed > from.bytes) {
-      refuse("needs ", piece.needed, " of ", from.bytes,
-             " bytes; it must need 1 or more and at most all");
-    }
-    if (piece.to == nullptr) refuse("has no memory to read into");
-    const int64_t unit = files_->alignment();
-    const auto to = reinterpret_cast<uintptr_t>(piece.to);
-    if (from.offset % unit != 0 || from.bytes % unit != 0 || to % unit != 0) {
-      refuse("asks for ", from.bytes, " bytes at offset ", from.offset, " into ", to,
-             "; with direct I/O all three must be multiples of ", unit);
-    }
-  }
-
-  const OwnerProcess owner_;
-  const std::shared_ptr<const FileTable> files_;
-  const bool buffered_;
-  const std::vector<std::string> notes_;  // of the files and of other backends
-  const char* name_;
-  std::unique_ptr<IoLoop> loop_;
 };
 
 void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
@@ -413,18 +355,10 @@ void check(const ReaderOptions& options, int64_t files, const Reader::Done& done
   if (!done) throw_invalid("the reader has no completion callback");
 }
 
-std::unique_ptr<Reader> open_with(std::unique_ptr<Backend> backend, const ReaderOptions& options,
-                                  std::shared_ptr<const FileTable> files, const Reader::Done& done,
-                                  bool buffered, std::vector<std::string> notes) {
-  if (options.interpose) backend = options.interpose(std::move(backend), files);
-  return std::make_unique<EngineReader>(options, std::move(files), std::move(backend), done,
-                                        buffered, std::move(notes));
-}
-
 }  // namespace
 
-std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
-                                    std::span<const MemoryRegion> buffers, Reader::Done done) {
+Owned<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
+                          std::span<const MemoryRegion> buffers, Reader::Done done) {
   check(options, std::ssize(files), done);
   if (options.backend != "auto" && options.backend != "uring" && options.backend != "threads") {
     throw_invalid("the reader's backend is \"", options.backend,
@@ -443,23 +377,26 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<cons
   std::vector<std::string> notes = table->notes();
   if (options.backend != "threads") {
     try {
-      return open_with(make_uring_backend(table, buffers, options.depth), options, table, done,
-                       table->buffered(), notes);
+      return open_reader_over(make_uring_backend(table, buffers, options.depth), options, table,
+                              done, table->buffered(), notes);
     } catch (const Error& error) {
       if (options.backend == "uring" || error.kind() != ErrorKind::kInvalid) throw;
       notes.push_back(std::string(error.what()) + "; reading with a pool of threads");
     }
   }
-  return open_with(make_threads_backend(table, options.threads, options.depth), options, table,
-                   done, table->buffered(), std::move(notes));
+  return open_reader_over(make_threads_backend(table, options.threads, options.depth), options,
+                          table, done, table->buffered(), std::move(notes));
 }
 
-std::unique_ptr<Reader> open_reader_over(std::unique_ptr<Backend> backend,
-                                         const ReaderOptions& options,
-                                         std::shared_ptr<const FileTable> files,
-                                         Reader::Done done) {
+Owned<Reader> open_reader_over(std::unique_ptr<Backend> backend, const ReaderOptions& options,
+                               std::shared_ptr<const FileTable> files, Reader::Done done,
+                               bool buffered, std::vector<std::string> notes) {
   check(options, std::ssize(files->descriptors()), done);
-  return open_with(std::move(backend), options, std::move(files), done, /*buffered=*/false, {});
+  if (options.interpose) backend = options.interpose(std::move(backend), files);
+  auto reader = make_owned<EngineReader>(options, std::move(files), std::move(backend),
+                                         std::move(done), buffered, std::move(notes));
+  reader->wait_until_started();
+  return reader;
 }
 
 }  // namespace torch_mesh

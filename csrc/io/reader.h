@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "base/owner_process.h"
 #include "io/urgency.h"
 #include "store/extent.h"
 #include "store/source.h"
@@ -101,13 +102,12 @@ class Reader {
   // Wakes the I/O thread if it sleeps and there is something to do. This is a system call: callers
   // should hold no lock.
   virtual void flush() = 0;
-  // Add or remove memory that requests read into. A ring pins the pages of its buffers, so they can
-  // be freed only once the buffer is unregistered. Carried out on the I/O thread, which then calls
-  // `then`, once; like `Done`, it must not throw. No read into the buffer may be under way. Throws
-  // Error(kClosed) after close().
+  // Adds memory that requests read into (`attached`), or removes it. A ring pins the pages of its
+  // buffers, so they can be freed only once the buffer is removed. Carried out on the I/O thread,
+  // which then calls `then`, once; like `Done`, it must not throw. No read into the buffer may be
+  // under way. Throws Error(kClosed) after close().
   using Then = std::function<void()>;
-  virtual void register_buffer(const MemoryRegion& buffer, Then then) = 0;
-  virtual void unregister_buffer(const MemoryRegion& buffer, Then then) = 0;
+  virtual void change_buffer(const MemoryRegion& buffer, bool attached, Then then) = 0;
   // Refuses new requests, reports those not started as ECANCELED, and waits for reads under way.
   virtual void close() = 0;
 
@@ -130,14 +130,14 @@ class Reader {
 // if the memlock limit allows it. Throws Error(kRead) for a file that cannot be opened,
 // Error(kInvalid) for a backend that is unknown or cannot work here (the message says why: seccomp,
 // sysctl, not built in).
-std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
-                                    std::span<const MemoryRegion> buffers, Reader::Done done);
+Owned<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
+                          std::span<const MemoryRegion> buffers, Reader::Done done);
 
 // Opens a reader over `backend`, in chunks of options.chunk_bytes. `files` has the files that
-// requests name.
-std::unique_ptr<Reader> open_reader_over(std::unique_ptr<Backend> backend,
-                                         const ReaderOptions& options,
-                                         std::shared_ptr<const FileTable> files, Reader::Done done);
+// requests name; `buffered` and `notes` are what the reader says of itself.
+Owned<Reader> open_reader_over(std::unique_ptr<Backend> backend, const ReaderOptions& options,
+                               std::shared_ptr<const FileTable> files, Reader::Done done,
+                               bool buffered, std::vector<std::string> notes);
 
 // The alignment of offsets, lengths and memory that O_DIRECT asks for on this file; 0 if the file
 // system does not say, -1 if it refuses O_DIRECT or asks for more than records are aligned to.

@@ -161,7 +161,7 @@ class Loader {
   bool finisher_closes_ = false;
   bool no_finisher_ = false;  // the system refused a thread
 
-  std::unique_ptr<Reader> reader_;  // last: its thread uses all of the above
+  Owned<Reader> reader_;  // last: its thread uses all of the above
 };
 
 }  // namespace torch_mesh

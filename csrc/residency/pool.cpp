@@ -182,7 +182,7 @@ void Pool::Impl::on_ended(Loader::Ended ended) {
 // The I/O thread takes the segment from the ring, then drops its pages.
 bool Pool::Impl::detach(int64_t segment) {
   const auto error = caught([&] {
-    loader->reader().unregister_buffer(memory->segments()[segment], [this, segment] {
+    loader->reader().change_buffer(memory->segments()[segment], false, [this, segment] {
       memory->drop(segment);
       const Event event(*this);
       core.sizing().detached(segment);
@@ -197,7 +197,7 @@ bool Pool::Impl::grow(Lock& lock) {
   lock.unlock();
   const auto error = caught([&] {
     memory->fault_in(segment);
-    loader->reader().register_buffer(memory->segments()[segment], [this, segment] {
+    loader->reader().change_buffer(memory->segments()[segment], true, [this, segment] {
       const Event event(*this);
       core.sizing().attached(segment);
     });

@@ -181,7 +181,7 @@ class Tables {
     void operator()(std::byte* memory) const;
   };
   std::unique_ptr<std::byte, FreeAligned> staging_;
-  std::unique_ptr<Reader> reader_;  // last: its thread uses all of the above
+  Owned<Reader> reader_;  // last: its thread uses all of the above
 };
 
 }  // namespace torch_mesh

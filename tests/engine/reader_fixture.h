@@ -212,8 +212,7 @@ class ReaderTest : public ::testing::TestWithParam<Setup> {
     return chosen;
   }
 
-  std::unique_ptr<Reader> open(const ReaderOptions& options, const TempFile& file,
-                               const Memory& memory) {
+  Owned<Reader> open(const ReaderOptions& options, const TempFile& file, const Memory& memory) {
     const File files[] = {file.file()};
     const MemoryRegion regions[] = {memory.region()};
     return open_reader(options, files, regions, reports_.done());

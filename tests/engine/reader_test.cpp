@@ -185,7 +185,7 @@ TEST_P(ReaderTest, CallbackMaySubmitAndRaisePriorities) {
   const TempFile file(kChunk, seed_);
   const Memory memory(kChunk);
   const File files[] = {file.file()};
-  std::unique_ptr<Reader> reader;
+  Owned<Reader> reader;
   const auto collect = reports_.done();
   Gate ready;
   reader = open_reader(options(), files, {}, [&](const ReadResult& result) {
@@ -237,7 +237,7 @@ TEST_P(ReaderTest, CloseFromTheCallbackIsRefused) {
   const TempFile file(kChunk, seed_);
   const Memory memory(kChunk);
   const File files[] = {file.file()};
-  std::unique_ptr<Reader> reader;
+  Owned<Reader> reader;
   const auto collect = reports_.done();
   reader = open_reader(options(), files, {}, [&](const ReadResult& result) {
     expect_error(ErrorKind::kInvalid, "callback", [&] { reader->close(); });
@@ -310,7 +310,7 @@ TEST_P(ReaderTest, WrongOptionsAreRefused) {
 TEST_P(ReaderTest, ForkedChildIsRefusedAndDoesNotHang) {
   const TempFile file(4 * kChunk, seed_);
   const Memory memory(50 * 4 * kChunk);
-  std::unique_ptr<Reader> reader = open(options(), file, memory);
+  Owned<Reader> reader = open(options(), file, memory);
   for (uint64_t tag = 0; tag < 50; ++tag) {
     submit(*reader, request_for(tag, 0, 0, 4 * kChunk, memory.at(tag * 4 * kChunk)));
   }

@@ -298,13 +298,13 @@ class LentBackend final : public Backend {
 
 std::byte* Loan::destination(int64_t slot) const { return destinations_ + slot * kRecordAlignment; }
 
-std::unique_ptr<Reader> Loan::open_reader(const ReaderOptions& options, const Source& source,
-                                          std::span<const MemoryRegion>, Reader::Done done) {
+Owned<Reader> Loan::open_reader(const ReaderOptions& options, const Source& source,
+                                std::span<const MemoryRegion>, Reader::Done done) {
   ReaderOptions whole = options;
   whole.chunk_bytes = welcome_.record_bytes;
   const auto files = std::make_shared<const FileTable>(source.files, /*direct=*/false);
   return open_reader_over(std::make_unique<LentBackend>(*this, source), whole, files,
-                          std::move(done));
+                          std::move(done), /*buffered=*/false, {});
 }
 
 }  // namespace torch_mesh

@@ -39,9 +39,8 @@ class Loan final : public SlotMemory {
   std::byte* destination(int64_t slot) const override;
   int32_t node(int64_t) const override { return -1; }
   // A read of a record is a request to its owner.
-  std::unique_ptr<Reader> open_reader(const ReaderOptions& options, const Source& source,
-                                      std::span<const MemoryRegion> staging,
-                                      Reader::Done done) override;
+  Owned<Reader> open_reader(const ReaderOptions& options, const Source& source,
+                            std::span<const MemoryRegion> staging, Reader::Done done) override;
 
  private:
   friend class LentBackend;

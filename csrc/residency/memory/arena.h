@@ -49,9 +49,8 @@ class Arena final : public SlotMemory {
   int64_t bytes() const { return total_; }  // of all segments, dropped or not
   std::span<const MemoryRegion> segments() const override { return segments_; }
   int descriptor() const override { return descriptor_; }
-  std::unique_ptr<Reader> open_reader(const ReaderOptions& options, const Source& source,
-                                      std::span<const MemoryRegion> staging,
-                                      Reader::Done done) override {
+  Owned<Reader> open_reader(const ReaderOptions& options, const Source& source,
+                            std::span<const MemoryRegion> staging, Reader::Done done) override {
     // Raw weights are read into staging buffers alone.
     return torch_mesh::open_reader(options, source.files, source.raw ? staging : segments_,
                                    std::move(done));

@@ -21,9 +21,8 @@ class SlotMemory {
   // The node of the pool's topology that a record is on; -1: unknown.
   virtual int32_t node(int64_t slot) const = 0;
   // Opens a reader of the records of `source`. `staging`: further memory that it reads into.
-  virtual std::unique_ptr<Reader> open_reader(const ReaderOptions& options, const Source& source,
-                                              std::span<const MemoryRegion> staging,
-                                              Reader::Done done) = 0;
+  virtual Owned<Reader> open_reader(const ReaderOptions& options, const Source& source,
+                                    std::span<const MemoryRegion> staging, Reader::Done done) = 0;
 
   // The pool's own memory, which is attached and detached in segments of slots; empty: there is
   // none.
