@@ -45,7 +45,6 @@ void ChunkScheduler::add(const ReadRequest& read) {
   requests_[index] = {.read = read, .state = RequestState::kQueued, .result = {.tag = read.tag}};
   queue_of(read.urgency).push_back(index);
   ++live_;
-  ++stats_.requests;
   if (canceled_) {
     stop_cutting(index);
     finish_if_complete(index);
@@ -138,7 +137,6 @@ int32_t ChunkScheduler::cut(Urgency urgency) {
                          .needed = std::min(bytes, piece.needed - request.cut_offset),
                          .to = piece.to + request.cut_offset};
   ++ready_;
-  ++stats_.chunks;
   ++request.chunks;
   request.cut_offset += bytes;
   if (!skip_to_needed(request)) {
@@ -177,7 +175,6 @@ void ChunkScheduler::complete(int32_t index, int64_t result) {
   }
   const int error = static_cast<int>(-result);
   if (may_repeat(chunk, error)) {  // it is ready already, and next() will find it
-    ++stats_.retries;
     if (unwanted(chunk)) fail(index, ECANCELED);
   } else {
     // The block layer reports a medium error as ENODATA, which to our callers means the end of the
@@ -209,13 +206,11 @@ bool ChunkScheduler::may_repeat(Chunk& chunk, int error) const {
 void ChunkScheduler::advance(int32_t index, int64_t bytes) {
   Chunk& chunk = chunks_[index];
   assert(bytes <= chunk.bytes - chunk.resume);
-  stats_.bytes += bytes;
   const int64_t landed = chunk.resume + bytes;
   if (landed >= chunk.needed) {
     release(index);
     return;
   }
-  ++stats_.short_reads;
   const bool progress = landed > chunk.landed;
   chunk.landed = std::max(chunk.landed, landed);
   chunk.stalls = progress ? 0 : chunk.stalls + 1;

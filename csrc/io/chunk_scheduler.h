@@ -36,7 +36,6 @@ class ChunkScheduler {
 
   // Whether nothing waits, is under way or is left to be taken.
   bool idle() const { return live_ == 0; }
-  const ReaderStats& stats() const { return stats_; }
 
  private:
   enum class RequestState : uint8_t {
@@ -107,7 +106,6 @@ class ChunkScheduler {
   int32_t ready_ = 0;
   int64_t bytes_under_way_ = 0;
   int64_t live_ = 0;
-  ReaderStats stats_{};
 };
 
 }  // namespace torch_mesh

@@ -120,11 +120,6 @@ class EngineReader final : public Reader {
     end();
   }
 
-  ReaderStats stats() const override {
-    if (owner_.forked()) return {};
-    const std::lock_guard lock(mutex_);
-    return stats_;
-  }
   const char* backend() const override { return backend_->name(); }
   int64_t alignment() const override { return files_->alignment(); }
   std::vector<std::string> notes() const override {
@@ -248,8 +243,7 @@ class EngineReader final : public Reader {
     set_life(Life::kClosed);
   }
 
-  // Returns whether the reader closes. Publishes the statistics before the requests in them are
-  // reported.
+  // Returns whether the reader closes.
   bool take_messages() {
     bool closing;
     {
@@ -257,7 +251,6 @@ class EngineReader final : public Reader {
       std::swap(inbox_, taken_);
       awake_ = true;
       closing = life_ == Life::kClosing;
-      stats_ = scheduler_.stats();
     }
     for (const ReadRequest& request : taken_.requests) add(request);
     for (const uint64_t tag : taken_.raised) scheduler_.raise_priority(tag);
@@ -331,7 +324,6 @@ class EngineReader final : public Reader {
   std::exception_ptr start_error_;  // set before life_ leaves kStarting
   std::vector<std::string> backend_notes_;
   Messages inbox_;
-  ReaderStats stats_{};
   bool awake_ = true;  // the I/O thread is awake or about to be, and will look into the inbox
 
   std::thread thread_;

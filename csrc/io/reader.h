@@ -78,14 +78,6 @@ struct ReaderOptions {
 // depth, are under way. 2 MiB keep a disk of 7 GB/s busy, and delay the next demand read little.
 inline constexpr int64_t kMaxBytesBesidePrefetch = 2 << 20;
 
-struct ReaderStats {
-  int64_t requests;
-  int64_t chunks;
-  int64_t bytes;
-  int64_t short_reads;
-  int64_t retries;
-};
-
 class Reader {
  public:
   // Called on the I/O thread, once per request, in order of completion. Must not throw. It may call
@@ -120,7 +112,6 @@ class Reader {
   // Drops this from the page cache, so that the next read is one of the disk.
   virtual void forget(const Extent& extent) = 0;
 
-  virtual ReaderStats stats() const = 0;
   virtual const char* backend() const = 0;             // "uring", "threads", "shared"
   virtual int64_t alignment() const = 0;               // of offsets, lengths and memory, in bytes
   virtual std::vector<std::string> notes() const = 0;  // messages about fallbacks

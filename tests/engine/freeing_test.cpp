@@ -48,8 +48,9 @@ class FreeingTest : public ::testing::TestWithParam<const char*> {
     std::unique_ptr<Engine> engine = model_.open(options);
     std::vector<int32_t> all(kExperts);
     std::iota(all.begin(), all.end(), 0);
+    const int64_t before = chunks_given();
     engine->pool().prefetch(0, all);
-    while (engine->pool().reader()->stats().chunks == 0) std::this_thread::sleep_for(1ms);
+    while (chunks_given() == before) std::this_thread::sleep_for(1ms);
     return engine;
   }
 
