@@ -2,6 +2,7 @@
 // is above it, so a backend knows neither requests nor retries.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -28,6 +29,14 @@ struct ChunkResult {
   int32_t chunk;
   int64_t result;  // bytes read, or a negative errno
 };
+
+// Moves the first of `ended` to `results`, as many as fit, and returns how many.
+inline int32_t take(std::vector<ChunkResult>& ended, std::span<ChunkResult> results) {
+  const auto count = std::min(std::ssize(ended), std::ssize(results));
+  std::copy_n(ended.begin(), count, results.begin());
+  ended.erase(ended.begin(), ended.begin() + count);
+  return static_cast<int32_t>(count);
+}
 
 // All members but wake() are called on the reader's I/O thread.
 class Backend {

@@ -13,7 +13,6 @@
 
 #include "base/start_thread.h"
 #include "io/backend.h"
-#include "io/index_list.h"
 
 namespace torch_mesh {
 
@@ -24,13 +23,10 @@ class ThreadsBackend final : public Backend {
   // Takes no more chunks than there are threads: others would queue here, where demand could not
   // overtake prefetch.
   ThreadsBackend(std::shared_ptr<const FileTable> files, int32_t threads, int32_t depth)
-      : files_(std::move(files)),
-        capacity_(std::min(threads, depth)),
-        reads_(static_cast<size_t>(depth)),
-        results_(reads_.size()),
-        links_(depth),
-        waiting_(links_),
-        completed_(links_) {}
+      : files_(std::move(files)), capacity_(std::min(threads, depth)) {
+    waiting_.reserve(static_cast<size_t>(capacity_));
+    completed_.reserve(static_cast<size_t>(capacity_));
+  }
   ~ThreadsBackend() override { stop(); }
 
   void start() override {
@@ -43,8 +39,7 @@ class ThreadsBackend final : public Backend {
   void submit(const ChunkRead& read) override {
     {
       const std::lock_guard lock(mutex_);
-      reads_[read.chunk] = read;
-      waiting_.push_back(read.chunk);
+      waiting_.push_back(read);
     }
     work_waits_.notify_one();
   }
@@ -53,12 +48,7 @@ class ThreadsBackend final : public Backend {
     std::unique_lock lock(mutex_);
     something_happened_.wait_for(lock, timeout, [this] { return woken_ || !completed_.empty(); });
     woken_ = false;
-    int32_t count = 0;
-    while (!completed_.empty() && count < static_cast<int32_t>(results.size())) {
-      const int32_t chunk = completed_.pop_front();
-      results[count++] = {.chunk = chunk, .result = results_[chunk]};
-    }
-    return count;
+    return take(completed_, results);
   }
 
   void wake() override {
@@ -89,14 +79,14 @@ class ThreadsBackend final : public Backend {
     for (;;) {
       work_waits_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
       if (waiting_.empty()) return;
-      const ChunkRead read = reads_[waiting_.pop_front()];
+      const ChunkRead read = waiting_.back();
+      waiting_.pop_back();
       lock.unlock();
       const ssize_t got =
           ::pread(files_->descriptors()[read.file], read.to, read.bytes, read.offset);
       const int64_t result = got >= 0 ? int64_t{got} : -int64_t{errno};
       lock.lock();
-      results_[read.chunk] = result;
-      completed_.push_back(read.chunk);
+      completed_.push_back({.chunk = read.chunk, .result = result});
       something_happened_.notify_one();
     }
   }
@@ -107,11 +97,8 @@ class ThreadsBackend final : public Backend {
   std::mutex mutex_;
   std::condition_variable work_waits_;
   std::condition_variable something_happened_;
-  std::vector<ChunkRead> reads_;  // by chunk
-  std::vector<int64_t> results_;  // likewise
-  IndexLinks links_;
-  IndexList waiting_;
-  IndexList completed_;
+  std::vector<ChunkRead> waiting_;  // in no order: a thread is free for each
+  std::vector<ChunkResult> completed_;
   bool woken_ = false;
   bool stopping_ = false;
 

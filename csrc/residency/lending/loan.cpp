@@ -224,10 +224,7 @@ class LentBackend final : public Backend {
         wake_up_.clear();
       }
     }
-    const size_t count = std::min(ended_.size(), results.size());
-    std::copy_n(ended_.begin(), count, results.begin());
-    ended_.erase(ended_.begin(), ended_.begin() + static_cast<ptrdiff_t>(count));
-    return static_cast<int32_t>(count);
+    return take(ended_, results);
   }
 
   // Ends reads at once: the owner may never answer, and writes to no memory of this process.
@@ -255,12 +252,12 @@ class LentBackend final : public Backend {
           recv(loan_.socket_.get(), &answer, sizeof(answer), MSG_DONTWAIT | MSG_TRUNC);
       if (count < 0 && errno == EINTR) continue;
       if (count < 0 && errno == EAGAIN) return;
-      if (count != sizeof(answer) || !take(answer)) return lose(ECONNRESET);
+      if (count != sizeof(answer) || !accept(answer)) return lose(ECONNRESET);
     }
   }
 
   // False for an answer that no owner gives.
-  bool take(const Answer& answer) {
+  bool accept(const Answer& answer) {
     const Welcome& welcome = loan_.welcome_;
     if (answer.slot < 0 || answer.slot >= welcome.borrowed || reads_[answer.slot].chunk < 0) {
       return false;
