@@ -86,13 +86,7 @@ Loan::~Loan() {
   if (owner_.forked()) return;
   // Ends the connection even if a child that this process has forked has the socket, too.
   shutdown(socket_.get(), SHUT_RDWR);
-  unmap();
-}
-
-void Loan::unmap() {
-  if (begin_ != nullptr) munmap(begin_, static_cast<size_t>(welcome_.pool_bytes));
-  if (destinations_ != nullptr)
-    munmap(destinations_, static_cast<size_t>(slots()) * kRecordAlignment);
+  munmap(begin_, static_cast<size_t>(welcome_.pool_bytes));
 }
 
 // While the owner's queue is full, connect() has to be repeated.
@@ -168,16 +162,12 @@ void Loan::map() {
   // Populated at once: otherwise the first use of each record would pay for its page faults.
   void* mapped = mmap(nullptr, static_cast<size_t>(welcome_.pool_bytes), PROT_READ,
                       MAP_SHARED | MAP_POPULATE, shared_.get(), 0);
-  void* destinations = mmap(nullptr, static_cast<size_t>(slots()) * kRecordAlignment, PROT_NONE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped != MAP_FAILED) begin_ = static_cast<std::byte*>(mapped);
-  if (destinations != MAP_FAILED) destinations_ = static_cast<std::byte*>(destinations);
-  if (begin_ == nullptr || destinations_ == nullptr) {
+  if (mapped == MAP_FAILED) {
     const int error = errno;
-    unmap();
     throw Error(ErrorKind::kMemory, concat("cannot map the pool at ", path_, ": ", strerror(error)),
                 {}, error);
   }
+  begin_ = static_cast<std::byte*>(mapped);
   madvise(begin_, static_cast<size_t>(welcome_.pool_bytes), MADV_DONTFORK);
 }
 
@@ -200,7 +190,7 @@ class LentBackend final : public Backend {
 
   void submit(const ChunkRead& read) override {
     Request request = experts_.at({read.file, read.offset});
-    request.slot = static_cast<int32_t>((read.to - loan_.destinations_) / kRecordAlignment);
+    request.slot = static_cast<int32_t>((read.to - loan_.begin_) / loan_.welcome_.record_bytes);
     loan_.lent_[request.slot] = nullptr;
     reads_[request.slot] = {read.chunk, read.bytes};
     int error = lost_;
@@ -292,8 +282,6 @@ class LentBackend final : public Backend {
   std::vector<ChunkResult> ended_;                          // not returned by wait() yet
   int lost_ = 0;                                            // an errno: the owner answers no more
 };
-
-std::byte* Loan::destination(int64_t slot) const { return destinations_ + slot * kRecordAlignment; }
 
 Owned<Reader> Loan::open_reader(const ReaderOptions& options, const Source& source,
                                 std::span<const MemoryRegion>, Reader::Done done) {

@@ -36,7 +36,10 @@ class Loan final : public SlotMemory {
   const std::string& path() const { return path_; }
 
   std::byte* piece(int64_t slot) const override { return lent_[slot]; }
-  std::byte* destination(int64_t slot) const override;
+  // Nothing is written there: it is the owner's memory, and its address tells the slot.
+  std::byte* destination(int64_t slot) const override {
+    return begin_ + slot * welcome_.record_bytes;
+  }
   int32_t node(int64_t) const override { return -1; }
   // A read of a record is a request to its owner.
   Owned<Reader> open_reader(const ReaderOptions& options, const Source& source,
@@ -48,15 +51,13 @@ class Loan final : public SlotMemory {
   void connect_within(std::chrono::milliseconds timeout, const Runtime& runtime);
   void receive_welcome(std::chrono::milliseconds timeout, const Runtime& runtime);
   void map();
-  void unmap();
 
   const OwnerProcess owner_;
   const std::string path_;
   Descriptor socket_;
   Descriptor shared_;
   lending::Welcome welcome_;
-  std::byte* begin_ = nullptr;         // of the owner's pool
-  std::byte* destinations_ = nullptr;  // an inaccessible page for each slot: where reads "go"
+  std::byte* begin_ = nullptr;  // of the owner's pool
   // By slot. Only the I/O thread uses one into which a read is under way. nullptr: nothing is lent.
   std::vector<std::byte*> lent_;
 };
