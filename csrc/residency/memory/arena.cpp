@@ -164,14 +164,14 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
   segments_.reserve((count + pieces_per_segment_ - 1) / pieces_per_segment_);
   for (int64_t first = 0; first < count; first += pieces_per_segment_) {
     const size_t size = std::min(pieces_per_segment_, count - first) * bytes;
-    std::byte* data = shared_.data != nullptr ? shared_.data + total_ : map_aligned(size, -1);
+    std::byte* data =
+        shared_.data != nullptr ? shared_.data + first * bytes : map_aligned(size, -1);
     if (data == nullptr) {
       const int error = errno;
       release();
       throw_no_memory(count, bytes, strerror(error), error);
     }
     segments_.push_back({data, size});
-    total_ += static_cast<int64_t>(size);
     // Advice only: without huge pages or fork protection everything still works.
     madvise(data, size, MADV_HUGEPAGE);
     madvise(data, size, MADV_DONTFORK);

@@ -46,7 +46,7 @@ class Arena final : public SlotMemory {
   // none.
   void drop(int64_t segment) const override;
   void fault_in(int64_t segment) const override;
-  int64_t bytes() const { return total_; }  // of all segments, dropped or not
+  int64_t bytes() const { return count_ * piece_bytes_; }  // of all segments, dropped or not
   std::span<const MemoryRegion> segments() const override { return segments_; }
   int descriptor() const override { return descriptor_; }
   Owned<Reader> open_reader(const ReaderOptions& options, const Source& source,
@@ -67,7 +67,6 @@ class Arena final : public SlotMemory {
   int64_t piece_bytes_;
   int64_t pieces_per_segment_;
   int32_t nodes_;
-  int64_t total_ = 0;
   int descriptor_ = -1;
   MemoryRegion shared_{nullptr, 0};  // all segments
 };
