@@ -91,16 +91,12 @@ Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pa
       queue_links_(options.slots),
       demand_queue_(queue_links_),
       prefetch_queue_(queue_links_),
-      checksums_(source.checksums),
+      checksums_(source.checksums.begin(), source.checksums.end()),
       to_finish_(queue_links_) {
-  const auto all = static_cast<size_t>(source.layers) * source.experts;
-  checksums_.resize(all);
-  checksum_known_.assign(all, !source.checksums.empty());
-  verified_.assign(all, false);
+  checksums_.resize(static_cast<size_t>(source.layers) * source.experts);
   to_submit_.reserve(static_cast<size_t>(options.slots));
   requests_.reserve(static_cast<size_t>(options.slots));
-  refused_by_io_.reserve(static_cast<size_t>(options.slots));
-  refused_by_finisher_.reserve(static_cast<size_t>(options.slots));
+  refused_.reserve(static_cast<size_t>(options.slots));
   std::span<const MemoryRegion> staging;
   if (source.raw) {
     staging_.emplace(options.staging, torch_mesh::staging_bytes(source), topology);
@@ -124,8 +120,7 @@ void Loader::close() {
   finisher_.join();
 }
 
-void Loader::begin(const SlotTable& slots, std::span<const int32_t> reads,
-                   std::vector<Ended>& refused) {
+void Loader::begin(const SlotTable& slots, std::span<const int32_t> reads) {
   const Lock lock(mutex_);
   for (const int32_t slot : reads) {
     Read& read = reads_[slot];
@@ -139,12 +134,20 @@ void Loader::begin(const SlotTable& slots, std::span<const int32_t> reads,
       to_submit_.push_back(slot);
     }
   }
-  begin_queued(refused);
+  begin_queued();
+}
+
+std::optional<Loader::Ended> Loader::take_refused() {
+  const Lock lock(mutex_);
+  if (refused_.empty()) return std::nullopt;
+  Ended last = std::move(refused_.back());
+  refused_.pop_back();
+  return last;
 }
 
 // A refused read gives its staging buffer to the next in the queue.
-void Loader::begin_queued(std::vector<Ended>& refused) {
-  for (take_staging(); !to_submit_.empty(); take_staging()) submit(refused);
+void Loader::begin_queued() {
+  for (take_staging(); !to_submit_.empty(); take_staging()) submit();
 }
 
 void Loader::take_staging() {
@@ -158,7 +161,7 @@ void Loader::take_staging() {
   }
 }
 
-void Loader::submit(std::vector<Ended>& refused) {
+void Loader::submit() {
   const std::optional<Error> error = caught([&] {
     for (int32_t slot : to_submit_) {
       fill_request(slot);
@@ -170,14 +173,17 @@ void Loader::submit(std::vector<Ended>& refused) {
   });
   if (error) {
     for (int32_t slot : to_submit_) {
-      Read& read = reads_[slot];
-      read.state = Read::State::kNone;
-      if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
-      refused.push_back({slot, 0, refusal(*error, read.expert)});
+      refused_.push_back({slot, reads_[slot].bytes, refusal(*error, reads_[slot].expert)});
+      end(reads_[slot]);
     }
   }
   to_submit_.clear();
   requests_.clear();
+}
+
+void Loader::end(Read& read) {
+  read.state = Read::State::kNone;
+  if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
 }
 
 Error Loader::refusal(const Error& error, ExpertId id) const {
@@ -230,7 +236,7 @@ bool Loader::will_need(std::span<const ExpertId> predicted) {
 
 // Without the lock. The read is under way, so that no other thread changes it or uses its buffers.
 void Loader::on_read(const ReadResult& result) {
-  if (!hand_to_finisher(result)) finish(result, refused_by_io_);
+  if (!hand_to_finisher(result)) finish(result);
 }
 
 bool Loader::hand_to_finisher(const ReadResult& result) {
@@ -264,15 +270,16 @@ void Loader::run_finisher() {
     if (to_finish_.empty()) return;
     const ReadResult result = reads_[to_finish_.pop_front()].result;
     lock.unlock();
-    finish(result, refused_by_finisher_);
+    finish(result);
     lock.lock();
   }
 }
 
 // Without the lock.
-void Loader::finish(const ReadResult& result, std::vector<Ended>& refused) {
+void Loader::finish(const ReadResult& result) {
   const int32_t slot = slot_of(result.tag);
-  if (result.error == 0) reads_[slot].bytes += bytes_of(reads_[slot].request);
+  Read& read = reads_[slot];
+  if (result.error == 0) read.bytes += bytes_of(read.request);
   bool again = false;
   std::optional<Error> error;
   try {
@@ -280,11 +287,23 @@ void Loader::finish(const ReadResult& result, std::vector<Ended>& refused) {
   } catch (const std::bad_alloc&) {
     error = kNoMemory;
   }
-  if (again) {
-    read_again(slot, result, refused);
-  } else {
-    end(slot, std::move(error), result, refused);
+  for (int32_t piece = 0; again && piece < read.request.pieces; ++piece) {
+    reader_->forget(read.request.piece[piece].from);
   }
+  Ended ended{slot, read.bytes, std::move(error), result};
+  {
+    const Lock lock(mutex_);
+    read.again = again;
+    if (again) {
+      to_submit_.push_back(slot);
+    } else {
+      end(read);
+    }
+    begin_queued();
+  }
+  reader_->flush();  // first, since `done_` may wait
+  if (!again) done_(std::move(ended));
+  while (std::optional<Ended> refused = take_refused()) done_(std::move(*refused));
 }
 
 std::optional<Error> Loader::outcome(const ReadResult& result, bool& again) {
@@ -328,52 +347,11 @@ bool Loader::checksum_matches(int32_t slot) {
   const uint64_t checksum =
       record_checksum(source_.store_id, id / source_.experts, source_.number(id % source_.experts),
                       memory_.piece(slot), options_.record_bytes);
-  if (checksum_known_[id] == 0) {
-    checksums_[id] = checksum;
-    checksum_known_[id] = 1;
-  }
-  verified_[id] = checksum == checksums_[id];
-  return verified_[id] != 0;
-}
-
-// Without the lock.
-void Loader::read_again(int32_t slot, const ReadResult& last, std::vector<Ended>& refused) {
-  Read& read = reads_[slot];
-  for (int32_t piece = 0; piece < read.request.pieces; ++piece) {
-    reader_->forget(read.request.piece[piece].from);
-  }
-  std::optional<Error> error;
-  {
-    const Lock lock(mutex_);
-    read.again = true;
-    error = caught([&] {
-      reader_->submit({&read.request, 1});
-      ++with_reader_;
-    });
-    if (error) error = refusal(*error, read.expert);
-  }
-  if (error) {
-    end(slot, std::move(error), last, refused);
-  } else {
-    reader_->flush();
-  }
-}
-
-// Without the lock.
-void Loader::end(int32_t slot, std::optional<Error> error, const ReadResult& read,
-                 std::vector<Ended>& refused) {
-  Ended ended{slot, reads_[slot].bytes, std::move(error), read};
-  {
-    const Lock lock(mutex_);
-    Read& read = reads_[slot];
-    read.state = Read::State::kNone;
-    if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
-    begin_queued(refused);
-  }
-  reader_->flush();  // first, since `done` may wait
-  done_(std::move(ended));
-  for (Ended& over : refused) done_(std::move(over));
-  refused.clear();
+  std::optional<uint64_t>& expected = checksums_[id];
+  if (expected.value_or(checksum) != checksum) return false;
+  expected = checksum;
+  if (options_.verify == Verify::kFirst) expected.reset();
+  return true;
 }
 
 Error Loader::read_error(int32_t slot, const ReadResult& result) const {

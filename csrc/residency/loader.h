@@ -69,8 +69,9 @@ class Loader {
   ~Loader();
 
   // Queues the reads of these slots, which begin with flush(). Those that cannot be queued have
-  // failed: they are added to `refused`, which has room for them.
-  void begin(const SlotTable& slots, std::span<const int32_t> reads, std::vector<Ended>& refused);
+  // failed: take_refused() returns one after the other, each once, perhaps to another thread.
+  void begin(const SlotTable& slots, std::span<const int32_t> reads);
+  std::optional<Ended> take_refused();
   // Makes the read into a slot a demand read, if it is still in flight.
   void raise_priority(int32_t slot);
   // A hint for reads through the page cache: these experts are likely to be read next. Returns
@@ -105,25 +106,23 @@ class Loader {
   bool packs() const { return static_cast<bool>(pack_); }
   bool wants_checksum(ExpertId id) const {
     return options_.verify == Verify::kAlways ||
-           (options_.verify == Verify::kFirst && checksum_known_[id] != 0 && verified_[id] == 0);
+           (options_.verify == Verify::kFirst && checksums_[id].has_value());
   }
   // Called with the lock held.
   void fill_request(int32_t slot);
   void take_staging();
-  void submit(std::vector<Ended>& refused);
+  void submit();
   Error refusal(const Error& error, ExpertId id) const;
-  void begin_queued(std::vector<Ended>& refused);
+  void begin_queued();
+  void end(Read& read);
   // Called on the I/O thread.
   void on_read(const ReadResult& result);
   bool hand_to_finisher(const ReadResult& result);
-  // Called on the I/O thread or the finisher's, each with its own vector of refused reads.
-  void finish(const ReadResult& result, std::vector<Ended>& refused);
+  // Called on the I/O thread or the finisher's.
+  void finish(const ReadResult& result);
   std::optional<Error> outcome(const ReadResult& result, bool& again);
   std::optional<Error> pack_record(int32_t slot) const;
   bool checksum_matches(int32_t slot);
-  void read_again(int32_t slot, const ReadResult& last, std::vector<Ended>& refused);
-  void end(int32_t slot, std::optional<Error> error, const ReadResult& read,
-           std::vector<Ended>& refused);
   Error read_error(int32_t slot, const ReadResult& result) const;
   Error checksum_error(ExpertId id) const;
   void run_finisher();
@@ -146,16 +145,14 @@ class Loader {
   std::vector<int32_t> to_submit_;     // slots
   std::vector<ReadRequest> requests_;  // of those
   int32_t with_reader_ = 0;            // reads that are not reported by the reader yet
-  std::vector<Ended> refused_by_io_;
+  std::vector<Ended> refused_;         // has room for all
 
-  // By expert. Used only by the thread that finishes the expert's read.
-  std::vector<uint64_t> checksums_;
-  std::vector<uint8_t> checksum_known_;
-  std::vector<uint8_t> verified_;
+  // By expert: the one to compare with, if there is one (still). Used only by the thread that
+  // finishes the expert's read.
+  std::vector<std::optional<uint64_t>> checksums_;
 
   // A second thread, which packs and hashes while the I/O thread has other reads in flight.
   std::thread finisher_;
-  std::vector<Ended> refused_by_finisher_;
   std::condition_variable to_finish_changed_;
   IndexList to_finish_;  // slots, whose reads have results
   bool finisher_closes_ = false;

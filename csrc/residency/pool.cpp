@@ -97,8 +97,6 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
             .reads = !source.files.empty()},
            make_policy(options.policy, {source.layers, source.experts, options.slots})) {
   if (source.files.empty()) return;
-  const auto slots = static_cast<size_t>(options.slots);
-  refused.reserve(slots);
   leaving.reserve(memory->segments().size());
   loader = std::make_unique<Loader>(
       LoaderOptions{.slots = options.slots,
@@ -140,8 +138,9 @@ bool Pool::Impl::hint(HintOfCore hint, int32_t layer, std::span<const int32_t> e
 // Refused reads, and segments that cannot be detached, are events again.
 void Pool::Impl::carry_out() {
   for (Effects* effects = &core.effects(); effects->any(); effects = &core.effects()) {
-    queued |= !effects->reads.empty() || !effects->raised.empty();
-    if (!effects->reads.empty()) loader->begin(core.slots(), effects->reads, refused);
+    const bool reads = !effects->reads.empty();
+    queued |= reads || !effects->raised.empty();
+    if (reads) loader->begin(core.slots(), effects->reads);
     for (int32_t slot : effects->raised) loader->raise_priority(slot);
     if (loader != nullptr) queued |= loader->will_need(effects->predicted);
     if (effects->landed) landed.notify_all();
@@ -153,10 +152,9 @@ void Pool::Impl::carry_out() {
     leaving.assign(effects->vacant.begin(), effects->vacant.end());
     effects->clear();
 
-    for (Loader::Ended& ended : refused) {
-      core.failed(ended.slot, ended.bytes, std::move(*ended.error));
+    while (auto refused = reads ? loader->take_refused() : std::nullopt) {
+      core.failed(refused->slot, refused->bytes, std::move(*refused->error));
     }
-    refused.clear();
     for (int64_t segment : leaving) {
       if (!detach(segment)) core.sizing().detach_failed(segment);
     }

@@ -129,9 +129,8 @@ struct Pool::Impl {
   std::function<void()> progress;
   LastForward last_forward;
   Timeline timeline;
-  bool queued = false;                 // there are queued reads since the last flush()
-  std::vector<Loader::Ended> refused;  // by the loader
-  std::vector<int64_t> leaving;        // segments
+  bool queued = false;           // there are queued reads since the last flush()
+  std::vector<int64_t> leaving;  // segments
 
   std::unique_ptr<Loader> loader;  // last: its threads use all of the above; null: memory only
 
