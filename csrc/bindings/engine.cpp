@@ -322,13 +322,13 @@ PyEngine::PyEngine(const py::kwargs& options) {
   const Runtime& runtime = torch_runtime();
   py::gil_scoped_release released;
   check(engine, runtime, layers);
-  std::unique_ptr<Pool> made;
+  Owned<Pool> made;
   if (lender) {
     if (source == nullptr) invalid("a pool that is lent slots needs the source of its records");
     borrow(*lender, source->source, runtime, pool);
   }
   if (source == nullptr) {
-    made = std::make_unique<Pool>(pool, runtime, layers, experts);
+    made = make_owned<Pool>(pool, runtime, layers, experts);
   } else {
     const Source& records = source->source;
     if (records.layers != layers || records.experts != experts) {
@@ -336,7 +336,7 @@ PyEngine::PyEngine(const py::kwargs& options) {
               std::to_string(records.experts) + " experts; the model " + std::to_string(layers) +
               " of " + std::to_string(experts));
     }
-    made = std::make_unique<Pool>(pool, runtime, records, source->packing(engine));
+    made = make_owned<Pool>(pool, runtime, records, source->packing(engine));
   }
   live_ = register_engine(std::make_unique<Engine>(engine, runtime, std::move(made)));
   id_ = live_->id;

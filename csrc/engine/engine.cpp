@@ -77,7 +77,7 @@ void check(const EngineOptions& options, const Runtime& runtime, int32_t layers)
   static_cast<void>(make_ffns(options, runtime, layers));
 }
 
-Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool)
+Engine::Engine(const EngineOptions& options, const Runtime& runtime, Owned<Pool> pool)
     : options_(options),
       runtime_(runtime),
       pool_(std::move(pool)),

@@ -94,7 +94,7 @@ struct LinearCall {
 
 class Engine {
  public:
-  Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool);
+  Engine(const EngineOptions& options, const Runtime& runtime, Owned<Pool> pool);
 
   // The layout that records of all layers share, with the bytes of a slot.
   const RecordLayout& layout() const { return options_.layout; }
@@ -170,7 +170,7 @@ class Engine {
 
   EngineOptions options_;
   Runtime runtime_;
-  std::unique_ptr<Pool> pool_;
+  Owned<Pool> pool_;
   std::vector<ExpertFfn> ffns_;           // by layer, or one for all
   std::vector<ExpertFfn> few_rows_ffns_;  // for decode steps: a row has the bits it has alone
   WorkspacePool workspaces_;

@@ -5,7 +5,9 @@
 // threads that wait, and their time-outs. Reading, checking and packing happen outside the lock.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -14,18 +16,18 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <vector>
 
 #include "base/error.h"
+#include "base/owner_process.h"
 #include "base/runtime.h"
 #include "io/reader.h"
-#include "residency/core/claims.h"
-#include "residency/core/forward.h"
-#include "residency/core/soft_pins.h"
-#include "residency/core/statistics.h"
-#include "residency/core/window.h"
+#include "residency/core/core.h"
 #include "residency/loader.h"
 #include "residency/memory/arena.h"
+#include "residency/memory/slot_memory.h"
 #include "residency/memory/topology.h"
 #include "residency/timeline.h"
 #include "store/source.h"
@@ -60,14 +62,16 @@ struct PoolOptions {
 class Claim;
 
 // In a forked child every call throws Error(kForked), except those that return what the pool was
-// opened with. After close(), fill(), promote(), prefetch(), evict(), observe(), warm_up(),
-// resize() and new claims throw Error(kClosed); claims that exist at close() run to their end.
+// opened with; it must not be destroyed there (see Owned). After close(), fill(), promote(),
+// prefetch(), evict(), observe(), warm_up(), resize() and new claims throw Error(kClosed); claims
+// that exist at close() run to their end.
 class Pool {
  public:
   // Reads from `source`; `pack` only for a raw one.
   Pool(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack);
   // Records exist in memory only: layers * experts == slots, put there by fill(), never evicted.
-  Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts);
+  Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts)
+      : Pool(options, runtime, Source{.layers = layers, .experts = experts}, nullptr) {}
   ~Pool();  // waits for reads under way; no Claim may be alive
 
   // Memory-only pools: copies a packed record into a slot and makes it READY. Throws
@@ -94,7 +98,7 @@ class Pool {
   // Begins to read the profile's experts if that has been delayed, see SoftPinOptions::on_gpu.
   void warm_up();
   // Uses by forwards of any phase since the pool was opened, added to those of its profile.
-  ModelUse model_use() const;
+  ModelUse model_use() const { return locked_core()->use(); }
   // Counts uses of experts on a GPU, as ModelUse::count_on_gpu() does. `on_gpu`: by expert.
   void count_on_gpu(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
                     std::span<const int32_t> on_gpu, bool alone);
@@ -110,12 +114,14 @@ class Pool {
   int32_t resize(int32_t slots);
 
   // Throws Error(kForked) in a child of the process that opened the pool.
-  void check_process() const;
+  void check_process() const { owner_.check("this pool"); }
   SlotState state(int32_t layer, int32_t expert) const;
   // The states of all experts() of a layer at one moment.
   void states(int32_t layer, std::span<SlotState> states) const;
-  std::vector<LayerStats> stats() const;  // by layer, over all phases
-  PoolTotals totals() const;
+  std::vector<LayerStats> stats() const {  // by layer, over all phases
+    return locked_core()->statistics().by_layer();
+  }
+  PoolTotals totals() const { return locked_core()->statistics().totals(); }
   PoolStats detailed_stats() const;
   // Counts choices of decode steps that resident experts replaced, see core/deferral.h.
   void count_rerouted(int32_t layer, int64_t replaced);
@@ -142,36 +148,149 @@ class Pool {
   // The memfd of a shared pool's slots, its size, and the offset of a record in it. Throw
   // Error(kInvalid) for a pool that is not shared.
   int shared_descriptor() const;
-  int64_t shared_bytes() const;
+  int64_t shared_bytes() const { return options_.slots * options_.record_bytes; }
   int64_t shared_offset(const std::byte* record) const;
-  const Source& source() const;
+  const Source& source() const { return source_; }
 
   // Throws std::logic_error naming the first broken invariant (expert map and slots agree, pin
   // counts match the claims alive, policy residents are the READY slots, no slot is in two places
   // ...).
   void validate() const;
 
-  int32_t layers() const;
-  int32_t experts() const;
+  int32_t layers() const { return source_.layers; }
+  int32_t experts() const { return source_.experts; }
   // In the model's numbering of experts, of which a source may hold a range.
-  int32_t first_expert() const;
-  int32_t routed_experts() const;
-  int32_t slots() const;  // that may be used now
-  int32_t min_slots() const;
-  int32_t max_slots() const;
-  int32_t segment_slots() const;  // slots of a segment of memory
-  int32_t pinned() const;         // slots with at least one pin
-  int64_t memory_bytes() const;   // slots and staging buffers, as of now
-  int64_t slot_bytes() const;     // slots alone, which resize() can free
-  std::chrono::milliseconds timeout() const;
-  const Topology& topology() const;
-  std::string_view policy() const;
-  const Reader* reader() const;  // nullptr in a memory-only pool
+  int32_t first_expert() const { return source_.first_expert; }
+  int32_t routed_experts() const { return std::max(experts(), source_.routed_experts); }
+  int32_t slots() const { return locked_core()->slots().limit(); }  // that may be used now
+  int32_t min_slots() const { return options_.min_slots; }
+  int32_t max_slots() const { return options_.slots; }
+  int32_t segment_slots() const {  // slots of a segment of memory
+    return std::max(1, static_cast<int32_t>(memory_->first_of(1)));
+  }
+  // Slots with at least one pin.
+  int32_t pinned() const { return locked_core()->slots().pinned(); }
+  int64_t memory_bytes() const;  // slots and staging buffers, as of now
+  int64_t slot_bytes() const;    // slots alone, which resize() can free
+  std::chrono::milliseconds timeout() const { return options_.timeout; }
+  const Topology& topology() const { return options_.topology; }
+  std::string_view policy() const { return resolve_policy(options_.policy); }
+  const Reader* reader() const {  // nullptr in a memory-only pool
+    return memory_only() ? nullptr : &loader_->reader();
+  }
 
  private:
   friend class Claim;
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  using Lock = std::unique_lock<std::mutex>;
+  using Clock = std::chrono::steady_clock;
+
+  bool memory_only() const { return loader_ == nullptr; }
+  void check_experts(int32_t layer, std::span<const int32_t> indices) const;
+  [[noreturn]] static void throw_closed();
+  void check_open() const {  // with the lock
+    if (core_.closed()) throw_closed();
+  }
+  LayerStats& stats_of(int32_t layer, Phase phase) { return core_.statistics().of(layer, phase); }
+  Lock locked() const {  // Error(kForked) in a child
+    check_process();
+    return Lock(mutex_);
+  }
+
+  // Adds the time from its construction to its destruction.
+  class Stopwatch {
+   public:
+    explicit Stopwatch(int64_t& nanoseconds) : nanoseconds_(nanoseconds) {}
+    ~Stopwatch() { nanoseconds_ += std::chrono::nanoseconds(Clock::now() - begin_).count(); }
+    Stopwatch(const Stopwatch&) = delete;
+    Stopwatch& operator=(const Stopwatch&) = delete;
+
+   private:
+    int64_t& nanoseconds_;
+    const Clock::time_point begin_ = Clock::now();
+  };
+
+  // The core for reading, with the lock held until the end of the expression.
+  struct LockedCore {
+    const Lock lock;
+    const Core* core;
+    const Core* operator->() const { return core; }
+  };
+  LockedCore locked_core() const { return {locked(), &core_}; }
+
+  // One call of the pool: holds the lock for an event of the core, and carries out its effects at
+  // the end.
+  class Event {
+   public:
+    explicit Event(Pool& pool) : pool_(pool), lock_(pool.locked()) {}
+    ~Event() {
+      pool_.carry_out();
+      pool_.flush(lock_);
+    }
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
+
+   private:
+    Pool& pool_;
+    Lock lock_;
+  };
+
+  using HintOfCore = void (Core::*)(int32_t, std::span<const int32_t>, Phase);
+  // Returns false after close().
+  bool hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts, Phase phase);
+
+  // The last forward that has ended, of any layer.
+  struct LastForward {
+    std::thread::id thread;
+    int32_t layer = 0;
+    Phase phase = Phase::kNone;
+    Clock::time_point end;
+  };
+
+  // Called with the lock held, after every event of the core.
+  void carry_out();
+  // Releases the lock, then begins the queued reads: the thread that this wakes may take this very
+  // processor core.
+  void flush(Lock& lock);
+
+  // How long a wait may last, and when to ask the interrupt hook next.
+  struct Patience {
+    Clock::time_point deadline;
+    Clock::time_point ask;
+  };
+  Patience patience() const;
+  // Waits on `condition` for 100 ms at most, asking the interrupt hook as often. False once the
+  // deadline has passed. `queued`: the claim that waits for slots, if one does.
+  bool wait(Lock& lock, std::condition_variable& condition, Patience& patience,
+            ClaimState* queued = nullptr) const;
+
+  // Attaches one segment that has to come back, without the lock while the kernel clears its pages.
+  // False if there is none to attach now.
+  bool grow(Lock& lock);
+  int64_t present_bytes() const;
+
+  void on_ended(Loader::Ended ended);
+  bool detach(int64_t segment);
+
+  const OwnerProcess owner_;
+  const PoolOptions options_;
+  const Runtime runtime_;
+  const Source source_;
+  const std::shared_ptr<SlotMemory> memory_;
+
+  mutable std::mutex mutex_;
+  Core core_;
+  std::condition_variable landed_;  // see Effects, also for the others
+  std::condition_variable freed_;
+  std::condition_variable idle_;
+  std::condition_variable resized_;                // or the pool is closed
+  mutable std::condition_variable forward_ended_;  // or the pool is closed
+  std::function<void()> progress_;
+  LastForward last_forward_;
+  Timeline timeline_;
+  bool queued_ = false;           // there are queued reads since the last flush()
+  std::vector<int64_t> leaving_;  // segments
+
+  std::unique_ptr<Loader> loader_;  // last: its threads use all of the above; null: memory only
 };
 
 struct ReadyExpert {
@@ -219,7 +338,7 @@ class Claim {
   void count_outside() const;
 
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-  Pool::Impl& impl_;
+  Pool& pool_;
   ClaimState state_;
 };
 

@@ -62,7 +62,7 @@ class Model {
                                const Runtime& runtime = thread_runtime()) const {
     PoolOptions pool = pool_options(options);
     return std::make_unique<Engine>(engine_options(options), runtime,
-                                    std::make_unique<Pool>(pool, runtime, file_.source(), nullptr));
+                                    make_owned<Pool>(pool, runtime, file_.source(), nullptr));
   }
 
   // An engine with every expert in memory and no reader.
@@ -70,7 +70,7 @@ class Model {
                                         const Runtime& runtime = thread_runtime()) const {
     PoolOptions pool_of_all = pool_options(options);
     pool_of_all.slots = kLayers * kExperts;
-    auto pool = std::make_unique<Pool>(pool_of_all, runtime, kLayers, kExperts);
+    auto pool = make_owned<Pool>(pool_of_all, runtime, kLayers, kExperts);
     for (int32_t id = 0; id < kLayers * kExperts; ++id) {
       const Bytes& bytes = records_[id];
       pool->fill(id / kExperts, id % kExperts, {bytes.data(), static_cast<size_t>(bytes.size())});

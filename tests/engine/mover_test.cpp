@@ -238,7 +238,7 @@ TEST_F(MoverTest, RefusesRecordsOfAnotherModel) {
   const PoolOptions of_all{.slots = kExperts, .record_bytes = layout.bytes};
   const auto other =
       std::make_shared<Engine>(EngineOptions{.layout = layout}, thread_runtime(),
-                               std::make_unique<Pool>(of_all, thread_runtime(), 1, kExperts));
+                               make_owned<Pool>(of_all, thread_runtime(), 1, kExperts));
   const Error error = error_of([&] {
     Mover(device, engine,
           {.source = other,

@@ -237,7 +237,7 @@ TEST(Pool, CloseRefusesNewClaimsAndLetsOthersEnd) {
 
 TEST(Pool, AForkedChildGetsErrorsAndEnds) {
   const TestStore store(1, 4);
-  auto pool = std::make_unique<Pool>(slow_options(2, 100ms), Runtime{}, store.source(), nullptr);
+  auto pool = make_owned<Pool>(slow_options(2, 100ms), Runtime{}, store.source(), nullptr);
   const std::vector<int32_t> experts = all_of(4);
   std::array<Claim::Entry, 4> entries;
   std::array<ReadyExpert, 1> ready;
