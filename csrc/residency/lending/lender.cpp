@@ -54,21 +54,14 @@ struct Lent {
   Claim claim;
 };
 
+// The poller's events are tagged with the descriptors' addresses.
 struct Borrower {
-  // The tag of the poller's events: whose they are, and of which of the two descriptors.
-  struct Watch {
-    Borrower* borrower;
-    bool of_process;
-  };
-
   Descriptor socket;
   Descriptor process;                       // readable when it has ended; none: unknown
   std::vector<std::unique_ptr<Lent>> lent;  // by slot
   std::vector<int32_t> pending = {};        // slots whose record is not there yet
   bool refused = false;                     // its further messages are ignored
   bool gone = false;
-  Watch socket_watch{this, false};
-  Watch process_watch{this, true};
 };
 
 // Whether the peer has closed its end. recv() also returns 0 for an empty packet, and for a worker
@@ -140,8 +133,7 @@ struct Lender::Impl {
       throw_invalid("a pool of ", pool.max_slots(),
                     " experts can be lent to 1 to as many workers; got ", max);
     }
-    borrowed = pool.max_slots() / max;
-    welcome = {.borrowed = borrowed,
+    welcome = {.borrowed = pool.max_slots() / max,
                .layers = pool.layers(),
                .experts = pool.experts(),
                .slots = pool.max_slots(),
@@ -165,6 +157,16 @@ struct Lender::Impl {
       if (inode != 0) unlink(path.c_str());
       throw;
     }
+  }
+
+  ~Impl() {
+    pool.close();
+    closing = true;
+    wake_up.wake();
+    thread.join();
+    pool.on_progress({});
+    struct stat about {};
+    if (lstat(path.c_str(), &about) == 0 && about.st_ino == inode) unlink(path.c_str());
   }
 
   void listen_at(const sockaddr_un& address) {
@@ -199,7 +201,7 @@ struct Lender::Impl {
         } else if (event.data.ptr == &listening) {
           connecting = true;
         } else {
-          hear(*static_cast<const Borrower::Watch*>(event.data.ptr), event.events);
+          hear(event.data.ptr, event.events);
         }
       }
       std::erase_if(all, [this](const auto& each) {
@@ -241,16 +243,16 @@ struct Lender::Impl {
     }
     try {
       auto borrower = std::make_unique<Borrower>();
-      borrower->lent.resize(static_cast<size_t>(borrowed));
-      borrower->pending.reserve(static_cast<size_t>(borrowed));
+      borrower->lent.resize(static_cast<size_t>(welcome.borrowed));
+      borrower->pending.reserve(static_cast<size_t>(welcome.borrowed));
       // The process is watched, too: a child that the borrower has forked keeps its socket open.
       if (peer.pid > 0) {
         borrower->process.reset(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
       }
       borrower->socket = std::move(socket);
-      const bool watched = poller.add(borrower->socket.get(), EPOLLIN, &borrower->socket_watch) &&
+      const bool watched = poller.add(borrower->socket.get(), EPOLLIN, &borrower->socket) &&
                            (borrower->process.get() < 0 ||
-                            poller.add(borrower->process.get(), EPOLLIN, &borrower->process_watch));
+                            poller.add(borrower->process.get(), EPOLLIN, &borrower->process));
       if (!watched || !lending::send_with(borrower->socket.get(), welcome, shared)) {
         forget(*borrower);
         return;
@@ -261,9 +263,11 @@ struct Lender::Impl {
     }
   }
 
-  void hear(const Borrower::Watch& watch, uint32_t what) {
-    Borrower& borrower = *watch.borrower;
-    if (watch.of_process || (what & EPOLLHUP) != 0) {
+  void hear(const void* descriptor, uint32_t what) {
+    Borrower& borrower = **std::ranges::find_if(all, [descriptor](const auto& each) {
+      return descriptor == &each->socket || descriptor == &each->process;
+    });
+    if (descriptor == &borrower.process || (what & EPOLLHUP) != 0) {
       borrower.gone = true;
     } else if (!borrower.refused) {
       listen_to(borrower);
@@ -291,7 +295,7 @@ struct Lender::Impl {
   }
 
   bool makes_sense(const Borrower& borrower, const Request& request) const {
-    return request.slot >= 0 && request.slot < borrowed && request.layer >= 0 &&
+    return request.slot >= 0 && request.slot < welcome.borrowed && request.layer >= 0 &&
            request.layer < welcome.layers && request.expert >= 0 &&
            request.expert < welcome.experts &&
            std::ranges::find(borrower.pending, request.slot) == borrower.pending.end();
@@ -303,7 +307,7 @@ struct Lender::Impl {
     borrower.refused = true;
     ++refusals;
     static_cast<void>(::send(borrower.socket.get(), nullptr, 0, MSG_DONTWAIT | MSG_NOSIGNAL));
-    poller.change(borrower.socket.get(), 0, &borrower.socket_watch);
+    poller.change(borrower.socket.get(), 0, &borrower.socket);
   }
 
   void lend(Borrower& borrower, const Request& request) {
@@ -340,22 +344,10 @@ struct Lender::Impl {
     refuse(borrower);
   }
 
-  void close() {
-    pool.close();
-    if (!thread.joinable()) return;
-    closing = true;
-    wake_up.wake();
-    thread.join();
-    pool.on_progress({});
-    struct stat about {};
-    if (lstat(path.c_str(), &about) == 0 && about.st_ino == inode) unlink(path.c_str());
-  }
-
   Pool& pool;
   const std::string path;
   const int32_t max_borrowers;
   const int shared;
-  int32_t borrowed = 0;
   Welcome welcome;
   const Poller poller;
   WakeUp wake_up;
@@ -374,23 +366,12 @@ struct Lender::Impl {
 };
 
 Lender::Lender(Pool& pool, const std::string& path, int32_t borrowers)
-    : impl_(std::make_unique<Impl>(pool, path, borrowers)) {}
+    : impl_(make_owned<Impl>(pool, path, borrowers)) {}
 
-Lender::~Lender() {
-  if (owner_.forked()) {
-    static_cast<void>(impl_.release());  // its thread is the parent's
-    return;
-  }
-  impl_->close();
-}
-
-void Lender::close() {
-  owner_.check("this lender");
-  impl_->close();
-}
+Lender::~Lender() = default;
 
 int32_t Lender::borrowers() const { return impl_->connected; }
-int32_t Lender::slots() const { return impl_->borrowed; }
+int32_t Lender::slots() const { return impl_->welcome.borrowed; }
 int64_t Lender::refused() const { return impl_->refusals; }
 
 }  // namespace torch_mesh

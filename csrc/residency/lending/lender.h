@@ -8,7 +8,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
 
 #include "base/owner_process.h"
@@ -23,13 +22,9 @@ class Lender {
   // a path where something else is or a process answers, for a pool that is not shared or has a
   // lender, and for more borrowers than it has slots; Error(kRead) if the system refuses it.
   Lender(Pool& pool, const std::string& path, int32_t borrowers);
-  ~Lender();
-  Lender(const Lender&) = delete;
-  Lender& operator=(const Lender&) = delete;
-
   // Closes the pool, ends all loans and removes the socket. Borrowers can still read what was lent,
-  // since no slot is written to any more.
-  void close();
+  // since no slot is written to any more. In a forked child it does nothing.
+  ~Lender();
 
   int32_t borrowers() const;  // connected now
   int32_t slots() const;      // of each borrower
@@ -37,8 +32,7 @@ class Lender {
 
  private:
   struct Impl;
-  const OwnerProcess owner_;
-  std::unique_ptr<Impl> impl_;
+  Owned<Impl> impl_;
 };
 
 }  // namespace torch_mesh
