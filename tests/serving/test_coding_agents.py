@@ -145,6 +145,37 @@ def test_claude_code_needs_no_variables(
     assert _answer(server, "/v1/messages", body)[0] == {"thinking"}
 
 
+def test_claude_code_searches_for_deferred_tools(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.prompts.processor, "chat_template", EVERYTHING)
+    prompts = _watch(server, monkeypatch)
+    schema = {"type": "object", "properties": {"page": {"type": "string"}}, "required": ["page"]}
+    look = {"name": "mcp__book__look", "description": "Opens a page.", "input_schema": schema, "defer_loading": True}
+    search = {"name": "ToolSearch", "input_schema": {"type": "object", "properties": {"query": {"type": "string"}}}}
+    unused = search | {"name": "DeferredToolPlaceholder", "defer_loading": True}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "ToolSearch", "input": {"query": "select:mcp__book__look"}}
+
+    def body(*found: str, tools: Any = (search, unused, look)) -> dict[str, Any]:
+        references = [{"type": "tool_reference", "tool_name": name} for name in found]
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": references}
+        turns = ({"role": "assistant", "content": [call]}, {"role": "user", "content": [result]})
+        return _claude(server, "00001", *(turns if found else ())) | {"tools": tools}
+
+    asked = _events(server, "/v1/messages", body(tools=[search, unused]))[-2]["usage"]
+    left_out, events = _answer(server, "/v1/messages", body("mcp__book__look"))
+    assert left_out == set() and "Placeholder" not in prompts[-1]
+    _, _, shown = prompts[-1].partition('"role": "tool"')
+    assert prompts[-1].count("Opens a page.") == shown.count("Opens a page.") == shown.count('\\"page\\"') / 2 == 1
+    tokens = asked["input_tokens"] + asked["cache_read_input_tokens"]
+    assert events[-2]["usage"]["cache_read_input_tokens"] > 0.9 * tokens > 0, "the tools before are the same"
+    with pytest.raises(urllib.error.HTTPError) as error:
+        _events(server, "/v1/messages", body("mcp__book__lok"))
+    assert "tool_name is 'mcp__book__lok': give the name of one of tools" in json.load(error.value)["error"]["message"]
+    theirs = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    left_out, _ = _answer(server, "/v1/messages", body(tools=[search, look, theirs]))
+    assert left_out == {"tools.defer_loading", "tools (tool_search_tool_regex_20251119)"}
+    assert "Opens a page." in prompts[-1]
+
+
 def _codex(server: Any, *later: Any, **more: Any) -> dict[str, Any]:
     def message(role: str, text: str) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ _BLOCK_FIELDS = {"type": ANY, "cache_control": ANY}
 # The blocks of a message, by role and type: their needed fields, and others.
 _Blocks = dict[str, tuple[dict[str, Kind], dict[str, Kind]]]
 _PARTS: _Blocks = {"text": ({"text": TEXT}, _BLOCK_FIELDS), "image": ({"source": OBJECT}, _BLOCK_FIELDS)}
+_RESULT: _Blocks = {**_PARTS, "tool_reference": ({"tool_name": NAME}, _BLOCK_FIELDS)}
 _BLOCKS: dict[str, _Blocks] = {
     "user": {
         **_PARTS,
@@ -140,8 +142,8 @@ class Anthropic:
 
         Raises RequestError.
         """
-        tools = self._tools(given)
-        messages = list(_messages(given))
+        tools, functions = self._tools(given)
+        messages = list(_messages(given, functions))
         output = given.get("output_config", {})
         check_object("output_config", output, "output_config", {}, {"format": OBJECT, "effort": _EFFORT})
         effort = output.get("effort")
@@ -174,8 +176,11 @@ class Anthropic:
             leave_out("thinking.budget_tokens", "Reasoning has no budget beside max_tokens.")
         return {"enable_thinking": kind == "enabled"} if has_switch and kind != "adaptive" else {}
 
-    def _tools(self, given: Mapping[str, Any]) -> Tools | None:
-        """``Service.tools`` of these fields, converted to OpenAI's."""
+    def _tools(self, given: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Body]]:
+        """``Service.tools`` of these fields, converted to OpenAI's, and the functions by name.
+
+        Deferred tools are shown by ``tool_reference`` alone, unless none of the functions could search for them.
+        """
         functions: list[Body] = []
         others: list[str] = []
         for index, tool in enumerate(given.get("tools", ())):
@@ -190,6 +195,12 @@ class Anthropic:
             passed = ("description", "strict", "defer_loading")
             function |= {name: tool[name] for name in passed if tool.get(name) is not None}
             functions.append(function)
+        deferred = {function["name"] for function in functions if function.get("defer_loading")}
+        if len(deferred) == len(functions) or any(kind.startswith("tool_search_tool") for kind in others):
+            deferred = set()
+        for function in functions:
+            if function["name"] in deferred:
+                function.pop("defer_loading")
         leave_out_tools(others, functions)
         choice = given.get("tool_choice", {"type": "auto"})
         kind = choice.get("type")
@@ -201,11 +212,15 @@ class Anthropic:
         optional = {"type": ANY} if kind == "none" else {"type": ANY, "disable_parallel_tool_use": BOOL}
         check_object("tool_choice", choice, "tool_choice", needed, optional)
         several = not choice.get("disable_parallel_tool_use")
-        return self._service.tools({"tools": functions, "tool_choice": meanings[kind], "parallel_tool_calls": several})
+        tools = self._service.tools({"tools": functions, "tool_choice": meanings[kind], "parallel_tool_calls": several})
+        if tools is not None:
+            shown = [tool for tool in tools.shown if tool["function"]["name"] not in deferred]
+            tools = dataclasses.replace(tools, shown=shown)
+        return tools, {function["name"]: function for function in functions}
 
 
-def _messages(given: Mapping[str, Any]) -> Iterator[Body]:
-    """Convert to the form of chat completions.
+def _messages(given: Mapping[str, Any], functions: Mapping[str, Body]) -> Iterator[Body]:
+    """Convert to the form of chat completions. ``functions``: the tools by name.
 
     A system message among the others becomes a user's: templates refuse or omit a late one, and moving it to the
     beginning would change the prompt that earlier turns have computed.
@@ -221,10 +236,10 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Body]:
         elif isinstance(content, str):
             yield {"role": role, "content": content}
         else:
-            yield from _turns(where, role, content)
+            yield from _turns(where, role, content, functions)
 
 
-def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
+def _turns(where: str, role: str, blocks: Sequence[Any], functions: Mapping[str, Body]) -> Iterator[Body]:
     """Convert a message. Each tool's result becomes a message before it."""
     parts: list[Body] = []
     calls: list[Body] = []
@@ -236,7 +251,8 @@ def _turns(where: str, role: str, blocks: Sequence[Any]) -> Iterator[Body]:
         if kind in _PARTS:
             parts.append(_part(path, block))
         elif kind == "tool_result":
-            content = _result(f"{path}.content", block.get("content") or "", block.get("is_error", False))
+            found, is_error = block.get("content") or "", block.get("is_error", False)
+            content = _result(f"{path}.content", found, is_error, functions)
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
             results += 1
         elif kind == "tool_use":
@@ -263,18 +279,26 @@ def _checked_kind(where: str, block: Any, kinds: _Blocks) -> str:
     return str(kind)
 
 
-def _part(where: str, block: Mapping[str, Any]) -> Body:
+def _part(where: str, block: Mapping[str, Any], functions: Mapping[str, Body] = {}) -> Body:
     if block["type"] == "text":
         return {"type": "text", "text": block["text"]}
+    if block["type"] == "tool_reference":
+        name = block["tool_name"]
+        if name not in functions:
+            raise wrong("messages", f"{where}.tool_name", name, "the name of one of tools")
+        shown = {key: value for key, value in functions[name].items() if key != "strict"}
+        return {"type": "text", "text": f"<function>{json.dumps(shown, ensure_ascii=False)}</function>"}
     return {"type": "image_url", "image_url": {"url": _address(where, block["source"])}}
 
 
-def _result(where: str, content: str | Sequence[Any], is_error: bool) -> str | list[Body]:
+def _result(
+    where: str, content: str | Sequence[Any], is_error: bool, functions: Mapping[str, Body]
+) -> str | list[Body]:
     """The content of a tool's message: its text, and then its pictures."""
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     for index, block in enumerate(blocks):
-        _checked_kind(f"{where}[{index}]", block, _PARTS)
-    parts = [_part(f"{where}[{index}]", block) for index, block in enumerate(blocks)]
+        _checked_kind(f"{where}[{index}]", block, _RESULT)
+    parts = [_part(f"{where}[{index}]", block, functions) for index, block in enumerate(blocks)]
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
     text = f"Error: {text}" if is_error else text  # templates have no field for it
     pictures = [part for part in parts if part["type"] != "text"]
