@@ -551,6 +551,19 @@ class _Experts(torch.autograd.Function):
         return gradient * 2
 
 
+def test_an_output_that_is_the_callers_tensor_gets_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``hidden_states[0]`` may be trained ``inputs_embeds``, which outlive the forward."""
+    monkeypatch.setattr(expert_parallel, "gathered", lambda value, where: [value])
+
+    def forward(x: torch.Tensor) -> ModelOutput:
+        return MoeModelOutputWithPast(hidden_states=(x, x * 2))
+
+    model = expert_parallel._WatchedModel(forward, expert_parallel._Forwards("Rank 0 of 2"))
+    x = torch.ones(2, 3, requires_grad=True)
+    own = model(x).hidden_states[1]
+    assert own._backward_hooks and not x._backward_hooks
+
+
 @pytest.mark.parametrize("error", [ReadError, KeyboardInterrupt])
 def test_a_backward_that_fails_ends_the_rank(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next forward's collectives would meet those of the backward in which other ranks wait."""

@@ -174,7 +174,8 @@ class _Forwards:
 
     def watch_backward(self, output: Any) -> None:
         for tensor in pytree.tree_leaves(output):
-            if torch.is_tensor(tensor) and tensor.requires_grad:
+            # A leaf is an input, such as trained embeddings as hidden_states[0]: hooks on it would accumulate.
+            if torch.is_tensor(tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._begin_backward)
 
     def _begin_backward(self, _: torch.Tensor) -> None:
