@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_pools import OpenPool, Spec, routing
@@ -46,6 +50,37 @@ def test_a_failed_prefetch_is_shown_and_fails_no_forward(open_pool: OpenPool) ->
     assert f"last failed prefetch: {error}" in str(stats)
     pool.engine.reset_stats()
     assert engine_stats([[pool.engine]]).prefetch_error is None
+
+
+def test_a_fallback_pools_times_are_within_those_of_the_steps(open_pool: OpenPool, rng: np.random.Generator) -> None:
+    """Each step has an exact forward of each layer. In every fifth it is within one of the fallback pool, which goes on
+    afterwards, mostly waiting for its reads. Each pool counts the time between its own forwards as outside."""
+    snapshot = open_pool(SPEC, slots=8).engine.detailed_stats()
+    exact, low = copy.deepcopy(snapshot), copy.deepcopy(snapshot)
+    inside, stalled, outside, after = 0, 0, 0, 0
+    for step in range(100):
+        for layer in range(SPEC.layers):
+            gap, computing, waiting = (int(n) for n in rng.integers(1_000_000, 3_000_000, 3))
+            counts = exact["decode"]
+            counts["forwards"][layer] += 1
+            counts["expert_nanoseconds"][layer] += computing
+            counts["outside_nanoseconds"][layer] += gap + after
+            outside, inside, after = outside + gap, inside + computing, 0
+            if step % 5 == 0:
+                after = waiting + computing // 8
+                low["decode"]["expert_nanoseconds"][layer] += computing + after
+                low["decode"]["stall_nanoseconds"][layer] += waiting
+                inside, stalled = inside + after, stalled + waiting
+    engines: Any = [
+        SimpleNamespace(id=n, generation=0, detailed_stats=lambda s=s: s) for n, s in enumerate((exact, low))
+    ]
+    decode = engine_stats([engines]).decode
+    times = decode.time_per_forward()
+    assert times is not None and min(times.values()) >= 0
+    assert times["waiting"] == pytest.approx(stalled / 1e8)
+    # Fallbacks that are computed after the wait are not counted: an eighth of a fifth of the exact forwards' time.
+    assert (inside - inside / 40) / 1e9 <= decode.expert_seconds <= inside / 1e9
+    assert decode.expert_seconds + decode.outside_seconds == pytest.approx((inside + outside) / 1e9)
 
 
 def test_the_dict_is_complete_and_rates_without_accesses_are_none(open_pool: OpenPool) -> None:

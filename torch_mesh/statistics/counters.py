@@ -396,12 +396,15 @@ def _with_low(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedS
 
 
 def _times_with_low(exact: _LayerCounts, low: _LayerCounts) -> _LayerCounts:
-    """A forward of fallback experts includes that of the others in its layer, and each pool counts all time outside of
-    its own forwards."""
+    """The least time in forwards, and the most outside of them.
+
+    A forward of fallback experts includes the exact one of its layer and goes on after it. The exact pool counts that
+    rest as outside, before the next layer. The rest is at least the time that the fallback pool waited for reads, and
+    at least the difference of the sums. How long exact forwards within others took is not counted.
+    """
     computing, outside = "expert_nanoseconds", "outside_nanoseconds"
-    whole = exact[computing] + exact[outside]
-    inside = np.minimum(np.maximum(exact[computing], low[computing]), whole)
-    return {computing: inside, outside: whole - inside}
+    rest = np.maximum(low["stall_nanoseconds"], low[computing] - exact[computing])
+    return {computing: exact[computing] + rest, outside: np.maximum(exact[outside] - np.roll(rest, 1), 0)}
 
 
 def _combined(
