@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,18 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError
+from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import MeshExperts, patched_modules
 from torch_mesh.modules.packed_weight import PackedWeight
 from torch_mesh.patching import checkpoint_source
+from torch_mesh.patching.checkpoint_source import CheckpointSource, HubFiles, find_source
 from torch_mesh.statistics.snapshot import look
+from torch_mesh.store.checkpoint import meta_model, read_config
 from torch_mesh.store.convert import convert
+from torch_mesh.store.folders import OtherStoreError
 from torch_mesh.store.manifest import open_store
+from torch_mesh.store.verify import verify
+from torch_mesh.store.writer import Written
 from torch_mesh.system import memory
 
 RAW = ["Qwen3MoeExperts", "MixtralExperts", "GptOssExperts", "DeepseekV3Experts"]
@@ -162,6 +170,53 @@ def test_a_conversion_in_the_cache_outlives_an_edit_of_the_config(
         model.config.num_experts_per_tok = 2
         reference = torch_mesh.patch(AutoModelForCausalLM.from_pretrained(folder), weights="int8")
         assert torch.equal(_logits(opened, ids), _logits(reference, ids))
+
+
+def test_a_damaged_conversion_in_the_cache_is_made_again(tmp_path: Path, cache: Path) -> None:
+    _save("Qwen3MoeExperts", tmp_path / "raw")
+    _open(tmp_path / "raw", weights="int8")
+    [folder] = [path for path in (cache / "stores").iterdir() if path.is_dir()]
+    before = open_store(folder)
+    file = folder / before.manifest.record_files[0].name
+    os.truncate(file, file.stat().st_size - 1)
+    _open(tmp_path / "raw", weights="int8")
+    assert open_store(folder).manifest.store_id != before.manifest.store_id
+    assert next(verify(open_store(folder)), None) is None
+
+
+def test_processes_that_need_a_conversion_again_make_it_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion that another process has just made and opened must not be replaced."""
+    _save("Qwen3MoeExperts", tmp_path / "raw")
+    path = tmp_path / "raw" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] - 1}))
+    _open(tmp_path / "raw", weights="int8")
+    path.write_text(json.dumps(config))
+    both_were_refused, forced = threading.Barrier(2), []
+
+    def watched(*given: Any, force: bool = False, **named: Any) -> Written:
+        forced.extend([1] * force)
+        try:
+            return convert(*given, force=force, **named)
+        except OtherStoreError:
+            both_were_refused.wait(60)
+            raise
+
+    monkeypatch.setattr(checkpoint_source, "convert", watched)
+
+    def source() -> CheckpointSource:
+        model = meta_model(read_config(tmp_path / "raw"))
+        files = HubFiles([str(tmp_path / "raw" / "model.safetensors")], {})
+        return find_source(model, find_experts(model), files, MeshConfig(weights="int8"), None)
+
+    sources = [source(), source()]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda each: each.prepare(), sources))
+    [folder] = [path for path in (cache / "stores").iterdir() if path.is_dir()]
+    ids = {each._records.store.manifest.store_id for each in sources}
+    assert len(forced) == 1 and ids == {open_store(folder).manifest.store_id}
 
 
 def test_store_field_says_where_to_convert_to(tmp_path: Path, cache: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,23 @@ def test_a_bf16_store_has_the_logits_of_the_dequantised_model(kind: str, tmp_pat
     plain = _unquantised(tmp_path / "raw", values, tmp_path / "plain")
     assert torch.equal(logits, _logits(_load(plain, config, torch.float32)))
     _assert_close(model, _routed_logits(_load(plain, dtype=torch.float32)), 0.005)
+
+
+def test_changed_and_missing_files_of_a_conversion_in_the_cache(tmp_path: Path, cache: Path) -> None:
+    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    config = MeshConfig(weights="int8", resident=0.5)
+    expected = _logits(_load(tmp_path / "raw", config))
+    [folder] = [path for path in (cache / "stores").iterdir() if path.is_dir()]
+    [dense] = folder.glob("model*.safetensors")
+    with dense.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        (last,) = stream.read()
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last ^ 1]))
+    with pytest.raises(StoreError, match=f"was changed since the conversion.*torch-mesh cache rm {folder.name}"):
+        _load(tmp_path / "raw", config)
+    dense.unlink()
+    assert torch.equal(_logits(_load(tmp_path / "raw", config)), expected)
 
 
 _dequantised = pytest.mark.skipif(

@@ -40,10 +40,10 @@ from ..store.convert import (
 )
 from ..store.dense_codes import codes_of_checkpoint, codes_of_store, is_codes_file
 from ..store.disk_cache import cache_folder, note_use
-from ..store.folders import OtherStoreError
+from ..store.folders import OtherStoreError, lock_of
 from ..store.gguf import is_gguf
 from ..store.header import store_error, weight_files
-from ..store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
+from ..store.manifest import MANIFEST_NAME, Manifest, Store, check_sizes, is_store, open_store, read_manifest
 from ..store.progress import progress_bar
 from ..store.sources import method_of, own_quantisation
 from ..store.table_files import is_table_file
@@ -93,11 +93,11 @@ class CheckpointSource(RecordSource):
             write = functools.partial(make, folder, weights, config.group_size, progress=progress)
             try:
                 written = write()
-            except OtherStoreError:
+            except OtherStoreError as problem:
                 if config.store is not None:
                     raise
-                # The cache names folders by their weights. These were converted with another config.json.
-                written = self._as_it_is(Path(folder), config) or write(force=True)
+                # The cache names folders by their weights: this one is damaged, or of another config.json.
+                written = self._as_it_is(Path(folder), config) or self._replaced(Path(folder), config, write, problem)
         if config.store is None:
             note_use(written.store.folder)
         how = "was there" if written.existed else "has been converted"
@@ -105,13 +105,21 @@ class CheckpointSource(RecordSource):
         return _records_of(written.store, self._layers, config)
 
     def _as_it_is(self, folder: Path, config: MeshConfig) -> Written | None:
-        """The store in ``folder``; None if it lacks layers of the model."""
-        store = open_store(folder)
+        """The store in ``folder``; None if it is damaged or lacks layers of the model."""
         try:
+            store = open_store(folder)
+            check_sizes(folder, store.manifest)
             _records_of(store, self._layers, config)
         except StoreError:
             return None
         return Written(store, existed=True)
+
+    def _replaced(
+        self, folder: Path, config: MeshConfig, write: Callable[..., Written], problem: OtherStoreError
+    ) -> Written:
+        """Replace the store in ``folder``, unless another process has done so meanwhile and may have opened it."""
+        with lock_of(folder.with_name(f"{folder.name}.replacing"), problem):
+            return self._as_it_is(folder, config) or write(force=True)
 
 
 def _cached(name: str, source: str, weights: str) -> Path:
@@ -213,7 +221,8 @@ class _QuantisedSource(_RawSource):
         super().prepare()
         store = self._records.store
         if store is not None:
-            check_other_files(store, self.config.verify, codes=False)  # codes are read from the GGUF file itself
+            # Codes are read from the GGUF file itself.
+            check_other_files(store, self.config.verify, codes=False, cached=self.config.store is None)
             self._files[:] = [str(path) for path in weight_files(store.folder)]
         elif self._experts.rest_is_quantised:
             folder = _cached(f"{self._name}-rest", self._fingerprint, "bf16")

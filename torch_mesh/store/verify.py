@@ -66,9 +66,9 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
             yield damage
 
 
-def check_other_files(store: Store, verify: str, codes: bool = True) -> None:
+def check_other_files(store: Store, verify: str, codes: bool = True, cached: bool = False) -> None:
     """Check a model's files, except for records and rows of tables, which are checked when they are read. ``codes``:
-    also check the codes of linear layers, which only ``dense="codes"`` reads.
+    also check the codes of linear layers, which only ``dense="codes"`` reads. ``cached``: the store is in the cache.
 
     Raises ``StoreError`` for changed tensors, index or config.json, whose ``quantization_config`` users may change.
     Warns about a changed tokenizer and the like. Checks nothing if ``verify`` is 'never'.
@@ -86,16 +86,21 @@ def check_other_files(store: Store, verify: str, codes: bool = True) -> None:
     problems = {name: problem for name, problem in problems.items() if name in essential or problem != _MISSING}
     if _CONFIG_NAME in problems and _only_quantisation_changed(store, files[_CONFIG_NAME]):
         del problems[_CONFIG_NAME]
+    again = (
+        f"remove the conversion with torch-mesh cache rm {store.folder.name}, and open the model again"
+        if cached
+        else "copy the model again or convert it with --force"
+    )
     for name, problem in problems.items():
         if name in essential:
             raise store_error(
                 store.folder / name,
-                f"{problem}. Undo that, copy the model again or convert it with --force; give changes of the config "
-                "to from_pretrained. With verify='never' the model opens as it is",
+                f"{problem}. Undo that, or {again}; give changes of the config to from_pretrained. With "
+                "verify='never' the model opens as it is",
             )
     if problems:
         changed = "; ".join(f"{store.folder / name} {problem}" for name, problem in problems.items())
-        warnings.warn(f"{changed}. If that was not you, copy the model again or convert it with --force.", stacklevel=2)
+        warnings.warn(f"{changed}. If that was not you, {again}.", stacklevel=2)
 
 
 def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
