@@ -79,6 +79,16 @@ def test_calls_in_channels(header: str) -> None:
     assert [*pieces, *parser.end()] == [Reasoning("H"), Reasoning("m"), expected]
 
 
+def test_a_message_whose_end_is_missing_ends_with_the_next() -> None:
+    final = "<|channel|>final<|message|>Hi<|return|>"
+    for mark in ("<|start|>assistant", ""):
+        text = f"<|channel|>analysis<|message|>Hm{mark}{final}"
+        assert _read(BY_CHANNELS, text) == [Reasoning("Hm"), Content("Hi")]
+        parser = parser_of(BY_CHANNELS, {}, "")
+        pieces = [piece for character in text for piece in parser.push(character)]
+        assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == "Hi"
+
+
 def test_a_header_without_a_channel_names_no_call_of_the_next() -> None:
     text = "<|start|>assistant<|message|>to=functions.f<|end|><|start|>assistant<|channel|>final<|message|>Hi<|return|>"
     assert _read(BY_CHANNELS, text) == [Content("Hi")]

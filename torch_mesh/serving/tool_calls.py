@@ -474,7 +474,8 @@ class _ChannelParser:
         return [] if self._state == "between" else list(self._message(text))
 
     def _pieces(self) -> Iterator[Piece]:
-        ends = ("<|end|>", "<|call|>", "<|return|>")
+        # The beginning of the next message ends one whose own end is missing.
+        ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
         while True:
             if self._state == "between":
                 before, found, rest = self._text.partition("<|channel|>")
