@@ -27,6 +27,7 @@ FLAT = {"type": "function", **FUNCTION}
 THEIRS = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
 BOOK = {"type": "namespace", "name": "book", "tools": [FLAT]}
 SEARCH = {"type": "web_search"}
+CUSTOM = {"type": "custom", "function": "x"}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
@@ -155,6 +156,12 @@ def test_unsupported_nested_fields_are_refused_by_name(server: Any) -> None:
 def test_fields_that_clients_copy_from_answers_are_accepted(server: Any) -> None:
     for path, fields in TAKEN:
         assert _post(server, path, fields)[0] == 200, (path, fields)
+
+
+def test_an_answer_names_the_tools_of_the_request(server: Any) -> None:
+    flat = FLAT | {"name": "b"}
+    tools = _post(server, RESPONSES, {"tools": [TOOL, flat, BOOK, CUSTOM]})[1]["tools"]
+    assert tools == [FLAT, flat, BOOK, CUSTOM]
 
 
 def test_an_answer_names_its_service_tier_and_truncation(server: Any) -> None:

@@ -390,7 +390,7 @@ class _Response:
             "parallel_tool_calls": given.get("parallel_tool_calls", True),
             "temperature": given.get("temperature", sampling.temperature),
             "tool_choice": given.get("tool_choice", "auto"),
-            "tools": [{"type": "function", **tool.get("function", tool)} for tool in given.get("tools", ())],
+            "tools": [_shown_tool(tool) for tool in given.get("tools", ())],
             "top_p": given.get("top_p", sampling.top_p),
             "text": given.get("text", {"format": {"type": "text"}}),
             "truncation": given.get("truncation", "disabled"),
@@ -536,6 +536,12 @@ def _call(call: Call) -> Body:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
+
+
+def _shown_tool(tool: Body) -> Body:
+    """A tool as the Responses API shows it: a function has no inner level. Others come back as they were given."""
+    kind = tool.get("type", "function")
+    return {"type": kind, **tool.get("function", tool)} if kind == "function" else tool
 
 
 def _usage(answers: Sequence[Answer], prompts: int | None = None) -> Body:
