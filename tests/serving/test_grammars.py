@@ -244,3 +244,14 @@ def test_what_no_grammar_checks_is_noted(allows: Allows) -> None:
     assert notes == ["tools.strict (weather.code)", "tools.strict (weather.few)"]
     assert allows(GEMMA, "", **STRICT) == "free"
     assert notes[2:] == ["tools.strict (weather.*)"]
+
+
+def test_the_header_for_what_is_left_out_is_bounded() -> None:
+    (short,) = left_out.headers(["thinking", "tools (\u00e9\n)"]).values()
+    assert short == r"thinking, tools (\xe9\n)"
+    (long,) = left_out.headers(["tools (" + "\U0001f600" * 10_000 + ")", "thinking"]).values()
+    assert len(long) < 200 and long.startswith(r"tools (\U0001f600") and long.endswith("..., thinking")
+    notes = [f"tools.strict (f.{number})" for number in range(1_000)]
+    (many,) = left_out.headers(notes).values()
+    *named, rest = many.split(", ")
+    assert len(many) < 2_100 and named == notes[: len(named)] and rest == f"and {1_000 - len(named)} more"
