@@ -217,6 +217,34 @@ def test_arguments_between_tags_follow_a_strict_schema(template: str, kind: str,
             assert allows(template, _call(template, {"a": value}), **given) == "not", value
 
 
+BLOCK = f"{TAGS[MINIMAX][0]}%s</minimax:tool_call>"
+INVOKES = [
+    f'<invoke name="weather">\n<parameter name="a">{value}</parameter>\n</invoke>\n'
+    for value in ("Mark", "Rome", "Luke")
+]
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_block_may_have_several_calls(checked: bool, allows: Allows) -> None:
+    """MiniMax writes parallel calls into one block. ``checked``: the schema has parameters."""
+    parameters = _closed({"a": {"enum": ["Mark", "Luke"]}}) if checked else {"type": "object"}
+    first, other, second = INVOKES
+    forced = {"tools": _tools(False, parameters), "tool_choice": "required"}
+    several, wrong = BLOCK % (first + second), BLOCK % (first + other)
+    assert allows(MINIMAX, several, **forced) == allows(MINIMAX, several + "\n" + several, **forced) == "all"
+    assert allows(MINIMAX, wrong, **forced) == ("not" if checked else "all")
+    assert allows(MINIMAX, several, **forced, parallel_tool_calls=False) == "not"
+    assert allows(MINIMAX, BLOCK % "", **forced) == "not"
+    parser = parser_of(answer_format(MINIMAX, ""), {"weather": parameters}, "")
+    read = [*parser.push(several), *parser.end()]
+    assert read == [Call("weather", '{"a": "Mark"}'), Call("weather", '{"a": "Luke"}')]
+    coder = _call(CODER, {"a": "Mark"})
+    assert allows(CODER, coder.replace("</tool_call>", coder.partition("\n")[2]), **forced) == "all"
+    glm = _call(GLM, {"a": "Mark"})
+    twice = glm.replace("</tool_call>", glm.removeprefix("<tool_call>"))
+    assert allows(GLM, twice, **forced) == ("not" if checked else "all"), "one call, as it is read"
+
+
 @pytest.mark.parametrize("template", TAGS)
 def test_parameters_between_tags_are_those_of_the_schema(template: str, allows: Allows) -> None:
     strict = {"tools": _tools(True, _closed({"a": {"type": "string"}, "b": {"type": "integer"}, "c": {}}, "b"))}

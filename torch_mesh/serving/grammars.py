@@ -17,8 +17,12 @@ def call_rules(tokenizer: Any, format: AnswerFormat, tools: Mapping[str, Any], s
     """The rule ``calls``: one call of ``tools``, or ``several``. ``tools``: the parameters' JSON schema by name."""
     written = format.tools
     assert written is not None
-    end = _text(tokenizer, written.end)
-    rules = [f"call: {_text(tokenizer, written.begin)} tool"]
+    several &= not format.channels  # the end of a call ends the answer
+    begin, end = _text(tokenizer, written.begin), _text(tokenizer, written.end)
+    closing = "" if written.as_json else written.after.strip()
+    rules = [f"call: {begin} tool"]
+    if closing:  # a block may have several calls
+        rules, end = [f'call: {begin} {"tool+" if several else "tool"} "\\n"? {end}'], ""
     for index, (name, schema) in enumerate(tools.items()):
         rule, head = f"tool{index}", written.before + name + written.between
         if written.as_json:
@@ -33,8 +37,7 @@ def call_rules(tokenizer: Any, format: AnswerFormat, tools: Mapping[str, Any], s
     rules.append(f"tool: {' | '.join(f'tool{index}' for index in range(len(tools)))}")
     if not written.as_json:
         tags = re.findall("<[^<>]+>", "".join(written.parameter or ()))
-        rules += _until(tokenizer, "body", written.end, (*written.quotes, *tags))
-    several &= not format.channels  # the end of a call ends the answer
+        rules += _until(tokenizer, "body", closing or written.end, (*written.quotes, *tags))
     calls = "call" if not several else "call+" if written.header else 'call ("\\n" call)*'
     around = (_text(tokenizer, written.header), calls, _text(tokenizer, written.footer))
     return [f"calls: {' '.join(filter(None, around))}", *rules]
