@@ -245,6 +245,57 @@ def test_a_block_may_have_several_calls(checked: bool, allows: Allows) -> None:
     assert allows(GLM, twice, **forced) == ("not" if checked else "all"), "one call, as it is read"
 
 
+NODE = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "$id": "https://example.com/node",
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer"},
+        "kids": {"type": "array", "items": {"$ref": "#"}},
+        "more": {"type": "array", "items": {"$ref": "#/properties/n"}},
+        "self": {"$ref": "#"},
+        "verse": {"$ref": "#/$defs/Verse"},
+    },
+    "required": ["n"],
+    "additionalProperties": False,
+    "$defs": {"Verse": {"type": "object", "properties": {"n": {"$ref": "#/properties/n"}}}},
+}
+
+
+@pytest.mark.parametrize("template", TAGS)
+def test_references_are_to_the_whole_schema(template: str, allows: Allows) -> None:
+    for given in ({"tools": _tools(True, NODE)}, {"tools": _tools(False, NODE), "tool_choice": "required"}):
+        right = {
+            "n": "1",
+            "kids": '[{"n": 2, "kids": [{"n": 3}]}]',
+            "more": "[4]",
+            "self": '{"n": 5}',
+            "verse": '{"n": 6}',
+        }
+        assert allows(template, _call(template, right), **given) == "all"
+        for wrong in ({"kids": "[[]]"}, {"more": '["a"]'}, {"self": "{}"}, {"verse": '{"n": "a"}'}):
+            assert allows(template, _call(template, {"n": "1"} | wrong), **given) == "not", wrong
+
+
+UNIQUE = _closed({"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}})
+
+
+@pytest.mark.parametrize("template", [*TAGS, QWEN])
+def test_keywords_that_no_grammar_has_are_refused_in_strict_tools_only(template: str, allows: Allows) -> None:
+    def call(value: str) -> str:
+        by_json = f'<tool_call>\n{{"name": "weather", "arguments": {{"a": {value}}}}}\n</tool_call>'
+        return by_json if template == QWEN else _call(template, {"a": value})
+
+    forced = {"tools": _tools(False, UNIQUE), "tool_choice": "required"}
+    assert allows(template, call("[1, 1]"), **forced) == "all"
+    assert allows(template, call('["a"]'), **forced) == "not"
+    beside = _tools(True, _closed({}))
+    beside[0]["function"]["name"] = "other"
+    assert allows(template, call("[1, 1]"), tools=[*beside, *forced["tools"]]) == "all"
+    with pytest.raises(AssertionError, match="uniqueItems"):
+        allows(template, call("[1]"), tools=_tools(True, UNIQUE))
+
+
 @pytest.mark.parametrize("template", TAGS)
 def test_parameters_between_tags_are_those_of_the_schema(template: str, allows: Allows) -> None:
     strict = {"tools": _tools(True, _closed({"a": {"type": "string"}, "b": {"type": "integer"}, "c": {}}, "b"))}

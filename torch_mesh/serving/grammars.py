@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch_mesh.serving.tool_calls import AnswerFormat, ToolFormat, json_types, parser_of, resolved
@@ -13,8 +13,16 @@ _BLANKS = r"( |\n {0,40})?"  # between the parts of JSON; unbounded, a model may
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly"}
 
 
-def call_rules(tokenizer: Any, format: AnswerFormat, tools: Mapping[str, Any], several: bool) -> list[str]:
-    """The rule ``calls``: one call of ``tools``, or ``several``. ``tools``: the parameters' JSON schema by name."""
+def call_rules(
+    tokenizer: Any, format: AnswerFormat, tools: Mapping[str, Any], several: bool, strict: Collection[str]
+) -> list[str]:
+    """The rule ``calls``: one call of ``tools``, or ``several``.
+
+    Args:
+        tools: the parameters' JSON schema by name.
+        strict: names of tools whose schema has to be checked as a whole. In others, keywords that llguidance does not
+            know are free.
+    """
     written = format.tools
     assert written is not None
     several &= not format.channels  # the end of a call ends the answer
@@ -24,12 +32,12 @@ def call_rules(tokenizer: Any, format: AnswerFormat, tools: Mapping[str, Any], s
     if closing:  # a block may have several calls
         rules, end = [f'call: {begin} {"tool+" if several else "tool"} "\\n"? {end}'], ""
     for index, (name, schema) in enumerate(tools.items()):
-        rule, head = f"tool{index}", written.before + name + written.between
+        rule, head, lenient = f"tool{index}", written.before + name + written.between, name not in strict
         if written.as_json:
             rules.append(f"{rule}: {_text(tokenizer, head)} {rule}json {_text(tokenizer, written.after)} {end}")
-            rules.append(f"{rule}json: {_json(schema or {'type': 'object'})}")
+            rules.append(f"{rule}json: {_json(schema or {'type': 'object'}, lenient)}")
         elif written.parameter is not None and _has_known_keys(schema):
-            keys, parameters = _parameter_rules(tokenizer, written.parameter, rule, schema)
+            keys, parameters = _parameter_rules(tokenizer, written.parameter, rule, schema, lenient)
             rules.append(f"{rule}: {_tags(tokenizer, head)} {' '.join(keys)} {_tags(tokenizer, written.after)} {end}")
             rules += parameters
         else:
@@ -61,15 +69,15 @@ def _has_known_keys(schema: Any) -> bool:
 
 
 def _parameter_rules(
-    tokenizer: Any, written: tuple[str, str, str], tool: str, schema: Mapping[str, Any]
+    tokenizer: Any, written: tuple[str, str, str], tool: str, schema: Mapping[str, Any], lenient: bool
 ) -> tuple[list[str], list[str]]:
     """Terms for the parameters of a tool in the order of ``schema``, and their rules."""
     before, between, after = written
     required = schema.get("required")
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    root = {name: each for name, each in schema.items() if name not in ("$schema", "$id")}
     terms, rules = [], []
     for number, (key, given) in enumerate(schema.get("properties", {}).items()):
-        rule, about = f"{tool}p{number}", resolved(given, schema)
+        rule, about = f"{tool}p{number}", resolved(given, root)
         terms.append(rule if isinstance(required, list) and key in required else f"{rule}?")
         head, end = _tags(tokenizer, before + key + between), _tags(tokenizer, after)
         if (choices := _choices(about)) is not None:
@@ -78,8 +86,25 @@ def _parameter_rules(
         elif _is_text(about):
             rules += [f'{rule}: {head} {rule}text "\\n"?', *_until(tokenizer, f"{rule}text", after.strip())]
         else:
-            rules += [f"{rule}: {head} {rule}json {end}", f"{rule}json: {_json({**definitions, **about})}"]
+            rules += [f"{rule}: {head} {rule}json {end}", f"{rule}json: {_json(_within(about, root), lenient)}"]
     return terms, rules
+
+
+def _within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """``schema``, a part of ``root``, as a schema of its own."""
+    moved = _moved(schema)
+    return {**moved, "$defs": {"root": _moved(root)}} if "#/$defs/root" in json.dumps(moved) else moved
+
+
+def _moved(schema: Any) -> Any:
+    """``schema`` with references to the root as references to ``#/$defs/root``."""
+    if isinstance(schema, list):
+        return [_moved(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    reference = schema.get("$ref")
+    moved = {"$ref": f"#/$defs/root{reference[1:]}"} if isinstance(reference, str) and reference[:1] == "#" else {}
+    return {name: _moved(each) for name, each in schema.items()} | moved
 
 
 def _choices(schema: Any) -> list[Any] | None:
@@ -170,8 +195,8 @@ def _reasoning(tokenizer: Any, format: AnswerFormat, prompt_end: str, continues:
     return f'("\\n"? {_text(tokenizer, begin)} thoughts)?', rules
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BLANKS}})}"
+def _json(schema: Mapping[str, Any], lenient: bool = False) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BLANKS, 'lenient': lenient}})}"
 
 
 def _until(tokenizer: Any, name: str, mark: str, within: Sequence[str] = ()) -> list[str]:

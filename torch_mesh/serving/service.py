@@ -375,7 +375,7 @@ class Service:
         if tools is not None:
             strict = self._strict(format, tools)
             if tools.required or strict or schema is not None:
-                calls = grammars.call_rules(self.prompts.tokenizer, format, tools.schemas, tools.several)
+                calls = grammars.call_rules(self.prompts.tokenizer, format, tools.schemas, tools.several, tools.strict)
         if schema is None and not calls:
             return None
         required = tools is not None and tools.required
