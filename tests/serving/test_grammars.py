@@ -325,6 +325,19 @@ def test_what_no_grammar_checks_is_noted(allows: Allows) -> None:
     assert notes[2:] == ["tools.strict (weather.*)"]
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [{"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"minProperties": 1}, {"dependentRequired": {"a": ["b"]}}],
+)
+def test_constraints_beside_the_parameters_are_noted(constraint: dict[str, Any], allows: Allows) -> None:
+    schema = _closed({"a": {"type": "integer"}, "b": {"type": "integer"}}, "a", "b") | {"title": "T"}
+    notes = left_out.collect()
+    allows(CODER, "", tools=_tools(True, schema))
+    assert notes == []
+    allows(CODER, "", tools=_tools(True, schema | constraint))
+    assert notes == ["tools.strict (weather.*)"]
+
+
 def test_the_header_for_what_is_left_out_is_bounded() -> None:
     (short,) = left_out.headers(["thinking", "tools (\u00e9\n)"]).values()
     assert short == r"thinking, tools (\xe9\n)"

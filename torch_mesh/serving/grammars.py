@@ -11,6 +11,7 @@ from torch_mesh.serving.tool_calls import AnswerFormat, ToolFormat, json_types, 
 
 _BLANKS = r"( |\n {0,40})?"  # between the parts of JSON; unbounded, a model may write white space forever
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly"}
+_OF_PARAMETERS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 
 
 def call_rules(
@@ -55,7 +56,7 @@ def unchecked(written: ToolFormat, schema: Any) -> list[str]:
     """The parameters of a tool of which ``call_rules`` checks less than ``schema`` says. ``"*"``: all of them."""
     if written.as_json:
         return []
-    if written.parameter is None or not _has_known_keys(schema):
+    if written.parameter is None or not _has_known_keys(schema) or schema.keys() - _OF_PARAMETERS - _ANNOTATIONS:
         return ["*"]
     properties = {key: resolved(each, schema) for key, each in schema.get("properties", {}).items()}
     return [key for key, each in properties.items() if _choices(each) is None and _is_text(each) and not _is_any(each)]

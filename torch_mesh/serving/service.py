@@ -30,8 +30,8 @@ _DEFAULT_TOKENS = 1024  # the limit of an answer, unless the request, the server
 _SCORED_ROWS = 512  # rows of a prompt's logits in memory at the same time
 _COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")  # of sequences that generate computes together
 _UNCHECKED = (
-    "A strict tool has parameters that this server does not check: patterns, formats and lengths of strings, where the "
-    "model writes them without quotes, or all, where it has no grammar of the model's form."
+    "A strict tool has parameters that this server checks less than their schema says (docs/serving.md lists what is "
+    "free), or not at all, where it has no grammar of the model's form."
 )
 # Options whose processors generate runs before those of a request, and the value that turns each off, beside None. The
 # recorder of log-probabilities would see what they made of the model's logits.
