@@ -93,7 +93,8 @@ class Counters:
             "prefetching": self.prefetch_stall_seconds,
             "outside": self.outside_seconds,
         }
-        return {name: 1e3 * value / self.forwards for name, value in seconds.items()}
+        # With fallback experts a difference of two bounds may be negative (counted_since).
+        return {name: 1e3 * max(value, 0) / self.forwards for name, value in seconds.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The counts by name, the hit rates and ``prefetch_accuracy``; times in seconds, undefined rates None."""
@@ -398,13 +399,15 @@ def _with_low(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedS
 def _times_with_low(exact: _LayerCounts, low: _LayerCounts) -> _LayerCounts:
     """The least time in forwards, and the most outside of them.
 
-    A forward of fallback experts includes the exact one of its layer and goes on after it. The exact pool counts that
-    rest as outside, before the next layer. The rest is at least the time that the fallback pool waited for reads, and
-    at least the difference of the sums. How long exact forwards within others took is not counted.
+    A forward of fallback experts includes the exact one of its layer. The exact pool counts the rest as outside, before
+    its own forward or before the next layer's. The rest is at least the time that the fallback pool waited for reads,
+    and at least the difference of the sums. How long exact forwards within others took is not counted.
     """
     computing, outside = "expert_nanoseconds", "outside_nanoseconds"
     rest = np.maximum(low["stall_nanoseconds"], low[computing] - exact[computing])
-    return {computing: exact[computing] + rest, outside: np.maximum(exact[outside] - np.roll(rest, 1), 0)}
+    # Which layers counted the rest is unknown. Taken from all in proportion, the total is that of the exact pool.
+    fraction = max(1 - rest.sum() / max(exact[outside].sum(), 1), 0)
+    return {computing: exact[computing] + rest, outside: (exact[outside] * fraction).astype(np.int64)}
 
 
 def _combined(
