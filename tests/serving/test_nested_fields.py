@@ -128,6 +128,7 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     (MESSAGES, {"metadata": {"user_id": "a"}}),
     (MESSAGES, {"thinking": {"type": "disabled"}}),
     (MESSAGES, {"thinking": {"type": "adaptive", "display": "omitted"}}),
+    (MESSAGES, {"thinking": {"type": "adaptive", "display": "updates"}}),
 ]
 
 

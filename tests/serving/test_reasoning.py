@@ -96,12 +96,21 @@ def test_tokens_of_reasoning_are_counted(template: str, begin: str, end: str, fo
     assert usage["output_tokens_details"]["reasoning_tokens"] == 0
 
 
-def test_omitted_reasoning_is_an_empty_block(folder: Path) -> None:
-    from torch_mesh.serving.anthropic_api import _Message
+def test_omitted_reasoning_is_an_empty_block_whose_signature_has_it_for_the_next_turn(folder: Path) -> None:
+    from torch_mesh.serving.anthropic_api import _Message, _messages
 
-    events = _events(_Message("a", _answer(folder, "<think>Why?</think>Yes.", "<think></think>"), omits=True))
+    message = _Message("a", _answer(folder, "<think>Why?</think>Yes.", "<think></think>"), omits=True)
+    events = _events(message)
     blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert blocks == [{"type": "thinking", "thinking": "", "signature": ""}, {"type": "text", "text": ""}]
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    signature, *deltas = deltas
+    assert signature["type"] == "signature_delta"
     assert {delta["type"] for delta in deltas} == {"text_delta"}
     assert "".join(delta["text"] for delta in deltas) == "Yes."
+    content = message.body()["content"]
+    assert content[0] == {"type": "thinking", "thinking": "", "signature": signature["signature"]}
+    theirs = {"type": "thinking", "thinking": "Why not?", "signature": "EqQBCgIYAhIM"}
+    for blocks, reasoning in ((content, "Why?"), ([theirs, content[1]], "Why not?")):
+        (turn,) = _messages({"messages": [{"role": "assistant", "content": blocks}]}, {})
+        assert turn == {"role": "assistant", "content": "Yes.", "reasoning_content": reasoning}

@@ -70,7 +70,7 @@ _BLOCKS: dict[str, _Blocks] = {
     "assistant": {
         "text": _PARTS["text"],
         "tool_use": ({"id": TEXT, "name": TEXT, "input": OBJECT}, _BLOCK_FIELDS),
-        "thinking": ({"thinking": TEXT}, {"signature": ANY, **_BLOCK_FIELDS}),
+        "thinking": ({"thinking": TEXT}, {"signature": TEXT, **_BLOCK_FIELDS}),
     },
 }
 _TOOL_FIELDS = {
@@ -82,7 +82,7 @@ _TOOL_FIELDS = {
     "allowed_callers": only(["direct"]),
     "defer_loading": BOOL,
 }
-_DISPLAY = {"display": only("summarized", "omitted")}
+_DISPLAY = {"display": only("summarized", "omitted", "updates")}  # updates: text between calls, and no reasoning
 _THINKING: dict[str, dict[str, Kind]] = {  # its fields, by type
     "enabled": {"budget_tokens": whole(1), **_DISPLAY},
     "adaptive": _DISPLAY,
@@ -91,6 +91,8 @@ _THINKING: dict[str, dict[str, Kind]] = {  # its fields, by type
 _EFFORT = only("low", "medium", "high", "xhigh", "max")
 # Claude Code's first block of `system`. It differs in each request, and a prompt that begins with it is never reused.
 _BILLING = "x-anthropic-billing-header:"
+# Begins the signature of an omitted block of reasoning, which carries its text to the next turn.
+_OMITTED = "torch-mesh:"
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -121,7 +123,7 @@ class Anthropic:
             return answer
 
         answer = await asyncio.to_thread(prepare)
-        omits = given.get("thinking", {}).get("display") == "omitted"
+        omits = given.get("thinking", {}).get("display") in ("omitted", "updates")
         message = _Message(self._service.served, answer, omits)
         if given.get("stream"):
             return message.events()
@@ -259,7 +261,8 @@ def _turns(where: str, role: str, blocks: Sequence[Any], functions: Mapping[str,
             function = {"name": block["name"], "arguments": block["input"]}
             calls.append({"id": block["id"], "type": "function", "function": function})
         else:
-            reasoning += block["thinking"]
+            signature = block.get("signature") or ""
+            reasoning += signature.removeprefix(_OMITTED) if signature.startswith(_OMITTED) else block["thinking"]
     if not parts and results:
         return
     message: Body = {"role": role, "content": parts if role == "user" else "\n".join(part["text"] for part in parts)}
@@ -334,7 +337,7 @@ def _address(where: str, source: Mapping[str, Any]) -> str:
 class _Message:
     """An answer as blocks of content, whose opening, growth and closing are events.
 
-    ``omits``: blocks of reasoning stay empty.
+    ``omits``: blocks of reasoning stay empty, and their signatures have the text.
     """
 
     def __init__(self, served: str, answer: Answer, omits: bool = False) -> None:
@@ -342,6 +345,7 @@ class _Message:
         self._id = new_id("msg_")
         self._blocks: list[Body] = []
         self._open = False
+        self._omitted = ""
 
     def body(self, ended: bool = True) -> Body:
         answer = self._answer
@@ -392,6 +396,7 @@ class _Message:
                 signature = {"signature": ""} if kind == "thinking" else {}
                 events += [*self.close(), *self._begin({"type": kind, kind: "", **signature})]
             if kind == "thinking" and self._omits:
+                self._omitted += piece.text
                 continue
             self._blocks[-1][kind] += piece.text
             events.append(self._delta({"type": f"{kind}_delta", kind: piece.text}))
@@ -406,7 +411,12 @@ class _Message:
         if not self._open:
             return []
         self._open = False
-        return [_event("content_block_stop", index=len(self._blocks) - 1)]
+        events: list[str] = []
+        if self._omitted:
+            self._blocks[-1]["signature"] = _OMITTED + self._omitted
+            events.append(self._delta({"type": "signature_delta", "signature": _OMITTED + self._omitted}))
+            self._omitted = ""
+        return [*events, _event("content_block_stop", index=len(self._blocks) - 1)]
 
     def _delta(self, delta: Body) -> str:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
