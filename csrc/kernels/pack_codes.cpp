@@ -249,10 +249,25 @@ void pack_groups(const PackedMatrix& matrix, const CodesView& view, const RowOff
   }
 }
 
-bool holds_nan(const uint8_t* codes, int32_t count) {
-  bool found = false;
-  for (int32_t i = 0; i < count; ++i) found |= (codes[i] & 0x7f) == 0x7f;
-  return found;
+// Whether one of eight codes of fp8 is not a number, which has seven ones below the sign.
+bool holds_nan(uint64_t eight) {
+  constexpr uint64_t kEachByte = 0x0101010101010101;
+  return (((eight & 0x7f * kEachByte) + kEachByte) & 0x80 * kEachByte) != 0;
+}
+
+// Writes eight codes of each of four columns, in pairs: `rows` are the columns' codes.
+void put_pairs(const uint64_t rows[4], std::byte* to) {
+  constexpr uint64_t kEven = 0x0000ffff0000ffff;  // pairs 0 and 2
+  constexpr uint64_t kFirst = 0xffffffff;         // pair 0 or 1 of two columns
+  const auto even = [&](int32_t i) { return (rows[i] & kEven) | (rows[i + 1] & kEven) << 16; };
+  const auto odd = [&](int32_t i) { return (rows[i] >> 16 & kEven) | (rows[i + 1] & ~kEven); };
+  const uint64_t pairs[4] = {(even(0) & kFirst) | even(2) << 32, (odd(0) & kFirst) | odd(2) << 32,
+                             even(0) >> 32 | (even(2) & ~kFirst),
+                             odd(0) >> 32 | (odd(2) & ~kFirst)};
+  for (const uint64_t four : pairs) {
+    std::memcpy(to, &four, sizeof(four));
+    to += kBlockColumns * 2;
+  }
 }
 
 void pack_fp8_scales(const PackedMatrix& matrix, const CodesView& view, RowOffsets offsets,
@@ -269,17 +284,23 @@ void pack_fp8_scales(const PackedMatrix& matrix, const CodesView& view, RowOffse
 void pack_fp8(const PackedMatrix& matrix, const CodesView& view, const RowOffsets& offsets,
               std::byte* block) {
   pack_fp8_scales(matrix, view, offsets, block);
-  Line line;
+  Line lines[4] = {};
   for (int32_t k = 0; k < matrix.depth_padded; k += kBlockColumns) {
     const Step step(matrix, view, k, kBlockColumns);
-    for (int32_t column = 0; column < offsets.count; ++column) {
-      line.load(matrix, view, step, view.data + offsets.of_codes[column]);
-      if (holds_nan(line.codes, kBlockColumns)) {
-        refuse(matrix.format, "a weight that is not a number");
+    std::byte* to = block + matrix.header_bytes + int64_t{k} * kBlockColumns;
+    for (int32_t column = 0; column < offsets.count; column += 4) {
+      const int32_t columns = std::min(offsets.count - column, 4);
+      for (int32_t i = 0; i < columns; ++i) {
+        lines[i].load(matrix, view, step, view.data + offsets.of_codes[column + i]);
       }
-      std::byte* to = block + matrix.header_bytes + int64_t{k} * kBlockColumns + column * 2;
-      for (int32_t i = 0; i < kBlockColumns; i += 2, to += kBlockColumns * 2) {
-        std::memcpy(to, line.codes + i, 2);
+      for (int32_t i = columns; i < 4; ++i) lines[i] = {};
+      for (int32_t i = 0; i < kBlockColumns; i += 8) {
+        uint64_t rows[4];
+        for (int32_t j = 0; j < 4; ++j) {
+          std::memcpy(rows + j, lines[j].codes + i, sizeof(rows[j]));
+          if (holds_nan(rows[j])) refuse(matrix.format, "a weight that is not a number");
+        }
+        put_pairs(rows, to + int64_t{i} * kBlockColumns + column * 2);
       }
     }
   }
@@ -321,7 +342,8 @@ void pack_codes(const PackedMatrix& matrix, const CodesView& view, int32_t first
                 std::byte* block) {
   if (is_gguf(matrix.format)) return pack_gguf(matrix, view, first_row, block);
   const RowOffsets offsets(view, first_row, std::min(matrix.columns - first_row, kBlockColumns));
-  std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
+  const bool whole = offsets.count == kBlockColumns && matrix.depth == matrix.depth_padded;
+  std::memset(block, 0, static_cast<size_t>(whole ? matrix.header_bytes : matrix.block_bytes));
   if (matrix.format == Format::kFp8) {
     pack_fp8(matrix, view, offsets, block);
     return;

@@ -1,7 +1,7 @@
 #include "kernels/pack_gguf.h"
 
 #include <algorithm>
-#include <bit>
+#include <array>
 #include <cstring>
 #include <string>
 
@@ -24,22 +24,60 @@ struct GgufBlock {
   uint8_t codes[kMaxGgufDepth];
 };
 
+constexpr uint64_t kEachByte = 0x0101010101010101;
+
 const uint8_t* bytes_of(const std::byte* from) { return reinterpret_cast<const uint8_t*>(from); }
+
+uint64_t eight_at(const uint8_t* codes) {
+  return read_as<uint64_t>(reinterpret_cast<const std::byte*>(codes));
+}
+
+void put_eight(uint64_t codes, uint8_t* to) { std::memcpy(to, &codes, sizeof(codes)); }
+
+// Returns eight fields of `kBits` bits each, with a byte for each.
+template <int32_t kBits>
+constexpr uint64_t spread(uint64_t fields) {
+  const auto halve = [&](int32_t width,
+                         uint64_t each) {  // the upper half of `width` fields moves up
+    fields = (fields | fields << (width * (8 - kBits))) & ((1u << width * kBits) - 1) * each;
+  };
+  halve(4, 0x0000000100000001);
+  halve(2, 0x0001000100010001);
+  halve(1, kEachByte);
+  return fields;
+}
+
+// spread<1>() of eight bits.
+constexpr auto kBytesOfBits = [] {
+  std::array<uint64_t, 256> bytes{};
+  for (uint64_t bits = 0; bits < bytes.size(); ++bits) bytes[bits] = spread<1>(bits);
+  return bytes;
+}();
 
 // Writes 2 * `half` codes: the low nibbles of `half` bytes, then the high ones.
 void put_halves(const uint8_t* from, int32_t half, uint8_t* codes) {
-  for (int32_t i = 0; i < half; ++i) {
-    codes[i] = from[i] & 15;
-    codes[half + i] = from[i] >> 4;
+  for (int32_t i = 0; i < half; i += 8) {
+    const auto eight = eight_at(from + i);
+    put_eight(eight & 15 * kEachByte, codes + i);
+    put_eight(eight >> 4 & 15 * kEachByte, codes + half + i);
   }
 }
 
-// Adds `bits` bits of each byte, from bit `bit` on, to a code, from its bit `as` on.
-void put_bits(const uint8_t* from, int32_t bit, int32_t bits, int32_t as, int32_t count,
-              uint8_t* codes) {
-  const uint32_t mask = (1u << bits) - 1;
-  for (int32_t i = 0; i < count; ++i) {
-    codes[i] |= static_cast<uint8_t>((from[i] >> bit & mask) << as);
+// Returns bits [bit, bit + bits) of each of eight bytes.
+uint64_t bits_of_eight(const uint8_t* from, int32_t bit, int32_t bits) {
+  return eight_at(from) >> bit & ((1u << bits) - 1) * kEachByte;
+}
+
+// Writes two bits of each of 32 bytes, from bit `bit` on, as codes.
+void put_twos(const uint8_t* from, int32_t bit, uint8_t* codes) {
+  for (int32_t i = 0; i < 32; i += 8) put_eight(bits_of_eight(from + i, bit, 2), codes + i);
+}
+
+// Adds `bits` bits of each of 32 bytes, from bit `bit` on, to codes, from their bit `as` on.
+void add_bits(const uint8_t* from, int32_t bit, int32_t bits, int32_t as, uint8_t* codes) {
+  for (int32_t i = 0; i < 32; i += 8) {
+    const uint64_t more = bits_of_eight(from + i, bit, bits) << as;
+    put_eight(eight_at(codes + i) | more, codes + i);
   }
 }
 
@@ -54,23 +92,26 @@ void put_steps_of_six(const uint8_t* from, GgufBlock& to) {
 }
 
 // Blocks of 32 with one scale: d, the min if there is one, a fifth bit of each code if it has one.
-void take_block_of_32(const GgufType& type, const std::byte* from, GgufBlock& to) {
+template <Format kFormat>
+void take_block_of_32(const std::byte* from, GgufBlock& to) {
+  constexpr GgufType kType = gguf_type(kFormat);
   const std::byte* at = from + 2;
-  if (type.has_mins()) {
+  if (kType.has_mins()) {
     to.min = read_as<uint16_t>(at) ^ 0x8000;  // these types add their min
     at += 2;
   }
-  put_halves(bytes_of(at + (type.bits == 5 ? 4 : 0)), 16, to.codes);
-  if (type.bits != 5) return;
-  const auto fifth = read_as<uint32_t>(at);
-  for (int32_t i = 0; i < 32; ++i) to.codes[i] |= static_cast<uint8_t>((fifth >> i & 1) << 4);
+  put_halves(bytes_of(at + (kType.bits == 5 ? 4 : 0)), 16, to.codes);
+  if (kType.bits != 5) return;
+  for (int32_t i = 0; i < 4; ++i) {
+    uint8_t* codes = to.codes + 8 * i;
+    put_eight(eight_at(codes) | kBytesOfBits[bytes_of(at)[i]] << 4, codes);
+  }
 }
 
 void take_q2_k(const std::byte* from, GgufBlock& to) {
   for (int32_t i = 0; i < 16; ++i) to.steps[i] = static_cast<uint8_t>(from[i]);
-  std::memset(to.codes, 0, sizeof(to.codes));
   for (int32_t i = 0; i < 8; ++i) {
-    put_bits(bytes_of(from) + 16 + i / 4 * 32, i % 4 * 2, 2, 0, 32, to.codes + 32 * i);
+    put_twos(bytes_of(from) + 16 + i / 4 * 32, i % 4 * 2, to.codes + 32 * i);
   }
   to.d = read_as<uint16_t>(from + 80);
   to.min = read_as<uint16_t>(from + 82);
@@ -78,10 +119,9 @@ void take_q2_k(const std::byte* from, GgufBlock& to) {
 
 void take_q3_k(const std::byte* from, GgufBlock& to) {
   const uint8_t *bytes = bytes_of(from), *steps = bytes + 96;
-  std::memset(to.codes, 0, sizeof(to.codes));
   for (int32_t i = 0; i < 8; ++i) {
-    put_bits(bytes + 32 + i / 4 * 32, i % 4 * 2, 2, 0, 32, to.codes + 32 * i);
-    put_bits(bytes, i, 1, 2, 32, to.codes + 32 * i);
+    put_twos(bytes + 32 + i / 4 * 32, i % 4 * 2, to.codes + 32 * i);
+    add_bits(bytes, i, 1, 2, to.codes + 32 * i);
   }
   for (int32_t i = 0; i < 16; ++i) {
     const int32_t low = steps[i % 8] >> i / 8 * 4 & 15;
@@ -101,14 +141,14 @@ void take_q5_k(const std::byte* from, GgufBlock& to) {
   to.min = read_as<uint16_t>(from + 2);
   put_steps_of_six(bytes_of(from) + 4, to);
   for (int32_t i = 0; i < 4; ++i) put_halves(bytes_of(from) + 48 + 32 * i, 32, to.codes + 64 * i);
-  for (int32_t i = 0; i < 8; ++i) put_bits(bytes_of(from) + 16, i, 1, 4, 32, to.codes + 32 * i);
+  for (int32_t i = 0; i < 8; ++i) add_bits(bytes_of(from) + 16, i, 1, 4, to.codes + 32 * i);
 }
 
 void take_q6_k(const std::byte* from, GgufBlock& to) {
   const uint8_t* bytes = bytes_of(from);
   for (int32_t i = 0; i < 2; ++i) put_halves(bytes + 64 * i, 64, to.codes + 128 * i);
   for (int32_t i = 0; i < 8; ++i) {
-    put_bits(bytes + 128 + i / 4 * 32, i % 4 * 2, 2, 4, 32, to.codes + 32 * i);
+    add_bits(bytes + 128 + i / 4 * 32, i % 4 * 2, 2, 4, to.codes + 32 * i);
   }
   std::memcpy(to.steps, bytes + 192, 16);
   to.d = read_as<uint16_t>(from + 208);
@@ -127,22 +167,20 @@ void take_iq4_xs(const std::byte* from, GgufBlock& to) {
 // Returns eight signs for seven bits; the last one makes the number of ones even.
 uint32_t eight_signs(uint32_t bits) {
   bits &= 127;
-  return bits | (static_cast<uint32_t>(std::popcount(bits)) & 1) << 7;
+  const uint32_t nibble = bits ^ bits >> 4;
+  return bits | (0x6996 >> (nibble & 15) & 1) << 7;  // bit n: whether n has an odd number of ones
 }
 
-// Writes the codes of `count` weights: magnitudes of `bits` bits from an entry of a grid, and a
-// sign above each.
-void put_grid(uint32_t entry, uint32_t signs, int32_t bits, int32_t count, uint8_t* codes) {
-  const uint32_t mask = (1u << bits) - 1;
-  for (int32_t i = 0; i < count; ++i) {
-    codes[i] = static_cast<uint8_t>((entry >> bits * i & mask) | (signs >> i & 1) << bits);
-  }
+// Writes the codes of eight weights: magnitudes of `kBits` bits from an entry of a grid, and a sign
+// above each.
+template <int32_t kBits>
+void put_grid(uint32_t entry, uint32_t signs, uint8_t* codes) {
+  put_eight(spread<kBits>(entry) | kBytesOfBits[signs & 255] << kBits, codes);
 }
 
-// Writes the codes of eight weights from two entries of IQ3's grid.
+// The same from two entries of IQ3's grid, with four weights each.
 void put_two_of_iq3(uint32_t first, uint32_t second, uint32_t signs, uint8_t* codes) {
-  put_grid(first, signs, 3, 4, codes);
-  put_grid(second, signs >> 4, 3, 4, codes + 4);
+  put_grid<3>(first | second << 12, signs, codes);
 }
 
 // The step 1/2 + nibble, in halves.
@@ -181,8 +219,8 @@ void take_iq2_xxs(const std::byte* from, GgufBlock& to) {
     const auto signs = read_as<uint32_t>(at + 4);
     to.steps[group] = odd_step(signs >> 28);
     for (int32_t i = 0; i < 4; ++i) {
-      put_grid(kIq2XxsGrid[bytes_of(at)[i]], eight_signs(signs >> 7 * i), 2, 8,
-               to.codes + group * 32 + i * 8);
+      put_grid<2>(kIq2XxsGrid[bytes_of(at)[i]], eight_signs(signs >> 7 * i),
+                  to.codes + group * 32 + i * 8);
     }
   }
 }
@@ -196,7 +234,7 @@ void take_iq2_xs(const std::byte* from, GgufBlock& to) {
   put_steps_of_four(bytes_of(from) + 66, to);
   for (int32_t i = 0; i < 32; ++i) {
     const uint32_t bits = read_as<uint16_t>(from + 2 + i * 2);
-    put_grid(kIq2XsGrid[bits & 511], eight_signs(bits >> 9), 2, 8, to.codes + i * 8);
+    put_grid<2>(kIq2XsGrid[bits & 511], eight_signs(bits >> 9), to.codes + i * 8);
   }
 }
 
@@ -204,8 +242,8 @@ void take_iq2_s(const std::byte* from, GgufBlock& to) {
   const uint8_t *low = bytes_of(from) + 2, *signs = low + 32, *high = signs + 32;
   put_steps_of_four(high + 8, to);
   for (int32_t i = 0; i < 32; ++i) {
-    put_grid(kIq2SGrid[low[i] | (high[i / 4] >> i % 4 * 2 & 3) << 8], signs[i], 2, 8,
-             to.codes + i * 8);
+    put_grid<2>(kIq2SGrid[low[i] | (high[i / 4] >> i % 4 * 2 & 3) << 8], signs[i],
+                to.codes + i * 8);
   }
 }
 
@@ -220,8 +258,7 @@ void take_iq1_s(const std::byte* from, GgufBlock& to) {
     const uint32_t eighths = bits >> 15 == 0 ? 7 : 9;
     to.steps[group] = static_cast<uint8_t>(odd_step(bits >> 12 & 7) | eighths << 4);
     for (int32_t i = 0; i < 4; ++i) {
-      put_grid(iq1_entry(low[group * 4 + i], bits >> 3 * i), 0, 2, 8,
-               to.codes + group * 32 + i * 8);
+      put_grid<2>(iq1_entry(low[group * 4 + i], bits >> 3 * i), 0, to.codes + group * 32 + i * 8);
     }
   }
 }
@@ -235,46 +272,11 @@ void take_iq1_m(const std::byte* from, GgufBlock& to) {
     if (i % 4 == 0) d |= steps >> 12 << i;
     for (int32_t half = 0; half < 2; ++half) {
       const uint32_t bits = high[i] >> 4 * half;
-      put_grid(iq1_entry(low[2 * i + half], bits), (bits & 8) != 0 ? 0xff : 0, 2, 8,
-               to.codes + i * 16 + half * 8);
+      put_grid<2>(iq1_entry(low[2 * i + half], bits), (bits & 8) != 0 ? 255 : 0,
+                  to.codes + i * 16 + half * 8);
     }
   }
   to.d = static_cast<uint16_t>(d);
-}
-
-void take_block(Format format, const std::byte* from, GgufBlock& to) {
-  to.d = read_as<uint16_t>(from);
-  to.min = 0;
-  switch (format) {
-    case Format::kQ2K:
-      return take_q2_k(from, to);
-    case Format::kQ3K:
-      return take_q3_k(from, to);
-    case Format::kQ4K:
-      return take_q4_k(from, to);
-    case Format::kQ5K:
-      return take_q5_k(from, to);
-    case Format::kQ6K:
-      return take_q6_k(from, to);
-    case Format::kIq4Xs:
-      return take_iq4_xs(from, to);
-    case Format::kIq3Xxs:
-      return take_iq3_xxs(from, to);
-    case Format::kIq3S:
-      return take_iq3_s(from, to);
-    case Format::kIq2Xxs:
-      return take_iq2_xxs(from, to);
-    case Format::kIq2Xs:
-      return take_iq2_xs(from, to);
-    case Format::kIq2S:
-      return take_iq2_s(from, to);
-    case Format::kIq1S:
-      return take_iq1_s(from, to);
-    case Format::kIq1M:
-      return take_iq1_m(from, to);
-    default:
-      return take_block_of_32(gguf_type(format), from, to);
-  }
 }
 
 bool is_finite_half(uint16_t bits) { return (bits & 0x7c00) != 0x7c00; }
@@ -286,51 +288,126 @@ void put_word(uint32_t bits, int32_t word, std::byte* words) {
   std::memcpy(words + word * kLineBytes, &bits, sizeof(bits));
 }
 
-// Returns bits [first, first + bits) of 32 / bits codes: those of code 4 b + i are at bit `bits` *
-// b of byte i.
-uint32_t word_of(const uint8_t* codes, int32_t first, int32_t bits) {
-  const uint32_t mask = (1u << bits) - 1;
+// Returns bits [kFirst, kFirst + kBits) of 32 / kBits codes: those of code 4 b + i are at bit
+// kBits * b of byte i.
+template <int32_t kFirst, int32_t kBits>
+uint32_t word_of(const uint8_t* codes) {
   uint32_t word = 0;
-  for (int32_t k = 0; k < 32 / bits; ++k) {
-    word |= (codes[k] >> first & mask) << (k % 4 * 8 + k / 4 * bits);
+  for (int32_t i = 0; i < 4 / kBits; ++i) {
+    const uint64_t eight = bits_of_eight(codes + 8 * i, kFirst, kBits);
+    word |= static_cast<uint32_t>(eight | eight >> (32 - kBits)) << (2 * kBits * i);
   }
   return word;
 }
 
-void put_words(const GgufType& type, const uint8_t* codes, std::byte* words) {
+// Writes the words of a column's part: of nibbles, of two bits, of one bit, as codes have them.
+template <int32_t kBits>
+void put_words(const uint8_t* codes, std::byte* words) {
+  constexpr int32_t kNibble = kBits & 4;
   int32_t word = 0;
-  int32_t first = 0;  // bit of the codes
-  if (type.bits >= 4) {
-    for (int32_t k = 0; k < kGgufPart; k += 8) put_word(word_of(codes + k, 0, 4), word++, words);
-    first = 4;
+  if constexpr (kNibble != 0) {
+    for (int32_t k = 0; k < kGgufPart; k += 8) put_word(word_of<0, 4>(codes + k), word++, words);
   }
-  if (type.bits - first >= 2) {
+  if constexpr ((kBits & 2) != 0) {
     for (int32_t k = 0; k < kGgufPart; k += 16) {
-      put_word(word_of(codes + k, first, 2), word++, words);
+      put_word(word_of<kNibble, 2>(codes + k), word++, words);
     }
-    first += 2;
   }
-  if (type.bits > first) put_word(word_of(codes, first, 1), word, words);
+  if constexpr ((kBits & 1) != 0) put_word(word_of<kBits - 1, 1>(codes), word, words);
 }
 
-void put_part(const GgufType& type, const GgufBlock& from, int32_t part, int32_t column,
-              std::byte* to) {
-  const int32_t groups = type.part_groups();
+template <Format kFormat>
+void put_part(const GgufBlock& from, int32_t part, int32_t column, std::byte* to) {
+  constexpr GgufType kType = gguf_type(kFormat);
+  constexpr int32_t kGroups = kType.part_groups();
   std::byte* steps = to;
-  for (int32_t g = part * groups; g < (part + 1) * groups; ++g) {
-    if (type.step_bytes() > 0) steps[column] = std::byte{from.steps[g]};
-    if (type.step_bytes() > 1) steps[kBlockColumns + column] = std::byte{from.mins[g]};
-    steps += kBlockColumns * type.step_bytes();
+  for (int32_t g = part * kGroups; g < (part + 1) * kGroups; ++g) {
+    if (kType.step_bytes() > 0) steps[column] = std::byte{from.steps[g]};
+    if (kType.step_bytes() > 1) steps[kBlockColumns + column] = std::byte{from.mins[g]};
+    steps += kBlockColumns * kType.step_bytes();
   }
-  const int64_t line = column / kColumnsOfLine * type.bits * kLineBytes;
-  put_words(type, from.codes + part * kGgufPart, steps + line + column % kColumnsOfLine * 4);
+  const int64_t line = column / kColumnsOfLine * kType.bits * kLineBytes;
+  put_words<kType.bits>(from.codes + part * kGgufPart, steps + line + column % kColumnsOfLine * 4);
 }
 
-void put_block(const GgufType& type, const GgufBlock& from, int32_t column, std::byte* stretch) {
+template <Format kFormat>
+void put_block(const GgufBlock& from, int32_t column, std::byte* stretch) {
+  constexpr GgufType kType = gguf_type(kFormat);
   std::memcpy(stretch + column * 2, &from.d, 2);
-  if (type.has_half_mins()) std::memcpy(stretch + (kBlockColumns + column) * 2, &from.min, 2);
-  for (int32_t part = 0; part < type.depth / kGgufPart; ++part) {
-    put_part(type, from, part, column, stretch + type.header_bytes() + part * type.part_bytes());
+  if (kType.has_half_mins()) std::memcpy(stretch + (kBlockColumns + column) * 2, &from.min, 2);
+  for (int32_t part = 0; part < kType.depth / kGgufPart; ++part) {
+    put_part<kFormat>(from, part, column,
+                      stretch + kType.header_bytes() + part * kType.part_bytes());
+  }
+}
+
+template <Format kFormat, void (*kTake)(const std::byte* from, GgufBlock& to)>
+void pack(const PackedMatrix& matrix, const CodesView& view, int32_t first_row, std::byte* block) {
+  constexpr GgufType kType = gguf_type(kFormat);
+  const int32_t columns = std::min(matrix.columns - first_row, kBlockColumns);
+  if (columns < kBlockColumns || matrix.depth < matrix.depth_padded) {
+    std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
+  }
+  GgufBlock taken;
+  // A stretch of all columns is written while it is in the first-level cache.
+  for (int32_t stretch = 0; stretch < matrix.depth / kType.depth; ++stretch) {
+    const std::byte* from =
+        view.data + int64_t{first_row} * view.row_bytes + int64_t{stretch} * kType.bytes;
+    for (int32_t column = 0; column < columns; ++column, from += view.row_bytes) {
+      taken.d = read_as<uint16_t>(from);
+      taken.min = 0;
+      kTake(from, taken);
+      if (!is_finite_half(taken.d) || !is_finite_half(taken.min)) {
+        throw Error(ErrorKind::kInvalid, std::string(format_name(kFormat)) +
+                                             " cannot hold a scale that is not a finite number");
+      }
+      put_block<kFormat>(taken, column, block + stretch * matrix.group_bytes);
+    }
+  }
+}
+
+using Pack = void (*)(const PackedMatrix& matrix, const CodesView& view, int32_t first_row,
+                      std::byte* block);
+
+Pack pack_of(Format format) {
+  switch (format) {
+    case Format::kQ4_1:
+      return pack<Format::kQ4_1, take_block_of_32<Format::kQ4_1>>;
+    case Format::kQ5_0:
+      return pack<Format::kQ5_0, take_block_of_32<Format::kQ5_0>>;
+    case Format::kQ5_1:
+      return pack<Format::kQ5_1, take_block_of_32<Format::kQ5_1>>;
+    case Format::kIq4Nl:
+      return pack<Format::kIq4Nl, take_block_of_32<Format::kIq4Nl>>;
+    case Format::kQ2K:
+      return pack<Format::kQ2K, take_q2_k>;
+    case Format::kQ3K:
+      return pack<Format::kQ3K, take_q3_k>;
+    case Format::kQ4K:
+      return pack<Format::kQ4K, take_q4_k>;
+    case Format::kQ5K:
+      return pack<Format::kQ5K, take_q5_k>;
+    case Format::kQ6K:
+      return pack<Format::kQ6K, take_q6_k>;
+    case Format::kIq4Xs:
+      return pack<Format::kIq4Xs, take_iq4_xs>;
+    case Format::kIq3Xxs:
+      return pack<Format::kIq3Xxs, take_iq3_xxs>;
+    case Format::kIq3S:
+      return pack<Format::kIq3S, take_iq3_s>;
+    case Format::kIq2Xxs:
+      return pack<Format::kIq2Xxs, take_iq2_xxs>;
+    case Format::kIq2Xs:
+      return pack<Format::kIq2Xs, take_iq2_xs>;
+    case Format::kIq2S:
+      return pack<Format::kIq2S, take_iq2_s>;
+    case Format::kIq1S:
+      return pack<Format::kIq1S, take_iq1_s>;
+    case Format::kIq1M:
+      return pack<Format::kIq1M, take_iq1_m>;
+    default:
+      throw Error(ErrorKind::kInvalid,
+                  std::string(format_name(format)) + " has no blocks of a GGUF file");
   }
 }
 
@@ -338,21 +415,7 @@ void put_block(const GgufType& type, const GgufBlock& from, int32_t column, std:
 
 void pack_gguf(const PackedMatrix& matrix, const CodesView& view, int32_t first_row,
                std::byte* block) {
-  const GgufType type = gguf_type(matrix.format);
-  const int32_t columns = std::min(matrix.columns - first_row, kBlockColumns);
-  std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
-  GgufBlock taken;
-  for (int32_t column = 0; column < columns; ++column) {
-    const std::byte* from = view.data + (int64_t{first_row} + column) * view.row_bytes;
-    for (int32_t stretch = 0; stretch < matrix.depth / type.depth; ++stretch) {
-      take_block(matrix.format, from + int64_t{stretch} * type.bytes, taken);
-      if (!is_finite_half(taken.d) || !is_finite_half(taken.min)) {
-        throw Error(ErrorKind::kInvalid, std::string(format_name(matrix.format)) +
-                                             " cannot hold a scale that is not a finite number");
-      }
-      put_block(type, taken, column, block + stretch * matrix.group_bytes);
-    }
-  }
+  pack_of(matrix.format)(matrix, view, first_row, block);
 }
 
 }  // namespace torch_mesh

@@ -121,7 +121,9 @@ TEST(PackCodes, ChangesNoWeight) {
   for (int round = 0; round < 4; ++round) {
     for (Format format : kOfCodes) {
       for (int32_t group : groups_of(format)) {
-        const int32_t hidden = 8 + random.below(250), intermediate = 8 + random.below(150);
+        const bool whole = round == 3;  // without padding
+        const int32_t hidden = whole ? 256 : 8 + random.below(250);
+        const int32_t intermediate = whole ? 128 : 8 + random.below(150);
         const Shape shape{format, group, hidden, intermediate, round % 2 == 0};
         SCOPED_TRACE(name_of(shape));
         const RecordLayout layout = shape.layout();
@@ -151,6 +153,27 @@ TEST(PackCodes, ChangesNoWeight) {
         expect_equal(up, of_up);
         expect_equal(down, unpacked.down.data());
       }
+    }
+  }
+}
+
+TEST(PackCodes, ABlockOfGgufDoesNotKeepTheContentOfItsMemory) {
+  Random random;
+  const auto below = [&](int32_t end) { return random.below(end); };
+  for (Format format : kGgufFormats) {
+    const int32_t depth = gguf_type(format).depth;
+    for (int32_t hidden : {256, 3 * depth}) {  // 3 x 32 is padded
+      const Shape shape{format, 32, hidden, 256};
+      SCOPED_TRACE(name_of(shape));
+      const RecordLayout layout = shape.layout();
+      const Codes gate(format, 32, 256, hidden, below), up(format, 32, 256, hidden, below);
+      const Codes down(format, 32, hidden, 256, below);
+      ExpertCodes codes;
+      codes.gate = gate.view(), codes.up = up.view(), codes.down = down.view();
+      const Bytes record(layout.bytes), again(layout.bytes, 0);
+      pack_record(layout, codes, record.data());
+      pack_record(layout, codes, again.data());
+      EXPECT_TRUE(record == again);
     }
   }
 }
