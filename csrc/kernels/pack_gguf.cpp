@@ -14,6 +14,7 @@ namespace {
 
 constexpr int32_t kColumnsOfLine = 16;  // columns whose words are beside each other
 constexpr int64_t kLineBytes = kColumnsOfLine * 4;
+constexpr int32_t kAhead = 8;  // columns
 
 // The parts of one block of a file.
 struct GgufBlock {
@@ -349,11 +350,16 @@ void pack(const PackedMatrix& matrix, const CodesView& view, int32_t first_row, 
     std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
   }
   GgufBlock taken;
-  // A stretch of all columns is written while it is in the first-level cache.
+  const std::byte* rows = view.data + int64_t{first_row} * view.row_bytes;
+  const std::byte* end = rows + columns * view.row_bytes;
+  // A stretch of all columns is written while it is in the first-level cache. The columns' blocks are
+  // far apart in the file, so those of the next columns are prefetched.
   for (int32_t stretch = 0; stretch < matrix.depth / kType.depth; ++stretch) {
-    const std::byte* from =
-        view.data + int64_t{first_row} * view.row_bytes + int64_t{stretch} * kType.bytes;
+    const std::byte* from = rows + int64_t{stretch} * kType.bytes;
     for (int32_t column = 0; column < columns; ++column, from += view.row_bytes) {
+      const std::byte* ahead = from + kAhead * view.row_bytes;
+      if (ahead >= end) ahead += kType.bytes - columns * view.row_bytes;
+      for (int32_t line = 0; line < kType.bytes; line += 64) __builtin_prefetch(ahead + line);
       taken.d = read_as<uint16_t>(from);
       taken.min = 0;
       kTake(from, taken);
