@@ -9,8 +9,9 @@ venv=${1:-"$root/build/peers-venv"}
 python=${PYTHON:-"$root/.venv/bin/python"}
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-# GGML_NATIVE is llama.cpp's own default: the peer gets every instruction set this machine has.
-CMAKE_ARGS="-DGGML_NATIVE=ON" CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-1} \
+# GGML_NATIVE is llama.cpp's own default: the peer gets every instruction set this machine has. GCC 12 drops stores of
+# its AMX configuration as dead, after which the first prompt ends the process with SIGSEGV.
+CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'" CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-1} \
   nice -n 19 "$venv/bin/pip" install "llama-cpp-python==0.3.36" "gguf==0.19.0" "onnxruntime==1.31.1" "onnx==1.23.2" numpy rich
 "$venv/bin/python" -c "import gguf, llama_cpp, onnxruntime; print('llama-cpp-python', llama_cpp.__version__, 'onnxruntime', onnxruntime.__version__)"
 
