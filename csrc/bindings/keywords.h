@@ -1,5 +1,5 @@
-// The keyword arguments of a constructor or function, each read by name where it is used, so that an
-// option's name is written once.
+// The keyword arguments of a constructor or function, each read by name where it is used, so that
+// an option's name is written once.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -71,7 +71,7 @@ struct Arguments {
   std::optional<Array<int64_t>> sequences, forwards;
   ReplayOptions options;
 
-  explicit Arguments(Keywords given)
+  Arguments(Keywords given, bool ranks)
       : experts(given.take<int32_t>("experts")),
         scores(given.take<std::optional<Array<float>>>("scores", {})),
         lookahead(given.take<std::optional<Array<float>>>("lookahead", {})),
@@ -81,19 +81,28 @@ struct Arguments {
     options.slots = given.take<int32_t>("slots");
     options.predictor = given.take<std::string>("predictor", "off");
     options.prefetch = given.take<int32_t>("prefetch", 0);
+    options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
+    options.read_seconds = given.take<double>("read_seconds", 1);
+    options.expert_seconds = given.take<double>("expert_seconds", 1);
+    options.rest_seconds = given.take<double>("rest_seconds", 0);
+    if (ranks) {
+      options.one_disk = given.take<bool>("one_disk", false);
+    } else {
+      take_for_one(given);
+    }
+    given.none_left();
+  }
+
+ private:
+  // Options that ranks do not have.
+  void take_for_one(Keywords& given) {
     options.recall = given.take<double>("recall", .75);
     options.seed = given.take<uint64_t>("seed", 0);
     const auto profile = given.take<std::optional<ProfileArrays>>("profile", {});
     const auto early_layers = given.take<int32_t>("early_layers", 0);
     options.soft_pins =
         soft_pin_options(profile, early_layers, given.take<int32_t>("early_experts", 0));
-    options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
     options.deferred = given.take<int32_t>("deferred", 0);
-    options.read_seconds = given.take<double>("read_seconds", 1);
-    options.expert_seconds = given.take<double>("expert_seconds", 1);
-    options.rest_seconds = given.take<double>("rest_seconds", 0);
-    options.one_disk = given.take<bool>("one_disk", false);
-    given.none_left();
   }
 };
 
@@ -118,7 +127,7 @@ RoutingTrace trace_of(const Array<int32_t>& ids, const Arguments& given, int32_t
 
 py::dict replay_trace(const Array<int32_t>& ids, const py::kwargs& arguments) {
   if (ids.ndim() != 3) throw Error(ErrorKind::kInvalid, "ids must be [tokens, layers, top_k]");
-  const Arguments given(Keywords("replay()", arguments));
+  const Arguments given(Keywords("replay()", arguments), /*ranks=*/false);
   const RoutingTrace trace = trace_of(ids, given, 0, 1);
   ReplayResult result;
   {
@@ -134,7 +143,7 @@ py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchang
     throw Error(ErrorKind::kInvalid,
                 "ids must be [ranks, tokens, layers, top_k], of a rank or more");
   }
-  const Arguments given(Keywords("replay_ranks()", arguments));
+  const Arguments given(Keywords("replay_ranks()", arguments), /*ranks=*/true);
   const int32_t ranks = dimension(ids, 0);
   for (const auto& [name, scores] :
        {std::pair("scores", &given.scores), std::pair("lookahead", &given.lookahead)}) {

@@ -38,7 +38,7 @@ inline int32_t take(std::vector<ChunkResult>& ended, std::span<ChunkResult> resu
   return static_cast<int32_t>(count);
 }
 
-// All members but wake() are called on the reader's I/O thread.
+// All members but wake(), name() and capacity() are called on the reader's I/O thread.
 class Backend {
  public:
   // Called after stop(), or when start() threw: gives back what start() had taken by then.

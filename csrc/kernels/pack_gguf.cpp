@@ -352,8 +352,8 @@ void pack(const PackedMatrix& matrix, const CodesView& view, int32_t first_row, 
   GgufBlock taken;
   const std::byte* rows = view.data + int64_t{first_row} * view.row_bytes;
   const std::byte* end = rows + columns * view.row_bytes;
-  // A stretch of all columns is written while it is in the first-level cache. The columns' blocks are
-  // far apart in the file, so those of the next columns are prefetched.
+  // A stretch of all columns is written while it is in the first-level cache. The columns' blocks
+  // are far apart in the file, so those of the next columns are prefetched.
   for (int32_t stretch = 0; stretch < matrix.depth / kType.depth; ++stretch) {
     const std::byte* from = rows + int64_t{stretch} * kType.bytes;
     for (int32_t column = 0; column < columns; ++column, from += view.row_bytes) {

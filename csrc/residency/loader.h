@@ -58,7 +58,8 @@ class Loader {
     std::optional<Error> error;
     ReadResult read = {};  // the last one, where it was not refused
   };
-  // Called once per read, on a thread of the loader's. Must not throw. It may call begin(),
+  // Called once per read that take_refused() does not return, on a thread of the loader's. Must
+  // not throw. It may call begin(),
   // raise_priority() and flush().
   using Done = std::function<void(Ended)>;
 

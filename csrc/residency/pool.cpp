@@ -36,7 +36,7 @@ void check(const Source& source, const PackRecord& pack, const PoolOptions& opti
 }
 
 PoolOptions checked(const PoolOptions& options, const Source& source, const PackRecord& pack) {
-  const bool memory_only = source.files.empty() && source.extents.empty();
+  const bool memory_only = source.files.empty() && source.extents.empty() && !pack;
   if (!memory_only) check(source, pack, options);
   const int64_t all = int64_t{source.layers} * source.experts;
   if (source.layers < 1 || source.experts < 1 || all > INT32_MAX) {

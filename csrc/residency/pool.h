@@ -308,7 +308,8 @@ class Claim {
 
   // `experts` are distinct and stay alive as long as the claim; the last ones are those of
   // part.deferral. Queues the first reads at once. `scratch` is room for the claim's bookkeeping:
-  // an entry for each of the others, so that claiming allocates nothing.
+  // an entry for each of the others, so that claiming allocates nothing, unless more claims
+  // than ever before are alive.
   Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
         const ForwardPart& part = {});
   ~Claim();  // drops all pins; reads under way go on as if they were prefetches
