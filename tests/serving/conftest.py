@@ -46,3 +46,18 @@ def serving() -> Iterator[Callable[..., Any]]:
             return running.enter_context(Server(str(model), config, kept_bytes, options))
 
         yield serve
+
+
+@pytest.fixture
+def seen_prompts(server: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts that the module's server gives to its model during the test."""
+    seen: list[str] = []
+    encode_messages = server.prompts.encode_messages
+
+    def watch(*arguments: Any) -> Any:
+        inputs = encode_messages(*arguments)
+        seen.append(server.prompts.tokenizer.decode(inputs["input_ids"][0]))
+        return inputs
+
+    monkeypatch.setattr(server.prompts, "encode_messages", watch)
+    return seen

@@ -37,24 +37,13 @@ def server(serving: Callable[..., Any], folder: Path) -> Any:
 
 
 @pytest.fixture(params=TEMPLATES)
-def prompts(request: pytest.FixtureRequest, server: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def prompts(
+    request: pytest.FixtureRequest, server: Any, seen_prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     """The prompts that the model gets, by each of the templates."""
     if TEMPLATES[request.param] is not None:
         monkeypatch.setattr(server.prompts.processor, "chat_template", TEMPLATES[request.param])
-    return _watch(server, monkeypatch)
-
-
-def _watch(server: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    seen: list[str] = []
-    encode_messages = server.prompts.encode_messages
-
-    def watch(*arguments: Any) -> Any:
-        inputs = encode_messages(*arguments)
-        seen.append(server.prompts.tokenizer.decode(inputs["input_ids"][0]))
-        return inputs
-
-    monkeypatch.setattr(server.prompts, "encode_messages", watch)
-    return seen
+    return seen_prompts
 
 
 def _events(server: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -116,13 +105,12 @@ def test_claude_code_reuses_the_prompt_of_its_last_turn(server: Any, prompts: li
 
 
 def test_claude_code_needs_no_variables(
-    server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Any, seen_prompts: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("torch_mesh.serving.left_out._logged", set())
     monkeypatch.setattr(
         server.prompts.processor, "chat_template", EVERYTHING + "{# <think></think> #}{{ enable_thinking }}"
     )
-    prompts = _watch(server, monkeypatch)
     body = _claude(server, "00001") | {
         "thinking": {"type": "enabled", "budget_tokens": TOKENS - 1, "display": "summarized"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -136,18 +124,23 @@ def test_claude_code_needs_no_variables(
         left_out, events = _answer(server, "/v1/messages?beta=true", body | {"tools": tools})
         assert left_out == fields and events[-1]["type"] == "message_stop"
     assert len(caplog.records) == len(fields), "each is logged once"
-    assert '"Bash"' in prompts[-1] and "web_search" not in prompts[-1] and "defer_loading" not in prompts[-1]
+    assert (
+        '"Bash"' in seen_prompts[-1]
+        and "web_search" not in seen_prompts[-1]
+        and "defer_loading" not in seen_prompts[-1]
+    )
     for thinking in ({"type": "enabled", "budget_tokens": TOKENS}, {"type": "enabled"}):
         body |= {"thinking": thinking, "output_config": {"effort": "high"}}
         assert _answer(server, "/v1/messages", body)[0] == set()
-        assert prompts[-1].endswith("True")
+        assert seen_prompts[-1].endswith("True")
     monkeypatch.setattr(server.prompts.processor, "chat_template", EVERYTHING)  # of a model that does not reason
     assert _answer(server, "/v1/messages", body)[0] == {"thinking"}
 
 
-def test_claude_code_searches_for_deferred_tools(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claude_code_searches_for_deferred_tools(
+    server: Any, seen_prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server.prompts.processor, "chat_template", EVERYTHING)
-    prompts = _watch(server, monkeypatch)
     schema = {"type": "object", "properties": {"page": {"type": "string"}}, "required": ["page"]}
     look = {"name": "mcp__book__look", "description": "Opens a page.", "input_schema": schema, "defer_loading": True}
     search = {"name": "ToolSearch", "input_schema": {"type": "object", "properties": {"query": {"type": "string"}}}}
@@ -162,9 +155,9 @@ def test_claude_code_searches_for_deferred_tools(server: Any, monkeypatch: pytes
 
     asked = _events(server, "/v1/messages", body(tools=[search, unused]))[-2]["usage"]
     left_out, events = _answer(server, "/v1/messages", body("mcp__book__look"))
-    assert left_out == set() and "Placeholder" not in prompts[-1]
-    _, _, shown = prompts[-1].partition('"role": "tool"')
-    assert prompts[-1].count("Opens a page.") == shown.count("Opens a page.") == shown.count('\\"page\\"') / 2 == 1
+    assert left_out == set() and "Placeholder" not in seen_prompts[-1]
+    _, _, shown = seen_prompts[-1].partition('"role": "tool"')
+    assert seen_prompts[-1].count("Opens a page.") == shown.count("Opens a page.") == shown.count('\\"page\\"') / 2 == 1
     tokens = asked["input_tokens"] + asked["cache_read_input_tokens"]
     assert events[-2]["usage"]["cache_read_input_tokens"] > 0.9 * tokens > 0, "the tools before are the same"
     with pytest.raises(urllib.error.HTTPError) as error:
@@ -173,7 +166,7 @@ def test_claude_code_searches_for_deferred_tools(server: Any, monkeypatch: pytes
     theirs = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
     left_out, _ = _answer(server, "/v1/messages", body(tools=[search, look, theirs]))
     assert left_out == {"tools.defer_loading", "tools (tool_search_tool_regex_20251119)"}
-    assert "Opens a page." in prompts[-1]
+    assert "Opens a page." in seen_prompts[-1]
 
 
 def _codex(server: Any, *later: Any, **more: Any) -> dict[str, Any]:
@@ -245,10 +238,11 @@ def test_log_probabilities_beside_encrypted_reasoning(server: Any) -> None:
         assert bool(item["content"][0]["logprobs"]) == has
 
 
-def test_codex_calls_the_tools_of_mcp_servers(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codex_calls_the_tools_of_mcp_servers(
+    server: Any, seen_prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("llguidance")
     monkeypatch.setattr(server.prompts.processor, "chat_template", EVERYTHING)
-    prompts = _watch(server, monkeypatch)
     schema = {"type": "object", "properties": {"page": {"type": "string", "maxLength": 4}}, "required": ["page"]}
     look = {"type": "function", "name": "look", "description": "Opens a page.", "strict": False, "parameters": schema}
     shell = _codex(server)["tools"][0]
@@ -266,8 +260,8 @@ def test_codex_calls_the_tools_of_mcp_servers(server: Any, monkeypatch: pytest.M
         assert items[-1] == events[-1]["response"]["output"][0]
         result = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "nothing"}
         _events(server, "/v1/responses", _codex(server, items[-1], result, tools=tools))
-        assert prompts[-1].count(f'"{shown}"') == 2, "as a tool, and in the earlier call"
-        assert "The handbook.\\n\\nOpens a page." in prompts[-1] and "apply_patch" not in prompts[-1]
+        assert seen_prompts[-1].count(f'"{shown}"') == 2, "as a tool, and in the earlier call"
+        assert "The handbook.\\n\\nOpens a page." in seen_prompts[-1] and "apply_patch" not in seen_prompts[-1]
     choice = {"type": "function", "name": "look"}
     events = _events(server, "/v1/responses", _codex(server, tools=tools, tool_choice=choice, max_output_tokens=200))
     assert events[-1]["response"]["output"][0].keys().isdisjoint({"namespace"})

@@ -193,23 +193,16 @@ def test_pictures_of_tools_follow_their_results(server: Any, processor: Processo
         assert [each["role"] for each in processor.messages[:2]] == ["tool", "user"]
 
 
-def test_a_model_of_text_is_told_that_a_tool_had_a_picture(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_text_is_told_that_a_tool_had_a_picture(
+    server: Any, seen_prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     monkeypatch.setattr(server.prompts.processor, "chat_template", template)
-    seen: list[str] = []
-    encode_messages = server.prompts.encode_messages
-
-    def watch(*arguments: Any) -> Any:
-        inputs = encode_messages(*arguments)
-        seen.append(server.prompts.tokenizer.decode(inputs["input_ids"][0]))
-        return inputs
-
-    monkeypatch.setattr(server.prompts, "encode_messages", watch)
     note = "[picture left out: this model reads text]"
     for path, body in zip((MESSAGES, RESPONSES), _results(), strict=True):
         status, _, left_out = _answer(server, path, body)
         assert status == 200 and left_out == "pictures in results of tools"
-        assert f"tool: Error: A\n{note}\ntool: {note}\nuser: B\n" in seen[-1].replace(
+        assert f"tool: Error: A\n{note}\ntool: {note}\nuser: B\n" in seen_prompts[-1].replace(
             f"tool: \n{note}", f"tool: {note}"
         )
 
