@@ -1,7 +1,9 @@
 #include "bindings/lookahead.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/softmax.h>
@@ -16,7 +18,11 @@
 #include <vector>
 
 #include "bindings/errors.h"
+#include "bindings/process.h"
+#include "bindings/runtime.h"
 #include "bindings/tensors.h"
+#include "engine/dense_linear.h"
+#include "store/record.h"
 
 namespace torch_mesh {
 namespace {
@@ -27,21 +33,41 @@ void lookahead(const at::Tensor& x, const at::Tensor& router_weight, at::Tensor&
   Lookahead(x, {router_weight, bias, parse_scoring(scoring)}, handle, top_k).prefetch();
 }
 
+// Returns x · weight^T, [tokens, experts] in fp32.
+at::Tensor logits_of(const at::Tensor& x, const at::Tensor& weight) {
+  if (!weight.is_cpu() || weight.scalar_type() != at::kBFloat16 || weight.stride(1) != 1) {
+    return at::mm(x.to(weight.scalar_type()), weight.t()).to(at::kFloat);
+  }
+  // torch's product of so few rows takes as long as a small layer's experts.
+  const at::Tensor rows = with_contiguous_rows(x);
+  at::Tensor logits = at::empty({x.size(0), weight.size(0)}, x.options().dtype(at::kFloat));
+  const PackedMatrix matrix =
+      PackedMatrix::make(Format::kBf16, 0, narrowed(weight.size(0)), narrowed(weight.size(1)));
+  unpacked_linear(matrix, weight.const_data_ptr(), weight.stride(0) * 2,
+                  {.x = const_rows(rows, "x"),
+                   .rows = rows.size(0),
+                   .bias = nullptr,
+                   .bias_type = ScalarType::kFloat32,
+                   .out = mutable_rows(logits, "logits")},
+                  torch_runtime(), at::get_num_threads(), process_workspaces());
+  return logits;
+}
+
 // Returns [tokens, experts], larger for experts that the router prefers.
 at::Tensor ranking(const at::Tensor& x, const RouterTensors& router) {
-  const at::Tensor logits = at::mm(x.to(router.weight.scalar_type()), router.weight.t());
+  const at::Tensor logits = logits_of(x, router.weight);
   // No scoring changes the order of a token's logits, so it matters only with a bias.
   if (!router.bias) return logits;
-  const at::Tensor exact = logits.to(at::kFloat), bias = router.bias->to(at::kFloat);
+  const at::Tensor bias = router.bias->to(at::kFloat);
   switch (router.scoring) {
     case Scoring::kLogits:
-      return exact + bias;
+      return logits + bias;
     case Scoring::kSigmoid:
-      return at::sigmoid(exact) + bias;
+      return at::sigmoid(logits) + bias;
     case Scoring::kSoftmax:
-      return at::softmax(exact, -1) + bias;
+      return at::softmax(logits, -1) + bias;
     case Scoring::kSqrtSoftplus:
-      return at::softplus(exact).sqrt() + bias;
+      return at::softplus(logits).sqrt() + bias;
   }
   TORCH_INTERNAL_ASSERT(false, "unknown scoring");
 }

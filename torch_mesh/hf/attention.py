@@ -150,14 +150,20 @@ def _is_torchs_own() -> bool:
 
 def _runs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     batch, _, tokens, _ = query.shape
-    dims = (key.shape[-1], value.shape[-1])
     return (
         tokens <= _MAX_TOKENS
         and batch == key.shape[0] == value.shape[0]
         and (tokens == 1 if mask is None else _known(mask, batch, tokens, key.shape[2]))
-        and all(dim % _C.HEAD_DIM_STEP == 0 and dim <= _C.MAX_HEAD_DIM for dim in dims)
-        and all(tensor.dtype in _DTYPES for tensor in (query, key, value))
+        and _fits(key.shape[-1])
+        and _fits(value.shape[-1])
+        and query.dtype in _DTYPES
+        and key.dtype in _DTYPES
+        and value.dtype in _DTYPES
     )
+
+
+def _fits(head_dim: int) -> bool:
+    return head_dim <= _C.MAX_HEAD_DIM and head_dim % _C.HEAD_DIM_STEP == 0
 
 
 def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:

@@ -29,13 +29,13 @@ class _Room:
 
     def append(self, new: Tensor) -> Tensor:
         """``new`` behind the filled part; returns all of it."""
-        before = self.filled
-        self.memory[..., before : before + new.shape[-2], :] = new
-        return self.first(before + new.shape[-2])
+        before, count = self.filled, new.shape[-2]
+        self.memory.narrow(-2, before, count).copy_(new)
+        return self.first(before + count)
 
     def first(self, tokens: int) -> Tensor:
         self.filled = tokens
-        part = self.memory[..., :tokens, :]
+        part = self.memory.narrow(-2, 0, tokens)
         key = id(part)
         _ROOMS[key] = weakref.ref(part, partial(_ROOMS.pop, key)), self
         return part
@@ -137,10 +137,14 @@ def _can_append(kept: Tensor, new: Tensor) -> bool:
         and new.is_cpu
         and kept.dtype == new.dtype
         and new.dim() == 4
-        and (kept.numel() == 0 or kept.shape[:2] + kept.shape[3:] == new.shape[:2] + new.shape[3:])
+        and (kept.numel() == 0 or _same_but_tokens(kept.shape, new.shape))
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
     )
+
+
+def _same_but_tokens(first: torch.Size, second: torch.Size) -> bool:
+    return first[0] == second[0] and first[1] == second[1] and first[3:] == second[3:]
 
 
 def install_caches(model: nn.Module) -> None:

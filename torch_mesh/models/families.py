@@ -413,7 +413,8 @@ class Router:
     @property
     def weight(self) -> torch.Tensor:
         """[experts, hidden], for the experts' input. See ``ranking``."""
-        return self.matrix.weight[: self.num_experts]
+        weight: torch.Tensor = self.matrix.weight
+        return weight if weight.size(0) == self.num_experts else weight[: self.num_experts]
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -125,10 +125,8 @@ class MeshExperts(PackedModule, InPool):
                 hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
             )
         following = self._mesh_next  # unpatch on another thread may remove it while the experts run
-        if following is not None and not hidden_states.device.type == following.router.weight.device.type == "cpu":
-            following = None  # a hint is not worth moving a router
         if self._mesh_fused:
-            hint = () if following is None else following.hint
+            hint = () if following is None else following.hint(hidden_states)
             inputs = (hidden_states, top_k_index, top_k_weights, self._mesh_handle)
             if adapters:
                 return torch.ops.torch_mesh.experts_adapted(

@@ -32,10 +32,9 @@ class NextLayer:
         A hint. ``output`` is that of the current layer: predicted experts are read after those that this layer needs
         itself.
         """
-        router = self.router
-        torch.ops.torch_mesh.lookahead(
-            hidden_states, router.weight, self.handle, self.top_k, output, router.bias, router.scoring
-        )
+        if hint := self.hint(hidden_states):
+            weight, handle, top_k, bias, scoring = hint
+            torch.ops.torch_mesh.lookahead(hidden_states, weight, handle, top_k, output, bias, scoring)
 
     @property
     def device(self) -> torch.device:
@@ -43,12 +42,14 @@ class NextLayer:
         device: torch.device = (getattr(self.router, "own", None) or self.router).weight.device
         return device
 
-    @property
-    def hint(self) -> tuple[Any, ...]:
+    def hint(self, hidden_states: torch.Tensor) -> tuple[Any, ...]:
         """The same prediction as the last arguments of the ops that compute experts, which read these experts after
-        their own."""
+        their own; empty where the router or ``hidden_states`` is not on the CPU, since a hint is not worth a copy."""
         router = self.router
-        return router.weight, self.handle, self.top_k, router.bias, router.scoring
+        weight = router.weight
+        if not (hidden_states.is_cpu and weight.is_cpu):
+            return ()
+        return weight, self.handle, self.top_k, router.bias, router.scoring
 
 
 def connect(model: nn.Module, layers: Sequence[ExpertsLayer], predictor: str | None) -> None:
