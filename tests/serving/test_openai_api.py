@@ -234,6 +234,27 @@ def test_echo_scores_a_prompt(complete: Callable[..., Any], plain: tuple[Any, An
     assert complete(echo=True).choices[0].text == TEXT + complete().choices[0].text
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_tokens_that_a_completion_does_not_show_have_log_probabilities(
+    ends: bool, complete: Callable[..., Any], plain: tuple[Any, Any]
+) -> None:
+    """Harnesses drop the entries of generated tokens by their number."""
+    tokenizer = plain[1]
+    ids, hidden = tokenizer(TEXT)["input_ids"], tokenizer.eos_token_id
+    own = {"max_new_tokens": 3, "eos_token_id": hidden if ends else hidden + 1}
+    asked: dict[str, Any] = {"prompt": ids, "logprobs": 1, "max_tokens": 3, "logit_bias": {str(hidden): 100}}
+    asked["extra_body"] = {"generation_config": json.dumps(own)}
+    answer = complete(**asked, echo=True)
+    made, found = answer.usage.completion_tokens, answer.choices[0].logprobs
+    assert answer.choices[0].text == TEXT and made == (1 if ends else 3)
+    scored = complete(**asked | {"max_tokens": 0}, echo=True).choices[0].logprobs
+    assert found.token_logprobs[:-made] == scored.token_logprobs
+    assert found.tokens[-made:] == [tokenizer.decode(hidden)] * made
+    assert found.text_offset[-made:] == [len(TEXT)] * made
+    streamed = [chunk.choices[0].logprobs for chunk in complete(**asked, stream=True)]
+    assert sum(len(each.tokens) for each in streamed if each is not None) == made
+
+
 def test_offsets_of_tokens_take_one_length_each() -> None:
     from torch_mesh.serving.openai_api import OpenAI
     from torch_mesh.serving.processors import TokenLogprobs
@@ -245,7 +266,7 @@ def test_offsets_of_tokens_take_one_length_each() -> None:
             lengths.append(1)
             return super().__len__()
 
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: Text("a" * (ids[0] % 4)))
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: Text("a" * (ids[0] % 4)), all_special_ids=[])
     api = OpenAI(SimpleNamespace(prompts=SimpleNamespace(tokenizer=tokenizer)))  # type: ignore[arg-type]
     found = [TokenLogprobs(token, -1.0, ()) for token in range(1, 40)]
     offsets = api._completion_logprobs([0], [None, *found], 5)["text_offset"]

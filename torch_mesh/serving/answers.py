@@ -18,7 +18,7 @@ class Part:
     """The parts that a batch of tokens adds to an answer."""
 
     pieces: Sequence[Piece]
-    tokens: Sequence[Token]  # visible ones
+    tokens: Sequence[Token]  # those of text; of an answer without a format all
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Answer:
                     self.count, last = self.count + 1, token.id
                     self.reasoning_count += parser.is_reasoning
                     pieces += parser.push(stops.push(text.push(token.id)))
-                    if not text.hides(token.id):
+                    if self.format is None or not text.hides(token.id):
                         shown.append(token)
                     called = called or any(isinstance(piece, Call) for piece in pieces)
                     if over := stops.found is not None or (called and self.one_call):

@@ -271,7 +271,9 @@ class OpenAI:
         """Log-probabilities of tokens; only the first token of a prompt has none."""
         ids = [prompt[index] if each is None else each.token for index, each in enumerate(found)]
         texts = [self._text(token) for token in ids]
-        offsets = list(itertools.accumulate(map(len, texts), initial=start))[:-1]
+        hidden = frozenset(self._service.prompts.tokenizer.all_special_ids)  # the text leaves them out
+        lengths = [0 if token in hidden else len(text) for token, text in zip(ids, texts, strict=True)]
+        offsets = list(itertools.accumulate(lengths, initial=start))[:-1]
         return {
             "tokens": texts,
             "token_logprobs": [None if each is None else max(each.logprob, -9999.0) for each in found],
