@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from torch_mesh.hf import cache_state
 from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.serving import grammars
 from torch_mesh.serving.answers import Answer
@@ -27,7 +28,7 @@ from torch_mesh.serving.tool_calls import AnswerFormat
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_TOKENS = 1024  # the limit of an answer, unless the request, the server or the model has one
-_SCORED_ROWS = 512  # rows of a prompt's logits in memory at the same time
+_SCORED_ROWS = 512  # tokens of a prompt whose log-probabilities are in memory at the same time
 _COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")  # of sequences that generate computes together
 _UNCHECKED = (
     "A strict tool has parameters that this server checks less than their schema says (docs/serving.md lists what is "
@@ -286,10 +287,17 @@ class Service:
         """Raises RequestTooLongError for a prompt that will not fit when it is scored."""
         self.engine.kept.check(inputs["input_ids"][0], 0, self._logits_bytes(inputs))
 
+    def _scored_together(self, inputs: Mapping[str, Any]) -> int:
+        """The most tokens of a forward that scores a prompt. A model that is not known to continue from its cache with
+        several tokens computes all of them together."""
+        tokens: int = inputs["input_ids"].shape[-1]
+        return tokens if cache_state.unsupported_reason(self.model) else _SCORED_ROWS
+
     def _logits_bytes(self, inputs: Mapping[str, Any]) -> int:
-        """Bytes for the largest part of a prompt's logits, as floats too, and their log-probabilities."""
-        rows = min(_SCORED_ROWS, inputs["input_ids"].shape[-1] - 1)
-        return rows * self.vocabulary * (self.model.dtype.itemsize + 2 * torch.float32.itemsize)
+        """Bytes for the logits of a forward, and for the largest part of them as floats and log-probabilities."""
+        rows = min(self._scored_together(inputs), inputs["input_ids"].shape[-1] - 1)
+        floats = 2 * min(_SCORED_ROWS, rows) * torch.float32.itemsize
+        return self.vocabulary * (rows * self.model.dtype.itemsize + floats)
 
     def score(self, inputs: Mapping[str, Any], top: int) -> list[TokenLogprobs | None]:
         """Compute the log-probabilities of a prompt's tokens; None for the first.
@@ -299,15 +307,16 @@ class Service:
         ids: Tensor = inputs["input_ids"]
         found: list[TokenLogprobs | None] = [None]
         cache: Any = None
+        together = self._scored_together(inputs)
         with self.engine.kept.room(ids[0], self._logits_bytes(inputs)), torch.no_grad():
-            for start in range(0, ids.shape[-1] - 1, _SCORED_ROWS):
-                part = ids[:, start : start + _SCORED_ROWS]
+            for start in range(0, ids.shape[-1] - 1, together):
                 known = {} if cache is None else {CACHE_NAME: cache}
-                output = self.model(input_ids=part, use_cache=True, **known)
+                output = self.model(input_ids=ids[:, start : start + together], use_cache=True, **known)
                 cache = output[CACHE_NAME]
-                following = ids[0, start + 1 : start + 1 + part.shape[-1]].tolist()
-                rows = output.logits[0, : len(following)].float().log_softmax(-1)
-                found += [token_logprobs(row, token, top) for row, token in zip(rows, following, strict=True)]
+                following = ids[0, start + 1 : start + 1 + together].split(_SCORED_ROWS)
+                for logits, tokens in zip(output.logits[0].split(_SCORED_ROWS), following, strict=False):
+                    rows = logits[: len(tokens)].float().log_softmax(-1)
+                    found += [token_logprobs(row, token, top) for row, token in zip(rows, tokens.tolist(), strict=True)]
         return found
 
     def _config(self, given: Mapping[str, Any], limit: str) -> GenerationConfig:
