@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AddedToken, AutoTokenizer
 
 from torch_mesh.serving import left_out
+from torch_mesh.serving.processors import Grammar
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.service import Service
 from torch_mesh.serving.tool_calls import Call, answer_format, parser_of
@@ -336,6 +338,25 @@ def test_constraints_beside_the_parameters_are_noted(constraint: dict[str, Any],
     assert notes == []
     allows(CODER, "", tools=_tools(True, schema | constraint))
     assert notes == ["tools.strict (weather.*)"]
+
+
+def test_a_grammar_keeps_its_place_when_drafts_are_rejected(mesh_tiny: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(mesh_tiny)
+    end = tokenizer.eos_token_id
+
+    def allowed(grammar: Grammar, answer: str) -> str:
+        ids = [7, *(tokenizer(letter)["input_ids"][0] for letter in answer)]
+        scores = grammar(torch.tensor([ids]), torch.zeros(1, len(tokenizer)))[0]
+        return tokenizer.decode(scores.isfinite().nonzero().flatten().tolist())
+
+    def new() -> Grammar:
+        return Grammar(tokenizer, 'start: "(" /[a-c]/ "." | "(" /[d-f]/ "!"', [end], 1, "response_format")
+
+    kept = new()
+    for draft, answer in (("(a.", "(d"), ("(d", "(d"), ("(d.", "(d!"), ("(x!", "(a"), ("(a!x", "(a."), ("(f!", "(")):
+        for length in range(len(draft) + 1):
+            assert allowed(kept, draft[:length])
+        assert allowed(kept, answer) == allowed(new(), answer)
 
 
 def test_the_header_for_what_is_left_out_is_bounded() -> None:

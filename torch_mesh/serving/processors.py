@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,16 +110,18 @@ class Grammar(LogitsProcessor):
         if self._matcher.is_error():
             problem = self._matcher.get_error().strip().splitlines()[0]
             raise RequestError(f"{field} cannot be converted to a grammar: {problem}. Change its schema.", field)
-        self._prompt = self._read = prompt
+        self._prompt = prompt
         self._ends = list(ends)
+        self._held: list[int] = []  # tokens of the answer that the matcher has consumed
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        length = input_ids.shape[-1]
-        if length < self._read:  # a draft was rejected
-            self._matcher.rollback(self._read - length)
-        elif new := input_ids[0, self._read : length].tolist():
-            self._matcher.consume_tokens(new)
-        self._read = length
+        ids = input_ids[0, self._prompt :].tolist()
+        pairs = zip(self._held, ids, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if rejected := len(self._held) - same:  # drafts; the model's own token may have replaced one
+            self._matcher.rollback(rejected)
+        # It refuses drafts that the grammar does not allow. What follows these is rejected with them.
+        self._held = ids[: same + self._matcher.try_consume_tokens(ids[same:])]
         allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
         if self._matcher.is_stopped():
             allowed[self._ends] = True
