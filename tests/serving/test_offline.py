@@ -254,11 +254,13 @@ def test_a_request_longer_than_the_given_blocks_ends_the_run_before_anything_is_
     assert _run(folder, requests, answers, "--cb-num-blocks", "1") == 0
 
 
-def test_requests_that_are_computed_together_share_reads(
-    folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lines", [8, 1])
+def test_answers_that_are_computed_together_share_reads(
+    lines: int, folder: Path, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, answers = paths
-    _write(requests, [_line(f"{number}", prompt=f"Verse {number} of", max_tokens=12) for number in range(8)])
+    each = {"max_tokens": 12, "n": 8 // lines}
+    _write(requests, [_line(f"{number}", prompt=f"Verse {number} of", **each) for number in range(lines)])
     read, forwards = [], []
     opened = offline.open_service
 
@@ -273,7 +275,7 @@ def test_requests_that_are_computed_together_share_reads(
                 arrived.release()
 
             def begin(*_: Any) -> None:
-                if not calls:  # the first forward waits for all requests; the second computes the rest
+                if not calls:  # the first forward waits for all answers; the second computes the rest
                     assert all(arrived.acquire(timeout=60) for _ in range(at_once))
                 calls.append(1)
 

@@ -66,7 +66,7 @@ class Batches(Engine):
         """transformers' manager, running."""
         return self._manager
 
-    def check(self, job: Job) -> None:
+    def check(self, job: Job, count: int = 1) -> None:
         self.check_options(job)
         check_blocks(self._capacity(job), len(job.prompt), job.config.max_new_tokens)
 

@@ -98,8 +98,11 @@ class Engine:
         self._streams: set[_Stream] = set()
         self._stopping = False
 
-    def check(self, job: Job) -> None:
-        """Raises RequestError for a job that does not fit in memory or in the model's positions."""
+    def check(self, job: Job, count: int = 1) -> None:
+        """Raises RequestError for a job that does not fit in memory or in the model's positions.
+
+        ``count``: the number of such jobs, for engines that compute some together.
+        """
         self.kept.check(job.prompt, job.config.max_new_tokens)
 
     async def tokens(self, job: Job) -> AsyncGenerator[list[Token], None]:

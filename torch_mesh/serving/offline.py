@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch_mesh.errors import MeshError
 from torch_mesh.serving.admission import Admission, check_blocks, find_needs
 from torch_mesh.serving.answers import running
 from torch_mesh.serving.batches import Batches
-from torch_mesh.serving.engine import Engine, Job
+from torch_mesh.serving.engine import Engine, Job, Token
 from torch_mesh.serving.errors import AnsweredError, describe
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.serving.openai_api import OpenAI, new_id
@@ -162,22 +162,28 @@ def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
 
 
 class _SizedBatches(Batches):
-    """Batches with blocks and forwards sized for the requests that are computed at once. By default transformers takes
-    all free memory."""
+    """Batches with blocks and forwards sized for the jobs that are computed at once. By default transformers takes all
+    free memory."""
 
     def __init__(self, kept: KeptKeys, tokenizer: Any, configured: dict[str, Any], at_once: int) -> None:
         super().__init__(kept, tokenizer, configured)
         self._at_once = at_once
+        self._slots = asyncio.Semaphore(at_once)
         self._page = configured.get("block_size") or _PAGE
         self._needs: list[tuple[int, int]] = []  # tokens of each sequence, and of its prompt
 
-    def check(self, job: Job) -> None:
+    def check(self, job: Job, count: int = 1) -> None:
         """Check all but the memory: ``choose_sizes`` checks it when all jobs are known."""
         self.check_options(job)
         prompt, new = len(job.prompt), job.config.max_new_tokens
         if (blocks := self._configured.get("num_blocks")) is not None:
             check_blocks(blocks * self._page, prompt, new)
-        self._needs.append((prompt + new, prompt))
+        self._needs += [(prompt + new, prompt)] * count
+
+    async def tokens(self, job: Job) -> AsyncGenerator[list[Token], None]:
+        async with self._slots, contextlib.aclosing(super().tokens(job)) as batches:
+            async for batch in batches:
+                yield batch
 
     def choose_sizes(self) -> None:
         """Choose the number of blocks and rows. Raises RequestTooLongError if the longest sequence does not fit."""

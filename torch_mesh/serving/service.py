@@ -219,7 +219,7 @@ class Service:
             )
             for index in range(count)
         ]
-        self.engine.check(jobs[0])
+        self.engine.check(jobs[0], count)
         return [
             Answer(
                 self.engine,
