@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from torch_mesh.hf import cache_state
 from torch_mesh.hf.kv_cache import install_caches
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.system.memory import anonymous_bytes
@@ -154,6 +155,20 @@ def test_a_conversation_larger_than_the_limit_evicts_no_others(
     assert torch.equal(left.tokens[: len(small)], small)
     (warning,) = caplog.messages  # a single one
     assert "202 tokens" in warning and "60,000" in warning and "--keep-keys 1MiB" in warning
+
+
+def test_a_call_measures_no_other_conversations(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    kept, layers, measured = KeptKeys(_model(_full), PLENTY), [], []
+    tensors_of = cache_state.tensors_of
+    monkeypatch.setattr(cache_state, "tensors_of", lambda layer: layers.append(layer) or tensors_of(layer))
+    for number in range(1, 7):
+        layers.clear()
+        _ask(kept.generate, torch.cat([torch.tensor([number]), torch.from_numpy(rng.integers(1, VOCABULARY, 20))]), 3)
+        measured.append(len(layers))
+        if number == 4:
+            kept.limit = kept.counts.kept_bytes
+    assert len(kept.conversations) == 4
+    assert len(set(measured)) == 1
 
 
 def test_without_kept_keys_there_is_no_warning(rng: np.random.Generator, caplog: pytest.LogCaptureFixture) -> None:

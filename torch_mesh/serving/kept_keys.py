@@ -37,6 +37,7 @@ class Conversation:
     tokens: Tensor  # [n]
     cache: DynamicCache
     shared: bool = False  # its memory belongs to another conversation until tokens are added
+    kept_bytes: int = 0  # nbytes when it was last kept; nothing changes it until it is taken
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +162,7 @@ class KeptKeys:
             return
         kept, computing = list(self.conversations), self._computing
         known = max((each.common(prompt) for each in kept), default=0)
-        held = sum(each.nbytes for each in kept)
+        held = sum(each.kept_bytes for each in kept)
         if computing is not None:
             tokens = computing.tokens[0]
             known = max(known, Conversation(tokens, DynamicCache()).common(prompt) if self.limit else 0)
@@ -216,7 +217,7 @@ class KeptKeys:
         if not length:
             return conversation
         if known and not conversation.shared:
-            self.conversations.append(conversation)
+            self._append(conversation)
         return Conversation(tokens[:length], cache)
 
     def _take(self, tokens: Tensor) -> Conversation:
@@ -239,9 +240,14 @@ class KeptKeys:
         if conversation.nbytes > self.limit:
             self._warn(conversation)
             return  # the loop below would drop all others, and then this one too
+        self._append(conversation)
+        total = sum(each.kept_bytes for each in self.conversations)
+        while total > self.limit:
+            total -= self.conversations.pop(0).kept_bytes
+
+    def _append(self, conversation: Conversation) -> None:
+        conversation.kept_bytes = conversation.nbytes
         self.conversations.append(conversation)
-        while self.conversations and sum(each.nbytes for each in self.conversations) > self.limit:
-            del self.conversations[0]
 
     def _warn(self, conversation: Conversation) -> None:
         if self._warned or not self.limit:
@@ -257,7 +263,7 @@ class KeptKeys:
         )
 
     def _count(self) -> None:
-        self.counts.kept_bytes = sum(each.nbytes for each in self.conversations)
+        self.counts.kept_bytes = sum(each.kept_bytes for each in self.conversations)
         self.counts.kept_tokens = sum(len(each.tokens) for each in self.conversations)
 
 
