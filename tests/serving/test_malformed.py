@@ -13,6 +13,8 @@ import pytest
 import transformers
 
 from torch_mesh import MeshConfig
+from torch_mesh.serving.errors import RequestError
+from torch_mesh.serving.requests import check_values
 
 openai = pytest.importorskip("openai")
 
@@ -229,6 +231,16 @@ def test_an_error_of_the_template_names_the_messages_field(server: Any, monkeypa
     assert _error(_post(server, "/v1/chat/completions", {"messages": [USER]}))["param"] == "messages"
     monkeypatch.setattr(processor, "chat_template", "{# nothing #}")
     assert "no tokens" in _error(_post(server, "/v1/chat/completions", {"messages": [USER]}))["message"]
+
+
+def test_text_is_checked_as_a_whole() -> None:
+    class Text(str):
+        def __iter__(self) -> Iterator[str]:
+            pytest.fail("each character is read in Python")
+
+    check_values({"messages": [{"role": Text("user"), "content": Text("\U0001f600 and \ue000")}]})
+    with pytest.raises(RequestError, match="surrogate"):
+        check_values({"messages": [{"role": "user", "content": Text("a\udfff")}]})
 
 
 def test_openais_client_raises_bad_request_errors(client: Any, server: Any) -> None:

@@ -291,10 +291,19 @@ def check_values(body: Mapping[str, Any]) -> None:
                 left += ((inner, depth + 1) for inner in value)
             elif isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"{field} has the number {value}, which is not JSON: give a finite one.", field)
-            elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            elif isinstance(value, str) and not _is_unicode(value):
                 raise RequestError(
                     f"{field} has half of a surrogate pair, which is not text. Encode it as UTF-8.", field
                 )
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether ``text`` has no half of a surrogate pair. Pictures make it megabytes long."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _PART_FIELDS = {"type": ANY, "cache_control": ANY}
