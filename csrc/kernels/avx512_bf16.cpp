@@ -1,4 +1,4 @@
-// AVX512 with VNNI and BF16: Cooper Lake, Sapphire Rapids, Zen 4.
+// AVX512 with VNNI and BF16: Cooper Lake, Sapphire Rapids, Zen 4, Zen 5.
 #include "kernels/simd_avx512_vnni-inl.h"
 // The headers below are written in its terms.
 #include "kernels/bf16_dot-inl.h"
@@ -8,7 +8,8 @@ namespace torch_mesh {
 namespace {
 
 // On Zen 4 neither gemm nor panels are ever faster (docs/decisions/0027). From gemm_fp8 rows on fp8
-// is multiplied as bf16.
+// is multiplied as bf16. One row of nibbles reads two blocks at once; other formats, and GGUF's,
+// are faster with one (docs/decisions/0012).
 struct Amd : VnniTarget {
   struct Tiles : NoTiles {
     static constexpr Product fp8 = many_rows_of_fp8<NativeBf16Dot>;
@@ -17,7 +18,7 @@ struct Amd : VnniTarget {
   using Int8 = PrefetchingGroups<VnniInt8Dot>;
   using Fp8 = Fp8Dot<E4m3AsFloats>;
   template <typename Codes>
-  using Nibbles = GroupPrefetchingVnniNibbles<Codes>;
+  using Nibbles = Prefetching<PrefetchingGroups<VnniNibbleDot<Codes>>>;
   static constexpr ManyRows kRows{.gemm_floats = kNoRows,
                                   .gemm_int8 = kNoRows,
                                   .gemm_nibbles = kNoRows,

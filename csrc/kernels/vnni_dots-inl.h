@@ -59,8 +59,5 @@ struct VnniLevelDot : OfBytes<VnniNibbleDot<Levels>> {
 template <typename Nibbles>
 using PrefetchingVnniNibbles = Prefetching<VnniNibbleDot<Nibbles>>;
 
-template <typename Nibbles>
-using GroupPrefetchingVnniNibbles = PrefetchingGroups<VnniNibbleDot<Nibbles>>;
-
 }  // namespace
 }  // namespace torch_mesh
