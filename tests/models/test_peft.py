@@ -11,7 +11,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from routes import Computed
+from safetensors.torch import load_file
 from tiny_models import TINY_MODELS
+from training import STEPS, trainer_for
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from upstream import loads_adapters
 
@@ -95,6 +97,22 @@ def test_a_trained_adapter_opens_on_an_unpatched_model(
     again = PeftModel.from_pretrained(original, tmp_path / "adapter")
     trained = {name: p for name, p in model.named_parameters() if "lora_" in name}
     assert trained and all(torch.equal(p, again.get_parameter(name)) for name, p in trained.items())
+
+
+@pytest.mark.parametrize("dense, tied", [("bf16", False), ("int8", True)])
+def test_an_adapter_on_a_packed_head_is_saved_without_the_bases_weight(
+    dense: str, tied: bool, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    plain = _build(tie_word_embeddings=tied)
+    model = _with_adapter(torch_mesh.patch(copy.deepcopy(plain), dense=dense), target_modules=["q_proj", "lm_head"])
+    trainer_for(model, tmp_path).train()
+    checkpoint = tmp_path / f"checkpoint-{STEPS}"
+    assert all(".lora_" in name for name in load_file(checkpoint / "adapter_model.safetensors"))
+    again = PeftModel.from_pretrained(torch_mesh.patch(copy.deepcopy(plain), dense=dense), checkpoint)
+    assert torch.equal(_logits(again, ids), _logits(model.eval(), ids))
+    unpatched = PeftModel.from_pretrained(plain, checkpoint)
+    trained = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    assert trained and all(torch.equal(p, unpatched.get_parameter(name)) for name, p in trained.items())
 
 
 @pytest.mark.parametrize("dense", ["none", "bf16"])

@@ -19,6 +19,7 @@ from loopback_hub import MODEL, loopback_hub
 from peft import LoraConfig, PeftModel, get_peft_model
 from quantised import KINDS, change_config, rewrite
 from row_files import decoded
+from safetensors.torch import load_file
 from saved import assert_same_checkpoint
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from torch import nn
@@ -643,6 +644,16 @@ def test_an_adapter_on_a_table_is_merged_into_a_checkpoint(tmp_path: Path, monke
     assert torch.equal(torch.nn.functional.embedding(ids, weight.bfloat16()) * embedding.embed_scale, embedding(ids))
     with pytest.raises(StoreError, match="cannot be merged"):
         merge(tmp_path / "store", tmp_path / "adapter", tmp_path / "other")
+
+
+def test_an_adapter_on_a_vocabulary_in_files_is_saved_without_it(tmp_path: Path) -> None:
+    model = untied(tmp_path / "raw")
+    opened = reopen(model, tmp_path / "raw", tables=["embed_tokens"])
+    adapted = save_adapter(opened, tmp_path / "adapter", target_modules=["embed_tokens"])
+    assert all(".lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    inputs = inputs_for(model)
+    again = PeftModel.from_pretrained(reopen(model, tmp_path / "raw", tables=["embed_tokens"]), tmp_path / "adapter")
+    assert torch.equal(output_of(again, inputs), output_of(adapted.eval(), inputs))
 
 
 def test_a_damaged_table_is_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,10 @@ def register() -> None:
     swap = getattr(hotswap, "hotswap_adapter_from_state_dict", None)
     if swap is not None:
         hotswap.hotswap_adapter_from_state_dict = _widening(swap)
+    saving: Any = importlib.import_module("peft.utils.save_and_load")
+    is_saved = getattr(saving, "has_valid_embedding_base_layer", None)
+    if is_saved is not None:
+        saving.has_valid_embedding_base_layer = _without_packed(is_saved)
 
 
 def _with_refusal(check: Any) -> Any:
@@ -78,6 +82,19 @@ def _with_refusal(check: Any) -> Any:
         return check(model, *args, **kwargs)
 
     return check_merge_allowed
+
+
+def _without_packed(is_saved: Any) -> Any:
+    """PEFT's test of whether an adapter's file gets the base weight of an adapted embedding or head, too."""
+
+    @functools.wraps(is_saved)
+    def has_valid_embedding_base_layer(layer: Any) -> bool:
+        from ..modules.packed_weight import PackedWeight
+
+        # The base has a packed weight, and a file of a rounded one would pass for the original.
+        return is_saved(layer) and not isinstance(layer.base_layer.weight, PackedWeight)
+
+    return has_valid_embedding_base_layer
 
 
 def _widening(swap: Any) -> Any:
