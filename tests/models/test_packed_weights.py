@@ -145,6 +145,16 @@ def test_a_tensor_copied_or_assigned_to_a_packed_layer_is_packed() -> None:
         exact.lm_head.weight.copy_(torch.randn(120, 72))
 
 
+def test_values_that_a_weight_has_already_are_not_rounded_again() -> None:
+    values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed = torch.ops.torch_mesh.pack_linear(values, "int8", 64)
+    weight = PackedLinearWeight(packed.clone(), values.shape, values.dtype, "weight", "int8", 64, False)
+    rounded = weight.unpacked()
+    assert not torch.equal(torch.ops.torch_mesh.pack_linear(rounded, "int8", 64), packed)  # rounds once more
+    weight.copy_(rounded)
+    assert torch.equal(weight.packed, packed)
+
+
 def test_a_tied_head_stays_packed_through_tie_weights() -> None:
     ids, model = _ids(), _build(tie_word_embeddings=True)
     torch_mesh.patch(model, dense="int8")

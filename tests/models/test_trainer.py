@@ -116,11 +116,12 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(
     assert is_store(tmp_path / "parts" / f"checkpoint-{STEPS}") == (way == "converted")
 
 
-def test_a_run_with_packed_linear_layers_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dense", first_quick("int8", "bf16"))
+def test_a_run_with_packed_linear_layers_resumes(dense: str, tmp_path: Path) -> None:
     source = _Model("converted", tmp_path)
     models = []
     for folder, callbacks, resume in (("whole", [], False), ("parts", [StopAfter(2)], False), ("parts", [], True)):
-        model = torch_mesh.patch(torch_mesh.unpatch(source.open(), lossy=True), weights="int8", dense="bf16")
+        model = torch_mesh.patch(torch_mesh.unpatch(source.open(), lossy=True), weights="int8", dense=dense)
         assert isinstance(model.lm_head, MeshLinear)
         trainer_for(model, tmp_path / folder, callbacks).train(resume_from_checkpoint=resume)
         models.append(model)

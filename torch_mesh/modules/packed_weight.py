@@ -165,10 +165,10 @@ class PackedLinearWeight(PackedWeight):
         if source.shape != self.shape:
             raise self._refuse(f"A tensor of shape {list(source.shape)} cannot be copied into")
         weight = source.detach().to("cpu", self.dtype)
-        if is_passthrough(self.format):  # weights are not rounded to such formats
-            if not torch.equal(self.unpacked(), weight):
-                raise self._refuse(f"Other values than those of {self.format} cannot be copied into")
+        if torch.equal(self.unpacked(), weight):  # such as from a checkpoint: packing would round once more
             return
+        if is_passthrough(self.format):  # weights are not rounded to such formats
+            raise self._refuse(f"Other values than those of {self.format} cannot be copied into")
         narrow = weight.float() if weight.dtype == torch.float64 else weight  # packed values have at most 24 bits
         try:
             packed = torch.ops.torch_mesh.pack_linear(narrow, self.format, self.group_size)
