@@ -152,6 +152,20 @@ def test_an_optimizers_state_of_plain_peft_is_continued(tmp_path: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+class _EightBits(torch.Tensor):
+    pass
+
+
+def test_moments_in_a_type_of_the_optimizers_own_stay_as_they_are() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    [parameter, *_] = [p for p in model.parameters() if p.requires_grad and not p.is_contiguous()]
+    moment = torch.zeros(parameter.shape).as_subclass(_EightBits)
+    optimizer.state[parameter]["exp_avg"] = moment
+    optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"] is moment
+
+
 def test_a_loop_with_autocast_and_router_losses_learns() -> None:
     model = _model(dtype=torch.float32)
     model.base_model.model.router_aux_loss_coef = 0.01

@@ -160,13 +160,14 @@ def _watch_optimizers() -> None:
 def _lay_out_moments(optimizer: Optimizer, *_: Any) -> None:
     """Store moments as their parameter is, such as those of lora_B that plain PEFT saved by rows.
 
-    torch's fused optimizers pair elements by their places in memory, and check no strides.
+    torch's fused optimizers pair elements by their places in memory, and check no strides. Subclasses of tensors,
+    such as moments in 8 bits, stay: they have ops of their own.
     """
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor) or parameter.is_contiguous():
             continue
         for name, value in state.items():
-            is_moment = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            is_moment = type(value) is torch.Tensor and value.shape == parameter.shape
             if is_moment and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
