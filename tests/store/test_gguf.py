@@ -523,6 +523,36 @@ def test_a_router_with_a_bias_is_deepseek_v3(written: Callable[..., Written]) ->
     assert gguf_model.config_table(metadata, list(part.header.tensors))["model_type"] == "deepseek_v3"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "key", "field", "default"),
+    [
+        ("deepseek2", "expert_weights_norm", "norm_topk_prob", False),
+        ("deepseek2", "expert_weights_scale", "routed_scaling_factor", 1.0),
+        ("glm4moe", "expert_weights_norm", "norm_topk_prob", False),
+        ("glm4moe", "leading_dense_block_count", "first_k_dense_replace", 0),
+        ("granitemoe", "attention.scale", "attention_multiplier", 32**-0.5),
+        ("minimax-m2", "attention.head_count_kv", "num_key_value_heads", 4),
+        ("llama4", "attention.key_length", "head_dim", 32),
+        ("llama", "rope.freq_base", "rope_theta", 10000.0),
+        ("minimax-m2", "rope.freq_base", "rope_theta", 10000.0),
+    ],
+)
+def test_an_absent_key_has_the_default_of_llama_cpp(
+    architecture: str, key: str, field: str, default: object, written: Callable[..., Written]
+) -> None:
+    """llama.cpp's converter leaves out what is false, 0 or not in config.json."""
+    part = read_gguf(written(architecture).path)
+    metadata = {name: value for name, value in part.metadata.items() if name != f"{architecture}.{key}"}
+    assert gguf_model.config_table(metadata, list(part.header.tensors))[field] == default
+
+
+def test_routers_of_glm_have_the_files_groups(written: Callable[..., Written]) -> None:
+    part = read_gguf(written("glm4moe").path)
+    metadata = {**part.metadata, "glm4moe.expert_group_count": 2, "glm4moe.expert_group_used_count": 1}
+    table = gguf_model.config_table(metadata, list(part.header.tensors))
+    assert (table["n_group"], table["topk_group"]) == (2, 1)
+
+
 def test_block_types_are_those_that_the_package_decodes() -> None:
     """Fails when the package can dequantize more types."""
     decoded = set()

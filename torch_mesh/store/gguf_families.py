@@ -43,6 +43,8 @@ _DEEPSEEK = {
     "leading_dense_block_count": "first_k_dense_replace",
     "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
 }
 
 
@@ -193,7 +195,7 @@ def _llama4(metadata: Metadata, names: Sequence[str]) -> Table:
 
 
 def _qwen3next(metadata: Metadata, names: Sequence[str]) -> Table:
-    interval = metadata.get("full_attention_interval", 4)
+    interval = metadata["full_attention_interval"]
     layers = range(1, _layers(metadata) + 1)
     return {
         "linear_value_head_dim": metadata["ssm.inner_size"] // metadata["ssm.time_step_rank"],

@@ -183,14 +183,15 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     metadata = {key: value.count if isinstance(value, Counted) else value for key, value in metadata.items()}
     architecture = metadata["general.architecture"]
     limit_layers(metadata, architecture)  # also where transformers reads the first part of a model by itself
+    if architecture in FAMILIES and not metadata.get(f"{architecture}.expert_count"):
+        return _dense_table(metadata, architecture, names)
+    metadata = _with_defaults(metadata, architecture)
     if architecture in READ_BY_FUNCTIONS:
         from transformers.integrations.gguf import get_gguf_config
 
         return complete_table(get_gguf_config(metadata, tuple(names)), metadata)
     own = keys_within(metadata, architecture)
     if architecture in FAMILIES:
-        if not own.get("expert_count"):
-            return _dense_table(metadata, architecture, names)
         family = FAMILIES[architecture]
         table = {"model_type": family.model_type, **family.table(own, names)}
     else:
@@ -208,6 +209,24 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[table["model_type"]]],
         "tie_word_embeddings": "output.weight" not in names,
     }
+
+
+def _with_defaults(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """``metadata`` with llama.cpp's defaults for absent keys. Those of a config class are the values of one model."""
+    own = keys_within(metadata, architecture)
+    heads = own["attention.head_count"]
+    width = own.get("attention.key_length", own["embedding_length"] // heads)
+    defaults = {
+        "attention.head_count_kv": heads,
+        "attention.key_length": width,
+        "attention.scale": width**-0.5,
+        "expert_weights_norm": False,
+        "expert_weights_scale": 1.0,
+        "full_attention_interval": 4,
+        "leading_dense_block_count": 0,
+        "rope.freq_base": 10000.0,
+    }
+    return {f"{architecture}.{key}": value for key, value in defaults.items()} | {**metadata}
 
 
 def complete_table(table: dict[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
