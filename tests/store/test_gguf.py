@@ -553,6 +553,19 @@ def test_routers_of_glm_have_the_files_groups(written: Callable[..., Written]) -
     assert (table["n_group"], table["topk_group"]) == (2, 1)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3next", "qwen35moe"])
+def test_layers_of_linear_attention_are_those_that_the_file_names(
+    architecture: str, written: Callable[..., Written]
+) -> None:
+    if architecture not in gguf_files.ARCHITECTURES:
+        pytest.skip("this transformers does not read qwen35moe")
+    part = read_gguf(written(architecture).path)
+    named = {"block_count": 4, "nextn_predict_layers": 1, "attention.recurrent_layers": [False, True, True, False]}
+    metadata = part.metadata | {f"{architecture}.{key}": value for key, value in named.items()}
+    table = gguf_model.config_table(metadata, list(part.header.tensors))
+    assert table["layer_types"] == ["full_attention", "linear_attention", "linear_attention"]
+
+
 def test_block_types_are_those_that_the_package_decodes() -> None:
     """Fails when the package can dequantize more types."""
     decoded = set()

@@ -230,12 +230,16 @@ def _with_defaults(metadata: Mapping[str, Any], architecture: str) -> dict[str, 
 
 
 def complete_table(table: dict[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """``table`` with what transformers does not read: the scaling of positions, and all tokens that end an answer."""
+    """``table`` with what transformers does not read: the scaling of positions, which layers have linear attention, and
+    all tokens that end an answer."""
     architecture = metadata["general.architecture"]
     own, tokens = keys_within(metadata, architecture), keys_within(metadata, "tokenizer.ggml")
     if (rope := _rope_parameters(own, architecture)) is not None:
         rope = {**table.get("rope_parameters", {}), **rope, "rope_theta": own["rope.freq_base"]}
         table = table | {"rope_parameters": rope}
+    if (linear := own.get("attention.recurrent_layers")) is not None:  # those for multi-token prediction are last
+        kinds = ["linear_attention" if each else "full_attention" for each in linear[: table["num_hidden_layers"]]]
+        table = table | {"layer_types": kinds}
     ends = [tokens[key] for key in _ENDS if key in tokens]
     further = [end for end in _FURTHER_ENDS.get(architecture, ()) if end < (table.get("vocab_size") or 0)]
     ends = list(dict.fromkeys([*ends, *further]))
