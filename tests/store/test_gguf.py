@@ -429,6 +429,16 @@ def test_projections_of_linear_attention_may_be_one_tensor(written: Callable[...
         _stored(tmp_path / "wrong.gguf", tmp_path)
 
 
+def test_gates_of_shared_experts_are_rows_or_matrices(written: Callable[..., Written], tmp_path: Path) -> None:
+    """llama.cpp's converter writes [1, hidden] today, and wrote [hidden]."""
+    made = written("qwen2moe", "Q8_0")
+    rows = {name: value[None] for name, value in made.tensors.items() if "gate_inp_shexp" in name}
+    _rewrite(made.path, tmp_path / "matrix.gguf", "qwen2moe", drop=r".*gate_inp_shexp\.weight", extra=rows)
+    gate = "model.layers.0.mlp.shared_expert_gate.weight"
+    for path in (made.path, tmp_path / "matrix.gguf"):
+        assert torch.equal(_stored(path, tmp_path)[gate], made.model.state_dict()[gate])
+
+
 def _stored(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors that a conversion writes besides the experts."""
     convert(path, folder / path.stem, "int8")

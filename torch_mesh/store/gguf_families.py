@@ -276,7 +276,7 @@ def _log_of_negative(config: transformers.PretrainedConfig, values: torch.Tensor
 
 def _keys_and_values(config: transformers.PretrainedConfig, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Join [heads, latent, keys] and [heads, values, latent]."""
-    return torch.cat([keys.transpose(1, 2), values], dim=1)
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
 def _by_key_head(config: transformers.PretrainedConfig, qkv: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -284,7 +284,7 @@ def _by_key_head(config: transformers.PretrainedConfig, qkv: torch.Tensor, z: to
     heads, width = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     parts = (*qkv.split([heads * width, heads * width, values]), z)
-    return torch.cat([part.reshape(heads, -1, part.shape[-1]) for part in parts], dim=1)
+    return torch.cat([part.reshape(heads, -1, part.shape[-1]) for part in parts], dim=1).flatten(0, 1)
 
 
 _ROTATED = {
@@ -391,12 +391,8 @@ class Names(ABC):
 
     @abstractmethod
     def undone(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
-        """Reverse the converter's changes to ``values``, joined with those of the companion. The shape may differ from
-        the parameter's."""
-
-    def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
-        """The parameter's values, from the file's ``values`` and those of the companion."""
-        return self.undone(name, values, companion)
+        """Reverse the converter's changes to ``values``, joined with those of the companion. The shape is the
+        parameter's, but may have other dimensions of one."""
 
     def row_order(self, name: str, rows: int, of_companion: int = 0) -> torch.Tensor | None:
         """The order in which the rows of the matrix, followed by those of its companion, make up the parameter: int64
@@ -428,8 +424,7 @@ class PackageNames(Names):
         layers = model.config.num_hidden_layers
         kind = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
         self._map = get_tensor_name_map(kind, layers)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._targets = {own: name for name in self._shapes if (own := self._own_name(name)) is not None}
+        self._targets = {own: name for name in model.state_dict() if (own := self._own_name(name)) is not None}
 
     def target(self, name: str) -> str | None:
         layer = re.match(r"blk\.([0-9]{1,9})\.", name)
@@ -456,11 +451,6 @@ class PackageNames(Names):
             if re.search(pattern, target):
                 values = undo(self._config, values)
         return values
-
-    def values(self, name: str, values: torch.Tensor, companion: torch.Tensor | None = None) -> torch.Tensor:
-        target = self.target(name)
-        assert target is not None
-        return self.undone(name, values, companion).reshape(self._shapes[target])
 
     def _own_name(self, name: str) -> str | None:
         for ending, own in self._family.renamed.items():

@@ -303,20 +303,20 @@ class DenseTensor:
             values = self.weight.read()
             path, tensor = self.weight.codes
             try:
-                found = self.names.values(self.weight.name, values, companion)
+                found = self.names.undone(self.weight.name, values, companion)
             except RuntimeError as problem:  # torch's errors about shapes
                 raise store_error(
                     path,
                     f"tensor {tensor.name!r} {list(values.shape)} makes no {self.name} {list(self.shape)} ({problem})",
                     tensor.offset,
                 ) from problem
-        if found.shape != self.shape:
+        if [side for side in found.shape if side != 1] != [side for side in self.shape if side != 1]:
             raise store_error(
                 path,
                 f"tensor {tensor.name!r} has the shape {list(found.shape)}, {self.name} {list(self.shape)}",
                 tensor.offset,
             )
-        return found.to(self.dtype)
+        return found.reshape(self.shape).to(self.dtype)
 
     def blocks(self) -> RowBlocks | None:
         """The tensor's blocks in the file, if it is a matrix of whole rows of blocks whose type linear layers can
