@@ -369,6 +369,17 @@ def test_unpatch_after_a_cast_restores_weights_in_the_new_dtype(dense: str) -> N
         assert state[name].dtype == value.dtype and torch.equal(state[name], value), name
 
 
+def test_unpatch_leaves_what_was_frozen_meanwhile_frozen() -> None:
+    model = torch_mesh.patch(_build(), resident=0.5, dense="bf16")
+    other = copy.deepcopy(model)
+    torch_mesh.unpatch(model.requires_grad_(False).float())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    other.model.layers[0].mlp.experts.down_proj.requires_grad = False  # as PEFT does
+    torch_mesh.unpatch(other)
+    frozen = [name for name, parameter in other.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["model.layers.0.mlp.experts.down_proj"]
+
+
 @pytest.mark.parametrize("dense", ["none", "int8"])
 def test_an_automatic_pool_fits_beside_the_originals(monkeypatch: pytest.MonkeyPatch, dense: str) -> None:
     model, config = _build(), MeshConfig(dense=dense)

@@ -335,9 +335,9 @@ def pack_dense(
             module._mesh_packed = each.packed()
         module._mesh_shape = tuple(weight.shape)
         module._mesh_format, module._mesh_group_size = each.format, each.group_size
-        module._mesh_parameters = {"weight": weight.requires_grad}
+        module._mesh_parameters = ("weight",)
         packed: Any = module._mesh_packed, weight.shape, weight.dtype, name, each.format, each.group_size, each.exact
-        module._parameters["weight"] = as_parameter(PackedLinearWeight(*packed))
+        module._parameters["weight"] = as_parameter(PackedLinearWeight(*packed), weight.requires_grad)
         change_class(module, MeshLinear)
     if packings:
         _copy_small_weights(model)

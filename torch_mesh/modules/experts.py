@@ -28,7 +28,7 @@ _PREFIX = "_mesh_"  # prefix of all attributes that patching adds to modules
 class PackedModule(nn.Module):
     """A module with PackedWeights for the parameters ``_mesh_parameters``."""
 
-    _mesh_parameters: dict[str, bool]  # their names and requires_grad
+    _mesh_parameters: tuple[str, ...]
     _mesh_of_rank: bool = False  # True with expert parallelism
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -49,7 +49,7 @@ class PackedModule(nn.Module):
             parameter: Any = self._parameters[name]
             dtype = fn(torch.empty(0, dtype=parameter.dtype)).dtype
             if dtype != parameter.dtype:
-                self._parameters[name] = as_parameter(parameter.alias(dtype))
+                self._parameters[name] = as_parameter(parameter.alias(dtype), parameter.trained)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -342,7 +342,6 @@ class DetachedParameters:
 def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     """Make ``layer.module`` compute with layer ``index`` of the pool, and drop its weights."""
     module: Any = layer.module
-    parameters = layer.parameters
     module._parameters.update(packed_experts(layer, pool, index))
     module._mesh_pool = pool
     module._mesh_layer = index
@@ -354,7 +353,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_defers = False
     module._mesh_fallback = None if pool.fallback is None else pool.fallback.handle(index)
     module._mesh_device = None
-    module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    module._mesh_parameters = layer.parameter_names
     change_class(module, mesh_class(type(module)))
     if layer.block is not None:
         mixin = named_in(BLOCKS, type(layer.block))
@@ -372,10 +371,9 @@ def restore(layer: ExpertsLayer, device: torch.device) -> None:
 
 
 def restored_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, nn.Parameter]:
-    module: Any = layer.module
-    wanted = module._mesh_parameters
+    before: dict[str, Any] = layer.parameters  # ordinary ones, if an interrupted call has restored them
     return {
-        name: nn.Parameter(values, requires_grad=wanted[name])
+        name: nn.Parameter(values, requires_grad=getattr(before[name], "trained", before[name].requires_grad))
         for name, values in unpacked_parameters(layer, device).items()
     }
 
@@ -398,7 +396,7 @@ def restore_weight(module: Any, device: torch.device) -> None:
     """Unpack the ``weight`` of a patched module, unless an interrupted call has."""
     if isinstance(module.weight, PackedWeight):
         values = module.weight.unpacked().to(device)
-        module._parameters["weight"] = nn.Parameter(values, requires_grad=module._mesh_parameters["weight"])
+        module._parameters["weight"] = nn.Parameter(values, requires_grad=module.weight.trained)
 
 
 def restore_class(module: Any) -> None:

@@ -42,6 +42,7 @@ class PackedWeight(torch.Tensor):
     path: str  # as in model.named_parameters(), for errors
     format: str
     exact: bool  # whether unpacking gives the very values that were packed
+    trained: bool = False  # of a parameter: whether the ordinary weight required gradients, and was not frozen since
     otherwise: ClassVar[str] = "if dense= packs it, set dense='none'"  # for errors: how else to get an ordinary weight
     _identity: torch.Tensor  # shared by all aliases of one weight
 
@@ -89,8 +90,10 @@ class PackedWeight(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        copied = self._deep_copy(memo)
-        return memo.setdefault(id(self), as_parameter(copied) if isinstance(self, nn.Parameter) else copied)
+        copied: Any = self._deep_copy(memo)
+        if isinstance(self, nn.Parameter):
+            copied = as_parameter(copied, self.trained)
+        return memo.setdefault(id(self), copied)
 
     def _deep_copy(self, memo: dict[int, Any]) -> PackedWeight:
         raise NotImplementedError
@@ -300,12 +303,15 @@ def packed_experts(layer: ExpertsLayer, pool: ExpertPool, index: int) -> dict[st
     packed = {}
     for name, shape in shapes.items():
         location = _Location(pool, index, described, name, shapes)
-        packed[name] = as_parameter(PackedExpertsWeight(pool.handle(index), shape.shape, shape.dtype, location))
+        weight = PackedExpertsWeight(pool.handle(index), shape.shape, shape.dtype, location)
+        packed[name] = as_parameter(weight, layer.parameters[name].requires_grad)
     return packed
 
 
-def as_parameter(weight: PackedWeight) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)
+def as_parameter(weight: PackedWeight, trained: bool) -> nn.Parameter:
+    parameter: Any = nn.Parameter(weight, requires_grad=False)
+    parameter.trained = trained
+    return parameter
 
 
 def device_of(*modules: nn.Module) -> torch.device:
@@ -393,6 +399,7 @@ def _set_requires_grad(weight: PackedWeight, value: bool) -> None:
 def _requires_grad_(weight: PackedWeight, requires_grad: bool = True) -> PackedWeight:
     if requires_grad:
         raise weight._refuse("Gradients were asked for")
+    weight.trained = False
     return weight
 
 

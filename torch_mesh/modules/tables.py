@@ -125,9 +125,9 @@ def install_table(table: TableLayer, tables: RowTables, index: int) -> None:
     handle = tables.handle(index)
     module._mesh_tables, module._mesh_table, module._mesh_handle = tables, index, handle
     module._mesh_stored_dtype, module._mesh_dtype = tables.tables[index].dtype, weight.dtype
-    module._mesh_parameters = {"weight": weight.requires_grad}
+    module._mesh_parameters = ("weight",)
     module._mesh_class = type(module)
-    module._parameters["weight"] = as_parameter(packed_table(table, tables, index))
+    module._parameters["weight"] = as_parameter(packed_table(table, tables, index), weight.requires_grad)
     change_class(module, mixed_class(MeshEmbedding, type(module), is_behind=True))
 
 
