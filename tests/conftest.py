@@ -273,9 +273,18 @@ def _no_leaked_files(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     leaked = _engine_files() - before
     deadline = time.monotonic() + 5
     while leaked and time.monotonic() < deadline:
-        gc.collect()  # models are in reference cycles: collecting them closes their pools
+        gc.collect()  # the frames of an error hold models, which close their pools when they are freed
         leaked = _engine_files() - before
     assert not leaked, f"the test left files open: {sorted(target for _, target in leaked)}"
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """For tests of objects that reference counts alone must free."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,11 @@ def test_ddp_does_not_send_packed_weights() -> None:
     model = torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5, dense="int8")
     packed = {name for name, p in model.named_parameters() if isinstance(p, torch_mesh.PackedWeight)}
     assert packed and packed <= set(model._ddp_params_and_buffers_to_ignore)
+    clone = copy.deepcopy(model)
     torch_mesh.unpatch(model, lossy=True)
     assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    del model
+    assert packed <= set(clone._ddp_params_and_buffers_to_ignore)
 
 
 def test_ddp_around_a_patched_submodule_names_the_attribute_to_set(tmp_path: Path) -> None:

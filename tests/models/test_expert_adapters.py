@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.adapters.registration import register
 from torch_mesh.models.families import find_experts
+from torch_mesh.modules.experts import pools_of
 from torch_mesh.store.convert import convert
 
 QWEN, GPT_OSS, BY_PROJECTION = "Qwen3MoeExperts", "GptOssExperts", "MuseSparkExperts"
@@ -85,6 +87,14 @@ def _train(model: torch.nn.Module, ids: torch.Tensor, steps: int = 8) -> list[fl
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_the_pool_is_freed_with_its_adapted_model(no_collector: None, ids: torch.Tensor) -> None:
+    model = _adapted(torch_mesh.patch(_build(), resident=0.3), target_modules=["q_proj"])
+    model(input_ids=ids, labels=ids).loss.backward()
+    pool = weakref.ref(pools_of(model)[0])
+    del model
+    assert pool() is None
 
 
 def _layer_gradients(

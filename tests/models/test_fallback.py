@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import os
 import time
@@ -234,11 +233,9 @@ def test_both_pools_are_closed_with_the_last_model(open_model: OpenModel) -> Non
     engines = _engines(model)
     clone = copy.deepcopy(model)
     del model
-    gc.collect()
     _generate(clone, 4)  # with the pools that both models shared
     assert torch_mesh.stats(clone).accesses > 0
     del clone
-    gc.collect()
     for engine in engines:
         with pytest.raises(torch_mesh.PoolClosedError):
             engine.describe()
@@ -302,7 +299,6 @@ def test_statistics_in_a_file_count_both_pools(open_model: OpenModel, tmp_path: 
     whole = torch_mesh.stats(model)
     sizes = [engine.describe_size() for engine in _engines(model)]
     del model
-    gc.collect()
     lines = [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()]
     assert (
         0 < lines[-1]["decode"]["fallback_accesses"] <= whole.fallback_accesses

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import itertools
 import random
 import weakref
@@ -282,6 +281,14 @@ def test_heads_work_with_converted_folders(folder: Path, loads: list[Any], tmp_p
     assert len(loads) == 2
 
 
+def test_heads_are_freed_with_their_model(no_collector: None, folder: Path, loads: list[Any]) -> None:
+    model = _patched(folder)
+    _generate(model, use_mtp=True)
+    pool = weakref.ref(pools_of(model)[0])
+    del model
+    assert pool() is None and loads[0]() is None
+
+
 def test_heads_are_freed_by_unpatch(folder: Path, loads: list[Any]) -> None:
     model = _patched(folder)
     _generate(model, use_mtp=True)
@@ -289,8 +296,7 @@ def test_heads_are_freed_by_unpatch(folder: Path, loads: list[Any]) -> None:
     _check(copied)
     del copied
     torch_mesh.unpatch(model, lossy=True)
-    gc.collect()
-    assert loads[0]() is None and not any("mtp" in name or "candidate" in name for name in vars(model))
+    assert loads[0]() is None and not any("mtp" in name or "heads" in name for name in vars(model))
     before = len(loads)
     for _ in range(2):
         _generate(model, use_mtp=True)
@@ -303,7 +309,6 @@ def test_a_cast_rebuilds_the_heads(folder: Path, loads: list[Any]) -> None:
     _generate(model, use_mtp=True)
     model.float()
     _generate(model, use_mtp=True)
-    gc.collect()
     assert len(loads) == 2 and loads[0]() is None
     assert next(loads[1]().layers.parameters()).dtype == torch.float32
 

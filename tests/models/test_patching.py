@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
 import io
 import pickle
 import pkgutil
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import each_once_quick
 from tiny_models import TINY_MODELS
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -407,7 +407,6 @@ def test_deep_copy_shares_the_pool_which_outlives_the_original(ids: torch.Tensor
     assert len(pools) == 1
     torch_mesh.unpatch(model)
     del model
-    gc.collect()
     assert torch.equal(_logits(clone, ids), expected)
     torch_mesh.unpatch(clone)
 
@@ -418,15 +417,38 @@ def test_pickling_is_refused_with_advice(save) -> None:
         save(torch_mesh.patch(_build()))
 
 
-def test_pool_is_closed_with_its_last_model(ids: torch.Tensor) -> None:
-    model = torch_mesh.patch(_build(), resident=0.25)
+_FIELDS: list[dict[str, Any]] = [{}, {"dense": "int8"}, {"speculation": "lookup"}, {"lossy": {"routing_bias": 0.1}}]
+
+
+@pytest.mark.parametrize(("fields", "how"), each_once_quick(_FIELDS, ["loaded", "patched"]))
+def test_pool_is_closed_with_its_last_model(
+    no_collector: None, fields: dict[str, Any], how: str, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    model = _build()
+    if how == "loaded":
+        model.save_pretrained(tmp_path / "plain")
+        config = MeshConfig(resident=0.25, **fields)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+    else:
+        torch_mesh.patch(model, resident=0.25, **fields)
+    model.generate(ids[:1], max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+    with torch_mesh.watch(model):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert torch_mesh.stats(model).bytes_read and model.get_memory_footprint() and str(model)
+    model.save_pretrained(tmp_path / "saved")
     handle = model.model.layers[0].mlp.experts._mesh_handle.clone()
+    clone = copy.deepcopy(model)
     x, weights = torch.randn(1, 72).bfloat16(), torch.ones(1, 1)
-    assert torch.ops.torch_mesh.experts(x, torch.zeros(1, 1, dtype=torch.long), weights, handle).shape == (1, 72)
     del model
-    gc.collect()
+    assert torch.ops.torch_mesh.experts(x, torch.zeros(1, 1, dtype=torch.long), weights, handle).shape == (1, 72)
+    del clone
     with pytest.raises(PoolClosedError):
         torch.ops.torch_mesh.experts(x, torch.zeros(1, 1, dtype=torch.long), weights, handle)
+
+
+def test_a_temporary_model_lives_as_long_as_its_method_runs(no_collector: None, tmp_path: Path) -> None:
+    torch_mesh.patch(_build(), weights="int8").save_pretrained(tmp_path)
+    assert torch_mesh.patch(_build()).get_memory_footprint() > 0
 
 
 def test_two_patched_models_are_independent(ids: torch.Tensor) -> None:

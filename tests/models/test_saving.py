@@ -525,10 +525,12 @@ def test_a_loaded_model_inside_another_is_saved_as_well(tmp_path: Path) -> None:
     assert torch.equal(output_of(again.model, inputs), output_of(torch_mesh.unpatch(model).model, inputs))
 
 
-def test_calling_the_class_method_save_pretrained_is_refused_with_advice(tmp_path: Path) -> None:
+def test_transformers_own_save_pretrained_is_refused_with_advice(tmp_path: Path) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
+    PreTrainedModel.save_pretrained(model, tmp_path / "saved")
+    assert is_store(tmp_path / "saved")
     with pytest.raises(MeshError, match=r"save it with model\.save_pretrained\(folder\)"):
-        PreTrainedModel.save_pretrained(model, tmp_path)
+        PreTrainedModel.save_pretrained.__wrapped__(model, tmp_path / "refused")
 
 
 def test_two_threads_save_two_models(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import random
 import re
 import signal
@@ -79,7 +78,8 @@ def test_a_shared_pool_gives_the_bits_of_an_own_pool(
     shared = share(resident=0.5, workers=2)
     with torch.no_grad():
         logits, tokens = own(PROMPT).logits, generated(own)
-        for model in [open_model(store, shared=socket) for _ in range(2)]:
+        models = [open_model(store, shared=socket) for _ in range(2)]
+        for model in models:
             assert torch.equal(model(PROMPT).logits, logits)
             assert generated(model) == tokens
             stats = torch_mesh.stats(model)
@@ -87,8 +87,7 @@ def test_a_shared_pool_gives_the_bits_of_an_own_pool(
             assert "of a shared pool" in str(model)
     assert shared.lender.workers == 2
     shared.engine.validate()
-    del model
-    gc.collect()
+    del model, models
     assert eventually(lambda: shared.lender.workers == 0 and shared.engine.pinned() == 0)
 
 

@@ -3,7 +3,8 @@ not broadcast."""
 
 from __future__ import annotations
 
-import types
+import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..config import MeshConfig
 from ..formats import FORMATS
 from ..modules.experts import patched_modules, pools_of
 from ..modules.packed_weight import PackedLinearWeight, PackedWeight
+from .compat import wrap
 from .torch_compat import DDP_IGNORED
 
 _REPLACED = "_mesh_replaced_configs"
@@ -35,7 +37,6 @@ def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
         if vars(part.config).get("quantization_config") is not config:
             replaced.append((part.config, vars(part.config).get("quantization_config")))
             part.config.quantization_config = config
-        part.get_memory_footprint = types.MethodType(_memory_footprint, part)
         setattr(part, DDP_IGNORED, _PackedNames(part))
 
 
@@ -46,10 +47,8 @@ def clear_config_metadata(model: nn.Module) -> None:
             if before is not None:
                 config.quantization_config = before
         vars(module).pop(_REPLACED, None)  # last: an interrupted call can be repeated
-        if isinstance(module, PreTrainedModel):
-            vars(module).pop("get_memory_footprint", None)
-            if isinstance(vars(module).get(DDP_IGNORED), _PackedNames):
-                delattr(module, DDP_IGNORED)
+        if isinstance(vars(module).get(DDP_IGNORED), _PackedNames):
+            delattr(module, DDP_IGNORED)
 
 
 def patched_models(model: nn.Module) -> list[Any]:
@@ -65,15 +64,33 @@ class _PackedNames:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = weakref.ref(model)  # which it is an attribute of
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PackedNames:
+        """Of the copied model, which copying put into ``memo`` before its attributes."""
+        model: Any = self._model()
+        return _PackedNames(memo.get(id(model), model))
 
     def __iter__(self) -> Iterator[str]:
-        for name, parameter in self._model.named_parameters():
+        model: Any = self._model()
+        for name, parameter in model.named_parameters():
             if isinstance(parameter, PackedWeight):
                 yield from (name, _IN_PEFT_MODEL + name)
 
 
-def _memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
+def _around_memory_footprint(theirs: Any) -> Any:
+    @functools.wraps(theirs)
+    def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
+        return _memory_footprint(model, return_buffers) if pools_of(model) else theirs(model, return_buffers)
+
+    return get_memory_footprint
+
+
+# Not an attribute of each model: a bound method there would keep the model alive.
+wrap("transformers.modeling_utils.PreTrainedModel", "get_memory_footprint", _around_memory_footprint)
+
+
+def _memory_footprint(model: nn.Module, return_buffers: bool) -> int:
     """Bytes of parameters with memory, packed weights, the pool and experts on GPUs.
 
     A pool counts with its limit, and not at all if the page cache holds its experts.

@@ -15,7 +15,6 @@ import re
 import shutil
 import stat
 import tempfile
-import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,7 +53,7 @@ from ..store.progress import progress_bar
 from ..store.table_files import is_table_file
 from ..store.writer import write_store
 from ..system.atomic_files import new_file, new_file_mode, scratch_folder
-from .compat import has_own_adapters
+from .compat import has_own_adapters, wrap
 from .model_config import patched_models
 from .streaming_save import LazyTensor, PackedPart, Unpacking, being_saved, wrap_saving
 
@@ -86,29 +85,38 @@ class PatchedModelQuantizer(HfQuantizer):
         unpacking = being_saved.get()
         if unpacking is None:
             raise MeshError(
-                f"{type(model).__name__} is patched: save it with model.save_pretrained(folder), not with the method "
-                "of its class."
+                f"{type(model).__name__} is patched: save it with model.save_pretrained(folder), not with a copy of "
+                "that method from before torch_mesh was imported."
             )
         return dict(unpacking.state), {}
 
 
 def attach_quantizer(model: nn.Module, quantizer: PatchedModelQuantizer) -> None:
-    """Give ``model`` and inner models ``quantizer`` and their own ``save_pretrained``."""
+    """Give ``model`` and inner models ``quantizer``, by which ``save_pretrained`` knows that they are patched."""
     for module in patched_models(model):
         module.hf_quantizer = quantizer
-        module.save_pretrained = types.MethodType(_save_pretrained, module)
 
 
 def detach_quantizer(model: nn.Module) -> None:
     for module in patched_models(model):
         if isinstance(vars(module).get("hf_quantizer"), PatchedModelQuantizer):
             del module.hf_quantizer
-        vars(module).pop("save_pretrained", None)
 
 
-@functools.wraps(PreTrainedModel.save_pretrained)
-def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
-    original = type(model).save_pretrained
+def _around_save_pretrained(theirs: Any) -> Any:
+    @functools.wraps(theirs)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        patched = isinstance(vars(model).get("hf_quantizer"), PatchedModelQuantizer)
+        return _save_pretrained(theirs, model, *args, **kwargs) if patched else theirs(model, *args, **kwargs)
+
+    return save_pretrained
+
+
+# Not an attribute of each model: a bound method there would keep the model alive.
+wrap("transformers.modeling_utils.PreTrainedModel", "save_pretrained", _around_save_pretrained)
+
+
+def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     call = inspect.signature(original).bind(model, *args, **kwargs)
     call.apply_defaults()
     folder = call.arguments["save_directory"]
@@ -307,7 +315,7 @@ def _warn_of_lost_codes(model: nn.Module, matrices: Sequence[Matrix]) -> None:
             f"{len(matrices)} linear layers of {type(model).__name__} hold a GGUF file's codes ({formats}). They are "
             "saved as ordinary weights with the same values, since only a folder with records of rounded experts has "
             'room for codes: to open the model with dense="codes" again, give the GGUF file.',
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

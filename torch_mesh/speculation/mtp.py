@@ -19,6 +19,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ContextManagers
 
 from ..errors import MeshError, UnsupportedModelError
+from ..hf.compat import wrap
 from ..hf.generation_compat import GET_CANDIDATE_GENERATOR, MtpCache, MtpCandidateGenerator, MtpModel
 from ..hf.parallelism_checks import divided_sizes
 from ..models.families import has_experts
@@ -26,7 +27,7 @@ from ..modules.experts import patched_modules
 from ..system.memory import shortage
 from .controller import Controller
 
-_KEPT = "_mesh_mtp"
+_KEPT, _PATCH_HEADS = "_mesh_mtp", "_mesh_patch_heads"  # attributes of a model
 _lock = threading.Lock()
 clock = time.perf_counter
 
@@ -116,32 +117,40 @@ def install_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
     """Let ``generate(use_mtp=True)`` keep the heads of ``model``, if it has any, with their experts in a pool by
     ``patch_heads``."""
     if MtpModel is not None and isinstance(model, GenerationMixin) and hasattr(model, "lm_head"):
-        setattr(
-            model,
-            GET_CANDIDATE_GENERATOR,
-            types.MethodType(functools.partial(_candidate_generator, patch_heads), model),
-        )
+        vars(model)[_PATCH_HEADS] = patch_heads
 
 
 def uninstall_mtp(model: nn.Module) -> None:
     """Reverse ``install_mtp``, and free the kept heads."""
     for module in model.modules():
-        vars(module).pop(GET_CANDIDATE_GENERATOR, None)
+        vars(module).pop(_PATCH_HEADS, None)
         vars(module).pop(_KEPT, None)
 
 
-def _candidate_generator(patch_heads: PatchHeads, self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_candidate_generator(theirs: Any) -> Any:
+    @functools.wraps(theirs)
+    def get_candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        patch_heads = vars(self).get(_PATCH_HEADS)
+        if patch_heads is None or not _drafts_with_heads(self, generation_config):
+            return theirs(self, generation_config, *args, **kwargs)
+        if divided_sizes(self):
+            raise UnsupportedModelError(
+                f"generate(use_mtp=True): {type(self).__name__} is distributed among processes, whose clocks would "
+                "draft different numbers of tokens. Leave use_mtp out."
+            )
+        return KeptHeads(self, *_heads(self, patch_heads), generation_config, kwargs["logits_processor"])
+
+    return get_candidate_generator
+
+
+# Not an attribute of each model: a bound method there would keep the model alive.
+wrap("transformers.generation.utils.GenerationMixin", GET_CANDIDATE_GENERATOR, _around_candidate_generator)
+
+
+def _drafts_with_heads(model: Any, generation_config: Any) -> bool:
     other = generation_config.assistant_early_exit, generation_config.prompt_lookup_num_tokens
-    wanted = bool(generation_config.use_mtp) and all(each is None for each in other)
-    if not wanted or not getattr(self.config.get_text_config(), "num_mtp_layers", None):
-        theirs: Any = getattr(type(self), GET_CANDIDATE_GENERATOR)
-        return theirs(self, generation_config, *args, **kwargs)
-    if divided_sizes(self):
-        raise UnsupportedModelError(
-            f"generate(use_mtp=True): {type(self).__name__} is distributed among processes, whose clocks would draft "
-            "different numbers of tokens. Leave use_mtp out."
-        )
-    return KeptHeads(self, *_heads(self, patch_heads), generation_config, kwargs["logits_processor"])
+    wanted = generation_config.use_mtp and all(each is None for each in other)
+    return bool(wanted and getattr(model.config.get_text_config(), "num_mtp_layers", None))
 
 
 def _device(model: Any) -> Any:
