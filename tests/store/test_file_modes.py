@@ -16,7 +16,7 @@ import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store
-from torch_mesh.system.atomic_files import new_file, new_file_mode
+from torch_mesh.system.atomic_files import check_new_file, new_file, new_file_mode
 
 
 @pytest.fixture(params=[0o077, 0o022, 0o002], ids="{:03o}".format)
@@ -47,6 +47,16 @@ def test_a_new_file_has_the_permissions_of_any_other(tmp_path: Path, umask: int)
         raise ZeroDivisionError
     assert _modes(tmp_path) == dict.fromkeys(("new", "other", "replaced"), 0o666 & ~umask)
     assert new_file_mode(tmp_path) == 0o666 & ~umask
+
+
+def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "file"
+    with pytest.raises(FileNotFoundError) as failed, new_file(path):
+        pass
+    assert failed.value.filename == str(path)
+    with pytest.raises(FileNotFoundError) as failed:
+        check_new_file("/proc/out")
+    assert failed.value.filename == "/proc/out"
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])

@@ -31,8 +31,9 @@ def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]
         with open(path, mode) as file:
             yield file
         return
-    path = Path(os.path.realpath(path))
-    unfinished, descriptor = _unnamed_file(path.parent, f".{path.name}.")
+    with _naming(path):
+        path = Path(os.path.realpath(path))
+        unfinished, descriptor = _unnamed_file(path.parent, f".{path.name}.")
     with open(descriptor, mode) as file:
         try:
             yield file
@@ -52,7 +53,17 @@ def check_new_file(path: str | os.PathLike[str]) -> None:
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no such folder")
     if path.is_file() or not path.exists():
-        new_file_mode(Path(os.path.realpath(path)).parent)
+        with _naming(path):
+            new_file_mode(Path(os.path.realpath(path)).parent)
+
+
+@contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name ``path`` in an OSError instead of the hidden file that could not be made."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def new_file_mode(folder: Path) -> int:
