@@ -156,6 +156,20 @@ def test_bad_input_is_named_in_the_error(
     assert message in capsys.readouterr().err
 
 
+def test_only_earlier_outputs_are_replaced(
+    mesh_tiny: Path, tmp_path: Path, speeds: Speeds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, table, new = tmp_path / "text.txt", tmp_path / "timeline.csv", tmp_path / "new"
+    other.write_text("And it came to pass")
+    arguments = ["--tokens", "2", "--prompt-tokens", "17"]
+    for _ in range(2):
+        bench(mesh_tiny, tmp_path, *arguments, "--timeline", str(table))
+    for wrong in (["--json", other], ["--timeline", other], ["--json", table], ["--json", new, "--timeline", new]):
+        assert main(["bench", str(mesh_tiny), *arguments, *map(str, wrong)]) == 2
+        assert "name another file" in (error := capsys.readouterr().err) or "name a file for each" in error
+    assert other.read_text() == "And it came to pass" and not new.exists()
+
+
 @pytest.mark.parametrize("wrong", [["--tokens", "0"], ["--prompt-tokens", "x"], ["--memory", "much"]])
 def test_impossible_numbers_are_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -57,6 +57,21 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
     return path
 
 
+def test_statistics_are_not_replaced_by_a_page(
+    tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write(tmp_path / f"stats.rank{rank}.jsonl", [line(1, rng)]) for rank in (0, 1)]
+    before = files[0].read_text()
+    for wrong in (["--html", *files], [files[0], "--html", files[0]]):
+        assert main(["report", *map(str, wrong)]) == 2
+        assert "stats.rank0.jsonl exists and is no earlier output of this kind" in capsys.readouterr().err
+    assert main(["report", str(files[0]), "--html", str(tmp_path / "none" / "page.html")]) == 1
+    assert "there is no such folder" in (shown := capsys.readouterr()).err and not shown.out
+    assert files[0].read_text() == before
+    for _ in range(2):
+        assert main(["report", *map(str, files), "--html", str(tmp_path / "page.html")]) == 0
+
+
 def data_of(page: str) -> dict[str, Any]:
     [(text)] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     return json.loads(text)

@@ -92,6 +92,17 @@ def test_an_output_without_a_folder_is_refused_before_the_replay(
     assert "there is no such folder" in capsys.readouterr().err
 
 
+def test_a_trace_is_not_replaced_by_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traces = [tmp_path / "a.npz", tmp_path / "b.npz"]  # as a shell completes *.npz
+    for trace in traces:
+        trace.write_bytes(TRACE.read_bytes())
+    assert main(["routing", "simulate", "--json", *map(str, traces)]) == 2
+    assert "a.npz exists and is no earlier output of this kind" in capsys.readouterr().err
+    assert traces[0].read_bytes() == TRACE.read_bytes()
+    for _ in range(2):
+        assert main(["routing", "simulate", str(traces[0]), "--json", str(tmp_path / "rows.json")]) == 0
+
+
 def test_rows_are_printed_before_a_file_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

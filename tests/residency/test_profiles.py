@@ -326,7 +326,7 @@ def test_a_trace_is_not_replaced_by_a_profile(tmp_path: Path, capsys: pytest.Cap
     for trace in traces:
         trace.write_bytes(data.read_bytes())
     assert main(["routing", "profile", *map(str, traces)]) == 2
-    assert "b.npz exists and is no profile: name another file" in capsys.readouterr().err
+    assert "b.npz exists and is no earlier output of this kind: name another file" in capsys.readouterr().err
     assert traces[1].read_bytes() == data.read_bytes()
     profile = tmp_path / "p.json"
     profile.touch()

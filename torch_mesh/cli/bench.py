@@ -7,7 +7,6 @@ import csv
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from rich.table import Table
 from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive, size
 from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents
 from torch_mesh.store.hub import local_folder
-from torch_mesh.system.atomic_files import check_new_file
+from torch_mesh.system.atomic_files import check_results, new_file
 
 if TYPE_CHECKING:
     from torch_mesh.planning.bench import Measured, Miss
@@ -62,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from torch_mesh.planning.bench import default_text, measure
+    from torch_mesh.planning.bench import Miss, default_text, measure
 
     config = given_config(arguments)
     if arguments.tokens < 2:
@@ -72,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--prompt-tokens is {arguments.prompt_tokens}: give at least {_MIN_PROMPT}, since forwards of fewer are "
             "counted as decoding"
         )
-    for path in filter(None, (arguments.json, arguments.timeline)):
-        check_new_file(path)
+    check_results((arguments.json, '{\n "folder": '), (arguments.timeline, ",".join(Miss._fields)))
     text = "\n\n".join(read_documents([arguments.text])) if arguments.text else default_text()
     folder = local_folder(arguments.model)
     prompt = open_tokenizer(folder)(text, verbose=False)["input_ids"][: arguments.prompt_tokens]
@@ -84,9 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     measured = measure(folder, config, open_model, prompt, arguments.tokens, memory=arguments.memory)
     _print_table(measured)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(measured.to_dict(), indent=1) + "\n")
+        with new_file(arguments.json, "w") as file:
+            file.write(json.dumps(measured.to_dict(), indent=1) + "\n")
     if arguments.timeline:
-        _write_timeline(measured, Path(arguments.timeline))
+        _write_timeline(measured, arguments.timeline)
     return 0
 
 
@@ -104,10 +103,10 @@ def _times_of_misses(misses: Sequence[Miss]) -> Iterator[tuple[str, float]]:
             yield name, statistics.median(known)
 
 
-def _write_timeline(measured: Measured, path: Path) -> None:
+def _write_timeline(measured: Measured, path: str) -> None:
     from torch_mesh.planning.bench import Miss
 
-    with path.open("w", newline="") as file:
+    with new_file(path, "w") as file:
         table = csv.writer(file)
         table.writerow(Miss._fields)
         for layer, expert, *times in measured.misses:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from torch_mesh.cli.options import positive
+from torch_mesh.system.atomic_files import check_results, new_file
 
 if TYPE_CHECKING:
     from torch_mesh.statistics.report import Report, Run
@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--live shows files that still grow: give --html and --png when they are complete")
     if arguments.live is not None and arguments.stretches is not None:
         raise ValueError("--stretches is for the printed table, which --live does not print: leave one of them out")
+    check_results((arguments.html, "<!doctype html>"), (arguments.png, ""))
     plan = read_plan(arguments.plan) if arguments.plan else None
     if arguments.live is not None:
         return _serve(arguments.files, plan, arguments.live)
@@ -59,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     _print(reports, Console(width=_WIDTH))
     if arguments.html:
         page = render_page([file.report(STRETCHES) for file in files], plan)
-        Path(arguments.html).write_text(page, encoding="utf-8")
+        with new_file(arguments.html) as file:
+            file.write(page.encode())
     if arguments.png:
         _draw(reports[-1], arguments.png)
     return 0

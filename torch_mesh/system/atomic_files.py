@@ -57,6 +57,29 @@ def check_new_file(path: str | os.PathLike[str]) -> None:
             new_file_mode(Path(os.path.realpath(path)).parent)
 
 
+def check_results(*results: tuple[str | None, str]) -> None:
+    """``check_new_file`` for the outputs of a command, each with the beginning that such a file has.
+
+    Raises ValueError for a file that begins otherwise, since it may be an input that a shell's pattern matched, and for
+    one file that is named twice.
+    """
+    named = set()
+    for path, beginning in results:
+        if not path:
+            continue
+        check_new_file(path)
+        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe
+            continue
+        real = os.path.realpath(path)
+        if real in named:
+            raise ValueError(f"{path} is named for two outputs: name a file for each")
+        named.add(real)
+        if os.path.isfile(path) and os.path.getsize(path):
+            with open(path, "rb") as file:
+                if file.read(len(beginning)) != beginning.encode():
+                    raise ValueError(f"{path} exists and is no earlier output of this kind: name another file")
+
+
 @contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Name ``path`` in an OSError instead of the hidden file that could not be made."""

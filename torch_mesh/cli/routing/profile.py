@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from torch_mesh.cli.routing.simulate import parse_prompts
-from torch_mesh.errors import MeshError
-from torch_mesh.routing.profiles import load_profile, profile_of_trace, write_profile
+from torch_mesh.routing.profiles import FORMAT, profile_of_trace, write_profile
 from torch_mesh.routing.traces import load_trace
+from torch_mesh.system.atomic_files import check_results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,17 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    _check_out(Path(arguments.out))
+    check_results((arguments.out, f'{{"format": "{FORMAT}"'))
     profile = profile_of_trace(load_trace(arguments.trace), parse_prompts(arguments.prompts))
     write_profile(profile, arguments.out)
     print(f"{arguments.out}: {profile.shape}; {profile.tokens[0]} tokens")
     return 0
-
-
-def _check_out(out: Path) -> None:
-    """Raise ValueError for a file that is no profile: it may be a second trace that a shell's pattern matched."""
-    if out.is_file() and out.stat().st_size:
-        try:
-            load_profile(out)
-        except MeshError as error:
-            raise ValueError(f"{out} exists and is no profile: name another file") from error

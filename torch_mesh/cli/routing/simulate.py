@@ -17,7 +17,7 @@ from torch_mesh.routing.simulation import BOUND, Hardware, Row, policy_names, si
 from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.routing.traces import Trace, load_trace
 from torch_mesh.statistics.counters import percent
-from torch_mesh.system.atomic_files import check_new_file, new_file
+from torch_mesh.system.atomic_files import check_results, new_file
 from torch_mesh.validators import early_experts, parse_size
 
 _RECALL = 0.75
@@ -127,8 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--fetch is for a predictor: name one with --prefetch, or leave --fetch out")
     if arguments.recall is not None and arguments.prefetch != "simulated":
         raise ValueError("--recall is of the simulated predictor: give --prefetch simulated, or leave --recall out")
-    if arguments.json:
-        check_new_file(arguments.json)
+    check_results((arguments.json, '{\n "rows": '))
     policies = _policies(arguments)
     hardware = _hardware(arguments)
     if arguments.nodes is not None:
