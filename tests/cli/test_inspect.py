@@ -58,6 +58,24 @@ def test_the_table_shows_the_same_figures(tmp_path: Path, mesh_tiny: Path, capsy
         assert words in table
 
 
+@pytest.mark.parametrize("command", ["inspect", "plan", "bench", "cache ls"])
+def test_a_folders_name_is_no_markup(
+    command: str, tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "a[old]:smile:[/b]"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "500")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).symlink_to(mesh_tiny)
+    options = {
+        "plan": ["--disk-speed", "1GB", "--memory-speed", "10GB"],
+        "bench": ["--tokens", "2", "--prompt-tokens", "17", "--resident", "0.5"],
+    }
+    assert main([*command.split(), *([] if command == "cache ls" else [name]), *options.get(command, [])]) == 0
+    assert name in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["checkpoint", "store"])
 def test_a_model_of_the_hub_is_described_without_its_weights(
     kind: str, tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

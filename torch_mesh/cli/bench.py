@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.filesize import decimal as format_bytes
 from rich.table import Table
+from rich.text import Text
 
 from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive, size
 from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents
@@ -115,7 +116,9 @@ def _write_timeline(measured: Measured, path: str) -> None:
 
 def _print_table(measured: Measured) -> None:
     planned, limits = measured.plan, measured.limits
-    table = Table("", "measured", "beside it", "", "ratio", title=measured.folder, title_justify="left")
+    table = Table(
+        "", "measured", "beside it", "", "ratio", title=Text(measured.folder, "table.title"), title_justify="left"
+    )
 
     def add(name: str, value: str, beside: str = "", other: str = "", ratio: float | None = None) -> None:
         table.add_row(name, value, beside, other, "" if ratio is None else f"{ratio:.2f}")

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal as format_bytes
 from rich.table import Column, Table
+from rich.text import Text
 
 from torch_mesh.cli.options import positive
 from torch_mesh.errors import MeshError
@@ -55,7 +56,9 @@ def _list(arguments: argparse.Namespace) -> int:
         print(json.dumps({"folder": str(cache_folder()), "stores": rows}))
         return 0
     name = Column("name", no_wrap=True)  # an argument of `cache rm`
-    table = Table(name, "bytes", "days since used", "holds", title=str(cache_folder()), title_justify="left")
+    table = Table(
+        name, "bytes", "days since used", "holds", title=Text(str(cache_folder()), "table.title"), title_justify="left"
+    )
     for each in stores:
         table.add_row(each.name, format_bytes(each.bytes), f"{each.days:.0f}", each.about)
     console = Console()

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal as format_bytes
 from rich.table import Table
+from rich.text import Text
 
 from torch_mesh.cli.options import add_model_argument
 from torch_mesh.store.hub import local_folder, outline_folder
@@ -66,7 +67,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(held: dict[str, Any]) -> None:
-    table = Table("", "", title=held["folder"], title_justify="left", show_header=False)
+    table = Table("", "", title=Text(held["folder"], "table.title"), title_justify="left", show_header=False)
     group = f", groups of {held['group_size']}" if held["group_size"] else ""
     parts = [name for name in ("gated", "bias") if held[name]]
     table.add_row("kind", held["kind"] + (f", format {held['format_version']}" if held["kind"] == "store" else ""))

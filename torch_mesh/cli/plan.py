@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal as format_bytes
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive, size
 from torch_mesh.formats import short_name
@@ -236,7 +237,7 @@ def _card(given: int | None) -> tuple[int, int]:
 
 def _print_table(planned: Plan, training: TrainingPlan | None, disk: tuple[int, int] | None) -> None:
     """``disk``: bytes of the store that torch-mesh convert would write, and of the weight files beside it."""
-    table = Table("", "", title=escape(planned.folder), title_justify="left", show_header=False)
+    table = Table("", "", title=Text(planned.folder, "table.title"), title_justify="left", show_header=False)
     if planned.ranks is not None:
         ranks = planned.ranks
         table.add_row(
