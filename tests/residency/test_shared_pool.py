@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import MeshConfig, ReadError
+from torch_mesh.cli import main
 from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import OtherFile, Store, open_store
@@ -89,6 +90,21 @@ def test_a_shared_pool_gives_the_bits_of_an_own_pool(
     shared.engine.validate()
     del model, models
     assert eventually(lambda: shared.lender.workers == 0 and shared.engine.pinned() == 0)
+
+
+def test_the_size_may_come_from_the_environment(store: Store, socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def noted(_store: Store, _socket: str, resident: str | float, _workers: int) -> None:
+        given.append(resident)
+        raise ValueError
+
+    monkeypatch.setattr("torch_mesh.cli.share.SharedPool", noted)
+    arguments = ["share", str(store.folder), "--socket", socket]
+    assert main(arguments) == 2
+    monkeypatch.setenv("TORCH_MESH_RESIDENT", "0.25")
+    assert [main(arguments), main([*arguments, "--resident", "0.5"])] == [2, 2]
+    assert given == ["auto", 0.25, 0.5]
 
 
 def test_bf12_in_a_shared_pool_has_the_bits_of_bf16(mesh_tiny: Path, tmp_path: Path, socket: str) -> None:

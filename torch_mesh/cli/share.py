@@ -9,6 +9,7 @@ from rich.filesize import decimal as format_bytes
 
 from torch_mesh import validators
 from torch_mesh.cli.options import positive
+from torch_mesh.config import MeshConfig
 from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.store.manifest import open_store
 from torch_mesh.system.background import Flag
@@ -24,9 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--socket", required=True, metavar="SOCKET", help="path of the socket for workers")
     parser.add_argument(
         "--resident",
-        default="auto",
         metavar="SIZE",
-        help="size of the whole pool, as in MeshConfig (default: auto, which leaves room for the rest of each worker)",
+        help="size of the whole pool, as in MeshConfig; auto leaves room for the rest of each worker (default: auto)",
     )
     parser.add_argument(
         "--workers",
@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    resident = validators.resident.check("--resident", arguments.resident)
+    given = arguments.resident
+    resident = MeshConfig().resident if given is None else validators.resident.check("--resident", given)
     store = open_store(arguments.store)
     ended = Flag()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
