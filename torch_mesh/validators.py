@@ -150,7 +150,8 @@ def prefetch(name: str, value: Any) -> str:
     if isinstance(value, os.PathLike) or (isinstance(value, str) and re.search(r"[./\\]", value)):
         return str(path("file").check(name, value))
     raise ValueError(
-        f"{name}={value!r} is unknown; it is 'auto', 'off', or the path of a file of `torch-mesh routing fit`."
+        f"{name}={value!r} is unknown; it is 'auto', 'off', or the path of a file of `torch-mesh routing fit`, with a "
+        "dot or a slash in it."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from transformers.generation import CompileConfig
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError
 from torch_mesh.cli import main
+from torch_mesh.cli.routing.fit import _verdict
 from torch_mesh.models.families import find_experts, find_router
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.prefetch.predictor import Predictor, fit, identity_of, load_predictor, recall, save_predictor
+from torch_mesh.prefetch.predictor import Predictor, Recall, fit, identity_of, load_predictor, recall, save_predictor
 from torch_mesh.routing.simulation import simulate
 from torch_mesh.routing.traces import load_trace
 
@@ -271,6 +273,13 @@ def test_the_command_fits_and_prints_the_gain(
     printed = capsys.readouterr().out
     assert "routers, 4" in printed and "fitted, 8" in printed and "Use it with MeshConfig(prefetch=" in printed
     _generate(mesh_tiny, prefetch=out)
+
+
+def test_the_printed_path_is_taken_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/tmp")
+    for name in ("predictor", "auto"):
+        advised = re.search(r"MeshConfig\(prefetch='(.*)'\)", _verdict([Recall(0, (4,), (0.5,), None)], name, 9, 9))
+        assert advised is not None and MeshConfig(prefetch=advised[1]).predictor == f"/tmp/{name}"
 
 
 def test_the_command_names_what_is_missing_or_wrong(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +85,9 @@ def _cells(rates: tuple[float, ...] | None, count: int) -> list[str]:
     return ["-"] * count if rates is None else [f"{rate:.1%}" for rate in rates]
 
 
-def _verdict(rows: Sequence[Recall], path: str, learned_from: int, measured: int) -> str:
-    where = f"{path}: fitted to {learned_from} tokens, measured on {measured} others."
+def _verdict(rows: Sequence[Recall], out: str, learned_from: int, measured: int) -> str:
+    path = os.path.abspath(out)  # MeshConfig takes no bare name for a path
+    where = f"{out}: fitted to {learned_from} tokens, measured on {measured} others."
     both = [(row.fitted[0], row.lookahead[0]) for row in rows if row.lookahead is not None]
     if not both:
         return f"{where} Lookahead predicts nothing here; use it with MeshConfig(prefetch={path!r})."
