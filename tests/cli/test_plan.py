@@ -306,9 +306,9 @@ def test_a_known_overlap_refines_the_expected_hit_rate(mesh_tiny: Path, capsys: 
     planned = run(capsys, str(mesh_tiny), "--resident", "0.25", "--overlap", "0.4")
     share = planned["slots"] / 192
     assert planned["hit_rate"]["expected"] == simulated_hit_rate(shape, share, 0.4).expected
-    for overlap in (0.05, 0.99):
+    for overlap, resident in ((0.05, 0.25), (0.99, 0.25), (2, 1.0)):
         with pytest.raises(ValueError, match=r"overlap must be between chance, 0\.125, and 0\.95"):
-            plan(mesh_tiny, MeshConfig(resident=0.25), overlap=overlap)
+            plan(mesh_tiny, MeshConfig(resident=resident), overlap=overlap)
 
 
 def test_speeds_are_measured(store: Path) -> None:

@@ -12,6 +12,7 @@ from ..config import MeshConfig
 from ..gpu.choosing import check_gpu_weights
 from ..gpu.planning import GpuPlan
 from ..lossy.fallback import check_fallback_format
+from ..routing.synthetic import check_overlap
 from ..store.manifest import is_store
 from ..system.memory import anonymous_bytes, available_bytes
 from .fitting import (
@@ -101,8 +102,9 @@ def plan(
 
     With ``lossy.fallback`` or a GPU it predicts memory only, not hits and times.
 
-    Raises StoreError, UnsupportedModelError and ValueError as loading would; ValueError for an impossible overlap, for
-    settings that exclude ranks, and for a GPU if the size of the rest of the model is unknown.
+    Raises StoreError, UnsupportedModelError and ValueError as loading would, but for the files of ``prefetch`` and
+    ``profile``, which it does not open; ValueError for an impossible overlap, for settings that exclude ranks, and for
+    a GPU if the size of the rest of the model is unknown.
     """
     sizes = find_sizes(folder, config)
     process = anonymous_bytes()
@@ -115,6 +117,8 @@ def plan(
         check_ranks(sizes, config, ranks, overlap, card)
         sizes, of_ranks = divided(sizes, ranks)
     shape = sizes.shape
+    if overlap is not None:
+        check_overlap(overlap, shape.experts, shape.top_k)
     check_gpu_weights(config.gpu, sizes.weights if is_store(folder) else None)
     gpu = None if card is None else on_card(folder, sizes, config, *card)
     sizes_in_memory = sizes if gpu is None else dataclasses.replace(sizes, dense_bytes=0, dense_bytes_loading=0)

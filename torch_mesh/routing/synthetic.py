@@ -102,12 +102,17 @@ def _largest(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool
     return chosen
 
 
+def check_overlap(overlap: float, experts: int, top_k: int) -> None:
+    """Raises ValueError for an overlap that no routing has, or that is above 0.95."""
+    if not top_k / experts <= overlap <= 0.95:
+        raise ValueError(f"overlap must be between chance, {top_k / experts:.3f}, and 0.95; got {overlap}")
+
+
 def _variances(experts: int, top_k: int, overlap: float | None) -> dict[str, float]:
     """VARIANCES, scaled for the overlap; if the noise is used up, the fastest part becomes slower."""
     if overlap is None:
         return VARIANCES
-    if not top_k / experts <= overlap <= 0.95:
-        raise ValueError(f"overlap must be between chance, {top_k / experts:.3f}, and 0.95; got {overlap}")
+    check_overlap(overlap, experts, top_k)
     wanted = correlation_for(overlap, experts, top_k)
     if wanted <= 0:
         return dict.fromkeys(VARIANCES, 0.0)
