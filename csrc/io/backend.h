@@ -27,7 +27,8 @@ struct ChunkRead {
 
 struct ChunkResult {
   int32_t chunk;
-  int64_t result;  // bytes read, or a negative errno
+  int64_t result;      // bytes read, or a negative errno
+  bool final = false;  // an error that another process has repeated and named already
 };
 
 // Moves the first of `ended` to `results`, as many as fit, and returns how many.

@@ -163,7 +163,7 @@ ChunkRead ChunkScheduler::start(int32_t index) {
                    .to = chunk.to + chunk.resume};
 }
 
-void ChunkScheduler::complete(int32_t index, int64_t result) {
+void ChunkScheduler::complete(int32_t index, int64_t result, bool final) {
   Chunk& chunk = chunks_[index];
   assert(chunk.state == ChunkState::kUnderWay);
   chunk.state = ChunkState::kReady;
@@ -174,7 +174,9 @@ void ChunkScheduler::complete(int32_t index, int64_t result) {
     return;
   }
   const int error = static_cast<int>(-result);
-  if (may_repeat(chunk, error)) {  // it is ready already, and next() will find it
+  if (final) {
+    fail(index, error);
+  } else if (may_repeat(chunk, error)) {  // it is ready already, and next() will find it
     if (unwanted(chunk)) fail(index, ECANCELED);
   } else {
     // The block layer reports a medium error as ENODATA, which to our callers means the end of the

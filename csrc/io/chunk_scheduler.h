@@ -29,8 +29,8 @@ class ChunkScheduler {
   // come first. None when `depth` chunks or the limit of bytes are under way, or nothing that waits
   // may start.
   std::optional<ChunkRead> next();
-  // `result` is a number of bytes or a negative errno.
-  void complete(int32_t chunk, int64_t result);
+  // `result` and `final`: as in ChunkResult.
+  void complete(int32_t chunk, int64_t result, bool final = false);
   // The next finished request, in order of completion.
   std::optional<ReadResult> take_finished();
 

@@ -236,7 +236,7 @@ class EngineReader final : public Reader {
       if (!may_sleep()) continue;
       const int32_t count = backend_->wait(kMaxWait, results_);
       for (const ChunkResult& result : std::span(results_).first(count)) {
-        scheduler_.complete(result.chunk, result.result);
+        scheduler_.complete(result.chunk, result.result, result.final);
       }
     }
     backend_->stop();

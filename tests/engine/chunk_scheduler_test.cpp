@@ -102,6 +102,16 @@ TEST(ChunkScheduler, PermanentErrorIsNotRetried) {
   EXPECT_EQ(scheduler.take_finished()->error, EBADF);
 }
 
+TEST(ChunkScheduler, FinalErrorIsNeitherRepeatedNorRenamed) {
+  for (const int error : {ENODATA, EIO, ENOMEM}) {
+    ChunkScheduler scheduler(1, 4096, kUnit, 5);
+    scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
+    scheduler.complete(scheduler.next()->chunk, -error, /*final=*/true);
+    EXPECT_FALSE(scheduler.next());
+    EXPECT_EQ(scheduler.take_finished()->error, error);
+  }
+}
+
 TEST(ChunkScheduler, WindowReadsRankBetweenDemandAndPrefetchAndUseTheWholeDepth) {
   ChunkScheduler scheduler(8, 4096, kUnit, 1);
   scheduler.add(plain_request(1, 0, 8 * 4096, Urgency::kPrefetch));

@@ -212,6 +212,16 @@ TEST_F(LendingTest, ARecordThatOneBorrowerReadIsResidentForTheNext) {
   EXPECT_GT(chunks_given(), read);
 }
 
+TEST_F(LendingTest, AnOwnersErrorReachesTheBorrowerAsItIs) {
+  lend(4, 1);
+  const auto pool = borrow();
+  store_.truncate(kRecord + 100);
+  const Error error = error_of([&] { pool->promote(0, std::vector<int32_t>{1}); });
+  EXPECT_EQ(error.os_error(), ENODATA);
+  EXPECT_NE(std::string(error.what()).find("was it replaced or truncated?"), std::string::npos);
+  EXPECT_EQ(owner_->stats()[0].failed, 1) << "the borrower has repeated its request";
+}
+
 TEST_F(LendingTest, ABorrowerThatHoldsAllItsSlotsDoesNotBlockOthers) {
   lend(6, 2);
   const auto still = borrow();

@@ -230,9 +230,8 @@ class LentBackend final : public Backend {
     int64_t bytes = 0;
   };
 
-  void end(int32_t slot, int64_t result) {
-    UnderWay& read = reads_[slot];
-    ended_.push_back({std::exchange(read.chunk, -1), result});
+  void end(int32_t slot, int64_t result, bool final = false) {
+    ended_.push_back({std::exchange(reads_[slot].chunk, -1), result, final});
   }
 
   void receive() {
@@ -254,7 +253,7 @@ class LentBackend final : public Backend {
     }
     if (answer.error != 0) {
       if (answer.error < 0 || answer.error > 4095) return false;
-      end(answer.slot, -answer.error);
+      end(answer.slot, -answer.error, /*final=*/true);
       return true;
     }
     if (answer.offset < 0 || answer.offset % kRecordAlignment != 0 ||
