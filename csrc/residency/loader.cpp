@@ -89,8 +89,7 @@ Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pa
       done_(std::move(done)),
       reads_(static_cast<size_t>(options.slots)),
       queue_links_(options.slots),
-      demand_queue_(queue_links_),
-      prefetch_queue_(queue_links_),
+      queued_{IndexList(queue_links_), IndexList(queue_links_), IndexList(queue_links_)},
       checksums_(source.checksums.begin(), source.checksums.end()),
       to_finish_(queue_links_) {
   checksums_.resize(static_cast<size_t>(source.layers) * source.experts);
@@ -129,7 +128,7 @@ void Loader::begin(const SlotTable& slots, std::span<const int32_t> reads) {
             .generation = read.generation + 1};
     read.request.urgency = slots[slot].urgency;
     if (packs()) {
-      (read.request.urgency == Urgency::kDemand ? demand_queue_ : prefetch_queue_).push_back(slot);
+      queue_of(read.request.urgency).push_back(slot);
     } else {
       to_submit_.push_back(slot);
     }
@@ -151,13 +150,16 @@ void Loader::begin_queued() {
 }
 
 void Loader::take_staging() {
-  while (!free_staging_.empty()) {
-    IndexList& queue = demand_queue_.empty() ? prefetch_queue_ : demand_queue_;
-    if (queue.empty()) return;
-    const int32_t slot = queue.pop_front();
-    reads_[slot].staging = free_staging_.back();
-    free_staging_.pop_back();
-    to_submit_.push_back(slot);
+  for (const Urgency urgency : kUrgencies) {
+    // The reader cannot put a demand read first that waits for a buffer: some stay free for it.
+    const int32_t spare = urgency == Urgency::kPrefetch ? options_.staging / 2 : 0;
+    IndexList& queue = queue_of(urgency);
+    while (std::ssize(free_staging_) > spare && !queue.empty()) {
+      const int32_t slot = queue.pop_front();
+      reads_[slot].staging = free_staging_.back();
+      free_staging_.pop_back();
+      to_submit_.push_back(slot);
+    }
   }
 }
 
@@ -213,10 +215,11 @@ void Loader::raise_priority(int32_t slot) {
   const Lock lock(mutex_);
   Read& read = reads_[slot];
   if (read.state == Read::State::kNone || read.request.urgency == Urgency::kDemand) return;
-  read.request.urgency = Urgency::kDemand;
+  const Urgency before = std::exchange(read.request.urgency, Urgency::kDemand);
   if (read.state == Read::State::kQueued) {
-    prefetch_queue_.erase(slot);
-    demand_queue_.push_back(slot);
+    queue_of(before).erase(slot);
+    queue_of(Urgency::kDemand).push_back(slot);
+    begin_queued();
   } else {
     try {
       reader_->raise_priority(tag_of(slot, read.generation));
@@ -390,7 +393,7 @@ void Loader::validate() const {
     queued += read.state == Read::State::kQueued;
     staged += read.staging >= 0;
   }
-  check_invariant(queued == demand_queue_.size() + prefetch_queue_.size(),
+  check_invariant(queued == queued_[0].size() + queued_[1].size() + queued_[2].size(),
                   "the queues for staging buffers have lost a read");
   check_invariant(
       !packs() || staged + static_cast<int32_t>(free_staging_.size()) == options_.staging,

@@ -1,10 +1,12 @@
 // Reads records into slots, packs raw weights, and compares checksums.
 //
 // Records of a store are read into their slots. Raw weights are read into one of a few staging
-// buffers and packed into the slot from there; a read without a free buffer waits for one. Where
-// `verify` wants a checksum, a wrong one is reported after a second read.
+// buffers and packed into the slot from there; a read without a free buffer waits for one, and
+// prefetches leave half of them to demand reads. Where `verify` wants a checksum, a wrong one is
+// reported after a second read.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -104,6 +106,7 @@ class Loader {
     ReadResult result{};
   };
 
+  IndexList& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
   bool packs() const { return static_cast<bool>(pack_); }
   bool wants_checksum(ExpertId id) const {
     return options_.verify == Verify::kAlways ||
@@ -141,12 +144,11 @@ class Loader {
   std::vector<Read> reads_;
   std::vector<int32_t> free_staging_;
   IndexLinks queue_links_;
-  IndexList demand_queue_;
-  IndexList prefetch_queue_;
-  std::vector<int32_t> to_submit_;     // slots
-  std::vector<ReadRequest> requests_;  // of those
-  int32_t with_reader_ = 0;            // reads that are not reported by the reader yet
-  std::vector<Ended> refused_;         // has room for all
+  std::array<IndexList, kUrgencies.size()> queued_;  // for a staging buffer
+  std::vector<int32_t> to_submit_;                   // slots
+  std::vector<ReadRequest> requests_;                // of those
+  int32_t with_reader_ = 0;     // reads that are not reported by the reader yet
+  std::vector<Ended> refused_;  // has room for all
 
   // By expert: the one to compare with, if there is one (still). Used only by the thread that
   // finishes the expert's read.

@@ -141,9 +141,9 @@ bool Pool::hint(HintOfCore hint, int32_t layer, std::span<const int32_t> experts
 // Refused reads, and segments that cannot be detached, are events again.
 void Pool::carry_out() {
   for (Effects* effects = &core_.effects(); effects->any(); effects = &core_.effects()) {
-    const bool reads = !effects->reads.empty();
-    queued_ |= reads || !effects->raised.empty();
-    if (reads) loader_->begin(core_.slots(), effects->reads);
+    const bool reads = !effects->reads.empty() || !effects->raised.empty();
+    queued_ |= reads;
+    if (!effects->reads.empty()) loader_->begin(core_.slots(), effects->reads);
     for (int32_t slot : effects->raised) loader_->raise_priority(slot);
     if (loader_ != nullptr) queued_ |= loader_->will_need(effects->predicted);
     if (effects->landed) landed_.notify_all();

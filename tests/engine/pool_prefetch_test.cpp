@@ -1,9 +1,16 @@
 // Reads that a pool begins before a forward needs them.
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <utility>
 #include <vector>
 
+#include "base/at_end.h"
 #include "error_of.h"
+#include "holding_backend.h"
 #include "pool_fixture.h"
 #include "residency/core/expected.h"
 
@@ -40,6 +47,33 @@ TEST(Pool, PrefetchDoesNotWaitAndTakesAtMostHalfOfTheSlots) {
   for (int32_t expert : {0, 1, 2, 8, 9, 10, 11}) {
     EXPECT_EQ(pool.state(0, expert), SlotState::kReady) << expert;
   }
+  expect_at_rest(pool);
+}
+
+TEST(Pool, PrefetchesLeaveStagingBuffersToDemandReads) {
+  const TestStore store(1, 16);
+  Source source = store.source();
+  source.raw = true;
+  source.checksums.clear();
+  const auto pack = [](ExpertId, std::span<const std::byte* const> pieces, std::byte* record) {
+    std::memcpy(record, pieces[0], kRecord);
+  };
+  std::atomic<bool> held = true;
+  PoolOptions options = options_of(16);
+  options.staging = 4;
+  options.timeout = 20s;
+  options.reader.interpose = [&](std::unique_ptr<Backend> inner, auto) {
+    return std::make_unique<HoldingBackend>(
+        std::move(inner), [&](int64_t offset) { return held && offset < 6 * kRecord; });
+  };
+  Pool pool(options, {}, source, pack);
+  const AtEnd release([&] { held = false; });
+  pool.prefetch(0, all_of(8));
+  forward(pool, 0, std::vector<int32_t>{7, 9});  // the prefetch of 7 waits for a buffer
+  EXPECT_EQ(pool.state(0, 0), SlotState::kLoading);
+  pool.validate();
+  held = false;
+  pool.drain();
   expect_at_rest(pool);
 }
 

@@ -15,8 +15,8 @@
 #include <thread>
 #include <vector>
 
+#include "holding_backend.h"
 #include "reader_fixture.h"
-#include "testing/forwarding_backend.h"
 
 namespace torch_mesh {
 namespace {
@@ -212,28 +212,6 @@ TEST_P(TablesTest, ThreadsGatherAndPrefetchConcurrently) {
   }
   for (std::thread& thread : threads) thread.join();
 }
-
-// Holds chunks back while `holds` says so.
-class HoldingBackend final : public ForwardingBackend {
- public:
-  using Holds = std::function<bool(int64_t offset)>;
-  HoldingBackend(std::unique_ptr<Backend> inner, Holds holds)
-      : ForwardingBackend(std::move(inner)), holds_(std::move(holds)) {}
-
-  void submit(const ChunkRead& read) override { held_.push_back(read); }
-  int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
-    std::erase_if(held_, [&](const ChunkRead& read) {
-      const bool passes = !holds_(read.offset);
-      if (passes) inner_->submit(read);
-      return passes;
-    });
-    return inner_->wait(held_.empty() ? timeout : std::min(timeout, 1000us), results);
-  }
-
- private:
-  const Holds holds_;
-  std::vector<ChunkRead> held_;
-};
 
 // The second gather comes while the first has all reads. The rows behind these reads are held back
 // until the second has ended, so that it has to get one of the reads that end first.
