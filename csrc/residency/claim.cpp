@@ -92,7 +92,8 @@ int32_t Claim::take(std::span<ReadyExpert> ready, std::optional<Error>& error) {
   for (int32_t i = 0; i < count; ++i) {
     const auto [index, slot] = handed[i];
     ready[i] = {index, pool_.memory_->piece(slot), pool_.memory_->node(slot)};
-    pool_.timeline_.handed(slot, state_.layer, state_.experts[index], begin_);
+    state_.entries[index].miss =
+        pool_.timeline_.handed(slot, state_.layer, state_.experts[index], begin_);
   }
   pool_.carry_out();
   return count;
@@ -210,7 +211,7 @@ void Claim::release(std::span<const ReadyExpert> done) {
     const auto begin = std::chrono::steady_clock::now();
     const size_t released = pool_.core_.release(state_, std::span(indices).first(count));
     for (size_t i = 0; i < released; ++i) {
-      pool_.timeline_.released(state_.layer, state_.experts[indices[i]]);
+      pool_.timeline_.released(state_.entries[indices[i]].miss);
     }
     pool_.carry_out();
     released_ = std::chrono::steady_clock::now();

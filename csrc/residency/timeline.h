@@ -1,7 +1,6 @@
 // Records when the misses of forwards were claimed, read, handed out and computed. Off by default.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -39,22 +38,21 @@ class Timeline {
     if (reads_.empty()) return;
     reads_[slot] = {.begun = read.begun, .landed = read.ended};
   }
-  // An expert in `slot` whose read ended before the claim was a hit.
-  void handed(int32_t slot, int32_t layer, int32_t expert, Miss::Time claimed) {
-    if (reads_.empty() || misses_.size() == limit_) return;
+  // Returns the number of the miss, or -1 where none is recorded. An expert in `slot` whose read
+  // ended before the claim was a hit.
+  int32_t handed(int32_t slot, int32_t layer, int32_t expert, Miss::Time claimed) {
+    if (reads_.empty() || misses_.size() == limit_) return -1;
     Miss miss = reads_[slot];
-    if (miss.landed <= claimed) return;
+    if (miss.landed <= claimed) return -1;
     miss.layer = layer;
     miss.expert = expert;
     miss.claimed = claimed;
     miss.handed = Miss::Time::clock::now();
     misses_.push_back(miss);
+    return static_cast<int32_t>(misses_.size()) - 1;
   }
-  void released(int32_t layer, int32_t expert) {
-    const auto own = std::find_if(misses_.rbegin(), misses_.rend(), [&](const Miss& miss) {
-      return miss.layer == layer && miss.expert == expert && miss.released == Miss::Time{};
-    });
-    if (own != misses_.rend()) own->released = Miss::Time::clock::now();
+  void released(int32_t miss) {
+    if (miss >= 0 && miss < std::ssize(misses_)) misses_[miss].released = Miss::Time::clock::now();
   }
   const std::vector<Miss>& misses() const { return misses_; }
 

@@ -85,6 +85,22 @@ TEST(Pool, RecordsNoMoreMissesThanAskedForAfterALargerCall) {
   EXPECT_EQ(pool.misses().size(), 1U);
 }
 
+TEST(Pool, TheReleaseOfAHitIsNotThatOfAnEarlierMiss) {
+  const TestStore store(1, 8);
+  Pool pool(options_of(6), {}, store.source(), nullptr);
+  pool.record_misses(8);
+  {
+    const std::vector<int32_t> experts{3};
+    std::array<Claim::Entry, 1> entries;
+    ReadyExpert ready;
+    Claim fails(pool, 0, experts, entries);
+    ASSERT_EQ(fails.next({&ready, 1}), 1);
+  }
+  forward(pool, 0, std::vector<int32_t>{3});
+  ASSERT_EQ(pool.misses().size(), 1U);
+  EXPECT_EQ(pool.misses()[0].released, Miss::Time{});
+}
+
 TEST(Timeline, AReadThatEndedBeforeTheClaimIsAHit) {
   const Miss::Time begun = Miss::Time::clock::now();
   const Miss::Time ended = begun + 2ms;

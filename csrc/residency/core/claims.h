@@ -23,7 +23,8 @@ struct ClaimEntry {
   };
   int32_t slot;
   State state;
-  bool read;  // read for this claim, or ahead of it
+  bool read;          // read for this claim, or ahead of it
+  int32_t miss = -1;  // in the pool's Timeline
 };
 
 // A claim's state in the core. Its maker keeps it alive, and does not move it.
