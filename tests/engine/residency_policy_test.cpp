@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -34,6 +35,19 @@ std::vector<ExpertId> victims(Policy& policy) {
     policy.remove(id);
   }
   return order;
+}
+
+int64_t resident_pages() {
+  std::ifstream file("/proc/self/statm");
+  int64_t all = 0, resident = 0;
+  file >> all >> resident;
+  return resident;
+}
+
+TEST(Policy, HeatsTableTakesNoMemoryBeforeItLearns) {
+  const int64_t before = resident_pages();
+  const auto policy = make_policy("heat", {48, 512, 6144});  // a table of 48 MiB
+  EXPECT_LT(resident_pages() - before, 16 * 256);
 }
 
 TEST(Policy, LruEvictsTheLeastRecentlyUsed) {

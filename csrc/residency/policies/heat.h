@@ -15,6 +15,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <numeric>
 #include <utility>
 
@@ -34,7 +37,7 @@ class Heat final : public ColdestByLayer<Heat> {
         scores_(static_cast<size_t>(options.all()), 0.f),
         predicted_(scores_.size(), 0.f),
         probability_(scores_.size(), 0.f),
-        follows_(table_entries(options), 0.f),
+        follows_(make_table(options), std::free),
         use_(static_cast<size_t>(experts_), 0.f) {
     token_.reserve(static_cast<size_t>(experts_));
     for (std::vector<int32_t>& last : last_) last.reserve(kMaxLearned);
@@ -223,10 +226,14 @@ class Heat final : public ColdestByLayer<Heat> {
     std::fill(first, first + experts_, 0.f);
   }
 
-  static size_t table_entries(const PolicyOptions& options) {
+  // Zeros, whose pages take no memory before they are written. Null: too many.
+  static float* make_table(const PolicyOptions& options) {
     const auto experts = static_cast<size_t>(options.experts);
     const size_t entries = options.layers * experts * experts;
-    return entries <= kMaxTable ? entries : 0;
+    if (entries > kMaxTable) return nullptr;
+    auto* table = static_cast<float*>(std::calloc(entries, sizeof(float)));
+    if (table == nullptr) throw std::bad_alloc();
+    return table;
   }
 
   float* row(int32_t layer, int32_t expert) {
@@ -255,7 +262,7 @@ class Heat final : public ColdestByLayer<Heat> {
         mean[expert] += fresh * (use_[expert] - mean[expert]);
       }
     }
-    if (follows_.empty() || experts.size() > kMaxLearned) experts = {};
+    if (follows_ == nullptr || experts.size() > kMaxLearned) experts = {};
     last_[layer].assign(experts.begin(), experts.end());
   }
 
@@ -295,9 +302,9 @@ class Heat final : public ColdestByLayer<Heat> {
   std::vector<float> scores_;
   std::vector<float> predicted_;    // of the next forward: what the table is learned from
   std::vector<float> probability_;  // what victims are chosen by
-  std::vector<float> follows_;      // [layers][experts][experts]
-  std::vector<float> use_;          // [experts], of the forward that begins
-  std::vector<int32_t> token_;      // what one token of a prompt chose
+  std::unique_ptr<float[], decltype(&std::free)> follows_;  // [layers][experts][experts]
+  std::vector<float> use_;                                  // [experts], of the forward that begins
+  std::vector<int32_t> token_;                              // what one token of a prompt chose
 };
 
 }  // namespace torch_mesh
