@@ -35,24 +35,6 @@ uint64_t tag_of(int32_t slot, uint32_t generation) {
 
 int32_t slot_of(uint64_t tag) { return static_cast<int32_t>(tag & UINT32_MAX); }
 
-std::string read_failure_advice(int error) {
-  switch (error) {
-    case ENODATA:
-      return "the file is shorter than when it was opened; was it replaced or truncated?";
-    case EIO:
-      return "the disk reported an error and repeating did not help; see the kernel's log";
-    case ECANCELED:
-      return "the pool is closing";
-    case ENOMEM:
-      return "keep fewer experts resident, or raise the memory limit";
-    case ECONNRESET:
-      return "the process that shares its pool has ended; start torch-mesh share again and open "
-             "the model anew";
-    default:
-      return "the operating system refused the read";
-  }
-}
-
 }  // namespace
 
 int64_t staging_bytes(const Source& source) {
@@ -378,12 +360,7 @@ Error Loader::read_error(int32_t slot, const ReadResult& result) const {
 Error Loader::checksum_error(ExpertId id) const {
   const ErrorPlace place = place_of(source_, id);
   return Error(ErrorKind::kChecksum,
-               concat(describe(source_, id),
-                      " is not what was stored: its checksum is wrong in a second read, too (",
-                      place.file, ", offset ", place.offset,
-                      "); run torch-mesh inspect --verify on the store, then remove it or convert "
-                      "the model with --force"),
-               place);
+               wrong_checksum(describe(source_, id), place.file, place.offset), place);
 }
 
 void Loader::validate() const {

@@ -121,6 +121,13 @@ uint64_t record_checksum(const std::array<uint8_t, 16>& store_id, int32_t layer,
   return XXH3_64bits_digest(&state);
 }
 
+std::string wrong_checksum(const std::string& what, const std::string& file, int64_t offset) {
+  return concat(what, " is not what was stored: its checksum is wrong in a second read, too (",
+                file, ", offset ", offset,
+                "); run torch-mesh inspect --verify on the store, then remove it or convert the "
+                "model with --force");
+}
+
 void validate(const Source& source) {
   validate_files(source);
   const size_t records = validate_counts(source);

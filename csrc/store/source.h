@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "store/extent.h"
@@ -48,6 +49,8 @@ struct Source {
 // XXH3-64 over store id, layer, expert (both little-endian int32) and the record's bytes.
 uint64_t record_checksum(const std::array<uint8_t, 16>& store_id, int32_t layer, int32_t expert,
                          const std::byte* record, int64_t bytes);
+// The message for a record or row, `what`, whose checksum is wrong.
+std::string wrong_checksum(const std::string& what, const std::string& file, int64_t offset);
 
 // Throws Error(kInvalid) unless every extent lies within its file, nothing overflows, and counts
 // agree.

@@ -72,17 +72,6 @@ std::vector<int64_t> first_rows_of(const Table& table) {
   return first;
 }
 
-std::string advice(int error) {
-  switch (error) {
-    case ENODATA:
-      return "the file is shorter than when it was opened; was it replaced or truncated?";
-    case EIO:
-      return "the disk reported an error and repeating did not help; see the kernel's log";
-    default:
-      return "the operating system refused the read";
-  }
-}
-
 int64_t nanoseconds_since(Clock::time_point begin) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
 }
@@ -616,19 +605,14 @@ Error Tables::read_error(int32_t read) const {
   return Error(result.error == ENOMEM ? ErrorKind::kMemory : ErrorKind::kRead,
                "cannot read " + describe(failed.table, failed.rows[index]) + " from " + file +
                    " at offset " + std::to_string(row.offset) + ": " + strerror(result.error) +
-                   "; " + advice(result.error),
+                   "; " + read_failure_advice(result.error),
                {.file = file, .offset = row.offset}, result.error);
 }
 
 Error Tables::checksum_error(int32_t table, int64_t row) const {
   const Extent at = extent_of(table, row);
   const std::string& file = options_.files[at.file].path;
-  return Error(ErrorKind::kChecksum,
-               describe(table, row) +
-                   " is not what was stored: its checksum is wrong in a second read, too (" + file +
-                   ", offset " + std::to_string(at.offset) +
-                   "); run torch-mesh inspect --verify on the store, then remove it or convert "
-                   "the model with --force",
+  return Error(ErrorKind::kChecksum, wrong_checksum(describe(table, row), file, at.offset),
                {.file = file, .offset = at.offset});
 }
 
