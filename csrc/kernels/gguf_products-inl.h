@@ -220,9 +220,6 @@ struct GgufHeader {
 
   const float* of_mins() const { return kType.has_half_mins() ? min : d; }
 
-  GgufHeader() = default;
-  explicit GgufHeader(const std::byte* stretch) { read(stretch); }
-
   void read(const std::byte* stretch) {
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       store(d + c, load_half(stretch + c * 2));
