@@ -7,7 +7,15 @@ from torch import Tensor
 
 
 @torch.library.register_fake("torch_mesh::grouped_linear")
-def _(x_sorted: Tensor, offsets: Tensor, handle: Tensor, projection: int, out_features: int, top_k: int = 1) -> Tensor:
+def _(
+    x_sorted: Tensor,
+    offsets: Tensor,
+    handle: Tensor,
+    projection: int,
+    out_features: int,
+    top_k: int = 1,
+    sentinels: bool = False,
+) -> Tensor:
     torch._check(x_sorted.dim() == 2, lambda: f"x_sorted must be [rows, in]; got {tuple(x_sorted.shape)}")
     torch._check(offsets.dim() == 1, lambda: f"offsets must be [experts + 1]; got {tuple(offsets.shape)}")
     return x_sorted.new_empty((x_sorted.shape[0], out_features))

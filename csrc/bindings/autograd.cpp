@@ -191,22 +191,22 @@ at::Tensor experts_adapted(const at::Tensor& x, const at::Tensor& ids, const at:
 
 at::Tensor grouped_linear_below(const at::Tensor& x, const at::Tensor& offsets,
                                 const at::Tensor& handle, int64_t projection, int64_t out_features,
-                                int64_t top_k) {
+                                int64_t top_k, bool sentinels) {
   static const auto op =
       find_op<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t,
-                         int64_t)>("torch_mesh::grouped_linear");
+                         int64_t, bool)>("torch_mesh::grouped_linear");
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op.call(x, offsets, handle, projection, out_features, top_k);
+  return op.call(x, offsets, handle, projection, out_features, top_k, sentinels);
 }
 
 struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& offsets, const at::Tensor& handle, int64_t projection,
-                            int64_t out_features, int64_t top_k) {
+                            int64_t out_features, int64_t top_k, bool sentinels) {
     context->save_for_backward({offsets, handle});
     context->saved_data["projection"] = projection;
     context->saved_data["in_features"] = x.sym_size(1).guard_int(__FILE__, __LINE__);
-    return grouped_linear_below(x, offsets, handle, projection, out_features, top_k);
+    return grouped_linear_below(x, offsets, handle, projection, out_features, top_k, sentinels);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
@@ -217,15 +217,15 @@ struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
     const at::Tensor x_grad =
         op.call(grads[0], saved[0], saved[1], context->saved_data["projection"].toInt(),
                 context->saved_data["in_features"].toInt());
-    return {x_grad, Variable(), Variable(), Variable(), Variable(), Variable()};
+    return {x_grad, {}, {}, {}, {}, {}, {}};
   }
 };
 
 at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const at::Tensor& handle,
-                          int64_t projection, int64_t out_features, int64_t top_k) {
+                          int64_t projection, int64_t out_features, int64_t top_k, bool sentinels) {
   return wants_gradient(x)
-             ? GroupedLinear::apply(x, offsets, handle, projection, out_features, top_k)
-             : grouped_linear_below(x, offsets, handle, projection, out_features, top_k);
+             ? GroupedLinear::apply(x, offsets, handle, projection, out_features, top_k, sentinels)
+             : grouped_linear_below(x, offsets, handle, projection, out_features, top_k, sentinels);
 }
 
 at::Tensor linear_below(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,

@@ -15,16 +15,21 @@
 namespace torch_mesh {
 namespace {
 
-// Rows after the last offset belong to no expert.
-at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t experts) {
+// With `sentinels`, rows after the last offset belong to no expert.
+at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t experts,
+                           bool sentinels) {
   TORCH_CHECK_VALUE(offsets.scalar_type() == at::kLong || offsets.scalar_type() == at::kInt,
                     "offsets has dtype ", offsets.scalar_type(), "; allowed: int64, int32");
   TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.size(0) == experts + 1,
                     "offsets must be [experts + 1 = ", experts + 1, "]; got ", offsets.sizes());
   const at::Tensor on_cpu = contiguous_as(offsets, at::kLong);
+  const int64_t first = on_cpu.const_data_ptr<int64_t>()[0];
   const int64_t last = on_cpu.const_data_ptr<int64_t>()[experts];
   TORCH_CHECK_VALUE(last <= rows, "the last offset must be at most the number of rows, ", rows,
                     "; got ", last);
+  TORCH_CHECK_VALUE(first == 0 && (sentinels || last == rows), "of ", rows, " rows, those from ",
+                    first, " to ", last, " have an expert in [0, ", experts,
+                    "); all must, but with sentinels=True the last ones may have none");
   check_offsets(on_cpu.const_data_ptr<int64_t>(), experts);
   return on_cpu;
 }
@@ -35,7 +40,7 @@ void clear_behind(const at::Tensor& rows, const at::Tensor& bounds) {
 }
 
 at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const at::Tensor& handle,
-                          int64_t projection, int64_t out_features, int64_t top_k) {
+                          int64_t projection, int64_t out_features, int64_t top_k, bool sentinels) {
   const LayerHandle layer = resolve(handle);
   Engine& engine = layer.engine();
   TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
@@ -47,7 +52,7 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
                     "; projection ", which, " has ", engine.out_features(which));
   const int32_t most = engine.pool().routed_experts();
   TORCH_CHECK_VALUE(top_k >= 1 && top_k <= most, "top_k is ", top_k, "; allowed: 1 to ", most);
-  const at::Tensor bounds = checked_offsets(offsets, x.size(0), engine.pool().experts());
+  const at::Tensor bounds = checked_offsets(offsets, x.size(0), engine.pool().experts(), sentinels);
   at::Tensor out = at::empty({x.size(0), engine.out_features(which)}, x.options());
   if (x.size(0) == 0) return out;
   clear_behind(out, bounds);
@@ -75,7 +80,8 @@ at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& off
                     grad.sizes());
   TORCH_CHECK_VALUE(in_features == in, "in_features is ", in_features, "; projection ", which,
                     " has ", in);
-  const at::Tensor bounds = checked_offsets(offsets, grad.size(0), engine.pool().experts());
+  const at::Tensor bounds = checked_offsets(offsets, grad.size(0), engine.pool().experts(),
+                                            /*sentinels=*/true);
   const int64_t* first = bounds.const_data_ptr<int64_t>();
 
   std::vector<int32_t> used;

@@ -79,10 +79,11 @@ TORCH_LIBRARY(torch_mesh, m) {
   // x_sorted [R, in] with rows grouped by expert, offsets int64 [experts + 1]; projection 0 gives
   // [gate | up], 1 down; biases are added. The width of the result is an argument because a fake
   // kernel cannot look it up in the pool.
-  // top_k: the rows of each token, by which statistics tell a decode step from a prompt.
+  // top_k: the rows of each token, by which statistics tell a decode step from a prompt. With
+  // `sentinels`, rows behind the last offset belong to no expert, and their result is zero.
   m.def(
       "grouped_linear(Tensor x_sorted, Tensor offsets, Tensor handle, int projection, "
-      "int out_features, int top_k=1) -> Tensor",
+      "int out_features, int top_k=1, bool sentinels=False) -> Tensor",
       unsafe);
   m.def(
       "grouped_linear_backward(Tensor grad, Tensor offsets, Tensor handle, int projection, "

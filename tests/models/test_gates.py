@@ -58,6 +58,25 @@ def test_a_layer_is_that_of_transformers(name: str, weights: str) -> None:
     assert_same_layer(layer.module, original, _inputs(layer.hidden), weights)
 
 
+@pytest.mark.parametrize(("activation", "fused"), [("silu", True), ("relu", False)])
+def test_an_id_that_is_no_expert_is_an_error_except_as_a_sentinel(activation: str, fused: bool) -> None:
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    for layer in find_experts(model):
+        layer.module.act_fn = activations.ACT2FN[activation]  # type: ignore[assignment]
+    module: Any = next(patched_modules(torch_mesh.patch(model)))
+    assert module._mesh_fused == fused
+    x, weights = torch.randn(2, module.hidden_dim), torch.full((2, 2), 0.5)
+    beyond = torch.tensor([[0, 1], [2, module.num_experts]])
+    with torch.no_grad():
+        for ids in (beyond, torch.tensor([[0, 1], [2, -1]])):
+            with pytest.raises(ValueError, match=rf"(in|outside) \[0, {module.num_experts}\)"):
+                module(x, ids, weights)
+        module._is_expert_parallel = True
+        skipped = module(x, beyond, weights)
+        weights[1, 1] = 0
+        torch.testing.assert_close(skipped, module(x, torch.tensor([[0, 1], [2, 3]]), weights))
+
+
 def test_another_activation_runs_unfused() -> None:
     model = _model("DeepseekV4Experts")
     for layer in find_experts(model):

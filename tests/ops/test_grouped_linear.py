@@ -118,7 +118,9 @@ def test_rows_behind_the_last_offset_belong_to_no_expert(open_pool: OpenPool) ->
         x = torch.randn(last + 7, 72)
         x[last:] = float("nan")
         accesses = pool.count("accesses")
-        out = ops.grouped_linear(x, offsets, pool.handle(), 0, 80)
+        with pytest.raises(ValueError, match=rf"from 0 to {last} have an expert in \[0, 8\)"):
+            ops.grouped_linear(x, offsets, pool.handle(), 0, 80)
+        out = ops.grouped_linear(x, offsets, pool.handle(), 0, 80, sentinels=True)
         assert pool.count("accesses") - accesses == sum(map(bool, rows))
         assert torch.equal(out[:last], ops.grouped_linear(x[:last], offsets, pool.handle(), 0, 80))
         grad = torch.randn(last + 7, 80)
@@ -190,7 +192,7 @@ def test_gradients_have_the_same_bits_at_any_residency_and_under_autocast(open_p
         (torch.zeros(9, 1, dtype=torch.long), "offsets must be"),
         (torch.tensor([0, 1, 2, 2, 2, 2, 2, 2, 3]).float(), "offsets has dtype Float"),
         (torch.tensor([0, 1, 2, 2, 2, 2, 2, 2, 4]), "the last offset must be at most the number of rows, 3; got 4"),
-        (torch.tensor([1, 1, 2, 2, 2, 2, 2, 2, 3]), r"offsets\[0\] is 1; it must be 0"),
+        (torch.tensor([1, 1, 2, 2, 2, 2, 2, 2, 3]), "of 3 rows, those from 1 to 3 have an expert"),
         (torch.tensor([0, 2, 1, 2, 2, 2, 2, 2, 3]), r"offsets\[1\] is 2 and the next is 1"),
         (torch.tensor([0, -1, 1, 2, 2, 2, 2, 2, 3]), r"offsets\[0\] is 0 and the next is -1"),
         (torch.tensor([0, 9, 9, 9, 9, 9, 9, 9, 3]), r"offsets\[7\] is 9 and the next is 3"),

@@ -178,7 +178,9 @@ class MeshExperts(PackedModule, InPool):
         top_k = top_k_index.size(-1)
 
         def project(rows: torch.Tensor, projection: int, out_features: int) -> torch.Tensor:
-            out = torch.ops.torch_mesh.grouped_linear(rows, offsets, self._mesh_handle, projection, out_features, top_k)
+            out = torch.ops.torch_mesh.grouped_linear(
+                rows, offsets, self._mesh_handle, projection, out_features, top_k, self._is_expert_parallel
+            )
             own = adapters.get(self._mesh_adaptable[projection])
             if own is None:
                 return out
