@@ -54,7 +54,7 @@ def worker(request_path: str, result_path: str) -> None:
     ids = torch.from_numpy(trace.ids[:tokens]).long()
     if len(ids) < tokens:
         raise SystemExit(f"the trace has {len(ids)} tokens, fewer than {tokens}")
-    handles = [torch.tensor([engine.id, layer, engine.generation]) for layer in range(shape.layers)]
+    handles = [torch.tensor([engine.id, layer]) for layer in range(shape.layers)]
     x = torch.randn(1, shape.hidden, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     weights = torch.full((1, TOP_K), 1 / TOP_K)
     seconds, read = [], 0

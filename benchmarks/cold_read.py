@@ -60,7 +60,7 @@ def promote_all(folder: Path, promotion: Promotion) -> dict[str, Any]:
     )
     try:
         calls = torch.arange(shape.experts).split(promotion.experts_per_call)
-        handles = [torch.tensor([engine.id, layer, engine.generation]) for layer in range(shape.layers)]
+        handles = [torch.tensor([engine.id, layer]) for layer in range(shape.layers)]
         processor, begin = processor_seconds(), time.perf_counter()
         for handle in handles:
             for experts in calls:

@@ -39,7 +39,7 @@ def large_pool() -> _C.Engine:
     engine = pool_of_zeros(shape, "int4", 64)
     for layer in range(LAYERS):
         ids = torch.arange(EXPERTS).view(-1, TOP_K)
-        handle = torch.tensor([engine.id, layer, engine.generation])
+        handle = torch.tensor([engine.id, layer])
         for row in ids:
             torch.ops.torch_mesh.experts(torch.zeros(1, HIDDEN), row.view(1, -1), torch.ones(1, TOP_K), handle)
     return engine

@@ -378,8 +378,8 @@ class _TablesDescription(TypedDict):
 class Tables:
     """Embedding tables that are read from files, see csrc/tables/tables.h.
 
-    Their handles are int64 [id, table, generation]. Raises ValueError for rows outside their files, ReadError for files
-    that cannot be opened, TypeError for an option that is missing, of another type, or unknown.
+    Their handles are int64 [id, table]. Raises ValueError for rows outside their files, ReadError for files that
+    cannot be opened, TypeError for an option that is missing, of another type, or unknown.
     """
 
     def __init__(
@@ -394,8 +394,6 @@ class Tables:
     ) -> None: ...
     @property
     def id(self) -> int: ...
-    @property
-    def generation(self) -> int: ...
     def stats(self) -> list[dict[str, int]]:
         """Counts of each table: 'gathers', 'lookups' (ids), 'distinct' (of those, in each gather), 'hits' and 'reads'
         (of the distinct ones), 'bytes_read', 'prefetches' (rows), 'failed' (reads), 'wait_nanoseconds'."""
@@ -462,8 +460,6 @@ class Engine:
     ) -> None: ...
     @property
     def id(self) -> int: ...
-    @property
-    def generation(self) -> int: ...
     def fill(self, layer: int, expert: int, record: npt.NDArray[np.uint8]) -> None: ...
     def read_record(self, layer: int, expert: int) -> npt.NDArray[np.uint8]:
         """Copy the packed record of an expert, which is promoted if it is cold."""

@@ -59,7 +59,7 @@ class ReadTimeoutError(MeshError):
 
 
 class PoolClosedError(MeshError):
-    """The pool was closed (``unpatch``, or the model was deleted), or the handle is of an older generation."""
+    """The pool was closed: ``unpatch``, or the model was deleted."""
 
 
 class ForkedProcessError(MeshError):

@@ -340,7 +340,6 @@ PyEngine::PyEngine(const py::kwargs& options) {
   }
   live_ = register_engine(std::make_unique<Engine>(engine, runtime, std::move(made)));
   id_ = live_->id;
-  generation_ = live_->generation;
 }
 
 PyEngine::~PyEngine() {
@@ -388,7 +387,6 @@ void define_engine(py::module_& module) {
   py::class_<PyEngine>(module, "Engine")
       .def(py::init<const py::kwargs&>())
       .def_property_readonly("id", &PyEngine::id)
-      .def_property_readonly("generation", &PyEngine::generation)
       .def("fill", fill, py::arg("layer"), py::arg("expert"), py::arg("record"))
       .def("read_record", read_record, py::arg("layer"), py::arg("expert"))
       .def("stats", stats)

@@ -28,7 +28,6 @@ class PyEngine {
   PyEngine& operator=(const PyEngine&) = delete;
 
   int64_t id() const { return id_; }
-  int64_t generation() const { return generation_; }
 
   // Throws Error(kClosed) after close().
   std::shared_ptr<LiveEngine> live() const {
@@ -57,7 +56,6 @@ class PyEngine {
   std::shared_ptr<Freeing> freeing_;  // of the closed engine
   std::chrono::milliseconds timeout_{};
   int64_t id_ = 0;
-  int64_t generation_ = 0;
 };
 
 // Converts the time-out of an engine or of tables, in seconds. Throws Error(kInvalid) if it is out

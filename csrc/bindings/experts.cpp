@@ -122,8 +122,7 @@ thread_local std::optional<Remainder> remainder;
 bool follows(const Remainder& carried, const LayerHandle& layer, const at::Tensor& x) {
   const HandleIds& from = carried.handle;
   const HandleIds here = layer.ids();
-  return from.pool == here.pool && from.layer + 1 == here.layer &&
-         from.generation == here.generation && carried.x.sizes() == x.sizes();
+  return from.pool == here.pool && from.layer + 1 == here.layer && carried.x.sizes() == x.sizes();
 }
 
 // Choices [tokens][k] of this call and of the next layer's. Each has the sentinel `experts` where

@@ -19,7 +19,7 @@ namespace torch_mesh {
 
 // The ids in a handle: `pool` names an engine or tables, `layer` one of its layers or tables.
 struct HandleIds {
-  int64_t pool, layer, generation;
+  int64_t pool, layer;
 };
 
 // Reads the ids of a handle, as ops take it, after checks of its dtype, device and size.
@@ -29,7 +29,7 @@ HandleIds ids_of(const at::Tensor& handle);
 // other. Atomic, since a forked child reads it without a lock.
 inline std::atomic<int64_t> next_handle_id{1};
 
-// Engines or tables by id. `Live` has an id and a generation.
+// Engines or tables by id. No id is used twice.
 template <typename Live>
 class Handles {
  public:
@@ -37,7 +37,6 @@ class Handles {
     Handles& all = of_process();
     const std::lock_guard lock(all.mutex_);
     live->id = next_handle_id++;
-    live->generation = 1;
     all.live_.emplace(live->id, live);
     return live;
   }
@@ -64,12 +63,10 @@ class Handles {
       const auto found = all.live_.find(handle.pool);
       if (found != all.live_.end()) live = found->second;
     }
-    if (live != nullptr && live->generation == handle.generation) return live;
-    throw Error(
-        ErrorKind::kClosed,
-        std::string(what) + " (" + std::to_string(handle.pool) + ", generation " +
-            std::to_string(handle.generation) +
-            ") is closed: the model was unpatched or deleted; patch it again, or open it anew");
+    if (live != nullptr) return live;
+    throw Error(ErrorKind::kClosed, concat(what, " (", handle.pool,
+                                           ") is closed: the model was unpatched or deleted; patch "
+                                           "it again, or open it anew"));
   }
 
  private:

@@ -2,7 +2,7 @@
 // and its variants in experts.cpp, ops on the pool in residency.cpp, the packing for linear in
 // linear.cpp. Gradients are registered in autograd.cpp; fake kernels are in ops/.
 //
-// `handle` is an int64 CPU tensor [pool, layer, generation]: ids, never pointers. Ops with a
+// `handle` is an int64 CPU tensor [pool, layer]: ids, never pointers. Ops with a
 // gradient are functional, because autograd refuses schemas that mutate. Ops that exist for their
 // effect on the pool are declared to mutate the handle, so that torch.compile keeps them in order.
 #include <torch/library.h>
@@ -145,7 +145,7 @@ TORCH_LIBRARY(torch_mesh, m) {
       "-> Tensor");
 
   // Rows of an embedding table that is read from files: ids [...], int32 or int64, each within [0,
-  // rows) -> [..., dim] of `dtype`, which is the table's. `handle` is [tables, table, generation].
+  // rows) -> [..., dim] of `dtype`, which is the table's. `handle` is [tables, table].
   // dim and dtype are arguments because a fake kernel cannot look them up. No gradient.
   m.def("gather_rows(Tensor ids, Tensor handle, int dim, ScalarType dtype) -> Tensor", unsafe);
   // Begins to read these rows into the table's cache: a hint.

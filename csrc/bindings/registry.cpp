@@ -17,12 +17,12 @@ void unregister_engine(int64_t id) { Handles<LiveEngine>::remove(id); }
 
 HandleIds ids_of(const at::Tensor& handle) {
   TORCH_CHECK_VALUE(
-      handle.device().is_cpu() && handle.scalar_type() == at::kLong && handle.numel() == 3,
-      "a torch_mesh handle is an int64 CPU tensor [pool, layer, generation]; got ",
-      handle.scalar_type(), " of shape ", handle.sizes(), " on ", handle.device());
+      handle.device().is_cpu() && handle.scalar_type() == at::kLong && handle.numel() == 2,
+      "a torch_mesh handle is an int64 CPU tensor [pool, layer]; got ", handle.scalar_type(),
+      " of shape ", handle.sizes(), " on ", handle.device());
   const at::Tensor contiguous = handle.contiguous();
   const int64_t* ids = contiguous.const_data_ptr<int64_t>();
-  return {ids[0], ids[1], ids[2]};
+  return {ids[0], ids[1]};
 }
 
 LayerHandle resolve(const at::Tensor& handle) { return resolve(ids_of(handle)); }

@@ -21,7 +21,6 @@ struct LiveEngine {
   std::unique_ptr<Engine> engine;
   const std::shared_ptr<Freeing> freeing = std::make_shared<Freeing>();
   int64_t id;
-  int64_t generation;
 };
 
 struct LayerHandle {
@@ -29,7 +28,7 @@ struct LayerHandle {
   int32_t layer;
 
   Engine& engine() const { return *live->engine; }
-  HandleIds ids() const { return {live->id, layer, live->generation}; }
+  HandleIds ids() const { return {live->id, layer}; }
 };
 
 // The state of each expert of the layer at one moment.
@@ -39,7 +38,7 @@ std::shared_ptr<LiveEngine> register_engine(std::unique_ptr<Engine> engine);
 // Later look-ups fail; running forwards keep the engine alive until they end.
 void unregister_engine(int64_t id);
 
-// Checks shape, dtype, id, generation and layer. Throws Error(kClosed) for a stale handle, and
+// Checks shape, dtype, id and layer. Throws Error(kClosed) for a stale handle, and
 // Error(kForked) in a child of the process that opened the pool.
 LayerHandle resolve(const at::Tensor& handle);
 LayerHandle resolve(const HandleIds& handle);

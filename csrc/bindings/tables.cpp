@@ -160,11 +160,11 @@ PyTables::PyTables(const py::kwargs& given) {
   TablesOptions options = options_from(keys);
   keys.none_left();
   const py::gil_scoped_release released;
+  auto tables = std::make_unique<Tables>(std::move(options), torch_runtime());
   auto live = std::make_shared<LiveTables>();
-  live->tables = std::make_unique<Tables>(std::move(options), torch_runtime());
+  live->tables = std::move(tables);
   live_ = Handles<LiveTables>::add(std::move(live));
   id_ = live_->id;
-  generation_ = live_->generation;
 }
 
 PyTables::~PyTables() {
@@ -208,7 +208,6 @@ void define_tables(py::module_& module) {
   py::class_<PyTables>(module, "Tables")
       .def(py::init<const py::kwargs&>())
       .def_property_readonly("id", &PyTables::id)
-      .def_property_readonly("generation", &PyTables::generation)
       .def("stats", stats)
       .def("reset_stats",
            [](const PyTables& self) { self.look([](Tables& tables) { tables.reset_stats(); }); })

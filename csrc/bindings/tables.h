@@ -20,7 +20,6 @@ struct LiveTables {
   std::unique_ptr<Tables> tables;
   const std::shared_ptr<Freeing> freeing = std::make_shared<Freeing>();
   int64_t id;
-  int64_t generation;
 };
 
 class PyTables {
@@ -31,7 +30,6 @@ class PyTables {
   PyTables& operator=(const PyTables&) = delete;
 
   int64_t id() const { return id_; }
-  int64_t generation() const { return generation_; }
 
   // Returns see(tables), called without the GIL. The tables are released before Python objects are
   // made from the result (see PyEngine::look). Throws Error(kClosed) after close(), and
@@ -53,7 +51,6 @@ class PyTables {
   std::shared_ptr<Freeing> freeing_;  // of the closed tables
   std::chrono::milliseconds timeout_{};
   int64_t id_ = 0;
-  int64_t generation_ = 0;
 };
 
 void define_tables(pybind11::module_& module);

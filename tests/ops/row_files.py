@@ -35,7 +35,7 @@ class RowFiles:
 
 
 def handle_of(tables: _C.Tables, table: int = 0) -> Tensor:
-    return torch.tensor([tables.id, table, tables.generation])
+    return torch.tensor([tables.id, table])
 
 
 def _salt(number: int) -> bytes:

@@ -321,7 +321,7 @@ def run(isa):
         engine = _C.Engine(**call["engine"], source=None)
         for expert, record in enumerate(call["records"]):
             engine.fill(0, expert, record.numpy())
-        handle = torch.tensor([engine.id, 0, engine.generation])
+        handle = torch.tensor([engine.id, 0])
         outputs += [torch.ops.torch_mesh.experts(*arguments, handle) for arguments in call["arguments"]]
     torch.save({"isa": _C.features()["isa"], "outputs": outputs}, f"{folder}/{isa}")
 

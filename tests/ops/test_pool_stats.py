@@ -76,9 +76,7 @@ def test_a_fallback_pools_times_are_within_those_of_the_steps(
                 low["decode"]["expert_nanoseconds"][layer] += before + computing + after
                 low["decode"]["stall_nanoseconds"][layer] += waiting
                 inside, stalled = inside + after, stalled + waiting
-    engines: Any = [
-        SimpleNamespace(id=n, generation=0, detailed_stats=lambda s=s: s) for n, s in enumerate((exact, low))
-    ]
+    engines: Any = [SimpleNamespace(id=n, detailed_stats=lambda s=s: s) for n, s in enumerate((exact, low))]
     decode = engine_stats([engines]).decode
     times = decode.time_per_forward()
     assert times is not None and min(times.values()) >= 0

@@ -210,7 +210,7 @@ class TinyPool:
         self.engine = engine
 
     def handle(self, layer: int = 0) -> Tensor:
-        return torch.tensor([self.engine.id, layer, self.engine.generation])
+        return torch.tensor([self.engine.id, layer])
 
     def residency(self, layer: int = 0) -> list[int]:
         return ops.residency(self.handle(layer)).tolist()

@@ -96,9 +96,9 @@ def forward_all(engine: _C.Engine, it: Combination, hints: bool) -> list[Tensor]
         for layer in range(LAYERS):
             scores = torch.rand(it.tokens, EXPERTS, generator=generator)
             weights, ids = scores.topk(it.top_k)
-            handle = torch.tensor([engine.id, layer, engine.generation])
+            handle = torch.tensor([engine.id, layer])
             if hints:
-                after = torch.tensor([engine.id, (layer + 1) % LAYERS, engine.generation])
+                after = torch.tensor([engine.id, (layer + 1) % LAYERS])
                 ops.prefetch(after, ids[0] + (EXPERTS - ids[0] - 1) // 2)
                 ops.observe(after, scores)
             out = ops.experts(x, ids, weights, handle)

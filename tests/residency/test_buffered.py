@@ -19,7 +19,7 @@ def _forward(engine: _C.Engine, layer: int) -> torch.Tensor:
     x = torch.randn(4, SPEC.hidden, generator=generator)
     ids = torch.arange(8).view(4, 2)
     weights = torch.rand(4, 2, generator=generator)
-    return ops.experts(x, ids, weights, torch.tensor([engine.id, layer, engine.generation]))
+    return ops.experts(x, ids, weights, torch.tensor([engine.id, layer]))
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["store", "raw"])

@@ -63,7 +63,7 @@ def _expert_seconds(pool: ExpertPool, layer: int, experts: list[int]) -> tuple[f
     try:
         for index, expert in enumerate(experts):
             engine.fill(0, index, pool.engine.read_record(layer, expert))
-        handle = torch.tensor([engine.id, 0, engine.generation], device="cpu")
+        handle = torch.tensor([engine.id, 0], device="cpu")
 
         def seconds(rows: int) -> float:
             ids = torch.arange(count, device="cpu").repeat(rows).unsqueeze(1)

@@ -170,7 +170,7 @@ def _experts_speed(sizes: Sizes) -> float:
         dataclasses.replace(shape, layers=layers, experts=experts), sizes.weights, sizes.group_size or 0
     )
     try:
-        handles = [torch.tensor([engine.id, layer, engine.generation]) for layer in range(layers)]
+        handles = [torch.tensor([engine.id, layer]) for layer in range(layers)]
         x = torch.randn(1, shape.hidden, dtype=torch.bfloat16)
         weights = torch.full((1, shape.top_k), 1 / shape.top_k)
         steps = iter(range(1 << 30))

@@ -213,8 +213,8 @@ class ExpertPool:
         return list(dict.fromkeys(layer.shared for layer in self.device_layers if layer.shared is not None))
 
     def handle(self, layer: int) -> torch.Tensor:
-        """int64 [pool, layer, generation]: the handle of a layer, an argument of the ops."""
-        return torch.tensor([self.engine.id, layer, self.engine.generation], dtype=torch.int64, device="cpu")
+        """int64 [pool, layer]: the handle of a layer, an argument of the ops."""
+        return torch.tensor([self.engine.id, layer], dtype=torch.int64, device="cpu")
 
     def fill(self, layer: int, expert: int, weights: ExpertTensors) -> None:
         """Pack one expert and make it resident permanently."""

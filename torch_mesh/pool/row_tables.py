@@ -90,8 +90,8 @@ class RowTables:
         self._finalizer()
 
     def handle(self, table: int) -> torch.Tensor:
-        """int64 [tables, table, generation]: the handle of a table, an argument of the ops."""
-        return torch.tensor([self.engine.id, table, self.engine.generation], dtype=torch.int64, device="cpu")
+        """int64 [tables, table]: the handle of a table, an argument of the ops."""
+        return torch.tensor([self.engine.id, table], dtype=torch.int64, device="cpu")
 
     def read(self, table: int, first: int, last: int) -> torch.Tensor:
         """Rows [first, last): their values as in the files, or what their codes stand for."""

@@ -312,7 +312,7 @@ def engine_stats(
         seen = [each.detailed_stats() for each in engines]
         snapshots.append(seen[0] if len(seen) == 1 else _with_low(*seen))
         pairs = zip(engines, seen, strict=True)
-        epochs.append(tuple(n for each, counts in pairs for n in (each.id, each.generation, counts["resets"])))
+        epochs.append(tuple(n for each, counts in pairs for n in (each.id, counts["resets"])))
     return dataclasses.replace(_combined(snapshots, epochs, experts, lossy), share=share)
 
 

@@ -48,7 +48,7 @@ def look(engines: Sequence[_C.Engine], layers: int, about: Mapping[str, str]) ->
     closed engine."""
     engine = engines[0]
     states = [
-        torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation], device="cpu")).numpy()
+        torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer], device="cpu")).numpy()
         for layer in range(layers)
     ]
     return Snapshot(
