@@ -18,11 +18,13 @@ import huggingface_hub.constants
 import pytest
 from huggingface_hub import errors
 from loopback_hub import MODEL, LoopbackHub, loopback_hub
+from tiny_checkpoints import tiny_model
 
 from torch_mesh import HubError, StoreError
 from torch_mesh.cli import main
 from torch_mesh.store import gguf as gguf_module
 from torch_mesh.store import hub as hub_module
+from torch_mesh.store.convert import convert
 from torch_mesh.store.gguf import read_parts
 from torch_mesh.store.header import read_header
 from torch_mesh.store.hub import local_folder, outline_folder, write_header
@@ -183,6 +185,27 @@ def test_a_missing_network_is_reported_without_retries(
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[LoopbackHub]]:
     with loopback_hub(str(tmp_path / "cache"), monkeypatch) as hub:
         yield hub
+
+
+@pytest.mark.parametrize("kind", ["one file", "shards", "store"])
+def test_only_the_weight_files_of_the_model_are_downloaded(
+    kind: str, served: type[LoopbackHub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's repository may have it once more, for other programs."""
+    folder = tmp_path / "source"
+    tiny_model("qwen3_moe").save_pretrained(folder, max_shard_size="200KB" if kind == "shards" else "1GB")
+    if kind == "store":
+        folder = convert(folder, tmp_path / "store", "int4").store.folder
+    served.files |= {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
+    others = {"original/model.safetensors", "consolidated.safetensors", "model.fp32.safetensors", "model.bin"}
+    weights = {name for name in served.files if name.endswith(".safetensors")}
+    assert (len(weights) > 1) == (kind != "one file")
+    served.files |= dict.fromkeys(others, b"others")
+    found = local_folder(MODEL)
+    assert not others & served.sent.keys() and {path.name for path in found.glob("*.safetensors")} == weights
+    served.sent.clear()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert local_folder(MODEL) == found == outline(MODEL) and not served.sent
 
 
 @pytest.mark.parametrize("parts", [1, 3])

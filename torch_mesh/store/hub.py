@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, validate_repo_id
 
 from torch_mesh.errors import HubError, StoreError
@@ -37,11 +37,12 @@ from torch_mesh.store.table_files import is_table_file
 _RANGE_BYTES = 1 << 20
 HEADER_BYTES = 1 << 17
 TRIES = 3  # for requests that the client does not retry itself
-_NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.GGUF", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
+_WEIGHTS = [f"*.{kind}" for kind in ["safetensors", "bin", "pt", "pth", "gguf", "GGUF", "h5", "msgpack", "onnx", "ot"]]
 
 
 def local_folder(source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> Path:
-    """``source`` if it is a folder or a GGUF file; else download the files of that model id on the Hugging Face hub.
+    """``source`` if it is a folder or a GGUF file; else download the files of that model id on the Hugging Face hub. Of
+    its weight files, these are the ones that ``weight_files`` names, and a store's.
 
     ``maker/model/file.gguf`` is a GGUF file of a model, with its further parts. ``revision`` and ``token`` are the
     hub's. Raises ValueError for a revision of a local path, and as ``hub_errors``.
@@ -54,15 +55,22 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
     if _is_local(source):
         return Path(source)
     model, names = hub_names(source)
+
+    def download(revision: str | None, **patterns: Any) -> Path:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, token=token, **patterns))
+
     with _to_cache(source):
-        folder = huggingface_hub.snapshot_download(
-            model,
-            revision=revision,
-            token=token,
-            allow_patterns=names or None,
-            ignore_patterns=None if names else _NO_WEIGHTS,
-        )
-    return Path(folder, *names[:1])
+        if names:
+            return download(revision, allow_patterns=names) / names[0]
+        listed = listing_if_reachable(model, revision, token)
+        folder = download(revision, ignore_patterns=_WEIGHTS)
+        if listed is None:  # the folder is the cache's
+            weights = [path.relative_to(folder).as_posix() for path in weight_files(folder)]
+        else:
+            weights = weight_names(model, folder, {file.rfilename for file in listed.siblings}, folder.joinpath)
+        if is_store(folder):
+            weights += _own_files(folder)
+        return download(folder.name, allow_patterns=weights)  # of the same commit
 
 
 def check_model(model: str, *, revision: str | None = None) -> None:
@@ -225,7 +233,7 @@ def _to_cache(source: str | os.PathLike[str]) -> contextlib.AbstractContextManag
 def _cached_folder(model: str) -> Path | None:
     try:
         with _to_cache(model):
-            folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+            folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True, ignore_patterns=_WEIGHTS))
         files = weight_files(folder)
         if is_store(folder):  # transformers does not download record files
             files += [folder / name for name in _own_files(folder)]
@@ -261,6 +269,18 @@ def _own_files(store: Path) -> list[str]:
 def listing(model: str, revision: str | None = None, token: str | None = None) -> Any:
     """The commit, and the files with their sizes and hashes."""
     return huggingface_hub.HfApi().model_info(model, revision=revision, files_metadata=True, token=token)
+
+
+def listing_if_reachable(model: str, revision: str | None, token: str | None) -> Any:
+    """As ``listing``; None if the hub cannot be reached."""
+    try:
+        return listing(model, revision, token)
+    except HfHubHTTPError as problem:
+        if problem.response.status_code < 500:
+            raise
+    except (HTTPError, OfflineModeIsEnabled):
+        pass
+    return None
 
 
 def weight_names(model: str, folder: Path, there: Collection[str], fetch: Callable[[str], Path]) -> list[str]:
