@@ -257,6 +257,15 @@ def test_model_without_a_head_opens_the_same_store(tmp_path: Path, ids: torch.Te
     assert torch.equal(states, expected)
 
 
+def test_a_checkpoint_of_a_model_without_a_head_has_no_unexpected_tensors(tmp_path: Path) -> None:
+    model = _save("Qwen3MoeExperts", tmp_path)
+    model.model.save_pretrained(tmp_path)
+    _, report = type(model).from_pretrained(
+        tmp_path, quantization_config=MeshConfig(resident=0.3), output_loading_info=True
+    )
+    assert report["missing_keys"] == {"lm_head.weight"} and not report["unexpected_keys"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_raw_fp16_and_fp32_are_rounded(dtype: torch.dtype, tmp_path: Path, ids: torch.Tensor) -> None:
     reference = _save("Qwen3MoeExperts", tmp_path / "raw", dtype)
