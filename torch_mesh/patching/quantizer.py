@@ -126,8 +126,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         unloaded: list[ExpertsLayer | TableLayer] = [*layers, *(layer for layer, _ in left_alone)]
         unloaded += [layer for layer, _ in (*found, *whole)]
         absent = [DetachedParameters(layer) for layer in unloaded]
-        # The checkpoint's tensors of these modules are expected: the pool reads them. Their names lack the prefix if the
-        # checkpoint was saved without the head.
+        # The checkpoint's tensors of these modules are expected: the pool reads them. Their names lack the prefix if
+        # the checkpoint was saved without the head.
         paths = {each.layer.path for each in absent}
         inner = {path.removeprefix(f"{model.base_model_prefix}.") for path in paths}
         expected = {rf"(^|\.){re.escape(path)}\." for path in paths}
