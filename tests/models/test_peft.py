@@ -187,6 +187,27 @@ def test_variants_that_read_the_base_weight_get_its_values(ids: torch.Tensor) ->
                 _with_adapter(copy.deepcopy(patched), **fields)
 
 
+@pytest.mark.parametrize("dense", ["none", "bf16"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"trainable_token_indices": [3, 4]},
+        {"modules_to_save": ["embed_tokens"]},
+    ],
+)
+def test_unpatch_below_an_adapter_ties_the_head_again(fields: dict, dense: str, ids: torch.Tensor) -> None:
+    plain = _build(tie_word_embeddings=True)
+    patched = _with_adapter(torch_mesh.patch(copy.deepcopy(plain), dense=dense), **fields)
+    plain = _with_adapter(plain, **fields)
+    torch_mesh.unpatch(patched)
+    assert not any(name.startswith("_mesh_") for module in patched.modules() for name in vars(module))
+    found, expected = ([name for name, _ in model.named_parameters()] for model in (patched, plain))  # tied ones once
+    assert found == expected
+    assert torch.equal(_logits(patched, ids), _logits(plain, ids))
+
+
 def test_merging_into_a_packed_layer_is_refused_and_into_another_one_works(ids: torch.Tensor) -> None:
     model = _with_adapter(torch_mesh.patch(_build(), resident=0.3, dense="int8"))
     with pytest.raises(MeshError, match=r"q_proj\.weight, which is packed \(int8\) and frozen.*dense='none'"):

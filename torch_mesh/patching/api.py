@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..config import MeshConfig, with_fields
 from ..errors import MeshError, UnsupportedModelError
@@ -33,6 +34,7 @@ from .pipeline import assemble, check
 Model = TypeVar("Model", bound=nn.Module)
 
 _UNPATCHING = "_mesh_unpatching"
+_WRAPPED = ("base_layer", "original_module", "token_adapter")  # PEFT's names of the module in a wrapper
 
 
 def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Model:
@@ -97,13 +99,27 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
         for layer in find_experts(model):
             if isinstance(layer.module, MeshExperts):
                 restore(layer, device_around(model, layer.path))
-        tied: Any = next((module for module in model.modules() if hasattr(module, "tie_weights")), None)
-        if tied is not None:
-            tied.tie_weights()  # a packed head, and experts that are tied to others
+        _tie_weights(model)  # a packed head, and experts that are tied to others
     # Also restored modules: an earlier call may have been interrupted.
     for module in model.modules():
         drop_attributes(module)
     return model
+
+
+def _tie_weights(model: nn.Module) -> None:
+    """As transformers' ``tie_weights``, which fails for modules that PEFT has wrapped."""
+    whole: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if whole is None:
+        return
+    # Modules come after their wrappers, and so take their places.
+    modules = {_without_wrappers(path): module for path, module in whole.named_modules(remove_duplicate=False)}
+    for pair in whole.get_expanded_tied_weights_keys(all_submodels=True).items():
+        (target, _, name), (source, _, of_source) = (_without_wrappers(each).rpartition(".") for each in pair)
+        setattr(modules[target], name, getattr(modules[source], of_source))
+
+
+def _without_wrappers(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _WRAPPED)
 
 
 def _is_patched(model: nn.Module) -> bool:
