@@ -299,16 +299,16 @@ TORCH_LIBRARY_IMPL(torch_mesh, Autograd, m) {
   m.impl("grouped_linear", torch_mesh::op<torch_mesh::grouped_linear>);
   m.impl("linear", torch_mesh::op<torch_mesh::linear>);
   m.impl("plain_linear", torch_mesh::op<torch_mesh::plain_linear>);
-  // Double backward is an error; without a registration its gradients would be zeros.
-  m.impl("experts_backward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("experts_adapted_backward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("grouped_linear_backward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("linear_backward", torch::autograd::autogradNotImplementedFallback());
+  // Their derivatives are errors. Without a registration they would be zeros.
+  for (const char* op :
+       {"attention", "experts_deferred", "experts_fallback", "experts_backward",
+        "experts_adapted_backward", "grouped_linear_backward", "linear_backward"}) {
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
+  }
 }
 
 TORCH_LIBRARY_IMPL(torch_mesh, ADInplaceOrView, m) {
-  for (const char* op :
-       {"attention", "experts_deferred", "experts_fallback", "experts_split", "grouped_low_rank"}) {
+  for (const char* op : {"experts_split", "grouped_low_rank"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&torch_mesh::refuse_tangents>());
   }
 }

@@ -73,7 +73,7 @@ def test_wrong_shapes_and_dtypes(open_pool: OpenPool) -> None:
         ops.experts_backward(x[:2], x, ids, weights, pool.handle())
 
 
-def test_ops_without_derivatives_refuse_forward_mode(open_pool: OpenPool) -> None:
+def test_ops_without_derivatives_refuse_them(open_pool: OpenPool) -> None:
     pool, low = open_pool(SPEC, slots=4), open_pool(SPEC, slots=4)
     x, query = torch.randn(2, SPEC.hidden), torch.randn(1, 2, 1, 16)
     ids, weights = routing(SPEC, 2, 2)
@@ -90,8 +90,14 @@ def test_ops_without_derivatives_refuse_forward_mode(open_pool: OpenPool) -> Non
     ]
     for call, at in calls:
         for gradients in (False, True):
-            with torch.set_grad_enabled(gradients), pytest.raises(NotImplementedError, match="of forward mode"):
+            with torch.set_grad_enabled(gradients), pytest.raises(NotImplementedError, match="forward (mode|AD)"):
                 torch.func.jvp(call, (at,), (at,))
+    for call, at in (*calls[:3], calls[4]):  # the others have a formula
+        with pytest.raises(RuntimeError, match="is not implemented"):
+            torch.func.grad(lambda at, call=call: call(at).sum())(at)
+    out = ops.attention(query.requires_grad_(), query, query, None, 0.25)
+    with pytest.raises(RuntimeError, match="attention is not implemented"):
+        out.sum().backward()
 
 
 def test_wrong_handles(open_pool: OpenPool) -> None:
