@@ -174,14 +174,12 @@ void ChunkScheduler::complete(int32_t index, int64_t result, bool final) {
     return;
   }
   const int error = static_cast<int>(-result);
-  if (final) {
-    fail(index, error);
-  } else if (may_repeat(chunk, error)) {  // it is ready already, and next() will find it
+  if (!final && may_repeat(chunk, error)) {  // it is ready already, and next() will find it
     if (unwanted(chunk)) fail(index, ECANCELED);
   } else {
     // The block layer reports a medium error as ENODATA, which to our callers means the end of the
     // file.
-    fail(index, error == ENODATA ? EIO : error);
+    fail(index, error == ENODATA && !final ? EIO : error);
   }
 }
 

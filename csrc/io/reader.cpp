@@ -349,24 +349,6 @@ void check(const ReaderOptions& options, int64_t files, const Reader::Done& done
 
 }  // namespace
 
-std::string read_failure_advice(int error) {
-  switch (error) {
-    case ENODATA:
-      return "the file is shorter than when it was opened; was it replaced or truncated?";
-    case EIO:
-      return "the disk reported an error and repeating did not help; see the kernel's log";
-    case ECANCELED:
-      return "the pool is closing";
-    case ENOMEM:
-      return "keep fewer experts resident, or raise the memory limit";
-    case ECONNRESET:
-      return "the process that shares its pool has ended; start torch-mesh share again and open "
-             "the model anew";
-    default:
-      return "the operating system refused the read";
-  }
-}
-
 Owned<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                           std::span<const MemoryRegion> buffers, Reader::Done done) {
   check(options, std::ssize(files), done);

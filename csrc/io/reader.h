@@ -52,9 +52,6 @@ struct ReadResult {
   std::chrono::steady_clock::time_point ended = {};  // its last one
 };
 
-// What an error of a read means, or what to do about it.
-std::string read_failure_advice(int error);
-
 struct MemoryRegion {
   std::byte* data;
   size_t bytes;

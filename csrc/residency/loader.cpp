@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstring>
 #include <exception>
 #include <new>
 #include <string>
 #include <utility>
 
+#include "base/read_error.h"
 #include "base/start_thread.h"
 #include "store/record.h"
 
@@ -347,14 +347,7 @@ Error Loader::read_error(int32_t slot, const ReadResult& result) const {
     place.file = source_.files[result.file].path;
     place.offset = result.offset;
   }
-  const ErrorKind kind = result.error == ECANCELED ? ErrorKind::kClosed
-                         : result.error == ENOMEM  ? ErrorKind::kMemory
-                                                   : ErrorKind::kRead;
-  return Error(
-      kind,
-      concat("cannot read ", describe(source_, id), " from ", place.file, " at offset ",
-             place.offset, ": ", strerror(result.error), "; ", read_failure_advice(result.error)),
-      place, result.error);
+  return torch_mesh::read_error(describe(source_, id), place, result.error);
 }
 
 Error Loader::checksum_error(ExpertId id) const {

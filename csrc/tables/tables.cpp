@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/interrupts.h"
+#include "base/read_error.h"
 #include "store/record.h"
 
 namespace torch_mesh {
@@ -602,11 +603,8 @@ Error Tables::read_error(int32_t read) const {
   }
   const Extent row = extent_of(failed.table, failed.rows[index]);
   const std::string& file = options_.files[row.file].path;
-  return Error(result.error == ENOMEM ? ErrorKind::kMemory : ErrorKind::kRead,
-               "cannot read " + describe(failed.table, failed.rows[index]) + " from " + file +
-                   " at offset " + std::to_string(row.offset) + ": " + strerror(result.error) +
-                   "; " + read_failure_advice(result.error),
-               {.file = file, .offset = row.offset}, result.error);
+  return torch_mesh::read_error(describe(failed.table, failed.rows[index]),
+                                {.file = file, .offset = row.offset}, result.error);
 }
 
 Error Tables::checksum_error(int32_t table, int64_t row) const {
