@@ -208,6 +208,21 @@ def test_only_the_weight_files_of_the_model_are_downloaded(
     assert local_folder(MODEL) == found == outline(MODEL) and not served.sent
 
 
+@pytest.mark.parametrize(("status", "code"), [(401, "GatedRepo"), (404, "RepoNotFound"), (403, "Forbidden")])
+def test_a_cached_model_opens_while_the_hub_refuses_it(
+    status: int, code: str, served: type[LoopbackHub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "source"
+    tiny_model("qwen3_moe").save_pretrained(folder)
+    served.files |= {path.name: path.read_bytes() for path in folder.iterdir()}
+    found = local_folder(MODEL)
+    monkeypatch.setattr(served, "_answer", lambda self, head: self._refuse(status, code))
+    assert local_folder(MODEL) == found
+    next(found.glob("*.safetensors")).unlink()
+    with pytest.raises(HubError, match=MODEL):
+        local_folder(MODEL)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_only_the_header_of_a_gguf_file_is_fetched(
     parts: int, served: type[LoopbackHub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

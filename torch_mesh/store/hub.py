@@ -62,15 +62,25 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
     with _to_cache(source):
         if names:
             return download(revision, allow_patterns=names) / names[0]
-        listed = listing_if_reachable(model, revision, token)
         folder = download(revision, ignore_patterns=_WEIGHTS)
-        if listed is None:  # the folder is the cache's
-            weights = [path.relative_to(folder).as_posix() for path in weight_files(folder)]
+        try:
+            listed = {file.rfilename for file in listing(model, folder.name, token).siblings}
+        except (HTTPError, OfflineModeIsEnabled):
+            weights = _cached_weights(folder)
+            if not weights:
+                raise
         else:
-            weights = weight_names(model, folder, {file.rfilename for file in listed.siblings}, folder.joinpath)
+            weights = weight_names(model, folder, listed, folder.joinpath)
         if is_store(folder):
             weights += _own_files(folder)
         return download(folder.name, allow_patterns=weights)  # of the same commit
+
+
+def _cached_weights(folder: Path) -> list[str]:
+    """The weight files of a model in the cache; empty if they are not there."""
+    with contextlib.suppress(StoreError):
+        return [path.relative_to(folder).as_posix() for path in weight_files(folder)]
+    return []
 
 
 def check_model(model: str, *, revision: str | None = None) -> None:
