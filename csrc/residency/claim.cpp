@@ -53,7 +53,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
     }
   }
   count_outside();
-  const Pool::Stopwatch decision(pool_.stats_of(layer, part.phase).decision_nanoseconds, begin_);
+  const Pool::Stopwatch decision(pool_.stats_of(layer, part.phase).decision_nanoseconds);
   pool_.core_.begin(state_);
   pool_.carry_out();
 }
@@ -61,7 +61,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
 Claim::~Claim() {
   if (pool_.owner_.forked()) return;
   const Pool::Event event(pool_);
-  const auto end = state_.held == 0 ? released_ : std::chrono::steady_clock::now();
+  const auto end = std::chrono::steady_clock::now();
   pool_.stats_of(state_.layer, state_.part.phase).expert_nanoseconds += nanoseconds(begin_, end);
   pool_.last_forward_ = {std::this_thread::get_id(), state_.layer, state_.part.phase, end};
   pool_.core_.end(state_);
@@ -208,15 +208,13 @@ void Claim::release(std::span<const ReadyExpert> done) {
     const size_t count = std::min(done.size(), indices.size());
     const Pool::Event event(pool_);
     for (size_t i = 0; i < count; ++i) indices[i] = done[i].index;
-    const auto begin = std::chrono::steady_clock::now();
+    const Pool::Stopwatch decision(
+        pool_.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
     const size_t released = pool_.core_.release(state_, std::span(indices).first(count));
     for (size_t i = 0; i < released; ++i) {
       pool_.timeline_.released(state_.entries[indices[i]].miss);
     }
     pool_.carry_out();
-    released_ = std::chrono::steady_clock::now();
-    pool_.stats_of(state_.layer, state_.part.phase).decision_nanoseconds +=
-        nanoseconds(begin, released_);
     if (released == count) continue;
     throw_invalid("release(", indices[released],
                   "): next() has not handed this one out, or it was released");

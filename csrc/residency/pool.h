@@ -196,18 +196,17 @@ class Pool {
     return Lock(mutex_);
   }
 
-  // Adds the time from its construction, or from `begin`, to its destruction.
+  // Adds the time from its construction to its destruction.
   class Stopwatch {
    public:
-    explicit Stopwatch(int64_t& nanoseconds, Clock::time_point begin = Clock::now())
-        : nanoseconds_(nanoseconds), begin_(begin) {}
+    explicit Stopwatch(int64_t& nanoseconds) : nanoseconds_(nanoseconds) {}
     ~Stopwatch() { nanoseconds_ += std::chrono::nanoseconds(Clock::now() - begin_).count(); }
     Stopwatch(const Stopwatch&) = delete;
     Stopwatch& operator=(const Stopwatch&) = delete;
 
    private:
     int64_t& nanoseconds_;
-    const Clock::time_point begin_;
+    const Clock::time_point begin_ = Clock::now();
   };
 
   // The core for reading, with the lock held until the end of the expression.
@@ -339,9 +338,7 @@ class Claim {
   void wait_for_reads(std::unique_lock<std::mutex>& lock, int32_t team);
   void count_outside() const;
 
-  // Reading the clock is a hundredth of a small forward, so times share their reads.
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-  std::chrono::steady_clock::time_point released_ = begin_;  // the end of the last release()
   Pool& pool_;
   ClaimState state_;
 };
