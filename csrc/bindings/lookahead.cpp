@@ -33,9 +33,15 @@ void lookahead(const at::Tensor& x, const at::Tensor& router_weight, at::Tensor&
   Lookahead(x, {router_weight, bias, parse_scoring(scoring)}, handle, top_k).prefetch();
 }
 
+// Whether the kernel for unpacked rows multiplies these.
+bool kernel_takes(const at::Tensor& x, const at::Tensor& weight) {
+  return x.is_cpu() && x.scalar_type() != at::kDouble && weight.is_cpu() &&
+         weight.scalar_type() == at::kBFloat16 && weight.stride(1) == 1;
+}
+
 // Returns x · weight^T, [tokens, experts] in fp32.
 at::Tensor logits_of(const at::Tensor& x, const at::Tensor& weight) {
-  if (!weight.is_cpu() || weight.scalar_type() != at::kBFloat16 || weight.stride(1) != 1) {
+  if (!kernel_takes(x, weight)) {
     return at::mm(x.to(weight.scalar_type()), weight.t()).to(at::kFloat);
   }
   // torch's product of so few rows takes as long as a small layer's experts.

@@ -40,7 +40,7 @@ def prefetch(handle):
 
 def open_stuck(timeout):
     engine = open_engine(experts, source, slots=8, io=sys.argv[2], timeout=timeout, threads=1, faults=NEVER)
-    prefetch(torch.tensor([engine.id, 1, 1]))
+    prefetch(torch.tensor([engine.id, 1]))
     return engine
 """
 
@@ -55,7 +55,7 @@ else:
 
 engine = open_stuck(2.0)
 x, ids, weights = torch.randn(1, 72), torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
-handle, failed = torch.tensor([engine.id, 0, 1]), []
+handle, failed = torch.tensor([engine.id, 0]), []
 def forward():
     try:
         ops.experts(x, ids, weights, handle)
@@ -123,7 +123,7 @@ else:
 engine = open_engine(experts, source, slots=8, io="auto")
 about = engine.describe()
 assert about["io"] == "threads" and any("io_uring_enter is forbidden" in note for note in about["notes"]), about
-ops.promote(torch.tensor([engine.id, 0, 1]), torch.arange(8))
+ops.promote(torch.tensor([engine.id, 0]), torch.arange(8))
 assert engine.stats()["promoted"][0] == 8
 engine.close()
 """
@@ -187,7 +187,7 @@ def slow_engine(folder: Path) -> Iterator[_C.Engine]:
     source = _C.Source(**experts.store(folder).source_arguments())
     engine = open_engine(experts, source, slots=4, timeout=0.05, faults=slow)
     begun = _testing.chunks_given()
-    ops.prefetch(torch.tensor([engine.id, 0, 1]), torch.arange(2))
+    ops.prefetch(torch.tensor([engine.id, 0]), torch.arange(2))
     while _testing.chunks_given() == begun:  # else closing would drop the read before it begins
         time.sleep(0.001)
     yield engine

@@ -50,7 +50,7 @@ def open_cold(experts: dict[str, TinyExperts], tmp_path: Path) -> Open:
 def forward(engine_id: int, layer: int, seed: int, tokens: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     weights, ids = torch.rand(tokens, 12, generator=generator).topk(2)
-    return ops.experts(torch.randn(tokens, 72, generator=generator), ids, weights, torch.tensor([engine_id, layer, 1]))
+    return ops.experts(torch.randn(tokens, 72, generator=generator), ids, weights, torch.tensor([engine_id, layer]))
 
 
 def run_and_compare(engine: _C.Engine, resident: _C.Engine, seed: int, forwards: int = 40) -> None:
@@ -171,7 +171,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(
     resident = open_engine(experts["bf16"], None, threads=threads)
     engine = open_cold(io=reader, threads=threads, faults={"seed": seed, "delay": 1, "max_delay": 0.05})
     run_and_compare(engine, resident, seed, forwards=3)
-    handle = torch.tensor([engine.id, 0, 1])
+    handle = torch.tensor([engine.id, 0])
     ops.prefetch(handle, torch.arange(5))  # reads are in flight at the fork
     owned = [engine]
     del engine
@@ -207,7 +207,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(
 def test_no_forked_child_hangs_on_its_parents_locks(open_cold: Open, children: int, seed: int) -> None:
     """Another thread may hold any lock (registry of pools, pool, workspace) during a fork."""
     engine, ending = open_cold(), threading.Event()
-    handle, ids = torch.tensor([engine.id, 0, 1]), torch.zeros(1, 1, dtype=torch.int64)
+    handle, ids = torch.tensor([engine.id, 0]), torch.zeros(1, 1, dtype=torch.int64)
     scores = torch.zeros(1, 12)
 
     def look() -> None:
@@ -286,7 +286,7 @@ def test_fifty_engines_leak_nothing(open_cold: Open, reader: str, explicit: bool
     def cycle() -> None:
         engine = open_cold(io=reader)
         forward(engine.id, 0, seed)
-        ops.prefetch(torch.tensor([engine.id, 1, 1]), torch.arange(6))
+        ops.prefetch(torch.tensor([engine.id, 1]), torch.arange(6))
         if explicit:
             engine.close()
 
