@@ -106,6 +106,21 @@ def test_lookahead_prefetches_what_the_router_would_choose(open_pool: OpenPool) 
     assert 1 <= len(pool.ready(0)) <= 2
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("router_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_lookahead_takes_every_dtype_and_layout(
+    open_pool: OpenPool, dtype: torch.dtype, router_dtype: torch.dtype, transposed: bool
+) -> None:
+    pool = open_pool(SPEC, slots=8)
+    router, x = torch.eye(8, SPEC.hidden, dtype=router_dtype), torch.zeros(2, SPEC.hidden, dtype=dtype)
+    x[0, [2, 5]] = torch.tensor([3.0, 1.0], dtype=dtype)
+    x[1, [5, 7]] = torch.tensor([2.0, 4.0], dtype=dtype)
+    ops.lookahead(x, router.t().contiguous().t() if transposed else router, pool.handle(1), 2)
+    pool.engine.drain()
+    assert pool.ready(1) == {2, 5, 7}
+
+
 def test_lookahead_of_an_expert_range_drops_experts_outside_it(tmp_path: Path, seed: int) -> None:
     experts = TinyExperts(SPEC, seed)
     arguments = experts.store(tmp_path / "store").source_arguments()
