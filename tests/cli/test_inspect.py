@@ -73,7 +73,7 @@ def test_a_folders_name_is_no_markup(
         "bench": ["--tokens", "2", "--prompt-tokens", "17", "--resident", "0.5"],
     }
     assert main([*command.split(), *([] if command == "cache ls" else [name]), *options.get(command, [])]) == 0
-    assert name in capsys.readouterr().out
+    assert name in capsys.readouterr().out.replace("\n", "")  # a title is as wide as its table
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "store"])
