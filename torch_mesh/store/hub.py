@@ -281,18 +281,6 @@ def listing(model: str, revision: str | None = None, token: str | None = None) -
     return huggingface_hub.HfApi().model_info(model, revision=revision, files_metadata=True, token=token)
 
 
-def listing_if_reachable(model: str, revision: str | None, token: str | None) -> Any:
-    """As ``listing``; None if the hub cannot be reached."""
-    try:
-        return listing(model, revision, token)
-    except HfHubHTTPError as problem:
-        if problem.response.status_code < 500:
-            raise
-    except (HTTPError, OfflineModeIsEnabled):
-        pass
-    return None
-
-
 def weight_names(model: str, folder: Path, there: Collection[str], fetch: Callable[[str], Path]) -> list[str]:
     """The weight files of a model with the files ``there``, whose config.json is in ``folder``."""
     name = (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
 from torch_mesh.errors import HubError
@@ -28,7 +28,7 @@ from torch_mesh.store.hub import (
     TRIES,
     existing,
     hub_names,
-    listing_if_reachable,
+    listing,
     local_folder,
     weight_names,
     write_gguf_header,
@@ -66,7 +66,7 @@ def streamed_folder(
     folder = real_folder(destination)
     staging = folder.with_name(f".{folder.name}.download")
     with hub_errors(model, staging, None):
-        listed = listing_if_reachable(model, revision, token)
+        listed = _listing(model, revision, token)
     if listed is None:
         yield local_folder(source, revision=revision, token=token), None
         return
@@ -85,6 +85,18 @@ def streamed_folder(
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _listing(model: str, revision: str | None, token: str | None) -> Any:
+    """The hub's listing; None if the hub cannot be reached."""
+    try:
+        return listing(model, revision, token)
+    except HfHubHTTPError as problem:
+        if problem.response.status_code < 500:
+            raise
+    except (HTTPError, OfflineModeIsEnabled):
+        pass
+    return None
 
 
 class HubShards(Shards):
