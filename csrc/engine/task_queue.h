@@ -17,6 +17,7 @@
 // waits for.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -69,6 +70,7 @@ class TaskQueue {
   void run(const Runtime& runtime, int32_t threads, const CurrentNode& current_node,
            const Body& body) {
     end_lane();
+    if (threads == 1 && lanes_ == 1) return run_in_order(body);
     threads_ = threads;
     parallel_for(runtime, threads, threads, [&](int64_t, int64_t) {
       const int32_t nodes = lanes_ - 2;
@@ -94,6 +96,16 @@ class TaskQueue {
     int64_t end;
     int32_t first_stage;
   };
+  // A thread that is alone needs no counts: stages need only those before them.
+  template <typename Body>
+  void run_in_order(const Body& body) const {
+    for (int32_t stage = 0; stage < stages_; ++stage) {
+      const int64_t tasks = end_[stage] - (stage == 0 ? 0 : end_[stage - 1]);
+      for (int64_t task = 0; task < tasks; task += at_once_[stage]) {
+        body(stage, task, static_cast<int32_t>(std::min<int64_t>(at_once_[stage], tasks - task)));
+      }
+    }
+  }
   template <typename Body>
   void take_all(int32_t lane, const Body& body) {
     Cursor at{.stage = lanes_at_[lane].first_stage};

@@ -215,20 +215,24 @@ TEST(TaskQueue, ATeamOfOneRunsAllTasks) {
 }
 
 TEST(TaskQueue, NeighbouringTasksOfARunAreGivenTogether) {
-  TaskQueue queue;
-  queue.add(1, {0, 0});
-  queue.add(21, {0, 1}, 2);
-  std::vector<int64_t> firsts;
-  int64_t next = 0;
-  queue.run(team(nullptr), 1, [&](int32_t stage, int64_t task, int32_t count) {
-    if (stage == 0) return;
-    ASSERT_EQ(task, next);
-    if (count == 2) firsts.push_back(task);
-    next = task + count;
-  });
-  EXPECT_EQ(next, 21);
-  // Runs of 10, 5, 3, 1, 1 and 1.
-  EXPECT_EQ(firsts, (std::vector<int64_t>{0, 2, 4, 6, 8, 10, 12, 15}));
+  const std::vector<int64_t> of_one_run{0, 2, 4, 6, 8, 10, 12, 14, 16, 18};
+  const std::vector<int64_t> of_short_runs{0, 2, 5, 7, 9, 12};  // of 5, 4, 3 and 2, then 1 each
+  // Asked for two threads, the runtime gives one.
+  for (const auto& [threads, pairs] : {std::pair{1, of_one_run}, std::pair{2, of_short_runs}}) {
+    TaskQueue queue;
+    queue.add(1, {0, 0});
+    queue.add(21, {0, 1}, 2);
+    std::vector<int64_t> firsts;
+    int64_t next = 0;
+    queue.run(team(nullptr), threads, [&](int32_t stage, int64_t task, int32_t count) {
+      if (stage == 0) return;
+      ASSERT_EQ(task, next);
+      if (count == 2) firsts.push_back(task);
+      next = task + count;
+    });
+    EXPECT_EQ(next, 21);
+    EXPECT_EQ(firsts, pairs);
+  }
 }
 
 // If tasks given together throw, the rest of their run counts as ended.
