@@ -5,6 +5,7 @@
 
 #include <charconv>
 #include <cstdint>
+#include <ctime>
 #include <system_error>
 
 namespace torch_mesh {
@@ -18,6 +19,13 @@ constexpr std::chrono::milliseconds kBetweenReads{20};
 constexpr std::chrono::milliseconds kIdle{200};
 
 }  // namespace
+
+Contention::Clock::time_point Contention::recently() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return Clock::time_point(std::chrono::seconds(now.tv_sec) +
+                           std::chrono::nanoseconds(now.tv_nsec));
+}
 
 TimeWithoutProcessor::TimeWithoutProcessor()
     : file_(open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC)) {}
@@ -38,9 +46,9 @@ std::optional<std::chrono::nanoseconds> TimeWithoutProcessor::read() const {
 }
 
 void TimeWithoutProcessor::note(Contention& contention) {
+  if (Contention::recently() - last_ < kBetweenReads) return;
   const auto now = Contention::Clock::now();
   const auto passed = now - last_;
-  if (passed < kBetweenReads) return;
   const auto waited = read();
   if (!waited) return;
   if (passed > kIdle) {

@@ -23,6 +23,9 @@ class Contention {
   // take it for moments.
   static constexpr int kTolerated = 3;  // one part in so many
 
+  // The time, up to some milliseconds late, for a quarter of the cost of Clock::now().
+  static Clock::time_point recently();
+
   // Whether a region that begins now should do without spinning threads.
   bool contended(Clock::time_point now) const { return since_epoch(now) < until_; }
 

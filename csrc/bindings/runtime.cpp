@@ -68,7 +68,7 @@ class Computers {
   bool contended() {
     // The application has placed threads that are bound to processors, so they are used.
     static const bool bound = omp_get_proc_bind() != omp_proc_bind_false;
-    const bool contended = !bound && contention_.contended(Contention::Clock::now());
+    const bool contended = !bound && contention_.contended(Contention::recently());
     if (contended != sleeps_.load(std::memory_order_relaxed)) {
       const std::lock_guard lock(changing_);
       if (contended != (openmp_sleeps_ != nullptr)) {
