@@ -19,7 +19,7 @@ _ALLOCATION = 2 << 20
 UNFUSED = "the experts of this family have a gate, activation or norm of their own and run unfused, on the CPU."
 
 SEVERAL_ACTIVATIONS = (
-    "the experts of this model differ in their activation from layer to layer, and all on a card have one."
+    "this model's layers have different activations; experts on a GPU need the same one in all layers."
 )
 
 

@@ -224,7 +224,7 @@ class Anthropic:
 def _messages(given: Mapping[str, Any], functions: Mapping[str, Body]) -> Iterator[Body]:
     """Convert to the form of chat completions. ``functions``: the tools by name.
 
-    A system message among the others becomes a user's: templates refuse or omit a late one, and moving it to the
+    A system message in ``messages`` becomes a user's: templates refuse or omit a late one, and moving it to the
     beginning would change the prompt that earlier turns have computed.
     """
     if system := _system(given.get("system", "")):
