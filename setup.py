@@ -276,7 +276,7 @@ class BuildExtension(build_ext):
         link = ["-shared", "-fopenmp", "-ldl", *(f"-L{path}" for path in libraries)]
         # torch is imported first and its libraries with it. A wheel has them beside it, wherever it is installed.
         link += [f"-Wl,-rpath,{path}" for path in (libraries if self.is_developers else ["$ORIGIN/../torch/lib"])]
-        link += ["-Wl,--exclude-libs,ALL"]  # what archives bring is nobody else's
+        link += ["-Wl,--exclude-libs,ALL"]  # symbols of static archives stay private
         link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_and_xxhash()[1]]
         build = shipped(link)
         if ext.name == EXTENSIONS[0]:

@@ -124,13 +124,13 @@ def simulate_scores(routing: torch.Tensor, experts: int, recall: float) -> torch
     chosen = routing.numpy()
     scores = np.zeros((*chosen.shape[:-1], experts), np.float32)
     spread = min(recall, 1 - recall)
-    for place in np.ndindex(chosen.shape[:-1]):
+    for index in np.ndindex(chosen.shape[:-1]):
         right = rng.uniform(recall - spread, recall + spread, chosen.shape[-1])
-        predicted = chosen[place].copy()
+        predicted = chosen[index].copy()
         wrong = rng.random(predicted.size) >= right
-        others = np.setdiff1d(np.arange(experts), chosen[place])
+        others = np.setdiff1d(np.arange(experts), chosen[index])
         predicted[wrong] = rng.choice(others, int(wrong.sum()), replace=False)
-        scores[place][predicted] = right
+        scores[index][predicted] = right
     return torch.from_numpy(scores)
 
 

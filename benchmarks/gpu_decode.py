@@ -109,8 +109,8 @@ class PinnedExperts(CopiedUp):
     def __init__(self, module: MeshExperts) -> None:
         super().__init__(module)
         engine, device = module._mesh_pool.engine, self.layer.records.device
-        self.place = {expert: place for place, expert in enumerate(sorted(self.cold))}
-        read = [torch.from_numpy(engine.read_record(self.layer.index, expert)) for expert in self.place]
+        self.row_of = {expert: row for row, expert in enumerate(sorted(self.cold))}
+        read = [torch.from_numpy(engine.read_record(self.layer.index, expert)) for expert in self.row_of]
         self.records = card.pinned(torch.stack(read), device)
         self.buffer = torch.empty((module._mesh_pool.top_k, self.records.size(1)), dtype=torch.uint8, device=device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -118,8 +118,8 @@ class PinnedExperts(CopiedUp):
     def begin(self, cold: list[int]) -> Iterator[tuple[list[int], Tensor]]:
         # The buffer is free: the host has waited for this step's ids, and so for the last step.
         with torch.cuda.stream(self.stream):
-            for place, expert in enumerate(cold):
-                self.buffer[place].copy_(self.records[self.place[expert]], non_blocking=True)
+            for row, expert in enumerate(cold):
+                self.buffer[row].copy_(self.records[self.row_of[expert]], non_blocking=True)
         return self.arrive(cold)
 
     def arrive(self, cold: list[int]) -> Iterator[tuple[list[int], Tensor]]:

@@ -43,7 +43,7 @@ class ColdLayer:
         none = torch.full((shape.experts,), -1, dtype=torch.int32, device=device)
         self.layer = devices.DeviceLayer(
             record,
-            self.buffers[0],  # stands in for slots, since there are none
+            self.buffers[0],  # in place of slots: there are none
             none,
             torch.zeros(shape.experts, dtype=torch.bool),
             complete=False,

@@ -133,18 +133,18 @@ def main() -> int:
     harness.add_dir(arguments)
     arguments.add_argument("--store", type=Path, help="a converted model in place of the synthetic one")
     arguments.add_argument("--layers", type=int, default=4, help="layers of the synthetic model")
-    arguments.add_argument("--share", type=float, default=0.5, help="fraction of the experts that fits into the memory")
+    arguments.add_argument("--resident", type=float, default=0.5, help="fraction of the experts that fits into the memory")
     arguments.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     arguments.add_argument("--tokens", type=int, default=64)
     arguments.add_argument("--rounds", type=int, default=2)
     given = arguments.parse_args()
     folder = given.store or synthetic.store(given.dir, synthetic.Shape(layers=given.layers), "int4")
     manifest = open_store(folder).manifest
-    pool = int(given.share * manifest.shape.layers * manifest.shape.experts) * manifest.record_bytes
-    report = Report(f"{folder.name}: workers over {pool / 1e9:.2f} GB of experts, {given.share:.0%} of all")
+    pool = int(given.resident * manifest.shape.layers * manifest.shape.experts) * manifest.record_bytes
+    report = Report(f"{folder.name}: workers over {pool / 1e9:.2f} GB of experts, {given.resident:.0%} of all")
     for count in given.workers:
-        own = run(folder, [{"resident": given.share / count}] * count, given.tokens, given.rounds)
-        shared = run_shared(folder, given.share, count, given.tokens, given.rounds)
+        own = run(folder, [{"resident": given.resident / count}] * count, given.tokens, given.rounds)
+        shared = run_shared(folder, given.resident, count, given.tokens, given.rounds)
         workers = "1 worker" if count == 1 else f"{count} workers"
         name = f"{workers}, one pool (hits {shared['hits']:.0%})"
         reference = f"pools of their own ({own['hits']:.0%})"

@@ -187,8 +187,8 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute(call, forward.phase, ready, part, workspace);
-    // The next chunk needs the same experts. All have slots, so none has to make room: they stay
-    // pinned until this claim ends. At least half of the pool is left to others.
+    // The next chunk needs the same experts. All have slots, so none is evicted: they stay pinned
+    // until this claim ends. At least half of the pool is left to others.
     const bool kept =
         claim.window() && !forward.last && claim.placed() && 2 * pool_->experts() <= pool_->slots();
     if (!kept) claim.release(ready);

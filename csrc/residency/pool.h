@@ -107,10 +107,9 @@ class Pool {
   // go on, and none fails for it. Returns the new number, or that of a later call, once the memory
   // of unused slots is freed and that of new slots is there. Does not wait for slots in use: they
   // are evicted, and their memory is freed, when their forwards or reads end. Error(kTimeout) and
-  // Error(kInterrupted), while the I/O thread is busy elsewhere, leave the rest to that thread or
-  // to the next call. Throws Error(kMemory) if the system has no memory to grow; the pool then
-  // keeps its size. A memory-only pool throws Error(kInvalid), since its records exist nowhere
-  // else.
+  // Error(kInterrupted), while the I/O thread is busy, leave the rest to that thread or to the next
+  // call. Throws Error(kMemory) if the system has no memory to grow; the pool then keeps its size.
+  // A memory-only pool throws Error(kInvalid), since its records exist nowhere else.
   int32_t resize(int32_t slots);
 
   // Throws Error(kForked) in a child of the process that opened the pool.

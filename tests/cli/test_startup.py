@@ -67,7 +67,7 @@ try:
     torch_mesh.no_such_name
 except AttributeError as error:
     assert "no_such_name" in str(error)
-assert torch_mesh.validators.parse_size  # a module, where nobody has imported it
+assert torch_mesh.validators.parse_size  # a module that has not been imported
 """
     _run("import sys, torch; before = set(sys.modules)\n" + code.replace("import sys, torch, ", "import "))
 

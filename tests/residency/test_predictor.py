@@ -91,8 +91,8 @@ def test_recall_equals_a_direct_count(
         right = 0
         for token in range(1 if index == 0 else 0, len(sequences[-1])):
             x = seen[(index - 1) % 6][0][token - (index == 0)]
-            guess = (predictor.weights[index].float() @ x.float()).topk(6).indices.tolist()
-            right += len(set(guess) & set(seen[index][1][token].tolist()))
+            predicted = (predictor.weights[index].float() @ x.float()).topk(6).indices.tolist()
+            right += len(set(predicted) & set(seen[index][1][token].tolist()))
         assert rows[index].fitted[1] == pytest.approx(right / (4 * (len(sequences[-1]) - (index == 0))))
 
 

@@ -153,8 +153,8 @@ def test_recording_keeps_the_choices_of_the_routers(tmp_path: Path, mesh_tiny: P
         chosen = np.take_along_axis(trace.scores, trace.ids, 2)
         assert (np.sort(chosen, 2) >= np.sort(trace.scores, 2)[..., -4:] - 1e-3).all()
         assert np.allclose(trace.scores.sum(2), 1, atol=1e-2)
-        guessed = np.argsort(-trace.lookahead[:, 1:], 2)[..., :4]
-        assert (guessed[..., None] == trace.ids[:, 1:, None, :]).any(-1).mean() > 0.5
+        predicted = np.argsort(-trace.lookahead[:, 1:], 2)[..., :4]
+        assert (predicted[..., None] == trace.ids[:, 1:, None, :]).any(-1).mean() > 0.5
         assert not trace.lookahead[:, 0].any()
 
 

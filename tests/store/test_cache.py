@@ -148,7 +148,7 @@ for home in (None, "/"):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(os.geteuid() != 0, reason="to be a user whom nobody knows needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be an unknown user needs root")
 def test_without_a_home_folder_an_error_names_the_variables_to_set() -> None:
     ended = without_privileges([sys.executable, "-c", NO_HOME])
     assert ended.returncode == 0, ended.stderr

@@ -56,7 +56,7 @@ def _request_rows(decoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 class _Requesting:
-    """Stands in for a module of ``OF_TOKENS``: its embedding requests the rows instead of looking them up."""
+    """Replaces a module of ``OF_TOKENS``: its embedding requests the rows instead of looking them up."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

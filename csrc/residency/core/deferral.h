@@ -35,9 +35,9 @@ void split_by_pool(std::span<const SlotState> here, std::span<const SlotState> t
 // difference. The `kept` best stay. scores: [tokens][experts]. Returns how many were replaced.
 // Scores that a group mask left at 0 or -inf are never chosen; with NaN nothing is replaced.
 //
-// After the cache prior of arXiv 2412.00099, with two differences: the bonus is a fraction of the
-// spread of the token's own scores, not of a running mean, and it counts in whatever scores the
-// family selects by, which is what its group masks and correction biases are made for.
+// After the cache prior of arXiv 2412.00099, with two differences. The bonus is a fraction of the
+// spread of the token's own scores, not of a running mean. It is added to the scores that the
+// family selects by, after group masks and correction biases.
 int64_t reroute(std::span<const SlotState> states, std::span<const float> scores, float bias,
                 int64_t kept, std::span<int64_t> chosen, int32_t top_k);
 

@@ -4,8 +4,8 @@
 // An expert gets a slot only when its read can begin. One that still waits when its layer begins
 // has cost no slot, and is dropped if the layer does not use it. The rank of a prediction says how
 // likely it is right. The number of reads that have begun before it says how likely it arrives in
-// time: a wrong prediction that arrives in time delays no other read. A prediction that is too
-// unlikely to be right, for its place among the reads, is not read (docs/decisions/0018).
+// time: a wrong prediction that arrives in time delays no other read. A prediction is not read if
+// it is too unlikely for its position among the reads (docs/decisions/0018).
 #pragma once
 
 #include <algorithm>

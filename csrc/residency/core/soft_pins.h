@@ -22,8 +22,8 @@ struct SoftPinOptions {
   std::vector<bool> on_gpu = {};
   // Also read experts that the profile does not name while slots are empty.
   bool fill = false;
-  int32_t early_layers = 0;   // the number of first layers of which
-  int32_t early_experts = 0;  // so many experts are soft-pinned
+  int32_t early_layers = 0;   // the number of first layers with soft pins
+  int32_t early_experts = 0;  // soft-pinned experts in each of them
 };
 
 // Throws Error(kInvalid) for options that make no sense.

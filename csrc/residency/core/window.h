@@ -1,10 +1,9 @@
-// The window: slots through which a forward that reads many experts reads them, rather than through
-// the whole pool. Experts that it has computed make room for the next ones. The slots outside hold
-// what the policy ranks hottest, which a scan of the layers would evict before those layers run
-// again.
+// The window: the slots that a forward of many experts reads through, instead of the whole pool.
+// The forward evicts experts that it has computed. The slots outside hold what the policy ranks
+// hottest, which a scan of the layers would evict before those layers run again.
 //
-// Decode steps have a narrow window, and so have steps of more sequences than are decode and
-// prompts of as few rows: reading more ahead of their short layers would hide nothing.
+// Decode steps have a narrow window. So have forwards of up to kMaxStepRows rows: their layers are
+// too short to hide more reads.
 //
 // A longer prompt that needs nearly all of its layer comes to a pool that holds another text's
 // experts. The slots outside its window are an equal part of the pool for each layer that it has
@@ -27,7 +26,7 @@ class Window {
  public:
   Window(PrefillWindow prefill, SlotTable& slots) : prefill_(prefill), slots_(slots) {}
 
-  // Whether a claim that begins is of a forward that uses the window, and whose next layer will.
+  // Whether the forward of a new claim uses the window, in this layer and the next.
   bool takes(const ClaimState& claim) const;
   // The number of slots that a claim may take from others for reads of experts that it has not
   // computed yet.
