@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -120,6 +120,32 @@ def test_tools_are_called(client: Any, asked: dict[str, Any]) -> None:
     ]
     answer = client.messages.create(**asked | {"messages": turns, "tools": TOOLS}, tool_choice={"type": "none"})
     assert answer.stop_reason == "max_tokens" and answer.usage.output_tokens == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_own_loop_calls_tools(stream: bool, client: Any, server: Any, asked: dict[str, Any]) -> None:
+    """It first asks for a thread, unless the client is older."""
+    pytest.importorskip("llguidance")
+    seen: list[str] = []
+
+    @anthropic.beta_tool
+    def look(book: Literal["Mark", "Luke"]) -> str:
+        """Looks into a book."""
+        seen.append(book)
+        return "nothing"
+
+    runner = client.beta.messages.tool_runner(
+        **asked | {"max_tokens": 300},
+        tools=[look],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_iterations=2,
+        stream=stream,
+    )
+    answers = [each.get_final_message() if stream else each for each in runner]
+    assert [answer.stop_reason for answer in answers] == ["tool_use", "tool_use"] and len(seen) == 2
+    with pytest.raises(anthropic.BadRequestError) as error:
+        client.messages.create(**asked | {"extra_body": {"thread": {"type": "create"}}})
+    assert error.value.body["error"]["param"] == "thread"
 
 
 def test_answers_that_are_json(client: Any, asked: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_mesh.serving.answers import Answer, Part, whole_body
-from torch_mesh.serving.errors import RequestError, describe, for_anthropic
+from torch_mesh.serving.errors import RequestError, ThreadError, describe, for_anthropic
 from torch_mesh.serving.generation import BOOL, FRACTION, TEMPERATURE, Kind, whole
 from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.openai_api import event, new_id
@@ -135,6 +135,8 @@ class Anthropic:
         return {"input_tokens": inputs["input_ids"].shape[-1]}
 
     def _checked(self, body: Mapping[str, Any], needed: Sequence[str]) -> Body:
+        if body.get("thread") is not None:
+            raise ThreadError
         given = known_fields(body, _FIELDS, needed, self._service.served)
         check_object("metadata", given.get("metadata", {}), "metadata", {}, {"user_id": TEXT})
         return given

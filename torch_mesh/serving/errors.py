@@ -36,6 +36,15 @@ class UnknownFieldError(RequestError):
     code = "unknown_parameter"
 
 
+class ThreadError(RequestError):
+    """A request for a thread. Anthropic's client then sends all messages itself, because of this code."""
+
+    code = "thread_unsupported_request"
+
+    def __init__(self) -> None:
+        super().__init__("This server keeps no threads: leave out thread, and send all messages.", "thread")
+
+
 class RequestTooLongError(RequestError):
     """A request that needs more than is available."""
 
@@ -95,7 +104,9 @@ _ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 404: "n
 
 def for_anthropic(body: dict[str, Any], status: int) -> dict[str, Any]:
     """The body of an error in Anthropic's form."""
-    return {"type": "error", "error": body["error"] | {"type": _ANTHROPIC.get(status, "api_error")}}
+    error = body["error"]
+    own = {"type": _ANTHROPIC.get(status, "api_error"), "details": {"error_code": error["code"]}}
+    return {"type": "error", "error": error | own}
 
 
 def describe_at(path: str, error: Exception) -> tuple[dict[str, Any], int]:
