@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pkgutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_a_listed_private_name_exists(name: compat.Name) -> None:
 
 @pytest.mark.parametrize("path", [path for path, _ in torch_compat.NAMES])
 def test_a_listed_private_name_of_torch_exists(path: str) -> None:
-    compat.resolve(path)
+    pkgutil.resolve_name(path)
 
 
 def _check(name: compat.Name) -> None:
@@ -38,7 +39,7 @@ def _check(name: compat.Name) -> None:
     installed = version(package.name)
     if not package.specifier.contains(installed, prereleases=True):
         pytest.skip(f"{package.name} {installed}; {name.name} is there in {name.versions}")
-    owner = compat.resolve(name.owner)
+    owner = pkgutil.resolve_name(name.owner)
     there = name.name in inspect.getsource(owner) if name.in_source else hasattr(owner, name.name)
     assert there, f"{name.owner} has no {name.name} ({name.versions})"
 

@@ -7,7 +7,7 @@ lists each with the versions that have it. ``tests/models/test_compat.py`` fails
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -174,27 +174,21 @@ def clear_quantized(config: Any) -> None:
     vars(config).pop("_is_quantized", None)
 
 
-def wrap(owner: str, name: str, around: Callable[[Any], Any]) -> None:
-    """Replace a function or method of an upstream module or class by ``around(original)``.
+def wrap(owner: str, name: str, ours: Callable[..., Any]) -> None:
+    """Replace a function or method of an upstream module or class by ``ours(original, *args, **kwargs)``.
 
-    Replacements by other libraries stay inside. Raises AttributeError if there is no such name.
+    Replacements by other libraries stay inside. Raises KeyError if there is no such name.
     """
-    target = resolve(owner)
-    setattr(target, name, around(vars(target)[name]))
+    target = pkgutil.resolve_name(owner)
+    found = vars(target)[name]
+    is_of_class = isinstance(found, classmethod)
+    theirs = found.__func__ if is_of_class else found
 
+    @functools.wraps(theirs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return ours(theirs, *args, **kwargs)
 
-def resolve(path: str) -> Any:
-    """The object at a dotted path. Raises AttributeError or ModuleNotFoundError."""
-    parts = path.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            if end == 1:
-                raise
-            continue
-        return functools.reduce(getattr, parts[end:], found)
-    raise AssertionError(path)
+    setattr(target, name, classmethod(wrapper) if is_of_class else wrapper)
 
 
 # PEFT

@@ -3,7 +3,6 @@ not broadcast."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -78,16 +77,12 @@ class _PackedNames:
                 yield from (name, _IN_PEFT_MODEL + name)
 
 
-def _around_memory_footprint(theirs: Any) -> Any:
-    @functools.wraps(theirs)
-    def get_memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
-        return _memory_footprint(model, return_buffers) if pools_of(model) else theirs(model, return_buffers)
-
-    return get_memory_footprint
+def _get_memory_footprint(theirs: Any, model: nn.Module, return_buffers: bool = True) -> Any:
+    return _memory_footprint(model, return_buffers) if pools_of(model) else theirs(model, return_buffers)
 
 
 # Not an attribute of each model: a bound method there would keep the model alive.
-wrap("transformers.modeling_utils.PreTrainedModel", "get_memory_footprint", _around_memory_footprint)
+wrap("transformers.modeling_utils.PreTrainedModel", "get_memory_footprint", _get_memory_footprint)
 
 
 def _memory_footprint(model: nn.Module, return_buffers: bool) -> int:

@@ -103,17 +103,13 @@ def detach_quantizer(model: nn.Module) -> None:
             del module.hf_quantizer
 
 
-def _around_save_pretrained(theirs: Any) -> Any:
-    @functools.wraps(theirs)
-    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
-        patched = isinstance(vars(model).get("hf_quantizer"), PatchedModelQuantizer)
-        return _save_pretrained(theirs, model, *args, **kwargs) if patched else theirs(model, *args, **kwargs)
-
-    return save_pretrained
+def _save_any(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    patched = isinstance(vars(model).get("hf_quantizer"), PatchedModelQuantizer)
+    return _save_pretrained(theirs, model, *args, **kwargs) if patched else theirs(model, *args, **kwargs)
 
 
 # Not an attribute of each model: a bound method there would keep the model alive.
-wrap("transformers.modeling_utils.PreTrainedModel", "save_pretrained", _around_save_pretrained)
+wrap("transformers.modeling_utils.PreTrainedModel", "save_pretrained", _save_any)
 
 
 def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:

@@ -228,78 +228,54 @@ def _config_of(given: Any) -> Any:
     return MeshConfig.from_dict(given) if is_ours else given
 
 
-def _with_gguf(find: Any) -> Any:
-    """Wrap transformers' search for a quantizer, which accepts none with a GGUF file but its own."""
-
-    @functools.wraps(find)
-    def found(*args: Any, gguf_file: str | None = None, **kwargs: Any) -> Any:
-        given = _config_of(kwargs.get("quantization_config", args[1] if len(args) > 1 else None))
-        if gguf_file is not None and not isinstance(given, MeshConfig):
-            kwargs["gguf_file"] = gguf_file
-        quantizer, config, device_map = find(*args, **kwargs)
-        if isinstance(quantizer, MeshQuantizer):
-            quantizer.config_of_gguf = config
-        return quantizer, config, device_map
-
-    return found
+def _with_gguf(find: Any, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> Any:
+    """transformers' search for a quantizer, which accepts none with a GGUF file but its own."""
+    given = _config_of(kwargs.get("quantization_config", args[1] if len(args) > 1 else None))
+    if gguf_file is not None and not isinstance(given, MeshConfig):
+        kwargs["gguf_file"] = gguf_file
+    quantizer, config, device_map = find(*args, **kwargs)
+    if isinstance(quantizer, MeshQuantizer):
+        quantizer.config_of_gguf = config
+    return quantizer, config, device_map
 
 
-def _with_hub_arguments(find: Any) -> Any:
-    """Wrap transformers' search for a checkpoint's files, which gets ``token=`` and the like. Quantizers get its result
+def _with_hub_arguments(find: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' search for a checkpoint's files, which gets ``token=`` and the like. Quantizers get its result
     only."""
-
-    @functools.wraps(find)
-    def found(*args: Any, **kwargs: Any) -> Any:
-        files, metadata = find(*args, **kwargs)
-        if files is None or (kwargs.get("user_agent") or {}).get("quant") != "mesh":
-            return files, metadata
-        files = HubFiles(files, kwargs["download_kwargs"])
-        if is_gguf(files[0]):
-            fetch_missing(gguf_files(Path(files[0]), all_there=False), files.arguments)
+    files, metadata = find(*args, **kwargs)
+    if files is None or (kwargs.get("user_agent") or {}).get("quant") != "mesh":
         return files, metadata
-
-    return found
-
-
-def _with_key_mapping(find: Any) -> Any:
-    """Wrap transformers' search for conversions of names, which gets ``key_mapping=``. Quantizers get its result
-    only."""
-
-    @functools.wraps(find)
-    def found(model: Any, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(hf_quantizer, MeshQuantizer):
-            hf_quantizer.detach_experts(model, key_mapping)
-        return find(model, key_mapping, hf_quantizer, *args, **kwargs)
-
-    return found
+    files = HubFiles(files, kwargs["download_kwargs"])
+    if is_gguf(files[0]):
+        fetch_missing(gguf_files(Path(files[0]), all_there=False), files.arguments)
+    return files, metadata
 
 
-def _merging(theirs: Any) -> Any:
-    """Wrap how transformers merges the quantisation config of a checkpoint with a passed one, if either is
-    torch_mesh's.
+def _with_key_mapping(
+    find: Any, model: Any, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """transformers' search for conversions of names, which gets ``key_mapping=``. Quantizers get its result only."""
+    if isinstance(hf_quantizer, MeshQuantizer):
+        hf_quantizer.detach_experts(model, key_mapping)
+    return find(model, key_mapping, hf_quantizer, *args, **kwargs)
 
-    ``theirs``: the attribute of the class: its own method or an earlier wrapper.
-    """
 
-    @functools.wraps(getattr(theirs, "__func__", theirs))
-    def merged(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
-        merge = theirs.__get__(None, cls)
-        stored, given = quantization_config, _config_of(quantization_config_from_args)
-        table = stored if isinstance(stored, dict) else stored.to_dict()
-        method = method_of(table)
-        if isinstance(given, MeshConfig) and method != "mesh":
-            source_of(table, "This checkpoint")  # raises for unsupported quantisation
-            return given
-        if method == "mesh" and isinstance(stored, dict):
-            stored = MeshConfig.of_checkpoint(stored)
-        if not isinstance(given, MeshConfig):
-            return merge(stored, given)
-        with warnings.catch_warnings():
-            # It says that the passed config is ignored, but fields of a MeshConfig are not.
-            warnings.filterwarnings("ignore", message="You passed `quantization_config`", category=UserWarning)
-            return merge(stored, given)
-
-    return classmethod(merged)
+def _merged(merge: Any, cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+    """The quantisation config of a checkpoint merged with a passed one, if either is torch_mesh's."""
+    stored, given = quantization_config, _config_of(quantization_config_from_args)
+    table = stored if isinstance(stored, dict) else stored.to_dict()
+    method = method_of(table)
+    if isinstance(given, MeshConfig) and method != "mesh":
+        source_of(table, "This checkpoint")  # raises for unsupported quantisation
+        return given
+    if method == "mesh" and isinstance(stored, dict):
+        stored = MeshConfig.of_checkpoint(stored)
+    if not isinstance(given, MeshConfig):
+        return merge(cls, stored, given)
+    with warnings.catch_warnings():
+        # It says that the passed config is ignored, but fields of a MeshConfig are not.
+        warnings.filterwarnings("ignore", message="You passed `quantization_config`", category=UserWarning)
+        return merge(cls, stored, given)
 
 
 def _completed(read: Any) -> Any:
@@ -324,7 +300,7 @@ def _gguf_tokenizer(architecture: str, described: Mapping[str, Any], patterns: M
 
 
 # transformers calls these for every model. They pass models without a MeshConfig through.
-wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", _merging)
+wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", _merged)
 wrap("transformers.modeling_utils", "get_hf_quantizer", _with_gguf)
 wrap("transformers.modeling_utils", FIND_FILES, _with_hub_arguments)
 wrap("transformers.modeling_utils", "get_model_conversion_mapping", _with_key_mapping)

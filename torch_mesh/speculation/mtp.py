@@ -6,7 +6,6 @@ of their own in 8 bits (docs/decisions/0056). transformers drafts and verifies; 
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 import types
@@ -127,24 +126,20 @@ def uninstall_mtp(model: nn.Module) -> None:
         vars(module).pop(_KEPT, None)
 
 
-def _around_candidate_generator(theirs: Any) -> Any:
-    @functools.wraps(theirs)
-    def get_candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        patch_heads = vars(self).get(_PATCH_HEADS)
-        if patch_heads is None or not _drafts_with_heads(self, generation_config):
-            return theirs(self, generation_config, *args, **kwargs)
-        if divided_sizes(self):
-            raise UnsupportedModelError(
-                f"generate(use_mtp=True): {type(self).__name__} is distributed among processes, whose clocks would "
-                "draft different numbers of tokens. Leave use_mtp out."
-            )
-        return KeptHeads(self, *_heads(self, patch_heads), generation_config, kwargs["logits_processor"])
-
-    return get_candidate_generator
+def _candidate_generator(theirs: Any, self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    patch_heads = vars(self).get(_PATCH_HEADS)
+    if patch_heads is None or not _drafts_with_heads(self, generation_config):
+        return theirs(self, generation_config, *args, **kwargs)
+    if divided_sizes(self):
+        raise UnsupportedModelError(
+            f"generate(use_mtp=True): {type(self).__name__} is distributed among processes, whose clocks would "
+            "draft different numbers of tokens. Leave use_mtp out."
+        )
+    return KeptHeads(self, *_heads(self, patch_heads), generation_config, kwargs["logits_processor"])
 
 
 # Not an attribute of each model: a bound method there would keep the model alive.
-wrap("transformers.generation.utils.GenerationMixin", GET_CANDIDATE_GENERATOR, _around_candidate_generator)
+wrap("transformers.generation.utils.GenerationMixin", GET_CANDIDATE_GENERATOR, _candidate_generator)
 
 
 def _drafts_with_heads(model: Any, generation_config: Any) -> bool:
