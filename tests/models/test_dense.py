@@ -210,6 +210,19 @@ def test_by_default_weights_stay_unpacked(ids: torch.Tensor, tmp_path: Path) -> 
     assert not _plain(model) and type(model.lm_head) is nn.Linear and torch.equal(_logits(model, ids), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_packed_layer_follows_autocast_as_torchs_does(dtype: torch.dtype, ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=1.0, dense="int8").to(dtype)
+    head, x = model.lm_head, torch.randn(3, 72, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = nn.functional.linear(x, head.unpacked_weight()).dtype
+        value = head(x)
+        assert value.dtype == torch.compile(head, backend="eager", fullgraph=True)(x).dtype == expected
+        assert _logits(model, ids).isfinite().all()
+    value.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == dtype
+
+
 @pytest.mark.usefixtures("emulated")
 def test_an_unpacked_layer_uses_torch_for_autocast_gradients_and_fp32(ids: torch.Tensor) -> None:
     linear = torch_mesh.patch(TINY_MODELS[QWEN].build()).lm_head

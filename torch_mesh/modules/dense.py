@@ -45,7 +45,8 @@ WEIGHT_READERS = {"JambaMambaMixer": ("dt_proj",), "LongcatFlashTopkRouter": ("c
 class MeshLinear(PackedModule, nn.Linear):
     """An ``nn.Linear`` with a packed, frozen weight. The input and the bias get gradients.
 
-    The ``weight`` parameter is a PackedWeight with the original shape and dtype.
+    The ``weight`` parameter is a PackedWeight with the original shape and dtype. The output has the input's dtype, or
+    autocast's.
     """
 
     _mesh_packed: torch.Tensor  # uint8; an attribute, not a buffer: .to() must neither move nor cast it
@@ -57,6 +58,9 @@ class MeshLinear(PackedModule, nn.Linear):
         if input.dtype == torch.float64:  # the kernels have no float64
             bias = None if self.bias is None else self.bias.float()
             return self._product(input.float(), bias).double()
+        device = "cuda" if input.is_cuda else "cpu"
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
         return self._product(input, self.bias)
 
     def _product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
