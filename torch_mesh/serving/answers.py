@@ -57,7 +57,8 @@ class Answer:
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Yield parts as they are generated. Closing this iterator ends the computation."""
-        text = Detokenizer(self.tokenizer, self.format.marks if self.format else (), self._ends)
+        marks = self.format.marks if self.format else ()
+        text = Detokenizer(self.tokenizer, (*marks, *self.stops), self._ends)
         stops = Stops(self.stops)
         parser = parser_of(self.format or AnswerFormat(), self.schemas, self.prompt_end, self.continues)
         last, called = None, False
