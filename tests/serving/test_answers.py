@@ -14,7 +14,10 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.engine import Job, Token
-from torch_mesh.serving.tool_calls import Content, Piece, answer_format
+from torch_mesh.serving.tool_calls import Call, Content, Piece, answer_format
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+LOOK = Call("look", "{}")
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +56,16 @@ def test_a_special_token_may_be_a_stop_sequence(ends: bool, format: Any, tokeniz
     assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == "In the"
     _, shown = _ended(tokenizer, ids, format=format, stops=["never said"])
     assert "".join(piece.text for piece in shown if isinstance(piece, Content)) == "In the end"
+
+
+@pytest.mark.parametrize("more", ["", "\n<tool_call>\n{", "\nI look."])
+def test_an_answer_that_reaches_its_limit_is_cut_after_calls_too(more: str, tokenizer: Any) -> None:
+    options: dict[str, Any] = {"format": answer_format("<tool_call>", ""), "schemas": {"look": None}}
+    ids = tokenizer(CALL + more)["input_ids"]
+    answer, (call, *_) = _ended(tokenizer, ids, **options)
+    assert call == LOOK and answer.finish == "length"
+    end = tokenizer.eos_token_id
+    answer, (call, *_) = _ended(tokenizer, [*ids, end], end, **options)
+    assert call == LOOK and answer.finish == "tool_calls"
+    answer, (call, *rest) = _ended(tokenizer, ids, **options, one_call=True)
+    assert call == LOOK and not rest and answer.finish == "tool_calls"

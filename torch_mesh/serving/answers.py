@@ -90,10 +90,11 @@ class Answer:
             called = called or any(isinstance(piece, Call) for piece in pieces)
             if pieces:
                 yield Part(pieces, [])
-        if called:
+        ended = self.stopped_by is not None or last in self._ends or (called and self.one_call)
+        if not ended and self.count >= self.job.config.max_new_tokens:
+            self.finish = "length"  # after a call too: others may be missing
+        elif called:
             self.finish = "tool_calls"
-        elif self.stopped_by is None and last not in self._ends and self.count >= self.job.config.max_new_tokens:
-            self.finish = "length"
 
 
 @contextlib.asynccontextmanager
