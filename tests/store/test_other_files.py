@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM
 
@@ -143,6 +145,21 @@ def test_missing_truncated_and_reordered_files_are_found(store: Store) -> None:
     path.unlink()
     with pytest.raises(StoreError, match=f"{DENSE}: is missing"):
         check_other_files(store, "first")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.other.safetensors"])
+def test_weights_that_are_not_the_stores_are_refused(store: Store, name: str) -> None:
+    """transformers prefers the first to the store's index, and loads the second with ``variant="other"``."""
+    path = store.folder / name
+    save_file({"x": torch.zeros(3)}, path, metadata={"format": "pt"})
+    variant = None if name == "model.safetensors" else "other"
+    with pytest.raises(StoreError, match=f"{name}: is no file of this store") as caught:
+        AutoModelForCausalLM.from_pretrained(
+            store.folder, variant=variant, quantization_config=MeshConfig(resident=1.0)
+        )
+    assert caught.value.file == str(path)
+    found = [str(damage) for damage in verify(store)]
+    assert len(found) == (variant is None) and all(name in each for each in found)
 
 
 def change(path: Path, how: Callable[[dict[str, Any]], object]) -> None:

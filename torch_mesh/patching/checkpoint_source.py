@@ -240,10 +240,11 @@ class _StoreSource(CheckpointSource):
         folder: Path,
         layers: list[ExpertsLayer],
         config: MeshConfig,
-        hub_arguments: Mapping[str, Any],
+        checkpoint_files: HubFiles,
     ) -> None:
         self.folder = folder
-        self._fetch = functools.partial(_fetch, model, folder, hub_arguments)
+        self._files = checkpoint_files
+        self._fetch = functools.partial(_fetch, model, folder, checkpoint_files.arguments)
         self._fetch([MANIFEST_NAME])
         manifest = read_manifest(folder)
         _check_manifest(manifest, folder, layers, config)
@@ -262,7 +263,7 @@ class _StoreSource(CheckpointSource):
         records = [file.name for file in read_manifest(self.folder).record_files]
         self._fetch([*records, *self._rows])
         self._store = open_store(self.folder)
-        check_other_files(self._store, self.config.verify, codes=self.blocks is not None)
+        check_other_files(self._store, self.config.verify, codes=self.blocks is not None, loaded=self._files)
         self.set_records(_records_of(self._store, self._layers, self.config))
 
     def other_records(self, weights: str) -> Records:
@@ -288,7 +289,7 @@ def find_source(
                     f"max_error={config.max_error} chooses a format, but the experts in {folder} have one already: "
                     "leave max_error out, or give the checkpoint that it was converted from."
                 )
-            return _StoreSource(model, folder, layers, config, checkpoint_files.arguments)
+            return _StoreSource(model, folder, layers, config, checkpoint_files)
         _check_files(folder, checkpoint_files)
     else:
         raise UnsupportedModelError(

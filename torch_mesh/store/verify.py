@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec
 
+from torch_mesh.errors import StoreError
 from torch_mesh.store.dense_codes import is_codes_file
-from torch_mesh.store.header import store_error
+from torch_mesh.store.header import store_error, weight_files
 from torch_mesh.store.manifest import (
     BLOCK_BYTES,
     WEIGHT_SUFFIXES,
@@ -32,6 +34,7 @@ from torch_mesh.system.background import Task, TaskThreads, usable_processors
 _CONFIG_NAME = "config.json"
 _IS_READ = (".json", ".jinja", ".model", ".txt")
 _MISSING = "is missing"
+_STRAY = "is no file of this store, but transformers would load it in place of the store's weights: remove it"
 _Arguments = ParamSpec("_Arguments")
 _MAX_THREADS = 8  # enough to saturate any disk
 
@@ -66,12 +69,16 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
             yield damage
 
 
-def check_other_files(store: Store, verify: str, codes: bool = True, cached: bool = False) -> None:
+def check_other_files(
+    store: Store, verify: str, codes: bool = True, cached: bool = False, loaded: Iterable[str] | None = None
+) -> None:
     """Check a model's files, except for records and rows of tables, which are checked when they are read. ``codes``:
     also check the codes of linear layers, which only ``dense="codes"`` reads. ``cached``: the store is in the cache.
+    ``loaded``: the weight files that transformers loads, if the caller knows.
 
-    Raises ``StoreError`` for changed tensors, index or config.json, whose ``quantization_config`` users may change.
-    Warns about a changed tokenizer and the like. Checks nothing if ``verify`` is 'never'.
+    Raises ``StoreError`` for changed tensors, index or config.json, whose ``quantization_config`` users may change, and
+    for weights that are not the store's. Warns about a changed tokenizer and the like. Checks nothing if ``verify`` is
+    'never'.
     """
     if verify == "never":
         return
@@ -98,9 +105,21 @@ def check_other_files(store: Store, verify: str, codes: bool = True, cached: boo
                 f"{problem}. Undo that, or {again}; give changes of the config to from_pretrained. With "
                 "verify='never' the model opens as it is",
             )
+    for path in _stray_weights(store, loaded):
+        raise store_error(path, f"{_STRAY}. With verify='never' the model opens as it is")
     if problems:
         changed = "; ".join(f"{store.folder / name} {problem}" for name, problem in problems.items())
         warnings.warn(f"{changed}. If that was not you, {again}.", stacklevel=2)
+
+
+def _stray_weights(store: Store, loaded: Iterable[str] | None = None) -> list[Path]:
+    """The weight files that transformers loads and the manifest does not list. Empty for a store of records alone, and
+    for a damaged index, which is a problem of its own."""
+    own = {store.folder / file.name for file in store.manifest.other_files}
+    paths: list[Path] = []
+    with contextlib.suppress(StoreError):
+        paths = weight_files(store.folder) if loaded is None else [Path(file) for file in loaded]
+    return [path for path in paths if own and path not in own]
 
 
 def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
@@ -200,6 +219,8 @@ def _checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
         path = store.folder / other.name
         problem = _size_problem(path, other) or _digest_problem(path, other)
         yield Damage(str(path), problem) if problem else None, other.bytes
+    for path in _stray_weights(store):
+        yield Damage(str(path), _STRAY), 0
     yield from _record_checks(store)
 
 
