@@ -11,7 +11,7 @@ import torch
 from near_ties import assert_same_tokens
 from tiny_models import TINY_MODELS
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 import torch_mesh
@@ -95,7 +95,8 @@ def test_other_decoding_options_run_uncompiled() -> None:
     ids = torch.randint(3, 100, (1, 6))
     for options in (
         {"num_beams": 2},
-        {"cache_implementation": "dynamic", "use_cache": False},
+        {"use_cache": False},
+        {"cache_implementation": "dynamic"},
         {"disable_compile": True},
         {"prefill_chunk_size": 4},
         {"prompt_lookup_num_tokens": 2},
@@ -110,6 +111,17 @@ def test_other_decoding_options_run_uncompiled() -> None:
     assert _graphs() == 0
     with pytest.raises(TypeError, match="unexpected keyword"):
         torch_mesh.compile(compiled, speed=2)
+
+
+def test_a_static_cache_and_options_that_are_asked_for_compile_too() -> None:
+    eager, compiled = _both(QWEN)
+    ids = torch.randint(3, 100, (1, 6))
+    plain, own = _plain(eager, ids), CompileConfig(backend="eager", mode="default")
+    for graphs, options in ((1, {"cache_implementation": "static"}), (2, {"compile_config": own})):
+        for _ in range(2):
+            assert_same_tokens(_tokens(compiled, ids, **options), plain)
+            assert _graphs() == graphs
+    assert vars(own) == vars(CompileConfig(backend="eager", mode="default"))
 
 
 def test_compilation_is_not_saved_and_ends_with_unpatch(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any, TypeVar
 
@@ -37,9 +38,10 @@ def compile(model: Model, **options: Any) -> Model:
     """Let ``model.generate`` compile its decode steps, on the CPU too; returns the same model.
 
     Greedy search and sampling then use a static cache whose length is a power of two: prompts that fit the longest so
-    far compile nothing again. Calls with a cache, ``prefill_chunk_size`` or ``disable_compile=True`` are not compiled,
-    nor are assistants and flash attention. ``options`` are those of transformers' ``CompileConfig``. The first call
-    compiles for up to two minutes. ``unpatch`` ends it.
+    far compile nothing again. Calls with a cache, a ``cache_implementation`` but "static", ``prefill_chunk_size``
+    or ``disable_compile=True`` are not compiled, nor are assistants and flash attention. ``options`` are those of
+    transformers' ``CompileConfig``; a call may give its own ``compile_config``. The first call compiles for up to two
+    minutes. ``unpatch`` ends it.
 
     Raises UnsupportedModelError for a model without ``generate`` or that transformers cannot compile; TypeError for an
     unknown option.
@@ -54,10 +56,8 @@ def compile(model: Model, **options: Any) -> Model:
     if not can_compile(model):
         raise UnsupportedModelError(f"transformers cannot compile the decode steps of {name}, which run as they are.")
     # One graph per cache length; a graph for all lengths could not unroll loops.
-    config = CompileConfig(**{"mode": "default", "dynamic": False, **options})
-    compile_on_all_devices(config)
     attributes = vars(generates)
-    attributes[_OPTIONS] = config
+    attributes[_OPTIONS] = CompileConfig(**{"mode": "default", "dynamic": False, **options})
     attributes[PREPARE_CACHE] = types.MethodType(_prepare_cache, model)
     attributes[PREPARE_STATIC_CACHE] = types.MethodType(_prepare_static_cache, model)
     return model
@@ -87,7 +87,7 @@ def _prepare_cache(
         attributes[_OWNER] = id(model)
     free = (
         generation_mode in _MODES
-        and generation_config.cache_implementation in (None, "dynamic")
+        and generation_config.cache_implementation in (None, "static")
         and generation_config.use_cache is not False
         and not generation_config.disable_compile
         and generation_config.prefill_chunk_size is None  # with chunks, those of a prompt would be compiled too
@@ -98,8 +98,9 @@ def _prepare_cache(
     )
     if free:
         generation_config.cache_implementation = "static"
-        if generation_config.compile_config is None:
-            generation_config.compile_config = attributes[_OPTIONS]
+        config = copy.copy(generation_config.compile_config or attributes[_OPTIONS])  # the caller's stays as it is
+        compile_on_all_devices(config)
+        generation_config.compile_config = config
     theirs: Any = getattr(type(model), PREPARE_CACHE)
     return theirs(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
