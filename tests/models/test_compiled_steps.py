@@ -124,6 +124,11 @@ def test_a_static_cache_and_options_that_are_asked_for_compile_too() -> None:
     assert vars(own) == vars(CompileConfig(backend="eager", mode="default"))
 
 
+def test_options_of_the_backend_take_the_place_of_a_mode() -> None:
+    model = torch_mesh.compile(TINY_MODELS[QWEN].build(), options={"trace.enabled": False})
+    torch.compile(model, **vars(model)["_compiled_steps_config"].to_dict())  # raises for both
+
+
 def test_compilation_is_not_saved_and_ends_with_unpatch(tmp_path: Path) -> None:
     _, compiled = _both(QWEN)
     ids = torch.randint(3, 100, (1, 6))

@@ -56,8 +56,9 @@ def compile(model: Model, **options: Any) -> Model:
     if not can_compile(model):
         raise UnsupportedModelError(f"transformers cannot compile the decode steps of {name}, which run as they are.")
     # One graph per cache length; a graph for all lengths could not unroll loops.
+    mode = "default" if options.get("options") is None else None  # torch refuses both
     attributes = vars(generates)
-    attributes[_OPTIONS] = CompileConfig(**{"mode": "default", "dynamic": False, **options})
+    attributes[_OPTIONS] = CompileConfig(**{"mode": mode, "dynamic": False, **options})
     attributes[PREPARE_CACHE] = types.MethodType(_prepare_cache, model)
     attributes[PREPARE_STATIC_CACHE] = types.MethodType(_prepare_static_cache, model)
     return model
