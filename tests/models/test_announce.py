@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TINY_MODELS
+from tiny_models import build, logits_of
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.trainer_utils import validate_quantization_for_training
 
@@ -19,19 +19,10 @@ from torch_mesh.modules.experts import PackedModule, patched_modules
 from torch_mesh.store.convert import convert
 
 
-def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
-    return TINY_MODELS[name].build()
-
-
-def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
-
-
 def _made(how: str, folder: Path, **fields: Any) -> PreTrainedModel:
     if how == "patched":
-        return torch_mesh.patch(_build(), **fields)
-    _build().save_pretrained(folder / "raw")
+        return torch_mesh.patch(build(), **fields)
+    build().save_pretrained(folder / "raw")
     if how == "raw":
         return AutoModelForCausalLM.from_pretrained(folder / "raw", quantization_config=MeshConfig(**fields))
     convert(folder / "raw", folder / "store", fields.pop("weights"))
@@ -54,9 +45,9 @@ def test_the_config_describes_the_patch_and_allows_training_and_casts(
             64,
         )
     assert f'"weights": "{weights}"' in str(model.config)
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     validate_quantization_for_training(model)  # the check that Trainer makes
-    assert torch.equal(_logits(model.to("cpu"), ids), expected)
+    assert torch.equal(logits_of(model.to("cpu"), ids), expected)
     assert model.half().to(torch.bfloat16).float().dtype == torch.float32
     clone = copy.deepcopy(model)
     torch_mesh.unpatch(model, lossy=True)
@@ -66,7 +57,7 @@ def test_the_config_describes_the_patch_and_allows_training_and_casts(
 
 
 def test_unpatch_restores_another_quantization_config() -> None:
-    model = _build()
+    model = build()
     model.config.quantization_config = {"quant_method": "unknown to transformers"}
     torch_mesh.patch(model)
     assert model.config.quantization_config.weights == "bf16"
@@ -77,7 +68,7 @@ def test_unpatch_restores_another_quantization_config() -> None:
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_a_saved_model_opens_with_the_same_logits(weights: str, tmp_path: Path, ids: torch.Tensor) -> None:
     model = _made("raw", tmp_path, weights=weights, resident=0.4)
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     model.save_pretrained(tmp_path / "saved")
     assert model.config.quantization_config.weights == weights
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -85,14 +76,14 @@ def test_a_saved_model_opens_with_the_same_logits(weights: str, tmp_path: Path, 
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert bool(list(patched_modules(opened))) == (weights == "int8")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=MeshConfig(resident=0.4))
-    assert torch.equal(_logits(again, ids), expected)
+    assert torch.equal(logits_of(again, ids), expected)
 
 
 def test_the_config_of_a_loaded_model_opens_its_checkpoint(tmp_path: Path, ids: torch.Tensor) -> None:
     model = _made("raw", tmp_path, weights="int8", policy="lru")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "raw", config=model.config)
     assert "weights=int8" in repr(again) and "policy=lru" in repr(again)
-    assert torch.equal(_logits(again, ids), _logits(model, ids))
+    assert torch.equal(logits_of(again, ids), logits_of(model, ids))
     assert not hasattr(AutoConfig.from_pretrained(tmp_path / "raw"), "quantization_config")
 
 
@@ -105,7 +96,7 @@ def _plain_bytes(model: PreTrainedModel, buffers: bool = True) -> int:
 
 
 def test_the_memory_footprint_counts_the_pool_and_packed_layers(tmp_path: Path) -> None:
-    plain = _build()
+    plain = build()
     whole = plain.get_memory_footprint()
     assert whole == _plain_bytes(plain)
     model = torch_mesh.patch(copy.deepcopy(plain), weights="int8", resident=0.4)
@@ -127,9 +118,9 @@ def test_the_memory_footprint_counts_the_pool_and_packed_layers(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "DeepseekV4Experts", "GptOssExperts"])
 @pytest.mark.parametrize("dense", ["none", "int8"])
 def test_a_model_in_float64_computes(name: str, dense: str, ids: torch.Tensor) -> None:
-    model = torch_mesh.patch(_build(name), resident=0.4, dense=dense).float()
-    expected = _logits(model, ids).double()
-    logits = _logits(model.double(), ids)
+    model = torch_mesh.patch(build(name), resident=0.4, dense=dense).float()
+    expected = logits_of(model, ids).double()
+    logits = logits_of(model.double(), ids)
     assert logits.dtype == torch.float64
     # An input that differs in its last bit may be rounded to another bf16 value, so that a token takes other experts.
     by_token = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -139,28 +130,28 @@ def test_a_model_in_float64_computes(name: str, dense: str, ids: torch.Tensor) -
 
 
 def test_a_model_in_float64_has_gradients(ids: torch.Tensor) -> None:
-    model = torch_mesh.patch(_build(), resident=0.5).double().train()
+    model = torch_mesh.patch(build(), resident=0.5).double().train()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     gradient = model.model.embed_tokens.weight.grad
     assert gradient.dtype == torch.float64 and gradient.norm() > 0
 
 
 def test_a_new_model_from_a_patched_models_config_is_saved_and_opened(tmp_path: Path, ids: torch.Tensor) -> None:
-    patched = torch_mesh.patch(_build(), weights="int8", resident=0.4)
+    patched = torch_mesh.patch(build(), weights="int8", resident=0.4)
     fresh = type(patched)._from_config(patched.config, dtype=torch.bfloat16).eval()
     fresh.save_pretrained(tmp_path / "fresh")
     assert "mesh" in (tmp_path / "fresh" / "config.json").read_text()
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh", quantization_config=MeshConfig(resident=0.4))
     assert next(patched_modules(opened))._mesh_pool.weights == "int8"
-    assert torch.equal(_logits(opened, ids), _logits(torch_mesh.patch(fresh, weights="int8"), ids))
+    assert torch.equal(logits_of(opened, ids), logits_of(torch_mesh.patch(fresh, weights="int8"), ids))
     convert(tmp_path / "fresh", tmp_path / "store", "int8")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "store", quantization_config=MeshConfig(resident=0.4))
-    assert torch.equal(_logits(again, ids), _logits(opened, ids))
+    assert torch.equal(logits_of(again, ids), logits_of(opened, ids))
 
 
 def test_the_config_of_a_model_with_a_store_names_no_store(tmp_path: Path, ids: torch.Tensor) -> None:
-    _build().save_pretrained(tmp_path / "raw")
-    patched = torch_mesh.patch(_build(), weights="int8", resident=0.4, store=tmp_path / "own")
+    build().save_pretrained(tmp_path / "raw")
+    patched = torch_mesh.patch(build(), weights="int8", resident=0.4, store=tmp_path / "own")
     assert patched.config.quantization_config.store is None
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "raw", config=patched.config)
-    assert _logits(opened, ids).isfinite().all() and list(patched_modules(opened))
+    assert logits_of(opened, ids).isfinite().all() and list(patched_modules(opened))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from routes import Computed
-from tiny_models import TINY_MODELS, Tiny
+from tiny_models import TINY_MODELS, Tiny, logits_of
 from tiny_pools import as_bytes
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,17 +25,12 @@ from torch_mesh.modules.packed_weight import PackedLinearWeight
 QWEN = "Qwen3MoeExperts"
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits.float()
-
-
 def _assert_same(model: PreTrainedModel, original: PreTrainedModel, ids: torch.Tensor) -> None:
     """Check that ``model`` computes the output of ``original`` with the weights of ``model``'s packed layers."""
     plain, packed = copy.deepcopy(original), dict(_packed_layers(model))
     for path, module in packed.items():
         plain.get_submodule(path).weight = nn.Parameter(module.unpacked_weight())  # a tied weight becomes separate
-    computed = Computed.by(plain, functools.partial(_logits, ids=ids))
+    computed = Computed.by(plain, functools.partial(logits_of, ids=ids))
     formats = {(module._mesh_format, module._mesh_group_size) for module in packed.values()} - {("bf16", 0)}
     if not formats:
         computed.assert_same(model)
@@ -77,10 +72,10 @@ def test_outputs_are_those_of_the_packed_weights(ids: torch.Tensor, dense: str) 
 def test_unpatch_restores_bf16_layers_and_refuses_rounded_ones(ids: torch.Tensor) -> None:
     model = TINY_MODELS[QWEN].build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     torch_mesh.unpatch(torch_mesh.patch(model, dense="bf16"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(_logits(model, ids), expected)
+    assert torch.equal(logits_of(model, ids), expected)
     assert all(type(module) is not MeshLinear for module in model.modules())
 
     torch_mesh.patch(model, dense="int8")
@@ -123,7 +118,7 @@ def test_from_pretrained_packs_linear_layers(tmp_path: Path, ids: torch.Tensor) 
     rounded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", quantization_config=MeshConfig(dense="int4", resident=0.5), dtype=torch.bfloat16
     )
-    assert torch.equal(_logits(rounded, ids), _logits(torch_mesh.patch(source, dense="int4", resident=0.5), ids))
+    assert torch.equal(logits_of(rounded, ids), logits_of(torch_mesh.patch(source, dense="int4", resident=0.5), ids))
 
 
 def test_small_weights_are_copied_out_of_the_mapped_file(tmp_path: Path) -> None:
@@ -146,8 +141,8 @@ def test_a_model_opened_in_inference_mode_computes_outside_of_it(tmp_path: Path,
     TINY_MODELS[QWEN].build().save_pretrained(tmp_path)
     with torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MeshConfig(dense="int8"))
-        expected = _logits(model, ids)
-    assert torch.equal(_logits(model, ids), expected)
+        expected = logits_of(model, ids)
+    assert torch.equal(logits_of(model, ids), expected)
 
 
 def test_moving_and_casting_leave_the_packed_bytes_alone(ids: torch.Tensor) -> None:
@@ -155,7 +150,7 @@ def test_moving_and_casting_leave_the_packed_bytes_alone(ids: torch.Tensor) -> N
     packed = model.lm_head._mesh_packed
     model.float()
     assert model.lm_head._mesh_packed is packed and packed.dtype == torch.uint8
-    assert _logits(model, ids).isfinite().all()
+    assert logits_of(model, ids).isfinite().all()
     assert isinstance(model.lm_head.weight, PackedLinearWeight) and model.lm_head.weight.dtype == torch.float32
 
 
@@ -192,11 +187,11 @@ def _plain(model: nn.Module) -> set[str]:
 def test_by_default_weights_stay_unpacked(ids: torch.Tensor, tmp_path: Path) -> None:
     model = TINY_MODELS[QWEN].build()
     original = copy.deepcopy(model)
-    weights, expected = dict(model.named_parameters()), _logits(model, ids)
+    weights, expected = dict(model.named_parameters()), logits_of(model, ids)
     torch_mesh.patch(model)
     assert _plain(model) == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
     assert all(parameter is weights[name] for name, parameter in model.named_parameters() if "experts" not in name)
-    value = _logits(model, ids)
+    value = logits_of(model, ids)
     _assert_same(model, original, ids)
     assert 'products=torch_mesh (dense="int8" reads half of all such layers, off by 0.6%' in repr(model.lm_head)
     assert repr(model).count("off by 0.6%") == 1
@@ -205,9 +200,9 @@ def test_by_default_weights_stay_unpacked(ids: torch.Tensor, tmp_path: Path) -> 
     again = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=MeshConfig(resident=0.5), dtype=torch.bfloat16
     )
-    assert _plain(again) == _plain(model) and torch.equal(_logits(again, ids), value)
+    assert _plain(again) == _plain(model) and torch.equal(logits_of(again, ids), value)
     torch_mesh.unpatch(model)
-    assert not _plain(model) and type(model.lm_head) is nn.Linear and torch.equal(_logits(model, ids), expected)
+    assert not _plain(model) and type(model.lm_head) is nn.Linear and torch.equal(logits_of(model, ids), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

@@ -18,7 +18,7 @@ from peft.tuners.lora import layer as lora
 from peft.tuners.lora.model import LoraModel
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from safetensors.torch import load_file
-from tiny_models import TINY_MODELS, UNMARKED_MODELS, inputs_for, output_of
+from tiny_models import TINY_MODELS, UNMARKED_MODELS, inputs_for, logits_of, output_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
@@ -59,11 +59,6 @@ def _adapted(model: PreTrainedModel, seed: int = 0, **fields: Any) -> PeftModel:
 def _experts(model: PeftModel) -> torch.nn.Module:
     """The outermost wrapper of the first layer's experts."""
     return next(module for module in model.modules() if isinstance(module, lora.ParamWrapper))
-
-
-def _logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits.float()
 
 
 def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -144,7 +139,7 @@ def test_an_adapted_model_has_the_output_of_plain_peft(name: str) -> None:
 def test_adapter_files_are_exchanged_with_plain_peft(name: str, tmp_path: Path) -> None:
     plain = _build(name)
     ids = inputs_for(plain)["input_ids"]
-    base = _logits(plain, ids)
+    base = logits_of(plain, ids)
     patched = torch_mesh.patch(copy.deepcopy(plain), resident=0.3)
     models = {"plain": _adapted(copy.deepcopy(plain), 1), "patched": _adapted(patched, 1)}
     for key, model in models.items():
@@ -152,13 +147,13 @@ def test_adapter_files_are_exchanged_with_plain_peft(name: str, tmp_path: Path) 
     ours, theirs = (load_file(tmp_path / key / "adapter_model.safetensors") for key in ("patched", "plain"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)  # both are drawn from one seed
-    expected = _logits(models["plain"], ids)
+    expected = logits_of(models["plain"], ids)
     of_ours = PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "patched")
-    assert torch.equal(_logits(of_ours, ids), expected)
-    own = _logits(models["patched"], ids)
+    assert torch.equal(logits_of(of_ours, ids), expected)
+    own = logits_of(models["patched"], ids)
     assert _agree(own, expected, base)
     of_theirs = PeftModel.from_pretrained(models["patched"].unload(), tmp_path / "plain")
-    assert torch.equal(_logits(of_theirs, ids), own)
+    assert torch.equal(logits_of(of_theirs, ids), own)
 
 
 @pytest.mark.parametrize(
@@ -206,21 +201,21 @@ def test_experts_and_other_layers_train_together(dense: str, ids: torch.Tensor) 
 def test_several_adapters_switch_and_combine(ids: torch.Tensor) -> None:
     plain = _build()
     patched = torch_mesh.patch(copy.deepcopy(plain), resident=0.3)
-    base = _logits(patched, ids)
+    base = logits_of(patched, ids)
     both = {}
     for key, model in (("plain", plain), ("patched", patched)):
         adapted = _adapted(model)
-        first = _logits(adapted, ids)
+        first = logits_of(adapted, ids)
         torch.manual_seed(5)
         adapted.add_adapter("second", dataclasses.replace(adapted.peft_config["default"], r=7, use_rslora=True))
-        assert torch.equal(_logits(adapted, ids), first)
+        assert torch.equal(logits_of(adapted, ids), first)
         adapted.set_adapter("second")
-        second = _logits(adapted, ids)
+        second = logits_of(adapted, ids)
         adapted.base_model.set_adapter(["default", "second"])
-        both[key] = _logits(adapted, ids), second
+        both[key] = logits_of(adapted, ids), second
         assert not torch.equal(second, first) and not torch.equal(both[key][0], second)
         adapted.set_adapter("default")
-        assert torch.equal(_logits(adapted, ids), first)
+        assert torch.equal(logits_of(adapted, ids), first)
     for found, expected in zip(both["patched"], both["plain"], strict=True):
         assert _agree(found, expected, base)
 
@@ -236,12 +231,12 @@ class Adapters:
         self._plain = _build(name, torch.float32)
         self.folder = folder
         self.ids = inputs_for(self._plain)["input_ids"]
-        self.base = _logits(self._plain, self.ids)
+        self.base = logits_of(self._plain, self.ids)
         self.expected = {}
         for seed, (key, (rank, alpha)) in enumerate(FILES.items()):
             model = _adapted(copy.deepcopy(self._plain), seed, r=rank, lora_alpha=alpha, target_modules=["q_proj"])
             model.save_pretrained(folder / key)
-            self.expected[key] = _logits(model, self.ids)
+            self.expected[key] = logits_of(model, self.ids)
 
     def loaded(self, patched: bool) -> PeftModel:
         """A new model with the first adapter."""
@@ -266,9 +261,9 @@ def test_a_hotswapped_adapter_is_the_one_in_its_file(adapters: Adapters, swaps: 
     """PEFT itself mixes up experts if the new adapter has a lower rank, so the reference is no hotswapped model."""
     model = adapters.loaded(patched=True)
     for key in swaps:
-        _logits(model, adapters.ids)
+        logits_of(model, adapters.ids)
         adapters.swap(model, key)
-    assert _agree(_logits(model, adapters.ids), adapters.expected[swaps[-1]], adapters.base)
+    assert _agree(logits_of(model, adapters.ids), adapters.expected[swaps[-1]], adapters.base)
 
 
 def test_a_hotswapped_rank_trains_and_is_described(adapters: Adapters) -> None:
@@ -369,9 +364,9 @@ def test_an_adapter_changes_in_place_as_in_peft(adapters: Adapters, change: Call
     found = []
     for patched in (False, True):
         model = adapters.loaded(patched)
-        before = _logits(model, adapters.ids)
+        before = logits_of(model, adapters.ids)
         change(adapters, model)
-        found.append(_logits(model, adapters.ids))
+        found.append(logits_of(model, adapters.ids))
     assert _agree(found[1], found[0], adapters.base)
     assert change in (_unscale, _load_what_fits) or not _agree(found[1], before, adapters.base)
 
@@ -381,9 +376,9 @@ def test_a_temporary_scale_is_that_of_peft(adapters: Adapters) -> None:
     for patched in (False, True):
         model = adapters.loaded(patched)
         with rescale_adapter_scale(model, 4.0):
-            found.append(_logits(model, adapters.ids))
+            found.append(logits_of(model, adapters.ids))
     assert _agree(found[1], found[0], adapters.base)
-    assert not _agree(found[1], _logits(model, adapters.ids), adapters.base)
+    assert not _agree(found[1], logits_of(model, adapters.ids), adapters.base)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +400,7 @@ def test_changes_that_peft_refuses_are_refused_and_change_nothing(
     model = adapters.loaded(patched=True)
     with pytest.raises(theirs.type):
         change(adapters, model)
-    assert _agree(_logits(model, adapters.ids), adapters.expected["first"], adapters.base)
+    assert _agree(logits_of(model, adapters.ids), adapters.expected["first"], adapters.base)
 
 
 def test_adapter_weights_for_another_number_of_experts_are_refused(ids: torch.Tensor) -> None:
@@ -415,7 +410,7 @@ def test_adapter_weights_for_another_number_of_experts_are_refused(ids: torch.Te
     for rows, message in ((whole[:-1], "multiple of its"), (whole[: len(whole) // 2], "they must be equal")):
         weight.data = rows
         with pytest.raises(MeshError, match=message):
-            _logits(model, ids)
+            logits_of(model, ids)
 
 
 def test_adapters_in_bf16_train(ids: torch.Tensor) -> None:
@@ -434,7 +429,7 @@ def test_generation_with_an_adapter_is_that_of_the_whole_forward(ids: torch.Tens
     generated = model.generate(
         input_ids=ids[:1], max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
-    whole = _logits(model, generated.sequences)[0, ids.size(1) - 1 : -1]
+    whole = logits_of(model, generated.sequences)[0, ids.size(1) - 1 : -1]
     steps = torch.cat(generated.logits).float()
     assert (steps - whole).norm(dim=-1).median() < 0.02 * whole.norm(dim=-1).median()
 
@@ -465,11 +460,11 @@ def test_dropout_and_merging_into_the_pool_are_refused(ids: torch.Tensor) -> Non
     with pytest.raises(ValueError, match="lora_dropout != 0"):
         _adapted(copy.deepcopy(patched), lora_dropout=0.1)
     model = _adapted(patched, target_modules=["q_proj"])
-    expected, keys = _logits(model, ids), list(model.state_dict())
+    expected, keys = logits_of(model, ids), list(model.state_dict())
     for merge in (model.merge_and_unload, model.merge_adapter):
         with pytest.raises(MeshError, match=r"mlp.experts.(down|gate_up)_proj is packed \(bf16\) and frozen"):
             merge()
-        assert torch.equal(_logits(model, ids), expected)
+        assert torch.equal(logits_of(model, ids), expected)
         assert list(model.state_dict()) == keys
     assert not any(module.merged for module in model.modules() if isinstance(module, lora.Linear))
 
@@ -477,17 +472,17 @@ def test_dropout_and_merging_into_the_pool_are_refused(ids: torch.Tensor) -> Non
 def test_adapted_experts_stay_patched_until_they_are_unloaded(ids: torch.Tensor, tmp_path: Path) -> None:
     plain = _build()
     model = _adapted(torch_mesh.patch(copy.deepcopy(plain), resident=0.3), target_modules=["q_proj"])
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     for patched in (model, model.base_model.model):
         with pytest.raises(MeshError, match="has adapters on its experts.*unload"):
             torch_mesh.unpatch(patched)
-    assert torch.equal(_logits(model, ids), expected)
-    base = _logits(plain, ids)
+    assert torch.equal(logits_of(model, ids), expected)
+    base = logits_of(plain, ids)
     model.save_pretrained(tmp_path)
     unpatched = torch_mesh.unpatch(model.unload())
-    assert torch.equal(_logits(unpatched, ids), base)
+    assert torch.equal(logits_of(unpatched, ids), base)
     merged = PeftModel.from_pretrained(unpatched, tmp_path).merge_and_unload()
-    assert _agree(_logits(merged, ids), expected, base)
+    assert _agree(logits_of(merged, ids), expected, base)
 
 
 def test_training_follows_a_forward_in_inference_mode(ids: torch.Tensor) -> None:
@@ -519,7 +514,7 @@ def test_an_adapter_added_before_patch_is_refused_with_advice(ids: torch.Tensor)
     model = _adapted(_build())
     torch_mesh.patch(model.base_model.model, resident=0.3)
     with pytest.raises(MeshError, match="get_peft_model after"):
-        _logits(model, ids)
+        logits_of(model, ids)
 
 
 def test_describe_training_says_which_experts_train() -> None:
@@ -555,10 +550,10 @@ def test_ranks_above_the_kernels_limit_are_refused_with_the_layer(ids: torch.Ten
         _adapted(copy.deepcopy(patched), r=1025)
     model = _adapted(patched, r=600)
     model.add_adapter("second", dataclasses.replace(model.peft_config["default"], r=425))
-    _logits(model, ids)
+    logits_of(model, ids)
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(MeshError, match=r"layers\.0\.mlp\.experts\.\w+ .*rank 1025.*at most 1,024"):
-        _logits(model, ids)
+        logits_of(model, ids)
 
 
 def test_peft_is_extended_once() -> None:

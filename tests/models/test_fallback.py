@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import first_quick
-from tiny_models import TINY_MODELS
+from tiny_models import TINY_MODELS, logits_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -67,11 +67,6 @@ def _generate(model: PreTrainedModel, tokens: int = 24) -> Tensor:
     prompt = torch.randint(0, 4000, (2, 24))
     mask = torch.ones_like(prompt)
     return model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False, eos_token_id=None)
-
-
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits
 
 
 def test_fallback_accesses_are_counted_and_shown(open_model: OpenModel) -> None:
@@ -135,25 +130,25 @@ def test_with_all_experts_resident_there_is_no_fallback_pool(open_model: OpenMod
     assert _pool(model).fallback is None and "lossy" not in str(model)
     assert not cache.exists()
     ids = torch.randint(0, 4000, (2, 4))
-    assert torch.equal(_logits(model, ids), _logits(plain, ids))
+    assert torch.equal(logits_of(model, ids), logits_of(plain, ids))
     assert torch_mesh.stats(model).lossy == "" and torch_mesh.stats(model).fallback_accesses == 0
 
 
 def test_a_step_whose_experts_are_resident_is_exact(open_model: OpenModel) -> None:
     model, plain = (open_model(lossy={"fallback": name}, resident=0.8, prefetch="off") for name in ("int4", "none"))
     ids = torch.randint(0, 4000, (1, 1))
-    expected = _logits(plain, ids)
+    expected = logits_of(plain, ids)
     for _ in range(7):  # each step reads the exact experts it missed, which may change the choice of later layers
-        _logits(model, ids)
+        logits_of(model, ids)
         _settle(model)
     torch_mesh.reset_stats(model)
-    assert torch.equal(_logits(model, ids), expected) and torch_mesh.stats(model).fallback_accesses == 0
+    assert torch.equal(logits_of(model, ids), expected) and torch_mesh.stats(model).fallback_accesses == 0
 
 
 def test_prompts_and_gradients_are_exact(open_model: OpenModel) -> None:
     exact, lossy = open_model(lossy={"fallback": "none"}), open_model()
     prompt = torch.randint(0, 4000, (1, 40))
-    assert torch.equal(_logits(exact, prompt), _logits(lossy, prompt))
+    assert torch.equal(logits_of(exact, prompt), logits_of(lossy, prompt))
     embeddings = torch.randn(1, 4, exact.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     grads = []
     for model in (exact, lossy):
@@ -219,12 +214,12 @@ def test_a_damaged_fallback_record_is_an_error_until_it_is_repaired(open_model: 
     model = open_model(verify="always", prefetch="off")
     step = torch.randint(0, 4000, (1, 1))
     with pytest.raises(torch_mesh.ChecksumError) as caught:
-        _logits(model, step)
+        logits_of(model, step)
     assert caught.value.layer == 0 and str(file) in str(caught.value)
     _settle(model)
     with file.open("r+b") as stream:
         stream.write(whole)
-    assert _logits(model, step).isfinite().all()
+    assert logits_of(model, step).isfinite().all()
     _settle(model)
 
 
@@ -274,7 +269,7 @@ def test_the_fallback_store_is_beside_a_named_store(mesh_tiny: Path, tmp_path: P
 def test_patch_and_unpatch(family: str, cache: Path) -> None:
     model = TINY_MODELS[family].build()
     prompt = torch.randint(3, 100, (1, 3))
-    expected = _logits(model, prompt)
+    expected = logits_of(model, prompt)
     torch_mesh.patch(model, weights="bf16", lossy={"fallback": "int8"}, resident=0.9, io="threads")
     model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
     stats = torch_mesh.stats(model)
@@ -282,7 +277,7 @@ def test_patch_and_unpatch(family: str, cache: Path) -> None:
     assert [entry for entry in os.listdir(cache) if "unnamed" in entry] == []
     torch_mesh.unpatch(model)
     assert not any(name.startswith("_mesh") for module in model.modules() for name in vars(module))
-    assert torch.equal(_logits(model, prompt), expected)
+    assert torch.equal(logits_of(model, prompt), expected)
 
 
 def test_save_pretrained_writes_the_original(tmp_path: Path) -> None:

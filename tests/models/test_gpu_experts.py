@@ -24,7 +24,7 @@ import torch
 from decode_steps import DecodeSteps
 from quantised import KINDS, write_quantised
 from routes import Computed
-from tiny_models import TINY_MODELS
+from tiny_models import TINY_MODELS, logits_of
 from torch import nn
 from torch_mesh.ops import device as devices
 from torch_mesh.ops.device import find
@@ -71,18 +71,13 @@ def _ids() -> torch.Tensor:
     return torch.randint(3, 100, (1, 6), device=DEVICE)
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits.float()
-
-
 def _agrees_with(original: PreTrainedModel, ids: torch.Tensor, weights: str = "bf16") -> Callable[[nn.Module], None]:
     """A check that a model has the logits of its records' values. Experts in memory round their inputs to bytes."""
     plain = copy.deepcopy(original)
     in_memory = torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights=weights)
     if weights != "bf16":
         torch_mesh.unpatch(torch_mesh.patch(plain, weights=weights), lossy=True)
-    computed = Computed.by(plain, functools.partial(_logits, ids=ids))
+    computed = Computed.by(plain, functools.partial(logits_of, ids=ids))
     return functools.partial(computed.assert_same, moved=computed.error(in_memory))
 
 
@@ -127,7 +122,7 @@ def test_experts_on_the_device_never_return_to_the_pool() -> None:
     model = torch_mesh.patch(_build(), resident=0.9, weights="int8", gpu={"experts": mask, "streaming": "off"})
     assert not _residency(model)[mask].any(), "none is kept twice"
     for _ in range(2):
-        _logits(model, _ids())
+        logits_of(model, _ids())
     assert not _residency(model)[mask].any()
     stats = torch_mesh.stats(model)
     assert stats.slots == max(TOP_K, int((~mask).sum()))
@@ -150,7 +145,7 @@ def test_statistics_of_the_device() -> None:
     model = torch_mesh.patch(_build(), resident=1.0, weights="int8", gpu={"experts": mask, "streaming": (0, 1, 1)})
     device = torch_mesh.stats(model).device
     assert device is not None and not any(device.to_dict().values()), "placing is not counted"
-    _logits(model, _ids())
+    logits_of(model, _ids())
     stats = torch_mesh.stats(model)
     device = stats.device
     assert device is not None and stats.to_dict()["device"] == device.to_dict()
@@ -161,7 +156,7 @@ def test_statistics_of_the_device() -> None:
     assert str(device) in str(stats) and "\n" not in str(device)
     torch_mesh.reset_stats(model)
     assert torch_mesh.stats(model).device == DeviceCounters()
-    _logits(model, _ids()[:, :1])
+    logits_of(model, _ids()[:, :1])
     assert torch_mesh.stats(model).device.streamed == 0, "of a decode step nothing is"
     assert torch_mesh.stats(torch_mesh.patch(_build(), resident=0.5)).device is None
 
@@ -181,7 +176,7 @@ def test_costs_of_streaming_are_measured_unless_it_is_off() -> None:
     assert shared.costs is None and shared.buffers is None
     ids = _ids()
     for each in (model, off):
-        assert torch.equal(_logits(each, ids), _logits(each, ids))
+        assert torch.equal(logits_of(each, ids), logits_of(each, ids))
 
 
 @pytest.mark.usefixtures("card")
@@ -199,11 +194,11 @@ def test_a_damaged_store_gives_nan_and_a_later_error(tmp_path: Path) -> None:
             records.seek(file.stat().st_size // 2)
             records.write(bytes(file.stat().st_size - records.tell()))
     ids = torch.arange(3, 67, device=DEVICE).view(8, 8)
-    for look in (torch_mesh.stats, torch_mesh.synchronize, lambda model: _logits(model, ids)):
+    for look in (torch_mesh.stats, torch_mesh.synchronize, lambda model: logits_of(model, ids)):
         with pytest.raises(
             (ChecksumError, ValueError)
         ) as error:  # with NaN a later layer's router may choose an expert that does not exist
-            _logits(model, ids)
+            logits_of(model, ids)
             look(model)
         assert isinstance(error.value, ChecksumError) or "expert id" in str(error.value)
 
@@ -354,7 +349,7 @@ def test_used_experts_move_to_the_device_while_the_model_runs(monkeypatch: pytes
     deadline = time.monotonic() + 60
     for step in itertools.count():
         token = step // 50 % ids.size(1)  # the same token for a while, so that its experts become the hottest
-        _logits(model, ids[:, token : token + 1])
+        logits_of(model, ids[:, token : token + 1])
         device = torch_mesh.stats(model).device
         assert device is not None and device.moves_failed == 0
         if device.moved >= 3:
@@ -439,7 +434,7 @@ def test_experts_on_the_card_may_have_another_format(weights: str, there: str, r
     same = torch_mesh.patch(copy.deepcopy(original), **options | {"gpu": {"experts": 3}})
     assert " in " not in repr(next(patched_modules(same))).rpartition("on ")[2]
     _agrees_with(original, ids, weights)(same)
-    assert not _logits(model, ids).isnan().any()  # with experts in both formats
+    assert not logits_of(model, ids).isnan().any()  # with experts in both formats
     if weights == "bf16":
         torch_mesh.unpatch(model)
         assert all(torch.equal(model.state_dict()[name], value) for name, value in original.state_dict().items())
@@ -468,7 +463,7 @@ def test_moved_experts_get_the_format_of_the_card() -> None:
         for expert in range(3, 6):
             record = pack_expert(layer.expert(expert).on_cpu(), "int8", 64)
             assert torch.equal(placed.records[placed.table[expert]].cpu(), record)
-    assert not _logits(model, _ids()).isnan().any()
+    assert not logits_of(model, _ids()).isnan().any()
 
 
 @pytest.mark.usefixtures("card")
@@ -496,7 +491,7 @@ def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path, cache: Pa
     assert _on_card(model, original, "int4") == 3 * LAYERS
     assert store.is_dir() and (tmp_path / "store-int4").is_dir()
     again = load(weights="int8", gpu={"weights": "int4"}, store=store)
-    assert torch.equal(_logits(again, ids), _logits(model, ids))
+    assert torch.equal(logits_of(again, ids), logits_of(model, ids))
 
     convert(tmp_path / "model", tmp_path / "converted", "int8")
     converted = load("converted", gpu={"weights": "int4"})
@@ -538,7 +533,7 @@ def test_codes_of_a_checkpoint_are_placed_on_the_card_unchanged(
     ids = _ids()
     in_memory = load(folder)
     plain = torch_mesh.unpatch(load(folder), lossy=True)
-    computed = Computed.by(plain, functools.partial(_logits, ids=ids))
+    computed = Computed.by(plain, functools.partial(logits_of, ids=ids))
     for path in (folder, converted):
         model = load(path, experts="auto")
         computed.assert_same(model, moved=computed.error(in_memory))
@@ -766,7 +761,7 @@ def test_hottest_experts_of_a_trace_and_of_statistics() -> None:
     with pytest.raises(ValueError, match="no expert has been used yet"):
         torch_mesh.hottest_experts(torch_mesh.stats(model), 2)
     for _ in range(3):
-        _logits(model, torch.randint(3, 100, (1, 1)))
+        logits_of(model, torch.randint(3, 100, (1, 1)))
     stats = torch_mesh.stats(model)
     mask = torch_mesh.hottest_experts(stats, 2)
     used = torch.tensor([layer.experts.accesses for layer in stats.per_layer])

@@ -17,7 +17,7 @@ import pytest
 import torch
 import warm
 from routes import by_token, given_routes, recorded_routes
-from tiny_models import TINY_MODELS, inputs_for, output_of
+from tiny_models import TINY_MODELS, inputs_for, logits_of, output_of
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AwqConfig, GPTQConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -50,11 +50,6 @@ def _open(folder: Path | str, **fields: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(**fields))
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
-
-
 def _patched(model: PreTrainedModel) -> list[MeshExperts]:
     return [module for module in model.modules() if isinstance(module, MeshExperts)]
 
@@ -65,7 +60,7 @@ def test_raw_checkpoint_equals_the_patched_model(name: str, tmp_path: Path, ids:
     model = _open(tmp_path / "raw", resident=0.3)
     packed = {name for name, parameter in model.named_parameters() if isinstance(parameter, PackedWeight)}
     assert packed == {name for name, _ in model.named_parameters() if ".experts." in name}
-    assert torch.equal(_logits(model, ids), _logits(torch_mesh.patch(reference), ids))
+    assert torch.equal(logits_of(model, ids), logits_of(torch_mesh.patch(reference), ids))
     assert torch_mesh.stats(model).cold_misses > 0
     torch_mesh.unpatch(model)
     torch_mesh.unpatch(reference)
@@ -96,7 +91,7 @@ def test_converted_folder_opens_by_itself(name: str, weights: str, tmp_path: Pat
     convert(tmp_path / "raw", tmp_path / "store", weights)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "store")
     assert f"weights={weights}" in repr(model)
-    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+    assert torch.equal(logits_of(model, ids), logits_of(reference, ids))
 
 
 def test_given_fields_override_those_of_the_converted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +120,10 @@ def test_quantised_weights_of_a_raw_checkpoint_are_converted_once(
 ) -> None:
     reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"), weights="int8")
     first = _open(tmp_path / "raw", weights="int8", resident=0.3)
-    assert torch.equal(_logits(first, ids), _logits(reference, ids))
+    assert torch.equal(logits_of(first, ids), logits_of(reference, ids))
     [store] = [path for path in (cache / "stores").iterdir() if path.is_dir()]
     before = {path: path.stat().st_mtime_ns for path in store.iterdir()}
-    assert torch.equal(_logits(_open(tmp_path / "raw", weights="int8"), ids), _logits(reference, ids))
+    assert torch.equal(logits_of(_open(tmp_path / "raw", weights="int8"), ids), logits_of(reference, ids))
     assert {path: path.stat().st_mtime_ns for path in store.iterdir()} == before
     _open(tmp_path / "raw", weights="int8", group_size=32)
     os.utime(tmp_path / "raw" / "model.safetensors")  # the file counts as changed
@@ -169,7 +164,7 @@ def test_a_conversion_in_the_cache_outlives_an_edit_of_the_config(
     if not converted:
         model.config.num_experts_per_tok = 2
         reference = torch_mesh.patch(AutoModelForCausalLM.from_pretrained(folder), weights="int8")
-        assert torch.equal(_logits(opened, ids), _logits(reference, ids))
+        assert torch.equal(logits_of(opened, ids), logits_of(reference, ids))
 
 
 def test_a_damaged_conversion_in_the_cache_is_made_again(tmp_path: Path, cache: Path) -> None:
@@ -236,7 +231,7 @@ def test_device_map(device_map: object, converted: bool, tmp_path: Path, ids: to
     folder = tmp_path / ("store" if converted else "raw")
     config = MeshConfig(resident=0.3)
     model = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, quantization_config=config)
-    assert torch.equal(_logits(model, ids.to(model.device)).cpu(), _logits(reference, ids))
+    assert torch.equal(logits_of(model, ids.to(model.device)).cpu(), logits_of(reference, ids))
 
 
 def test_a_default_device_moves_no_handle(mesh_tiny: Path) -> None:
@@ -273,9 +268,9 @@ def test_raw_fp16_and_fp32_are_rounded(dtype: torch.dtype, tmp_path: Path, ids: 
         model = _open(tmp_path / "raw", resident=0.3)
     assert model.dtype == dtype
     with recorded_routes(reference) as routes:
-        expected = _logits(reference, ids).float()
+        expected = logits_of(reference, ids).float()
     with given_routes(model, routes):
-        assert by_token(_logits(model, ids).float(), expected).median() < 0.03
+        assert by_token(logits_of(model, ids).float(), expected).median() < 0.03
     with pytest.raises(torch_mesh.MeshError, match="lossy=True"):
         torch_mesh.unpatch(model)
 
@@ -319,7 +314,7 @@ def test_a_checkpoint_cannot_set_paths_or_resources(tmp_path: Path, cache: Path,
     assert "policy=slru" in repr(model) and "resident=24 of 24" in repr(model) and "io=" not in repr(model)
     pool = next(patched_modules(model))._mesh_pool
     assert (pool.threads, pool.timeout, pool.workspace) == (0, 30.0, 256 << 20)
-    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+    assert torch.equal(logits_of(model, ids), logits_of(reference, ids))
     given = MeshConfig(resident=0.5, lossy={"fallback": "int4"})
     with pytest.warns(UserWarning, match="ignored"):  # fallback writes a store of its own
         AutoModelForCausalLM.from_pretrained(tmp_path / "store", quantization_config=given)
@@ -339,7 +334,7 @@ def test_a_dict_is_taken_for_a_config(
     folder = tmp_path / ("store" if converted else "raw")
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=given)
     assert "resident=12 of 24 experts, policy=lru" in repr(model)
-    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+    assert torch.equal(logits_of(model, ids), logits_of(reference, ids))
 
 
 def test_unsupported_family_is_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -394,7 +389,7 @@ def test_hub_id_offline(converted: bool, tmp_path: Path, ids: torch.Tensor, monk
         local_files_only=True,
         quantization_config=MeshConfig(resident=0.3),
     )
-    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+    assert torch.equal(logits_of(model, ids), logits_of(reference, ids))
 
 
 @pytest.mark.parametrize(
@@ -420,7 +415,7 @@ def test_missing_files_of_a_converted_folder_are_fetched_from_the_hub(
     given = {"token": "hf_of_the_caller", "local_files_only": True}
     model = AutoModelForCausalLM.from_pretrained("someone/tiny-moe", cache_dir=tmp_path / "hub", **given)
     assert fetched == [("someone/tiny-moe", missing, {"proxies": None, **given})]
-    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+    assert torch.equal(logits_of(model, ids), logits_of(reference, ids))
 
 
 def test_a_converted_folder_within_a_repository_is_fetched(
@@ -444,7 +439,7 @@ def test_a_converted_folder_within_a_repository_is_fetched(
         "someone/tiny-moe", subfolder="store", cache_dir=tmp_path / "hub", local_files_only=True
     )
     assert len(missing) == 2 and not any((tmp_path / file).exists() for file in missing)
-    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+    assert torch.equal(logits_of(model, ids), logits_of(reference, ids))
 
 
 def test_dense_codes_are_fetched_from_the_hub_only_if_asked_for(
@@ -473,7 +468,7 @@ def test_dense_codes_are_fetched_from_the_hub_only_if_asked_for(
             local_files_only=True,
             quantization_config=MeshConfig(dense=dense),
         )
-        assert fetched == expected and torch.isfinite(_logits(model, ids)).all()
+        assert fetched == expected and torch.isfinite(logits_of(model, ids)).all()
     assert "weights=int8_fp16" in repr(model.model.layers[0].self_attn.q_proj)
 
 

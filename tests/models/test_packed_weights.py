@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import pickle
 import re
@@ -13,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, load_model, save_file, save_model
-from tiny_models import TINY_MODELS
+from tiny_models import TINY_MODELS, build, logits_of
 from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -29,23 +28,13 @@ QWEN = "Qwen3MoeExperts"
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
-def _build(name: str = QWEN, **fields: object) -> PreTrainedModel:
-    tiny = TINY_MODELS[name]
-    return dataclasses.replace(tiny, fields=tiny.fields | fields).build()
-
-
 def _ids() -> torch.Tensor:
     return torch.randint(3, 100, (2, 9))
 
 
-def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits.float()
-
-
 @pytest.mark.parametrize("dense", ["bf16", "bf12", "int8", "int4", "lut4"])
 def test_arithmetic_with_a_packed_linear_weight_gets_its_values(dense: str) -> None:
-    model = _build()
+    model = build()
     x = torch.randn(5, 72).bfloat16()
     expected = model.lm_head.weight.detach().clone()
     torch_mesh.patch(model, dense=dense)
@@ -70,7 +59,7 @@ def test_arithmetic_with_a_packed_linear_weight_gets_its_values(dense: str) -> N
 
 @pytest.mark.parametrize("use", ["linear", "matmul", "index", "add", "clone", "numpy", "where", "equal"])
 def test_arithmetic_with_packed_experts_raises(use: str) -> None:
-    weight = torch_mesh.patch(_build(), resident=0.5).get_parameter(EXPERTS)
+    weight = torch_mesh.patch(build(), resident=0.5).get_parameter(EXPERTS)
     x = torch.randn(8, 5, 72).bfloat16()
     uses = {
         "linear": lambda: linear(x[0], weight),
@@ -87,7 +76,7 @@ def test_arithmetic_with_packed_experts_raises(use: str) -> None:
 
 
 def test_packed_weights_have_the_attributes_of_parameters() -> None:
-    model = torch_mesh.patch(_build(), resident=0.5, dense="int8")
+    model = torch_mesh.patch(build(), resident=0.5, dense="int8")
     for weight, shape in ((model.get_parameter(EXPERTS), (8, 80, 72)), (model.lm_head.weight, (120, 72))):
         assert isinstance(weight, nn.Parameter) and isinstance(weight, PackedWeight)
         assert weight.shape == shape and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
@@ -99,7 +88,7 @@ def test_packed_weights_have_the_attributes_of_parameters() -> None:
 
 
 def test_nothing_can_be_written_into_a_packed_weight() -> None:
-    model = torch_mesh.patch(_build(), resident=0.5, dense="int8")
+    model = torch_mesh.patch(build(), resident=0.5, dense="int8")
     for weight in (model.get_parameter(EXPERTS), model.lm_head.weight):
         for change in (
             lambda weight: weight.data.add_(1),
@@ -123,8 +112,8 @@ def test_nothing_can_be_written_into_a_packed_weight() -> None:
 
 
 def test_a_tensor_copied_or_assigned_to_a_packed_layer_is_packed() -> None:
-    ids, model = _ids(), torch_mesh.patch(_build(), dense="int8", group_size=32)
-    before = _logits(model, ids)
+    ids, model = _ids(), torch_mesh.patch(build(), dense="int8", group_size=32)
+    before = logits_of(model, ids)
     head = 0.1 * torch.randn(120, 72).bfloat16()
     copied, assigned = copy.deepcopy(model), copy.deepcopy(model)
     with torch.no_grad():
@@ -132,15 +121,15 @@ def test_a_tensor_copied_or_assigned_to_a_packed_layer_is_packed() -> None:
         assigned.lm_head.weight = nn.Parameter(head)
     expected = copy.deepcopy(model)
     expected.lm_head._mesh_packed.copy_(torch.ops.torch_mesh.pack_linear(head, "int8", 32))
-    assert torch.equal(_logits(copied, ids), _logits(expected, ids))
-    assert torch.equal(_logits(assigned, ids), _logits(expected, ids))
-    assert torch.equal(_logits(model, ids), before) and not torch.equal(_logits(copied, ids), before)
+    assert torch.equal(logits_of(copied, ids), logits_of(expected, ids))
+    assert torch.equal(logits_of(assigned, ids), logits_of(expected, ids))
+    assert torch.equal(logits_of(model, ids), before) and not torch.equal(logits_of(copied, ids), before)
 
-    double = torch_mesh.patch(_build(), dense="bf16").double()
+    double = torch_mesh.patch(build(), dense="bf16").double()
     double.load_state_dict(double.state_dict() | {"lm_head.weight": head.double()})
     assert torch.equal(double.lm_head.unpacked_weight(), head.double())
 
-    exact = torch_mesh.patch(_build(), dense="bf16").float()
+    exact = torch_mesh.patch(build(), dense="bf16").float()
     with pytest.raises(MeshError, match="Values that bf16 would round"), torch.no_grad():
         exact.lm_head.weight.copy_(torch.randn(120, 72))
 
@@ -156,12 +145,12 @@ def test_values_that_a_weight_has_already_are_not_rounded_again() -> None:
 
 
 def test_a_tied_head_stays_packed_through_tie_weights() -> None:
-    ids, model = _ids(), _build(tie_word_embeddings=True)
+    ids, model = _ids(), build(tie_word_embeddings=True)
     torch_mesh.patch(model, dense="int8")
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     model.tie_weights()
     assert isinstance(model.lm_head, MeshLinear) and isinstance(model.lm_head.weight, PackedWeight)
-    assert torch.equal(_logits(model, ids), expected)
+    assert torch.equal(logits_of(model, ids), expected)
     head = model.lm_head.unpacked_weight()
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.5)
@@ -173,7 +162,7 @@ def test_a_tied_head_stays_packed_through_tie_weights() -> None:
 
 
 def _halved(model: PreTrainedModel) -> PreTrainedModel:
-    other = _build(tie_word_embeddings=True)
+    other = build(tie_word_embeddings=True)
     with torch.no_grad():
         other.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight)
     return other
@@ -181,7 +170,7 @@ def _halved(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.mark.parametrize("dense", ["none", "bf16"])
 def test_a_state_dict_loads_into_an_ordinary_model(dense: str) -> None:
-    ids, model = _ids(), _build()
+    ids, model = _ids(), build()
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch_mesh.patch(model, resident=0.3, dense=dense)
     buffer = io.BytesIO()
@@ -190,21 +179,21 @@ def test_a_state_dict_loads_into_an_ordinary_model(dense: str) -> None:
     loaded = torch.load(buffer, weights_only=True)
     assert loaded.keys() == original.keys() and all(torch.equal(loaded[name], original[name]) for name in original)
     assert all(type(tensor) is torch.Tensor for tensor in loaded.values())
-    plain = _build()
+    plain = build()
     plain.load_state_dict(loaded)
-    assert _logits(plain, ids).isfinite().all()
+    assert logits_of(plain, ids).isfinite().all()
     assert torch.equal(pickle.loads(pickle.dumps(model.get_parameter(EXPERTS))), original[EXPERTS])
 
 
 def test_saving_a_state_dict_of_rounded_weights_is_refused() -> None:
     for fields, name in (({"weights": "int8"}, "experts"), ({"dense": "int4"}, "_proj|lm_head")):
-        model = torch_mesh.patch(_build(), **fields)
+        model = torch_mesh.patch(build(), **fields)
         with pytest.raises(MeshError, match=rf"({name}).* was rounded to int."):
             torch.save(model.state_dict(), io.BytesIO())
 
 
 def test_loading_other_experts_raises_and_loading_the_same_does_not() -> None:
-    model, other = _build(), _build()
+    model, other = build(), build()
     with torch.no_grad():
         other.get_parameter(EXPERTS)[5, 0, 0] += 1
     own = copy.deepcopy(model.state_dict())
@@ -225,21 +214,21 @@ def test_loading_other_experts_raises_and_loading_the_same_does_not() -> None:
 
 
 def test_safetensors_writes_every_weight_and_loads_it_again(tmp_path: Path) -> None:
-    ids, model = _ids(), _build()
+    ids, model = _ids(), build()
     original = copy.deepcopy(model.state_dict())
     torch_mesh.patch(model, resident=0.3, dense="bf16")
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     save_model(model, str(tmp_path / "model.safetensors"))
     written = load_file(tmp_path / "model.safetensors")
     assert written.keys() == original.keys() and all(torch.equal(written[name], original[name]) for name in original)
     assert load_model(model, tmp_path / "model.safetensors") == (set(), [])
-    assert torch.equal(_logits(model, ids), expected)
+    assert torch.equal(logits_of(model, ids), expected)
     with pytest.raises(MeshError, match=r".contiguous\(\)"):
         save_file(model.state_dict(), tmp_path / "again.safetensors")
 
 
 def test_saving_a_state_dict_that_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torch_mesh.patch(_build(), resident=0.3)
+    model = torch_mesh.patch(build(), resident=0.3)
     monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match=r"gate_up_proj takes 92,160 bytes .* 1,000 left\. .*save_pretrained"):
         torch.save(model.state_dict(), io.BytesIO())
@@ -249,12 +238,12 @@ def test_saving_a_state_dict_that_does_not_fit_into_memory_is_refused(monkeypatc
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tokens", [130, 60])
 def test_token_embeddings_can_be_resized(tokens: int, tied: bool, mean_resizing: bool) -> None:
-    model = _build(tie_word_embeddings=tied)
+    model = build(tie_word_embeddings=tied)
     ids = torch.randint(3, 50, (2, 9))
     torch_mesh.patch(model, dense="bf16")
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     model.resize_token_embeddings(tokens, mean_resizing=mean_resizing)
-    value = _logits(model, ids)
+    value = logits_of(model, ids)
     assert value.shape[-1] == tokens and model.config.vocab_size == tokens
     torch.testing.assert_close(value[..., :60], expected[..., :60], rtol=0.02, atol=0.02 * expected.abs().max().item())
     torch_mesh.unpatch(model)
@@ -264,7 +253,7 @@ def test_token_embeddings_can_be_resized(tokens: int, tied: bool, mean_resizing:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_token_embeddings_of_every_family_can_be_resized(name: str) -> None:
-    model = _build(name)
+    model = build(name)
     plain = copy.deepcopy(model)
     try:
         plain.resize_token_embeddings(130)
@@ -282,7 +271,7 @@ def test_token_embeddings_of_every_family_can_be_resized(name: str) -> None:
 def test_a_pruned_head_of_an_assistant_gets_values() -> None:
     from transformers.generation.candidate_generator import _PruneReindexingLMHead
 
-    model = torch_mesh.patch(_build(), dense="bf16")
+    model = torch_mesh.patch(build(), dense="bf16")
     kept = torch.tensor([3, 9, 80])
     pruned = _PruneReindexingLMHead(model.lm_head, kept)
     hidden = torch.randn(2, 72).bfloat16()
@@ -292,13 +281,13 @@ def test_a_pruned_head_of_an_assistant_gets_values() -> None:
 def test_jamba_computes_with_a_dt_proj_of_real_size() -> None:
     """Its mixer multiplies with ``dt_proj.weight`` itself. Below 32 features that layer would stay unpacked for its
     size."""
-    model = _build("JambaExperts", mamba_dt_rank=40)
+    model = build("JambaExperts", mamba_dt_rank=40)
     ids = _ids()
-    expected = _logits(model, ids)
+    expected = logits_of(model, ids)
     torch_mesh.patch(model, dense="bf16")
     assert any(isinstance(module, MeshLinear) for module in model.modules())
     assert not any(isinstance(module, MeshLinear) for name, module in model.named_modules() if name.endswith("dt_proj"))
-    by_token = (_logits(model, ids) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    by_token = (logits_of(model, ids) - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert by_token.min() < 0.05 and by_token.median() < 0.5
 
 
@@ -319,7 +308,7 @@ def test_every_family_that_multiplies_with_a_weight_itself_is_known() -> None:
 
 def test_compiled_code_may_use_packed_weights() -> None:
     torch._dynamo.reset()
-    model = torch_mesh.patch(_build(), dense="bf16")
+    model = torch_mesh.patch(build(), dense="bf16")
     experts, head = model.model.layers[0].mlp.experts, model.lm_head
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -331,7 +320,7 @@ def test_compiled_code_may_use_packed_weights() -> None:
 
 
 def test_deep_copies_have_packed_weights_of_their_own_modules() -> None:
-    model = torch_mesh.patch(_build(), resident=0.5, dense="int8")
+    model = torch_mesh.patch(build(), resident=0.5, dense="int8")
     clone = copy.deepcopy(model)
     assert isinstance(clone.lm_head.weight, PackedLinearWeight) and isinstance(clone.lm_head.weight, nn.Parameter)
     assert clone.lm_head.weight.packed is clone.lm_head._mesh_packed is not model.lm_head._mesh_packed
@@ -341,7 +330,7 @@ def test_deep_copies_have_packed_weights_of_their_own_modules() -> None:
 
 def test_a_forward_never_unpacks_a_packed_weight() -> None:
     """The forward itself never uses a packed weight. If it unpacked one, only the time would show it."""
-    model = torch_mesh.patch(_build(), resident=0.5, dense="int8")
+    model = torch_mesh.patch(build(), resident=0.5, dense="int8")
     touched = []
     original = PackedWeight.__dict__["__torch_dispatch__"]
 
@@ -351,7 +340,7 @@ def test_a_forward_never_unpacks_a_packed_weight() -> None:
 
     try:
         PackedWeight.__torch_dispatch__ = classmethod(watching)
-        _logits(model, _ids())
+        logits_of(model, _ids())
         model.generate(_ids(), max_new_tokens=4, do_sample=False)
     finally:
         PackedWeight.__torch_dispatch__ = original

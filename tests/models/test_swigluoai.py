@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from routes import Computed, assert_same_layer
-from tiny_models import TINY_MODELS
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tiny_models import build
+from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import MeshConfig
@@ -28,10 +28,6 @@ FAMILIES = {
 }
 
 
-def _build(name: str = "GptOssExperts") -> PreTrainedModel:
-    return TINY_MODELS[name].build()
-
-
 def _inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = torch.stack([torch.randperm(8)[:3] for _ in range(tokens)]) if tokens else torch.empty(0, 3, dtype=torch.long)
     return torch.randn(tokens, 72).bfloat16(), ids, torch.rand(tokens, 3).bfloat16()
@@ -44,7 +40,7 @@ def _call(module: Any, *inputs: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_families_with_this_gate_are_fused(name: str) -> None:
-    model = _build(name)
+    model = build(name)
     assert {layer.fused_activation for layer in find_experts(model)} == {"swigluoai"}
     torch_mesh.patch(model)
     assert all(module._mesh_fused for module in patched_modules(model))
@@ -54,7 +50,7 @@ def test_families_with_this_gate_are_fused(name: str) -> None:
 @pytest.mark.parametrize(("index", "value"), [(0, 1.0), (1, 0.5)])
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_other_parameters_are_fused_too(name: str, index: int, value: float) -> None:
-    model = _build(name)
+    model = build(name)
     for layer in find_experts(model):
         setattr(layer.module, FAMILIES[name][index], value)
     expected = (
@@ -68,7 +64,7 @@ def test_other_parameters_are_fused_too(name: str, index: int, value: float) -> 
 
 
 def test_a_subclass_with_another_gate_runs_unfused() -> None:
-    model = _build()
+    model = build("GptOssExperts")
     module: Any = find_experts(model)[0].module
     gate = type(module)._apply_gate
     for layer in find_experts(model):
@@ -86,7 +82,7 @@ def test_a_subclass_with_another_gate_runs_unfused() -> None:
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_a_layer_is_that_of_transformers(tokens: int, weights: str) -> None:
     """The weights are so large that about half of the values of gate and up exceed the limit."""
-    model = _build()
+    model = build("GptOssExperts")
     for layer in find_experts(model):
         layer.parameters["gate_up_proj"].data *= 8
     original = copy.deepcopy(find_experts(model)[0].module)
@@ -102,7 +98,7 @@ def test_infinite_and_nan_gates_are_as_in_transformers() -> None:
     """In each of seven experts, gate or up of one column is infinite or NaN."""
     nan, inf = float("nan"), float("inf")
     cases = ((inf, 1.0), (1.0, inf), (1.0, -inf), (inf, -inf), (-inf, 1.0), (nan, 1.0), (1.0, nan))
-    model = _build()
+    model = build("GptOssExperts")
     for layer in find_experts(model):
         bias = layer.parameters["gate_up_proj_bias"].data
         for expert, case in enumerate(cases):
@@ -120,7 +116,7 @@ def test_infinite_and_nan_gates_are_as_in_transformers() -> None:
 
 
 def test_logits_are_those_of_transformers_and_tokens_do_not_depend_on_residency() -> None:
-    original, prompt = _build(), torch.randint(3, 100, (2, 9))
+    original, prompt = build("GptOssExperts"), torch.randint(3, 100, (2, 9))
     settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False}
     expected = original.generate(prompt, eos_token_id=None, **settings)
     whole, quarter = (torch_mesh.patch(copy.deepcopy(original), resident=part, io="threads") for part in (1.0, 0.25))
@@ -146,7 +142,7 @@ def test_logits_are_those_of_transformers_and_tokens_do_not_depend_on_residency(
     ids=str,
 )
 def test_modes_of_fused_experts_work_with_this_gate(fields: dict[str, Any]) -> None:
-    model = torch_mesh.patch(_build(), weights="int8", resident=0.5, io="threads", **fields)
+    model = torch_mesh.patch(build("GptOssExperts"), weights="int8", resident=0.5, io="threads", **fields)
     model.generate(torch.randint(3, 100, (1, 4)), max_new_tokens=16, do_sample=False, eos_token_id=None)
     stats = torch_mesh.stats(model)
     used = {"deferred_experts": stats.deferred, "fallback": stats.fallback_accesses, "routing_bias": stats.rerouted}
@@ -154,7 +150,7 @@ def test_modes_of_fused_experts_work_with_this_gate(fields: dict[str, Any]) -> N
 
 
 def test_gradients_are_those_of_transformers() -> None:
-    model = _build()
+    model = build("GptOssExperts")
     original = copy.deepcopy(find_experts(model)[0].module)
     module = find_experts(torch_mesh.patch(model, weights="bf16", resident=0.5, io="threads").float())[0].module
     x, ids, routing = _inputs(11)
@@ -182,7 +178,7 @@ def _as_an_earlier_build_wrote_it(store: Store) -> Store:
 
 
 def test_a_store_of_an_earlier_build_is_fused_too(tmp_path: Path) -> None:
-    _build().save_pretrained(tmp_path / "raw")
+    build("GptOssExperts").save_pretrained(tmp_path / "raw")
     store = convert(tmp_path / "raw", tmp_path / "store", "int4").store
     prompt = torch.randint(3, 100, (2, 9))
 

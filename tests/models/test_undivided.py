@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed
 from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
-from tiny_models import TINY_MODELS
+from tiny_models import build, logits_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,15 +41,6 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def _build() -> PreTrainedModel:
-    return TINY_MODELS["Qwen3MoeExperts"].build()
-
-
-def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
-
-
 DIVIDED: dict[str, Callable[[], dict[str, Any]]] = {
     "tp": lambda: {"distributed_config": DistributedConfig(tp_size=2)},
     "dict": lambda: {"distributed_config": {"tp_size": 2}},
@@ -68,7 +59,7 @@ DIVIDED: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("converted", [False, True])
 def test_from_pretrained_refuses_every_division_but_that_of_experts(how: str, converted: bool, tmp_path: Path) -> None:
     folder = tmp_path / "raw"
-    _build().save_pretrained(folder)
+    build().save_pretrained(folder)
     if converted:
         convert(folder, tmp_path / "store", "int8")
         folder = tmp_path / "store"
@@ -78,7 +69,7 @@ def test_from_pretrained_refuses_every_division_but_that_of_experts(how: str, co
 
 @pytest.mark.usefixtures("one_of_two")
 def test_from_pretrained_refuses_fsdps_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _build().save_pretrained(tmp_path)
+    build().save_pretrained(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     with pytest.raises(UnsupportedModelError, match="launched for FSDP.*Supported: expert parallelism"):
@@ -87,10 +78,10 @@ def test_from_pretrained_refuses_fsdps_loading(tmp_path: Path, monkeypatch: pyte
 
 @needs_ep_size
 def test_a_config_that_divides_nothing_changes_nothing(tmp_path: Path, ids: torch.Tensor) -> None:
-    _build().save_pretrained(tmp_path)
+    build().save_pretrained(tmp_path)
     how: dict[str, Any] = {"distributed_config": DistributedConfig(), "quantization_config": MeshConfig(resident=0.4)}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **how)
-    assert torch.equal(_logits(model, ids), _logits(torch_mesh.patch(_whole(tmp_path)), ids))
+    assert torch.equal(logits_of(model, ids), logits_of(torch_mesh.patch(_whole(tmp_path)), ids))
 
 
 def _whole(folder: Path) -> PreTrainedModel:
@@ -120,14 +111,14 @@ def test_patch_refuses_a_divided_model(
     divide: Callable[[PreTrainedModel], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAVED", str(tmp_path))
-    model = divide(_build())
+    model = divide(build())
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         torch_mesh.patch(model)
     assert not list(patched_modules(model))
 
 
 def test_experts_whose_forward_was_replaced_are_refused() -> None:
-    model = _build()
+    model = build()
     experts = model.model.layers[1].mlp.experts
     whole = experts.forward
     experts.forward = types.MethodType(lambda self, *args: whole(*args), experts)
@@ -141,16 +132,16 @@ def test_experts_whose_forward_was_replaced_are_refused() -> None:
 @pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.parametrize("dense", ["none", "bf16"])
 def test_a_model_with_hooks_of_accelerate_is_patched(removed: bool, dense: str, ids: torch.Tensor) -> None:
-    model = _build()
-    plain = _logits(model, ids)
-    expected = _logits(torch_mesh.patch(copy.deepcopy(model), dense=dense), ids)
+    model = build()
+    plain = logits_of(model, ids)
+    expected = logits_of(torch_mesh.patch(copy.deepcopy(model), dense=dense), ids)
     attach_align_device_hook(model, execution_device="cpu")
     if removed:  # removal leaves the module's forward as a bound attribute
         remove_hook_from_submodules(model)
     torch_mesh.patch(model, resident=0.4, dense=dense)
-    assert torch.equal(_logits(model, ids), expected)
+    assert torch.equal(logits_of(model, ids), expected)
     assert torch_mesh.stats(model).cold_misses > 0
     torch_mesh.unpatch(model)
-    assert torch.equal(_logits(model, ids), plain)
+    assert torch.equal(logits_of(model, ids), plain)
     remove_hook_from_submodules(model)
-    assert torch.equal(_logits(model, ids), plain)
+    assert torch.equal(logits_of(model, ids), plain)

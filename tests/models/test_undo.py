@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import TINY_MODELS
+from tiny_models import build, logits_of
 from torch_mesh.ops import device as devices
 from transformers import PreTrainedModel
 
@@ -38,15 +38,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
     monkeypatch.setattr(choosing, "_device_memory", lambda device: (3 << 30, 4 << 30))
     monkeypatch.setattr(devices, "open_driver", lambda device: _testing.simulated_device())
-
-
-def _build() -> PreTrainedModel:
-    return TINY_MODELS["Qwen3MoeExperts"].build()
-
-
-def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
 
 
 class _State:
@@ -132,14 +123,14 @@ def test_an_error_at_any_step_leaves_the_model_as_it_was(
     rng: np.random.Generator,
     cache: Path,
 ) -> None:
-    model, ids = _build(), _ids()
-    before, plain = _State(model), _logits(model, ids)
+    model, ids = build(), _ids()
+    before, plain = _State(model), logits_of(model, ids)
     with monkeypatch.context() as faulty:
         _at_call(faulty, owner, name, count, error, after=bool(rng.integers(2)))
         with pytest.raises(error, match="injected"):
             torch_mesh.patch(model, **fields)
     before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
-    assert torch.equal(_logits(model, ids), plain)
+    assert torch.equal(logits_of(model, ids), plain)
     assert not cache.exists() or not list(cache.iterdir())
     torch_mesh.patch(model, **fields)
     assert list(patched_modules(model))
@@ -187,19 +178,19 @@ class _InterruptAt:
 
 @pytest.mark.parametrize("fields", [IN_MEMORY | ALL, ON_DISK | ALL | {"weights": "int4"}])
 def test_ctrl_c_at_any_line_leaves_the_model_as_it_was(fields: dict[str, Any], rng: np.random.Generator) -> None:
-    model, ids = _build(), _ids()
-    before, plain = _State(model), _logits(model, ids)
+    model, ids = build(), _ids()
+    before, plain = _State(model), logits_of(model, ids)
     with _InterruptAt(None) as counted:
         torch_mesh.patch(copy.deepcopy(model), **fields)
     for line in rng.choice(counted.lines, 12, replace=False) + 1:
         with pytest.raises(KeyboardInterrupt, match="injected"), _InterruptAt(int(line)):
             torch_mesh.patch(model, **fields)
         before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
-    assert torch.equal(_logits(model, ids), plain)
+    assert torch.equal(logits_of(model, ids), plain)
 
 
 def test_layers_without_originals_are_unpacked_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = _build(), _ids()
+    model, ids = build(), _ids()
     before = _State(model)
     rounded = torch_mesh.unpatch(torch_mesh.patch(copy.deepcopy(model), weights="int4"), lossy=True)
     with monkeypatch.context() as faulty:
@@ -214,7 +205,7 @@ def test_layers_without_originals_are_unpacked_with_a_warning(monkeypatch: pytes
     for name, parameter in model.named_parameters():
         packed = ".experts." in name and not name.startswith("model.layers.2")
         assert torch.equal(parameter, given[name] if packed else before.values[name]), name
-    assert _logits(model, ids).isfinite().all()
+    assert logits_of(model, ids).isfinite().all()
     torch_mesh.patch(model, weights="int4", resident=1.0)
 
 
@@ -223,12 +214,12 @@ def test_layers_without_originals_are_unpacked_with_a_warning(monkeypatch: pytes
 def test_layers_that_do_not_fit_unpacked_stay_patched(
     name: str, layers: int, weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model, ids = _build(), _ids()
+    model, ids = build(), _ids()
     before = _State(model)
     reference = torch_mesh.patch(copy.deepcopy(model), weights=weights, resident=1.0, dense="none")
     for layer in range(layers, 3):
         reference.model.layers[layer].mlp.experts = copy.deepcopy(model.model.layers[layer].mlp.experts)
-    expected = _logits(reference, ids)
+    expected = logits_of(reference, ids)
     with monkeypatch.context() as faulty:
         faulty.setattr(rollback, "shortage", lambda needed: 1000 if needed > 1000 else None)
         owner, count = (pipeline, 3) if name == "install" else (modes, 1)
@@ -240,7 +231,7 @@ def test_layers_that_do_not_fit_unpacked_stay_patched(
             torch_mesh.patch(model, **IN_MEMORY | ALL, weights=weights)
     assert len(list(patched_modules(model))) == layers
     assert model.config.quantization_config.dense == "none"
-    assert torch.equal(_logits(model, ids), expected)
+    assert torch.equal(logits_of(model, ids), expected)
     if weights == "bf16":
         model.save_pretrained(tmp_path / "saved")
         saved = type(model).from_pretrained(tmp_path / "saved")
@@ -254,7 +245,7 @@ def test_layers_that_do_not_fit_unpacked_stay_patched(
 
 
 def test_a_model_restored_in_inference_mode_trains_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = _build(), _ids()
+    model, ids = build(), _ids()
     with torch.inference_mode(), monkeypatch.context() as faulty:
         _at_call(faulty, modes, "install_caches", 1, OSError, after=True)
         with pytest.raises(OSError, match="injected"):
@@ -265,7 +256,7 @@ def test_a_model_restored_in_inference_mode_trains_outside_of_it(monkeypatch: py
 
 
 def test_a_failed_patch_removes_its_named_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _build()
+    model = build()
     fields: dict[str, Any] = {
         "store": tmp_path / "store",
         "weights": "int8",
@@ -281,7 +272,7 @@ def test_a_failed_patch_removes_its_named_store(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "store").is_dir() and (tmp_path / "store-int4").is_dir()
     with pytest.raises(MeshError, match="patched already"):  # this error leaves both stores
         torch_mesh.patch(model, **fields)
-    other = _build()
+    other = build()
     with pytest.raises(torch_mesh.StoreError, match="has another store.*remove this one") as caught:
         torch_mesh.patch(other, **fields)
     assert "--force" not in str(caught.value)  # patch has no such option
@@ -300,7 +291,7 @@ def test_a_failed_patch_removes_its_unfinished_store(
     monkeypatch: pytest.MonkeyPatch,
     rng: np.random.Generator,
 ) -> None:
-    model = _build()
+    model = build()
     with monkeypatch.context() as faulty:
         count = 5 if name == "pack_expert" else 1
         _at_call(faulty, owner, name, count, error, after=name == "write_store" or bool(rng.integers(2)))
@@ -312,7 +303,7 @@ def test_a_failed_patch_removes_its_unfinished_store(
 def test_a_failed_patch_keeps_the_unfinished_store_of_another_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, partial = _build(), tmp_path / ".store.partial"
+    model, partial = build(), tmp_path / ".store.partial"
     with monkeypatch.context() as faulty:
         _at_call(faulty, convert, "pack_expert", 5, KeyboardInterrupt, after=False)
         with pytest.raises(KeyboardInterrupt):
@@ -326,7 +317,7 @@ def test_a_failed_patch_keeps_the_unfinished_store_of_another_conversion(
 
 
 def test_a_store_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, store = _build(), tmp_path / "store"
+    model, store = build(), tmp_path / "store"
     with monkeypatch.context() as faulty:
         _at_call(faulty, modes, "connect", 1, KeyboardInterrupt, after=True)
         _at_call(faulty, rollback, "remove_made_from", 1, PermissionError, after=False)
@@ -341,7 +332,7 @@ def test_a_store_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: py
 def test_ctrl_c_interrupts_closing_pools_after_the_model_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, closed, original = _build(), [], ExpertPool.close
+    model, closed, original = build(), [], ExpertPool.close
     before = _State(model)
 
     def interrupted(pool: ExpertPool) -> None:
@@ -364,15 +355,15 @@ def test_ctrl_c_interrupts_closing_pools_after_the_model_is_restored(
 
 @pytest.mark.filterwarnings("error:Patching ended early")
 def test_a_warning_raised_as_an_error_does_not_stop_the_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _build()
+    model = build()
     _at_call(monkeypatch, modes, "attach_quantizer", 1, OSError, after=True)
     with pytest.raises(UserWarning, match="Patching ended early"):
         torch_mesh.patch(model, weights="int4", resident=1.0)
-    assert not list(patched_modules(model)) and _logits(model, _ids()).isfinite().all()
+    assert not list(patched_modules(model)) and logits_of(model, _ids()).isfinite().all()
 
 
 def test_ctrl_c_during_the_rollback_is_raised_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _build()
+    model = build()
     before = _State(model)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
@@ -396,20 +387,20 @@ def test_ctrl_c_during_the_rollback_is_raised_after_it(monkeypatch: pytest.Monke
 def test_a_failure_of_the_card_leaves_the_model_as_it_was(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    model, ids = _build(), _ids()
-    before, plain = _State(model), _logits(model, ids)
+    model, ids = build(), _ids()
+    before, plain = _State(model), logits_of(model, ids)
     with monkeypatch.context() as faulty:
         name, count = ("_copy_layer", 2) if rng.integers(2) else ("register", 2)
         _at_call(faulty, placing, name, count, MemoryError, after=bool(rng.integers(2)))
         with pytest.raises(MemoryError, match="injected"):
             torch_mesh.patch(model, gpu={"experts": 3}, **fields)
     before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
-    assert torch.equal(_logits(model, ids), plain)
+    assert torch.equal(logits_of(model, ids), plain)
 
 
 @pytest.mark.parametrize("fields", [IN_MEMORY | ALL, ON_DISK | ALL])
 def test_unpatch_resumes_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: np.random.Generator) -> None:
-    model = _build()
+    model = build()
     fields = fields | {"dense": "bf16"}
     before = _State(model)
     torch_mesh.patch(model, **fields)
@@ -439,8 +430,8 @@ def test_unpatch_resumes_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: n
     ],
 )
 def test_unpatch_resumes_after_an_interrupted_step(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = _build(), _ids()
-    before, plain = _State(model), _logits(model, ids)
+    model, ids = build(), _ids()
+    before, plain = _State(model), logits_of(model, ids)
     for after in (False, True):
         torch_mesh.patch(model, resident=1.0, **ALL | {"dense": "bf16"})
         with monkeypatch.context() as faulty:
@@ -449,25 +440,25 @@ def test_unpatch_resumes_after_an_interrupted_step(owner: Any, name: str, monkey
                 torch_mesh.unpatch(model)
         torch_mesh.unpatch(model)
         before.check(model, freed="")
-    assert torch.equal(_logits(model, ids), plain)
+    assert torch.equal(logits_of(model, ids), plain)
 
 
 def test_a_partly_unpatched_model_is_refused_by_patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _build()
+    model = build()
     torch_mesh.patch(model, resident=1.0)
     with monkeypatch.context() as faulty:
         _at_call(faulty, modules, "change_class", 3, KeyboardInterrupt, after=True)
         with pytest.raises(KeyboardInterrupt):
             torch_mesh.unpatch(model)
-    assert len(find_experts(model)) == len(find_experts(_build()))
+    assert len(find_experts(model)) == len(find_experts(build()))
     with pytest.raises(MeshError, match="patched already.*unpatch"):
         torch_mesh.patch(model)
     torch_mesh.patch(torch_mesh.unpatch(model), resident=1.0)
 
 
 def test_unpatch_resumes_after_an_interrupted_restore(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = _build(), _ids()
-    before, plain = _State(model), _logits(model, ids)
+    model, ids = build(), _ids()
+    before, plain = _State(model), logits_of(model, ids)
     torch_mesh.patch(model, resident=0.4, dense="bf16", lossy={"routing_bias": 0.3})
     with monkeypatch.context() as faulty:
         _at_call(faulty, api, "restore", 2, KeyboardInterrupt, after=False)
@@ -475,4 +466,4 @@ def test_unpatch_resumes_after_an_interrupted_restore(monkeypatch: pytest.Monkey
             torch_mesh.unpatch(model)
     torch_mesh.unpatch(model)
     before.check(model, freed="")
-    assert torch.equal(_logits(model, ids), plain)
+    assert torch.equal(logits_of(model, ids), plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -449,6 +449,18 @@ def output_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor
         output = model(**inputs, use_cache=False)
     kept = inputs["attention_mask"].bool()
     return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[kept].float()
+
+
+def build(name: str = "Qwen3MoeExperts", **fields: Any) -> PreTrainedModel:
+    """``TINY_MODELS[name]`` with other ``fields`` of its config."""
+    tiny = TINY_MODELS[name]
+    return replace(tiny, fields=tiny.fields | fields).build()
+
+
+def logits_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
 
 
 def decorated_classes() -> Iterator[tuple[str, str]]:
