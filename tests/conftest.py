@@ -240,6 +240,14 @@ def mesh_tiny() -> Path:
     return REPOSITORY / "examples" / "mesh-tiny"
 
 
+@pytest.fixture(scope="session")
+def int8_store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That model converted to int8. Tests do not write there."""
+    from torch_mesh.store.convert import convert
+
+    return convert(mesh_tiny, tmp_path_factory.mktemp("store") / "int8", "int8").store.folder
+
+
 def _engine_files() -> set[tuple[str, str]]:
     """Descriptors that only an open pool or conversion holds: rings, checkpoints and stores."""
     found = set()

@@ -19,6 +19,7 @@ from peft.tuners.lora.model import LoraModel
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from safetensors.torch import load_file
 from tiny_models import TINY_MODELS, UNMARKED_MODELS, inputs_for, logits_of, output_of
+from training import train
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
@@ -69,19 +70,6 @@ def _agree(value: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> b
     """Whether the outputs of most tokens agree. Where rounding changes a router's choice, a token's output differs."""
     change = (expected - base).norm(dim=-1).median()
     return bool((value - expected).norm(dim=-1).median() < 0.15 * change)
-
-
-def _train(model: torch.nn.Module, ids: torch.Tensor, steps: int = 8) -> list[float]:
-    # Without weight decay, which would change parameters without gradients, too.
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def test_the_pool_is_freed_with_its_adapted_model(no_collector: None, ids: torch.Tensor) -> None:
@@ -165,7 +153,7 @@ def test_adapter_files_are_exchanged_with_plain_peft(name: str, tmp_path: Path) 
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "lut4", "tcq2")),
     ],
 )
-def test_experts_of_a_store_train(weights: str, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_experts_of_a_storetrain(weights: str, ids: torch.Tensor, tmp_path: Path) -> None:
     _build().save_pretrained(tmp_path / "plain")
     convert(tmp_path / "plain", tmp_path / "store", weights)
     model = AutoModelForCausalLM.from_pretrained(
@@ -174,7 +162,7 @@ def test_experts_of_a_store_train(weights: str, ids: torch.Tensor, tmp_path: Pat
     model = _adapted(model, init_lora_weights=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     assert all(p.device.type == "cpu" and p.dtype == torch.float32 for p in before.values())
-    losses = _train(model, ids)
+    losses = train(model, ids)
     assert min(losses[1:]) < losses[0]
     assert all(not torch.equal(model.get_parameter(name), p) for name, p in before.items())
 
@@ -194,7 +182,7 @@ def test_experts_and_other_layers_train_together(dense: str, ids: torch.Tensor) 
     )
     kinds = {type(module).__name__ for module in model.modules() if isinstance(module, lora.LoraLayer)}
     assert {"ParamWrapper", "Linear"} <= kinds
-    losses = _train(model, ids)
+    losses = train(model, ids)
     assert min(losses[1:]) < losses[0]
 
 
@@ -272,7 +260,7 @@ def test_a_hotswapped_rank_trains_and_is_described(adapters: Adapters) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     assert "down_proj with rank 7 in" in torch_mesh.describe_training(model)
-    losses = _train(model, adapters.ids)
+    losses = train(model, adapters.ids)
     assert min(losses[1:]) < losses[0]
 
 
@@ -413,13 +401,13 @@ def test_adapter_weights_for_another_number_of_experts_are_refused(ids: torch.Te
             logits_of(model, ids)
 
 
-def test_adapters_in_bf16_train(ids: torch.Tensor) -> None:
+def test_adapters_in_bf16train(ids: torch.Tensor) -> None:
     model = torch_mesh.patch(_build(), resident=0.3)
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = LoraConfig(r=4, target_modules=[], target_parameters=targets)
     narrow = get_peft_model(model, config, autocast_adapter_dtype=False)
     assert {p.dtype for p in narrow.parameters() if p.requires_grad} == {torch.bfloat16}
-    losses = _train(narrow, ids)
+    losses = train(narrow, ids)
     assert min(losses[1:]) < losses[0]
 
 
@@ -492,7 +480,7 @@ def test_training_follows_a_forward_in_inference_mode(ids: torch.Tensor) -> None
             parameter.data = parameter.data.contiguous()  # the layout that a loader leaves
     with torch.inference_mode():
         model(input_ids=ids, use_cache=False)
-    losses = _train(model, ids)
+    losses = train(model, ids)
     assert min(losses[1:]) < losses[0]
 
 
@@ -517,7 +505,7 @@ def test_an_adapter_added_before_patch_is_refused_with_advice(ids: torch.Tensor)
         logits_of(model, ids)
 
 
-def test_describe_training_says_which_experts_train() -> None:
+def test_describe_training_says_which_expertstrain() -> None:
     model = torch_mesh.patch(_build(), resident=0.3, weights="int8", dense="int8")
     model.requires_grad_(False)
     assert torch_mesh.describe_training(model).startswith("No experts train: those of all 3 layers are frozen (int8).")

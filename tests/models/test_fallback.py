@@ -15,6 +15,7 @@ import torch
 from pairs import first_quick
 from tiny_models import TINY_MODELS, logits_of
 from torch import Tensor, nn
+from training import assert_same_gradients
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
@@ -149,12 +150,7 @@ def test_prompts_and_gradients_are_exact(open_model: OpenModel) -> None:
     exact, lossy = open_model(lossy={"fallback": "none"}), open_model()
     prompt = torch.randint(0, 4000, (1, 40))
     assert torch.equal(logits_of(exact, prompt), logits_of(lossy, prompt))
-    embeddings = torch.randn(1, 4, exact.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    grads = []
-    for model in (exact, lossy):
-        loss = model(inputs_embeds=embeddings).logits.float().logsumexp(-1).sum()
-        grads.append(torch.autograd.grad(loss, embeddings)[0])
-    assert torch.equal(*grads)
+    assert_same_gradients(exact, lossy)
     assert torch_mesh.stats(lossy).fallback_accesses == 0
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from torch import Tensor, nn
+from training import assert_same_gradients
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from upstream import JAMBA_HAS_ROUTER
 
@@ -22,7 +23,6 @@ from torch_mesh import MeshConfig
 from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES, LeaningRouter, kept_choices
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.store.convert import convert
 
 ops = torch.ops.torch_mesh
 
@@ -136,16 +136,11 @@ def test_with_all_experts_resident_lossy_modes_are_exact(fields: dict[str, Any])
     assert torch.equal(*results)
 
 
-@pytest.fixture(scope="module")
-def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(mesh_tiny, tmp_path_factory.mktemp("lossy") / "int8", "int8").store.folder
-
-
 @pytest.fixture
-def open_model(store: Path) -> Iterator[Callable[..., PreTrainedModel]]:
+def open_model(int8_store: Path) -> Iterator[Callable[..., PreTrainedModel]]:
     def open_it(**fields: Any) -> PreTrainedModel:
         config = MeshConfig(**{"resident": 0.25, "io": "threads"} | fields)
-        return AutoModelForCausalLM.from_pretrained(store, quantization_config=config)
+        return AutoModelForCausalLM.from_pretrained(int8_store, quantization_config=config)
 
     yield open_it
 
@@ -159,12 +154,7 @@ def test_prompts_and_gradients_are_exact(open_model: Callable[..., PreTrainedMod
     with torch.no_grad():
         assert torch.equal(exact(prompt).logits, lossy(prompt).logits)
     torch_mesh.reset_stats(lossy)
-    embeddings = torch.randn(1, 4, exact.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    grads = []
-    for model in (exact, lossy):
-        loss = model(inputs_embeds=embeddings).logits.float().logsumexp(-1).sum()
-        grads.append(torch.autograd.grad(loss, embeddings)[0])
-    assert torch.equal(*grads)
+    assert_same_gradients(exact, lossy)
     stats = torch_mesh.stats(lossy)
     assert (stats.deferred, stats.rerouted) == (0, 0) and stats.decode.accesses > 0
 

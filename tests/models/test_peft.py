@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from routes import Computed
 from safetensors.torch import load_file
 from tiny_models import build, logits_of
-from training import STEPS, trainer_for
+from training import STEPS, train, trainer_for
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from upstream import loads_adapters
 
@@ -35,17 +35,10 @@ def _with_adapter(model: PreTrainedModel, seed: int = 0, **fields: object) -> Pe
     return get_peft_model(model, LoraConfig(**fields))
 
 
-def _learns(model: PeftModel, ids: torch.Tensor, steps: int = 8) -> bool:
+def _learns(model: PeftModel, ids: torch.Tensor) -> bool:
     """Whether training steps lower the loss of this text. It need not fall at each, for a random router may change its
     choice."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, ids)
     return min(losses[1:]) < losses[0]
 
 

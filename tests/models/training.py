@@ -1,4 +1,4 @@
-"""A few steps of transformers' Trainer on a text with a pattern that is quickly learned."""
+"""A few steps of training: of transformers' Trainer on a text that is quickly learned, and without it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 STEPS = 4
 ROWS = [(torch.arange(12) + start) % 5 + 3 for start in range(8)]
@@ -36,3 +37,23 @@ def trainer_for(model: Any, folder: Path, callbacks: list[TrainerCallback] | Non
     }
     arguments = TrainingArguments(str(folder), **(settings | options))
     return Trainer(model=model, args=arguments, train_dataset=TEXT, eval_dataset=TEXT, callbacks=callbacks)
+
+
+def train(model: nn.Module, ids: torch.Tensor, steps: int = 8) -> list[float]:
+    """The losses of training steps on one text."""
+    # Without weight decay, which would change parameters without gradients, too.
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0)
+    losses: list[float] = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_gradients(first: PreTrainedModel, second: PreTrainedModel) -> None:
+    embeddings = torch.randn(1, 4, first.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    losses = (model(inputs_embeds=embeddings).logits.float().logsumexp(-1).sum() for model in (first, second))
+    assert torch.equal(*(torch.autograd.grad(loss, embeddings)[0] for loss in losses))

@@ -13,15 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.store.convert import convert
 
 SETTINGS = ("auto", "window", "off")
 PROMPT, DECODED = 384, 32
-
-
-@pytest.fixture(scope="module")
-def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(mesh_tiny, tmp_path_factory.mktemp("store") / "int8", "int8").store.folder
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +27,10 @@ def ids(mesh_tiny: Path) -> torch.Tensor:
 
 
 @pytest.fixture
-def open_model(store: Path) -> Callable[..., PreTrainedModel]:
+def open_model(int8_store: Path) -> Callable[..., PreTrainedModel]:
     def open_it(**fields: Any) -> PreTrainedModel:
         config = torch_mesh.MeshConfig(**{"resident": 0.25, "io": "threads"} | fields)
-        return AutoModelForCausalLM.from_pretrained(store, quantization_config=config)
+        return AutoModelForCausalLM.from_pretrained(int8_store, quantization_config=config)
 
     return open_it
 
@@ -111,8 +105,8 @@ def test_decode_starts_with_the_prompts_most_used_experts(
     assert rates["prefilled"] > rates["warmed"] - 0.02, rates
 
 
-def test_a_single_layer_of_a_store_prefetches_no_other_layer(store: Path) -> None:
-    layer = torch_mesh.Experts.from_store(store, 1, resident=0.25)
+def test_a_single_layer_of_a_store_prefetches_no_other_layer(int8_store: Path) -> None:
+    layer = torch_mesh.Experts.from_store(int8_store, 1, resident=0.25)
     hidden = layer.experts._mesh_pool.geometry.hidden
     ids = torch.rand(64, 32).topk(4).indices
     layer(torch.randn(64, hidden), ids, torch.rand(64, 4))

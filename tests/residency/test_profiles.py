@@ -19,7 +19,6 @@ from torch_mesh import MeshConfig, MeshError
 from torch_mesh.cli import main
 from torch_mesh.modules.experts import pools_of
 from torch_mesh.routing.profiles import Profile, load_profile, pool_profile, write_profile
-from torch_mesh.store.convert import convert
 
 GOOD: dict[str, Any] = {
     "format": "torch_mesh profile",
@@ -32,17 +31,12 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(mesh_tiny, tmp_path_factory.mktemp("store") / "int8", "int8").store.folder
-
-
 Open = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture
-def open_model(store: Path) -> Open:
-    def open_it(folder: Path = store, **fields: Any) -> PreTrainedModel:
+def open_model(int8_store: Path) -> Open:
+    def open_it(folder: Path = int8_store, **fields: Any) -> PreTrainedModel:
         config = MeshConfig(**{"resident": 0.25, "io": "threads"} | fields)
         return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
 
@@ -59,9 +53,11 @@ def _decode(model: PreTrainedModel, steps: int = 12) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def saved(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(int8_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The profile of a model that has run."""
-    model = AutoModelForCausalLM.from_pretrained(store, quantization_config=MeshConfig(resident=0.25, io="threads"))
+    model = AutoModelForCausalLM.from_pretrained(
+        int8_store, quantization_config=MeshConfig(resident=0.25, io="threads")
+    )
     _decode(model)
     path = tmp_path_factory.mktemp("profile") / "tiny.json"
     torch_mesh.save_profile(model, path)
@@ -248,7 +244,7 @@ def test_the_profile_of_another_model_is_refused_before_anything_is_converted(me
 
 
 def test_a_profile_of_other_layers_is_refused_before_anything_is_converted(
-    mesh_tiny: Path, store: Path, tmp_path: Path
+    mesh_tiny: Path, int8_store: Path, tmp_path: Path
 ) -> None:
     """A checkpoint may have more layers than the model that is opened. Of a store and a loaded model all are known."""
     profiles = {layers: tmp_path / f"{layers}.json" for layers in (1, 7)}
@@ -266,12 +262,12 @@ def test_a_profile_of_other_layers_is_refused_before_anything_is_converted(
         with pytest.raises(MeshError, match="this model has 6"):
             torch_mesh.patch(model, resident=0.5, store=tmp_path / "store", profile=path)
         with pytest.raises(MeshError, match="this model has 6"):
-            opened(store, layers)
+            opened(int8_store, layers)
     assert not (tmp_path / "store").exists()
 
 
-def test_a_single_layer_of_a_store_warms_only_itself(store: Path, saved: Path) -> None:
-    layer = torch_mesh.Experts.from_store(store, 2, resident=0.5, io="threads", profile=saved)
+def test_a_single_layer_of_a_store_warms_only_itself(int8_store: Path, saved: Path) -> None:
+    layer = torch_mesh.Experts.from_store(int8_store, 2, resident=0.5, io="threads", profile=saved)
     [engine] = [pool.engine for pool in pools_of(layer)]
     engine.drain()
     promoted = [sum(each.experts.promoted) for each in torch_mesh.stats(layer).per_layer]

@@ -22,19 +22,13 @@ from torch_mesh import _C, MeshConfig
 from torch_mesh.statistics import snapshot
 from torch_mesh.statistics.counters import Stats, counted_since, percent, summed, was_reset
 from torch_mesh.statistics.report import read_report
-from torch_mesh.store.convert import convert
-
-
-@pytest.fixture(scope="module")
-def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(mesh_tiny, tmp_path_factory.mktemp("store") / "int8", "int8").store.folder
 
 
 @pytest.fixture
-def open_model(store: Path) -> Iterator[Callable[..., PreTrainedModel]]:
+def open_model(int8_store: Path) -> Iterator[Callable[..., PreTrainedModel]]:
     def open_it(**fields: Any) -> PreTrainedModel:
         config = MeshConfig(**{"resident": 0.25, "io": "threads"} | fields)
-        return AutoModelForCausalLM.from_pretrained(store, quantization_config=config)
+        return AutoModelForCausalLM.from_pretrained(int8_store, quantization_config=config)
 
     yield open_it
 
@@ -197,12 +191,12 @@ def test_a_checkpoint_cannot_name_a_file_to_write(tmp_path: Path) -> None:
         MeshConfig(stats={"file": 3})
 
 
-def test_a_process_exits_cleanly_while_it_writes(store: Path, tmp_path: Path) -> None:
+def test_a_process_exits_cleanly_while_it_writes(int8_store: Path, tmp_path: Path) -> None:
     program = f"""
 import torch, torch_mesh
 from transformers import AutoModelForCausalLM
 config = torch_mesh.MeshConfig(resident=0.5, stats={{"file": {str(tmp_path / "stats.jsonl")!r}, "every": 1}})
-model = AutoModelForCausalLM.from_pretrained({str(store)!r}, quantization_config=config)
+model = AutoModelForCausalLM.from_pretrained({str(int8_store)!r}, quantization_config=config)
 for _ in range(5):
     model(input_ids=torch.tensor([[1, 2, 3]]))
 print("ended")
