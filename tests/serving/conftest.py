@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torch_mesh import MeshConfig
 from torch_mesh.store.convert import convert
@@ -46,6 +47,28 @@ def serving() -> Iterator[Callable[..., Any]]:
             return running.enter_context(Server(str(model), config, kept_bytes, options))
 
         yield serve
+
+
+@pytest.fixture(scope="module")
+def server(serving: Callable[..., Any], folder: Path) -> Any:
+    return serving(folder, MeshConfig(resident=1.0))
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[Any]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """With models as small as some tests', threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

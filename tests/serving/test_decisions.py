@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from posts import post
 from safetensors.torch import save_file
 
 from torch_mesh import MeshConfig
@@ -24,18 +23,8 @@ ASKED = {"state": "In the beginning", "questions": {"a": {"type": "noul", "instr
 CHAT = {"messages": [{"role": "user", "content": "In the beginning"}], "max_tokens": 8, "temperature": 0}
 
 
-def _post(server: Any, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    request = urllib.request.Request(server.address + path, json.dumps(body).encode())
-    request.add_header("Content-Type", "application/json")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
 def _chat(server: Any) -> str:
-    return str(_post(server, "/v1/chat/completions", CHAT)[1]["choices"][0]["message"])
+    return str(post(server, "/v1/chat/completions", CHAT)[1]["choices"][0]["message"])
 
 
 @pytest.fixture
@@ -56,7 +45,7 @@ def server(serving: Callable[..., Any], checkpoint: Path) -> Any:
 def test_decisions_leave_the_model_on_its_device(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.pipelines.base.is_torch_cuda_available", lambda: True)
     for _ in range(2):
-        status, answer = _post(server, "/v1/systemone", ASKED)
+        status, answer = post(server, "/v1/systemone", ASKED)
         assert status == 200 and 0 < answer["answers"]["a"]["noul"] < 1 and answer["usage"]["input_tokens"] > 3
     assert server.kept.model.device == torch.device("cpu")
 
@@ -66,7 +55,7 @@ def test_a_state_that_does_not_fit_is_refused(server: Any, monkeypatch: pytest.M
     assert server.kept.conversations
 
     def refused(**more: Any) -> str:
-        status, answer = _post(server, "/v1/systemone", ASKED | more)
+        status, answer = post(server, "/v1/systemone", ASKED | more)
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "state")
         return str(answer["error"]["message"])
 
@@ -76,7 +65,7 @@ def test_a_state_that_does_not_fit_is_refused(server: Any, monkeypatch: pytest.M
 
 
 def test_decisions_evict_conversations(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = _post(server, "/v1/systemone", ASKED)[1]["usage"]["input_tokens"]
+    tokens = post(server, "/v1/systemone", ASKED)[1]["usage"]["input_tokens"]
     _chat(server)
     kept, needed = server.kept, server.kept.admission.needs.peak(tokens, tokens, tokens)
     assert kept.conversations
@@ -85,7 +74,7 @@ def test_decisions_evict_conversations(server: Any, monkeypatch: pytest.MonkeyPa
         "left_bytes",
         lambda: admission.RESERVE_BYTES + needed - sum(each.nbytes for each in kept.conversations),
     )
-    assert _post(server, "/v1/systemone", ASKED)[0] == 200
+    assert post(server, "/v1/systemone", ASKED)[0] == 200
     assert kept.conversations == []
 
 
@@ -107,6 +96,6 @@ def test_a_decision_config_with_an_adapter_is_refused(serving: Callable[..., Any
     with serving(checkpoint, MeshConfig(resident=0.5)) as server:
         before = _chat(server)
         for _ in range(2):
-            status, answer = _post(server, "/v1/systemone", ASKED)
+            status, answer = post(server, "/v1/systemone", ASKED)
             assert status == 400 and "'lora'" in answer["error"]["message"], answer
         assert _chat(server) == before

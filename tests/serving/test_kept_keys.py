@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch_mesh.hf.kv_cache import install_caches
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.system.memory import anonymous_bytes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = 97
 WINDOW = 16
 PLENTY = 2**30
@@ -50,15 +51,6 @@ def _with_windows() -> PreTrainedModel:
 
 Make = Callable[[], PreTrainedModel]
 MODELS = pytest.mark.parametrize("make", [_full, _with_windows])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """With models this small, threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _model(make: Make) -> PreTrainedModel:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import transformers
+from posts import post
 
-from torch_mesh import MeshConfig
 from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.requests import check_values
 
@@ -135,27 +131,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(serving: Callable[..., Any], folder: Path) -> Any:
-    return serving(folder, MeshConfig(resident=1.0))
-
-
-@pytest.fixture(scope="module")
-def client(server: Any) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        yield client
-
-
-def _post(server: Any, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"} | headers
-    try:
-        with urllib.request.urlopen(urllib.request.Request(server.address + path, data, headers), timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
 def _error(answer: tuple[int, Any], status: int = 400) -> dict[str, Any]:
     """Return the error of an answer with this status, after checking that it has OpenAI's form."""
     assert answer[0] == status, answer
@@ -169,12 +144,12 @@ def _error(answer: tuple[int, Any], status: int = 400) -> dict[str, Any]:
 @pytest.mark.parametrize("path", CASES)
 def test_an_invalid_value_is_an_error_that_names_its_field(path: str, server: Any) -> None:
     needed, fields = CASES[path]
-    assert _post(server, path, needed)[0] == 200
+    assert post(server, path, needed)[0] == 200
     for name, values in fields.items():
         for value in values:
-            assert _error(_post(server, path, needed | {name: value}))["param"] == name, (name, value)
+            assert _error(post(server, path, needed | {name: value}))["param"] == name, (name, value)
             if name != "stream":
-                answer = _post(server, path, needed | {name: value, "stream": True})
+                answer = post(server, path, needed | {name: value, "stream": True})
                 assert _error(answer)["param"] == name, (name, value)
 
 
@@ -182,7 +157,7 @@ def test_an_invalid_value_is_an_error_that_names_its_field(path: str, server: An
 def test_null_fields_count_as_absent(path: str, server: Any) -> None:
     needed, fields = CASES[path]
     optional = set(fields) - set(needed)
-    assert _post(server, path, dict.fromkeys(optional) | needed)[0] == 200
+    assert post(server, path, dict.fromkeys(optional) | needed)[0] == 200
 
 
 _decides = pytest.mark.skipif(
@@ -193,28 +168,28 @@ _decides = pytest.mark.skipif(
 @pytest.mark.parametrize("path", [*CASES, pytest.param("/v1/systemone", marks=_decides), "/load_model"])
 def test_a_body_has_to_be_a_json_object(path: str, server: Any) -> None:
     for body in (b"", b"{", b"[1]", b'"x"', b"7", b"null", b"\xff", b"[" * 2000, b'{"prompt": "a"', b"{'prompt': 'a'}"):
-        _error(_post(server, path, body))
-    _error(_post(server, path, {}))
-    _error(_post(server, path, {"model": 7}))
-    _error(_post(server, path, {"model": LONE_SURROGATE}), 400)
+        _error(post(server, path, body))
+    _error(post(server, path, {}))
+    _error(post(server, path, {"model": 7}))
+    _error(post(server, path, {"model": LONE_SURROGATE}), 400)
 
 
 @pytest.mark.parametrize("path", CASES)
 def test_fields_that_are_not_of_the_api_are_refused(path: str, server: Any) -> None:
     for name in ("nothing", LONE_SURROGATE, 'a "quote"'):
-        _error(_post(server, path, CASES[path][0] | {name: 1}))
+        _error(post(server, path, CASES[path][0] | {name: 1}))
 
 
 def test_unknown_paths_and_methods(server: Any) -> None:
     for path, status in (("/v1/nothing", 404), ("/v1/audio/transcriptions", 404), ("/v1/models", 405)):
-        assert path in _error(_post(server, path, {}), status)["message"]
+        assert path in _error(post(server, path, {}), status)["message"]
 
 
 @_decides
 def test_invalid_decision_requests(server: Any) -> None:
-    answer = _post(server, "/v1/systemone", {"model": "another", "state": "a", "questions": {"b": {"type": "noul"}}})
+    answer = post(server, "/v1/systemone", {"model": "another", "state": "a", "questions": {"b": {"type": "noul"}}})
     assert _error(answer, 404)["code"] == "model_not_found"
-    answer = _post(server, "/v1/systemone", {"state": "a", "questions": {"b": {"type": "unknown"}}})
+    answer = post(server, "/v1/systemone", {"state": "a", "questions": {"b": {"type": "unknown"}}})
     assert _error(answer)["param"] == "questions"
 
 
@@ -225,12 +200,12 @@ def test_an_error_of_the_template_names_the_messages_field(server: Any, monkeypa
     system = {"role": "system", "content": "a"}
     for path, field in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
         for stream in (False, True):
-            error = _error(_post(server, path, {field: [system], "stream": stream}))
+            error = _error(post(server, path, {field: [system], "stream": stream}))
             assert error["param"] == field and "Begin with the user" in error["message"]
     monkeypatch.setattr(processor, "chat_template", "{{ messages[0].name.upper() + 1 }}")
-    assert _error(_post(server, "/v1/chat/completions", {"messages": [USER]}))["param"] == "messages"
+    assert _error(post(server, "/v1/chat/completions", {"messages": [USER]}))["param"] == "messages"
     monkeypatch.setattr(processor, "chat_template", "{# nothing #}")
-    assert "no tokens" in _error(_post(server, "/v1/chat/completions", {"messages": [USER]}))["message"]
+    assert "no tokens" in _error(post(server, "/v1/chat/completions", {"messages": [USER]}))["message"]
 
 
 def test_text_is_checked_as_a_whole() -> None:

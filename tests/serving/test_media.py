@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from posts import answer_of, post
 
 from torch_mesh import MeshConfig
 
@@ -61,20 +59,6 @@ def files(tmp_path: Path) -> list[str]:
     return [str(path), path.as_uri(), f"FILE://{path}"]
 
 
-def _post(server: Any, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    return _answer(server, path, body)[:2]
-
-
-def _answer(server: Any, path: str, body: dict[str, Any]) -> tuple[int, Any, str | None]:
-    """Status, body, and what is left out."""
-    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(server.address + path, data, headers), timeout=60) as answer:
-            return answer.status, json.loads(answer.read()), answer.headers["x-torch-mesh-left-out"]
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read()), error.headers["x-torch-mesh-left-out"]
-
-
 def _requests(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """A picture at ``address``, in all the forms of each API."""
     for part in (
@@ -102,7 +86,7 @@ def test_files_of_the_server_are_refused(server: Any, processor: Processor, file
     bodies = [each for address in (*files, *others) for each in _requests(address)]
     bodies += [(CHAT, _media(kind, address)) for address in files for kind in ("video_url", "audio_url")]
     for path, body in bodies:
-        status, answer = _post(server, path, body)
+        status, answer = post(server, path, body)
         assert status == 400 and answer["error"]["param"] == ("input" if path == RESPONSES else "messages"), body
     assert processor.opened == []
 
@@ -112,7 +96,7 @@ def test_addresses_are_fetched_only_if_the_server_allows_it(server: Any, process
     bodies = [each for address in addresses for each in _requests(address)]
     bodies += [(CHAT, _media(kind, address)) for address in addresses for kind in ("video_url", "audio_url")]
     for path, body in bodies:
-        status, answer = _post(server, path, body)
+        status, answer = post(server, path, body)
         assert status == (200 if fetches else 400), answer
         assert fetches or "--fetch-media" in answer["error"]["message"]
     assert len(processor.opened) == (len(bodies) if fetches else 0)
@@ -124,9 +108,9 @@ def test_data_of_a_request_is_accepted(server: Any, processor: Processor) -> Non
     content = [{"type": "image", "source": source}]
     bodies.append((MESSAGES, {"messages": [{"role": "user", "content": content}], "max_tokens": 1}))
     for path, body in bodies:
-        assert _post(server, path, body)[0] == 200, body
+        assert post(server, path, body)[0] == 200, body
     assert processor.opened == [PICTURE] * len(bodies)
-    status, answer = _post(server, CHAT, _media("video_url", PICTURE))
+    status, answer = post(server, CHAT, _media("video_url", PICTURE))
     assert status == 400 and "http(s)" in answer["error"]["message"]
 
 
@@ -139,8 +123,8 @@ def test_pictures_are_processed_in_one_size(detail: str, server: Any, processor:
     ]
     for path, part in parts:
         field, limit = ("messages", "max_tokens") if path == CHAT else ("input", "max_output_tokens")
-        answer = _answer(server, path, {field: [{"role": "user", "content": [part]}], limit: 1})
-        assert answer[::2] == expected
+        status, _, headers = answer_of(server, path, {field: [{"role": "user", "content": [part]}], limit: 1})
+        assert (status, headers["x-torch-mesh-left-out"]) == expected
 
 
 def _results() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -174,8 +158,8 @@ def _results() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_pictures_of_tools_follow_their_results(server: Any, processor: Processor) -> None:
     for path, body in zip((MESSAGES, RESPONSES), _results(), strict=True):
-        status, _, left_out = _answer(server, path, body)
-        assert status == 200 and left_out is None
+        status, _, headers = answer_of(server, path, body)
+        assert status == 200 and headers["x-torch-mesh-left-out"] is None
         first, second, user, said, _ = processor.messages[-5:]
         assert [each["role"] for each in (first, second, user, said)] == ["tool", "tool", "user", "assistant"]
         assert first["content"] == [{"type": "text", "text": "Error: A"}]
@@ -189,7 +173,7 @@ def test_pictures_of_tools_follow_their_results(server: Any, processor: Processo
     }
     body = {"messages": [{"role": "user", "content": [picture]}], "max_tokens": 1}
     for messages in (body["messages"], [*body["messages"], {"role": "assistant", "content": "C"}]):
-        assert _post(server, MESSAGES, body | {"messages": messages})[0] == 200
+        assert post(server, MESSAGES, body | {"messages": messages})[0] == 200
         assert [each["role"] for each in processor.messages[:2]] == ["tool", "user"]
 
 
@@ -200,8 +184,8 @@ def test_a_model_of_text_is_told_that_a_tool_had_a_picture(
     monkeypatch.setattr(server.prompts.processor, "chat_template", template)
     note = "[picture left out: this model reads text]"
     for path, body in zip((MESSAGES, RESPONSES), _results(), strict=True):
-        status, _, left_out = _answer(server, path, body)
-        assert status == 200 and left_out == "pictures in results of tools"
+        status, _, headers = answer_of(server, path, body)
+        assert status == 200 and headers["x-torch-mesh-left-out"] == "pictures in results of tools"
         assert f"tool: Error: A\n{note}\ntool: {note}\nuser: B\n" in seen_prompts[-1].replace(
             f"tool: \n{note}", f"tool: {note}"
         )
@@ -210,7 +194,7 @@ def test_a_model_of_text_is_told_that_a_tool_had_a_picture(
 def test_sound_in_base64_is_never_a_path(server: Any, processor: Processor, files: list[str]) -> None:
     for given in (files[0], {"data": files[0]}, {"data": files[0], "format": "mp3"}):
         content = [{"type": "input_audio", "input_audio": given}]
-        assert _post(server, CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 1})[0] == 200
+        assert post(server, CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 1})[0] == 200
     assert processor.opened == [f"data:audio/{kind};base64,{files[0]}" for kind in ("wav", "wav", "mp3")]
 
 
@@ -218,7 +202,7 @@ def test_variables_of_the_template_are_no_media(server: Any, processor: Processo
     for name in ("images", "videos", "audio", "processor_kwargs"):
         processor.chat_template = f"{{{{ {name} }}}}"
         body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: files[:1]}}
-        status, answer = _post(server, CHAT, body)
+        status, answer = post(server, CHAT, body)
         assert status == 400 and answer["error"]["param"] == "chat_template_kwargs" and name in str(answer)
     assert processor.opened == []
 
@@ -239,7 +223,7 @@ def test_pictures_of_decisions(server: Any, fetches: bool, files: list[str], mon
     body = {"state": "img", "questions": {"a": {"type": "noul"}}}
     address = "http://localhost/a.png"
     for asset in (*files, "", 7, None, {}, {"data_base64": 7}, *(() if fetches else (address,))):
-        status, answer = _post(server, DECISIONS, body | {"assets": {"img": asset}})
+        status, answer = post(server, DECISIONS, body | {"assets": {"img": asset}})
         assert status == 400 and answer["error"]["param"] == "assets", asset
     assert asked == []
     for asset in (
@@ -247,6 +231,6 @@ def test_pictures_of_decisions(server: Any, fetches: bool, files: list[str], mon
         {"type": "image", "format": "png", "data_base64": files[0]},
         *((address,) if fetches else ()),
     ):
-        assert _post(server, DECISIONS, body | {"assets": {"img": asset}})[1]["error"]["param"] == "questions"
+        assert post(server, DECISIONS, body | {"assets": {"img": asset}})[1]["error"]["param"] == "questions"
     expected = [PICTURE, f"data:image/png;base64,{files[0]}", *([address] if fetches else [])]
     assert asked == [{"img": each} for each in expected]

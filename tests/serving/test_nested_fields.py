@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from torch_mesh import MeshConfig
+from posts import post
 
 USER = {"role": "user", "content": "In the beginning"}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -132,19 +126,8 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(serving: Callable[..., Any], folder: Path) -> Any:
-    return serving(folder, MeshConfig(resident=1.0))
-
-
 def _post(server: Any, path: str, fields: dict[str, Any]) -> tuple[int, Any]:
-    data = json.dumps(NEEDED[path] | fields).encode()
-    request = urllib.request.Request(server.address + path, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+    return post(server, path, NEEDED[path] | fields)
 
 
 def test_unsupported_nested_fields_are_refused_by_name(server: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,12 +36,6 @@ TOOLS = [
 def server(serving: Callable[..., Any], folder: Path) -> Any:
     # Keys of a decode step may differ from a prompt's in the last bit, which may decide a near tie.
     return serving(folder, MeshConfig(resident=1.0), kept_bytes=0)
-
-
-@pytest.fixture(scope="module")
-def client(server: Any) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

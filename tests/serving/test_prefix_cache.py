@@ -39,6 +39,7 @@ from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.serving.prefix_cache import BLOCK, PrefixCache
 from torch_mesh.store import prefix_blocks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = 97
 MARK = 3  # the token that ends messages
 WINDOW = 100
@@ -89,15 +90,6 @@ MODELS = pytest.mark.parametrize("make", MAKES)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "torch_mesh" / "prefixes"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """With models this small, threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _model(make: Make) -> PreTrainedModel:

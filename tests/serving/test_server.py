@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,12 +49,6 @@ TOKENS = 12
 @pytest.fixture(scope="module")
 def server(serving: Callable[..., Any], folder: Path) -> Any:
     return serving(folder, MeshConfig(resident=0.25, policy="lru"))
-
-
-@pytest.fixture(scope="module")
-def client(server: Any) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
