@@ -282,8 +282,7 @@ def add_rows(
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--resident", type=float, nargs="+", default=[0.25, 0.4])
     arguments.add_argument("--tokens", type=int, default=128)
     options = arguments.parse_args()

@@ -217,8 +217,7 @@ def measure(options: Any) -> Report:
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--tokens", type=int, default=64, help="timed tokens; accelerate decodes an eighth of them")
     arguments.add_argument("--threads", type=int, default=harness.available_cpus())

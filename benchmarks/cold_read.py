@@ -102,8 +102,7 @@ def add_processor(report: Report, name: str, runs: Runs, loop: Runs, bound: floa
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--weights", default="int4", choices=("bf16", "int8", "int4", "lut4"))
     arguments.add_argument("--rounds", type=int, default=9)
     options = arguments.parse_args()

@@ -126,10 +126,9 @@ def measure(options: Any) -> Report:
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--mixtures", nargs="+", choices=tuple(MIXTURES), default=list(MIXTURES))
     arguments.add_argument("--parts", nargs="+", choices=("warm", "cold"), default=["warm", "cold"])
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
     arguments.add_argument("--tokens", type=int, default=48, help="decode steps a round")
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--threads", type=int, default=harness.available_cpus())

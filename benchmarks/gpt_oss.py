@@ -26,6 +26,7 @@ import sessions
 import synthetic
 import torch
 from harness import Report, Row
+from isolation import evict
 from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -95,15 +96,6 @@ def _command(*arguments: str) -> tuple[float, str]:
     return time.perf_counter() - begin, done.stdout
 
 
-def _evict(folder: Path) -> None:
-    """Evict files from the page cache."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 def gguf(raw: Path) -> Path:
     path = raw.with_suffix(".gguf")
     if not path.exists():
@@ -113,7 +105,7 @@ def gguf(raw: Path) -> Path:
 
 def converted(raw: Path, report: Report) -> Path:
     stored = raw.with_name(f"{raw.name}-mesh")
-    _evict(raw)
+    evict([raw])
     seconds, _ = _command("convert", str(raw), str(stored), "--weights", "auto", "--force")
     source_bytes = sum(path.stat().st_size for path in raw.iterdir())
     disk = disk_speed([path for path in raw.iterdir() if path.suffix == ".safetensors"], _BLOCK)
@@ -126,7 +118,7 @@ def _copy_rate(folder: Path) -> float:
     """Bytes per second of copying some files. Like a conversion, a copy reads and writes at the same time."""
     paths = sorted(folder.glob("*.safetensors"))
     paths = paths[: -(-len(paths) // 4)]
-    _evict(folder)
+    evict([folder])
     with tempfile.TemporaryDirectory(dir=folder.parent) as copies:
         begin = time.perf_counter()
         for path in paths:

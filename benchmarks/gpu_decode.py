@@ -332,8 +332,7 @@ def measure(
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--rounds", type=int, default=10)
     arguments.add_argument("--tokens", type=int, default=64)
     arguments.add_argument(

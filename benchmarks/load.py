@@ -116,8 +116,7 @@ def add_conversion(report: Report, weights: str, results: dict[str, list[dict[st
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--rounds", type=int, default=3)
     options = arguments.parse_args()
     return measure(options).finish(options.json)

@@ -30,14 +30,13 @@ RESIDENT = 0.25
 
 def with_tokenizer(directory: Path, store: Path) -> Path:
     """Return a folder of links to a store's files and to a tokenizer's."""
-    folder = directory / f"{store.name}-with-tokenizer"
-    if not folder.exists():
-        partial = synthetic.claim_folder(folder)
-        tiny = synthetic.ROOT / "examples" / "mesh-tiny"
+    tiny = synthetic.ROOT / "examples" / "mesh-tiny"
+
+    def link(folder: Path) -> None:
         for path in (*store.iterdir(), *tiny.glob("tokenizer*")):
-            (partial / path.name).symlink_to(path)
-        partial.rename(folder)
-    return folder
+            (folder / path.name).symlink_to(path)
+
+    return synthetic.made(directory / f"{store.name}-with-tokenizer", link)
 
 
 def request_file(folder: Path, options: Any) -> Path:
@@ -73,8 +72,7 @@ def run_requests(folder: Path, requests: Path, concurrent: int) -> dict[str, flo
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--experts", type=int, default=synthetic.Shape.experts)
     arguments.add_argument("--requests", type=int, default=32)
     arguments.add_argument("--tokens", type=int, default=128, help="tokens of the longest prompt")

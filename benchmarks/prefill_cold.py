@@ -156,8 +156,7 @@ def add_hits(report: Report, options: Any) -> None:
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--tokens", type=int, nargs="*", default=[512, 2048], help="lengths of timed prompts")
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--prompt", type=int, default=384, help="tokens of the prompt before the counted ones")

@@ -148,14 +148,13 @@ def linear_model(hidden: int, positions: int) -> Any:
 def checkpoint_of(kind: str, options: Any) -> Path:
     if kind == "full":
         return synthetic.store(options.dir, synthetic.Shape(layers=options.layers, experts=options.experts), "int4")
-    path: Path = options.dir / f"{kind}-{options.hidden}"
-    if not path.exists():
-        partial = synthetic.claim_folder(path)
+
+    def save(folder: Path) -> None:
         torch.manual_seed(0)
         make = windows_model if kind == "windows" else linear_model
-        make(options.hidden, 40960).bfloat16().save_pretrained(partial)
-        partial.rename(path)
-    return path
+        make(options.hidden, 40960).bfloat16().save_pretrained(folder)
+
+    return synthetic.made(options.dir / f"{kind}-{options.hidden}", save)
 
 
 def add_kind(report: Report, kind: str, options: Any) -> None:
@@ -207,10 +206,9 @@ def add_kind(report: Report, kind: str, options: Any) -> None:
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments.add_argument("--tokens", type=int, default=8000, help="tokens of tools")
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
     arguments.add_argument("--experts", type=int, default=synthetic.Shape.experts)
     arguments.add_argument(
         "--hidden", type=int, default=1024, help="hidden size of the models with windows and linear attention"

@@ -133,9 +133,7 @@ def main() -> int:
     harness.add_dir(arguments)
     arguments.add_argument("--store", type=Path, help="a converted model in place of the synthetic one")
     arguments.add_argument("--layers", type=int, default=4, help="layers of the synthetic model")
-    arguments.add_argument(
-        "--resident", type=float, default=0.5, help="fraction of the experts that fits into memory"
-    )
+    arguments.add_argument("--resident", type=float, default=0.5, help="fraction of the experts that fits into memory")
     arguments.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     arguments.add_argument("--tokens", type=int, default=64)
     arguments.add_argument("--rounds", type=int, default=2)

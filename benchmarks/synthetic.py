@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,22 +134,20 @@ def write_checkpoint(folder: Path, shape: Shape) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_json) + "\n")
 
 
-def claim_folder(path: Path) -> Path:
-    """Return a new folder beside ``path``. Rename it to ``path`` when it is complete."""
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
+def made(path: Path, write: Callable[[Path], object]) -> Path:
+    """The folder ``path``. If it is not there, ``write`` fills a folder beside it, which is renamed when complete."""
+    if not path.exists():
+        partial = path.with_name(path.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        partial.rename(path)
+    return path
 
 
 def checkpoint(directory: Path, shape: Shape) -> Path:
     """Return the bf16 Hugging Face checkpoint."""
-    path = directory / shape.name
-    if not path.exists():
-        partial = claim_folder(path)
-        write_checkpoint(partial, shape)
-        partial.rename(path)
-    return path
+    return made(directory / shape.name, lambda folder: write_checkpoint(folder, shape))
 
 
 def gguf(directory: Path, shape: Shape, form: str) -> Path:
@@ -163,18 +161,14 @@ def gguf(directory: Path, shape: Shape, form: str) -> Path:
 def store(directory: Path, shape: Shape, weights: str) -> Path:
     """torch_mesh's converted checkpoint."""
     path = directory / f"{shape.name}-mesh-{weights}"
+    return path if path.exists() else converted(checkpoint(directory, shape), weights)
+
+
+def converted(source: Path, weights: str) -> Path:
+    """The folder beside ``source`` with ``source`` converted to ``weights``."""
+    path = source.with_name(f"{source.name}-mesh-{weights}")
     if not path.exists():
-        source = checkpoint(directory, shape)
-        command = [
-            sys.executable,
-            "-m",
-            "torch_mesh",
-            "convert",
-            str(source),
-            str(path),
-            "--weights",
-            weights,
-        ]
+        command = [sys.executable, "-m", "torch_mesh", "convert", str(source), str(path), "--weights", weights]
         subprocess.run(command, check=True)
     return path
 
@@ -187,14 +181,13 @@ def store_expert_bytes(folder: Path) -> int:
 
 def offload_folder(directory: Path, shape: Shape) -> Path:
     """Return accelerate's offload folder of the experts."""
-    path = directory / f"{shape.name}-accelerate"
-    if not path.exists():
-        partial = claim_folder(path)
-        script = Path(__file__).parent / "contenders" / "accelerate_offload.py"
+    script = Path(__file__).parent / "contenders" / "accelerate_offload.py"
+
+    def prepare(folder: Path) -> None:
         source = checkpoint(directory, shape)
-        subprocess.run([sys.executable, str(script), "--prepare", str(source), str(partial)], check=True)
-        partial.rename(path)
-    return path
+        subprocess.run([sys.executable, str(script), "--prepare", str(source), str(folder)], check=True)
+
+    return made(directory / f"{shape.name}-accelerate", prepare)
 
 
 def run_peer(script: str, *arguments: str, python: Path = PEERS_PYTHON) -> None:
@@ -217,10 +210,14 @@ def dense_bytes(checkpoint_folder: Path) -> int:
     return total
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
+def add_arguments(arguments: argparse.ArgumentParser) -> None:
     harness.add_dir(arguments)
     arguments.add_argument("--layers", type=int, default=Shape.layers)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    add_arguments(arguments)
     arguments.add_argument("--seed", type=int, default=Shape.seed)
     arguments.add_argument(
         "--gguf", nargs="*", choices=("Q4_0", "Q8_0", "BF16"), default=[], help="also write these forms"

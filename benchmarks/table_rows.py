@@ -9,7 +9,6 @@ many under way. Gemma's per-layer embeddings are one wide row a token: those of 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -69,23 +68,14 @@ def per_layer() -> Gemma4TextConfig:
 
 
 def checkpoint(path: Path, family: type[PreTrainedModel], config: PreTrainedConfig) -> Path:
-    if not path.exists():
-        partial = synthetic.claim_folder(path)
+    def save(folder: Path) -> None:
         torch.manual_seed(0)
         model: Any = family._from_config(config, dtype=torch.bfloat16)
         with torch.no_grad():
             model.get_input_embeddings().weight.normal_(0, synthetic.EMBEDDING_STD)
-        model.save_pretrained(partial, max_shard_size="1GB")
-        partial.rename(path)
-    return path
+        model.save_pretrained(folder, max_shard_size="1GB")
 
-
-def store(raw: Path) -> Path:
-    path = raw.with_name(f"{raw.name}-mesh-int4")
-    if not path.exists():
-        command = [sys.executable, "-m", "torch_mesh", "convert", str(raw), str(path), "--weights", "int4"]
-        subprocess.run(command, check=True)
-    return path
+    return synthetic.made(path, save)
 
 
 def opened(folder: Path, tables: str) -> Any:
@@ -221,9 +211,9 @@ def main() -> int:
     shape = (options.layers, options.experts, options.rows)
     path = options.dir / "qwen4-exp-{}x{}-{}-rows".format(*shape)
     raw = checkpoint(path, Qwen4ExpForCausalLM, configured(*shape))
-    converted = store(raw)
+    converted = synthetic.converted(raw, "int4")
     path = options.dir / f"gemma4-{PER_LAYER_ROWS}-rows-of-{GEMMA_LAYERS}x{PER_LAYER_VALUES}"
-    wide = store(checkpoint(path, Gemma4ForCausalLM, per_layer()))
+    wide = synthetic.converted(checkpoint(path, Gemma4ForCausalLM, per_layer()), "int4")
     report = Report(f"Rows of {2 * ROW_VALUES} bytes, {options.layers} layers, {options.threads} threads")
     for name, folder, rows_of_token in (
         ("store", converted, HEADS),

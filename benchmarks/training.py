@@ -167,8 +167,7 @@ def measure_full_size(options: Any) -> Report:
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--experts", type=int, default=synthetic.Shape.experts, help="experts of a layer")
     arguments.add_argument("--weights", default="bf16", help="format of torch_mesh's experts")
     arguments.add_argument(

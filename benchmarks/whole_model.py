@@ -174,9 +174,8 @@ def measure(options: Any) -> Report:
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    harness.add_dir(arguments)
+    synthetic.add_arguments(arguments)
     arguments.add_argument("--weights", nargs="+", choices=tuple(LLAMA_FORM), default=list(LLAMA_FORM))
-    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--tokens", type=int, default=48, help="decode steps a round")
     arguments.add_argument("--threads", type=int, default=harness.available_cpus())

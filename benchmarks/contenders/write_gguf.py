@@ -69,6 +69,14 @@ def encode(tensor: LocalTensor, form: gguf.GGMLQuantizationType) -> npt.NDArray[
 
 
 def add_metadata(writer: gguf.GGUFWriter, config: dict) -> None:
+    add_common(writer, config)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def add_common(writer: gguf.GGUFWriter, config: dict) -> None:
+    """The metadata that have the same names in every config."""
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -79,10 +87,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     # Inputs are token ids and outputs logits, so no vocabulary is needed.
     writer.add_tokenizer_model("no_vocab")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import numpy.typing as npt
+from write_gguf import add_common
 
 Form = gguf.GGMLQuantizationType
 FLOAT32 = ("norm.weight", "sinks.weight", "bias", "ffn_gate_inp.weight")
@@ -71,26 +72,14 @@ def values(name: str, shape: tuple[int, ...], generator: np.random.Generator) ->
 
 def add_metadata(writer: gguf.GGUFWriter, config: dict) -> None:
     rope = config["rope_parameters"]
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    add_common(writer, config)
     writer.add_expert_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_sliding_window(config["sliding_window"])
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(rope["factor"])
     writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     writer.add_expert_count(config["num_local_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    # Inputs are token ids and outputs logits, so no vocabulary is needed.
-    writer.add_tokenizer_model("no_vocab")
 
 
 def write(config: dict, output: Path) -> None:
