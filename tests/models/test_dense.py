@@ -213,7 +213,7 @@ def test_a_packed_layer_follows_autocast_as_torchs_does(dtype: torch.dtype, ids:
         expected = nn.functional.linear(x, head.unpacked_weight()).dtype
         value = head(x)
         assert value.dtype == torch.compile(head, backend="eager", fullgraph=True)(x).dtype == expected
-        assert _logits(model, ids).isfinite().all()
+        assert logits_of(model, ids).isfinite().all()
     value.float().sum().backward()
     assert x.grad is not None and x.grad.dtype == dtype
 
