@@ -375,8 +375,8 @@ def test_a_live_page_refuses_other_host_names(live: LivePage) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--live", "x"], "no port"),
-        (["--live", "65536"], "no port"),
+        (["--live", "x"], "from 0 to 65535"),
+        (["--live", "65536"], "from 0 to 65535"),
         (["--live", "0", "--html", "o"], "still grow"),
         (["--live", "0", "--stretches", "12"], "--stretches is for the printed table"),
     ],

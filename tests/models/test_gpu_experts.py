@@ -409,14 +409,14 @@ def test_from_pretrained_places_experts_on_the_device(tmp_path: Path) -> None:
     assert sum(int(here.sum()) for here in placed) == sum(map(sum, config.gpu.experts))
 
 
-def _on_card(model: PreTrainedModel, original: PreTrainedModel, weights: str, group_size: int = 64) -> int:
+def _on_card(model: PreTrainedModel, original: PreTrainedModel, weights: str) -> int:
     """The number of experts on the card. Checks that their records are the original weights packed in ``weights``."""
     count = 0
     for module, layer in zip(patched_modules(model), find_experts(original), strict=True):
         placed = find(module._mesh_handle)
         assert placed.record.format == weights
         for expert in placed.here.nonzero().flatten().tolist():
-            record = pack_expert(layer.expert(expert).on_cpu(), weights, group_size if weights != "bf16" else 0)
+            record = pack_expert(layer.expert(expert).on_cpu(), weights, 64 if weights != "bf16" else 0)
             assert torch.equal(placed.records[placed.table[expert]].cpu(), record)
             count += 1
     return count

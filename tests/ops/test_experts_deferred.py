@@ -21,9 +21,9 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     return (torch.randn(TOKENS, SPEC.hidden), *routing(SPEC, TOKENS, TOP_K))
 
 
-def _without(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, left_out: Tensor, layer: int = 0) -> Tensor:
-    """The layer's output without the choices of the mask ``left_out``."""
-    return ops.experts(x, ids.masked_fill(left_out, SPEC.experts), weights, pool.handle(layer), True)
+def _without(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, left_out: Tensor) -> Tensor:
+    """The first layer's output without the choices of the mask ``left_out``."""
+    return ops.experts(x, ids.masked_fill(left_out, SPEC.experts), weights, pool.handle(), True)
 
 
 def _left_out(ids: Tensor, weights: Tensor, cold: Tensor, count: int) -> Tensor:
@@ -33,9 +33,9 @@ def _left_out(ids: Tensor, weights: Tensor, cold: Tensor, count: int) -> Tensor:
     return least & ~torch.isin(ids, ids[~least])
 
 
-def _make_cold(pool: TinyPool, layer: int = 0) -> None:
+def _make_cold(pool: TinyPool) -> None:
     pool.engine.drain()
-    ops.evict(pool.handle(layer), torch.arange(SPEC.experts))
+    ops.evict(pool.handle(), torch.arange(SPEC.experts))
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_sentinels_are_neither_used_nor_deferred(pool: TinyPool) -> None:
     second = ops.experts_deferred(x, ids, weights, pool.handle(1), 0, True, True)
     assert not first.any()
     assert torch.equal(
-        second, ops.experts(x, ids, weights, pool.handle(1), True) + ops.experts(x, ids, weights, pool.handle(0), True)
+        second, ops.experts(x, ids, weights, pool.handle(1), True) + ops.experts(x, ids, weights, pool.handle(), True)
     )
 
 

@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from pairs import each_once_quick, first_quick
 from tiny_pools import Spec, TinyExperts, open_engine, ops
 from transformers.utils import logging as transformers_logging
+from waiting import eventually
 
 from torch_mesh import _C
 from torch_mesh.pool import memory_guard
@@ -74,15 +75,6 @@ def engine(experts: TinyExperts, tmp_path: Path, reader: str) -> Iterator[_C.Eng
     engine = open_engine(experts, source, slots=SLOTS, io=reader)
     yield engine
     engine.close()
-
-
-def _comes_true(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def _output(engine: _C.Engine, seed: int) -> torch.Tensor:
@@ -179,11 +171,11 @@ def test_two_pools_answer_one_shortage_once(machine: Machine, experts: TinyExper
         guard.add(engine)
     assert [thread.name for thread in threading.enumerate()].count("torch_mesh memory guard") == 1
     machine.limit(1 * GIB)
-    assert _comes_true(lambda: [engine.describe_size()["slots"] for engine in engines] == [1, 1])
+    assert eventually(lambda: [engine.describe_size()["slots"] for engine in engines] == [1, 1])
     assert guard.remove(engines[0]) is None
     engines[0].close()
     machine.limit(6 * GIB)  # the guard goes on with the other pool
-    assert _comes_true(lambda: engines[1].describe_size()["slots"] == SLOTS // 2)
+    assert eventually(lambda: engines[1].describe_size()["slots"] == SLOTS // 2)
     _end(guard, engines[1])
     engines[1].close()
 
@@ -214,13 +206,13 @@ def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
     expected = [_output(engine, seed) for seed in range(12)]
     with caplog.at_level(logging.INFO, logger="torch_mesh.pool.memory_guard"):
         machine.limit(1 * GIB)
-        assert _comes_true(lambda: engine.describe_size()["slots"] == 1)
+        assert eventually(lambda: engine.describe_size()["slots"] == 1)
         engine.validate()
         for seed, output in enumerate(expected):
             assert torch.equal(_output(engine, seed), output)
         machine.limit(6 * GIB)
-        assert _comes_true(lambda: engine.describe_size()["slots"] == SLOTS)
-        assert _comes_true(lambda: len(caplog.records) == 2)  # it logs when it has finished
+        assert eventually(lambda: engine.describe_size()["slots"] == SLOTS)
+        assert eventually(lambda: len(caplog.records) == 2)  # it logs when it has finished
     engine.validate()
     stats = engine.detailed_stats()
     assert (stats["shrinks"], stats["grows"], stats["slots"], stats["max_slots"]) == (1, 1, SLOTS, SLOTS)
@@ -268,7 +260,7 @@ def test_a_guard_that_lacks_memory_looks_again(
     guard = MemoryGuard(machine.proc)
     machine.limit(1 * GIB)
     guard.add(engine)
-    assert _comes_true(lambda: engine.describe_size()["slots"] == 1)
+    assert eventually(lambda: engine.describe_size()["slots"] == 1)
     _end(guard, engine)
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import warm
 from transformers import AutoModelForCausalLM
+from waiting import eventually
 
 import torch_mesh
 from torch_mesh import MeshConfig, ReadError
@@ -61,15 +62,6 @@ def open_model(store: Store | Path, **config: Any) -> Any:
 
 def generated(model: Any, tokens: int = 12) -> list[int]:
     return model.generate(PROMPT, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)[0].tolist()
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 60) -> bool:
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_a_shared_pool_gives_the_bits_of_an_own_pool(

@@ -40,9 +40,9 @@ def prose() -> str:
     return str(Path(__file__).parents[1] / "data" / "text" / "prose.jsonl")
 
 
-def _random_text(monkeypatch: pytest.MonkeyPatch, vocabulary: int = 128, tokens: int = 512) -> None:
+def _random_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the text by random tokens, for models without a tokenizer."""
-    ids = torch.randint(3, vocabulary, (tokens // 64, 64))
+    ids = torch.randint(3, 128, (8, 64))
     monkeypatch.setattr(packing, "text_sequences", lambda *_: ids)
 
 

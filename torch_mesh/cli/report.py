@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from torch_mesh.cli.options import positive
+from torch_mesh.cli.options import below, positive
 from torch_mesh.system.atomic_files import check_results, new_file
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live",
         metavar="PORT",
-        type=_port,
+        type=below(1 << 16),
         help="serve that page on this machine's loopback while the files grow; 0: a free port",
     )
     parser.add_argument("--png", metavar="OUT", help="draw the last run over time; needs matplotlib")
@@ -81,12 +81,6 @@ def _serve(files: list[str], plan: dict[str, Any] | None, port: int) -> int:
         print(f"{page.address} follows {', '.join(files)}; Ctrl-C ends it", flush=True)
         page.serve_forever()
     return 0
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: give 0 to 65535")
-    return int(text)
 
 
 def _print(reports: list[Report], console: Console) -> None:
