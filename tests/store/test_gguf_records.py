@@ -165,6 +165,20 @@ def test_types_without_records_are_rounded_with_the_others(tmp_path: Path) -> No
     assert weights_of_checkpoint(experts, "auto") == ("int8", 32)
 
 
+def test_layers_of_more_formats_than_a_name_has_digits_for_are_rounded(tmp_path: Path) -> None:
+    pairs = list(itertools.product(("Q4_K", "Q5_K", "Q6_K", "Q3_K"), repeat=2))[:11]
+    types = {
+        rf"blk\.{layer}\.ffn_{part}_exps": kind
+        for layer, (gate_up, down) in enumerate(pairs)
+        for part, kind in (("(gate|up)", gate_up), ("down", down))
+    }
+    made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", types, **{**SIZES, "num_hidden_layers": len(pairs)})
+    assert convert(made.path, tmp_path / "named", "int4").store.manifest.weights == "int4"
+    with pytest.warns(UserWarning, match="int8 in groups of 32, .*no record holds the formats of all of them"):
+        store = convert(made.path, tmp_path / "auto", "auto").store
+    assert (store.manifest.weights, store.manifest.group_size) == ("int8", 32)
+
+
 def test_damaged_blocks_name_their_expert(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", {"_exps": "Q4_K"}, **SIZES)
     tensor = read_gguf(made.path).header.tensors["blk.1.ffn_down_exps.weight"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from torch_mesh.formats import FORMATS, GGUF_FORMATS, SCALES_ERROR, name_of_layers, name_of_matrices
+from torch_mesh.formats import FORMATS, GGUF_FORMATS, SCALES_ERROR, is_format, name_of_layers, name_of_matrices
 from torch_mesh.store.header import Header
 from torch_mesh.store.sources.layout import Codes, Weight
 
@@ -162,14 +162,15 @@ def _formats_in(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> s
 
 
 def _mixture_of(formats: Sequence[str | None], layers: int) -> tuple[str, tuple[int, ...], float] | None:
-    """Like ``record_of``, from the format of each expert of each layer."""
+    """Like ``record_of``, from the format of each expert of each layer. None also for more formats than a name can
+    have."""
     each = len(formats) // layers
     own = [set(formats[layer * each : (layer + 1) * each]) for layer in range(layers)]
     names = [next(iter(found)) for found in own]
     if None in names or any(len(found) > 1 for found in own):
         return None
     weights = name_of_layers([name for name in names if name is not None])
-    return weights, FORMATS[weights].group_sizes, 0.0
+    return (weights, FORMATS[weights].group_sizes, 0.0) if is_format(weights) else None
 
 
 def _views(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> dict[str, RawView | RawCodes] | None:
