@@ -27,6 +27,7 @@ from quantised import (
     write_quantised,
 )
 from safetensors.torch import load_file
+from tiny_checkpoints import tiny_model
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import StoreError
@@ -427,6 +428,24 @@ def test_damaged_weights_are_named(
     assert caught.value.file == str(tmp_path / "raw" / "model.safetensors")
     assert stem in str(caught.value)
     assert not (tmp_path / "store").exists()
+
+
+def test_codes_of_fused_experts_are_not_taken_for_values(tmp_path: Path) -> None:
+    tiny_model("gpt_oss").save_pretrained(tmp_path / "raw")
+
+    def quantise(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+            scale = tensors[name].float().abs().amax(-2, keepdim=True) / 127
+            tensors[name] = (tensors[name] / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+
+    rewrite(tmp_path / "raw", quantise)
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    quantization = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    change_config(tmp_path / "raw", quantization_config=quantization)
+    with pytest.raises(StoreError, match=r"experts\.(gate_up|down)_proj' is I8 of .*, but its other parts by comp"):
+        convert(tmp_path / "raw", tmp_path / "store", "auto")
 
 
 def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:

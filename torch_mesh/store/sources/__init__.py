@@ -325,7 +325,8 @@ def _parts(name: str, layout: Layout, located: Mapping[str, tuple[Path, Tensor]]
 def _check_plain(path: Path, tensor: Tensor, method: str) -> None:
     """Raises ``StoreError`` for tensors that are not plain weights, so that codes are never taken for values."""
     is_number = tensor.dtype in (*FLOATS, "F64")
-    is_code = tensor.dtype.startswith("F") or tensor.name.endswith(_CODES)
+    is_bytes = tensor.dtype in ("I8", "U8") and len(tensor.shape) > 1  # as of fused experts, whose names have no ending
+    is_code = tensor.dtype.startswith("F") or is_bytes or tensor.name.endswith(_CODES)
     if not tensor.name.endswith(_COMPANIONS) and (is_number or not is_code):
         return
     raise store_error(
