@@ -295,6 +295,53 @@ def write(
     return Written(first, model, values)
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def rewrite(
+    path: Path,
+    to: Path,
+    architecture: str = "qwen3moe",
+    *,
+    drop: str = "",
+    reshape: str = "",
+    fuse: bool = False,
+    metadata: dict | None = None,
+    extra: dict | None = None,
+) -> None:
+    """Write a copy of the file with one change. ``drop`` is a pattern of names."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, architecture)
+    given = dict(metadata or {})
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture" and name not in given:
+            kind = field.types[0]
+            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), kind, inner)
+    for name, value in given.items():
+        writer.add_key_value(
+            name, value, gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.UINT32
+        )
+    tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    for name, (data, kind) in list(tensors.items()):
+        if fuse and "gate_exps" in name:
+            up, _ = tensors.pop(name.replace("gate", "up"))
+            tensors.pop(name)
+            tensors[name.replace("gate", "gate_up")] = np.concatenate([data, up], axis=1), kind
+    for name, (data, kind) in tensors.items():
+        if name == reshape:
+            data = data.reshape(*data.shape[:-2], data.shape[-2] * 2, data.shape[-1] // 2)
+        if not re.fullmatch(drop, name):
+            writer.add_tensor(name, data, raw_dtype=kind)
+    for name, data in (extra or {}).items():
+        writer.add_tensor(name, data)
+    finish(writer)
+
+
 def encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes of a tensor in this type, and the values they represent."""
     if kind == "F32":

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import functools
 import itertools
 import json
-import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import gguf_files
-import mutations
 import numpy as np
 import pytest
 import torch
@@ -27,15 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError, StoreError, UnsupportedModelError
 from torch_mesh.formats import FORMATS, GGUF_FORMATS
-from torch_mesh.hf.open_model import open_tokenizer
 from torch_mesh.models.families import find_experts
 from torch_mesh.planning.sizes import find_sizes
-from torch_mesh.store import gguf_model
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert, stored_expert, weights_of_checkpoint
-from torch_mesh.store.gguf import BLOCK_TYPES, Counted, read_gguf, read_parts
-from torch_mesh.store.gguf_families import FAMILIES
-from torch_mesh.store.gguf_tokenizer import byte_level_tokenizer
+from torch_mesh.store.gguf import BLOCK_TYPES, read_gguf, read_parts
 from torch_mesh.store.header import read_range
 from torch_mesh.store.inspect import describe
 from torch_mesh.store.manifest import open_store
@@ -52,18 +44,6 @@ OWN = {
 }
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Written]:
-    """A file of an architecture with experts of a type. It is written once; tests copy it instead of changing it."""
-
-    @functools.cache
-    def write(architecture: str, kind: str = "F32") -> Written:
-        path = tmp_path_factory.mktemp(architecture) / "model.gguf"
-        return gguf_files.write(path, architecture, {"_exps.weight": kind})
-
-    return write
-
-
 @pytest.mark.parametrize("kind", [*BLOCK_TYPES, "F32", "F16", "BF16"])
 def test_values_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
     values = np.random.randn(3, 20, 512).astype(np.float32)
@@ -71,7 +51,7 @@ def test_values_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
     assert np.isfinite(expected).all() and np.count_nonzero(expected) > expected.size / 16
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3moe")
     writer.add_tensor("stack", data, raw_dtype=Type[kind])
-    _finish(writer)
+    gguf_files.finish(writer)
     weight = gguf_weights([read_gguf(tmp_path / "m.gguf").header])["stack"]
     assert weight.shape == expected.shape and weight.stored_bytes == data.nbytes
     assert np.array_equal(weight.read().numpy(), expected)
@@ -193,7 +173,7 @@ def test_records_hold_the_exact_values_of_blocks(kind: str, written: Callable[..
 
 def test_gate_and_up_in_one_tensor(tmp_path: Path) -> None:
     apart = gguf_files.write(tmp_path / "apart.gguf", "qwen3moe", {"_exps": "Q4_0"})
-    _rewrite(apart.path, tmp_path / "fused.gguf", fuse=True)
+    gguf_files.rewrite(apart.path, tmp_path / "fused.gguf", fuse=True)
     one, two = (
         find_checkpoint_experts(path, meta_model(read_config(path))) for path in (apart.path, tmp_path / "fused.gguf")
     )
@@ -238,7 +218,7 @@ def test_multi_token_prediction_layers_are_left_out(written: Callable[..., Writt
         f"blk.2.{name}.weight": np.ones((32, 32), np.float32) for name in ("nextn.eh_proj", "attn_q", "ffn_up_exps")
     }
     counts = {"qwen35moe.block_count": 3, "qwen35moe.nextn_predict_layers": 1}
-    _rewrite(made.path, tmp_path / "more.gguf", "qwen35moe", metadata=counts, extra=extra)
+    gguf_files.rewrite(made.path, tmp_path / "more.gguf", "qwen35moe", metadata=counts, extra=extra)
     convert(tmp_path / "more.gguf", tmp_path / "more", "int8")
     convert(made.path, tmp_path / "store", "int8")
     names = [json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("more", "store")]
@@ -310,7 +290,7 @@ def test_other_architectures_are_refused_by_name(architecture: str, tmp_path: Pa
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe")
     writer = gguf.GGUFWriter(made.path, architecture)
     writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
-    _finish(writer)
+    gguf_files.finish(writer)
     with pytest.raises(UnsupportedModelError, match=f"architecture '{architecture}'.*qwen3moe, gpt-oss, minimax-m2"):
         convert(made.path, tmp_path / "store", "int8")
 
@@ -319,7 +299,7 @@ def test_other_architectures_are_refused_by_name(architecture: str, tmp_path: Pa
 def test_dense_models_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
     writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
-    _finish(writer)
+    gguf_files.finish(writer)
     with pytest.raises(UnsupportedModelError, match=f"architecture '{architecture}' without experts"):
         convert(tmp_path / "m.gguf", tmp_path / "store", "int8")
 
@@ -343,237 +323,12 @@ def test_a_dense_gemma_4_opens_as_without_torch_mesh(tmp_path: Path, monkeypatch
     writer.add_bos_token_id(2)
     writer.add_eos_token_id(1)
     writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
-    _finish(writer)
+    gguf_files.finish(writer)
     config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf")
     with pytest.raises(UnsupportedModelError, match="'gemma4' without experts"):
         AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", quantization_config=MeshConfig(resident=1.0))
     monkeypatch.delitem(GGUF_CONFIG_ARCHS, "gemma4")
     assert config.to_dict() == transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf").to_dict()
-
-
-@pytest.mark.parametrize("architecture", gguf_files.ARCHITECTURES)
-def test_answers_end_at_each_token_that_the_file_states(
-    architecture: str, written: Callable[..., Written], tmp_path: Path
-) -> None:
-    path = tmp_path / "m.gguf"
-    further = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2}
-    gemma = [1, 106, 50] if architecture == "gemma4" else []
-    one = read_config(written(architecture).path).eos_token_id
-    assert one == ([2, *gemma] if gemma else 2)
-    _rewrite(written(architecture).path, path, architecture, metadata=further)
-    assert read_config(path).eos_token_id == [2, 5, *gemma]
-    if architecture != "llama":  # transformers takes it for a dense model
-        assert transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).eos_token_id == [2, 5, *gemma]
-
-
-def test_answers_of_gpt_oss_end_at_a_tool_call(written: Callable[..., Written]) -> None:
-    part = read_gguf(written("gpt-oss").path)
-    metadata = {**part.metadata, "tokenizer.ggml.tokens": Counted(201088), "tokenizer.ggml.eos_token_id": 200002}
-    table = gguf_model.config_table(metadata, list(part.header.tensors))
-    assert table["eos_token_id"] == [200002, 199999, 200012]
-
-
-@pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="this transformers does not read qwen35moe")
-def test_qwen3_5_scales_positions_as_the_file_says(written: Callable[..., Written], tmp_path: Path) -> None:
-    path = written("qwen35moe").path
-    scaling = {"type": "yarn", "factor": 4, "original_context_length": 64}
-    metadata = {f"qwen35moe.rope.scaling.{key}": value for key, value in scaling.items()}
-    _rewrite(path, tmp_path / "m.gguf", "qwen35moe", metadata=metadata)
-    expected = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
-    for config in (
-        read_config(tmp_path / "m.gguf"),
-        transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf"),
-    ):
-        assert config.rope_parameters == read_config(path).rope_parameters | expected
-    _rewrite(path, tmp_path / "m.gguf", "qwen35moe", metadata={"qwen35moe.rope.scaling.type": "longrope"})
-    with pytest.raises(UnsupportedModelError, match="positions scaled by 'longrope'"):
-        read_config(tmp_path / "m.gguf")
-
-
-def test_the_window_of_gpt_oss_is_the_files(written: Callable[..., Written]) -> None:
-    assert read_config(written("gpt-oss").path).sliding_window == 32
-
-
-def test_transformers_reads_no_architectures_that_we_do_not() -> None:
-    """Fails when transformers supports another one, which torch_mesh should then read too."""
-    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-    from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
-
-    tables = {name for name, keys in GGUF_TO_TRANSFORMERS_MAPPING["config"].items() if "expert_count" in keys}
-    assert tables == set(gguf_model.READ_BY_TABLES.values())
-    ours = {name for name, read in GGUF_CONFIG_ARCHS.items() if read is gguf_model.config_table}
-    assert ours == {*gguf_model.READ_BY_TABLES, *FAMILIES} - {
-        "llama"
-    }  # otherwise transformers reads the config of one itself
-    assert set(GGUF_CONFIG_ARCHS) - ours <= {"qwen35", "qwen35moe", "lfm2"}
-
-
-def test_projections_of_linear_attention_may_be_one_tensor(written: Callable[..., Written], tmp_path: Path) -> None:
-    made = written("qwen3next", "Q8_0")
-    whole = made.model.state_dict()["model.layers.0.linear_attn.in_proj_qkvz.weight"].numpy()
-    parts = r"blk\.0\.attn_(qkv|gate)\.weight"
-    older = {"blk.0.ssm_in.weight": whole}
-    _rewrite(made.path, tmp_path / "older.gguf", "qwen3next", drop=parts, extra=older)
-    assert torch.equal(
-        *(
-            _stored(path, tmp_path)["model.layers.0.linear_attn.in_proj_qkvz.weight"]
-            for path in (made.path, tmp_path / "older.gguf")
-        )
-    )
-    # The right number of values, in tensors of wrong shapes for the parameter.
-    tensors = [made.tensors[f"blk.0.attn_{part}.weight"] for part in ("qkv", "gate")]
-    moved = np.split(np.concatenate(tensors), [len(tensors[0]) + 1])
-    wrong = {f"blk.0.attn_{part}.weight": rows for part, rows in zip(("qkv", "gate"), moved, strict=True)}
-    _rewrite(made.path, tmp_path / "wrong.gguf", "qwen3next", drop=parts, extra=wrong)
-    with pytest.raises(StoreError, match=r"'blk.0.attn_qkv.weight' \[257, 128\] makes no .*in_proj_qkvz"):
-        _stored(tmp_path / "wrong.gguf", tmp_path)
-
-
-def test_gates_of_shared_experts_are_rows_or_matrices(written: Callable[..., Written], tmp_path: Path) -> None:
-    """llama.cpp's converter writes [1, hidden] today, and wrote [hidden]."""
-    made = written("qwen2moe", "Q8_0")
-    rows = {name: value[None] for name, value in made.tensors.items() if "gate_inp_shexp" in name}
-    _rewrite(made.path, tmp_path / "matrix.gguf", "qwen2moe", drop=r".*gate_inp_shexp\.weight", extra=rows)
-    gate = "model.layers.0.mlp.shared_expert_gate.weight"
-    for path in (made.path, tmp_path / "matrix.gguf"):
-        assert torch.equal(_stored(path, tmp_path)[gate], made.model.state_dict()[gate])
-
-
-def _stored(path: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors that a conversion writes besides the experts."""
-    convert(path, folder / path.stem, "int8")
-    return {
-        name: value
-        for file in sorted((folder / path.stem).glob("model*.safetensors"))
-        for name, value in load_file(file).items()
-    }
-
-
-def test_frequencies_are_divided_by_the_files_factors(tmp_path: Path) -> None:
-    divisors = np.linspace(1, 9, 16, dtype=np.float32)
-    name = "rope_freqs.weight"
-    made = gguf_files.write(tmp_path / "m.gguf", "llama", extra={name: divisors})
-    rotary = meta_model(read_config(made.path)).model.rotary_emb
-    with torch.device("cpu"):
-        divided, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"](rotary.config)
-    usual = rotary.config.rope_parameters["rope_theta"] ** -(torch.arange(0, 32, 2) / 32)
-    assert torch.allclose(divided * torch.from_numpy(divisors), usual)
-    for number in (-1.0, np.nan, np.inf):
-        wrong = np.where(divisors == 9, np.float32(number), divisors)
-        gguf_files.write(tmp_path / "wrong.gguf", "llama", extra={name: wrong})
-        with pytest.raises(StoreError, match=f"'{name}' holds what frequencies cannot be divided by"):
-            read_config(tmp_path / "wrong.gguf")
-    gguf_files.write(tmp_path / "large.gguf", "llama", extra={name: np.ones(5000, np.float32)})
-    with pytest.raises(StoreError, match=r"F32 \[5000\]; it must be F32 \[n\] with at most 4096"):
-        read_config(tmp_path / "large.gguf")
-    gguf_files.write(tmp_path / "twice.gguf", "deepseek2", extra={name: divisors})
-    with pytest.raises(UnsupportedModelError, match=f"with {name} beside other scaling"):
-        read_config(tmp_path / "twice.gguf")
-    gguf_files.write(tmp_path / "gemma.gguf", "gemma4", extra={name: np.ones(32, np.float32) * 2})
-    with pytest.raises(UnsupportedModelError, match="are not ones and then 1e30"):
-        read_config(tmp_path / "gemma.gguf")
-
-
-def test_maverick_has_no_norm_of_queries_and_keys(written: Callable[..., Written]) -> None:
-    """llama.cpp's files do not state it."""
-    part = read_gguf(written("llama4").path)
-    for experts, normed in ((16, True), (128, False)):
-        metadata = {**part.metadata, "llama4.expert_count": experts}
-        assert gguf_model.config_table(metadata, list(part.header.tensors))["use_qk_norm"] == normed
-
-
-@pytest.mark.parametrize("architecture", ["qwen3next", "llama4", "gemma4", "qwen35moe"])
-@pytest.mark.parametrize("value", [7, pytest.param("x", marks=pytest.mark.thorough)])
-def test_a_wrong_value_of_any_key_is_a_typed_error_or_a_model(
-    architecture: str, value: object, written: Callable[..., Written], tmp_path: Path
-) -> None:
-    if architecture not in gguf_files.ARCHITECTURES:
-        pytest.skip("this transformers does not read qwen35moe")
-    path = written(architecture).path
-    for key in [key for key in read_gguf(path).metadata if key.startswith(f"{architecture}.")]:
-        _rewrite(path, tmp_path / "m.gguf", architecture, metadata={key: value})
-        with mutations.limits(60, 1 << 30), contextlib.suppress(MeshError):
-            gguf_files.read_whole(tmp_path / "m.gguf", tokenizer=False)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "key", "value"),
-    [
-        ("deepseek2", "expert_gating_func", 1),  # softmax, beside normalised weights
-        ("deepseek2", "attention.temperature_scale", 1),
-        ("llama4", "attention.sliding_window", 0),
-        ("gemma4", "rope.dimension_count_swa", 16),
-        ("gemma4", "rope.scaling.type", "yarn"),
-    ],
-)
-def test_variants_of_a_family_are_refused(
-    architecture: str, key: str, value: object, written: Callable[..., Written], tmp_path: Path
-) -> None:
-    changed = {f"{architecture}.{key}": value}
-    _rewrite(written(architecture).path, tmp_path / "m.gguf", architecture, metadata=changed)
-    with pytest.raises(UnsupportedModelError, match=f"'{architecture}'.*Take the model's safetensors"):
-        read_config(tmp_path / "m.gguf")
-
-
-def test_a_softmax_router_that_does_not_normalise_is_deepseek_v2(written: Callable[..., Written]) -> None:
-    part = read_gguf(written("deepseek2").path)
-    changed = {"expert_gating_func": 1, "expert_weights_norm": False, "attention.temperature_scale": 0.0}
-    metadata = part.metadata | {f"deepseek2.{key}": value for key, value in changed.items()}
-    names = list(part.header.tensors)
-    assert gguf_model.config_table(metadata, names)["model_type"] == "deepseek_v2"
-    del metadata["deepseek2.expert_gating_func"], metadata["deepseek2.expert_weights_norm"]  # as in older files
-    without_bias = [name for name in names if "exp_probs_b" not in name]
-    assert gguf_model.config_table(metadata, without_bias)["model_type"] == "deepseek_v2"
-
-
-def test_a_router_with_a_bias_is_deepseek_v3(written: Callable[..., Written]) -> None:
-    """Files of GLM-4.7-Flash may lack the key that says so."""
-    part = read_gguf(written("deepseek2").path)
-    metadata = {key: value for key, value in part.metadata.items() if key != "deepseek2.expert_gating_func"}
-    assert gguf_model.config_table(metadata, list(part.header.tensors))["model_type"] == "deepseek_v3"
-
-
-@pytest.mark.parametrize(
-    ("architecture", "key", "field", "default"),
-    [
-        ("deepseek2", "expert_weights_norm", "norm_topk_prob", False),
-        ("deepseek2", "expert_weights_scale", "routed_scaling_factor", 1.0),
-        ("glm4moe", "expert_weights_norm", "norm_topk_prob", False),
-        ("glm4moe", "leading_dense_block_count", "first_k_dense_replace", 0),
-        ("granitemoe", "attention.scale", "attention_multiplier", 32**-0.5),
-        ("minimax-m2", "attention.head_count_kv", "num_key_value_heads", 4),
-        ("llama4", "attention.key_length", "head_dim", 32),
-        ("llama", "rope.freq_base", "rope_theta", 10000.0),
-        ("minimax-m2", "rope.freq_base", "rope_theta", 10000.0),
-    ],
-)
-def test_an_absent_key_has_the_default_of_llama_cpp(
-    architecture: str, key: str, field: str, default: object, written: Callable[..., Written]
-) -> None:
-    """llama.cpp's converter leaves out what is false, 0 or not in config.json."""
-    part = read_gguf(written(architecture).path)
-    metadata = {name: value for name, value in part.metadata.items() if name != f"{architecture}.{key}"}
-    assert gguf_model.config_table(metadata, list(part.header.tensors))[field] == default
-
-
-def test_routers_of_glm_have_the_files_groups(written: Callable[..., Written]) -> None:
-    part = read_gguf(written("glm4moe").path)
-    metadata = {**part.metadata, "glm4moe.expert_group_count": 2, "glm4moe.expert_group_used_count": 1}
-    table = gguf_model.config_table(metadata, list(part.header.tensors))
-    assert (table["n_group"], table["topk_group"]) == (2, 1)
-
-
-@pytest.mark.parametrize("architecture", ["qwen3next", "qwen35moe"])
-def test_layers_of_linear_attention_are_those_that_the_file_names(
-    architecture: str, written: Callable[..., Written]
-) -> None:
-    if architecture not in gguf_files.ARCHITECTURES:
-        pytest.skip("this transformers does not read qwen35moe")
-    part = read_gguf(written(architecture).path)
-    named = {"block_count": 4, "nextn_predict_layers": 1, "attention.recurrent_layers": [False, True, True, False]}
-    metadata = part.metadata | {f"{architecture}.{key}": value for key, value in named.items()}
-    table = gguf_model.config_table(metadata, list(part.header.tensors))
-    assert table["layer_types"] == ["full_attention", "linear_attention", "linear_attention"]
 
 
 def test_block_types_are_those_that_the_package_decodes() -> None:
@@ -616,7 +371,7 @@ def test_block_types_are_those_that_the_package_decodes() -> None:
 )
 def test_inconsistent_files_are_refused(change: dict, message: str, tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe")
-    _rewrite(made.path, tmp_path / "changed.gguf", **change)
+    gguf_files.rewrite(made.path, tmp_path / "changed.gguf", **change)
     with pytest.raises(MeshError, match=message):
         convert(tmp_path / "changed.gguf", tmp_path / "store", "int8")
     assert not (tmp_path / "store").exists()
@@ -634,80 +389,6 @@ def test_non_finite_scales_are_refused(tmp_path: Path) -> None:
         assert raised.value.offset == tensor.offset
 
 
-def test_a_file_without_a_tokenizer_warns(tmp_path: Path) -> None:
-    made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", vocabulary=False)
-    _rewrite(made.path, tmp_path / "changed.gguf", metadata={"qwen3moe.vocab_size": 128})
-    with pytest.warns(UserWarning, match="No tokenizer is written"):
-        convert(tmp_path / "changed.gguf", tmp_path / "store", "int8")
-    assert not (tmp_path / "store" / "tokenizer.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("architecture", "pre", "together"),
-    [
-        ("deepseek2", "deepseek-v3", True),
-        ("deepseek2", "kimi-k2", True),
-        ("deepseek2", "deepseek-llm", False),
-        ("glm4moe", "glm4", True),
-        ("hunyuan-moe", "hunyuan", True),
-        ("granitemoe", "refact", False),
-        ("olmoe", "olmo", False),
-    ],
-)
-@pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="this transformers makes no tokenizer of these")
-def test_tokenizers_split_by_the_files_rule_and_keep_control_tokens(
-    architecture: str, pre: str, together: bool, tmp_path: Path
-) -> None:
-    bos = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"  # as DeepSeek's, with characters beyond the byte alphabet
-    made = gguf_files.write(tmp_path / "m.gguf", architecture, pre=pre, bos=bos)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=made.path.name)
-    (tmp_path / "store").mkdir()
-    for name, data in gguf_model.tokenizer_files(made.path).items():
-        (tmp_path / "store" / name).write_bytes(data)
-    read_config(made.path).save_pretrained(tmp_path / "store")
-    for tokenizer in (theirs, AutoTokenizer.from_pretrained(tmp_path / "store")):
-        assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (1, 2, 128)
-        found = tokenizer.convert_ids_to_tokens(tokenizer.encode(f"{bos}a\n\nhello", add_special_tokens=False))
-        assert found == [bos, "a", *(["\u010a\u010a"] if together else ["\u010a", "\u010a"]), "hell", "o"]
-        assert tokenizer.decode(tokenizer.encode(f"{bos}hello", add_special_tokens=False)) == f"{bos}hello"
-
-
-def test_rules_split_texts() -> None:
-    text = "Don't if(x): 12345 中文x\r\n\n  y"
-    pieces = {
-        "gpt-2": "Don|'t| if|(|x|):| 12345| 中文x|\r\n\n | y",
-        "refact": "Don|'t| if|(|x|):| |1|2|3|4|5| 中文x|\r\n\n | y",
-        "deepseek-llm": "Don|'|t| if|(|x|):| |1|2|3|4|5| |中文|x|\r|\n|\n| | y",
-        "deepseek-v3": "Don|'t| if|(x|):| |123|45| |中文|x|\r\n\n| | y",
-        "kimi-k2": "Don't| if|(x|):| |123|45| |中文|x|\r\n\n| | y",
-    }
-    for rule, expected in pieces.items():
-        made = byte_level_tokenizer({"tokens": ["a"], "merges": [], "pre_tokenizer_type": rule}, {})
-        found = [text[begin:end] for _, (begin, end) in made.pre_tokenizer.pre_tokenize_str(text)]
-        assert "|".join(found) == expected, rule
-
-
-_CHOOSES_BY_RULE = pytest.mark.skipif(
-    not gguf_files.READS_QWEN35MOE, reason="this transformers chooses the rule by the architecture"
-)
-
-
-@_CHOOSES_BY_RULE
-def test_no_tokenizer_is_written_for_an_unknown_rule(tmp_path: Path) -> None:
-    made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", pre="of-next-year")
-    with pytest.warns(UserWarning, match="No tokenizer is written.*tokenizer.ggml.pre is 'of-next-year'.*glm4"):
-        assert gguf_model.tokenizer_files(made.path) == {}
-    with pytest.raises(MeshError, match="tokenizer.ggml.pre is 'of-next-year'"):
-        open_tokenizer(made.path)
-
-
-@_CHOOSES_BY_RULE
-def test_no_tokenizer_is_written_with_ids_that_the_model_lacks(tmp_path: Path) -> None:
-    made = gguf_files.write(tmp_path / "m.gguf", "llama", bos="<\uff5cbegin\uff5c>")
-    with pytest.warns(UserWarning, match="No tokenizer is written.*bos_token_id is 1, and 129 in transformers'"):
-        assert gguf_model.tokenizer_files(made.path) == {}
-
-
 def test_a_missing_gguf_package_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_mesh.store import gguf as headers
 
@@ -722,50 +403,3 @@ def test_tied_embeddings_have_no_head(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", tied=True)
     convert(made.path, tmp_path / "store", "int8")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "store").tie_word_embeddings
-
-
-def _finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _rewrite(
-    path: Path,
-    to: Path,
-    architecture: str = "qwen3moe",
-    *,
-    drop: str = "",
-    reshape: str = "",
-    fuse: bool = False,
-    metadata: dict | None = None,
-    extra: dict | None = None,
-) -> None:
-    """Write a copy of the file with one change. ``drop`` is a pattern of names."""
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(to, architecture)
-    given = dict(metadata or {})
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture" and name not in given:
-            kind = field.types[0]
-            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), kind, inner)
-    for name, value in given.items():
-        writer.add_key_value(
-            name, value, gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.UINT32
-        )
-    tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
-    for name, (data, kind) in list(tensors.items()):
-        if fuse and "gate_exps" in name:
-            up, _ = tensors.pop(name.replace("gate", "up"))
-            tensors.pop(name)
-            tensors[name.replace("gate", "gate_up")] = np.concatenate([data, up], axis=1), kind
-    for name, (data, kind) in tensors.items():
-        if name == reshape:
-            data = data.reshape(*data.shape[:-2], data.shape[-2] * 2, data.shape[-1] // 2)
-        if not re.fullmatch(drop, name):
-            writer.add_tensor(name, data, raw_dtype=kind)
-    for name, data in (extra or {}).items():
-        writer.add_tensor(name, data)
-    _finish(writer)

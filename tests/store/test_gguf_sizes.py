@@ -3,7 +3,6 @@ allocated."""
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
 from collections.abc import Callable
@@ -25,16 +24,6 @@ NUMBERS = (0, 1, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, -1, -(1 << 63))
 _EXTRA_BYTES = 512 << 20  # address space; arenas of threads take some of it
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
-    @functools.cache
-    def write(architecture: str) -> Written:
-        path = tmp_path_factory.mktemp(architecture) / "model.gguf"
-        return gguf_files.write(path, architecture, {"_exps.weight": "Q8_0"})
-
-    return write
-
-
 def _with(made: Written, key: str, value: int, folder: Path) -> Path:
     path = folder / "changed.gguf"
     path.write_bytes(with_number(made.path.read_bytes(), made.path, key, value))
@@ -53,10 +42,10 @@ def _keys(made: Written) -> list[str]:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", gguf_files.ARCHITECTURES)
 def test_any_number_is_a_typed_error_or_a_model(
-    architecture: str, every: bool, written: Callable[[str], Written], tmp_path: Path
+    architecture: str, every: bool, written: Callable[..., Written], tmp_path: Path
 ) -> None:
     """Tests every key, in little memory. Quick runs take one number per key, a different one for each."""
-    made = written(architecture)
+    made = written(architecture, "Q8_0")
     start = gguf_files.ARCHITECTURES.index(architecture)
     for number, key in enumerate(_keys(made), start):
         for value in NUMBERS if every else [NUMBERS[number % len(NUMBERS)]]:
@@ -83,31 +72,31 @@ def test_any_number_is_a_typed_error_or_a_model(
     ],
 )
 def test_the_error_names_the_stated_and_the_actual_size(
-    architecture: str, key: str, value: int, message: str, written: Callable[[str], Written], tmp_path: Path
+    architecture: str, key: str, value: int, message: str, written: Callable[..., Written], tmp_path: Path
 ) -> None:
     if architecture not in gguf_files.ARCHITECTURES:
         pytest.skip("this transformers does not read qwen35moe")
-    path = _with(written(architecture), f"{architecture}.{key}", value, tmp_path)
+    path = _with(written(architecture, "Q8_0"), f"{architecture}.{key}", value, tmp_path)
     with pytest.raises(StoreError, match=f"says that {architecture}.{key} is {value}.*{message}") as raised:
         read_config(path)
     assert raised.value.file == str(path)
 
 
-def test_sizes_are_checked_against_the_model_before_names(written: Callable[[str], Written], tmp_path: Path) -> None:
+def test_sizes_are_checked_against_the_model_before_names(written: Callable[..., Written], tmp_path: Path) -> None:
     """Each size is at most a tensor's side, but their product exceeds all of them."""
-    path = _with(written("qwen35moe"), "qwen35moe.attention.head_count", 128, tmp_path)
+    path = _with(written("qwen35moe", "Q8_0"), "qwen35moe.attention.head_count", 128, tmp_path)
     with pytest.raises(StoreError, match=r"make model.layers.1.self_attn.*all tensors but the experts' have \d+"):
         gguf_files.read_whole(path)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "qwen3next", "qwen35moe"])
 def test_transformers_gets_no_config_of_a_billion_layers(
-    architecture: str, written: Callable[[str], Written], tmp_path: Path
+    architecture: str, written: Callable[..., Written], tmp_path: Path
 ) -> None:
     """transformers makes the config before torch_mesh sees the file."""
     if architecture not in gguf_files.ARCHITECTURES:
         pytest.skip("this transformers does not read qwen35moe")
-    path = _with(written(architecture), f"{architecture}.block_count", 1 << 30, tmp_path)
+    path = _with(written(architecture, "Q8_0"), f"{architecture}.block_count", 1 << 30, tmp_path)
     with mutations.limits(60, _EXTRA_BYTES), pytest.raises(UnsupportedModelError, match=f"1 to {MAX_LAYERS} layers"):
         AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, quantization_config=MeshConfig(resident=0.5)

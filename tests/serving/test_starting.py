@@ -1,0 +1,206 @@
+"""``torch-mesh serve`` and ``chat`` as commands: their arguments, the terminal, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import transformers
+import warm
+from pairs import first_quick
+
+from torch_mesh.cli import main
+
+openai = pytest.importorskip("openai")
+
+
+def _decides() -> bool:
+    return hasattr(transformers, "DecisionPipeline")
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_invalid_arguments_are_refused_before_the_model_is_opened(
+    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([command, str(folder), "--resident", "much"]) == 2
+    assert "--resident='much' is not a size" in capsys.readouterr().err
+    assert main([command, "a@b/c:d"]) == 2
+    assert "owner/model@revision" in capsys.readouterr().err
+    assert main([command, str(tmp_path / "nothing")]) == 1
+    assert f"{tmp_path / 'nothing'}: " in capsys.readouterr().err
+    for wrong in ("{", "[1]", "{'a': 1}"):
+        assert main([command, str(folder), "--chat-template-kwargs", wrong]) == 2
+        assert "--chat-template-kwargs is" in capsys.readouterr().err
+    not_json = tmp_path / "not.json"
+    not_json.write_text("[")
+    adapted = tmp_path / "adapted.json"
+    adapted.write_text('{"adapter": "lora"}')
+    decisions = (
+        ("--decision-config", str(tmp_path / "none.json"), 1, "none.json: no such file"),
+        ("--decision-config", str(not_json), 2, "is not a decision config"),
+        ("--decision-config", str(adapted), 2, "has the adapter 'lora'"),
+    )
+    for name, value, code, message in (
+        *([("--default-tokens", "0", 2, "at least 1")] if command == "serve" else ()),
+        *(decisions if command == "serve" and _decides() else ()),
+        ("--cb-num-blocks", "-3", 2, "at least 1"),
+        ("--cb-max-memory-percent", "7", 2, "at most 1"),
+        ("--compile", "--continuous-batching", 2, "leave one out"),
+    ):
+        assert main([command, str(folder), name, value]) == code
+        assert message in capsys.readouterr().err
+    if command == "chat":
+        for flag, allowed in (
+            ("max_new_tokens", "NAME=VALUE"),
+            ("nothing=3", "NAME=VALUE"),
+            ("max_new_tokens=x", "1 or more"),
+            ("max_new_tokens=-1", "1 or more"),
+            ("do_sample=maybe", "True or False"),
+            ("temperature=-1", "0 or a larger number"),
+            ("top_p=1.5", "from 0 to 1"),
+            ("eos_token_id=[1,x]", "JSON"),
+            ("eos_token_id=[-3]", "token id"),
+            ("num_beams=3", "give 1"),
+        ):
+            assert main([command, str(folder), flag]) == 2
+            error = capsys.readouterr().err
+            assert repr(flag) in error and allowed in error
+    with pytest.raises(SystemExit) as end:
+        main([command, str(folder), "--log-level", "loud"])
+    assert end.value.code == 2 and "'warning'" in capsys.readouterr().err
+    if command == "serve":
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            assert main([command, str(folder), "--host", "127.0.0.1", "--port", str(port)]) == 1
+        assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main([command, str(folder)]) == 1
+    assert "pip install torch_mesh[serve]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reaches_the_network", [pytest.param(True, marks=pytest.mark.thorough), False])
+def test_a_conversation_in_the_terminal(
+    reaches_the_network: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not reaches_the_network:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")  # nothing listens there
+        monkeypatch.setenv("NO_PROXY", "example.org")
+    # The second line answers the question whether to continue after so few tokens. The end of input counts as !exit.
+    monkeypatch.setattr("sys.stdin", io.StringIO("In the beginning\nn\n!status\n"))
+    options = ["max_new_tokens=9", "do_sample=False"]  # sampled answers may end before the limit
+    assert main(["chat", str(folder), *options, "--resident", "0.3", "--log-level", "error"]) == 0
+    output = capsys.readouterr().out
+    assert f"Model: {folder}" in output and "9 tokens in" in output
+    if not reaches_the_network:
+        assert os.environ["NO_PROXY"] == "example.org" and "no_proxy" not in os.environ
+
+
+def test_a_conversation_is_offline_except_for_loopback() -> None:
+    from torch_mesh.cli.chat import _except_loopback
+
+    hosts = []
+
+    async def hook(request: Any) -> None:
+        hosts.append(request.url.host)
+
+    for host in ("127.0.0.1", "192.0.2.1"):
+        asyncio.run(_except_loopback(hook)(SimpleNamespace(url=SimpleNamespace(host=host))))
+    assert hosts == ["192.0.2.1"]
+
+
+@pytest.mark.parametrize("tokens", first_quick(200, 1900))  # finished within the grace period, or cut off
+def test_sigterm_ends_the_server_and_running_requests(folder: Path, tokens: int) -> None:
+    with warm.start_command("serve", folder, "--resident", "0.25", "--port", "0") as process:
+        try:
+            line = process.stdout.readline()
+            address = line.split()[3].removesuffix("/v1,")
+            body = {
+                "model": str(folder),
+                "prompt": "And it came to pass in those days, that",
+                "temperature": 0,
+                "max_tokens": tokens,
+            }
+            request = urllib.request.Request(
+                f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with ThreadPoolExecutor() as pool:
+                answer = pool.submit(lambda: urllib.request.urlopen(request, timeout=300).read())
+                try:
+                    deadline = time.monotonic() + 120
+                    while 'forwards_total{phase="decode"} 0.0' in _text(f"{address}/metrics"):
+                        assert time.monotonic() < deadline and process.poll() is None
+                        time.sleep(0.05)
+                    process.send_signal(signal.SIGTERM)
+                    _, errors = process.communicate(timeout=120)
+                finally:
+                    process.kill()  # otherwise the thread pool waits for the answer
+                assert process.returncode == 0, errors
+                error = answer.exception(60)
+                if error is None:  # it finished within the grace period
+                    assert json.loads(answer.result())["usage"]["completion_tokens"] > 0
+                else:
+                    assert isinstance(error, urllib.error.HTTPError) and error.code == 503
+                    assert json.loads(error.read())["error"]["code"] == "server_stopping"
+            assert "Fatal" not in errors and "terminate called" not in errors
+        finally:
+            process.kill()
+
+
+_STUCK = """
+import sys, threading
+from torch_mesh.cli import main, serve
+from torch_mesh.serving import kept_keys, server
+
+def stuck(self, **arguments):
+    print("computing", flush=True)
+    threading.Event().wait()
+
+serve.END = 4 + serve._FREEING
+server.Server.stop.__defaults__ = (0.2,)
+kept_keys.KeptKeys.generate = stuck
+main(["serve", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.thorough
+def test_sigterm_ends_the_server_even_if_a_forward_never_ends(folder: Path) -> None:
+    with warm.start(_STUCK, folder, "--resident", "0.25", "--host", "127.0.0.1", "--port", "0") as process:
+        try:
+            address = process.stdout.readline().split()[3].removesuffix(",")
+            with (
+                openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120) as client,
+                ThreadPoolExecutor() as pool,
+            ):
+                try:
+                    request = pool.submit(client.completions.create, model=str(folder), prompt="a")
+                    assert process.stdout.readline() == "computing\n"
+                    process.send_signal(signal.SIGTERM)
+                    assert process.wait(60) == 0
+                finally:
+                    process.kill()
+                error: Any = request.exception(60)
+                assert error.status_code == 503
+        finally:
+            process.kill()
+
+
+def _text(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        return answer.read().decode()
