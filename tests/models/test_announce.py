@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import build, logits_of
+from tiny_models import TINY_MODELS, UNMARKED_MODELS, Tiny, build, logits_of
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.trainer_utils import validate_quantization_for_training
 
@@ -63,6 +63,25 @@ def test_unpatch_restores_another_quantization_config() -> None:
     assert model.config.quantization_config.weights == "bf16"
     torch_mesh.unpatch(model)
     assert model.config.quantization_config == {"quant_method": "unknown to transformers"}
+
+
+@pytest.mark.parametrize(
+    "tiny", [TINY_MODELS["Qwen3MoeExperts"], UNMARKED_MODELS["llama4 with vision"]], ids=["one-config", "nested"]
+)
+def test_an_ordinary_model_of_a_patched_models_config_stays_one(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny.build()
+    other = type(model)(model.config).bfloat16()
+    torch_mesh.patch(model, weights="int4")
+    other.save_pretrained(tmp_path)
+    assert "mesh" not in (tmp_path / "config.json").read_text()
+    assert model.config.quantization_config.weights == "int4"
+    torch_mesh.patch(other)
+    clone = copy.deepcopy(other)
+    torch_mesh.unpatch(model, lossy=True)
+    assert other.config.quantization_config.weights == "bf16"
+    for each in (other, clone):
+        torch_mesh.unpatch(each)
+        assert "mesh" not in str(each.config)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
@@ -140,6 +159,8 @@ def test_a_new_model_from_a_patched_models_config_is_saved_and_opened(tmp_path: 
     patched = torch_mesh.patch(build(), weights="int8", resident=0.4)
     fresh = type(patched)._from_config(patched.config, dtype=torch.bfloat16).eval()
     fresh.save_pretrained(tmp_path / "fresh")
+    assert "mesh" not in (tmp_path / "fresh" / "config.json").read_text()
+    patched.config.save_pretrained(tmp_path / "fresh")
     assert "mesh" in (tmp_path / "fresh" / "config.json").read_text()
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh", quantization_config=MeshConfig(resident=0.4))
     assert next(patched_modules(opened))._mesh_pool.weights == "int8"

@@ -3,6 +3,7 @@ not broadcast."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -30,24 +31,44 @@ def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
     # Leave out the store: it belongs to this model's weights, and another model opened with the config would use it.
     group_size = pool.group_size if FORMATS[pool.weights].chosen_groups else config.group_size
     config = config.replace(weights=pool.weights, group_size=group_size, store=None)
-    replaced: list[tuple[Any, Any]] = []
+    replaced: list[tuple[Any, Any, Any]] = []
     vars(model)[_REPLACED] = replaced
     for part in patched_models(model):
-        if vars(part.config).get("quantization_config") is not config:
-            replaced.append((part.config, vars(part.config).get("quantization_config")))
+        before = vars(part.config).get("quantization_config")
+        if before is not config:
+            # A MeshConfig is that of another model with this config, which may be unpatched first.
+            replaced.append((part.config, config, None if isinstance(before, MeshConfig) else before))
             part.config.quantization_config = config
         setattr(part, DDP_IGNORED, _PackedNames(part))
 
 
 def clear_config_metadata(model: nn.Module) -> None:
     for module in model.modules():
-        for config, before in vars(module).get(_REPLACED, ()):
-            vars(config).pop("quantization_config", None)
-            if before is not None:
-                config.quantization_config = before
+        for config, ours, before in vars(module).get(_REPLACED, ()):
+            # Models may share a config, which has the entry of the one that was patched last.
+            if vars(config).get("quantization_config") is ours:
+                del config.quantization_config
+                if before is not None:
+                    config.quantization_config = before
         vars(module).pop(_REPLACED, None)  # last: an interrupted call can be repeated
         if isinstance(vars(module).get(DDP_IGNORED), _PackedNames):
             delattr(module, DDP_IGNORED)
+
+
+@contextlib.contextmanager
+def without_config_metadata(model: nn.Module) -> Iterator[None]:
+    """Within, an ordinary ``model`` has no MeshConfig of a patched one that shares its configs."""
+    removed: list[tuple[Any, Any]] = []
+    try:
+        for module in model.modules():
+            config: Any = module.config if isinstance(module, PreTrainedModel) else None
+            if isinstance(getattr(config, "quantization_config", None), MeshConfig):
+                removed.append((config, config.quantization_config))
+                del config.quantization_config
+        yield
+    finally:
+        for config, entry in removed:
+            config.quantization_config = entry
 
 
 def patched_models(model: nn.Module) -> list[Any]:

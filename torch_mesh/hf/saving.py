@@ -54,7 +54,7 @@ from ..store.table_files import is_table_file
 from ..store.writer import write_store
 from ..system.atomic_files import new_file, new_file_mode, scratch_folder
 from .compat import has_own_adapters, wrap
-from .model_config import patched_models
+from .model_config import patched_models, without_config_metadata
 from .streaming_save import LazyTensor, PackedPart, Unpacking, being_saved, wrap_saving
 
 _COPY_BYTES = 64 << 20
@@ -104,8 +104,10 @@ def detach_quantizer(model: nn.Module) -> None:
 
 
 def _save_any(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    patched = isinstance(vars(model).get("hf_quantizer"), PatchedModelQuantizer)
-    return _save_pretrained(theirs, model, *args, **kwargs) if patched else theirs(model, *args, **kwargs)
+    if isinstance(vars(model).get("hf_quantizer"), PatchedModelQuantizer):
+        return _save_pretrained(theirs, model, *args, **kwargs)
+    with without_config_metadata(model):
+        return theirs(model, *args, **kwargs)
 
 
 # Not an attribute of each model: a bound method there would keep the model alive.
