@@ -13,6 +13,7 @@ import torch
 from transformers import AddedToken, AutoTokenizer
 
 from torch_mesh.serving import left_out
+from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.processors import Grammar
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.service import Service
@@ -294,8 +295,36 @@ def test_keywords_that_no_grammar_has_are_refused_in_strict_tools_only(template:
     beside = _tools(True, _closed({}))
     beside[0]["function"]["name"] = "other"
     assert allows(template, call("[1, 1]"), tools=[*beside, *forced["tools"]]) == "all"
-    with pytest.raises(AssertionError, match="uniqueItems"):
+    with pytest.raises(RequestError, match="'weather'.*uniqueItems"):
         allows(template, call("[1]"), tools=_tools(True, UNIQUE))
+
+
+@pytest.mark.parametrize(
+    ("a", "reason"),
+    [
+        ({"pattern": "^(?!-).+$"}, "look-ahead"),
+        ({"pattern": r"(a)\1"}, "backreferences"),
+        ({"type": "any"}, "Invalid type: any"),
+        ({"properties": None}, "properties must be an object"),
+        ({"required": None}, "Expected array"),
+        ({"$ref": "#/$defs/nothing"}, "does not exist"),
+        ({"$ref": "https://example.com/a"}, "not present"),
+    ],
+)
+@pytest.mark.parametrize("template", [QWEN, CODER])
+def test_a_schema_that_is_not_accepted_is_refused_in_strict_tools_only(
+    template: str, a: dict[str, Any], reason: str, allows: Allows
+) -> None:
+    schema = _closed({"a": {"type": "array", "items": a}})
+    by_json = '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>'
+    call = by_json if template == QWEN else _call(template, {"a": "1"})
+    free, strict = _tools(False, schema), _tools(True, schema)
+    beside = _tools(True, _closed({}))
+    beside[0]["function"]["name"] = "other"
+    assert allows(template, call, tools=free, tool_choice="required") == "all"
+    assert allows(template, call, tools=[*beside, *free]) == allows(template, call, tools=free, schema=SCHEMA) == "all"
+    with pytest.raises(RequestError, match=f"'weather'.*{reason}"):
+        allows(template, call, tools=strict)
 
 
 @pytest.mark.parametrize("template", TAGS)

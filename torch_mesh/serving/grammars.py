@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.tool_calls import AnswerFormat, ToolFormat, json_types, parser_of, resolved
 
 _BLANKS = r"( |\n {0,40})?"  # between the parts of JSON; unbounded, a model may write white space forever
+_OBJECT = {"type": "object"}
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly"}
 _OF_PARAMETERS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
+
+
+def check_installed(field: str) -> None:
+    """Raises RequestError if llguidance is missing, which ``field`` needs."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise RequestError(
+            f"{field} needs llguidance, which this server does not have: pip install torch_mesh[serve].", field
+        ) from error
 
 
 def call_rules(
@@ -21,8 +34,10 @@ def call_rules(
 
     Args:
         tools: the parameters' JSON schema by name.
-        strict: names of tools whose schema has to be checked as a whole. In others, keywords that llguidance does not
-            know are free.
+        strict: names of tools whose schema has to be checked as a whole. In others, what llguidance does not know is
+            free.
+
+    Raises RequestError for a strict tool with a schema that llguidance does not accept.
     """
     written = format.tools
     assert written is not None
@@ -36,9 +51,9 @@ def call_rules(
         rule, head, lenient = f"tool{index}", written.before + name + written.between, name not in strict
         if written.as_json:
             rules.append(f"{rule}: {_text(tokenizer, head)} {rule}json {_text(tokenizer, written.after)} {end}")
-            rules.append(f"{rule}json: {_json(schema or {'type': 'object'}, lenient)}")
+            rules.append(f"{rule}json: {_arguments(name, schema or _OBJECT, _OBJECT, lenient)}")
         elif written.parameter is not None and _has_known_keys(schema):
-            keys, parameters = _parameter_rules(tokenizer, written.parameter, rule, schema, lenient)
+            keys, parameters = _parameter_rules(tokenizer, written.parameter, rule, name, schema, lenient)
             rules.append(f"{rule}: {_tags(tokenizer, head)} {' '.join(keys)} {_tags(tokenizer, written.after)} {end}")
             rules += parameters
         else:
@@ -70,9 +85,9 @@ def _has_known_keys(schema: Any) -> bool:
 
 
 def _parameter_rules(
-    tokenizer: Any, written: tuple[str, str, str], tool: str, schema: Mapping[str, Any], lenient: bool
+    tokenizer: Any, written: tuple[str, str, str], tool: str, name: str, schema: Mapping[str, Any], lenient: bool
 ) -> tuple[list[str], list[str]]:
-    """Terms for the parameters of a tool in the order of ``schema``, and their rules."""
+    """Terms for the parameters of the tool ``name`` in the order of ``schema``, and their rules."""
     before, between, after = written
     required = schema.get("required")
     root = {name: each for name, each in schema.items() if name not in ("$schema", "$id")}
@@ -87,7 +102,8 @@ def _parameter_rules(
         elif _is_text(about):
             rules += [f'{rule}: {head} {rule}text "\\n"?', *_until(tokenizer, f"{rule}text", after.strip())]
         else:
-            rules += [f"{rule}: {head} {rule}json {end}", f"{rule}json: {_json(_within(about, root), lenient)}"]
+            value = _arguments(name, _within(about, root), {}, lenient)
+            rules += [f"{rule}: {head} {rule}json {end}", f"{rule}json: {value}"]
     return terms, rules
 
 
@@ -198,6 +214,35 @@ def _reasoning(tokenizer: Any, format: AnswerFormat, prompt_end: str, continues:
 
 def _json(schema: Mapping[str, Any], lenient: bool = False) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BLANKS, 'lenient': lenient}})}"
+
+
+def _arguments(tool: str, schema: Mapping[str, Any], otherwise: Mapping[str, Any], lenient: bool) -> str:
+    """JSON of ``schema``, for arguments of ``tool``. ``otherwise``: a lenient tool's, if llguidance refuses ``schema``.
+
+    Raises RequestError.
+    """
+    terms = _json(schema, lenient)
+    problem = _problem(terms)
+    if not problem:
+        return terms
+    if lenient:
+        return _json(otherwise)
+    raise RequestError(
+        f"tools has {tool!r}, whose schema cannot be converted to a grammar: {problem}. Change it.", "tools"
+    )
+
+
+@functools.lru_cache(1024)  # a client's tools are those of its last request
+def _problem(terms: str) -> str:
+    """Why llguidance does not accept ``terms``; empty if it does."""
+    import llguidance
+
+    return error_text(llguidance.LLMatcher.validate_grammar(f"start: {terms}"))
+
+
+def error_text(error: str) -> str:
+    """llguidance's error in one line, without the lines of the grammar below it."""
+    return " ".join(re.split(r"\n +\d+ \| ", error)[0].split())
 
 
 def _until(tokenizer: Any, name: str, mark: str, within: Sequence[str] = ()) -> list[str]:

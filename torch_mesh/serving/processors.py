@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from torch_mesh.serving.errors import RequestError
+from torch_mesh.serving.grammars import error_text
 
 
 @dataclass(frozen=True)
@@ -96,19 +97,15 @@ class Grammar(LogitsProcessor):
         prompt: number of tokens of the prompt.
         field: of the request, for errors.
 
-    Raises RequestError if llguidance is missing or does not accept the grammar.
+    Raises RequestError if llguidance, which is installed, does not accept the grammar.
     """
 
     def __init__(self, tokenizer: Any, lark: str, ends: Sequence[int], prompt: int, field: str) -> None:
-        try:
-            import llguidance
-        except ImportError as error:
-            raise RequestError(
-                f"{field} needs llguidance, which this server does not have: pip install torch_mesh[serve].", field
-            ) from error
+        import llguidance
+
         self._matcher = llguidance.LLMatcher(_vocabulary(tokenizer, tuple(ends)), lark, log_level=0)
         if self._matcher.is_error():
-            problem = self._matcher.get_error().strip().splitlines()[0]
+            problem = error_text(self._matcher.get_error())
             raise RequestError(f"{field} cannot be converted to a grammar: {problem}. Change its schema.", field)
         self._prompt = prompt
         self._ends = list(ends)

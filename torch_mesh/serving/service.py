@@ -380,17 +380,19 @@ class Service:
         schema: tuple[Mapping[str, Any], str] | None,
     ) -> tuple[str, str] | None:
         """The grammar of the answer, and its field. None: any answer."""
+        strict = tools is not None and self._strict(format, tools)
+        required = tools is not None and tools.required
+        if schema is None and not strict and not required:
+            return None
+        value, field = schema or (None, "tools")
+        field = "tool_choice" if required else field
+        grammars.check_installed(field)
+        tokenizer = self.prompts.tokenizer
         calls: list[str] = []
         if tools is not None:
-            strict = self._strict(format, tools)
-            if tools.required or strict or schema is not None:
-                calls = grammars.call_rules(self.prompts.tokenizer, format, tools.schemas, tools.several, tools.strict)
-        if schema is None and not calls:
-            return None
-        required = tools is not None and tools.required
-        value, field = schema or (None, "tools")
-        lark = grammars.grammar(self.prompts.tokenizer, format, prompt_end, continues, value, calls, required)
-        return lark, "tool_choice" if required else field
+            calls = grammars.call_rules(tokenizer, format, tools.schemas, tools.several, tools.strict)
+        lark = grammars.grammar(tokenizer, format, prompt_end, continues, value, calls, required)
+        return lark, field
 
     def _strict(self, format: AnswerFormat, tools: Tools) -> bool:
         """Whether a grammar checks the arguments of strict tools. What it does not check is noted."""
