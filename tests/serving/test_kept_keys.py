@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import (
 
 from torch_mesh.hf import cache_state
 from torch_mesh.hf.kv_cache import install_caches
+from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.system.memory import anonymous_bytes
 
@@ -118,6 +120,55 @@ def test_two_conversations_with_a_common_prefix_keep_their_own_keys(rng: np.rand
     [_ask(kept.generate, tokens, 5) for tokens in both]
     assert kept.counts.reused_tokens - before == sum(lengths)
     assert len(kept.conversations) == 2
+
+
+@MODELS
+def test_agents_with_a_long_common_preamble_keep_their_own_keys(make: Make, rng: np.random.Generator) -> None:
+    model = _model(make)
+    kept = KeptKeys(model, PLENTY)
+    preamble = _some(rng, 80, 90)
+    both = [torch.cat([preamble, torch.tensor([which]), _some(rng, 30, 40)]) for which in (1, 2)]
+    known = [0, len(preamble)]
+    for _ in range(3):
+        for which, tokens in enumerate(both):
+            before = kept.counts.reused_tokens
+            answer = _ask(kept.generate, tokens, 5)
+            assert torch.equal(answer, _ask(model.generate, tokens, 5))
+            assert kept.counts.reused_tokens - before == known[which]
+            known[which] = len(tokens) - 3
+            # The template's beginning of the answer is gone.
+            both[which] = torch.cat([tokens[:-3], tokens[-3:-2] % (VOCABULARY - 1) + 1, _some(rng, 5)])
+    assert len(kept.conversations) == 2
+
+
+def test_a_conversation_that_fits_once_is_rewound(rng: np.random.Generator) -> None:
+    kept = KeptKeys(_model(_full), PLENTY)
+    tokens = _some(rng, 100, 110)
+    _ask(kept.generate, tokens, 5)
+    kept.limit = int(1.5 * kept.counts.kept_bytes)
+    for length, left in ((60, 1), (20, 2)):
+        _ask(kept.generate, torch.cat([tokens[:length], tokens[length : length + 1] % (VOCABULARY - 1) + 1]), 5)
+        assert len(kept.conversations) == left
+        kept.conversations = []
+        _ask(kept.generate, tokens, 5)
+
+
+def test_memory_of_an_evicted_source_is_the_conversations_own(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = KeptKeys(_model(_full), PLENTY)
+    tokens = _some(rng, 60, 70)
+    _ask(kept.generate, tokens, 5)
+    taken, held = kept._take(tokens[:30]), []
+
+    def check(*_: Any, **given: int) -> None:
+        held.append(given["held"])
+        if kept.conversations:
+            raise RequestTooLongError("no room")
+
+    monkeypatch.setattr(kept, "admission", SimpleNamespace(check=check))
+    kept._make_room(tokens[:30], 5, taken)
+    assert held == [0, taken.nbytes]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 30_000, 120_000])

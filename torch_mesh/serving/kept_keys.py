@@ -28,6 +28,8 @@ from torch_mesh.system.memory import trim_heap
 _LOG = logging.getLogger(__name__)
 # Arguments of generate that do not affect the values computed for a token.
 _NEUTRAL_ARGUMENTS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer", "logits_processor"}
+# Tokens at the end of a prompt that the next turn may lack: the beginning of the answer, as the template writes it.
+_MAX_PROMPT_END = 16
 # Overhead of a tensor: Python and torch objects, and shared pages. Measured: 1.0 to 2.4 KB.
 _TENSOR_BYTES = 4096
 
@@ -36,7 +38,8 @@ _TENSOR_BYTES = 4096
 class Conversation:
     tokens: Tensor  # [n]
     cache: DynamicCache
-    shared: bool = False  # its memory belongs to another conversation until tokens are added
+    prompt: int = 0  # length of its last prompt, with which its next one begins
+    source: Conversation | None = None  # the one that its memory belongs to until tokens are added
     kept_bytes: int = 0  # nbytes when it was last kept; nothing changes it until it is taken
 
     @property
@@ -130,6 +133,7 @@ class KeptKeys:
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
                 states = {} if checkpoints is None else checkpoints.finish()
                 if conversation is not None and _record_tokens(conversation, seen.tokens[0], complete):
+                    conversation.prompt = prompt.numel()
                     self._keep(conversation)
                     if self.prefixes is not None:
                         self.prefixes.save(conversation.tokens, conversation.cache, states)
@@ -177,13 +181,15 @@ class KeptKeys:
         known = 0 if conversation is None else len(conversation.tokens)
         if conversation is not None and self.prefixes is not None:
             known = max(known, self.prefixes.find(prompt).length)
-        held = 0 if conversation is None or conversation.shared else conversation.nbytes
         while True:
+            held = 0 if conversation is None or conversation.source is not None else conversation.nbytes
             try:
                 return self.admission.check(len(prompt), new, known=known, held=held, other=other)
             except RequestTooLongError:
                 if not self.conversations:
                     raise
+            if conversation is not None and conversation.source is self.conversations[0]:
+                conversation.source = None  # the memory is its own now
             del self.conversations[0]
             trim_heap()  # otherwise the memory would not count as free
 
@@ -216,7 +222,7 @@ class KeptKeys:
         length = self.prefixes.restore(tokens, cache, more_than=known)
         if not length:
             return conversation
-        if known and not conversation.shared:
+        if known and conversation.source is None:
             self._append(conversation)
         return Conversation(tokens[:length], cache)
 
@@ -226,11 +232,12 @@ class KeptKeys:
         length = 0 if best is None else best.common(tokens)
         if best is None or length == 0:
             return Conversation(tokens[:0], self._new_cache())
-        if 2 * length < len(best.tokens):
-            # A new conversation with the same prefix, which shares the memory until tokens are added.
+        both = best.kept_bytes * (1 + length / len(best.tokens))
+        if best.prompt - length > _MAX_PROMPT_END and both <= self.limit:
+            # Another conversation with the same beginning, which shares the memory until tokens are added.
             cache = copy.copy(best.cache)
             cache.layers = [copy.copy(layer) for layer in cache.layers]
-            best = Conversation(best.tokens, cache, shared=True)
+            best = Conversation(best.tokens, cache, source=best)
         else:
             self.conversations.remove(best)
         best.crop(length)
@@ -279,7 +286,7 @@ class _TokenRecorder(StoppingCriteria):
 
 
 def _record_tokens(conversation: Conversation, tokens: Tensor, complete: bool) -> bool:
-    """Set the tokens of a conversation to those of ``tokens`` [n] that its cache holds. False if these are unknown.
+    """Set the tokens of a conversation to those of ``tokens`` [n] that its cache holds. False if there is none to keep.
 
     ``complete``: no forward failed. One that failed may have updated the states of some layers.
     """
@@ -288,7 +295,9 @@ def _record_tokens(conversation: Conversation, tokens: Tensor, complete: bool) -
         return False  # it ended within a forward, or before the first
     if not complete and any(map(cache_state.has_state, conversation.cache.layers)):
         return False
-    conversation.shared &= length == len(conversation.tokens)
+    if conversation.source is not None and length == len(conversation.tokens):
+        return False  # nothing was added to what its source has
+    conversation.source = None
     conversation.tokens = tokens[:length].clone()
     return True
 
