@@ -104,6 +104,7 @@ class Prompts:
             raise RequestError(f"This model {self._name} {NO_TEMPLATE}", field)
         if tools and "tools" not in template:
             raise RequestError("This model's chat template has no tools: ask without them.", "tools")
+        messages = [_without_parsed(message) for message in messages]
         for index, message in enumerate(messages):
             self._check_message(f"{field}[{index}]", message, field)
         rendered = [self._message(message, template, field) for message in messages]
@@ -227,6 +228,13 @@ class Prompts:
             url = given["url"] if isinstance(given, dict) else given
         self.check_address(kind, url, field)
         return {"type": name, "url": url}
+
+
+def _without_parsed(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out ``parsed``, in which openai's client repeats the content of an answer in JSON."""
+    if message["role"] != "assistant":
+        return message
+    return {name: value for name, value in message.items() if name != "parsed"}
 
 
 def _functions(message: Mapping[str, Any]) -> list[dict[str, Any]]:
