@@ -25,6 +25,9 @@ TEMPLATES = {
     "developer only first": "{{ tools }}{% if messages[0].role in ('system', 'developer') %}"
     "<|im_start|>developer\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
     "{% for message in messages if message.role not in ('system', 'developer') %}" + _TURN,
+    "roles alternate": "{{ tools }}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{% for message in messages if message.role != 'system' %}{% if (message.role == 'assistant') != loop.index0 % 2 %}"
+    "{{ raise_exception('Conversation roles must alternate.') }}{% endif %}" + _TURN,
 }
 EVERYTHING = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
 BRIEF = "In the beginning God created the heaven and the earth. " * 8

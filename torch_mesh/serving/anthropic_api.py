@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_mesh.serving.answers import Answer, Part, whole_body
@@ -147,7 +147,7 @@ class Anthropic:
         Raises RequestError.
         """
         tools, functions = self._tools(given)
-        messages = list(_messages(given, functions))
+        messages = _joined(_messages(given, functions))
         output = given.get("output_config", {})
         check_object("output_config", output, "output_config", {}, {"format": OBJECT, "effort": _EFFORT})
         effort = output.get("effort")
@@ -243,6 +243,25 @@ def _messages(given: Mapping[str, Any], functions: Mapping[str, Body]) -> Iterat
             yield from _turns(where, role, content, functions)
 
 
+def _joined(messages: Iterable[Body]) -> list[Body]:
+    """Join messages to those of the same role before them, as the API does: templates may require that roles alternate.
+
+    The next turn's are joined alike, so that its prompt begins with this one.
+    """
+    joined: list[Body] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if last.keys() == {"role", "content"} and last["role"] == message["role"]:
+            joined[-1] = message | {"content": [*_parts(last["content"]), *_parts(message["content"])]}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _parts(content: str | Sequence[Any]) -> Sequence[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def _turns(where: str, role: str, blocks: Sequence[Any], functions: Mapping[str, Body]) -> Iterator[Body]:
     """Convert a message. Each tool's result becomes a message before it."""
     parts: list[Body] = []
@@ -300,7 +319,7 @@ def _result(
     where: str, content: str | Sequence[Any], is_error: bool, functions: Mapping[str, Body]
 ) -> str | list[Body]:
     """The content of a tool's message: its text, and then its pictures."""
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    blocks = _parts(content)
     for index, block in enumerate(blocks):
         _checked_kind(f"{where}[{index}]", block, _RESULT)
     parts = [_part(f"{where}[{index}]", block, functions) for index, block in enumerate(blocks)]
