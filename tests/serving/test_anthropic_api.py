@@ -58,6 +58,12 @@ def test_a_message(client: Any, asked: dict[str, Any]) -> None:
     assert events[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
+def test_the_model_has_a_name(client: Any, server: Any) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == (server.model, "model", server.model)
+    assert model.created_at.tzinfo is not None and model == client.models.retrieve(server.model)
+
+
 def test_a_system_prompt_and_blocks_are_read(client: Any, asked: dict[str, Any]) -> None:
     blocks = [{"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral"}}]
     same = asked | {"messages": [{"role": "user", "content": blocks}]}
@@ -68,6 +74,16 @@ def test_a_system_prompt_and_blocks_are_read(client: Any, asked: dict[str, Any])
     for system in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
         assert client.messages.count_tokens(**counted, system=system).input_tokens > alone
     assert client.messages.count_tokens(**counted, tools=TOOLS).input_tokens > alone
+
+
+def test_messages_of_one_role_are_joined(client: Any, asked: dict[str, Any], seen_prompts: list[str]) -> None:
+    a, b = ({"type": "text", "text": text} for text in "ab")
+    for roles in (["user"], ["user", "assistant"]):
+        apart = [{"role": role, "content": content} for role in roles for content in ("a", [b])]
+        joined = [{"role": role, "content": [a, b]} for role in roles]
+        for messages in (apart, joined):
+            client.messages.create(**asked | {"messages": messages})
+        assert seen_prompts[-2] == seen_prompts[-1]
 
 
 def test_stop_sequences(client: Any, asked: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import http.client
 import json
 import logging
 import os
@@ -101,6 +102,19 @@ def test_the_server_lists_its_model_and_opens_no_other(client: Any, server: Any)
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=30)
     assert refused.value.code == 404 and b"opens no other model" in refused.value.read()
+
+
+def test_addresses_that_are_read_answer_head_too(server: Any) -> None:
+    for path in ("/health", "/metrics", "/v1/models", f"/v1/models/{server.model}", "/v1/models/another"):
+        answers = []
+        for method in ("GET", "HEAD"):
+            connection = http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=30)
+            connection.request(method, path)
+            answer = connection.getresponse()
+            answers.append((answer.status, answer.headers["content-type"]))
+            assert bool(answer.read()) == (method == "GET")
+            connection.close()
+        assert answers[0] == answers[1] and answers[0][0] == (404 if path.endswith("another") else 200)
 
 
 def test_a_web_page_cannot_unload_the_model(server: Any) -> None:

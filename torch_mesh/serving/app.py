@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import hmac
 import json
 import logging
-import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -36,6 +36,7 @@ from torch_mesh.serving.service import Service
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = b"x-request-id"
+_READ = ["GET", "HEAD"]
 QUIET = 10.0  # seconds of a silent stream until a comment keeps the connection open
 
 
@@ -95,13 +96,15 @@ def _add_answers(app: FastAPI, service: Service, decisions: Decisions | None) ->
 
 
 def _add_models(app: FastAPI, served: str) -> None:
-    about = {"id": served, "object": "model", "created": int(time.time()), "owned_by": "torch_mesh"}
+    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+    about = {"id": served, "object": "model", "created": int(now.timestamp()), "owned_by": "torch_mesh"}
+    about |= {"type": "model", "display_name": served, "created_at": now.isoformat()}  # Anthropic's
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [about]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def model(name: str) -> dict[str, Any]:
         check_model(name, served)
         return about
@@ -118,12 +121,12 @@ def _add_models(app: FastAPI, served: str) -> None:
 
 
 def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         healthy = service.engine.is_healthy()
         return JSONResponse({"status": "ok" if healthy else "unhealthy"}, status_code=200 if healthy else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     def counters() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
