@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from torch_mesh import MeshConfig
 
 openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
 
 TEXT = "In the beginning"
 CHAT = [{"role": "user", "content": TEXT}]
@@ -30,6 +31,10 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": "the weather", "parameters": WEATHER}}
     for name in ("weather", "forecast")
 ]
+
+
+class Short(pydantic.BaseModel):
+    ok: bool
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +342,8 @@ def test_answers_that_are_json(client: Any, server: Any, chat: Callable[..., Any
     ask = {"model": server.model, "input": TEXT, "max_output_tokens": 300, "temperature": 2}
     answer = client.responses.create(**ask, text={"format": {"type": "json_schema", "name": "w", "schema": WEATHER}})
     assert set(json.loads(answer.output_text)) == {"city", "days"}
+    parsed = client.chat.completions.parse(model=server.model, messages=CHAT, max_tokens=300, response_format=Short)
+    chat(messages=[*CHAT, parsed.choices[0].message, *CHAT])
     with pytest.raises(openai.BadRequestError, match="schema") as error:
         chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}})
     assert error.value.param == "response_format"
