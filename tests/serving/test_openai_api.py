@@ -295,7 +295,7 @@ def test_a_characters_tokens_have_their_log_probabilities_in_the_responses_api(f
         ids = tokenizer(text)["input_ids"]
         assert len(ids) > len(text)
         ids = ids[: len(ids) - cut]  # the last character may be incomplete
-        response = _Response(api, {}, Answer(SimpleNamespace(tokens=tokens), job, tokenizer), True)
+        response = _Response(api, {}, Answer(SimpleNamespace(tokens=tokens), job, tokenizer))
         events = [json.loads(each.partition("data: ")[2]) for each in asyncio.run(read())]
         deltas = [each for each in events if each["type"] == "response.output_text.delta"]
         (done,) = (each for each in events if each["type"] == "response.output_text.done")

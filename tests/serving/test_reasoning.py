@@ -85,14 +85,14 @@ def test_tokens_of_reasoning_are_counted(template: str, begin: str, end: str, fo
     counts = []
     for thought in ("I think.", "I think. And I think."):
         answer = _answer(folder, begin + thought + end, template)
-        usage = _events(_Response(api, {}, answer, False))[-1]["response"]["usage"]
+        usage = _events(_Response(api, {}, answer))[-1]["response"]["usage"]
         counts.append(usage["output_tokens_details"]["reasoning_tokens"])
         assert counts[-1] < usage["output_tokens"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     lengths = [len(tokenizer(begin + thought + end)["input_ids"]) for thought in ("I think.", "I think. And I think.")]
     assert counts[0] > 0 and counts[1] - counts[0] == lengths[1] - lengths[0]
     answer = _answer(folder, "Yes.", template)
-    usage = _events(_Response(api, {}, answer, False))[-1]["response"]["usage"]
+    usage = _events(_Response(api, {}, answer))[-1]["response"]["usage"]
     assert usage["output_tokens_details"]["reasoning_tokens"] == 0
 
 

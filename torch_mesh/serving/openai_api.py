@@ -317,7 +317,7 @@ class OpenAI:
     async def responses(self, body: Mapping[str, Any]) -> Body | Events:
         given = checked_request(RESPONSES, body, self._service.served, self._service.vocabulary)
         answer, origins = await asyncio.to_thread(self._response_answer, given)
-        made = _Response(self, given, answer, OUTPUT_LOGPROBS in given.get("include", ()), origins)
+        made = _Response(self, given, answer, origins)
         if given.get("stream"):
             return made.events()
         return await whole_body(answer, made)
@@ -361,10 +361,9 @@ class _Response:
         api: OpenAI,
         given: Mapping[str, Any],
         answer: Answer,
-        logprobs: bool,
         origins: Mapping[str, Body] = {},
     ) -> None:
-        self._api, self._given, self._answer, self._logprobs = api, given, answer, logprobs
+        self._api, self._given, self._answer = api, given, answer
         self._origins = origins
         self._id, self._created = new_id("resp_"), int(time.time())
         self._output: list[Body] = []
