@@ -144,6 +144,16 @@ def test_auto_is_bounded_by_the_memory_that_is_given(mesh_tiny: Path, monkeypatc
     assert status_of(mesh_tiny, 0.5, rest + (1 << 30)).margin_bytes is None
 
 
+def test_a_peak_above_the_memory_is_named(mesh_tiny: Path) -> None:
+    """A named size leaves the workspace out of account: prompts that fill it may need more than there is."""
+    peak = status_of(mesh_tiny, 0.25, 1 << 36).peak_bytes
+    assert peak is not None
+    enough, short = (status_of(mesh_tiny, 0.25, peak + spare) for spare in (1 << 27, -(1 << 27)))
+    assert (enough.status, short.status) == ("ok", "ok")
+    assert "above the memory" not in enough.advice
+    assert "bytes above the memory: give more memory, or a smaller resident or workspace" in short.advice
+
+
 def test_the_limit_of_the_readme_is_enough_for_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

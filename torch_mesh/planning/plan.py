@@ -144,6 +144,12 @@ def plan(
     if gpu is None and of_ranks is None:
         dense = tuple(dense_choices(folder, config, rate, speeds, vocabularies=vocabularies))
     status, advice = _verdict(sizes, None if slots is None else slots + on_gpu, fallback_slots, recommended, problem)
+    peak = peak_bytes(sizes_in_memory, config, process, slots, fallback_bytes + gpu_pool)
+    if peak is not None and peak > whole:
+        advice += (
+            f" With prompts that fill the workspace, the peak is {peak - whole:,} bytes above the memory: give more "
+            "memory, or a smaller resident or workspace."
+        )
     return Plan(
         folder=str(folder),
         status=status,
@@ -163,7 +169,7 @@ def plan(
         workspace_bytes=config.workspace_bytes,
         tokens_per_chunk=chunk,
         chunk_bytes=chunk_bytes,
-        peak_bytes=peak_bytes(sizes_in_memory, config, process, slots, fallback_bytes + gpu_pool),
+        peak_bytes=peak,
         hit_rate=rate,
         speeds=speeds,
         tokens_per_second=None if seconds is None else 1 / seconds[0],
