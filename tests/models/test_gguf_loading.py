@@ -116,6 +116,17 @@ def test_auto_names_its_choice_and_bf16_is_the_dtype(tmp_path: Path) -> None:
     assert _difference(_logits(model), _logits(made.model)) <= 0.06
 
 
+def test_stores_of_bf16_experts_are_in_bf12(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "BF16"})
+    with pytest.warns(UserWarning, match="experts to bf12, which holds every value exactly"):
+        convert(made.path, tmp_path / "converted", "auto")
+    assert find_sizes(made.path, MeshConfig(store=str(tmp_path / "planned"))).weights == "bf12"
+    models = [_open(made.path, "auto"), _open(made.path, "auto", store=str(tmp_path / "store"))]
+    for folder, model in zip(("converted", "store"), models, strict=True):
+        assert open_store(tmp_path / folder).manifest.weights == "bf12"
+        assert torch.equal(_logits(model), _logits(_open(tmp_path / folder, "auto")))
+
+
 K_SIZES = {"hidden_size": 256, "moe_intermediate_size": 256}
 MIXED = {"blk.0.ffn_down_exps": "Q6_K", "_exps.weight": "Q4_K"}
 

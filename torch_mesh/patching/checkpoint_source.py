@@ -208,7 +208,8 @@ class _QuantisedSource(_RawSource):
         experts = find_checkpoint_experts(folder, model, key_mapping)
         self._files = checkpoint_files
         weights, group_size = weights_of_checkpoint(experts, config.weights, config.given_group_size)
-        config = config.replace(weights=weights)
+        if weights != packed_format(config.weights):  # with 'auto', conversion to a store decides between bf16 and bf12
+            config = config.replace(weights=weights)
         if FORMATS[weights].chosen_groups:
             config = config.replace(group_size=group_size)
         super().__init__(experts, model, layers, config, weights, group_size)

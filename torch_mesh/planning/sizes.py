@@ -26,7 +26,7 @@ from ..store.checkpoint import (
     read_config,
     shape_of,
 )
-from ..store.convert import checked_group_size, describe_nearest, format_of_store, weights_of_checkpoint
+from ..store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
 from ..store.dense_codes import codes_of_checkpoint, codes_of_store
 from ..store.gguf import is_gguf
 from ..store.manifest import Shape, is_store, open_store
@@ -120,8 +120,8 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> S
     blocks = codes_of_checkpoint(experts, model) if config.dense == CODES else None
     check_dense(config.dense, blocks)
     unconverted = config.store is None
-    resolved = weights_of_checkpoint if unconverted else format_of_store
-    weights, group_size = resolved(experts, config.weights, config.given_group_size)
+    exact = "bf16" if unconverted else "bf12"
+    weights, group_size = weights_of_checkpoint(experts, config.weights, config.given_group_size, exact=exact)
     raw = unconverted and experts.reads_as(weights, group_size)
     staging = (
         0 if experts.own_records is None or not unconverted else _C.Source(**experts.source_arguments()).staging_bytes
@@ -154,7 +154,7 @@ def _conversion(experts: CheckpointExperts, config: MeshConfig, weights: str, gr
             f"{short_name(weights)}{rounded}; torch-mesh convert makes that one read"
         )
     if config.weights == "auto":
-        return describe_nearest(experts)
+        return describe_nearest(experts, weights)
     return f"{experts.format} experts are converted to {config.weights}"
 
 

@@ -90,8 +90,8 @@ def convert(
     leaves them in the hub's cache.
 
     ``weights`` is 'bf16', 'bf12', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto' (the nearest to the
-    source; of one that is not quantised bf12, or bf16 if its weights have no room in bf12), or the format that holds
-    its codes unchanged; ``group_size`` (32, 64 or 128) applies to the formats that weights are rounded to, but bf16 and
+    source; bf12 where that is bf16, unless its weights have no room in bf12), or the format that holds its codes
+    unchanged; ``group_size`` (32, 64 or 128) applies to the formats that weights are rounded to, but bf16 and
     bf12. None is 64, or that of the source's codes if they have the format. ``name`` is the source's name in the
     manifest, by default its folder or its model id; ``key_mapping`` is as in ``from_pretrained``. After an interruption
     the same call continues.
@@ -115,7 +115,7 @@ def convert(
     is_local = os.path.exists(source)
 
     def into(exact: str) -> Written:
-        """``exact``: see ``format_of_store``."""
+        """``exact``: see ``weights_of_checkpoint``."""
         with (
             contextlib.nullcontext((local_folder(source, revision=revision, token=token), None))
             if is_local or calibrate is not None
@@ -127,7 +127,7 @@ def convert(
             model = meta_model(read_config(folder))
             experts = find_checkpoint_experts(folder, model, key_mapping)
             _warn_of_left_alone(experts, model, key_mapping)
-            chosen, groups = format_of_store(experts, weights, group_size, exact)
+            chosen, groups = weights_of_checkpoint(experts, weights, group_size, 4, exact)
             named = weights != "auto" or not experts.weights  # otherwise weights_of_checkpoint warns
             if named and FORMATS[chosen].holds_bf16 and not experts.fits_bf16:
                 warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=3)
@@ -238,7 +238,7 @@ def streamed_bytes(folder: Path, weights: str, group_size: int | None = None) ->
     """
     model = meta_model(read_config(folder))
     experts = find_checkpoint_experts(folder, model)
-    weights, groups = format_of_store(experts, weights, group_size)
+    weights, groups = weights_of_checkpoint(experts, weights, group_size, exact="bf12")
     plan = StorePlan(experts.shape, experts.modules, weights, groups, source_name(folder), experts.fingerprint)
     files = _files_beside(experts, model, plan, MAX_FILE_BYTES, None)
     records = list(plan.shape.records())
@@ -341,10 +341,11 @@ def convert_store(
 
 
 def weights_of_checkpoint(
-    experts: CheckpointExperts, weights: str, group_size: int | None = None, stacklevel: int = 3
+    experts: CheckpointExperts, weights: str, group_size: int | None = None, stacklevel: int = 3, exact: str = "bf16"
 ) -> tuple[str, int]:
     """Resolve the format and group size for a checkpoint's experts; warns if 'auto' rounds, and if other groups round
-    codes again. ``group_size`` applies to rounded formats; None is that of codes in the format, or else 64.
+    codes again. ``group_size`` applies to rounded formats; None is that of codes in the format, or else 64. ``exact``
+    is the format that 'auto' takes for experts nearest to bf16: stores have bf12.
 
     Raises ``ValueError`` for unknown values, and for a format of codes that the checkpoint does not have.
     """
@@ -365,10 +366,11 @@ def weights_of_checkpoint(
             f"{experts.format} experts: give one of "
             f"{', '.join(map(repr, dict.fromkeys((choice.weights, *ROUNDED_FORMATS))))}, or 'auto'."
         )
+    found = exact if choice.weights == "bf16" else choice.weights
     if experts.weights and (experts.kept is None or not choice.exact):
-        nearest = describe_nearest(experts)
+        nearest = describe_nearest(experts, found)
         warnings.warn(f"{experts.folder}: {nearest}. Name weights= for another format.", stacklevel=stacklevel)
-    return choice.weights, choice.group_size
+    return found, choice.group_size
 
 
 def warn_of_other_groups(source: Path, own: tuple[str, int], group_size: int, stacklevel: int) -> None:
@@ -380,19 +382,11 @@ def warn_of_other_groups(source: Path, own: tuple[str, int], group_size: int, st
     )
 
 
-def format_of_store(
-    experts: CheckpointExperts, weights: str, group_size: int | None = None, exact: str = "bf12"
-) -> tuple[str, int]:
-    """As ``weights_of_checkpoint``, for a store. With 'auto', experts that can be read as bf16 are stored in the format
-    ``exact``."""
-    found = weights_of_checkpoint(experts, weights, group_size, stacklevel=5)  # the caller of convert
-    return (exact, 0) if weights == "auto" and found == ("bf16", 0) and experts.reads_as(*found) else found
-
-
-def describe_nearest(experts: CheckpointExperts) -> str:
+def describe_nearest(experts: CheckpointExperts, weights: str) -> str:
+    """``weights`` is what 'auto' takes."""
     choice = experts.nearest()
     groups = f" in groups of {choice.group_size}" if choice.group_size else ""
-    return f"weights='auto' converts {experts.format} experts to {short_name(choice.weights)}{groups}, {choice.why}"
+    return f"weights='auto' converts {experts.format} experts to {short_name(weights)}{groups}, {choice.why}"
 
 
 def fingerprint_of(source: Path, key_mapping: Mapping[str, str] | None = None) -> str:
