@@ -19,6 +19,7 @@ import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError
 from torch_mesh.cli import main
 from torch_mesh.cli.routing.fit import _verdict
+from torch_mesh.hf.open_model import open_tokenizer, token_sequences
 from torch_mesh.models.families import find_experts, find_router
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.prefetch.predictor import Predictor, Recall, fit, identity_of, load_predictor, recall, save_predictor
@@ -273,6 +274,14 @@ def test_the_command_fits_and_prints_the_gain(
     printed = capsys.readouterr().out
     assert "routers, 4" in printed and "fitted, 8" in printed and "Use it with MeshConfig(prefetch=" in printed
     _generate(mesh_tiny, prefetch=out)
+
+
+@pytest.mark.parametrize(("words", "length"), [(9, 512), (900, 64), (900, 7)])
+def test_the_command_runs_as_many_tokens_as_it_may(mesh_tiny: Path, tmp_path: Path, words: int, length: int) -> None:
+    """Whatever the length of documents and sequences is."""
+    document = "In the beginning there was " + "a word " * words
+    tokens = [len(part) for part in token_sequences(open_tokenizer(mesh_tiny), [document] * 100, length, 1001)]
+    assert 1000 <= sum(tokens) <= 1001 and max(tokens) <= length
 
 
 def test_the_printed_path_is_taken_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

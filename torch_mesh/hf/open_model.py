@@ -68,12 +68,16 @@ def _lines(path: str, content: str) -> Iterator[str]:
         yield text
 
 
-def token_sequences(tokenizer: Any, documents: Sequence[str], length: int) -> list[Any]:
-    """Tensors of token ids [at most ``length``], in order; remainders shorter than two tokens are dropped."""
+def token_sequences(tokenizer: Any, documents: Sequence[str], length: int, tokens: int) -> list[Any]:
+    """Tensors of token ids [at most ``length``], in order and at most ``tokens`` in all; remainders shorter than two
+    tokens are dropped."""
     import torch
 
     sequences = []
     for document in documents:
         ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long)
-        sequences += [part for part in ids.split(length) if len(part) >= _SHORTEST]
+        for part in ids.split(length):
+            if len(part[:tokens]) >= _SHORTEST:
+                sequences.append(part[:tokens])
+                tokens -= len(sequences[-1])
     return sequences

@@ -47,8 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_new_file(arguments.out)
     documents = read_documents(arguments.text)
     folder = local_folder(arguments.model)
-    sequences = token_sequences(open_tokenizer(folder), documents, arguments.length)
-    sequences = sequences[: -(-arguments.tokens // arguments.length)]
+    sequences = token_sequences(open_tokenizer(folder), documents, arguments.length, arguments.tokens)
     held_out = sequences[_HELD_OUT - 1 :: _HELD_OUT]
     if not held_out:
         raise ValueError(
