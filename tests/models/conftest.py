@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from table_models import FAMILIES
+from tiny_models import TINY_MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 
@@ -31,3 +33,11 @@ def tokenizer(mesh_tiny: Path) -> Any:
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(3, 100, (2, 9))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """A class of experts of ``TINY_MODELS`` whose models have tables."""
+    TINY_MODELS[request.param]  # skips a family that the installed transformers lacks
+    name: str = request.param
+    return name
