@@ -80,7 +80,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     meanwhile, as by ``model.float()``, on the device of the modules around them. Raises MeshError if the pool has
     rounded values only (int8, int4, or fp16 and fp32 rounded to bf16), unless ``lossy``: then parameters get the
     rounded values; MemoryError, before anything is changed, if they do not fit into memory. After an error or Ctrl-C
-    the same call continues.
+    the same call continues. A ``generate`` that speculates meanwhile, on another thread, ends with PoolClosedError.
     """
     check_model(model)
     if not _is_patched(model):
