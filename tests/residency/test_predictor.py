@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,17 @@ def test_the_command_fits_and_prints_the_gain(
     assert main(["routing", "fit", *arguments, "--tokens", "2000", "--text", *files]) == 0
     printed = capsys.readouterr().out
     assert "routers, 4" in printed and "fitted, 8" in printed and "Use it with MeshConfig(prefetch=" in printed
+    # Another file is left as it is, and an earlier predictor is replaced.
+    weights = shutil.copy(mesh_tiny / "model.safetensors", tmp_path)
+    arguments += ["--tokens", "700", "--text", *files]
+    for other in (files[0], weights):
+        before = Path(other).read_bytes()
+        assert main(["routing", "fit", *arguments, "--out", other]) == 2
+        assert f"{other} exists and is no earlier output of this kind" in capsys.readouterr().err
+        assert Path(other).read_bytes() == before
+    before = out.read_bytes()
+    assert main(["routing", "fit", *arguments]) == 0
+    assert out.read_bytes() != before
     _generate(mesh_tiny, prefetch=out)
 
 

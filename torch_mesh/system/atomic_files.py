@@ -58,7 +58,8 @@ def check_new_file(path: str | os.PathLike[str]) -> None:
 
 
 def check_results(*results: tuple[str | None, str]) -> None:
-    """``check_new_file`` for the outputs of a command, each with the beginning that such a file has.
+    """``check_new_file`` for the outputs of a command, each with the beginning that such a file has, or that it has
+    behind the 8 bytes with which a safetensors file starts.
 
     Raises ValueError for a file that begins otherwise, since it may be an input that a shell's pattern matched, and for
     one file that is named twice.
@@ -76,7 +77,7 @@ def check_results(*results: tuple[str | None, str]) -> None:
         named.add(real)
         if os.path.isfile(path) and os.path.getsize(path):
             with open(path, "rb") as file:
-                if file.read(len(beginning)) != beginning.encode():
+                if beginning.encode() not in file.read(8 + len(beginning)):
                     raise ValueError(f"{path} exists and is no earlier output of this kind: name another file")
 
 

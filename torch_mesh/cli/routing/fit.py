@@ -13,7 +13,7 @@ from rich.table import Table
 from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive
 from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents, token_sequences
 from torch_mesh.store.hub import local_folder
-from torch_mesh.system.atomic_files import check_new_file
+from torch_mesh.system.atomic_files import check_results
 
 if TYPE_CHECKING:
     from torch_mesh.prefetch.predictor import Recall
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from torch_mesh.prefetch.predictor import fit, recall, save_predictor
+    from torch_mesh.prefetch.predictor import FORMAT, fit, recall, save_predictor
 
     config = given_config(arguments)
-    check_new_file(arguments.out)
+    check_results((arguments.out, f'{{"__metadata__":{{"format":"{FORMAT}"'))
     documents = read_documents(arguments.text)
     folder = local_folder(arguments.model)
     sequences = token_sequences(open_tokenizer(folder), documents, arguments.length, arguments.tokens)
