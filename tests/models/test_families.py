@@ -108,7 +108,9 @@ def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> 
     for layer in layers:
         router = find_router(model, layer)
         if router is None:
-            assert router_unsupported_reason(model, layer) in {adapter.why_none for adapter in ROUTERS.values()} - {""}
+            assert router_unsupported_reason(model, layer) in {
+                adapter.unsupported_reason for adapter in ROUTERS.values()
+            } - {""}
             continue
         assert router.weight.shape == (layer.num_experts, layer.hidden)
         if layer.module in recorder.calls:

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from torch_mesh.planning.formats import why_no_choice
+    from torch_mesh.planning.formats import comparison_unsupported_reason
     from torch_mesh.planning.machine import measure_formats, measure_speeds
     from torch_mesh.planning.plan import plan
     from torch_mesh.planning.sizes import find_sizes
@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         speeds = measure_speeds(sizes, config, disk=arguments.disk_speed, memory=arguments.memory_speed)
         training = None
         formats = {}
-        no_choice = why_no_choice(
+        no_choice = comparison_unsupported_reason(
             folder, sizes, config, hit_rate=arguments.hit_rate, card=card is not None, ranks=arguments.ranks
         )
         if speeds is None:

@@ -102,7 +102,7 @@ class RouterAdapter:
     matrix: str = ""
     experts_norm: str | None = None
     scoring: str = "sigmoid"
-    why_none: str = ""
+    unsupported_reason: str = ""
 
 
 _GEMMA_ROUTER = RouterAdapter(matrix="proj", experts_norm="pre_feedforward_layernorm_2")
@@ -111,7 +111,7 @@ _GEMMA_ROUTER = RouterAdapter(matrix="proj", experts_norm="pre_feedforward_layer
 # hidden].
 ROUTERS: dict[str, RouterAdapter] = {
     "AfmoeTokenChoiceRouter": RouterAdapter(matrix="gate"),
-    "DeepseekV4HashRouter": RouterAdapter(why_none="the experts follow from the token's id"),
+    "DeepseekV4HashRouter": RouterAdapter(unsupported_reason="the experts follow from the token's id"),
     "DiffusionGemmaTextRouter": _GEMMA_ROUTER,
     "Ernie4_5_MoeTopKRouter": RouterAdapter(scoring="softmax"),
     "Ernie4_5_VLMoeMoeTopKRouter": RouterAdapter(scoring="softmax"),
@@ -120,8 +120,8 @@ ROUTERS: dict[str, RouterAdapter] = {
     "InklingTopkRouter": RouterAdapter(),
     "Kolibri1TopKRouter": RouterAdapter(scoring="logits"),
     "LongcatFlashTopkRouter": RouterAdapter(matrix="classifier", scoring="softmax"),
-    "MuseSparkTopkRouter": RouterAdapter(why_none="the router sees other hidden states than the experts"),
-    "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
+    "MuseSparkTopkRouter": RouterAdapter(unsupported_reason="the router sees other hidden states than the experts"),
+    "ZayaRouter": RouterAdapter(unsupported_reason="the router is several matrices with activations between them"),
 }
 
 # Types of models whose linear attention can continue from its state with several tokens at once. Jamba's would start
@@ -462,7 +462,9 @@ def _router(model: nn.Module, layer: ExpertsLayer) -> Router | str:
     if module is None:
         return f"no single module beside the experts has a weight of {[layer.routed_experts, layer.hidden]}"
     adapter = router_adapter(module) or RouterAdapter()
-    return adapter.why_none or _adapted(module, adapter, model.get_submodule(layer.path.rpartition(".")[0]), layer)
+    return adapter.unsupported_reason or _adapted(
+        module, adapter, model.get_submodule(layer.path.rpartition(".")[0]), layer
+    )
 
 
 def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: ExpertsLayer) -> Router | str:

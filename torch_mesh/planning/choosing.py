@@ -8,7 +8,7 @@ from rich.filesize import decimal as format_bytes
 
 from ..config import MeshConfig
 from ..validators import parse_size
-from .formats import why_no_choice
+from .formats import comparison_unsupported_reason
 from .machine import measure_formats, measure_speeds
 from .plan import plan
 from .sizes import find_sizes
@@ -32,7 +32,7 @@ def choose_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
     if config.store is not None:
         raise ValueError(f"{setting} may choose another format each time, but store= holds one: leave store out.")
     sizes = find_sizes(folder, config)
-    if reason := why_no_choice(folder, sizes, config, card=config.gpu.experts != 0):
+    if reason := comparison_unsupported_reason(folder, sizes, config, card=config.gpu.experts != 0):
         raise ValueError(f"{setting} has no choice: {reason}. Leave max_error out.")
     speeds = measure_speeds(sizes, config)
     if speeds is None:

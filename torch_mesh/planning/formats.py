@@ -126,7 +126,7 @@ def format_choices(
         )
 
 
-def why_no_choice(
+def comparison_unsupported_reason(
     folder: Path,
     sizes: Sizes,
     config: MeshConfig,

@@ -25,7 +25,15 @@ from .fitting import (
     tokens_per_chunk,
     vocabulary_stays_in_files,
 )
-from .formats import MAX_ERROR, DenseChoice, FormatChoice, dense_choices, format_choices, why_no_choice, with_chosen
+from .formats import (
+    MAX_ERROR,
+    DenseChoice,
+    FormatChoice,
+    comparison_unsupported_reason,
+    dense_choices,
+    format_choices,
+    with_chosen,
+)
 from .hit_rates import HitRate, known_or_expected
 from .ranks import RankPlan, check_ranks, divided
 from .sizes import Sizes, fallback_record_bytes, find_sizes
@@ -98,7 +106,7 @@ def plan(
 
     ``format_speeds``: bytes per second of packed experts in each format, computed for one token. With them and
     ``speeds`` the plan compares these formats, and chooses the fastest whose error of weights is at most
-    ``config.max_error``, or else 10 %. For settings without a choice see ``why_no_choice``.
+    ``config.max_error``, or else 10 %. For settings without a choice see ``comparison_unsupported_reason``.
 
     With ``lossy.fallback`` or a GPU it predicts memory only, not hits and times.
 
@@ -138,7 +146,7 @@ def plan(
     chunk_bytes = None if slots is None else (every - on_gpu if slots < every - on_gpu else 0) * sizes.expert_bytes
     seconds = _token_seconds(sizes, config, speeds, rate, shape.top_k if of_ranks is None else of_ranks.busiest)
     choices: tuple[FormatChoice, ...] = ()
-    if not why_no_choice(folder, sizes, config, hit_rate=hit_rate, card=gpu is not None, ranks=ranks):
+    if not comparison_unsupported_reason(folder, sizes, config, hit_rate=hit_rate, card=gpu is not None, ranks=ranks):
         choices = tuple(format_choices(sizes, config, available, speeds, format_speeds or {}, overlap))
     dense: tuple[DenseChoice, ...] = ()
     if gpu is None and of_ranks is None:
