@@ -106,6 +106,13 @@ def others(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.parent.iterdir() if path.name.startswith(f".{folder.name}."))
 
 
+def test_further_chat_templates_are_fetched(tmp_path: Path, hub: type[LoopbackHub], source: Path) -> None:
+    name = "additional_chat_templates/tool_use.jinja"
+    hub.files |= {name: b"a template", "original/notes.json": b"{}"}
+    folder = convert(MODEL, tmp_path / "store", "int4").store.folder
+    assert (folder / name).read_bytes() == b"a template" and not (folder / "original").exists()
+
+
 @pytest.mark.usefixtures("one_id")
 @pytest.mark.parametrize("keep_original", [False, True])
 def test_broken_connections_give_the_store_of_the_local_folder(

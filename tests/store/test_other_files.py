@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_checkpoints import save_tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_mesh import MeshConfig
 from torch_mesh.errors import StoreError
@@ -25,6 +25,7 @@ from torch_mesh.store import manifest as manifest_module
 from torch_mesh.store import unfinished
 from torch_mesh.store import verify as verify_module
 from torch_mesh.store.convert import convert
+from torch_mesh.store.dense_weights import rest_of_store
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
 from torch_mesh.store.verify import check_other_files, read_record, verify
 
@@ -213,6 +214,33 @@ def test_a_changed_tokenizer_warns_and_a_changed_readme_does_not(store: Store) -
         opened(store.folder)
     damaged = {os.path.basename(damage.file) for damage in verify(store)}
     assert damaged == {"README.md", "generation_config.json", "tokenizer.json"}
+
+
+def test_further_chat_templates_are_copied(tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = shutil.copytree(mesh_tiny, tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "TOOL {{ messages[0].content }}"}
+    tokenizer.save_pretrained(source)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished.UnfinishedStore, "_write_manifest", interrupt)
+        for weights in ("int4", "int8"):  # the second continues nothing
+            with pytest.raises(KeyboardInterrupt):
+                convert(source, tmp_path / "store", weights)
+    store = convert(source, tmp_path / "store", "int8").store
+    assert AutoTokenizer.from_pretrained(store.folder).chat_template == tokenizer.chat_template
+    copied = {file.name: b"".join(file.chunks()) for file in rest_of_store(store).others}
+    template = store.folder / "additional_chat_templates" / "tool_use.jinja"
+    assert copied["additional_chat_templates/tool_use.jinja"] == template.read_bytes()
+    assert list(verify(store)) == []
+    template.write_text("another")
+    with pytest.warns(UserWarning, match=r"additional_chat_templates/tool_use\.jinja (has|was changed)"):
+        check_other_files(store, "first")
+    (source / "additional_chat_templates" / "tool_use.jinja").unlink()
+    assert not (convert(source, tmp_path / "store", "int8", force=True).store.folder / template.parent.name).exists()
 
 
 def test_a_file_with_a_name_that_the_system_refuses_warns(store: Store) -> None:

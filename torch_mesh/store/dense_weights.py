@@ -37,7 +37,7 @@ from torch_mesh.store.journal import JOURNAL_NAME
 from torch_mesh.store.manifest import MANIFEST_NAME, OtherFile, Store, config_text, quantization_table
 from torch_mesh.store.sources import QUANTISATION_FILES
 from torch_mesh.store.sources.layout import Weight
-from torch_mesh.store.store_plan import Chunk, NewFile, Piece, StorePlan
+from torch_mesh.store.store_plan import TEMPLATES_FOLDER, Chunk, NewFile, Piece, StorePlan
 from torch_mesh.store.table_files import StoredTable, is_table_file
 
 _COPY_BYTES = 8 << 20
@@ -104,7 +104,7 @@ def rest_of_store(store: Store, codes: Sequence[NewFile] = ()) -> Rest:
         for path in weight_files(folder)
         for tensor in read_header(path).tensors.values()
     ]
-    others = [_copied(path) for path in sorted(folder.iterdir()) if _is_copied(path)]
+    others = _copied_files(folder)
     rows = [_copied_rows(folder / file.name, file) for file in store.manifest.other_files if is_table_file(file.name)]
     return Rest((folder / "config.json").read_text(encoding="utf-8"), tensors, [*others, *rows, *codes])
 
@@ -138,9 +138,7 @@ def _others_of(experts: CheckpointExperts) -> list[NewFile]:
     if is_gguf(experts.folder):
         return [_of_bytes(name, data) for name, data in tokenizer_files(experts.folder).items()]
     left_out = QUANTISATION_FILES if experts.weights else ()
-    return [
-        _copied(path) for path in sorted(experts.folder.iterdir()) if _is_copied(path) and path.name not in left_out
-    ]
+    return [file for file in _copied_files(experts.folder) if file.name not in left_out]
 
 
 def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weights: str, group_size: int) -> str:
@@ -196,6 +194,11 @@ def _configs_with_experts(
     return [config, *within(config, described)]
 
 
+def _copied_files(folder: Path) -> list[NewFile]:
+    paths = [*folder.iterdir(), *(folder / TEMPLATES_FOLDER).glob("*.jinja")]
+    return [_copied(path, path.relative_to(folder).as_posix()) for path in sorted(paths) if _is_copied(path)]
+
+
 def _is_copied(path: Path) -> bool:
     """Hidden files stay behind, and names that no manifest may have: transformers reads neither. So do files that are
     called like those of a conversion."""
@@ -218,9 +221,9 @@ def _of_bytes(name: str, data: bytes) -> NewFile:
     return NewFile(name, len(data), lambda: [data])
 
 
-def _copied(path: Path) -> NewFile:
+def _copied(path: Path, name: str) -> NewFile:
     size = path.stat().st_size
-    return NewFile(path.name, size, lambda: read_stretch(path, 0, size))
+    return NewFile(name, size, lambda: read_stretch(path, 0, size))
 
 
 def _copied_rows(path: Path, file: OtherFile) -> NewFile:

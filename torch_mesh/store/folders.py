@@ -184,7 +184,8 @@ def is_finished(folder: Path, plan: StorePlan) -> bool:
 
 
 def move_into_place(partial: Path, folder: Path) -> None:
-    _sync_folder(partial)
+    for path in (partial, *filter(is_folder, partial.iterdir())):
+        _sync_folder(path)
     if is_store(folder):
         replaced = folder.with_name(f".{folder.name}.replaced-{secrets.token_hex(4)}")
         if exchange(partial, folder):

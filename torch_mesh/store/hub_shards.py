@@ -37,7 +37,7 @@ from torch_mesh.store.hub import (
 from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.sources import method_of, own_quantisation
 from torch_mesh.store.stages import Shards
-from torch_mesh.store.store_plan import Piece
+from torch_mesh.store.store_plan import TEMPLATES_FOLDER, Piece
 
 _OUTLINE, _ORIGINAL = "outline", "original"
 _COPY_BYTES = 8 << 20
@@ -125,7 +125,8 @@ class HubShards(Shards):
         self.folder.mkdir(parents=True)
         with hub_errors(model, staging, None):
             for name in () if parts else sorted(self._files):
-                if "/" not in name and not name.startswith(".") and not is_weight_file(name):
+                is_beside = name.rpartition("/")[0] in ("", TEMPLATES_FOLDER)
+                if is_beside and not name.startswith(".") and not is_weight_file(name):
                     self._fetch_small(name)
             self._names = (
                 existing(model, parts, self._files)

@@ -25,6 +25,7 @@ from torch_mesh.store.header import (
     MAX_TENSORS,
     check_file_name,
     check_folder,
+    check_inner_name,
     encode_header,
     read_header,
     read_json_file,
@@ -460,7 +461,7 @@ def _typed_activation(table: dict[str, Any]) -> str | tuple[str, ...] | None:
 
 def _typed_record_file(path: Path, entry: dict[str, Any], record_bytes: int) -> RecordFile:
     file = RecordFile(
-        name=_file_name(path, entry),
+        name=_file_name(path, entry, check_file_name),
         bytes=_integer(entry, "bytes", 1, 1 << 60),
         data_start=_integer(entry, "data_start", ALIGNMENT, 1 << 30),
         records=_integer(entry, "records", 1, MAX_TENSORS),
@@ -472,7 +473,7 @@ def _typed_record_file(path: Path, entry: dict[str, Any], record_bytes: int) -> 
 
 def _typed_other_file(path: Path, entry: dict[str, Any]) -> OtherFile:
     file = OtherFile(
-        _file_name(path, entry),
+        _file_name(path, entry, check_inner_name),
         _integer(entry, "bytes", 0, 1 << 60),
         _hex_bytes(entry["digest"], 16).hex(),
         entry.get("checksums"),
@@ -545,6 +546,6 @@ def _hex_bytes(text: object, count: int) -> bytes:
     return bytes.fromhex(text)
 
 
-def _file_name(path: Path, entry: dict[str, Any]) -> str:
-    check_file_name(path, entry["name"], "a part of the store")
+def _file_name(path: Path, entry: dict[str, Any], check: Callable[[Path, object, str], None]) -> str:
+    check(path, entry["name"], "a part of the store")
     return entry["name"]

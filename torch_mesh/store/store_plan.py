@@ -76,10 +76,15 @@ class Packer(Protocol):
         """Returns uint8 [record_bytes]. Called from a worker thread."""
 
 
+# The subfolder in which transformers keeps the further templates of a tokenizer. A store has no other.
+TEMPLATES_FOLDER = "additional_chat_templates"
+
+
 @dataclass(frozen=True)
 class NewFile:
-    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, again at each call, on a worker thread.
-    A chunk may become invalid after the next. ``pieces``: the ranges of weight files that it reads."""
+    """A file to write beside the records, in the store's folder or in ``TEMPLATES_FOLDER`` there. ``chunks`` yields its
+    ``size`` bytes, again at each call, on a worker thread. A chunk may become invalid after the next. ``pieces``: the
+    ranges of weight files that it reads."""
 
     name: str
     size: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,16 @@ from torch_mesh.store.manifest import (
     plan_record_files,
 )
 from torch_mesh.store.stages import Stage, Streaming
-from torch_mesh.store.store_plan import Chunk, NewFile, Pack, Progress, Record, Scratch, StorePlan
+from torch_mesh.store.store_plan import (
+    TEMPLATES_FOLDER,
+    Chunk,
+    NewFile,
+    Pack,
+    Progress,
+    Record,
+    Scratch,
+    StorePlan,
+)
 from torch_mesh.system.atomic_files import FILE_MODE, new_file
 from torch_mesh.system.background import Flag, Task, TaskThreads
 
@@ -111,7 +121,9 @@ class UnfinishedStore:
         continued = {file.name for file in files} | {file.name for file, _ in self._files} | set(others)
         for path in self._folder.iterdir():
             kept = self._journal.resumed and path.name in continued and not path.is_symlink()
-            if path.name != JOURNAL_NAME and not kept:
+            if is_folder(path) and path.name == TEMPLATES_FOLDER:
+                shutil.rmtree(path)  # small files are written anew
+            elif path.name != JOURNAL_NAME and not kept:
                 if is_folder(path):
                     raise store_error(path, "is in the way: no conversion made this folder. Move it")
                 path.unlink()
@@ -170,6 +182,7 @@ class UnfinishedStore:
 
     def _write_anew(self, path: Path, file: NewFile) -> OtherFile:
         digest, checksums = hashlib.blake2b(digest_size=16), []
+        path.parent.mkdir(exist_ok=True)
         with path.open("wb", buffering=0) as stream:
             for number, block in enumerate(_blocks(file.chunks())):
                 self._stop_if_asked()
