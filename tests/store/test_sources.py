@@ -252,6 +252,20 @@ def test_blocks_that_a_matrix_cuts_off(tmp_path: Path) -> None:
     assert torch.equal(values, expected)
 
 
+def test_blocks_of_compressed_tensors_may_be_a_text(tmp_path: Path) -> None:
+    values = write_quantised(tmp_path / "raw", KINDS["fp8_blocks"]())
+    renamed = lambda name: name.replace("_scale_inv", "_scale")
+    rewrite(tmp_path / "raw", lambda tensors: [tensors.update({renamed(n): tensors.pop(n)}) for n in list(tensors)])
+    for given in ([128, 128], "128x128"):
+        weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": given}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+        change_config(tmp_path / "raw", quantization_config=quantization)
+        experts = find_checkpoint_experts(tmp_path / "raw", meta_model(read_config(tmp_path / "raw")))
+        assert weights_of_checkpoint(experts, "auto") == ("fp8", 128)
+        assert torch.equal(experts.read_expert(0, 1).down, values["model.layers.0.mlp.experts.1.down_proj.weight"])
+
+
 def test_scales_of_one_byte() -> None:
     every = scale_values({"scale": torch.arange(255, dtype=torch.uint8)})
     assert every.dtype == torch.float32

@@ -226,7 +226,8 @@ def _compressed_tensors(config: Mapping[str, Any], where: str) -> tuple[Layout, 
     schemes = [(group or {}).get("weights") or {} for group in groups.values()]
     integers = {s["num_bits"] for s in schemes if s.get("type", "int") == "int" and "num_bits" in s}
     layouts: list[Layout] = [nvfp4.CompressedTensors(), PackedMxfp4(), ScaledInt8()]
-    blocks = {tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
+    structures = [scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")]  # [8, 4] or "8x4"
+    blocks = {tuple(map(int, given.split("x"))) if isinstance(given, str) else tuple(given) for given in structures}
     block = next(iter(blocks)) if len(blocks) == 1 else None
     layouts.append(ScaledFp8(_block(block, where), powers_of_two=False))
     if integers:
