@@ -20,6 +20,7 @@ from gguf_files import Written
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torch_mesh.cli import main
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError, StoreError, UnsupportedModelError
 from torch_mesh.formats import FORMATS, GGUF_FORMATS
@@ -75,6 +76,11 @@ def test_experts_are_where_the_file_has_them(written: Callable[..., Written]) ->
         for layer, expert, part in itertools.product(range(2), range(4), ("gate", "up", "down")):
             own = made.tensors[f"blk.{layer}.ffn_{part}_exps.weight"][expert]
             assert np.array_equal(getattr(experts.read_expert(layer, expert), part).numpy(), own)
+
+
+def test_a_store_may_be_called_like_a_gguf_file(written: Callable[..., Written], tmp_path: Path) -> None:
+    store = str(convert(written("qwen3moe").path, tmp_path / "store.gguf", "int4").store.folder)
+    assert main(["inspect", store]) == main(["inspect", "--verify", store]) == main(["plan", store]) == 0
 
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])

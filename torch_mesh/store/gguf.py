@@ -104,7 +104,8 @@ def keys_within(metadata: Mapping[str, Any], group: str) -> dict[str, Any]:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    return os.fspath(path).lower().endswith(SUFFIX)
+    """Whether ``path`` is called like a GGUF file, here or on the hub, and is no folder."""
+    return os.fspath(path).lower().endswith(SUFFIX) and not os.path.isdir(path)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Gguf:
