@@ -131,6 +131,19 @@ def test_a_killed_run_can_be_resumed(folder: Path, paths: tuple[Path, Path]) -> 
     assert answers.read_bytes().startswith(before) and len(_read(answers)) == 12
 
 
+def test_an_interrupted_run_says_how_to_continue_and_nothing_else(folder: Path, paths: tuple[Path, Path]) -> None:
+    requests, answers = paths
+    _write(requests, [_line(f"{tokens}", prompt="In the beginning", max_tokens=tokens) for tokens in (2, 1500, 1501)])
+    running = warm.start_command("run", folder, requests, answers, "--at-once", "2", "--resident", "0.3")
+    while running.poll() is None and not (answers.exists() and answers.stat().st_size):
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate()
+    assert running.returncode == 130, errors
+    assert "Traceback" not in errors and "Error" not in errors
+    assert errors.splitlines()[-1] == "torch-mesh: interrupted: repeat the command to continue"
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "no JSON"),
     "a list": ([1], "no JSON object"),

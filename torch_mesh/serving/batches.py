@@ -47,6 +47,8 @@ class Batches(Engine):
         configured: the given options of transformers' ``ContinuousBatchingConfig``.
     """
 
+    _STOP_SECONDS = 2.0  # how long ``stop`` waits for a forward
+
     def __init__(self, kept: Any, tokenizer: Any, configured: dict[str, Any]) -> None:
         super().__init__(kept, tokenizer, compiled=True)  # forwards mix prompts and steps
         self._configured = configured
@@ -184,7 +186,7 @@ class Batches(Engine):
         """The caller holds ``_starting``."""
         if self._manager is not None:
             # Cancelled requests leave a forward running, which uses the model's attention and the blocks.
-            self._manager.stop(block=True, timeout=2 if self._stopping else None)
+            self._manager.stop(block=True, timeout=self._STOP_SECONDS if self._stopping else None)
             self._manager = None
 
     def _capacity(self, job: Job) -> int:

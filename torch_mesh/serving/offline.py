@@ -39,6 +39,7 @@ _ANSWER_ID = "batch_req_"
 _LINE_START = f'{{"id": "{_ANSWER_ID}'.encode()  # of each line that _write writes
 _MAX_NAMED = 5  # an error names at most this many mistakes
 _PAGE = 256  # default for the tokens of a block of transformers' continuous batching
+_STOP_SECONDS = 60.0  # how long an interrupted run waits for its forward
 _MAX_ROWS = 4096  # rows of a forward: transformers makes a mask of each row with every key
 # The sampling options, which all sequences of a batch share.
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "generation_config")
@@ -165,6 +166,8 @@ class _SizedBatches(Batches):
     """Batches with blocks and forwards sized for the jobs that are computed at once. By default transformers takes all
     free memory."""
 
+    _STOP_SECONDS = _STOP_SECONDS
+
     def __init__(self, kept: KeptKeys, tokenizer: Any, configured: dict[str, Any], at_once: int) -> None:
         super().__init__(kept, tokenizer, configured)
         self._at_once = at_once
@@ -228,7 +231,7 @@ def open_service(model: str, config: MeshConfig, given: Mapping[str, Any], at_on
         yield Service(source.name, found, prompts, engine, batches=batches)
     finally:
         engine.stop()
-        engine.worker.stop(timeout=60.0)
+        engine.worker.stop(timeout=_STOP_SECONDS)
 
 
 def check(service: Service, requests: Sequence[Request], path: Path) -> None:
@@ -270,8 +273,12 @@ async def answer(
                 done, failed = done + 1, failed + (status != 200)
                 progress(done, len(requests))
 
-        async with running(*(work() for _ in range(min(at_once, len(requests))))) as tasks:
-            await asyncio.gather(*tasks)
+        try:
+            async with running(*(work() for _ in range(min(at_once, len(requests))))) as tasks:
+                await asyncio.gather(*tasks)
+        finally:
+            # Before the loop ends: a forward that still runs delivers its tokens to it.
+            await asyncio.to_thread(service.engine.stop)
     return failed
 
 
