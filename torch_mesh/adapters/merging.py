@@ -63,8 +63,9 @@ def merge(
 
     ``base`` is a checkpoint's folder, a GGUF file, a converted folder, or a model id on the hub, with ``revision`` and
     ``token``. ``weights`` and ``group_size`` set the experts' format; 'auto' keeps the base's. A base in the format
-    ``weights`` keeps its group size unless one is given. Sums are fp32 and rounded once; experts without an adapter are
-    copied unchanged. After an interruption the same call continues.
+    ``weights`` keeps its group size unless one is given. Sums are fp32 and rounded once. Weights of a quantised base
+    outside the experts are rounded to its dtype before, as in a model that is opened and trained. Experts without an
+    adapter are copied unchanged. After an interruption the same call continues.
 
     Raises ``StoreError`` for an adapter that does not fit the base, cannot be merged or has unused parts, and as
     ``torch-mesh convert`` does; ``ValueError`` for formats that nothing can be rounded to.
