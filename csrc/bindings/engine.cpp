@@ -40,9 +40,8 @@ int32_t torch_threads() { return std::min(at::get_num_threads(), kMaxThreads); }
 // Throws Error(kInvalid) below 1 ms (0 if `none_allowed`) and above kMaxTimeout.
 double seconds_from(double seconds, const char* name, bool none_allowed) {
   if (seconds >= (none_allowed ? 0 : 1e-3) && seconds <= kMaxTimeout) return seconds;
-  invalid(std::string(name) + " is " + std::to_string(seconds) +
-          " seconds; allowed: " + (none_allowed ? "0" : "0.001") + " to " +
-          std::to_string(static_cast<int64_t>(kMaxTimeout)));  // also for NaN
+  throw_invalid(name, " is ", seconds, " seconds; allowed: ", none_allowed ? "0" : "0.001", " to ",
+                static_cast<int64_t>(kMaxTimeout));  // also for NaN
 }
 
 std::chrono::milliseconds milliseconds_from(double seconds, const char* name, bool none_allowed) {
@@ -54,7 +53,7 @@ Verify verify_from(const std::string& name) {
   if (name == "first") return Verify::kFirst;
   if (name == "always") return Verify::kAlways;
   if (name == "never") return Verify::kNever;
-  invalid("verify is '" + name + "'; allowed: 'first', 'always', 'never'");
+  throw_invalid("verify is '", name, "'; allowed: 'first', 'always', 'never'");
 }
 
 std::vector<RecordLayout> layouts_from(Keywords& given) {
@@ -75,7 +74,7 @@ EngineOptions engine_options_from(Keywords& given) {
   if (const auto names = given.take<std::optional<Names>>("activation")) {
     const auto* of_all = std::get_if<std::string>(&*names);
     const auto of_each = of_all ? std::vector{*of_all} : std::get<std::vector<std::string>>(*names);
-    if (of_each.empty()) invalid("activation is an empty list; allowed: one for each layer");
+    if (of_each.empty()) throw_invalid("activation is an empty list; allowed: one for each layer");
     for (const std::string& name : of_each) {
       options.activations.push_back(activation_from_name(name));
     }
@@ -115,9 +114,9 @@ void borrow(const std::string& path, const Source& source, const Runtime& runtim
   pool.loan = std::make_shared<Loan>(path, source, pool.record_bytes, pool.timeout, runtime);
   pool.slots = pool.loan->slots();
   if (pool.slots >= pool.min_slots) return;
-  invalid("the pool at " + path + " lends each worker " + std::to_string(pool.slots) +
-          " experts, and a token of this model needs " + std::to_string(pool.min_slots) +
-          "; start torch-mesh share with a larger --resident or fewer --workers");
+  throw_invalid("the pool at ", path, " lends each worker ", pool.slots,
+                " experts, and a token of this model needs ", pool.min_slots,
+                "; start torch-mesh share with a larger --resident or fewer --workers");
 }
 
 // -- queries --------------------------------------------------------------------------------------
@@ -240,9 +239,8 @@ ByteArray read_record(const PyEngine& self, int32_t layer, int32_t expert) {
   self.look([&](Engine& engine) {
     const Pool& pool = engine.pool();
     if (layer < 0 || layer >= pool.layers() || expert < 0 || expert >= pool.experts()) {
-      invalid("layer " + std::to_string(layer) + ", expert " + std::to_string(expert) +
-              " is outside [0, " + std::to_string(pool.layers()) + ") x [0, " +
-              std::to_string(pool.experts()) + ")");
+      throw_invalid("layer ", layer, ", expert ", expert, " is outside [0, ", pool.layers(),
+                    ") x [0, ", pool.experts(), ")");
     }
     engine.visit(layer, {&expert, 1},
                  [&](int32_t, const std::byte* record) { std::memcpy(to, record, bytes); });
@@ -296,7 +294,7 @@ std::chrono::milliseconds timeout_from(double seconds) {
 
 void read_by(const std::string& io, ReaderOptions& reader) {
   if (io == "mmap") {
-    invalid("io='mmap' is no more; io='buffered' reads through the page cache into the pool");
+    throw_invalid("io='mmap' is no more; io='buffered' reads through the page cache into the pool");
   }
   reader.direct = io != "buffered";
   reader.backend = reader.direct ? io : "auto";
@@ -306,7 +304,7 @@ PrefillWindow prefill_from(const std::string& name) {
   if (name == "auto") return PrefillWindow::kAuto;
   if (name == "window") return PrefillWindow::kAlways;
   if (name == "off") return PrefillWindow::kNever;
-  invalid("prefill is '" + name + "'; allowed: 'auto', 'window', 'off'");
+  throw_invalid("prefill is '", name, "'; allowed: 'auto', 'window', 'off'");
 }
 
 PyEngine::PyEngine(const py::kwargs& options) {
@@ -324,7 +322,9 @@ PyEngine::PyEngine(const py::kwargs& options) {
   check(engine, runtime, layers);
   Owned<Pool> made;
   if (lender) {
-    if (source == nullptr) invalid("a pool that is lent slots needs the source of its records");
+    if (source == nullptr) {
+      throw_invalid("a pool that is lent slots needs the source of its records");
+    }
     borrow(*lender, source->source, runtime, pool);
   }
   if (source == nullptr) {
@@ -332,9 +332,8 @@ PyEngine::PyEngine(const py::kwargs& options) {
   } else {
     const Source& records = source->source;
     if (records.layers != layers || records.experts != experts) {
-      invalid("the source has " + std::to_string(records.layers) + " layers of " +
-              std::to_string(records.experts) + " experts; the model " + std::to_string(layers) +
-              " of " + std::to_string(experts));
+      throw_invalid("the source has ", records.layers, " layers of ", records.experts,
+                    " experts; the model ", layers, " of ", experts);
     }
     made = make_owned<Pool>(pool, runtime, records, source->packing(engine));
   }
@@ -363,7 +362,8 @@ bool PyEngine::wait_for_forwards(int32_t layer, int64_t forwards, double patienc
 void PyEngine::close(bool wait) {
   if (live_ != nullptr) {
     if (live_->engine->pool().lent()) {
-      invalid("this engine lends its slots, and their borrowers keep it; close its Lender first");
+      throw_invalid(
+          "this engine lends its slots, and their borrowers keep it; close its Lender first");
     }
     freeing_ = live_->freeing;
     timeout_ = live_->engine->pool().timeout();

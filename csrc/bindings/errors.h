@@ -4,7 +4,6 @@
 #include <pybind11/pytypes.h>
 
 #include <new>
-#include <string>
 #include <utility>
 
 #include "base/error.h"
@@ -42,9 +41,5 @@ constexpr auto op = &PythonErrors<function>::call;
 
 // Returns the Python exception for `error` without raising it.
 pybind11::object exception_of(const Error& error);
-
-[[noreturn]] inline void invalid(const std::string& message) {
-  throw Error(ErrorKind::kInvalid, message);
-}
 
 }  // namespace torch_mesh

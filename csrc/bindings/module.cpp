@@ -80,7 +80,7 @@ std::map<std::string, int64_t> record_layout(const RecordLayout& layout) {
 }
 
 int32_t chunk_tokens(const RecordLayout& layout, int32_t top_k, int64_t workspace) {
-  if (top_k < 1 || workspace < 1) invalid("top_k and workspace must be 1 or more");
+  if (top_k < 1 || workspace < 1) throw_invalid("top_k and workspace must be 1 or more");
   const ExpertFfn ffn(layout, Activation::kSilu, torch_runtime(), kernel_table());
   return tokens_per_chunk(ffn, layout, top_k, workspace);
 }
@@ -95,7 +95,9 @@ uint64_t checksum(const py::bytes& store_id, int32_t layer, int32_t expert,
                   const py::buffer& record) {
   const std::array<uint8_t, 16> id = store_id_from(store_id);
   const py::buffer_info info = record.request();
-  if (!PyBuffer_IsContiguous(info.view(), 'C')) invalid("the record must be contiguous bytes");
+  if (!PyBuffer_IsContiguous(info.view(), 'C')) {
+    throw_invalid("the record must be contiguous bytes");
+  }
   py::gil_scoped_release released;
   return record_checksum(id, layer, expert, static_cast<const std::byte*>(info.ptr),
                          info.size * info.itemsize);

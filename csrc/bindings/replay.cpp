@@ -28,7 +28,7 @@ std::span<const T> span_of(const Array<T>& array) {
 
 int32_t dimension(const py::array& array, int axis) {
   const py::ssize_t size = array.shape(axis);
-  if (size > INT32_MAX) throw Error(ErrorKind::kInvalid, "a trace of 2^31 tokens or more");
+  if (size > INT32_MAX) throw_invalid("a trace of 2^31 tokens or more");
   return static_cast<int32_t>(size);
 }
 
@@ -126,7 +126,7 @@ RoutingTrace trace_of(const Array<int32_t>& ids, const Arguments& given, int32_t
 }
 
 py::dict replay_trace(const Array<int32_t>& ids, const py::kwargs& arguments) {
-  if (ids.ndim() != 3) throw Error(ErrorKind::kInvalid, "ids must be [tokens, layers, top_k]");
+  if (ids.ndim() != 3) throw_invalid("ids must be [tokens, layers, top_k]");
   const Arguments given(Keywords("replay()", arguments), /*ranks=*/false);
   const RoutingTrace trace = trace_of(ids, given, 0, 1);
   ReplayResult result;
@@ -140,16 +140,14 @@ py::dict replay_trace(const Array<int32_t>& ids, const py::kwargs& arguments) {
 py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchange_seconds,
                          const py::kwargs& arguments) {
   if (ids.ndim() != 4 || ids.shape(0) < 1) {
-    throw Error(ErrorKind::kInvalid,
-                "ids must be [ranks, tokens, layers, top_k], of a rank or more");
+    throw_invalid("ids must be [ranks, tokens, layers, top_k], of a rank or more");
   }
   const Arguments given(Keywords("replay_ranks()", arguments), /*ranks=*/true);
   const int32_t ranks = dimension(ids, 0);
   for (const auto& [name, scores] :
        {std::pair("scores", &given.scores), std::pair("lookahead", &given.lookahead)}) {
     if (*scores && ((*scores)->ndim() != 4 || (*scores)->shape(0) != ranks)) {
-      throw Error(ErrorKind::kInvalid,
-                  std::string(name) + " must be [ranks, tokens, layers, experts]");
+      throw_invalid(name, " must be [ranks, tokens, layers, experts]");
     }
   }
   std::vector<RoutingTrace> traces;

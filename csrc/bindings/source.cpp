@@ -32,8 +32,7 @@ T number(const py::dict& table, const char* name, T otherwise) {
 RawPlace place_from(const py::dict& table, int32_t pieces) {
   const RawPlace place{table["piece"].cast<int32_t>(), table["offset"].cast<int64_t>()};
   if (place.piece < 0 || place.piece >= pieces) {
-    invalid("raw_views names piece " + std::to_string(place.piece) + "; there are " +
-            std::to_string(pieces));
+    throw_invalid("raw_views names piece ", place.piece, "; there are ", pieces);
   }
   return place;
 }
@@ -43,7 +42,8 @@ CodeOrder order_from(const std::string& name) {
   if (name == "pairs") return CodeOrder::kPairs;
   if (name == "halves") return CodeOrder::kHalves;
   if (name == "blocks") return CodeOrder::kBlocks;
-  invalid("the order of codes is '" + name + "'; allowed: 'bytes', 'pairs', 'halves', 'blocks'");
+  throw_invalid("the order of codes is '", name,
+                "'; allowed: 'bytes', 'pairs', 'halves', 'blocks'");
 }
 
 ScaleType scale_type_from(const std::string& name) {
@@ -52,7 +52,7 @@ ScaleType scale_type_from(const std::string& name) {
   if (name == "fp32") return ScaleType::kFp32;
   if (name == "e8m0") return ScaleType::kE8m0;
   if (name == "e4m3") return ScaleType::kE4m3;
-  invalid("the scales are '" + name + "'; allowed: 'bf16', 'fp16', 'fp32', 'e8m0', 'e4m3'");
+  throw_invalid("the scales are '", name, "'; allowed: 'bf16', 'fp16', 'fp32', 'e8m0', 'e4m3'");
 }
 
 RawCodes codes_from(const py::dict& table, int32_t pieces) {
@@ -76,10 +76,9 @@ RawCodes codes_from(const py::dict& table, int32_t pieces) {
   constexpr int32_t kMaxRows = 1 << 20;
   if (view.run < 2 || view.first_row < 0 || view.first_row > kMaxRows || view.scales.rows < 1 ||
       view.scales.columns < 1) {
-    invalid("codes in runs of " + std::to_string(view.run) + " from row " +
-            std::to_string(view.first_row) + " with scales for " +
-            std::to_string(view.scales.rows) + " x " + std::to_string(view.scales.columns) +
-            " weights; allowed: runs of 2 or more, rows from 0, scales for 1 x 1 or more");
+    throw_invalid("codes in runs of ", view.run, " from row ", view.first_row, " with scales for ",
+                  view.scales.rows, " x ", view.scales.columns,
+                  " weights; allowed: runs of 2 or more, rows from 0, scales for 1 x 1 or more");
   }
   const auto optional = [&](const char* name) {
     return table.contains(name) ? place_from(table[name].cast<py::dict>(), pieces) : RawPlace{};
@@ -106,7 +105,7 @@ RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t
   for (const auto& [key, value] : views) {
     const auto name = key.cast<std::string>();
     const auto found = known.find(name);
-    if (found == known.end()) invalid("raw_views has no matrix named '" + name + "'");
+    if (found == known.end()) throw_invalid("raw_views has no matrix named '", name, "'");
     const auto [floats, codes] = found->second;
     const auto table = value.cast<py::dict>();
     if (codes != nullptr && table.contains("order")) {
@@ -116,7 +115,7 @@ RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t
     }
     RawPlace place = place_from(table, pieces);
     if (place.offset < 0 || place.offset > std::numeric_limits<int64_t>::max() / 4) {
-      invalid("raw_views['" + name + "'] has a negative offset or one beyond any file");
+      throw_invalid("raw_views['", name, "'] has a negative offset or one beyond any file");
     }
     place.offset *= scalar_bytes(result.type);
     *floats = {place, table["row_stride"].cast<int64_t>(), table["column_stride"].cast<int64_t>()};
@@ -129,18 +128,17 @@ std::vector<int32_t> views_of_experts(const std::optional<Int64Array>& given, co
                                       size_t count) {
   const auto experts = static_cast<size_t>(source.layers) * static_cast<size_t>(source.experts);
   if (!given) {
-    if (count != 1) invalid("several raw_views need raw_views_of, which says whose each is");
+    if (count != 1) throw_invalid("several raw_views need raw_views_of, which says whose each is");
     return std::vector<int32_t>(experts, 0);
   }
   if (given->ndim() != 2 || given->shape(0) != source.layers || given->shape(1) != source.experts) {
-    invalid("raw_views_of must be int64 [layers, experts]");
+    throw_invalid("raw_views_of must be int64 [layers, experts]");
   }
   std::vector<int32_t> result;
   result.reserve(experts);
   for (const int64_t index : std::span(given->data(), experts)) {
     if (index < 0 || index >= static_cast<int64_t>(count)) {
-      invalid("raw_views_of names " + std::to_string(index) + "; there are " +
-              std::to_string(count) + " raw_views");
+      throw_invalid("raw_views_of names ", index, "; there are ", count, " raw_views");
     }
     result.push_back(static_cast<int32_t>(index));
   }
@@ -155,8 +153,7 @@ PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
                      int32_t routed_experts) {
   if (extents.ndim() != 4 || extents.shape(3) != 3 || extents.shape(2) < 1 ||
       extents.shape(2) > kMaxPieces) {
-    invalid("extents must be int64 [layers, experts, pieces (1 to " + std::to_string(kMaxPieces) +
-            "), 3]");
+    throw_invalid("extents must be int64 [layers, experts, pieces (1 to ", kMaxPieces, "), 3]");
   }
   PySource result;
   Source& source = result.source;
@@ -173,14 +170,13 @@ PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
   for (py::ssize_t i = 0; i < extents.size() / 3; ++i, at += 3) {
     // A number beyond int32 must not wrap into a valid index.
     if (at[0] < 0 || at[0] >= static_cast<int64_t>(files.size())) {
-      invalid("an extent names file " + std::to_string(at[0]) + " of " +
-              std::to_string(files.size()));
+      throw_invalid("an extent names file ", at[0], " of ", files.size());
     }
     source.extents.push_back(Extent{static_cast<int32_t>(at[0]), at[1], at[2]});
   }
   if (checksums) source.checksums.assign(checksums->data(), checksums->data() + checksums->size());
   if (raw_dtype) {
-    if (!raw_views || raw_views->empty()) invalid("a raw source needs raw_views");
+    if (!raw_views || raw_views->empty()) throw_invalid("a raw source needs raw_views");
     for (const py::dict& views : *raw_views) {
       result.views.push_back(raw_views_from(*raw_dtype, views, source.pieces));
     }
@@ -198,7 +194,7 @@ struct Range {
   __int128 end;
 
   Range(const char* name_, const RawPlace& place) : name(name_), piece(place.piece) {
-    if (piece < 0) invalid(std::string("raw_views lacks '") + name + "'");
+    if (piece < 0) throw_invalid("raw_views lacks '", name, "'");
     end = place.offset;
     negative_ = place.offset < 0;
   }
@@ -209,12 +205,12 @@ struct Range {
   }
   void within(std::span<const int64_t> piece_bytes) const {
     if (negative_) {
-      invalid(std::string("raw_views['") + name + "'] has a negative offset or stride");
+      throw_invalid("raw_views['", name, "'] has a negative offset or stride");
     }
     const int64_t have = piece_bytes[static_cast<size_t>(piece)];
     if (end <= have) return;
-    invalid(std::string("'") + name + "' has " + std::to_string(have) +
-            " bytes on disk; its shape needs " + std::to_string(static_cast<int64_t>(end)));
+    throw_invalid("'", name, "' has ", have, " bytes on disk; its shape needs ",
+                  static_cast<int64_t>(end));
   }
 
  private:
@@ -227,8 +223,7 @@ void check_floats(const RawView& view, ScalarType type, int64_t rows, int64_t co
   const int64_t most = std::numeric_limits<int64_t>::max() / bytes;
   for (const int64_t stride : {view.row_stride, view.column_stride}) {
     if (stride < 0 || stride > most) {
-      invalid(std::string("raw_views['") + name +
-              "'] has a negative stride or one beyond any file");
+      throw_invalid("raw_views['", name, "'] has a negative stride or one beyond any file");
     }
   }
   Range(name, view.place)
@@ -242,8 +237,8 @@ void check_codes(const RawCodes& codes, Format format, int64_t rows, int64_t col
                  const char* name, std::span<const int64_t> piece_bytes) {
   const CodesView& view = codes.view;
   if (is_gguf(format) != (view.order == CodeOrder::kBlocks)) {
-    invalid(std::string("raw_views['") + name + "'] has " +
-            (is_gguf(format) ? "no blocks of " : "blocks of GGUF for ") + format_name(format));
+    throw_invalid("raw_views['", name, "'] has ",
+                  is_gguf(format) ? "no blocks of " : "blocks of GGUF for ", format_name(format));
   }
   if (is_gguf(format)) {
     const GgufType type = gguf_type(format);
@@ -257,8 +252,8 @@ void check_codes(const RawCodes& codes, Format format, int64_t rows, int64_t col
   // depends on the length of the whole run.
   const int64_t whole = view.order == CodeOrder::kBytes ? view.run : view.run / 2;
   if (columns > view.run && view.run_bytes < whole) {
-    invalid(std::string("raw_views['") + name + "'] has runs of " + std::to_string(whole) +
-            " bytes, " + std::to_string(view.run_bytes) + " apart");
+    throw_invalid("raw_views['", name, "'] has runs of ", whole, " bytes, ", view.run_bytes,
+                  " apart");
   }
   const int64_t last = (columns - 1) % view.run + 1;
   const int64_t last_bytes = view.order == CodeOrder::kBytes   ? last
@@ -304,14 +299,14 @@ ScalarType scalar_type_from(const std::string& what, const std::string& name) {
   if (name == "bf16") return ScalarType::kBf16;
   if (name == "fp16") return ScalarType::kFloat16;
   if (name == "fp32") return ScalarType::kFloat32;
-  invalid(what + " is '" + name + "'; allowed: 'bf16', 'fp16', 'fp32'");
+  throw_invalid(what, " is '", name, "'; allowed: 'bf16', 'fp16', 'fp32'");
 }
 
 std::array<uint8_t, 16> store_id_from(const py::bytes& bytes) {
   const std::string_view view = bytes;
   std::array<uint8_t, 16> id{};
   if (view.size() != id.size()) {
-    invalid("store_id has " + std::to_string(view.size()) + " bytes; allowed: 16");
+    throw_invalid("store_id has ", view.size(), " bytes; allowed: 16");
   }
   std::memcpy(id.data(), view.data(), id.size());
   return id;
@@ -374,8 +369,7 @@ PackRecord PySource::packing(const EngineOptions& engine) const {
       try {
         views[views_of[layer * source.experts + expert]].check(engine.layout_of(layer), bytes);
       } catch (const Error& error) {
-        invalid("layer " + std::to_string(layer) + ", expert " +
-                std::to_string(source.number(expert)) + ": " + error.what());
+        throw_invalid("layer ", layer, ", expert ", source.number(expert), ": ", error.what());
       }
     }
   }
@@ -401,7 +395,7 @@ py::bytearray pack_raw(const std::vector<py::buffer>& buffers, const std::string
   for (const py::buffer& buffer : buffers) {
     const py::buffer_info& info = infos.emplace_back(buffer.request());
     if (info.itemsize != 1 || info.ndim != 1 || (info.size > 1 && info.strides[0] != 1)) {
-      invalid("pieces must be contiguous buffers of bytes");
+      throw_invalid("pieces must be contiguous buffers of bytes");
     }
     pieces.push_back(static_cast<const std::byte*>(info.ptr));
     bytes.push_back(info.size);

@@ -122,8 +122,7 @@ py::dict description(const PyTables& self) {
 Bytes padded_rows(const py::bytes& salt, int64_t first_row, int64_t row_bytes, const Bytes& rows) {
   const std::array<uint8_t, 16> id = store_id_from(salt);
   if (row_bytes < 1 || rows.size() % row_bytes != 0) {
-    invalid(std::to_string(rows.size()) + " bytes are not whole rows of " +
-            std::to_string(row_bytes));
+    throw_invalid(rows.size(), " bytes are not whole rows of ", row_bytes);
   }
   Bytes padded(rows.size() / row_bytes * padded_row_bytes(row_bytes));
   const std::span from(reinterpret_cast<const std::byte*>(rows.data()),
@@ -137,7 +136,7 @@ Bytes padded_rows(const py::bytes& salt, int64_t first_row, int64_t row_bytes, c
 
 Bytes coded_rows(const std::string& weights, int64_t first_row, const Floats& values) {
   const Format format = format_from_name(weights);
-  if (values.ndim() != 2) invalid("rows of values have two dimensions");
+  if (values.ndim() != 2) throw_invalid("rows of values have two dimensions");
   const int64_t rows = values.shape(0), dim = values.shape(1);
   const int64_t row_bytes = coded_row_bytes(format, dim);
   Bytes coded({rows, row_bytes});
@@ -146,8 +145,8 @@ Bytes coded_rows(const std::string& weights, int64_t first_row, const Floats& va
   const py::gil_scoped_release released;
   for (int64_t row = 0; row < rows; ++row) {
     if (!encode_row(format, from.subspan(row * dim, dim), to + row * row_bytes)) {
-      invalid("row " + std::to_string(first_row + row) + " has a value that is not finite, and " +
-              weights + " has no code for it");
+      throw_invalid("row ", first_row + row, " has a value that is not finite, and ", weights,
+                    " has no code for it");
     }
   }
   return coded;

@@ -20,11 +20,10 @@ constexpr std::pair<std::string_view, Activation> kNamed[] = {
 };
 
 [[noreturn]] void unknown(std::string_view name, std::string_view why) {
-  throw Error(ErrorKind::kInvalid,
-              "unknown activation \"" + std::string(name) + "\"" + std::string(why) +
-                  "; there are \"silu\", \"gelu\", \"gelu_tanh\", \"relu2\", "
-                  "\"swiglu(alpha=1,offset=0,gate=10,up=10)\" and \"softcap(gate=4,up=25)\" with "
-                  "their parameters, and \"swigluoai\"");
+  throw_invalid("unknown activation \"", name, "\"", why,
+                "; there are \"silu\", \"gelu\", \"gelu_tanh\", \"relu2\", "
+                "\"swiglu(alpha=1,offset=0,gate=10,up=10)\" and \"softcap(gate=4,up=25)\" with "
+                "their parameters, and \"swigluoai\"");
 }
 
 // nullptr where the kind has no parameter of that name.

@@ -92,9 +92,8 @@ const KernelTable& kernel_table(std::string_view name) {
   for (const Candidate& candidate : kCandidates) {
     if (candidate.table->name == name && candidate.runs()) return *candidate.table;
   }
-  throw Error(ErrorKind::kInvalid, "no kernels for the instruction set \"" + std::string(name) +
-                                       "\" (TORCH_MESH_ISA); this processor runs " +
-                                       list(kernel_tables()));
+  throw_invalid("no kernels for the instruction set \"", name,
+                "\" (TORCH_MESH_ISA); this processor runs ", list(kernel_tables()));
 }
 
 std::vector<std::string_view> kernel_tables() {

@@ -76,9 +76,9 @@ ExpertFfn::ExpertFfn(const RecordLayout& layout, const Activation& activation,
                      const Runtime& runtime, const KernelTable& table)
     : layout_(layout), activation_(activation), runtime_(runtime), table_(table) {
   if (activation.needs_gate() && !layout.gated) {
-    throw Error(ErrorKind::kInvalid,
-                "\"swiglu\", \"swigluoai\" and \"softcap\" combine gate and up, and these experts "
-                "have no gate; allowed there: \"silu\", \"gelu\", \"gelu_tanh\", \"relu2\"");
+    throw_invalid(
+        "\"swiglu\", \"swigluoai\" and \"softcap\" combine gate and up, and these experts "
+        "have no gate; allowed there: \"silu\", \"gelu\", \"gelu_tanh\", \"relu2\"");
   }
 }
 

@@ -97,9 +97,9 @@ void pack_bias(const KernelTable& table, const MatrixView& view, int32_t count, 
 template <typename View>
 void check_present(const char* name, const View& view, bool wanted) {
   if ((view.data != nullptr) == wanted) return;
-  throw Error(ErrorKind::kInvalid, std::string("pack: ") + name +
-                                       (wanted ? " is missing, and the record's layout has it"
-                                               : " was given, and the record's layout has none"));
+  throw_invalid("pack: ", name,
+                wanted ? " is missing, and the record's layout has it"
+                       : " was given, and the record's layout has none");
 }
 
 template <typename Views>
@@ -114,10 +114,9 @@ void check_views(const RecordLayout& layout, const Views& views) {
 
 void check_rounds(Format format) {
   if (!is_made_of_codes(format)) return;
-  throw Error(ErrorKind::kInvalid,
-              std::string("nothing is rounded to ") + format_name(format) +
-                  ", which holds the codes of a checkpoint as they are; allowed for other weights: "
-                  "bf16, bf12, int8, int4, lut4, tcq2, tcq3");
+  throw_invalid("nothing is rounded to ", format_name(format),
+                ", which holds the codes of a checkpoint as they are; allowed for other weights: "
+                "bf16, bf12, int8, int4, lut4, tcq2, tcq3");
 }
 
 void check_calibrates(Format format) {
@@ -128,8 +127,7 @@ void check_calibrates(Format format) {
     if (calibration_order(static_cast<Format>(i)).step == 0) continue;
     allowed += (allowed.empty() ? "" : ", ") + std::string(format_name(static_cast<Format>(i)));
   }
-  throw Error(ErrorKind::kInvalid, std::string("there is no calibration for ") +
-                                       format_name(format) + "; allowed: " + allowed);
+  throw_invalid("there is no calibration for ", format_name(format), "; allowed: ", allowed);
 }
 
 // Packs each projection by pack_block(matrix, view, first row, block), then the biases.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <string>
 
 #include "base/error.h"
 
@@ -110,11 +109,10 @@ void Bf12Packer::add(const std::byte* words) {
 void Bf12Packer::add_exception(uint32_t place, std::byte upper) {
   const auto room = static_cast<uint32_t>(block_.tiles) * kBf12Exceptions;
   if (exceptions_ == room) {
-    throw Error(ErrorKind::kInvalid,
-                "bf12 has room for " + std::to_string(room) + " exceptions in 64 outputs of " +
-                    std::to_string(block_.tiles * kBf12Depth) +
-                    " inputs, and these weights have more: their magnitudes differ too much. Use "
-                    "bf16");
+    throw_invalid("bf12 has room for ", room, " exceptions in 64 outputs of ",
+                  block_.tiles * kBf12Depth,
+                  " inputs, and these weights have more: their magnitudes differ too much. Use "
+                  "bf16");
   }
   put_word(block_.exception(exceptions_++), place << 8 | static_cast<uint32_t>(upper));
 }

@@ -14,7 +14,7 @@ namespace torch_mesh {
 namespace {
 
 [[noreturn]] void refuse(Format format, const std::string& what) {
-  throw Error(ErrorKind::kInvalid, std::string(format_name(format)) + " cannot hold " + what);
+  throw_invalid(format_name(format), " cannot hold ", what);
 }
 
 // Whether codes are bytes, not nibbles.

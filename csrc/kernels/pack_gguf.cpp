@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <string>
 
 #include "base/error.h"
 #include "kernels/gguf_grids.h"
@@ -364,8 +363,7 @@ void pack(const PackedMatrix& matrix, const CodesView& view, int32_t first_row, 
       taken.min = 0;
       kTake(from, taken);
       if (!is_finite_half(taken.d) || !is_finite_half(taken.min)) {
-        throw Error(ErrorKind::kInvalid, std::string(format_name(kFormat)) +
-                                             " cannot hold a scale that is not a finite number");
+        throw_invalid(format_name(kFormat), " cannot hold a scale that is not a finite number");
       }
       put_block<kFormat>(taken, column, block + stretch * matrix.group_bytes);
     }
@@ -412,8 +410,7 @@ Pack pack_of(Format format) {
     case Format::kIq1M:
       return pack<Format::kIq1M, take_iq1_m>;
     default:
-      throw Error(ErrorKind::kInvalid,
-                  std::string(format_name(format)) + " has no blocks of a GGUF file");
+      throw_invalid(format_name(format), " has no blocks of a GGUF file");
   }
 }
 

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <string>
 
 #include "base/error.h"
 #include "kernels/convert.h"
@@ -135,9 +134,8 @@ void values_of(const RowCodes& codes, const std::byte* row, int64_t begin, int64
 
 int64_t coded_row_bytes(Format format, int64_t dim) {
   if ((format != Format::kInt8 && format != Format::kInt4) || dim < 1 || dim > INT32_MAX) {
-    throw Error(ErrorKind::kInvalid, "there are no rows of " + std::to_string(dim) + " values in " +
-                                         format_name(format) +
-                                         "; a row has 1 value or more in int8 or int4");
+    throw_invalid("there are no rows of ", dim, " values in ", format_name(format),
+                  "; a row has 1 value or more in int8 or int4");
   }
   const int64_t codes = format == Format::kInt8 ? dim : (dim + 1) / 2;
   return groups_of(format, dim) * kScaleBytes + codes;

@@ -27,42 +27,38 @@ constexpr int32_t kDepth = 128, kThreads = 16;
 // Groups that are looked up before others get the lock.
 constexpr int32_t kLookedUpAtOnce = 4096;
 
-[[noreturn]] void refuse(const std::string& message) { throw Error(ErrorKind::kInvalid, message); }
-
 void check(const TablesOptions& options) {
-  if (options.tables.empty()) refuse("there are no tables; give one or more");
+  if (options.tables.empty()) throw_invalid("there are no tables; give one or more");
   for (const Table& table : options.tables) {
     const int64_t bytes = table.row_bytes + (table.has_checksums ? kChecksumBytes : 0);
     if (table.row_bytes < 1 || table.row_bytes > INT32_MAX || table.stride < bytes) {
-      refuse(table.name + ": rows of " + std::to_string(table.row_bytes) + " bytes in steps of " +
-             std::to_string(table.stride) + "; a row takes 1 byte or more, a step at least " +
-             std::to_string(bytes));
+      throw_invalid(table.name, ": rows of ", table.row_bytes, " bytes in steps of ", table.stride,
+                    "; a row takes 1 byte or more, a step at least ", bytes);
     }
     if (table.codes && table.row_bytes != coded_row_bytes(table.codes->format, table.codes->dim)) {
-      refuse(table.name + ": rows of " + std::to_string(table.codes->dim) + " values in " +
-             format_name(table.codes->format) + " take " +
-             std::to_string(coded_row_bytes(table.codes->format, table.codes->dim)) +
-             " bytes, not " + std::to_string(table.row_bytes));
+      throw_invalid(table.name, ": rows of ", table.codes->dim, " values in ",
+                    format_name(table.codes->format), " take ",
+                    coded_row_bytes(table.codes->format, table.codes->dim), " bytes, not ",
+                    table.row_bytes);
     }
-    if (table.stretches.empty()) refuse(table.name + " has no rows");
+    if (table.stretches.empty()) throw_invalid(table.name, " has no rows");
     int64_t rows = 0;
     for (const RowStretch& stretch : table.stretches) {
       if (stretch.file < 0 || stretch.file >= std::ssize(options.files)) {
-        refuse(table.name + " names file " + std::to_string(stretch.file) + " of " +
-               std::to_string(options.files.size()));
+        throw_invalid(table.name, " names file ", stretch.file, " of ", options.files.size());
       }
       const File& file = options.files[stretch.file];
       if (stretch.offset < 0 || stretch.rows < 1 || bytes > file.bytes ||
           stretch.offset > file.bytes - bytes ||
           stretch.rows - 1 > (file.bytes - stretch.offset - bytes) / table.stride) {
-        refuse(table.name + ": " + std::to_string(stretch.rows) + " rows from offset " +
-               std::to_string(stretch.offset) + " on do not lie within " + file.path);
+        throw_invalid(table.name, ": ", stretch.rows, " rows from offset ", stretch.offset,
+                      " on do not lie within ", file.path);
       }
       rows += stretch.rows;
     }
     if (table.has_checksums && rows > INT32_MAX) {
-      refuse(table.name + " has " + std::to_string(rows) + " rows with checksums; at most " +
-             std::to_string(INT32_MAX) + " are allowed");
+      throw_invalid(table.name, " has ", rows, " rows with checksums; at most ", INT32_MAX,
+                    " are allowed");
     }
   }
 }
@@ -97,10 +93,9 @@ void pad_rows(const std::array<uint8_t, 16>& salt, int64_t first_row, int64_t ro
   const int64_t stride = padded_row_bytes(row_bytes), count = std::ssize(rows) / row_bytes;
   if (count * row_bytes != std::ssize(rows) || count * stride != std::ssize(padded) ||
       first_row < 0 || count > INT32_MAX - first_row) {
-    refuse(std::to_string(rows.size()) + " bytes of rows of " + std::to_string(row_bytes) +
-           " from row " + std::to_string(first_row) + " do not make " +
-           std::to_string(padded.size()) + " bytes of a store, whose tables have at most " +
-           std::to_string(INT32_MAX) + " rows");
+    throw_invalid(rows.size(), " bytes of rows of ", row_bytes, " from row ", first_row,
+                  " do not make ", padded.size(), " bytes of a store, whose tables have at most ",
+                  INT32_MAX, " rows");
   }
   for (int64_t index = 0; index < count; ++index) {
     const std::byte* from = rows.data() + index * row_bytes;

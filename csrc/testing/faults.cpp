@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <memory>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -200,14 +199,12 @@ Interpose with_faults(const Faults& faults) {
   for (const double probability : probabilities) {
     // Written so that NaN is refused too.
     if (!(probability >= 0 && probability <= 1)) {
-      throw Error(ErrorKind::kInvalid, "the probability of a fault is " +
-                                           std::to_string(probability) + "; 0 to 1 are allowed");
+      throw_invalid("the probability of a fault is ", probability, "; 0 to 1 are allowed");
     }
   }
   if (faults.max_delay.count() < 0 || faults.max_delay > std::chrono::hours(24)) {
-    throw Error(ErrorKind::kInvalid, "the longest injected delay is " +
-                                         std::to_string(faults.max_delay.count()) +
-                                         " microseconds; 0 to 86400000000 are allowed");
+    throw_invalid("the longest injected delay is ", faults.max_delay.count(),
+                  " microseconds; 0 to 86400000000 are allowed");
   }
   if (std::ranges::all_of(probabilities, [](double each) { return each == 0; })) return nullptr;
   return [faults](std::unique_ptr<Backend> inner, std::shared_ptr<const FileTable> files) {

@@ -28,8 +28,8 @@ namespace py = pybind11;
 
 std::chrono::microseconds delay_from(double seconds) {
   if (!(seconds >= 0 && seconds <= kMaxTimeout)) {
-    invalid("max_delay is " + std::to_string(seconds) + " seconds; allowed: 0 to " +
-            std::to_string(static_cast<int64_t>(kMaxTimeout)));
+    throw_invalid("max_delay is ", seconds, " seconds; allowed: 0 to ",
+                  static_cast<int64_t>(kMaxTimeout));
   }
   return std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
 }

@@ -33,12 +33,12 @@ double product_seconds(const Runtime& runtime, const std::string& isa, const std
   const PackedMatrix matrix =
       PackedMatrix::make(format_from_name(format), group_size, out_features, in_features);
   if (rows < 1) {
-    throw Error(ErrorKind::kInvalid, "rows is " + std::to_string(rows) + "; allowed: 1 or more");
+    throw_invalid("rows is ", rows, "; allowed: 1 or more");
   }
   const std::map<std::string, int32_t> ways = product_ways(runtime, isa, format);
   if (!ways.contains(way)) {
-    throw Error(ErrorKind::kInvalid, "products of " + format + " with " + isa + " do not go by \"" +
-                                         way + "\" on this machine");
+    throw_invalid("products of ", format, " with ", isa, " do not go by \"", way,
+                  "\" on this machine");
   }
   KernelTable table = kernel_table(isa);
   table.formats[static_cast<int>(matrix.format)].gemm_rows =

@@ -41,7 +41,7 @@ uint64_t sum_words(const uint64_t* words, int64_t count) {
 
 uint64_t record_sum(Engine& engine, int32_t layer, std::span<const int32_t> experts) {
   if (std::set<int32_t>(experts.begin(), experts.end()).size() != experts.size()) {
-    throw Error(ErrorKind::kInvalid, "experts has an expert twice; they must be distinct");
+    throw_invalid("experts has an expert twice; they must be distinct");
   }
   std::vector<Claim::Entry> entries(experts.size());
   Claim claim(engine.pool(), layer, experts, entries, {.visit = true});
