@@ -65,9 +65,9 @@ class PyHostShare {
  public:
   PyHostShare(const at::Tensor& handle, std::shared_ptr<Driver> driver)
       : driver_(std::move(driver)) {
-    const std::shared_ptr<LiveEngine> live = resolve(handle).live;
+    const std::shared_ptr<Live<Engine>> live = resolve(handle).live;
     py::gil_scoped_release released;
-    engine_ = std::shared_ptr<Engine>(live, live->engine.get());
+    engine_ = std::shared_ptr<Engine>(live, live->object.get());
     share_ = std::make_unique<HostShare>(
         driver_, engine_,
         [following = following_](int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
@@ -185,19 +185,19 @@ class PyMover {
           const std::vector<bool>& moving, int32_t batch, const std::string& policy,
           int32_t patience)
       : share_(share), records_(records), table_(table) {
-    const std::shared_ptr<LiveEngine> live = resolve(source).live;
+    const std::shared_ptr<Live<Engine>> live = resolve(source).live;
     TORCH_CHECK_VALUE(records.dim() == 2, "records must be [slots, record bytes]; got ",
                       records.sizes());
     const std::optional<int32_t> device = share.driver()->device();
     check_dense(records, "records", device, at::kByte,
-                {records.size(0), live->engine->layout().bytes});
+                {records.size(0), live->object->layout().bytes});
     const auto layers = static_cast<int64_t>(moving.size());
     TORCH_CHECK_VALUE(layers > 0 && slots_of.size() % moving.size() == 0, "slots_of has ",
                       slots_of.size(), " entries for ", layers, " layers");
     check_dense(table, "table", device, at::kInt,
                 {layers, static_cast<int64_t>(slots_of.size()) / layers});
     const MoverOptions options{
-        .source = std::shared_ptr<Engine>(live, live->engine.get()),
+        .source = std::shared_ptr<Engine>(live, live->object.get()),
         .records = address(records),
         .table = address(table),
         .slots = narrowed(records.size(0)),

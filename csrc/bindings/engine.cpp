@@ -255,7 +255,7 @@ class PyLender {
   PyLender(const PyEngine& engine, const std::string& path, int32_t workers)
       : live_(engine.live()) {
     const py::gil_scoped_release released;
-    lender_ = std::make_unique<Lender>(live_->engine->pool(), path, workers);
+    lender_ = std::make_unique<Lender>(live_->object->pool(), path, workers);
   }
   ~PyLender() { close(); }
   PyLender(const PyLender&) = delete;
@@ -267,14 +267,14 @@ class PyLender {
   }
   void close() {
     std::unique_ptr<Lender> lender = std::move(lender_);
-    std::shared_ptr<LiveEngine> live = std::move(live_);
+    std::shared_ptr<Live<Engine>> live = std::move(live_);
     const py::gil_scoped_release released;
     lender.reset();
     live.reset();
   }
 
  private:
-  std::shared_ptr<LiveEngine> live_;
+  std::shared_ptr<Live<Engine>> live_;
   std::unique_ptr<Lender> lender_;
 };
 
@@ -307,7 +307,7 @@ PrefillWindow prefill_from(const std::string& name) {
   throw_invalid("prefill is '", name, "'; allowed: 'auto', 'window', 'off'");
 }
 
-PyEngine::PyEngine(const py::kwargs& options) {
+PyEngine::PyEngine(const py::kwargs& options) : PyLive("this engine is closed") {
   Keywords given("Engine", options);
   const auto layers = given.take<int32_t>("layers");
   const auto experts = given.take<int32_t>("experts");
@@ -337,22 +337,11 @@ PyEngine::PyEngine(const py::kwargs& options) {
     }
     made = make_owned<Pool>(pool, runtime, records, source->packing(engine));
   }
-  live_ = register_engine(std::make_unique<Engine>(engine, runtime, std::move(made)));
-  id_ = live_->id;
-}
-
-PyEngine::~PyEngine() {
-  if (live_ == nullptr) return;
-  try {
-    close(/*wait=*/true);
-  } catch (const std::exception&) {  // a destructor must not throw
-    // A forked child cannot close its parent's engine. A Ctrl-C ends the wait and is reported.
-    if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
-  }
+  open(std::make_unique<Engine>(engine, runtime, std::move(made)));
 }
 
 bool PyEngine::wait_for_forwards(int32_t layer, int64_t forwards, double patience) const {
-  if (live_ == nullptr) return false;
+  if (closed()) return false;
   const auto milliseconds = milliseconds_from(patience, "patience", /*none_allowed=*/true);
   return look([&](Engine& engine) {
     return engine.pool().wait_for_forwards(layer, forwards, milliseconds);
@@ -360,26 +349,11 @@ bool PyEngine::wait_for_forwards(int32_t layer, int64_t forwards, double patienc
 }
 
 void PyEngine::close(bool wait) {
-  if (live_ != nullptr) {
-    if (live_->engine->pool().lent()) {
-      throw_invalid(
-          "this engine lends its slots, and their borrowers keep it; close its Lender first");
-    }
-    freeing_ = live_->freeing;
-    timeout_ = live_->engine->pool().timeout();
-    // The GIL is held, so only one of several callers gets the engine.
-    std::shared_ptr<LiveEngine> live = std::move(live_);
-    const py::gil_scoped_release released;
-    unregister_engine(id_);
-    live->engine->pool().close();
-    live.reset();
+  if (!closed() && live()->object->pool().lent()) {
+    throw_invalid(
+        "this engine lends its slots, and their borrowers keep it; close its Lender first");
   }
-  // A signal handler runs inside the forward that it interrupts, so it cannot wait for that forward
-  // to end. At exit there is no need to wait: the process frees everything.
-  if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
-  const std::shared_ptr<Freeing> freeing = freeing_;
-  const py::gil_scoped_release released;
-  freeing->wait(timeout_, torch_runtime());
+  PyLive::close(wait);
 }
 
 void define_engine(py::module_& module) {

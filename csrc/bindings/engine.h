@@ -5,12 +5,9 @@
 
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <string>
-#include <type_traits>
 
-#include "base/error.h"
-#include "bindings/registry.h"
+#include "bindings/py_live.h"
 #include "io/reader.h"
 
 namespace torch_mesh {
@@ -20,42 +17,14 @@ struct PyInterpose {
   Interpose interpose;
 };
 
-class PyEngine {
+class PyEngine : public PyLive<Engine> {
  public:
   explicit PyEngine(const pybind11::kwargs& options);
-  ~PyEngine();
-  PyEngine(const PyEngine&) = delete;
-  PyEngine& operator=(const PyEngine&) = delete;
-
-  int64_t id() const { return id_; }
-
-  // Throws Error(kClosed) after close().
-  std::shared_ptr<LiveEngine> live() const {
-    if (live_ == nullptr) throw Error(ErrorKind::kClosed, "this engine is closed");
-    return live_;
-  }
-
-  // Returns see(engine), called without the GIL. The engine is released before Python objects are
-  // made from the result. Making them may run the garbage collector, which may close this engine
-  // with an unreachable model, and close() waits for its last user.
-  template <typename See>
-  std::invoke_result_t<See, Engine&> look(const See& see) const {
-    const std::shared_ptr<LiveEngine> live = this->live();
-    const pybind11::gil_scoped_release released;
-    return see(*live->engine);
-  }
 
   // Returns false also if the engine is closed.
   bool wait_for_forwards(int32_t layer, int64_t forwards, double patience) const;
-  // Waits also if an earlier call did not, or not long enough. Throws Error(kInvalid) if a lender
-  // of this engine is open.
+  // Throws Error(kInvalid) if a lender of this engine is open.
   void close(bool wait);
-
- private:
-  std::shared_ptr<LiveEngine> live_;  // nullptr: closed
-  std::shared_ptr<Freeing> freeing_;  // of the closed engine
-  std::chrono::milliseconds timeout_{};
-  int64_t id_ = 0;
 };
 
 // Converts the time-out of an engine or of tables, in seconds. Throws Error(kInvalid) if it is out

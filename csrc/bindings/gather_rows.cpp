@@ -21,16 +21,16 @@ namespace torch_mesh {
 namespace {
 
 struct TableHandle {
-  std::shared_ptr<LiveTables> live;  // keeps the tables while a gather runs
+  std::shared_ptr<Live<Tables>> live;  // keeps the tables while a gather runs
   int32_t table;
 
-  Tables& tables() const { return *live->tables; }
+  Tables& tables() const { return *live->object; }
 };
 
 TableHandle table_of(const at::Tensor& handle) {
   const HandleIds ids = ids_of(handle);
-  std::shared_ptr<LiveTables> live = Handles<LiveTables>::find(ids, "the tables of this handle");
-  const int32_t tables = live->tables->tables();
+  std::shared_ptr<Live<Tables>> live = Handles<Tables>::find(ids, "the tables of this handle");
+  const int32_t tables = live->object->tables();
   TORCH_CHECK_VALUE(ids.layer >= 0 && ids.layer < tables, "the handle names table ", ids.layer,
                     "; there are tables [0, ", tables, ")");
   return {std::move(live), static_cast<int32_t>(ids.layer)};

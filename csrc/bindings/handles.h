@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "base/error.h"
+#include "base/freeing.h"
 #include "base/owner_process.h"
 
 namespace torch_mesh {
@@ -29,11 +29,23 @@ HandleIds ids_of(const at::Tensor& handle);
 // other. Atomic, since a forked child reads it without a lock.
 inline std::atomic<int64_t> next_handle_id{1};
 
+// An engine or tables, found by id. The last user hands it to `freeing`, which outlives it.
+template <typename T>
+struct Live {
+  explicit Live(std::unique_ptr<T> made) : object(std::move(made)) {}
+  ~Live() { freeing->begin(std::move(object)); }
+
+  std::unique_ptr<T> object;
+  const std::shared_ptr<Freeing> freeing = std::make_shared<Freeing>();
+  int64_t id = 0;
+};
+
 // Engines or tables by id. No id is used twice.
-template <typename Live>
+template <typename T>
 class Handles {
  public:
-  static std::shared_ptr<Live> add(std::shared_ptr<Live> live) {
+  static std::shared_ptr<Live<T>> add(std::unique_ptr<T> object) {
+    auto live = std::make_shared<Live<T>>(std::move(object));
     Handles& all = of_process();
     const std::lock_guard lock(all.mutex_);
     live->id = next_handle_id++;
@@ -44,7 +56,7 @@ class Handles {
   // Later look-ups fail. Callers that have found the object keep it alive until they end.
   static void remove(int64_t id) {
     Handles& all = of_process();
-    std::shared_ptr<Live> last;  // freed after the lock is released
+    std::shared_ptr<Live<T>> last;  // freed after the lock is released
     const std::lock_guard lock(all.mutex_);
     const auto found = all.live_.find(id);
     if (found == all.live_.end()) return;
@@ -54,10 +66,10 @@ class Handles {
 
   // Throws Error(kClosed) for a stale handle, and Error(kForked) in a child of the process that
   // opened `what`.
-  static std::shared_ptr<Live> find(const HandleIds& handle, const char* what) {
+  static std::shared_ptr<Live<T>> find(const HandleIds& handle, const char* what) {
     Handles& all = of_process();
     if (handle.pool < all.first_id_ && handle.pool > 0) throw_forked(what);
-    std::shared_ptr<Live> live;
+    std::shared_ptr<Live<T>> live;
     {
       const std::lock_guard lock(all.mutex_);
       const auto found = all.live_.find(handle.pool);
@@ -88,10 +100,10 @@ class Handles {
   const OwnerProcess owner_;
   const int64_t first_id_ = next_handle_id.load();  // lower ids are of the parent process
   std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<Live>> live_;
+  std::unordered_map<int64_t, std::shared_ptr<Live<T>>> live_;
 };
 
-template <typename Live>
-std::atomic<Handles<Live>*> Handles<Live>::current_{new Handles<Live>};
+template <typename T>
+std::atomic<Handles<T>*> Handles<T>::current_{new Handles<T>};
 
 }  // namespace torch_mesh

@@ -7,14 +7,6 @@
 
 namespace torch_mesh {
 
-std::shared_ptr<LiveEngine> register_engine(std::unique_ptr<Engine> engine) {
-  auto live = std::make_shared<LiveEngine>();
-  live->engine = std::move(engine);
-  return Handles<LiveEngine>::add(std::move(live));
-}
-
-void unregister_engine(int64_t id) { Handles<LiveEngine>::remove(id); }
-
 HandleIds ids_of(const at::Tensor& handle) {
   TORCH_CHECK_VALUE(
       handle.device().is_cpu() && handle.scalar_type() == at::kLong && handle.numel() == 2,
@@ -28,8 +20,8 @@ HandleIds ids_of(const at::Tensor& handle) {
 LayerHandle resolve(const at::Tensor& handle) { return resolve(ids_of(handle)); }
 
 LayerHandle resolve(const HandleIds& handle) {
-  std::shared_ptr<LiveEngine> live = Handles<LiveEngine>::find(handle, "the pool of this handle");
-  const int32_t layers = live->engine->pool().layers();
+  std::shared_ptr<Live<Engine>> live = Handles<Engine>::find(handle, "the pool of this handle");
+  const int32_t layers = live->object->pool().layers();
   TORCH_CHECK_VALUE(handle.layer >= 0 && handle.layer < layers, "the handle names layer ",
                     handle.layer, "; its pool has layers [0, ", layers, ")");
   return LayerHandle{std::move(live), static_cast<int32_t>(handle.layer)};

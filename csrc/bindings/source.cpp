@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/errors.h"
+#include "base/error.h"
 #include "kernels/pack.h"
 #include "store/gguf_types.h"
 

@@ -4,8 +4,6 @@
 #include <pybind11/stl.h>
 
 #include <array>
-#include <chrono>
-#include <exception>
 #include <map>
 #include <optional>
 #include <span>
@@ -15,9 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "bindings/engine.h"
-#include "bindings/errors.h"
-#include "bindings/handles.h"
 #include "bindings/keywords.h"
 #include "bindings/runtime.h"
 #include "bindings/source.h"
@@ -154,43 +151,12 @@ Bytes coded_rows(const std::string& weights, int64_t first_row, const Floats& va
 
 }  // namespace
 
-PyTables::PyTables(const py::kwargs& given) {
+PyTables::PyTables(const py::kwargs& given) : PyLive("these tables are closed") {
   Keywords keys("Tables", given);
   TablesOptions options = options_from(keys);
   keys.none_left();
   const py::gil_scoped_release released;
-  auto tables = std::make_unique<Tables>(std::move(options), torch_runtime());
-  auto live = std::make_shared<LiveTables>();
-  live->tables = std::move(tables);
-  live_ = Handles<LiveTables>::add(std::move(live));
-  id_ = live_->id;
-}
-
-PyTables::~PyTables() {
-  if (live_ == nullptr) return;
-  try {
-    close(/*wait=*/true);
-  } catch (const std::exception&) {  // a destructor must not throw
-    if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
-  }
-}
-
-void PyTables::close(bool wait) {
-  if (live_ != nullptr) {
-    freeing_ = live_->freeing;
-    timeout_ = live_->tables->timeout();
-    // The GIL is held, so only one of several callers gets the tables.
-    std::shared_ptr<LiveTables> live = std::move(live_);
-    const py::gil_scoped_release released;
-    Handles<LiveTables>::remove(id_);
-    live->tables->close();
-    live.reset();
-  }
-  // As in PyEngine::close(): a signal handler runs inside the gather that it interrupts.
-  if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
-  const std::shared_ptr<Freeing> freeing = freeing_;
-  const py::gil_scoped_release released;
-  freeing->wait(timeout_, torch_runtime());
+  open(std::make_unique<Tables>(std::move(options), torch_runtime()));
 }
 
 void define_tables(py::module_& module) {

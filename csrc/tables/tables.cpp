@@ -266,28 +266,28 @@ int64_t Tables::memory_bytes() const {
 }
 
 TableStats Tables::stats(int32_t table) const {
-  check_owner();
+  check_process();
   const Lock lock(mutex_);
   return stats_[table];
 }
 
 void Tables::reset_stats() {
-  check_owner();
+  check_process();
   const Lock lock(mutex_);
   std::fill(stats_.begin(), stats_.end(), TableStats{});
 }
 
-void Tables::check_owner() const { owner_.check("these tables"); }
+void Tables::check_process() const { owner_.check("these tables"); }
 
 void Tables::close() {
-  check_owner();
+  check_process();
   const Lock lock(mutex_);
   closed_ = true;
   changed_.notify_all();
 }
 
 void Tables::gather(int32_t table, std::span<const int64_t> ids, std::byte* out) {
-  check_owner();
+  check_process();
   Gather gather(*this, table, ids, out);
   Lock lock(mutex_);
   TableStats& stats = stats_[table];
@@ -309,7 +309,7 @@ void Tables::gather(int32_t table, std::span<const int64_t> ids, std::byte* out)
 }
 
 void Tables::prefetch(int32_t table, std::span<const int64_t> ids) {
-  check_owner();
+  check_process();
   {
     const Lock lock(mutex_);
     if (closed_ || caches_[table].capacity() == 0) return;

@@ -101,7 +101,7 @@ class Tables {
   // Ends gathers that wait, with Error(kClosed); waits for nothing. Throws Error(kForked).
   void close();
   // Throws Error(kForked) in a child of the process that opened them.
-  void check_owner() const;
+  void check_process() const;
 
   int32_t tables() const { return static_cast<int32_t>(options_.tables.size()); }
   int64_t rows(int32_t table) const { return first_rows_[table].back(); }

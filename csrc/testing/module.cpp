@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "bindings/device.h"
 #include "bindings/engine.h"
-#include "bindings/errors.h"
 #include "bindings/keywords.h"
 #include "bindings/openmp_sleeps.h"
 #include "bindings/runtime.h"
