@@ -68,7 +68,7 @@ std::vector<RecordLayout> layouts_from(Keywords& given) {
 
 EngineOptions engine_options_from(Keywords& given) {
   std::vector<RecordLayout> layouts = layouts_from(given);
-  EngineOptions options{.layout = largest(layouts), .activations = {}};
+  EngineOptions options{.layout = largest(layouts)};
   if (layouts.size() > 1) options.layouts = std::move(layouts);
   using Names = std::variant<std::string, std::vector<std::string>>;
   if (const auto names = given.take<std::optional<Names>>("activation")) {

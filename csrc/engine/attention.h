@@ -38,8 +38,8 @@ struct AttentionCall {
   int32_t keys = 0;
   int32_t key_dim = 0;  // a multiple of kHeadDimStep, kMaxHeadDim at most; so is value_dim
   int32_t value_dim = 0;
-  HeadRows query, key, value;
-  AttentionMask mask;
+  HeadRows query = {}, key = {}, value = {};
+  AttentionMask mask = {};
   float scale = 1.0f;
   void* out = nullptr;  // [batch][tokens][heads][value_dim], contiguous
   ScalarType out_type = ScalarType::kBf16;

@@ -44,7 +44,7 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
 struct EngineOptions {
   RecordLayout layout;
   // One for each layer, or one for all. Empty: grouped_linear is the only path.
-  std::vector<Activation> activations;
+  std::vector<Activation> activations = {};
   int32_t threads = 1;  // the most that compute
   int64_t workspace = int64_t{256} << 20;
   // One for each layer where formats differ; `layout` is then the largest. Empty: all have

@@ -296,9 +296,8 @@ class UringBackend final : public Backend {
   template <typename... Parts>
   void note(const Parts&... parts) {
     try {
-      std::string words = concat(parts...);
-      if (std::find(notes_.begin(), notes_.end(), words) != notes_.end()) return;
-      notes_.push_back(std::move(words));
+      const std::string words = concat(parts...);
+      if (std::ranges::find(notes_, words) == notes_.end()) notes_.push_back(words);
     } catch (const std::bad_alloc&) {
     }
   }

@@ -46,7 +46,7 @@ struct CodesView {
   int64_t run_bytes = 0;  // from one run to the next
   int64_t row_bytes = 0;  // from one output feature to the next
   int32_t first_row = 0;  // index of the first output here among those of `scales`
-  ScalesView scales;
+  ScalesView scales = {};
   const std::byte* factor = nullptr;   // a float that multiplies all scales; nullptr: 1
   const std::byte* divisor = nullptr;  // one that divides them
   // Zero points; nullptr: there are none. They are refused unless every byte is `zero`, for which

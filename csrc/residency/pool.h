@@ -44,12 +44,12 @@ struct PoolOptions {
   int32_t min_slots = 1;     // that resize() may leave
   int64_t record_bytes = 0;  // a multiple of 4 KiB
   std::string policy = "auto";
-  SoftPinOptions
-      soft_pins;  // with a profile its experts are read into empty slots when the pool is opened
+  // With a profile its experts are read into empty slots when the pool is opened.
+  SoftPinOptions soft_pins = {};
   PrefillWindow prefill = PrefillWindow::kAuto;
   Verify verify = Verify::kFirst;
   std::chrono::milliseconds timeout{30000};  // the longest wait for one read, and for a slot
-  ReaderOptions reader;
+  ReaderOptions reader = {};
   int32_t staging = 4;                              // buffers for raw records; ignored for a store
   Topology topology = Topology::of_this_process();  // whose nodes the slots are spread over
   int64_t segment_bytes = kSegmentBytes;            // memory is attached and detached in these

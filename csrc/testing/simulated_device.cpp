@@ -28,7 +28,7 @@ using Operation = std::function<void()>;
 class SimulatedDevice::Graph {
  public:
   struct Node {
-    Operation operation;  // empty: one of these is set
+    Operation operation = {};  // empty: one of these is set
     int32_t records = -1;
     int32_t waits = -1;
   };

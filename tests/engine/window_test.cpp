@@ -123,7 +123,7 @@ TEST(Window, ReadsTheNextLayerIntoSlotsThatThisLayerHasReleased) {
 
 TEST(Window, ReadsNothingAheadBeforeTheLastChunkOrUnlessStreaming) {
   const TestStore store(2, 8);
-  for (const ForwardPart part :
+  for (const ForwardPart& part :
        {ForwardPart{.phase = Phase::kPrefill, .last = false, .streams = true},
         ForwardPart{.phase = Phase::kPrefill}}) {
     Pool pool(options_of(10), {}, store.source(), nullptr);
