@@ -109,6 +109,31 @@ struct TrellisLevels {
   static Words zeros(const std::byte*) { return broadcast_word(kTrellisZero); }
 };
 
+// Operands of eight k-values: of the low nibbles of bytes, and of the high ones.
+struct NibbleOperands {
+  Words low, high;
+};
+
+// What the Dots of nibbles have in common, which is all but add().
+template <typename Nibbles>
+struct NibbleDot {
+  using Sum = Words;
+  using Weights = NibbleOperands;
+  using Row = NibbleOperands;
+  static constexpr int kRowWords = 2;
+
+  static Weights weights(const std::byte* words) {
+    const Words word = load_words(words);
+    return {Nibbles::operands(low_nibbles(word)),
+            Nibbles::operands(low_nibbles(shift_right<4>(word)))};
+  }
+  static Row row(const std::byte* words) {
+    return {broadcast_word(word_at(words)), broadcast_word(word_at(words + 4))};
+  }
+  static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
+  static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
+};
+
 // A group's scales, one after the other: kBytes each, loaded as floats in units of kUnit.
 struct Bf16Scales {
   static constexpr int32_t kBytes = 2;

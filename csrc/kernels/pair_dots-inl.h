@@ -38,33 +38,16 @@ struct PairInt8Dot {
 // Nibbles x s8: two words give at most 2 * 2 * 63 * 127 = 32004 per 16-bit lane. For int4 alone
 // four could be added there before widening; that was no faster.
 template <typename Nibbles>
-struct PairNibbleDot {
-  using Sum = Words;
-  struct Weights {
-    Words low, high;
-  };
-  using Row = Weights;
-  static constexpr int kRowWords = 2;
-
-  static Weights weights(const std::byte* words) {
-    const Words word = load_words(words);
-    return {Nibbles::operands(low_nibbles(word)),
-            Nibbles::operands(low_nibbles(shift_right<4>(word)))};
-  }
-  static Row row(const std::byte* words) {
-    return {broadcast_word(word_at(words)), broadcast_word(word_at(words + 4))};
-  }
+struct PairNibbleDot : NibbleDot<Nibbles> {
   // Adds the products of eight k-values in 16 bits.
-  static Words narrow(const Row& row, const Weights& weights) {
+  static Words narrow(const NibbleOperands& row, const NibbleOperands& weights) {
     return add_int16(multiply_byte_pairs(weights.low, row.low),
                      multiply_byte_pairs(weights.high, row.high));
   }
   static Words widen(Words sum, Words narrow) { return add_pairs(sum, narrow); }
-  static Words add(Words sum, const Row& row, const Weights& weights) {
+  static Words add(Words sum, const NibbleOperands& row, const NibbleOperands& weights) {
     return widen(sum, narrow(row, weights));
   }
-  static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
-  static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
 
 template <typename Levels>

@@ -29,26 +29,10 @@ struct ScalarInt8Dot {
 };
 
 template <typename Nibbles>
-struct ScalarNibbleDot {
-  using Sum = Words;
-  struct Weights {
-    Words low, high;
-  };
-  using Row = Weights;
-  static constexpr int kRowWords = 2;
-
-  static Weights weights(const std::byte* words) {
-    const Words word = load_words(words);
-    return {Nibbles::operands(low_nibbles(word)), Nibbles::operands(low_nibbles(word >> 4))};
-  }
-  static Row row(const std::byte* words) { return {word_at(words), word_at(words + 4)}; }
-  static Words add(Words sum, const Row& row, const Weights& weights) {
+struct ScalarNibbleDot : NibbleDot<Nibbles> {
+  static Words add(Words sum, const NibbleOperands& row, const NibbleOperands& weights) {
     return ScalarInt8Dot::add(ScalarInt8Dot::add(sum, row.low, weights.low), row.high,
                               weights.high);
-  }
-  static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
-  static Words start(Words zeros, int32_t row_sum) {
-    return zeros * static_cast<uint32_t>(-row_sum);
   }
 };
 

@@ -48,6 +48,9 @@ inline uint32_t load_words(const void* from) {
 }
 inline void store_words(void* to, uint32_t words) { __builtin_memcpy(to, &words, sizeof(words)); }
 inline uint32_t broadcast_word(uint32_t word) { return word; }
+inline uint32_t times_row_sum(uint32_t words, int32_t row_sum) {
+  return words * static_cast<uint32_t>(row_sum);
+}
 inline uint32_t add_words(uint32_t a, uint32_t b) { return a + b; }
 inline uint32_t subtract_words(uint32_t a, uint32_t b) { return a - b; }
 inline uint32_t maximum_words(uint32_t a, uint32_t b) {

@@ -27,28 +27,11 @@ struct VnniInt8Dot {
 };
 
 template <typename Nibbles>
-struct VnniNibbleDot {
-  using Sum = Words;
-  struct Weights {
-    Words low, high;
-  };
-  using Row = Weights;
-  static constexpr int kRowWords = 2;
-
-  static Weights weights(const std::byte* words) {
-    const Words word = load_words(words);
-    return {Nibbles::operands(low_nibbles(word)),
-            Nibbles::operands(low_nibbles(shift_right<4>(word)))};
-  }
-  static Row row(const std::byte* words) {
-    return {broadcast_word(word_at(words)), broadcast_word(word_at(words + 4))};
-  }
-  static Words add(Words sum, const Row& row, const Weights& weights) {
+struct VnniNibbleDot : NibbleDot<Nibbles> {
+  static Words add(Words sum, const NibbleOperands& row, const NibbleOperands& weights) {
     sum = add_byte_products(sum, weights.low, row.low);
     return add_byte_products(sum, weights.high, row.high);
   }
-  static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
-  static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
 
 template <typename Levels>
