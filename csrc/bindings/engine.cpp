@@ -91,10 +91,7 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   options.min_slots = given.take<int32_t>("min_slots", 1);
   options.record_bytes = record_bytes;
   options.policy = given.take<std::string>("policy");
-  const auto profile = given.take<std::optional<ProfileArrays>>("profile", {});
-  const auto early_layers = given.take<int32_t>("early_layers", 0);
-  options.soft_pins =
-      soft_pin_options(profile, early_layers, given.take<int32_t>("early_experts", 0));
+  options.soft_pins = soft_pin_options(given);
   options.soft_pins.on_gpu = given.take<std::vector<bool>>("on_gpu", {});
   options.soft_pins.fill = given.take<bool>("fill_empty", false);
   options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));

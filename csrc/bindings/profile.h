@@ -1,5 +1,5 @@
-// Converts what a model used from and to Python: (tokens int64 [layers], uses int64 [layers,
-// experts]).
+// Options of soft pins from Python, and what a model used from and to it: (tokens int64 [layers],
+// uses int64 [layers, experts]).
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "bindings/keywords.h"
 #include "residency/core/soft_pins.h"
 
 namespace torch_mesh {
@@ -16,10 +17,10 @@ using CountArray =
     pybind11::array_t<int64_t, pybind11::array::c_style | pybind11::array::forcecast>;
 using ProfileArrays = std::pair<CountArray, CountArray>;
 
-inline SoftPinOptions soft_pin_options(const std::optional<ProfileArrays>& profile,
-                                       int32_t early_layers, int32_t early_experts) {
-  SoftPinOptions options{.early_layers = early_layers, .early_experts = early_experts};
-  if (profile) {
+inline SoftPinOptions soft_pin_options(Keywords& given) {
+  SoftPinOptions options{.early_layers = given.take<int32_t>("early_layers", 0),
+                         .early_experts = given.take<int32_t>("early_experts", 0)};
+  if (const auto profile = given.take<std::optional<ProfileArrays>>("profile", {})) {
     const auto& [tokens, uses] = *profile;
     options.profile.tokens.assign(tokens.data(), tokens.data() + tokens.size());
     options.profile.uses.assign(uses.data(), uses.data() + uses.size());

@@ -98,10 +98,7 @@ struct Arguments {
   void take_for_one(Keywords& given) {
     options.recall = given.take<double>("recall", .75);
     options.seed = given.take<uint64_t>("seed", 0);
-    const auto profile = given.take<std::optional<ProfileArrays>>("profile", {});
-    const auto early_layers = given.take<int32_t>("early_layers", 0);
-    options.soft_pins =
-        soft_pin_options(profile, early_layers, given.take<int32_t>("early_experts", 0));
+    options.soft_pins = soft_pin_options(given);
     options.deferred = given.take<int32_t>("deferred", 0);
   }
 };
