@@ -6,10 +6,8 @@
 #include <ATen/ops/full_like.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <functional>
 #include <optional>
-#include <span>
 #include <utility>
 #include <vector>
 

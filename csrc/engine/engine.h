@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
 

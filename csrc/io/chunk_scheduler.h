@@ -3,7 +3,6 @@
 // reads the clock only for the times in reports.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>

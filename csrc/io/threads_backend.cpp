@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <condition_variable>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <utility>
 

@@ -2,6 +2,8 @@
 // vectors.
 #pragma once
 
+#include <cstddef>
+
 #include "store/bf12.h"
 
 namespace torch_mesh {

@@ -1,7 +1,6 @@
 #include "kernels/pack_calibrated.h"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <vector>
 

@@ -1,8 +1,6 @@
 // Roundings that are the same on every target. Include after the target's simd header.
 #pragma once
 
-#include <cstdint>
-
 namespace torch_mesh {
 namespace {
 

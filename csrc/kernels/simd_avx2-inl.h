@@ -3,7 +3,6 @@
 
 #include <immintrin.h>
 
-#include <cstddef>
 #include <cstdint>
 
 #include "kernels/tile_shape.h"

@@ -13,7 +13,6 @@
 #pragma GCC diagnostic pop
 #endif
 
-#include <cstddef>
 #include <cstdint>
 
 #include "kernels/tile_shape.h"

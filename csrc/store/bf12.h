@@ -16,7 +16,6 @@
 // of bf16. Exceptions are in the order of places.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace torch_mesh {

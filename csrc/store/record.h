@@ -43,7 +43,6 @@
 //          bit j of byte s
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <string_view>
 #include <vector>

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <memory>
 #include <optional>
-#include <string_view>
 #include <utility>
 #include <vector>
 

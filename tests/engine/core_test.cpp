@@ -9,7 +9,6 @@
 #include <array>
 #include <cstdlib>
 #include <deque>
-#include <map>
 #include <memory>
 #include <numeric>
 #include <optional>

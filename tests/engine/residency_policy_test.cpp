@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
-#include <map>
-#include <memory>
 #include <numeric>
 #include <random>
 #include <set>

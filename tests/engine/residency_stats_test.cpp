@@ -5,7 +5,6 @@
 #include <array>
 #include <atomic>
 #include <cstring>
-#include <functional>
 #include <future>
 #include <thread>
 #include <vector>

@@ -13,7 +13,6 @@
 #include <cstring>
 #include <fstream>
 #include <future>
-#include <memory>
 #include <numeric>
 #include <optional>
 #include <random>

@@ -4,7 +4,6 @@
 
 #include <cstring>
 #include <random>
-#include <unordered_map>
 #include <vector>
 
 #include "reader_fixture.h"

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cstring>
 #include <fstream>
-#include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
