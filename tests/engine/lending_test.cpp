@@ -28,11 +28,10 @@
 
 #include "allocations.h"
 #include "error_of.h"
+#include "pool_fixture.h"
 #include "residency/lending/lender.h"
 #include "residency/lending/loan.h"
 #include "residency/lending/protocol.h"
-#include "residency/pool.h"
-#include "store_fixture.h"
 
 namespace torch_mesh {
 namespace {
@@ -42,27 +41,13 @@ using lending::Answer;
 using lending::Request;
 using lending::Welcome;
 using testing::error_of;
+using testing::eventually;
+using testing::is_record;
+using testing::kRecord;
+using testing::options_of;
+using testing::record_of;
 
-constexpr int64_t kRecord = 8192;
 constexpr int32_t kLayers = 3, kExperts = 8;
-
-std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
-  std::vector<std::byte> record(kRecord);
-  for (size_t i = 0; i < record.size(); i += 4) {
-    const auto word = static_cast<uint32_t>(layer << 24 | expert << 16 | static_cast<int32_t>(i));
-    std::memcpy(&record[i], &word, 4);
-  }
-  return record;
-}
-
-bool eventually(const std::function<bool()>& holds) {
-  const auto end = std::chrono::steady_clock::now() + 20s;
-  while (!holds()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(1ms);
-  }
-  return true;
-}
 
 // How many descriptors this process has open.
 ptrdiff_t open_descriptors() {
@@ -70,17 +55,8 @@ ptrdiff_t open_descriptors() {
   return std::distance(begin(all), end(all));
 }
 
-PoolOptions options_of(int32_t slots) {
-  PoolOptions options;
-  options.slots = slots;
-  options.record_bytes = kRecord;
-  options.policy = "lru";
-  options.reader.backend = "threads";
-  return options;
-}
-
-struct Store : testing::RecordFile {
-  Store() : RecordFile(kLayers, kExperts, record_of) {}
+struct Store : testing::TestStore {
+  Store() : TestStore(kLayers, kExperts) {}
 };
 
 class LendingTest : public ::testing::Test {
@@ -137,8 +113,7 @@ class LendingTest : public ::testing::Test {
     bool right = true;
     size_t count = 0;
     for (; claim.next({&ready, 1}) > 0; ++count) {
-      const auto record = record_of(layer, experts[ready.index]);
-      right &= std::memcmp(ready.record, record.data(), record.size()) == 0;
+      right &= is_record(ready.record, layer, experts[ready.index]);
       claim.release({&ready, 1});
     }
     return right && count == experts.size();
@@ -233,8 +208,7 @@ TEST_F(LendingTest, ABorrowerThatHoldsAllItsSlotsDoesNotBlockOthers) {
   const auto pool = borrow();
   EXPECT_TRUE(forwards(*pool, 200, 7));
   for (const ReadyExpert& each : ready) {
-    const auto record = record_of(2, experts[each.index]);
-    EXPECT_EQ(std::memcmp(each.record, record.data(), kRecord), 0);
+    EXPECT_TRUE(is_record(each.record, 2, experts[each.index]));
   }
 }
 
@@ -389,8 +363,7 @@ TEST_F(LendingTest, RecordsOfAWorkerStayUntilItsConnectionIsClosed) {
       EXPECT_EQ(recv(socket.get(), &answer, sizeof(answer), MSG_PEEK), 0) << "it is told";
       EXPECT_TRUE(forwards(*other, 100, static_cast<uint32_t>(way)));
       EXPECT_EQ(lender_->borrowers(), 2);
-      const auto record = record_of(1, 2);
-      EXPECT_EQ(std::memcmp(shared + answer.offset, record.data(), record.size()), 0);
+      EXPECT_TRUE(is_record(shared + answer.offset, 1, 2));
     }
     EXPECT_TRUE(eventually([&] { return lender_->borrowers() == 1; }));
   }

@@ -38,7 +38,7 @@ TEST(Pool, AFailedReadReachesAllForwardsThatJoinedAndThePoolRecovers) {
   std::vector<std::thread> threads;
   for (int32_t i = 0; i < 4; ++i) {
     threads.emplace_back([&] {
-      const Error error = error_of([&] { forward(pool, 1, std::vector<int32_t>{2}); });
+      const Error error = error_of([&] { forward(pool, 1, {2}); });
       EXPECT_EQ(error.kind(), ErrorKind::kRead);
       EXPECT_EQ(error.os_error(), ENODATA);
       EXPECT_EQ(error.place().layer, 1);
@@ -93,7 +93,7 @@ TEST(Pool, VerifyModesDecideWhenChecksumsAreCompared) {
       PoolOptions options = options_of(2);
       options.verify = verify;
       Pool pool(options, {}, source, nullptr);
-      forward(pool, 0, std::vector<int32_t>{0});
+      forward(pool, 0, {0});
       store.write(0, record_of(0, 1));
       ASSERT_EQ(pool.evict(0, std::vector<int32_t>{0}), 1);
       if (fails) {
@@ -118,7 +118,7 @@ TEST(Pool, ATimedOutReadKeepsItsBufferUntilItCompletes) {
   options.reader.interpose = with_faults({.seed = 7, .delay = 1, .max_delay = 1s});
   Pool pool(options, {}, store.source(), nullptr);
   const Error error = error_of([&] {
-    for (;;) forward(pool, 0, std::vector<int32_t>{1}), pool.evict(0, std::vector<int32_t>{1});
+    for (;;) forward(pool, 0, {1}), pool.evict(0, std::vector<int32_t>{1});
   });
   EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
   EXPECT_EQ(error.place().expert, 1);
@@ -128,7 +128,7 @@ TEST(Pool, ATimedOutReadKeepsItsBufferUntilItCompletes) {
   pool.validate();
   // The only slot stays occupied until then, so another claim that waits for it times out too.
   try {
-    forward(pool, 0, std::vector<int32_t>{2});
+    forward(pool, 0, {2});
   } catch (const Error& full) {
     EXPECT_EQ(full.kind(), ErrorKind::kTimeout);
   }
@@ -137,7 +137,7 @@ TEST(Pool, ATimedOutReadKeepsItsBufferUntilItCompletes) {
   };
   while (state_of_either(SlotState::kLoading)) std::this_thread::sleep_for(5ms);
   ASSERT_TRUE(state_of_either(SlotState::kReady));
-  forward(pool, 0, std::vector<int32_t>{pool.state(0, 1) == SlotState::kReady ? 1 : 2});
+  forward(pool, 0, {pool.state(0, 1) == SlotState::kReady ? 1 : 2});
   expect_at_rest(pool);
 }
 
@@ -150,10 +150,7 @@ TEST(Pool, TheInterruptHookEndsAWait) {
   Runtime runtime;
   runtime.interrupted = [] { return ++asked >= 2; };
   Pool pool(options, runtime, store.source(), nullptr);
-  EXPECT_EQ(error_of([&] {
-              forward(pool, 0, std::vector<int32_t>{0, 1});
-            }).kind(),
-            ErrorKind::kInterrupted);
+  EXPECT_EQ(error_of([&] { forward(pool, 0, {0, 1}); }).kind(), ErrorKind::kInterrupted);
   EXPECT_EQ(pool.pinned(), 0);
   pool.validate();
 }
@@ -177,9 +174,9 @@ TEST(Pool, TheInterruptHookMayRunAForward) {
   for (int32_t count = 0; count < 2;) count += held->next(ready);
   once = [&] {
     held.reset();
-    forward(pool, 1, std::vector<int32_t>{2, 3});
+    forward(pool, 1, {2, 3});
   };
-  forward(pool, 0, std::vector<int32_t>{2, 3});
+  forward(pool, 0, {2, 3});
   EXPECT_EQ(once, nullptr);
   expect_at_rest(pool);
 }

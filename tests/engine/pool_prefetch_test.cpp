@@ -26,7 +26,7 @@ TEST(Pool, PrefetchIsJoinedByTheClaimThatNeedsIt) {
   pool.prefetch(1, std::vector<int32_t>{2, 3});
   EXPECT_EQ(pool.state(1, 2), SlotState::kLoading);
   pool.validate();
-  forward(pool, 1, std::vector<int32_t>{2, 3, 4});
+  forward(pool, 1, {2, 3, 4});
   const LayerStats layer = pool.stats()[1];
   EXPECT_EQ(layer.prefetches, 2);
   EXPECT_EQ(layer.inflight_misses, 2);
@@ -38,7 +38,7 @@ TEST(Pool, PrefetchIsJoinedByTheClaimThatNeedsIt) {
 TEST(Pool, PrefetchDoesNotWaitAndTakesAtMostHalfOfTheSlots) {
   const TestStore store(1, 16);
   Pool pool(slow_options(8, 20ms), {}, store.source(), nullptr);
-  forward(pool, 0, std::vector<int32_t>{0, 1, 2, 3, 4, 5, 6, 7});
+  forward(pool, 0, {0, 1, 2, 3, 4, 5, 6, 7});
   // 0 to 2 are the least recently used, but are prefetched too.
   pool.prefetch(0, std::vector<int32_t>{0, 1, 2, 8, 9, 10, 11, 12, 13});
   EXPECT_EQ(total(pool).prefetches, 4);
@@ -52,9 +52,6 @@ TEST(Pool, PrefetchDoesNotWaitAndTakesAtMostHalfOfTheSlots) {
 
 TEST(Pool, PrefetchesLeaveStagingBuffersToDemandReads) {
   const TestStore store(1, 16);
-  Source source = store.source();
-  source.raw = true;
-  source.checksums.clear();
   const auto pack = [](ExpertId, std::span<const std::byte* const> pieces, std::byte* record) {
     std::memcpy(record, pieces[0], kRecord);
   };
@@ -66,10 +63,10 @@ TEST(Pool, PrefetchesLeaveStagingBuffersToDemandReads) {
     return std::make_unique<HoldingBackend>(
         std::move(inner), [&](int64_t offset) { return held && offset < 6 * kRecord; });
   };
-  Pool pool(options, {}, source, pack);
+  Pool pool(options, {}, store.raw(), pack);
   const AtEnd release([&] { held = false; });
   pool.prefetch(0, all_of(8));
-  forward(pool, 0, std::vector<int32_t>{7, 9});  // the prefetch of 7 waits for a buffer
+  forward(pool, 0, {7, 9});  // the prefetch of 7 waits for a buffer
   EXPECT_EQ(pool.state(0, 0), SlotState::kLoading);
   pool.validate();
   held = false;
@@ -90,7 +87,7 @@ TEST(Pool, PredictedExpertsAreReadInOrderUntilTheirLayerBegins) {
   for (int32_t expert : {9, 3, 4, 5, 6}) EXPECT_EQ(pool.state(1, expert), SlotState::kReady);
 
   pool.expect(0, all_of(16));
-  forward(pool, 0, std::vector<int32_t>{0, 15});
+  forward(pool, 0, {0, 15});
   pool.drain();
   EXPECT_EQ(pool.state(0, 15), SlotState::kReady);
   EXPECT_EQ(pool.state(0, 14), SlotState::kEmpty) << "was read after its layer had begun";
@@ -181,7 +178,7 @@ TEST(Pool, PredictedReadsDoNotEvictPredictedExperts) {
   PoolOptions options = slow_options(8, 5ms);
   options.policy = "lru";
   Pool pool(options, {}, store.source(), nullptr);
-  for (int32_t expert = 0; expert < 8; ++expert) forward(pool, 0, {{expert}});
+  for (int32_t expert = 0; expert < 8; ++expert) forward(pool, 0, {expert});
   // 0 to 2 are the least recently used, but are prefetched too.
   pool.expect(0, std::vector<int32_t>{8, 9, 10, 11, 12, 0, 1, 2});
   pool.drain();

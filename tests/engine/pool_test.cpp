@@ -24,10 +24,10 @@ using namespace testing;
 TEST(Pool, CountsHitsAndMissesExactly) {
   const TestStore store(2, 8);
   Pool pool(options_of(6), {}, store.source(), nullptr);
-  forward(pool, 0, std::vector<int32_t>{0, 1, 2});
-  forward(pool, 0, std::vector<int32_t>{1, 2, 3});
-  forward(pool, 1, std::vector<int32_t>{5, 6});
-  forward(pool, 1, std::vector<int32_t>{7});
+  forward(pool, 0, {0, 1, 2});
+  forward(pool, 0, {1, 2, 3});
+  forward(pool, 1, {5, 6});
+  forward(pool, 1, {7});
   const auto stats = pool.stats();
   EXPECT_EQ(stats[0].accesses, 6);
   EXPECT_EQ(stats[0].hits, 2);
@@ -47,12 +47,12 @@ TEST(Pool, CountsHitsAndMissesExactly) {
 TEST(Pool, RecordsWhenMissesWereClaimedReadAndComputed) {
   const TestStore store(2, 8);
   Pool pool(options_of(6), {}, store.source(), nullptr);
-  forward(pool, 1, std::vector<int32_t>{0, 1});
+  forward(pool, 1, {0, 1});
   EXPECT_TRUE(pool.misses().empty());
   const auto before = Miss::Time::clock::now();
   pool.record_misses(3);
-  forward(pool, 1, std::vector<int32_t>{1, 2, 3});  // 1 is a hit
-  forward(pool, 0, std::vector<int32_t>{5, 6});     // 5 is the third and last recorded miss
+  forward(pool, 1, {1, 2, 3});  // 1 is a hit
+  forward(pool, 0, {5, 6});     // 5 is the third and last recorded miss
   const auto after = Miss::Time::clock::now();
   const std::vector<Miss> misses = pool.misses();
   std::vector<std::pair<int32_t, int32_t>> found;
@@ -71,7 +71,7 @@ TEST(Pool, RecordsWhenMissesWereClaimedReadAndComputed) {
   EXPECT_EQ(found[1], std::pair(1, 3));
   EXPECT_EQ(found[2].first, 0);
   pool.record_misses(0);
-  forward(pool, 0, std::vector<int32_t>{7});
+  forward(pool, 0, {7});
   EXPECT_TRUE(pool.misses().empty());
   EXPECT_EQ(error_of([&] { pool.record_misses(-1); }).kind(), ErrorKind::kInvalid);
 }
@@ -81,7 +81,7 @@ TEST(Pool, RecordsNoMoreMissesThanAskedForAfterALargerCall) {
   Pool pool(options_of(6), {}, store.source(), nullptr);
   pool.record_misses(1000);
   pool.record_misses(1);
-  forward(pool, 0, std::vector<int32_t>{0, 1, 2});
+  forward(pool, 0, {0, 1, 2});
   EXPECT_EQ(pool.misses().size(), 1U);
 }
 
@@ -96,7 +96,7 @@ TEST(Pool, TheReleaseOfAHitIsNotThatOfAnEarlierMiss) {
     Claim fails(pool, 0, experts, entries);
     ASSERT_EQ(fails.next({&ready, 1}), 1);
   }
-  forward(pool, 0, std::vector<int32_t>{3});
+  forward(pool, 0, {3});
   ASSERT_EQ(pool.misses().size(), 1U);
   EXPECT_EQ(pool.misses()[0].released, Miss::Time{});
 }
@@ -119,15 +119,15 @@ TEST(Timeline, AReadThatEndedBeforeTheClaimIsAHit) {
 TEST(Pool, AVictimIsNeverNeededByTheSameClaim) {
   const TestStore store(1, 8);
   Pool pool(options_of(4), {}, store.source(), nullptr);
-  forward(pool, 0, std::vector<int32_t>{0, 1, 2, 3});
-  forward(pool, 0, std::vector<int32_t>{4, 5, 0, 1});  // 0 and 1 are the least recently used
+  forward(pool, 0, {0, 1, 2, 3});
+  forward(pool, 0, {4, 5, 0, 1});  // 0 and 1 are the least recently used
   EXPECT_EQ(total(pool).hits, 2);
 }
 
 TEST(Pool, ResidentExpertsComeBeforeColdOnes) {
   const TestStore store(1, 8);
   Pool pool(slow_options(6, 100ms), {}, store.source(), nullptr);
-  forward(pool, 0, std::vector<int32_t>{6, 7});
+  forward(pool, 0, {6, 7});
   std::vector<int32_t> experts{0, 6, 1, 7};
   std::array<Claim::Entry, 4> entries;
   std::array<ReadyExpert, 4> ready;
@@ -142,7 +142,7 @@ TEST(Pool, ForwardsRunInWavesDownToOneSlot) {
   for (int32_t slots : {1, 2, 5, 16}) {
     Pool pool(options_of(slots), {}, store.source(), nullptr);
     const auto check = [&] { pool.validate(); };
-    for (int32_t layer : {0, 1, 0}) forward(pool, layer, all_of(16), 4, check);
+    for (int32_t layer : {0, 1, 0}) forward(pool, layer, all_of(16), {}, 4, check);
     expect_at_rest(pool);
     EXPECT_EQ(total(pool).accesses, 48);
   }
@@ -323,8 +323,8 @@ TEST(Pool, RawPiecesOfAnyAlignmentArriveWhole) {
     const auto check = [&] { pool.validate(); };
     for (int32_t round = 0; round < 3; ++round) {
       pool.prefetch(1, all_of(6));
-      forward(pool, 0, all_of(6), 2, check);
-      forward(pool, 1, all_of(6), 2, check);
+      forward(pool, 0, all_of(6), {}, 2, check);
+      forward(pool, 1, all_of(6), {}, 2, check);
     }
     pool.drain();
     expect_at_rest(pool);
@@ -350,7 +350,7 @@ TEST(Pool, ManyThreadsOnAPoolOfOneForwardDoNotDeadlock) {
         for (int32_t step = 0; step < 30; ++step) {
           std::vector<int32_t> experts;
           for (int32_t i = 0; i < kTopK; ++i) experts.push_back((thread + step + 2 * i) % 8);
-          forward(pool, (thread + step) % 3, experts, 1 + step % 4);
+          forward(pool, (thread + step) % 3, experts, {}, 1 + step % 4);
         }
       });
     }
@@ -370,10 +370,10 @@ TEST(Pool, ForwardsThatHitDoNotStarveOneThatWaits) {
   std::vector<std::thread> hitters;
   for (int32_t thread = 0; thread < 3; ++thread) {
     hitters.emplace_back([&] {
-      while (!stop) forward(pool, 0, std::vector<int32_t>{0, 1}, 2);
+      while (!stop) forward(pool, 0, {0, 1}, {}, 2);
     });
   }
-  for (int32_t round = 0; round < 20; ++round) forward(pool, 1, std::vector<int32_t>{0, 1}, 2);
+  for (int32_t round = 0; round < 20; ++round) forward(pool, 1, {0, 1}, {}, 2);
   stop = true;
   for (std::thread& thread : hitters) thread.join();
   expect_at_rest(pool);
@@ -411,7 +411,7 @@ TEST(Pool, KeepsItsInvariantsUnderRandomClaimsAndFaults) {
           if (draw() % 4 == 0) pool.prefetch((layer + 1) % kLayers, experts);
           if (draw() % 4 == 0) pool.expect((layer + 1) % kLayers, experts);
           if (draw() % 8 == 0) pool.evict(layer, experts);
-          forward(pool, layer, experts, 1 + draw() % 4, check);
+          forward(pool, layer, experts, {}, 1 + draw() % 4, check);
         } catch (const Error& error) {
           ++errors;
           ASSERT_TRUE(error.kind() == ErrorKind::kRead || error.kind() == ErrorKind::kChecksum)
@@ -451,7 +451,7 @@ TEST(Pool, ForwardsThroughThePageCacheFindTheirRecordsWhateverIsEvicted) {
       if (draw() % 4 == 0) pool.prefetch((layer + 1) % 3, experts);
       if (draw() % 4 == 0) pool.expect((layer + 1) % 3, experts);
       if (draw() % 4 == 0) pool.evict(layer, experts);
-      forward(pool, layer, experts, 1 + draw() % 4, [&] { pool.validate(); });
+      forward(pool, layer, experts, {}, 1 + draw() % 4, [&] { pool.validate(); });
     }
     pool.drain();
     expect_at_rest(pool);

@@ -21,8 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "residency/pool.h"
-#include "store_fixture.h"
+#include "pool_fixture.h"
 
 namespace torch_mesh {
 namespace {
@@ -30,52 +29,24 @@ namespace {
 using namespace std::chrono_literals;
 using Experts = std::vector<int32_t>;
 
-constexpr int64_t kRecord = 8192;
+using testing::all_of;
+using testing::eventually;
+using testing::forward;
+using testing::kRecord;
+using testing::TestStore;
+
 constexpr int32_t kPerSegment = 4;
-
-template <int64_t bytes>
-std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
-  return std::vector<std::byte>(bytes, static_cast<std::byte>(32 * layer + expert + 1));
-}
-
-template <int64_t bytes = kRecord>
-struct TestStore : testing::RecordFile {
-  TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of<bytes>) {}
-};
+constexpr int64_t kLarge = int64_t{1} << 18;  // bytes of a record that a resident set shows
 
 PoolOptions options_of(int32_t slots) {
-  PoolOptions options;
-  options.slots = slots;
-  options.record_bytes = kRecord;
+  PoolOptions options = testing::options_of(slots);
   options.segment_bytes = kPerSegment * kRecord;
-  options.policy = "lru";
-  options.reader.backend = "threads";
-  options.reader.chunk_bytes = 4096;
   return options;
 }
 
-Experts all_of(int32_t experts) {
-  Experts ids(static_cast<size_t>(experts));
-  std::iota(ids.begin(), ids.end(), 0);
-  return ids;
-}
-
-bool is_record(const std::byte* data, int64_t bytes, int32_t layer, int32_t expert) {
-  const auto want = static_cast<std::byte>(32 * layer + expert + 1);
-  return std::all_of(data, data + bytes, [want](std::byte have) { return have == want; });
-}
-
-void forward(Pool& pool, int32_t layer, const Experts& experts, int64_t bytes = kRecord) {
-  std::vector<Claim::Entry> entries(experts.size());
-  Claim claim(pool, layer, experts, entries);
-  ReadyExpert ready;
-  size_t seen = 0;
-  while (claim.next({&ready, 1}) > 0) {
-    ASSERT_TRUE(is_record(ready.record, bytes, layer, experts[ready.index]));
-    claim.release({&ready, 1});
-    ++seen;
-  }
-  ASSERT_EQ(seen, experts.size());
+void forward_large(Pool& pool, int32_t layer) {
+  forward(
+      pool, layer, all_of(24), {}, 3, [] {}, kLarge);
 }
 
 int32_t resident(const Pool& pool) {
@@ -97,14 +68,6 @@ ErrorKind kind_of(const Call& call) {
   }
   ADD_FAILURE() << "no error was thrown";
   return ErrorKind::kInvalid;
-}
-
-bool comes_true(const std::function<bool()>& condition) {
-  for (int32_t tries = 0; tries < 1000; ++tries) {
-    if (condition()) return true;
-    std::this_thread::sleep_for(5ms);
-  }
-  return false;
 }
 
 // A claim that has been handed all of its experts.
@@ -159,8 +122,7 @@ int64_t resident_set_bytes() {
 // Pages of registered buffers stay until the ring unregisters them, even after an unmap. Such pages
 // count against the limit of locked memory, and exceeding that would leave a note.
 TEST(Resize, ShrinkingReducesTheResidentSet) {
-  constexpr int64_t kLarge = int64_t{1} << 18;
-  const TestStore<kLarge> store(2, 24);
+  const TestStore store(2, 24, kLarge);
   for (const char* backend : {"threads", "uring"}) {
     if (std::string(backend) == "uring" && !uring_unavailable().empty()) continue;
     SCOPED_TRACE(backend);
@@ -170,12 +132,12 @@ TEST(Resize, ShrinkingReducesTheResidentSet) {
     options.reader.backend = backend;
     Pool pool(options, {}, store.source(), nullptr);
     for (int32_t round = 0; round < 3; ++round) {
-      forward(pool, 0, all_of(24), kLarge);
-      forward(pool, 1, all_of(24), kLarge);
+      forward_large(pool, 0);
+      forward_large(pool, 1);
       const int64_t before = resident_set_bytes();
       pool.resize(8);
       EXPECT_LT(resident_set_bytes(), before - 36 * kLarge);
-      forward(pool, 0, all_of(24), kLarge);
+      forward_large(pool, 0);
       pool.resize(48);
       EXPECT_GT(resident_set_bytes(), before - 4 * kLarge);
       pool.validate();
@@ -216,8 +178,7 @@ bool refuse_buffer_updates(uint32_t error) {
 // segments stay registered. A kernel without the call (EINVAL) makes the ring unregister all.
 TEST(Resize, ARingThatKeepsASegmentKeepsTheOthersToo) {
   if (!uring_unavailable().empty()) GTEST_SKIP() << uring_unavailable();
-  constexpr int64_t kLarge = int64_t{1} << 18;
-  const TestStore<kLarge> store(1, 24);
+  const TestStore store(1, 24, kLarge);
   for (const uint32_t error : {ENOMEM, EINVAL}) {
     SCOPED_TRACE(strerror(static_cast<int>(error)));
     std::thread([&] {
@@ -231,13 +192,13 @@ TEST(Resize, ARingThatKeepsASegmentKeepsTheOthersToo) {
       const int64_t pinned = pinned_kib() - others;
       if (pinned == 0) GTEST_SKIP() << "no buffer can be registered";
       for (int32_t round = 0; round < 2; ++round) {
-        forward(pool, 0, all_of(24), kLarge);
+        forward_large(pool, 0);
         EXPECT_EQ(pool.resize(8), 8);
-        forward(pool, 0, all_of(24), kLarge);
+        forward_large(pool, 0);
         EXPECT_EQ(pool.resize(24), 24);
         EXPECT_EQ(pinned_kib() - others, error == ENOMEM ? pinned : 0);
       }
-      forward(pool, 0, all_of(24), kLarge);
+      forward_large(pool, 0);
       EXPECT_FALSE(pool.reader()->notes().empty());
       pool.validate();
     }).join();
@@ -255,7 +216,7 @@ TEST(Resize, SlotsInUseAreFreedWhenTheirForwardEnds) {
   EXPECT_EQ(pool.resize(9), 9);  // the size may change again meanwhile
   EXPECT_EQ(pool.resize(1), 1);
   holder.end();
-  EXPECT_TRUE(comes_true([&] { return pool.memory_bytes() == 4 * kRecord; }));
+  EXPECT_TRUE(eventually([&] { return pool.memory_bytes() == 4 * kRecord; }));
   EXPECT_EQ(resident(pool), 1);
   pool.validate();
   forward(pool, 1, all_of(16));
@@ -281,7 +242,7 @@ TEST(Resize, AReadUnderWayKeepsItsBufferUntilItEnds) {
   EXPECT_EQ(pool.resize(1), 1);
   pool.validate();
   pool.drain();
-  EXPECT_TRUE(comes_true([&] { return pool.memory_bytes() == 4 * kRecord; }));
+  EXPECT_TRUE(eventually([&] { return pool.memory_bytes() == 4 * kRecord; }));
   EXPECT_LE(resident(pool), 1);
   EXPECT_GE(pool.stats()[0].prefetches_unused, 7);
   pool.validate();
@@ -294,22 +255,19 @@ class BusyPool {
       : store_(1, 16) {
     PoolOptions options = options_of(16);
     options.timeout = timeout;
-    Source source = store_.source();
-    source.raw = true;
-    source.checksums.clear();
     const auto pack = [this](int32_t, std::span<const std::byte* const> pieces, std::byte* record) {
       blocked_ = true;
       opened_.wait();
       std::copy_n(pieces[0], kRecord, record);
     };
-    pool_.emplace(options, runtime, source, pack);
+    pool_.emplace(options, runtime, store_.raw(), pack);
   }
   ~BusyPool() { unblock(); }
   Pool* operator->() { return &*pool_; }
   // Makes the I/O thread pack a record until unblock(). A resident record keeps its slot.
   void block() {
     pool_->prefetch(0, Experts{0});
-    ASSERT_TRUE(comes_true([&] { return blocked_.load(); }));
+    ASSERT_TRUE(eventually([&] { return blocked_.load(); }));
   }
   void unblock() {
     if (!std::exchange(unblocked_, true)) gate_.set_value();
@@ -319,7 +277,7 @@ class BusyPool {
   }
 
  private:
-  TestStore<kRecord> store_;
+  TestStore store_;
   std::promise<void> gate_;
   std::shared_future<void> opened_ = gate_.get_future().share();
   std::atomic<bool> blocked_ = false;
@@ -333,7 +291,7 @@ TEST(Resize, TimesOutAndCompletesLater) {
   EXPECT_EQ(kind_of([&] { pool->resize(4); }), ErrorKind::kTimeout);
   pool->validate();
   pool.unblock();
-  EXPECT_TRUE(comes_true([&] { return pool.records() == 4; }));
+  EXPECT_TRUE(eventually([&] { return pool.records() == 4; }));
   EXPECT_EQ(pool->resize(4), 4);
 }
 
@@ -344,7 +302,7 @@ TEST(Resize, CountsCompletedChangesAndNotRequests) {
   EXPECT_EQ(kind_of([&] { pool->resize(16); }), ErrorKind::kTimeout);
   EXPECT_EQ(kind_of([&] { pool->resize(4); }), ErrorKind::kTimeout);
   pool.unblock();
-  EXPECT_TRUE(comes_true([&] { return pool.records() == 4; }));
+  EXPECT_TRUE(eventually([&] { return pool.records() == 4; }));
   const PoolStats stats = pool->detailed_stats();
   EXPECT_EQ(stats.shrinks, 1);
   EXPECT_EQ(stats.grows, 0);
@@ -358,7 +316,7 @@ TEST(Resize, ADetachingSegmentIsWaitedForBeforeThoseAboveItAttach) {
   EXPECT_EQ(pool->resize(8), 8);
   pool.block();
   auto smaller = std::async(std::launch::async, [&] { return pool->resize(4); });
-  ASSERT_TRUE(comes_true([&] { return pool->slots() == 4; }));
+  ASSERT_TRUE(eventually([&] { return pool->slots() == 4; }));
   auto larger = std::async(std::launch::async, [&] { return pool->resize(16); });
   EXPECT_EQ(larger.wait_for(100ms), std::future_status::timeout);
   EXPECT_EQ(pool.records(), 8);
@@ -381,7 +339,7 @@ TEST(Resize, CloseEndsTheWait) {
   BusyPool pool;
   pool.block();
   auto resized = std::async(std::launch::async, [&] { pool->resize(1); });
-  ASSERT_TRUE(comes_true([&] { return pool->slots() == 1; }));
+  ASSERT_TRUE(eventually([&] { return pool->slots() == 1; }));
   pool->close();
   EXPECT_EQ(kind_of([&] { resized.get(); }), ErrorKind::kClosed);
   EXPECT_EQ(kind_of([&] { pool->resize(8); }), ErrorKind::kClosed);

@@ -12,9 +12,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "residency/pool.h"
+#include "pool_fixture.h"
 #include "residency/replay.h"
-#include "store_fixture.h"
 
 namespace torch_mesh {
 namespace {
@@ -22,15 +21,9 @@ namespace {
 using namespace std::chrono_literals;
 using Ids = std::vector<int32_t>;
 
-constexpr int64_t kRecord = 4096;
-
-std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
-  return std::vector<std::byte>(kRecord, static_cast<std::byte>(32 * layer + expert + 1));
-}
-
-struct TestStore : testing::RecordFile {
-  TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of) {}
-};
+using testing::forward;
+using testing::kRecord;
+using testing::TestStore;
 
 // A ModelUse in which expert e of each layer was used by 100 - e of 100 tokens.
 ModelUse falling(int32_t layers, int32_t experts) {
@@ -43,23 +36,11 @@ ModelUse falling(int32_t layers, int32_t experts) {
 }
 
 PoolOptions options_of(int32_t slots, SoftPinOptions kept) {
-  PoolOptions options;
-  options.slots = slots;
-  options.record_bytes = kRecord;
+  PoolOptions options = testing::options_of(slots);
+  options.policy = "auto";
   options.segment_bytes = 4 * kRecord;
-  options.reader.backend = "threads";
   options.soft_pins = std::move(kept);
   return options;
-}
-
-void forward(Pool& pool, int32_t layer, const Ids& experts, ForwardPart part = {}) {
-  std::vector<Claim::Entry> entries(experts.size());
-  Claim claim(pool, layer, experts, entries, part);
-  ReadyExpert ready;
-  while (claim.next({&ready, 1}) > 0) {
-    ASSERT_EQ(ready.record[0], static_cast<std::byte>(32 * layer + experts[ready.index] + 1));
-    claim.release({&ready, 1});
-  }
 }
 
 Ids resident(const Pool& pool, int32_t layer) {
@@ -227,9 +208,7 @@ TEST(SoftPins, EarlyLayersKeepTheirMostUsedRecentExperts) {
 TEST(Warm, TheHottestAreReadWhileSlotsAreEmpty) {
   const TestStore store(2, 12);
   for (bool raw : {false, true}) {
-    Source source = store.source();
-    source.raw = raw;
-    if (raw) source.checksums.clear();
+    const Source source = raw ? store.raw() : store.source();
     const PackRecord pack = [](int32_t, std::span<const std::byte* const> pieces, std::byte* to) {
       std::copy_n(pieces[0], kRecord, to);
     };

@@ -8,38 +8,21 @@
 #include <vector>
 
 #include "kernels_fixture.h"
-#include "residency/pool.h"
-#include "store_fixture.h"
+#include "pool_fixture.h"
 
 namespace torch_mesh {
 namespace {
 
 using namespace std::chrono_literals;
 
-constexpr int64_t kRecord = 4096;
-
-std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
-  std::vector<std::byte> record(kRecord, static_cast<std::byte>(layer));
-  record[1] = static_cast<std::byte>(expert);
-  return record;
-}
-
-struct TestStore : testing::RecordFile {
-  TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of) {}
-};
+using testing::all_of;
+using testing::kRecord;
+using testing::TestStore;
 
 PoolOptions options_of(int32_t slots) {
-  PoolOptions options;
-  options.slots = slots;
-  options.record_bytes = kRecord;
-  options.reader.backend = "threads";
+  PoolOptions options = testing::options_of(slots);
+  options.policy = "auto";
   return options;
-}
-
-std::vector<int32_t> all_of(int32_t experts) {
-  std::vector<int32_t> ids(experts);
-  std::iota(ids.begin(), ids.end(), 0);
-  return ids;
 }
 
 // A layer of a prompt. Every token chooses two of the first `hot` experts, and a cold one while
@@ -70,22 +53,9 @@ struct Prompt {
   }
 };
 
-void forward(Pool& pool, int32_t layer, std::span<const int32_t> experts, ForwardPart part) {
-  std::vector<Claim::Entry> entries(experts.size());
-  std::array<ReadyExpert, 16> ready;
-  Claim claim(pool, layer, experts, entries, part);
-  int32_t computed = 0;
-  while (const int32_t count = claim.next(ready)) {
-    for (int32_t i = 0; i < count; ++i) {
-      const auto expert = static_cast<std::byte>(experts[ready[i].index]);
-      ASSERT_EQ(ready[i].record[0], static_cast<std::byte>(layer));
-      ASSERT_EQ(ready[i].record[1], expert);
-      claim.release({&ready[i], 1});
-    }
-    computed += count;
-    pool.validate();
-  }
-  ASSERT_EQ(computed, std::ssize(experts));
+void forward(Pool& pool, int32_t layer, const std::vector<int32_t>& experts,
+             const ForwardPart& part) {
+  testing::forward(pool, layer, experts, part, 16, [&] { pool.validate(); });
 }
 
 int32_t present(const Pool& pool, int32_t layer, int32_t begin, int32_t end) {
