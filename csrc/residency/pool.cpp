@@ -349,11 +349,6 @@ void Pool::count_rerouted(int32_t layer, int64_t replaced) {
   stats_of(layer, Phase::kDecode).rerouted += replaced;
 }
 
-SlotState Pool::state(int32_t layer, int32_t expert) const {
-  check_experts(layer, {&expert, 1});
-  return locked_core()->state(core_.id_of(layer, expert));
-}
-
 void Pool::states(int32_t layer, std::span<SlotState> states) const {
   check_experts(layer, {});
   locked_core()->states(layer, states);

@@ -114,7 +114,6 @@ class Pool {
 
   // Throws Error(kForked) in a child of the process that opened the pool.
   void check_process() const { owner_.check("this pool"); }
-  SlotState state(int32_t layer, int32_t expert) const;
   // The states of all experts() of a layer at one moment.
   void states(int32_t layer, std::span<SlotState> states) const;
   std::vector<LayerStats> stats() const {  // by layer, over all phases

@@ -609,29 +609,26 @@ TEST(Core, AGrowthThatFindsNoMemoryForItsLastSegmentIsTakenBack) {
 
 constexpr int64_t kRecord = 4096;
 
-// Runs the events of a script (forwards, hints, sizes) one after the other.
-class Target {
- public:
-  virtual ~Target() = default;
-  virtual void forward(int32_t layer, const Ids& experts, const ForwardPart& part) = 0;
-  virtual void prefetch(int32_t layer, const Ids& experts) = 0;
-  virtual void expect(int32_t layer, const Ids& experts) = 0;
-  virtual void evict(int32_t layer, const Ids& experts) = 0;
-  virtual void resize(int32_t slots) = 0;
-  virtual std::vector<SlotState> states() const = 0;
-  virtual PoolStats stats() const = 0;
-};
+// The states of all experts of a pool or core.
+template <typename Target>
+std::vector<SlotState> states_of(const Target& target, const Shape& shape) {
+  std::vector<SlotState> states(static_cast<size_t>(shape.layers) * shape.experts);
+  for (int32_t layer = 0; layer < shape.layers; ++layer) {
+    target.states(layer, std::span(states).subspan(static_cast<size_t>(layer) * shape.experts));
+  }
+  return states;
+}
 
-// The threaded pool with one read at a time, in order of urgency. All reads end before the next
-// event.
-class OnPool final : public Target {
+// Runs the events of a script (forwards, hints, sizes) one after the other on the threaded pool,
+// with one read at a time, in order of urgency. All reads end before the next event.
+class OnPool {
  public:
   OnPool(const Shape& shape, const Source& source)
       : shape_(shape), pool_(options(shape), {}, source, nullptr) {
     pool_.drain();
   }
 
-  void forward(int32_t layer, const Ids& experts, const ForwardPart& part) override {
+  void forward(int32_t layer, const Ids& experts, const ForwardPart& part) {
     std::vector<ClaimEntry> entries(experts.size());
     Claim claim(pool_, layer, experts, entries, part);
     std::array<ReadyExpert, 2> ready;
@@ -643,25 +640,19 @@ class OnPool final : public Target {
     }
     pool_.drain();
   }
-  void prefetch(int32_t layer, const Ids& experts) override {
+  void prefetch(int32_t layer, const Ids& experts) {
     pool_.prefetch(layer, experts, Phase::kDecode);
     pool_.drain();
   }
-  void expect(int32_t layer, const Ids& experts) override {
+  void expect(int32_t layer, const Ids& experts) {
     pool_.expect(layer, experts, Phase::kDecode);
     pool_.drain();
   }
-  void evict(int32_t layer, const Ids& experts) override { pool_.evict(layer, experts); }
-  void resize(int32_t slots) override { pool_.resize(slots); }
+  void evict(int32_t layer, const Ids& experts) { pool_.evict(layer, experts); }
+  void resize(int32_t slots) { pool_.resize(slots); }
 
-  std::vector<SlotState> states() const override {
-    std::vector<SlotState> states(static_cast<size_t>(shape_.layers) * shape_.experts);
-    for (int32_t layer = 0; layer < shape_.layers; ++layer) {
-      pool_.states(layer, std::span(states).subspan(static_cast<size_t>(layer) * shape_.experts));
-    }
-    return states;
-  }
-  PoolStats stats() const override {
+  std::vector<SlotState> states() const { return states_of(pool_, shape_); }
+  PoolStats stats() const {
     pool_.validate();
     return pool_.detailed_stats();
   }
@@ -686,10 +677,12 @@ class OnPool final : public Target {
   Pool pool_;
 };
 
-class OnCore final : public Target {
+// Runs the same events on the core.
+class OnCore {
  public:
   explicit OnCore(const Shape& shape)
-      : core_({.layers = shape.layers,
+      : shape_(shape),
+        core_({.layers = shape.layers,
                .experts = shape.experts,
                .slots = shape.slots,
                .soft_pins = shape.soft_pins,
@@ -700,7 +693,7 @@ class OnCore final : public Target {
     drain();
   }
 
-  void forward(int32_t layer, const Ids& experts, const ForwardPart& part) override {
+  void forward(int32_t layer, const Ids& experts, const ForwardPart& part) {
     std::vector<ClaimEntry> entries(experts.size() - part.deferral.experts.size());
     ClaimState claim{.layer = layer, .part = part, .experts = experts, .entries = entries};
     core_.begin(claim);
@@ -721,19 +714,19 @@ class OnCore final : public Target {
     core_.end(claim);
     drain();
   }
-  void prefetch(int32_t layer, const Ids& experts) override {
+  void prefetch(int32_t layer, const Ids& experts) {
     core_.prefetch(layer, experts, Phase::kDecode);
     drain();
   }
-  void expect(int32_t layer, const Ids& experts) override {
+  void expect(int32_t layer, const Ids& experts) {
     core_.expect(layer, experts, Phase::kDecode);
     drain();
   }
-  void evict(int32_t layer, const Ids& experts) override {
+  void evict(int32_t layer, const Ids& experts) {
     core_.evict(layer, experts);
     drain();
   }
-  void resize(int32_t slots) override {
+  void resize(int32_t slots) {
     core_.sizing().resize(slots);
     drain();
     while (!core_.sizing().settled()) {
@@ -744,13 +737,8 @@ class OnCore final : public Target {
     }
   }
 
-  std::vector<SlotState> states() const override {
-    const auto& [layers, experts, slots, kept, prefill, ahead, segment, reads] = core_.options();
-    std::vector<SlotState> states;
-    for (ExpertId id = 0; id < layers * experts; ++id) states.push_back(core_.state(id));
-    return states;
-  }
-  PoolStats stats() const override {
+  std::vector<SlotState> states() const { return states_of(core_, shape_); }
+  PoolStats stats() const {
     core_.validate();
     PoolStats stats = core_.statistics().counts();
     stats.slots = core_.slots().limit();
@@ -787,6 +775,7 @@ class OnCore final : public Target {
     }
   }
 
+  const Shape& shape_;
   Core core_;
   std::array<std::deque<int32_t>, kUrgencies.size()> queues_;
 };
@@ -811,8 +800,8 @@ TEST(Core, TheThreadedPoolGivesTheSameStatesAndCounts) {
     OnPool pool(shape, file.source());
     OnCore core(shape);
     const auto on_both = [&](auto&& act) {
-      act(static_cast<Target&>(pool));
-      act(static_cast<Target&>(core));
+      act(pool);
+      act(core);
     };
     for (int32_t event = 0; event < 150 && !HasFailure(); ++event) {
       const int32_t layer = below(shape.layers), other = below(shape.layers);
@@ -828,7 +817,7 @@ TEST(Core, TheThreadedPoolGivesTheSameStatesAndCounts) {
         part.deferral.fallback = below(2) == 0;
       }
       const int32_t choice = below(8), slots = 1 + below(shape.slots);
-      on_both([&](Target& target) {
+      on_both([&](auto& target) {
         switch (choice) {
           case 0:
             return target.prefetch(other, experts);

@@ -24,6 +24,7 @@
 
 #include "allocations.h"
 #include "base/error.h"
+#include "claim_fixture.h"
 #include "engine/grouping.h"
 #include "engine/task_queue.h"
 #include "engine_fixture.h"
@@ -322,7 +323,7 @@ TEST(Engine, CallsReadsQueuedOnceAllItsReadsAreQueued) {
     EXPECT_EQ(context.told, 1);
     engine->pool().drain();
     for (const int32_t expert : {3, 7}) {
-      EXPECT_EQ(engine->pool().state(1, expert), SlotState::kReady) << "expert " << expert;
+      EXPECT_EQ(state_of(engine->pool(), 1, expert), SlotState::kReady) << "expert " << expert;
     }
     EXPECT_EQ(out, batch.run(*model.open_resident({}), 0));
   }
@@ -343,7 +344,7 @@ TEST(Engine, CloseLetsAForwardEndThatThenPredicts) {
   call.context = &engine->pool();
   engine->experts(call);
   EXPECT_EQ(out, batch.run(*model.open_resident({}), 0));
-  EXPECT_EQ(engine->pool().state(1, 3), SlotState::kEmpty);
+  EXPECT_EQ(state_of(engine->pool(), 1, 3), SlotState::kEmpty);
   expect_at_rest(*engine);
 }
 

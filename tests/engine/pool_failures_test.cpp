@@ -123,7 +123,7 @@ TEST(Pool, ATimedOutReadKeepsItsBufferUntilItCompletes) {
   EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
   EXPECT_EQ(error.place().expert, 1);
   EXPECT_EQ(error.place().file, store.path());
-  EXPECT_EQ(pool.state(0, 1), SlotState::kLoading);
+  EXPECT_EQ(state_of(pool, 0, 1), SlotState::kLoading);
   EXPECT_EQ(pool.pinned(), 0);
   pool.validate();
   // The only slot stays occupied until then, so another claim that waits for it times out too.
@@ -133,11 +133,11 @@ TEST(Pool, ATimedOutReadKeepsItsBufferUntilItCompletes) {
     EXPECT_EQ(full.kind(), ErrorKind::kTimeout);
   }
   const auto state_of_either = [&](SlotState state) {
-    return pool.state(0, 1) == state || pool.state(0, 2) == state;
+    return state_of(pool, 0, 1) == state || state_of(pool, 0, 2) == state;
   };
   while (state_of_either(SlotState::kLoading)) std::this_thread::sleep_for(5ms);
   ASSERT_TRUE(state_of_either(SlotState::kReady));
-  forward(pool, 0, {pool.state(0, 1) == SlotState::kReady ? 1 : 2});
+  forward(pool, 0, {state_of(pool, 0, 1) == SlotState::kReady ? 1 : 2});
   expect_at_rest(pool);
 }
 
@@ -258,7 +258,7 @@ TEST(Pool, AForkedChildGetsErrorsAndEnds) {
     count([&] { pool->prefetch(0, experts); });
     count([&] { pool->evict(0, experts); });
     count([&] { pool->observe(0, std::vector<float>(4)); });
-    count([&] { static_cast<void>(pool->state(0, 0)); });
+    count([&] { static_cast<void>(state_of(*pool, 0, 0)); });
     count([&] { static_cast<void>(pool->stats()); });
     count([&] { pool->drain(); });
     count([&] { pool->close(); });

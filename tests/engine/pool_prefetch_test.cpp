@@ -24,7 +24,7 @@ TEST(Pool, PrefetchIsJoinedByTheClaimThatNeedsIt) {
   const TestStore store(2, 8);
   Pool pool(slow_options(8, 50ms), {}, store.source(), nullptr);
   pool.prefetch(1, std::vector<int32_t>{2, 3});
-  EXPECT_EQ(pool.state(1, 2), SlotState::kLoading);
+  EXPECT_EQ(state_of(pool, 1, 2), SlotState::kLoading);
   pool.validate();
   forward(pool, 1, {2, 3, 4});
   const LayerStats layer = pool.stats()[1];
@@ -45,7 +45,7 @@ TEST(Pool, PrefetchDoesNotWaitAndTakesAtMostHalfOfTheSlots) {
   pool.validate();
   pool.drain();
   for (int32_t expert : {0, 1, 2, 8, 9, 10, 11}) {
-    EXPECT_EQ(pool.state(0, expert), SlotState::kReady) << expert;
+    EXPECT_EQ(state_of(pool, 0, expert), SlotState::kReady) << expert;
   }
   expect_at_rest(pool);
 }
@@ -67,7 +67,7 @@ TEST(Pool, PrefetchesLeaveStagingBuffersToDemandReads) {
   const AtEnd release([&] { held = false; });
   pool.prefetch(0, all_of(8));
   forward(pool, 0, {7, 9});  // the prefetch of 7 waits for a buffer
-  EXPECT_EQ(pool.state(0, 0), SlotState::kLoading);
+  EXPECT_EQ(state_of(pool, 0, 0), SlotState::kLoading);
   pool.validate();
   held = false;
   pool.drain();
@@ -80,17 +80,17 @@ TEST(Pool, PredictedExpertsAreReadInOrderUntilTheirLayerBegins) {
   options.reader.depth = 4;  // one chunk is for prefetches, so two records are in flight
   Pool pool(options, {}, store.source(), nullptr);
   pool.expect(1, std::vector<int32_t>{9, 3, 4, 5, 6});
-  for (int32_t expert : {9, 3}) EXPECT_NE(pool.state(1, expert), SlotState::kEmpty) << expert;
-  EXPECT_EQ(pool.state(1, 6), SlotState::kEmpty);
+  for (int32_t expert : {9, 3}) EXPECT_NE(state_of(pool, 1, expert), SlotState::kEmpty) << expert;
+  EXPECT_EQ(state_of(pool, 1, 6), SlotState::kEmpty);
   pool.validate();
   pool.drain();  // each read that ends begins the next one
-  for (int32_t expert : {9, 3, 4, 5, 6}) EXPECT_EQ(pool.state(1, expert), SlotState::kReady);
+  for (int32_t expert : {9, 3, 4, 5, 6}) EXPECT_EQ(state_of(pool, 1, expert), SlotState::kReady);
 
   pool.expect(0, all_of(16));
   forward(pool, 0, {0, 15});
   pool.drain();
-  EXPECT_EQ(pool.state(0, 15), SlotState::kReady);
-  EXPECT_EQ(pool.state(0, 14), SlotState::kEmpty) << "was read after its layer had begun";
+  EXPECT_EQ(state_of(pool, 0, 15), SlotState::kReady);
+  EXPECT_EQ(state_of(pool, 0, 14), SlotState::kEmpty) << "was read after its layer had begun";
   EXPECT_EQ(pool.stats()[0].cold_misses, 1);
   expect_at_rest(pool);
 }
@@ -183,7 +183,7 @@ TEST(Pool, PredictedReadsDoNotEvictPredictedExperts) {
   pool.expect(0, std::vector<int32_t>{8, 9, 10, 11, 12, 0, 1, 2});
   pool.drain();
   for (int32_t expert : {0, 1, 2, 8, 9, 10, 11, 12}) {
-    EXPECT_EQ(pool.state(0, expert), SlotState::kReady) << expert;
+    EXPECT_EQ(state_of(pool, 0, expert), SlotState::kReady) << expert;
   }
   EXPECT_EQ(error_of([&] { pool.expect(0, std::vector<int32_t>{16}); }).kind(),
             ErrorKind::kInvalid);

@@ -37,8 +37,8 @@ TEST(Pool, CountsHitsAndMissesExactly) {
   EXPECT_EQ(stats[0].evicted, 1);
   EXPECT_EQ(stats[1].accesses, 3);
   EXPECT_EQ(stats[1].cold_misses, 3);
-  EXPECT_EQ(pool.state(0, 0), SlotState::kEmpty);
-  EXPECT_EQ(pool.state(0, 1), SlotState::kReady);
+  EXPECT_EQ(state_of(pool, 0, 0), SlotState::kEmpty);
+  EXPECT_EQ(state_of(pool, 0, 1), SlotState::kReady);
   expect_at_rest(pool);
   pool.reset_stats();
   EXPECT_EQ(total(pool).accesses, 0);
@@ -176,7 +176,7 @@ TEST(Pool, ADroppedClaimLeavesItsReadsBehindAsPrefetches) {
   EXPECT_EQ(pool.pinned(), 0);
   pool.drain();
   for (int32_t expert = 0; expert < 4; ++expert)
-    EXPECT_EQ(pool.state(0, expert), SlotState::kReady);
+    EXPECT_EQ(state_of(pool, 0, expert), SlotState::kReady);
   expect_at_rest(pool);
 }
 
@@ -190,7 +190,7 @@ TEST(Pool, EvictRemovesOnlyReadyUnpinnedExperts) {
   Claim claim(pool, 0, held, entries);
   ASSERT_EQ(claim.next(ready), 1);
   EXPECT_EQ(pool.evict(0, all_of(8)), 2);
-  EXPECT_EQ(pool.state(0, 1), SlotState::kReady);
+  EXPECT_EQ(state_of(pool, 0, 1), SlotState::kReady);
   EXPECT_TRUE(is_record(ready[0].record, 0, 1));
   pool.validate();
 }
@@ -201,9 +201,9 @@ TEST(Pool, PromoteInWavesKeepsTheLast) {
   pool.promote(0, all_of(16));
   int32_t ready = 0;
   for (int32_t expert = 0; expert < 16; ++expert)
-    ready += pool.state(0, expert) == SlotState::kReady;
+    ready += state_of(pool, 0, expert) == SlotState::kReady;
   EXPECT_EQ(ready, 4);
-  EXPECT_EQ(pool.state(0, 15), SlotState::kReady);
+  EXPECT_EQ(state_of(pool, 0, 15), SlotState::kReady);
   expect_at_rest(pool);
 }
 
@@ -215,7 +215,7 @@ TEST(Pool, ObserveSteersEviction) {
   pool.promote(0, std::vector<int32_t>{0, 1});
   pool.observe(0, std::vector<float>{.9f, .1f, 0, 0});
   pool.promote(0, std::vector<int32_t>{2});
-  EXPECT_EQ(pool.state(0, 0), SlotState::kReady);
+  EXPECT_EQ(state_of(pool, 0, 0), SlotState::kReady);
   EXPECT_EQ(error_of([&] { pool.observe(0, std::vector<float>{1}); }).kind(), ErrorKind::kInvalid);
 }
 

@@ -177,7 +177,7 @@ TEST(PoolStats, VisitsDoNotChangeThePolicysState) {
       pool.validate();
       Experts resident;
       for (int32_t expert = 0; expert < 8; ++expert) {
-        if (pool.state(0, expert) == SlotState::kReady) resident.push_back(expert);
+        if (state_of(pool, 0, expert) == SlotState::kReady) resident.push_back(expert);
       }
       return resident;
     };
@@ -197,7 +197,7 @@ TEST(PoolStats, AVisitKeepsThePredictionsOfItsLayer) {
   const auto there = [&] {
     int32_t count = 0;
     for (int32_t expert = 0; expert < 4; ++expert) {
-      count += pool.state(1, expert) == SlotState::kReady;
+      count += state_of(pool, 1, expert) == SlotState::kReady;
     }
     return count;
   };
@@ -212,8 +212,8 @@ TEST(PoolStats, DeferredExpertsAreCountedAndReadOnce) {
   Pool pool(options_of(5), {}, store.source(), nullptr);
   forward_that_defers(pool);
   forward(pool, 1, {0, 1, 2}, kDecodeStep);  // evicts experts already used, not deferred ones
-  EXPECT_EQ(pool.state(0, 2), SlotState::kReady);
-  EXPECT_EQ(pool.state(0, 3), SlotState::kReady);
+  EXPECT_EQ(state_of(pool, 0, 2), SlotState::kReady);
+  EXPECT_EQ(state_of(pool, 0, 3), SlotState::kReady);
   forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .deferral = {.late = true}});
   const PoolStats stats = pool.detailed_stats();
   const LayerStats& layer = layer_of(stats, Phase::kDecode);
@@ -233,7 +233,7 @@ TEST(PoolStats, DeferredExpertsAreEvictedWhenNothingElseIsEvictable) {
   Pool pool(options_of(5), {}, store.source(), nullptr);
   forward_that_defers(pool);
   forward(pool, 1, {0, 1, 2, 3, 4}, kDecodeStep);
-  EXPECT_EQ(pool.state(0, 2), SlotState::kEmpty);
+  EXPECT_EQ(state_of(pool, 0, 2), SlotState::kEmpty);
   forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .deferral = {.late = true}});
   EXPECT_EQ(layer_of(pool.detailed_stats(), Phase::kDecode).promoted, 6);
   pool.validate();
@@ -323,7 +323,7 @@ TEST(PoolStats, AFailedPrefetchIsKeptAndReachesNoForward) {
   EXPECT_EQ(stats.prefetch_error->kind(), ErrorKind::kRead);
   EXPECT_EQ(stats.prefetch_error->place().layer, 1);
   EXPECT_EQ(stats.prefetch_error->place().file, store.path());
-  EXPECT_EQ(pool.state(0, 0), SlotState::kReady);  // prefetching went on
+  EXPECT_EQ(state_of(pool, 0, 0), SlotState::kReady);  // prefetching went on
   forward(pool, 0, {0, 1}, kDecodeStep);
   for (int32_t expert = 0; expert < 4; ++expert) {
     store.write((4 + expert) * kRecord, record_of(1, expert));

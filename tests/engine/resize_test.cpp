@@ -33,6 +33,7 @@ using testing::all_of;
 using testing::eventually;
 using testing::forward;
 using testing::kRecord;
+using testing::state_of;
 using testing::TestStore;
 
 constexpr int32_t kPerSegment = 4;
@@ -53,7 +54,7 @@ int32_t resident(const Pool& pool) {
   int32_t count = 0;
   for (int32_t layer = 0; layer < pool.layers(); ++layer) {
     for (int32_t expert = 0; expert < pool.experts(); ++expert) {
-      count += pool.state(layer, expert) == SlotState::kReady;
+      count += state_of(pool, layer, expert) == SlotState::kReady;
     }
   }
   return count;

@@ -23,6 +23,7 @@ using Ids = std::vector<int32_t>;
 
 using testing::forward;
 using testing::kRecord;
+using testing::state_of;
 using testing::TestStore;
 
 // A ModelUse in which expert e of each layer was used by 100 - e of 100 tokens.
@@ -46,7 +47,7 @@ PoolOptions options_of(int32_t slots, SoftPinOptions kept) {
 Ids resident(const Pool& pool, int32_t layer) {
   Ids ids;
   for (int32_t expert = 0; expert < pool.experts(); ++expert) {
-    if (pool.state(layer, expert) == SlotState::kReady) ids.push_back(expert);
+    if (state_of(pool, layer, expert) == SlotState::kReady) ids.push_back(expert);
   }
   return ids;
 }

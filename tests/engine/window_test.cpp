@@ -17,6 +17,7 @@ using namespace std::chrono_literals;
 
 using testing::all_of;
 using testing::kRecord;
+using testing::state_of;
 using testing::TestStore;
 
 PoolOptions options_of(int32_t slots) {
@@ -61,7 +62,7 @@ void forward(Pool& pool, int32_t layer, const std::vector<int32_t>& experts,
 int32_t present(const Pool& pool, int32_t layer, int32_t begin, int32_t end) {
   int32_t count = 0;
   for (int32_t expert = begin; expert < end; ++expert) {
-    count += pool.state(layer, expert) != SlotState::kEmpty;
+    count += state_of(pool, layer, expert) != SlotState::kEmpty;
   }
   return count;
 }

@@ -219,7 +219,7 @@ int32_t Core::fill(ExpertId id) {
 
 void Core::states(int32_t layer, std::span<SlotState> states) const {
   for (int32_t expert = 0; expert < options_.experts; ++expert) {
-    states[expert] = state(id_of(layer, expert));
+    states[expert] = slots_.state(id_of(layer, expert));
   }
 }
 

@@ -97,10 +97,8 @@ class Core {
   // Begins no more reads ahead.
   void close() { closed_ = true; }
 
-  SlotState state(ExpertId id) const { return slots_.state(id); }
   void states(int32_t layer, std::span<SlotState> states) const;  // of each expert
   ExpertId id_of(int32_t layer, int32_t expert) const { return slots_.id_of(layer, expert); }
-  const CoreOptions& options() const { return options_; }
   const SlotTable& slots() const { return slots_; }
   Claims& claims() { return claims_; }  // to hand out, and for the queue
   Sizing& sizing() { return sizing_; }
