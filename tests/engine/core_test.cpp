@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <deque>
 #include <memory>
 #include <numeric>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "residency/pool.h"
+#include "seed.h"
 #include "store_fixture.h"
 
 namespace torch_mesh {
@@ -532,14 +532,8 @@ Shape random_shape(std::mt19937_64& random) {
   return shape;
 }
 
-// Set TORCH_MESH_TEST_SEED to repeat a run.
-uint64_t test_seed() {
-  const char* given = std::getenv("TORCH_MESH_TEST_SEED");
-  return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-}
-
 TEST(Core, KeepsItsInvariantsUnderAMillionEvents) {
-  const uint64_t seed = test_seed();
+  const uint64_t seed = testing::fresh_seed();
   SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   Counts seen;
@@ -555,7 +549,7 @@ TEST(Core, KeepsItsInvariantsUnderAMillionEvents) {
 }
 
 TEST(Core, IsAFunctionOfItsEvents) {
-  std::mt19937_64 random(test_seed());
+  std::mt19937_64 random(testing::fresh_seed());
   for (int round = 0; round < 20; ++round) {
     const Shape shape = random_shape(random);
     const uint64_t seed = random();
@@ -784,7 +778,7 @@ class OnCore {
 bool is_time(std::string_view count) { return count.ends_with("nanoseconds"); }
 
 TEST(Core, TheThreadedPoolGivesTheSameStatesAndCounts) {
-  const uint64_t seed = test_seed();
+  const uint64_t seed = testing::fresh_seed();
   SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   const auto below = [&](int32_t count) { return static_cast<int32_t>(random() % count); };

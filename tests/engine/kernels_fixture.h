@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -21,6 +20,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/pack.h"
 #include "kernels/task_products.h"
+#include "seed.h"
 
 namespace torch_mesh {
 
@@ -31,18 +31,6 @@ extern const KernelTable kEmulatedIntelBf16Table;
 extern const KernelTable kEmulatedAmxTable;
 
 namespace testing {
-
-// Set TORCH_MESH_TEST_SEED to repeat a run.
-inline uint64_t seed() {
-  static const uint64_t value = [] {
-    const char* given = std::getenv("TORCH_MESH_TEST_SEED");
-    const uint64_t drawn =
-        given != nullptr ? std::strtoull(given, nullptr, 10) : uint64_t{std::random_device{}()};
-    std::printf("TORCH_MESH_TEST_SEED=%llu\n", static_cast<unsigned long long>(drawn));
-    return drawn;
-  }();
-  return value;
-}
 
 class Random {
  public:

@@ -84,6 +84,22 @@ TEST(ExpertFfn, EveryTableAgreesWithScalar) {
   }
 }
 
+// Expects run(table, rows) to have the same bits with every table, for rows of ones and of minus
+// ones.
+template <typename Run>
+void expect_alike(const Shape& shape, Random& random, const Run& run) {
+  for (int32_t count : {1, 4, 40}) {
+    Rows rows(shape.layout(), count, random);
+    for (int32_t r = 0; r < rows.all(); ++r) {
+      std::fill_n(rows.row(r), shape.hidden, r % 2 == 0 ? 1.0f : -1.0f);
+    }
+    const auto expected = run(kScalarTable, rows);
+    for (const KernelTable* table : all_tables()) {
+      EXPECT_TRUE(same_bits(run(*table, rows), expected)) << table->name;
+    }
+  }
+}
+
 // Sums of 8 and 16 bits reach their limits; none may saturate.
 TEST(ExpertFfn, SumsOfTheLargestOperandsAreExact) {
   Random random;
@@ -97,16 +113,9 @@ TEST(ExpertFfn, SumsOfTheLargestOperandsAreExact) {
           std::fill(matrix->begin(), matrix->end(), 0.01f * sign);
         }
         const Bytes record = weights.pack(kernel_table());
-        for (int32_t count : {1, 4, 40}) {
-          Rows rows(shape.layout(), count, random);
-          for (int32_t r = 0; r < rows.all(); ++r) {
-            std::fill_n(rows.row(r), shape.hidden, r % 2 == 0 ? 1.0f : -1.0f);
-          }
-          const auto expected = run_ffn(kScalarTable, shape, record, rows);
-          for (const KernelTable* table : all_tables()) {
-            EXPECT_TRUE(same_bits(run_ffn(*table, shape, record, rows), expected)) << table->name;
-          }
-        }
+        expect_alike(shape, random, [&](const KernelTable& table, const Rows& rows) {
+          return run_ffn(table, shape, record, rows);
+        });
       }
     }
   }
@@ -127,16 +136,9 @@ TEST(ExpertFfn, SumsOfTheLargestCodesOfGgufAreExact) {
         if (min >= 0) codes.set_halves(min, 0x9c00);
       }
       const Bytes record = weights.pack(kernel_table());
-      for (int32_t count : {1, 4, 40}) {
-        Rows rows(shape.layout(), count, random);
-        for (int32_t r = 0; r < rows.all(); ++r) {
-          std::fill_n(rows.row(r), shape.hidden, r % 2 == 0 ? 1.0f : -1.0f);
-        }
-        const auto expected = run_ffn(kScalarTable, shape, record, rows);
-        for (const KernelTable* table : all_tables()) {
-          EXPECT_TRUE(same_bits(run_ffn(*table, shape, record, rows), expected)) << table->name;
-        }
-      }
+      expect_alike(shape, random, [&](const KernelTable& table, const Rows& rows) {
+        return run_ffn(table, shape, record, rows);
+      });
     }
   }
 }
@@ -164,20 +166,10 @@ TEST(ExpertFfn, SumsOfTheLargestCodesAreExact) {
         std::fill(codes.codes().begin(), codes.codes().end(), std::byte{code});
       }
       const Bytes record = weights.pack(kernel_table());
-      for (int32_t count : {1, 4, 40}) {
-        Rows rows(shape.layout(), count, random);
-        for (int32_t r = 0; r < rows.all(); ++r) {
-          std::fill_n(rows.row(r), shape.hidden, r % 2 == 0 ? 1.0f : -1.0f);
-        }
-        const auto run = [&](const KernelTable& table) {
-          auto products = run_ffn(table, shape, record, rows);
-          return format == Format::kFp8 ? without_lost_products(std::move(products)) : products;
-        };
-        const auto expected = run(kScalarTable);
-        for (const KernelTable* table : all_tables()) {
-          EXPECT_TRUE(same_bits(run(*table), expected)) << table->name;
-        }
-      }
+      expect_alike(shape, random, [&](const KernelTable& table, const Rows& rows) {
+        auto products = run_ffn(table, shape, record, rows);
+        return format == Format::kFp8 ? without_lost_products(std::move(products)) : products;
+      });
     }
   }
 }

@@ -105,6 +105,13 @@ class LendingTest : public ::testing::Test {
     return std::make_unique<Pool>(options, Runtime{}, store_.source(), nullptr);
   }
 
+  // As an owner does that was killed.
+  void leave_a_socket() const {
+    const sockaddr_un address = lending::address_of(path());
+    const Descriptor dead(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    ASSERT_EQ(bind(dead.get(), lending::generic(address), sizeof(address)), 0);
+  }
+
   // Returns false if a byte of a record is wrong.
   static bool forward(Pool& pool, int32_t layer, std::vector<int32_t> experts) {
     std::vector<Claim::Entry> entries(experts.size());
@@ -478,11 +485,7 @@ TEST_F(LendingTest, AMissingASilentAndAWrongOwnerAreDistinctErrors) {
 }
 
 TEST_F(LendingTest, ASocketLeftBehindIsReplacedAndAFileIsNot) {
-  {
-    const sockaddr_un address = lending::address_of(path());
-    const Descriptor dead(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    ASSERT_EQ(bind(dead.get(), lending::generic(address), sizeof(address)), 0);
-  }
+  leave_a_socket();
   lend(4, 2);
   EXPECT_EQ(std::filesystem::status(path()).permissions(),
             std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
@@ -713,11 +716,7 @@ TEST_F(LendingTest, ConnectingToAFullQueueTimesOutOrIsInterrupted) {
 TEST_F(LendingTest, OnlyOneOfSeveralOwnersTakesOverASocketLeftBehind) {
   constexpr int32_t kOwners = 4;
   for (int32_t round = 0; round < 50; ++round) {
-    {
-      const sockaddr_un address = lending::address_of(path());
-      const Descriptor dead(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-      ASSERT_EQ(bind(dead.get(), lending::generic(address), sizeof(address)), 0);
-    }
+    leave_a_socket();
     PoolOptions options = options_of(2);
     options.sharing = Sharing::kShared;
     std::array<std::unique_ptr<Pool>, kOwners> pools;

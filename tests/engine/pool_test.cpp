@@ -14,6 +14,7 @@
 #include "error_of.h"
 #include "pool_fixture.h"
 #include "residency/core/slots.h"
+#include "seed.h"
 
 namespace torch_mesh {
 namespace {
@@ -382,8 +383,8 @@ TEST(Pool, ForwardsThatHitDoNotStarveOneThatWaits) {
 // Under any injected fault a forward gets the right bytes or a typed error. Invariants hold after
 // every step, and nothing is pinned at the end.
 TEST(Pool, KeepsItsInvariantsUnderRandomClaimsAndFaults) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
+  const uint64_t seed = testing::fresh_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937 random(seed);
   constexpr int32_t kLayers = 3, kExperts = 8;
   const TestStore store(kLayers, kExperts);
@@ -432,8 +433,8 @@ TEST(Pool, KeepsItsInvariantsUnderRandomClaimsAndFaults) {
 }
 
 TEST(Pool, ForwardsThroughThePageCacheFindTheirRecordsWhateverIsEvicted) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
+  const uint64_t seed = testing::fresh_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937 draw(seed);
   const TestStore store(3, 8);
   for (const char* backend : {"threads", "auto"}) {

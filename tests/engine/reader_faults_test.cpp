@@ -44,19 +44,25 @@ namespace {
 using namespace testing;
 using namespace std::chrono_literals;
 
-class ReaderFaultsTest : public ReaderTest {};
+class ReaderFaultsTest : public ReaderTest {
+ protected:
+  // Reads four chunks, and returns how many the backend was given for them.
+  int64_t chunks_read_with(const ReaderOptions& options) {
+    const TempFile file(4 * kChunk, seed_);
+    const Memory memory(4 * kChunk);
+    const auto reader = open(options, file, memory);
+    const int64_t before = chunks_given();
+    submit(*reader, request_for(1, 0, 0, 4 * kChunk, memory.at(0)));
+    EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
+    EXPECT_EQ(std::memcmp(memory.at(0), file.at(0), 4 * kChunk), 0);
+    return chunks_given() - before;
+  }
+};
 
 INSTANTIATE_TEST_SUITE_P(Backends, ReaderFaultsTest, every_backend(), name_of_setup);
 
 TEST_P(ReaderFaultsTest, ShortReadsOnly) {
-  const TempFile file(4 * kChunk, seed_);
-  const Memory memory(4 * kChunk);
-  const auto reader = open(only({.short_read = 1}), file, memory);
-  const int64_t before = chunks_given();
-  submit(*reader, request_for(1, 0, 0, 4 * kChunk, memory.at(0)));
-  EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
-  EXPECT_EQ(std::memcmp(memory.at(0), file.at(0), 4 * kChunk), 0);
-  EXPECT_GE(chunks_given() - before, 4 + 4) << "each chunk is continued";
+  EXPECT_GE(chunks_read_with(only({.short_read = 1})), 4 + 4) << "each chunk is continued";
 }
 
 TEST_P(ReaderFaultsTest, EintrAndEagainAreRetried) {
@@ -83,16 +89,9 @@ TEST_P(ReaderFaultsTest, EagainForeverEndsInAnError) {
 }
 
 TEST_P(ReaderFaultsTest, DiskErrorOnceIsRetried) {
-  const TempFile file(4 * kChunk, seed_);
-  const Memory memory(4 * kChunk);
   ReaderOptions chosen = only({.eio_once = 1});
   chosen.retries = 1;
-  const auto reader = open(chosen, file, memory);
-  const int64_t before = chunks_given();
-  submit(*reader, request_for(1, 0, 0, 4 * kChunk, memory.at(0)));
-  EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
-  EXPECT_EQ(std::memcmp(memory.at(0), file.at(0), 4 * kChunk), 0);
-  EXPECT_EQ(chunks_given() - before, 4 + 4);
+  EXPECT_EQ(chunks_read_with(chosen), 4 + 4);
 }
 
 TEST_P(ReaderFaultsTest, DiskErrorForeverNamesFileAndOffset) {

@@ -23,6 +23,7 @@
 
 #include "base/error.h"
 #include "io/reader.h"
+#include "seed.h"
 #include "store/record.h"
 #include "testing/faults.h"
 
@@ -30,11 +31,6 @@ namespace torch_mesh::testing {
 
 inline constexpr int64_t kChunk = 64 << 10;
 inline constexpr auto kPatience = std::chrono::seconds(60);
-
-inline uint64_t fresh_seed() {
-  const char* given = std::getenv("TORCH_MESH_TEST_SEED");
-  return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
-}
 
 class TempFile {
  public:

@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "residency/policies/policy.h"
 #include "residency/predictor.h"
+#include "seed.h"
 
 namespace torch_mesh {
 namespace {
@@ -63,8 +64,8 @@ TEST(Replay, CountsALoopThatLruMissesAndBeladyDoesNot) {
 }
 
 TEST(Replay, NoPolicyBeatsTheBoundAndNothingIsLost) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
+  const uint64_t seed = testing::fresh_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937 random(seed);
   for (int round = 0; round < 20; ++round) {
     const Routing routing = random_routing(random, 60);
@@ -235,8 +236,8 @@ TEST(ReplayRanks, DisksReadWhileTheirRankWaits) {
 }
 
 TEST(ReplayRanks, TogetherUseTheExpertsOfOneProcess) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
+  const uint64_t seed = testing::fresh_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937 random(seed);
   for (int round = 0; round < 20; ++round) {
     Routing routing = random_routing(random, 60);

@@ -14,6 +14,7 @@
 
 #include "base/error.h"
 #include "residency/policies/policy.h"
+#include "seed.h"
 
 namespace torch_mesh {
 namespace {
@@ -413,8 +414,8 @@ class Model {
 class PolicyModel : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(PolicyModel, EqualsTheModelUnderRandomOperations) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
+  const uint64_t seed = testing::fresh_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937 random(seed);
   const auto below = [&](int32_t n) { return static_cast<int32_t>(random() % n); };
   for (int round = 0; round < 10; ++round) {
@@ -472,8 +473,8 @@ INSTANTIATE_TEST_SUITE_P(All, PolicyModel, ::testing::Values("lru", "lfu", "slru
 class EveryPolicy : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(EveryPolicy, EvictsOnlyResidentUnpinnedExperts) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
+  const uint64_t seed = testing::fresh_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937 random(seed);
   const auto below = [&](int32_t n) { return static_cast<int32_t>(random() % n); };
   for (int round = 0; round < 20; ++round) {

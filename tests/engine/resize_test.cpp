@@ -13,7 +13,6 @@
 #include <cstring>
 #include <fstream>
 #include <future>
-#include <numeric>
 #include <optional>
 #include <random>
 #include <string>
@@ -22,6 +21,7 @@
 #include <vector>
 
 #include "pool_fixture.h"
+#include "seed.h"
 
 namespace torch_mesh {
 namespace {
@@ -363,8 +363,8 @@ TEST(Resize, RefusesInvalidSizes) {
 
 // Random forwards, hints, faults and sizes, for every policy; invariants hold after every step.
 TEST(Resize, KeepsItsInvariantsUnderForwardsAndFaults) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
+  const uint64_t seed = testing::fresh_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937 random(seed);
   constexpr int32_t kLayers = 3, kExperts = 8, kSlots = 20;
   const TestStore store(kLayers, kExperts);

@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "pool_fixture.h"
 #include "residency/replay.h"
+#include "seed.h"
 
 namespace torch_mesh {
 namespace {
@@ -89,8 +90,8 @@ TEST(SoftPins, RefusesInvalidOptions) {
 
 // Under random changes of slots and soft pins no victim is soft-pinned, and invariants hold.
 TEST(SoftPins, AreNeverVictimsOfAnyPolicy) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
+  const uint64_t seed = testing::fresh_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   for (const std::string_view name : policy_names()) {
     SCOPED_TRACE(name);
     std::mt19937 random(seed);
@@ -304,8 +305,8 @@ TEST(Warm, APoolMayCloseDuringAWarmStart) {
 }
 
 TEST(SoftPins, StayDuringForwardsAndResizes) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
+  const uint64_t seed = testing::fresh_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   const TestStore store(3, 8);
   PoolOptions options =
       options_of(12, {.profile = falling(3, 8), .early_layers = 2, .early_experts = 3});

@@ -3,12 +3,11 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
 #include <random>
 #include <vector>
 
-#include "kernels_fixture.h"
 #include "pool_fixture.h"
+#include "seed.h"
 
 namespace torch_mesh {
 namespace {
