@@ -115,7 +115,7 @@ def test_rows_are_printed_before_a_file_that_cannot_be_written(
     for more in ([], NODES):
         assert main([*command, *more]) == 1
         printed = capsys.readouterr()
-        assert "belady" in printed.out and "No space left" in printed.err
+        assert "belady" in printed.out and "out.json: no space left" in printed.err
 
 
 def test_tokens_per_second_follow_the_disk(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -57,6 +58,21 @@ def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as failed:
         check_new_file("/proc/out")
     assert failed.value.filename == "/proc/out"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    for path in (tmp_path / "file", Path("/dev/full")):
+        with pytest.raises(OSError, match="No space left") as failed, new_file(path) as file:
+            file.write(b"words")
+        assert failed.value.filename == str(path)
+    assert not os.listdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as failed, new_file(tmp_path / "file"):
+        (tmp_path / "other").read_bytes()
+    assert failed.value.filename == str(tmp_path / "other")
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])

@@ -25,24 +25,30 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file that takes the name ``path`` when the block ends; an error leaves nothing behind.
 
-    Links are followed. Permissions follow the umask. A device or a pipe is written to as the block runs.
+    An OSError of writing names ``path``. Links are followed. Permissions follow the umask. A device or a pipe is written
+    to as the block runs.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, mode) as file:
-            yield file
-        return
-    with _naming(path):
-        path = Path(os.path.realpath(path))
-        unfinished, descriptor = _unnamed_file(path.parent, f".{path.name}.")
-    with open(descriptor, mode) as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(descriptor)
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            with open(path, mode) as file:
+                yield file
+            return
+        with _naming(path):
+            real = Path(os.path.realpath(path))
+            unfinished, descriptor = _unnamed_file(real.parent, f".{real.name}.")
+        with open(descriptor, mode) as file:
+            try:
+                yield file
+                file.flush()
+                os.fsync(descriptor)
+                os.replace(unfinished, real)
+            except BaseException:
+                os.unlink(unfinished)
+                raise
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # of a write, as on a full disk
+            error.filename = os.fspath(path)
+        raise
 
 
 def check_new_file(path: str | os.PathLike[str]) -> None:
