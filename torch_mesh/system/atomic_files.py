@@ -25,8 +25,8 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file that takes the name ``path`` when the block ends; an error leaves nothing behind.
 
-    An OSError of writing names ``path``. Links are followed. Permissions follow the umask. A device or a pipe is written
-    to as the block runs.
+    An OSError of writing names ``path``. Links are followed. Permissions follow the umask. A device or a pipe is
+    written to as the block runs.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path):
