@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import random
 import re
 import signal
@@ -62,6 +63,21 @@ def open_model(store: Store | Path, **config: Any) -> Any:
 
 def generated(model: Any, tokens: int = 12) -> list[int]:
     return model.generate(PROMPT, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)[0].tolist()
+
+
+def test_bench_compares_a_shared_pool_with_no_plan_of_an_own_one(
+    store: Store, socket: str, share: Callable[..., SharedPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it refuse to measure where an own pool would not fit."""
+    share(resident=0.5, workers=2)
+    monkeypatch.setattr("torch_mesh.planning.plan.available_bytes", lambda: 0)
+    out = tmp_path / "out.json"
+    assert main(["bench", str(store.folder), "--shared", socket, "--tokens", "4", "--json", str(out)]) == 0
+    measured = json.loads(out.read_text())
+    planned = measured["plan"]
+    assert planned["status"] == "unknown" and "owner of the shared pool" in planned["advice"]
+    assert planned["hit_rate"] is planned["tokens_per_second"] is planned["peak_bytes"] is planned["slots"] is None
+    assert measured["stats"]["slots"] == 48
 
 
 def test_a_shared_pool_gives_the_bits_of_an_own_pool(

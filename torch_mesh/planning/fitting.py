@@ -59,7 +59,11 @@ def on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: in
 def fitting_slots(
     sizes: Sizes, config: MeshConfig, available: int | None, on_gpu: int, gpu_pool: int
 ) -> tuple[int | None, int, str]:
-    """How many experts and fallback experts will be resident; None and 0, and why, if a token's experts do not fit."""
+    """How many experts and fallback experts will be resident; None and 0, and why, if a token's experts do not fit.
+
+    None without a reason if that is unknown: of a shared pool, and for "auto" without a config.json."""
+    if config.shared is not None:
+        return None, 0, ""
     shape = sizes.shape
     reserved = _reserved_bytes(sizes, config, gpu_pool)
     top_k = min(shape.top_k, shape.experts)

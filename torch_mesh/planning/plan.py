@@ -202,6 +202,8 @@ def _token_seconds(
 def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: int, problem: str) -> tuple[Status, str]:
     """``held``: experts that are resident or on a GPU."""
     every = sizes.shape.layers * sizes.shape.experts
+    if held is None and not problem and sizes.dense_bytes is not None:
+        return "unknown", "The owner of the shared pool sets how many experts are resident."
     if held is None and not problem:
         return "unknown", (
             "The folder has records but no config.json, so that the size of the rest of the model is unknown: give "
