@@ -26,7 +26,9 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+import torch_mesh
 from torch_mesh import MeshConfig
+from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.serving import admission
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.errors import RequestTooLongError, StoppingError
@@ -145,6 +147,21 @@ def test_sizes_that_an_error_suggests_are_accepted(
     assert 0 < fits < prompt
     door.check(fits, 1, known=0, held=0)
     door.check(prompt, 1, known=prompt - fits // 2, held=needed)
+
+
+def test_compiled_steps_count_all_of_their_static_cache(short_of_memory: Callable[[int], None]) -> None:
+    model = torch_mesh.compile(_qwen3())
+    door = Admission(model, find_needs(model, keeps_windows=False))
+    for prompt, length in ((100, 128), (140, 256), (5, 256)):  # no shorter than the longest so far
+        needed = door.needs.peak(prompt, prompt, length)
+        short_of_memory(needed)
+        door.check(prompt, 1, known=0, held=0)
+        short_of_memory(needed - 1)
+        with pytest.raises(RequestTooLongError):
+            door.check(prompt, 1, known=0, held=0)
+        ids = torch.ones(1, prompt, dtype=torch.long)
+        made = model.generate(ids, max_new_tokens=1, return_dict_in_generate=True)  # compiles nothing
+        assert made[CACHE_NAME].layers[0].keys.shape[-2] == length
 
 
 def test_positions_are_limited_by_the_model(short_of_memory: Callable[[int], None]) -> None:

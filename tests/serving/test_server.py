@@ -25,10 +25,11 @@ import psutil
 import pytest
 import warm
 from pairs import first_quick
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from torch_mesh import MeshConfig
+from torch_mesh import MeshConfig, UnsupportedModelError
 from torch_mesh.cli import main
 from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.statistics.stats import stats
@@ -528,3 +529,34 @@ def test_two_servers_share_one_pool(folder: Path, tmp_path: Path, expected_text:
         servers[0].wait()
         assert complete(clients[1], TEXTS[2]) == expected_text(TEXTS[2])
         assert pool.lender.workers == 1 and pool.engine.pinned() <= pool.lender.slots
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_steps_are_one_graph_for_all_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi")
+    from torch_mesh.serving.server import Server
+
+    options = {"host": "127.0.0.1", "port": 0, "compile": True}
+    monkeypatch.setattr("torch_mesh.hf.compile.CompileConfig", functools.partial(CompileConfig, backend="eager"))
+    with Server(str(folder), MeshConfig(resident=1.0), 2**30, options) as server:
+        progress = server.engine.progress
+        fractions, end = [], progress.end
+
+        def ending() -> None:
+            fractions.append(progress.fraction)
+            end()
+
+        monkeypatch.setattr(progress, "end", ending)
+        with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            not_compiled = json.dumps({"disable_compile": True, "do_sample": False, "max_new_tokens": TOKENS})
+            _complete(client, server, TEXTS[2], extra_body={"generation_config": not_compiled})
+            assert counters["stats"]["unique_graphs"] == 0
+            answer = _complete(client, server, TEXTS[2]).choices[0].text
+            streamed = _complete(client, server, TEXTS[2], stream=True)
+            assert answer == "".join(chunk.choices[0].text for chunk in streamed)
+            _complete(client, server, TEXTS[0], temperature=1, seed=1, stop=["the"])
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+        assert set(fractions) == {1.0} and not server.kept.conversations
+    monkeypatch.setattr("torch_mesh.hf.compile.can_compile", lambda model: False)
+    with pytest.raises(UnsupportedModelError, match="leave out --compile"):
+        Server(str(folder), MeshConfig(resident=1.0), 2**30, options)

@@ -54,7 +54,9 @@ def compile(model: Model, **options: Any) -> Model:
             "torch.compile(model) compiles any forward."
         )
     if not can_compile(model):
-        raise UnsupportedModelError(f"transformers cannot compile the decode steps of {name}, which run as they are.")
+        raise UnsupportedModelError(
+            f"transformers cannot compile the decode steps of {name}: leave out --compile, or torch_mesh.compile."
+        )
     # One graph per cache length; a graph for all lengths could not unroll loops.
     mode = "default" if options.get("options") is None else None  # torch refuses both
     attributes = vars(generates)
@@ -76,6 +78,14 @@ def uninstall_compile(model: nn.Module) -> None:
             _OPTIONS,  # last: an interrupted call can be repeated
         ):
             vars(module).pop(name, None)
+
+
+def cache_length(model: nn.Module, tokens: int) -> int:
+    """Return the number of tokens that the cache of a ``generate`` of so many tokens has room for."""
+    attributes = vars(model)
+    if _OPTIONS not in attributes:
+        return tokens
+    return max(_SHORTEST, 1 << (tokens - 1).bit_length(), attributes.get(COMPILED_STATE[2], 0))
 
 
 def _prepare_cache(
@@ -107,10 +117,9 @@ def _prepare_cache(
 
 
 def _prepare_static_cache(model: Any, *args: Any, max_cache_len: int, **kwargs: Any) -> Any:
-    """Replaces transformers' method; keeps the longest length so far."""
-    length = max(_SHORTEST, 1 << (max_cache_len - 1).bit_length())
+    """Replaces transformers' method."""
     theirs: Any = getattr(type(model), PREPARE_STATIC_CACHE)
-    cache = theirs(model, *args, max_cache_len=length, **kwargs)
+    cache = theirs(model, *args, max_cache_len=cache_length(model, max_cache_len), **kwargs)
     if isinstance(cache, StaticCache):
         cache.layers[:] = [
             SteadySlidingLayer(layer.max_cache_len, SLACK, layer.is_croppable)

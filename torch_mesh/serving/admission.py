@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_mesh.hf.compat import attention_of
+from torch_mesh.hf.compile import cache_length
 from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.hf.torch_compat import FakeTensorMode
 from torch_mesh.modules.experts import patched_modules
@@ -91,6 +92,7 @@ class Admission:
 
     def __init__(self, model: Any, needs: Needs) -> None:
         self.needs = needs
+        self._model = model
         self._pools = {module._mesh_pool for module in patched_modules(model)}
         self._on_cpu = model.device.type == "cpu"
 
@@ -113,7 +115,10 @@ class Admission:
         if not self._on_cpu:
             return
         free = max(0, self.free_bytes() + held - other)
-        peak = self.needs.peak
+
+        def peak(computed: int, prompt: int, tokens: int) -> int:
+            return self.needs.peak(computed, prompt, cache_length(self._model, tokens))
+
         needed = peak(prompt - known, prompt, prompt + new)
         if needed <= free:
             return

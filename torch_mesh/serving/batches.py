@@ -50,7 +50,7 @@ class Batches(Engine):
     _STOP_SECONDS = 2.0  # how long ``stop`` waits for a forward
 
     def __init__(self, kept: Any, tokenizer: Any, configured: dict[str, Any]) -> None:
-        super().__init__(kept, tokenizer, compiled=True)  # forwards mix prompts and steps
+        super().__init__(kept, tokenizer, counts_layers=False)  # forwards mix prompts and steps
         self._configured = configured
         self._manager: Any = None
         self._starting = threading.Lock()

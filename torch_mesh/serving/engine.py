@@ -90,9 +90,9 @@ class Worker:
 
 
 class Engine:
-    def __init__(self, kept: KeptKeys, tokenizer: Any, compiled: bool = False) -> None:
+    def __init__(self, kept: KeptKeys, tokenizer: Any, counts_layers: bool = True) -> None:
         self.kept = kept
-        self.progress = Progress(kept.model, not compiled)
+        self.progress = Progress(kept.model, counts_layers)
         self._tokenizer = tokenizer
         self.worker = Worker()
         self._streams: set[_Stream] = set()

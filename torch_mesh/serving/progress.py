@@ -20,7 +20,7 @@ class Progress:
 
     Args:
         model: patched.
-        counts: count layers by hooks, which compiled graphs do not support.
+        counts: count layers by hooks. They are removed with the first token, before steps are compiled.
     """
 
     def __init__(self, model: Any, counts: bool) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
+from torch_mesh.hf.compile import compile
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
@@ -68,7 +69,10 @@ class Server:
         if must_chat and not getattr(processor, "chat_template", None):
             raise ValueError(f"{self.model} {NO_TEMPLATE}")
         opened = open_served(source, config, options)
-        if not options["compile"]:
+        if options["compile"]:
+            compile(opened)
+            kept_bytes = 0  # steps over kept keys are not compiled
+        else:
             pad_products(opened)
         self.prompts = Prompts(self.model, processor, opened, options["arguments"], options["fetch_media"])
         limit = options["prefix_bytes"]
@@ -94,9 +98,9 @@ class Server:
                 raise ValueError(f"{self.model} has no continuous batching in transformers: leave the option out")
             self.engine: Engine = Batches(self.kept, self.prompts.tokenizer, options["blocks"])
         else:
-            self.engine = Engine(self.kept, self.prompts.tokenizer, options["compile"])
+            self.engine = Engine(self.kept, self.prompts.tokenizer)
         service = self._service = Service(
-            self.model, model, self.prompts, self.engine, options["compile"], batches, options["default_tokens"]
+            self.model, model, self.prompts, self.engine, batches, options["default_tokens"]
         )
         decisions = Decisions(service, options["decision_config"]) if is_available() else None
         app = build_app(

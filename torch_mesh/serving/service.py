@@ -78,7 +78,6 @@ class Service:
     Args:
         model: of transformers, patched.
         engine: generates.
-        compiled: steps are compiled, with a static cache.
         batches: the engine computes requests together and supports no logits processors.
         default_tokens: the limit of an answer whose request has none.
     """
@@ -89,13 +88,12 @@ class Service:
         model: Any,
         prompts: Prompts,
         engine: Any,
-        compiled: bool = False,
         batches: bool = False,
         default_tokens: int | None = None,
     ) -> None:
         self.served = served
         self.model, self.prompts, self.engine = model, prompts, engine
-        self._compiled, self._batches = compiled, batches
+        self._batches = batches
         self._default_tokens = default_tokens
         for name in _COUNTS:
             if (count := getattr(model.generation_config, name, None) or 1) > 1:
@@ -341,8 +339,6 @@ class Service:
         samples = theirs.do_sample if config.do_sample is None else config.do_sample
         if samples and config.top_k is None:
             config.top_k = theirs.top_k or 0  # otherwise generate would use 50 if the model has none
-        if self._compiled and config.cache_implementation is None:
-            config.cache_implementation = "static"
         try:
             normalize_options(config, theirs)
         except OptionError as error:
