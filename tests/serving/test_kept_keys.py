@@ -288,13 +288,14 @@ def test_a_generation_aborted_before_its_first_token_changes_nothing_kept(make: 
         _ask(kept.generate, _some(rng, 5), 5, streamer=Gone())
     assert not kept.conversations
     answer = _ask(kept.generate, _some(rng, 5), 5)
-    tokens = torch.cat([answer, _some(rng)])
+    tokens = torch.cat([answer, _some(rng, 20)])
     with pytest.raises(_GoneError):
         _ask(kept.generate, tokens, 5, streamer=Gone())
     assert kept.counts.kept_tokens == len(answer) - 1
     before = kept.counts.reused_tokens
     assert torch.equal(_ask(kept.generate, tokens, 5), _ask(model.generate, tokens, 5))
     assert kept.counts.reused_tokens - before == len(answer) - 1
+    assert len(kept.conversations) == 1
 
 
 def test_a_conversation_that_diverges_early_copies_no_keys(rng: np.random.Generator) -> None:

@@ -133,7 +133,8 @@ class KeptKeys:
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
                 states = {} if checkpoints is None else checkpoints.finish()
                 if conversation is not None and _record_tokens(conversation, seen.tokens[0], complete):
-                    conversation.prompt = prompt.numel()
+                    # A request that was refused or cancelled has computed a part of its prompt at most.
+                    conversation.prompt = min(prompt.numel(), len(conversation.tokens))
                     self._keep(conversation)
                     if self.prefixes is not None:
                         self.prefixes.save(conversation.tokens, conversation.cache, states)
