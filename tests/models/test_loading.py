@@ -23,10 +23,11 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError
+from torch_mesh.hf.compat import wrap
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import MeshExperts, patched_modules
 from torch_mesh.modules.packed_weight import PackedWeight
-from torch_mesh.patching import checkpoint_source
+from torch_mesh.patching import checkpoint_source, quantizer
 from torch_mesh.patching.checkpoint_source import CheckpointSource, HubFiles, find_source
 from torch_mesh.statistics.snapshot import look
 from torch_mesh.store.checkpoint import meta_model, read_config
@@ -299,6 +300,16 @@ def test_other_quantisers_keep_their_warnings(passed: AwqConfig | GPTQConfig) ->
     stored = {"quant_method": passed.quant_method.value, "bits": 4}
     with pytest.warns(UserWarning, match="You passed `quantization_config`"):
         assert AutoHfQuantizer.merge_quantization_configs(stored, passed).bits == 4
+
+
+def test_a_plain_function_of_another_library_stays_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """unsloth replaces the class method so."""
+    monkeypatch.setattr(AutoHfQuantizer, "merge_quantization_configs", lambda stored, given: (stored, given))
+    wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", quantizer._merged)
+    stored, config = {"quant_method": "gptq", "bits": 4}, MeshConfig()
+    assert AutoHfQuantizer.merge_quantization_configs(stored, None) == (stored, None)
+    ours = {"quant_method": "mesh", "weights": "int8"}
+    assert AutoHfQuantizer.merge_quantization_configs(ours, config)[1] is config
 
 
 FILE_FIELDS = {"resident": 1e-6, "threads": 7, "workspace": "1MiB", "timeout": 0.5, "verify": "never", "io": "buffered"}

@@ -260,9 +260,14 @@ def _with_key_mapping(
     return find(model, key_mapping, hf_quantizer, *args, **kwargs)
 
 
-def _merged(merge: Any, cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
-    """The quantisation config of a checkpoint merged with a passed one, if either is torch_mesh's."""
-    stored, given = quantization_config, _config_of(quantization_config_from_args)
+def _merged(merge: Any, *args: Any) -> Any:
+    """The quantisation config of a checkpoint merged with a passed one, if either is torch_mesh's.
+
+    ``args`` end with the two. transformers' class method gets the class before them; a function that another library
+    has put in its place does not.
+    """
+    *owner, stored, given = args
+    given = _config_of(given)
     table = stored if isinstance(stored, dict) else stored.to_dict()
     method = method_of(table)
     if isinstance(given, MeshConfig) and method != "mesh":
@@ -271,11 +276,11 @@ def _merged(merge: Any, cls: Any, quantization_config: Any, quantization_config_
     if method == "mesh" and isinstance(stored, dict):
         stored = MeshConfig.of_checkpoint(stored)
     if not isinstance(given, MeshConfig):
-        return merge(cls, stored, given)
+        return merge(*owner, stored, given)
     with warnings.catch_warnings():
         # It says that the passed config is ignored, but fields of a MeshConfig are not.
         warnings.filterwarnings("ignore", message="You passed `quantization_config`", category=UserWarning)
-        return merge(cls, stored, given)
+        return merge(*owner, stored, given)
 
 
 def _completed(read: Any) -> Any:
