@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,13 @@ def test_stores_of_bf16_experts_are_in_bf12(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="experts to bf12, which holds every value exactly"):
         convert(made.path, tmp_path / "converted", "auto")
     assert find_sizes(made.path, MeshConfig(store=str(tmp_path / "planned"))).weights == "bf12"
-    models = [_open(made.path, "auto"), _open(made.path, "auto", store=str(tmp_path / "store"))]
+    models = [_open(made.path, "auto")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        models.append(_open(made.path, "auto", store=str(tmp_path / "store")))
+    assert [re.findall("experts to (\\w+)", str(each.message)) for each in caught if "'auto'" in str(each.message)] == [
+        ["bf12"]
+    ]
     for folder, model in zip(("converted", "store"), models, strict=True):
         assert open_store(tmp_path / folder).manifest.weights == "bf12"
         assert torch.equal(_logits(model), _logits(_open(tmp_path / folder, "auto")))

@@ -207,7 +207,11 @@ class _QuantisedSource(_RawSource):
         self._fingerprint = fingerprint_of(folder, key_mapping)
         experts = find_checkpoint_experts(folder, model, key_mapping)
         self._files = checkpoint_files
-        weights, group_size = weights_of_checkpoint(experts, config.weights, config.given_group_size)
+        if config.weights == "auto" and config.store is not None:  # making the store warns of what 'auto' rounds
+            nearest = experts.nearest()
+            weights, group_size = nearest.weights, nearest.group_size
+        else:
+            weights, group_size = weights_of_checkpoint(experts, config.weights, config.given_group_size)
         if weights != packed_format(config.weights):  # with 'auto', conversion to a store decides between bf16 and bf12
             config = config.replace(weights=weights)
         if FORMATS[weights].chosen_groups:
