@@ -154,6 +154,13 @@ def test_a_peak_above_the_memory_is_named(mesh_tiny: Path) -> None:
     assert "bytes above the memory: give more memory, or a smaller resident or workspace" in short.advice
 
 
+def test_a_peak_while_loading_is_no_matter_of_the_workspace(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = dataclasses.replace(find_sizes(mesh_tiny, MeshConfig()), dense_bytes_loading=1 << 34)
+    monkeypatch.setattr("torch_mesh.planning.plan.find_sizes", lambda *_, **__: sizes)
+    advice = status_of(mesh_tiny, 0.25, 1 << 33).advice
+    assert "While the rest of the model is loaded" in advice and advice.endswith("above the memory: give more memory.")
+
+
 def test_the_limit_of_the_readme_is_enough_for_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,10 +154,12 @@ def plan(
     status, advice = _verdict(sizes, None if slots is None else slots + on_gpu, fallback_slots, recommended, problem)
     peak = peak_bytes(sizes_in_memory, config, process, slots, fallback_bytes + gpu_pool)
     if peak is not None and peak > whole:
-        advice += (
-            f" With prompts that fill the workspace, the peak is {peak - whole:,} bytes above the memory: give more "
-            "memory, or a smaller resident or workspace."
-        )
+        if peak == process + (sizes_in_memory.dense_bytes_loading or 0):
+            when, remedy = "While the rest of the model is loaded", "give more memory"
+        else:
+            when = "With prompts that fill the workspace"
+            remedy = "give more memory, or a smaller resident or workspace"
+        advice += f" {when}, the peak is {peak - whole:,} bytes above the memory: {remedy}."
     return Plan(
         folder=str(folder),
         status=status,
