@@ -153,7 +153,7 @@ def test_adapter_files_are_exchanged_with_plain_peft(name: str, tmp_path: Path) 
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "lut4", "tcq2")),
     ],
 )
-def test_experts_of_a_storetrain(weights: str, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_experts_of_a_store_train(weights: str, ids: torch.Tensor, tmp_path: Path) -> None:
     _build().save_pretrained(tmp_path / "plain")
     convert(tmp_path / "plain", tmp_path / "store", weights)
     model = AutoModelForCausalLM.from_pretrained(
@@ -401,7 +401,7 @@ def test_adapter_weights_for_another_number_of_experts_are_refused(ids: torch.Te
             logits_of(model, ids)
 
 
-def test_adapters_in_bf16train(ids: torch.Tensor) -> None:
+def test_adapters_in_bf16_train(ids: torch.Tensor) -> None:
     model = torch_mesh.patch(_build(), resident=0.3)
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = LoraConfig(r=4, target_modules=[], target_parameters=targets)
@@ -505,7 +505,7 @@ def test_an_adapter_added_before_patch_is_refused_with_advice(ids: torch.Tensor)
         logits_of(model, ids)
 
 
-def test_describe_training_says_which_expertstrain() -> None:
+def test_describe_training_says_which_experts_train() -> None:
     model = torch_mesh.patch(_build(), resident=0.3, weights="int8", dense="int8")
     model.requires_grad_(False)
     assert torch_mesh.describe_training(model).startswith("No experts train: those of all 3 layers are frozen (int8).")
