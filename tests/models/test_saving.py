@@ -37,6 +37,7 @@ from torch_mesh.modules.dense import packed_linears
 from torch_mesh.modules.experts import MeshExperts
 from torch_mesh.store.convert import convert
 from torch_mesh.store.dense_weights import WITHOUT_TORCH_MESH
+from torch_mesh.store.header import variant_in
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
 from torch_mesh.store.verify import verify
 from torch_mesh.system.atomic_files import scratch_folder
@@ -379,6 +380,32 @@ def test_a_save_that_fails_while_moving_files_is_rolled_back(
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert failed > 8 and is_store(tmp_path) and (tmp_path / "mine.txt").read_text() == "kept"
     assert len(list(tmp_path.glob("model*.safetensors"))) == len(list(tmp_path.glob("mesh-*"))) == 1
+
+
+@pytest.mark.parametrize("variants", [("v", None), (None, "v")])
+def test_variants_of_one_store_open_and_those_of_another_are_replaced(
+    variants: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    model = _rounded("converted", tmp_path)
+    folder, inputs = tmp_path / "saved", inputs_for(model)
+    expected = {}
+    for variant, shard in zip(variants, ("20KB", "50GB"), strict=True):
+        _train(model)
+        expected[variant] = output_of(model, inputs)
+        model.save_pretrained(folder, variant=variant, max_shard_size=shard)
+    assert list(verify(open_store(folder))) == []
+    for variant in variants:
+        again = AutoModelForCausalLM.from_pretrained(folder, variant=variant).eval()
+        assert torch.equal(output_of(again, inputs), expected[variant])
+    first, last = variants
+    shutil.copytree(
+        folder, tmp_path / "part", ignore=lambda _, names: [n for n in names if variant_in(n) == (first or "")]
+    )
+    AutoModelForCausalLM.from_pretrained(tmp_path / "part", variant=last)  # as a download of one variant
+    for weights in ("int8", "auto"):
+        torch_mesh.patch(TINY_MODELS[MIXTRAL].build(), weights=weights).save_pretrained(folder, variant=last)
+        assert {variant_in(path.name) for path in folder.iterdir()} == {None, last or ""}
+        AutoModelForCausalLM.from_pretrained(folder, variant=last)
 
 
 def test_a_save_does_not_remove_a_foreign_file_named_in_a_manifest(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ import errno
 import functools
 import inspect
 import os
-import re
 import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,9 +38,11 @@ from ..store.convert import plan_of_model
 from ..store.dense_codes import Matrix, files_of_codes, is_codes_file
 from ..store.dense_weights import mesh_config, plain_config
 from ..store.folders import check_free_space, full_disk_as_store_error
+from ..store.header import variant_in
 from ..store.manifest import (
     MANIFEST_NAME,
     Manifest,
+    OtherFile,
     Store,
     described,
     is_record_file,
@@ -263,6 +264,7 @@ def _write_folder(
     full = full_disk_as_store_error(folder, "What was there is as it was; free some room, or choose another folder")
     with scratch_folder(folder, _STAGING_PREFIX) as staging, full:
         manifest = None
+        kept: list[OtherFile] = []
         matrices = _codes(model, unpacking.state)
         if pool is None:
             check_free_space(folder, unpacking.nbytes)
@@ -276,8 +278,9 @@ def _write_folder(
         write_plainly(unpacking, staging)
         _set_quantization(staging / "config.json", model, manifest)
         if manifest is not None:
-            _write_manifest(staging, manifest)
-        return _move_into_place(staging, folder, variant)
+            kept = _kept(folder, manifest, variant)
+            _write_manifest(staging, manifest, kept)
+        return _move_into_place(staging, folder, variant, {file.name for file in kept})
 
 
 def _codes(model: Any, state: Mapping[str, torch.Tensor]) -> list[Matrix]:
@@ -414,20 +417,36 @@ def _set_quantization(path: Path, model: nn.Module, manifest: Manifest | None) -
     path.write_text(text, encoding="utf-8")
 
 
-def _write_manifest(staging: Path, manifest: Manifest) -> None:
+def _kept(folder: Path, manifest: Manifest, variant: str | None) -> list[OtherFile]:
+    """The weights of other variants in ``folder`` that stay: those of a store with the same records.
+
+    Rows of tables are replaced by ordinary weights, which the other variants lack.
+    """
+    if not is_store(folder):
+        return []
+    with contextlib.suppress(StoreError):
+        files = (earlier := read_manifest(folder)).other_files
+        if earlier.store_id == manifest.store_id and not any(is_table_file(file.name) for file in files):
+            others = [file for file in files if variant_in(file.name) not in (None, variant or "")]
+            return [file for file in others if (folder / file.name).is_file()]
+    return []
+
+
+def _write_manifest(staging: Path, manifest: Manifest, kept: Sequence[OtherFile]) -> None:
     records = {file.name for file in manifest.record_files}
     others = sorted(path for path in staging.iterdir() if path.name not in records)
-    other_files = tuple(described(path, manifest.store_id) for path in others)
+    other_files = (*(described(path, manifest.store_id) for path in others), *kept)
     (staging / MANIFEST_NAME).write_text(replace(manifest, other_files=other_files).to_json(), encoding="utf-8")
 
 
-def _move_into_place(staging: Path, folder: Path, variant: str | None) -> list[str]:
-    """Move files into place; what they replace is moved aside and back if anything fails.
+def _move_into_place(staging: Path, folder: Path, variant: str | None, kept: Container[str]) -> list[str]:
+    """Move files into place; what they replace, except for ``kept``, is moved aside and back if anything fails.
 
     The manifest leaves first and comes last: a partly replaced folder is no store.
     """
     names = sorted((path.name for path in staging.iterdir()), key=lambda name: (name == MANIFEST_NAME, name))
-    outdated = {name for name in [*_outdated(folder, variant), *names] if os.path.lexists(folder / name)}
+    replaced = [name for name in _outdated(folder, variant) if name not in kept]
+    outdated = {name for name in [*replaced, *names] if os.path.lexists(folder / name)}
     # Outside the staging folder, which is removed: files that cannot be moved back are kept.
     aside = Path(tempfile.mkdtemp(prefix=_ASIDE_PREFIX, dir=folder))
     steps = [(folder / name, aside / name) for name in sorted(outdated, key=lambda name: (name != MANIFEST_NAME, name))]
@@ -448,17 +467,17 @@ def _move_into_place(staging: Path, folder: Path, variant: str | None) -> list[s
 
 
 def _outdated(folder: Path, variant: str | None) -> list[str]:
-    """Files of an earlier save in ``folder`` that would be read with the new files, or instead of them."""
-    dotted = f".{variant}" if variant else ""
-    weights = rf"model{re.escape(dotted)}(-\d{{5}}-of-\d{{5}})?\.safetensors"
-    index = rf"model\.safetensors\.index{re.escape(dotted)}\.json"
-    outdated = [path.name for path in folder.iterdir() if re.fullmatch(f"{weights}|{index}", path.name)]
+    """Files of an earlier save in ``folder`` that would be read with the new files, or instead of them; of a store all,
+    whose other variants have no experts without its records."""
+    outdated = [path.name for path in folder.iterdir() if variant_in(path.name) == (variant or "")]
     if not is_store(folder):
         return outdated
     with contextlib.suppress(StoreError):  # a damaged index may name any file
         manifest = read_manifest(folder)
         outdated += [file.name for file in manifest.record_files if is_record_file(file.name)]
-        outdated += [file.name for file in manifest.other_files if is_codes_file(file.name) or is_table_file(file.name)]
+        others = [file.name for file in manifest.other_files]
+        outdated += [name for name in others if is_codes_file(name) or is_table_file(name)]
+        outdated += [name for name in others if variant_in(name) is not None]
     return [MANIFEST_NAME, *outdated]
 
 

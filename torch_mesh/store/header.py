@@ -42,6 +42,10 @@ SINGLE_NAME = "model.safetensors"
 _VARIANT = re.compile(
     r"model\.(?P<of_file>(?!.*-\d{5}-of-\d{5}\.).+)\.safetensors|model\.safetensors\.index\.(?P<of_index>.+)\.json"
 )
+_SAVED = re.compile(
+    r"model(\.(?P<of_file>[^/]+?))?(-\d{5}-of-\d{5})?\.safetensors"
+    r"|model\.safetensors\.index(\.(?P<of_index>[^/]+))?\.json"
+)
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8,
@@ -279,6 +283,12 @@ def _variants(names: Iterable[str]) -> dict[str, str]:
         if match is not None:
             found[match["of_file"] or match["of_index"]] = name
     return found
+
+
+def variant_in(name: str) -> str | None:
+    """The variant of a weight file, shard or index that ``save_pretrained`` writes, "" without one; None for others."""
+    match = _SAVED.fullmatch(name)
+    return None if match is None else match["of_file"] or match["of_index"] or ""
 
 
 def read_headers(paths: Iterable[Path]) -> tuple[Header, ...]:

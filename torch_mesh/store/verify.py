@@ -8,14 +8,14 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec
 
 from torch_mesh.errors import StoreError
 from torch_mesh.store.dense_codes import is_codes_file
-from torch_mesh.store.header import store_error, weight_files
+from torch_mesh.store.header import store_error, variant_in, weight_files
 from torch_mesh.store.manifest import (
     BLOCK_BYTES,
     WEIGHT_SUFFIXES,
@@ -70,11 +70,11 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
 
 
 def check_other_files(
-    store: Store, verify: str, codes: bool = True, cached: bool = False, loaded: Iterable[str] | None = None
+    store: Store, verify: str, codes: bool = True, cached: bool = False, loaded: Sequence[str] | None = None
 ) -> None:
     """Check a model's files, except for records and rows of tables, which are checked when they are read. ``codes``:
     also check the codes of linear layers, which only ``dense="codes"`` reads. ``cached``: the store is in the cache.
-    ``loaded``: the weight files that transformers loads, if the caller knows.
+    ``loaded``: the weight files that transformers loads, if the caller knows; those of other variants are not checked.
 
     Raises ``StoreError`` for changed tensors, index or config.json, whose ``quantization_config`` users may change, and
     for weights that are not the store's. Warns about a changed tokenizer and the like. Checks nothing if ``verify`` is
@@ -83,6 +83,9 @@ def check_other_files(
     if verify == "never":
         return
     files = {file.name: file for file in store.manifest.other_files if codes or not is_codes_file(file.name)}
+    variants = {variant_in(Path(file).name) for file in loaded or ()}
+    if variants and None not in variants:  # an index may name files of other names
+        files = {name: file for name, file in files.items() if variant_in(name) in {None, *variants}}
     # These determine the model's output.
     essential = {name for name in files if name == _CONFIG_NAME or name.endswith(WEIGHT_SUFFIXES)}
     others = {name for name in files if name.endswith(_IS_READ)} - essential
@@ -112,7 +115,7 @@ def check_other_files(
         warnings.warn(f"{changed}. If that was not you, {again}.", stacklevel=2)
 
 
-def _stray_weights(store: Store, loaded: Iterable[str] | None = None) -> list[Path]:
+def _stray_weights(store: Store, loaded: Sequence[str] | None = None) -> list[Path]:
     """The weight files that transformers loads and the manifest does not list. Empty for a store of records alone, and
     for a damaged index, which is a problem of its own."""
     own = {store.folder / file.name for file in store.manifest.other_files}
