@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import warm
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_models import TINY_MODELS
 from torch.nn.parallel import DistributedDataParallel
 from training import ROWS
@@ -112,11 +114,34 @@ def test_ddp_does_not_send_packed_weights() -> None:
     assert packed <= set(clone._ddp_params_and_buffers_to_ignore)
 
 
-def test_ddp_around_a_patched_submodule_names_the_attribute_to_set(tmp_path: Path) -> None:
-    around = torch.nn.ModuleDict({"model": torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5)})
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
-    try:
-        with pytest.raises(torch_mesh.MeshError, match="_ddp_params_and_buffers_to_ignore"):
-            DistributedDataParallel(around)
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_ddp_trains_wrappers_of_peft_and_compile() -> None:
+    def patched() -> Any:
+        return torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5)
+
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    learned = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    wrappers = [
+        get_peft_model(patched(), PromptTuningConfig(**learned)),
+        get_peft_model(patched(), PrefixTuningConfig(**learned)),
+        get_peft_model(patched(), lora).base_model,
+        torch.compile(patched(), backend="eager"),
+        torch.compile(get_peft_model(patched(), lora), backend="eager"),
+    ]
+    for wrapper in wrappers:
+        DistributedDataParallel(wrapper)(input_ids=ROWS[0][None], labels=ROWS[0][None]).loss.backward()
+        assert any(parameter.grad is not None for parameter in wrapper.parameters())
+
+
+@pytest.mark.usefixtures("one_process")
+def test_ddp_around_a_patched_submodule_names_the_attribute_to_set() -> None:
+    around = torch.nn.ModuleDict({"model": torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5)})
+    with pytest.raises(torch_mesh.MeshError, match="_ddp_params_and_buffers_to_ignore"):
+        DistributedDataParallel(around)

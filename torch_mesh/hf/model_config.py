@@ -19,7 +19,10 @@ from .compat import wrap
 from .torch_compat import DDP_IGNORED
 
 _REPLACED = "_mesh_replaced_configs"
-_IN_PEFT_MODEL = "base_model.model."  # a PeftModel delegates to the inner model, where names are longer
+# Wrappers of torch.compile and PEFT delegate to the model, and their names of its parameters are longer.
+_PREFIXES = [
+    compiled + peft for compiled in ("", "_orig_mod.") for peft in ("", "model.", "base_model.", "base_model.model.")
+]
 
 
 def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
@@ -95,7 +98,7 @@ class _PackedNames:
         model: Any = self._model()
         for name, parameter in model.named_parameters():
             if isinstance(parameter, PackedWeight):
-                yield from (name, _IN_PEFT_MODEL + name)
+                yield from (prefix + name for prefix in _PREFIXES)
 
 
 def _get_memory_footprint(theirs: Any, model: nn.Module, return_buffers: bool = True) -> Any:
