@@ -141,6 +141,35 @@ def test_agents_with_a_long_common_preamble_keep_their_own_keys(make: Make, rng:
     assert len(kept.conversations) == 2
 
 
+def test_a_chat_whose_template_drops_reasoning_evicts_no_other(rng: np.random.Generator) -> None:
+    kept = KeptKeys(_model(_full), PLENTY)
+    other = _ask(kept.generate, torch.cat([torch.tensor([1]), _some(rng, 60, 61)]), 5)
+    kept.limit = 4 * kept.counts.kept_bytes
+    chat = torch.cat([torch.tensor([2]), _some(rng, 40, 41)])
+    for _ in range(6):
+        answer = _ask(kept.generate, chat, 5)
+        _ask(kept.generate, torch.cat([answer, _some(rng, 20, 21)]), 5)  # after reasoning and a call
+        chat = torch.cat([chat, answer[len(chat) :][:1] % (VOCABULARY - 1) + 1, _some(rng, 5, 6)])
+    assert len(kept.conversations) > 2
+    assert any(torch.equal(each.tokens, other[:-1]) for each in kept.conversations)
+
+
+def test_agents_evict_a_conversation_that_is_over(rng: np.random.Generator) -> None:
+    kept = KeptKeys(_model(_full), PLENTY)
+    over = _ask(kept.generate, torch.cat([torch.tensor([1]), _some(rng, 110, 111)]), 5)
+    kept.limit = int(2.4 * kept.counts.kept_bytes)
+    preamble = torch.cat([torch.tensor([2]), _some(rng, 80, 81)])
+    both = [torch.cat([preamble, torch.tensor([which]), _some(rng, 20, 21)]) for which in (1, 2)]
+    for _ in range(3):
+        before = kept.counts.reused_tokens
+        known = sum(map(len, both)) - 2 * 5 - 2  # all but the new tokens, and the last one of each answer
+        answers = [_ask(kept.generate, tokens, 5) for tokens in both]
+        both = [torch.cat([answer, _some(rng, 5, 6)]) for answer in answers]
+    assert kept.counts.reused_tokens - before == known
+    assert len(kept.conversations) == 2
+    assert not any(torch.equal(each.tokens[: len(over) - 1], over[:-1]) for each in kept.conversations)
+
+
 def test_a_conversation_that_fits_once_is_rewound(rng: np.random.Generator) -> None:
     kept = KeptKeys(_model(_full), PLENTY)
     tokens = _some(rng, 100, 110)

@@ -39,6 +39,7 @@ class Conversation:
     tokens: Tensor  # [n]
     cache: DynamicCache
     prompt: int = 0  # length of its last prompt, with which its next one begins
+    first: int = 0  # length of its first prompt
     source: Conversation | None = None  # the one that its memory belongs to until tokens are added
     kept_bytes: int = 0  # nbytes when it was last kept; nothing changes it until it is taken
 
@@ -86,7 +87,9 @@ class KeptKeys:
     limit: int
     admission: Admission | None = None
     prefixes: PrefixCache | None = None
-    conversations: list[Conversation] = field(default_factory=list)  # in order of use, the most recent last
+    conversations: list[Conversation] = field(
+        default_factory=list
+    )  # the first is evicted first, the last was used last
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -135,6 +138,7 @@ class KeptKeys:
                 if conversation is not None and _record_tokens(conversation, seen.tokens[0], complete):
                     # A request that was refused or cancelled has computed a part of its prompt at most.
                     conversation.prompt = min(prompt.numel(), len(conversation.tokens))
+                    conversation.first = min(conversation.first or conversation.prompt, conversation.prompt)
                     self._keep(conversation)
                     if self.prefixes is not None:
                         self.prefixes.save(conversation.tokens, conversation.cache, states)
@@ -238,6 +242,11 @@ class KeptKeys:
             # Another conversation with the same beginning, which shares the memory until tokens are added.
             cache = copy.copy(best.cache)
             cache.layers = [copy.copy(layer) for layer in cache.layers]
+            if best.first - length <= _MAX_PROMPT_END:
+                # Templates that drop the reasoning of earlier turns replace all that follows a turn's first prompt.
+                # Nobody will continue that, so it is evicted before any other.
+                self.conversations.remove(best)
+                self.conversations.insert(0, best)
             best = Conversation(best.tokens, cache, source=best)
         else:
             self.conversations.remove(best)
