@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from torch_mesh.serving.answers import Answer
+from torch_mesh.serving.anthropic_api import _Message
 from torch_mesh.serving.engine import Job, Token
 from torch_mesh.serving.tool_calls import Call, Content, Piece, answer_format
 
@@ -41,21 +42,34 @@ def _ended(tokenizer: Any, ids: Sequence[int], end: int | None = None, **options
     return answer, asyncio.run(read())
 
 
-@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("format", [None, answer_format("<tool_call>", "")])
-def test_a_special_token_may_be_a_stop_sequence(ends: bool, format: Any, tokenizer: Any) -> None:
+def test_a_special_token_may_be_a_stop_sequence(format: Any, tokenizer: Any) -> None:
     special = tokenizer.eos_token_id
     ids = [*tokenizer("In the")["input_ids"], special, *tokenizer(" end")["input_ids"]]
     mark = tokenizer.decode([special])
-    answer, pieces = _ended(tokenizer, ids, special if ends else None, format=format, stops=[mark])
-    assert (answer.finish, answer.stopped_by, answer.count) == (
-        "stop",
-        mark,
-        len(ids) - len(tokenizer(" end").input_ids),
-    )
+    answer, pieces = _ended(tokenizer, ids, format=format, stops=[mark])
+    count = len(ids) - len(tokenizer(" end").input_ids)
+    assert (answer.finish, answer.stopped_by, answer.count) == ("stop", mark, count)
     assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == "In the"
     _, shown = _ended(tokenizer, ids, format=format, stops=["never said"])
     assert "".join(piece.text for piece in shown if isinstance(piece, Content)) == "In the end"
+
+
+def test_a_stop_sequence_that_is_the_end_changes_nothing(tokenizer: Any) -> None:
+    end = tokenizer.eos_token_id
+    options: dict[str, Any] = {"format": answer_format("<tool_call>", ""), "schemas": {"look": None}}
+    for text, finish in (("In the", "stop"), (CALL, "tool_calls")):
+        ids = [*tokenizer(text)["input_ids"], end]
+        answer, pieces = _ended(tokenizer, ids, end, stops=[tokenizer.decode([end])], **options)
+        assert (answer.finish, answer.stopped_by) == (finish, None) and pieces
+
+
+def test_a_call_before_a_stop_sequence_is_to_be_run(tokenizer: Any) -> None:
+    ids = tokenizer(CALL + "\nI look.")["input_ids"]
+    options: dict[str, Any] = {"format": answer_format("<tool_call>", ""), "schemas": {"look": None}}
+    answer, _ = _ended(tokenizer, ids, stops=["I look"], **options)
+    body = _Message("a", answer).body()
+    assert (body["stop_reason"], body["stop_sequence"]) == ("tool_use", None)
 
 
 @pytest.mark.parametrize("more", ["", "\n<tool_call>\n{", "\nI look."])

@@ -58,7 +58,9 @@ class Answer:
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Yield parts as they are generated. Closing this iterator ends the computation."""
         marks = self.format.marks if self.format else ()
-        text = Detokenizer(self.tokenizer, (*marks, *self.stops), self._ends)
+        ends = {self.tokenizer.decode([token]) for token in self._ends}
+        # A stop sequence that is the end itself changes nothing: the answer ends as it would without.
+        text = Detokenizer(self.tokenizer, (*marks, *(stop for stop in self.stops if stop not in ends)), self._ends)
         stops = Stops(self.stops)
         parser = parser_of(self.format or AnswerFormat(), self.schemas, self.prompt_end, self.continues)
         last, called = None, False

@@ -370,17 +370,16 @@ class _Message:
 
     def body(self, ended: bool = True) -> Body:
         answer = self._answer
-        reason = None
-        if ended:
-            reason = "stop_sequence" if answer.stopped_by is not None else _STOPS[answer.finish]
+        stop = answer.stopped_by if answer.finish == "stop" else None  # clients run calls after tool_use alone
+        reason = "stop_sequence" if stop is not None else _STOPS[answer.finish]
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._served,
             "content": list(self._blocks),
-            "stop_reason": reason,
-            "stop_sequence": answer.stopped_by if ended else None,
+            "stop_reason": reason if ended else None,
+            "stop_sequence": stop if ended else None,
             "usage": self._usage(),
         }
 
