@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from torch_mesh import MeshConfig
+from torch_mesh.serving.anthropic_api import _joined
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -84,6 +85,15 @@ def test_messages_of_one_role_are_joined(client: Any, asked: dict[str, Any], see
         for messages in (apart, joined):
             client.messages.create(**asked | {"messages": messages})
         assert seen_prompts[-2] == seen_prompts[-1]
+
+
+def test_reasoning_is_joined_to_the_text_after_it() -> None:
+    reasoning = {"role": "assistant", "content": "", "reasoning_content": "r"}
+    texts = [{"role": "assistant", "content": text} for text in "ab"]
+    (message,) = _joined([reasoning, *texts])
+    assert message == reasoning | {"content": [{"type": "text", "text": "a\nb"}]}  # a processor's parts are glued
+    (message,) = _joined([reasoning, texts[0] | {"reasoning_content": "s"}])
+    assert message == texts[0] | {"reasoning_content": "rs"}
 
 
 def test_stop_sequences(client: Any, asked: dict[str, Any]) -> None:

@@ -251,11 +251,24 @@ def _joined(messages: Iterable[Body]) -> list[Body]:
     joined: list[Body] = []
     for message in messages:
         last = joined[-1] if joined else {}
-        if last.keys() == {"role", "content"} and last["role"] == message["role"]:
-            joined[-1] = message | {"content": [*_parts(last["content"]), *_parts(message["content"])]}
+        if last.keys() - {"reasoning_content"} == {"role", "content"} and last["role"] == message["role"]:
+            made = last | message | {"content": _joined_contents(last["content"], message["content"])}
+            if reasoning := last.get("reasoning_content", "") + message.get("reasoning_content", ""):
+                made["reasoning_content"] = reasoning
+            joined[-1] = made
         else:
             joined.append(message)
     return joined
+
+
+def _joined_contents(first: str | Sequence[Any], second: str | Sequence[Any]) -> str | Sequence[Any]:
+    if not first or not second:
+        return first or second
+    *before, last = _parts(first)
+    following, *after = _parts(second)
+    if last["type"] == following["type"] == "text":  # templates write nothing between parts
+        return [*before, {"type": "text", "text": f"{last['text']}\n{following['text']}"}, *after]
+    return [*before, last, following, *after]
 
 
 def _parts(content: str | Sequence[Any]) -> Sequence[Any]:
