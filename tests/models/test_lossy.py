@@ -159,6 +159,24 @@ def test_prompts_and_gradients_are_exact(open_model: Callable[..., PreTrainedMod
     assert (stats.deferred, stats.rerouted) == (0, 0) and stats.decode.accesses > 0
 
 
+@pytest.mark.parametrize("lossy", [{"routing_bias": 1.0}, {"fallback": "int4"}, {"deferred_experts": 2}])
+def test_reentrant_checkpointing_is_exact(lossy: dict[str, Any], tmp_path: Path) -> None:
+    model = _patched(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.4, store=tmp_path, lossy=lossy).train()
+    ids = inputs_for(model)["input_ids"][:1, :8]
+    results: list[tuple[Tensor, ...]] = []
+    for options in (None, {"use_reentrant": True}):
+        if options:
+            model.gradient_checkpointing_enable(options)
+            model.enable_input_require_grads()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        results.append((loss, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)))
+        model.zero_grad()
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    stats = torch_mesh.stats(model)
+    assert (stats.deferred, stats.rerouted, stats.fallback_accesses) == (0, 0, 0) and stats.decode.accesses > 0
+
+
 def test_both_modes_count_and_show_their_accesses(open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model(**LOSSY)
     prompt = torch.randint(0, 4000, (2, 24))

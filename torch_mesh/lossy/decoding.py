@@ -1,6 +1,7 @@
 """Modes of decode steps that trade exactness for fewer waits, each off by default.
 
-Prompts, forwards of more than 16 rows, and grad mode are exact.
+Prompts, forwards of more than 16 rows, grad mode and training mode are exact: reentrant checkpointing runs a training
+forward without grad mode first.
 
 - ``deferred_experts``: a token's cold experts of least weight are added one MoE layer later. After KTransformers'
   expert deferral (SOSP 2025).
@@ -145,7 +146,7 @@ class LeaningRouter(nn.Module):
     _mesh_selection: tuple[int, int, torch.Tensor, float]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self.training:
             return super().forward(*args, **kwargs)
         with _LeaningSelection(*self._mesh_selection):
             return super().forward(*args, **kwargs)

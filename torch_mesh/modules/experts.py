@@ -134,11 +134,11 @@ class MeshExperts(PackedModule, InPool):
                 )
             # All layers of a forward take the same path, or deferred products would be lost.
             if self._mesh_deferred and not torch.is_grad_enabled():
-                deferred = min(self._mesh_deferred, top_k_index.size(-1))
+                deferred = 0 if self.training else min(self._mesh_deferred, top_k_index.size(-1))
                 return torch.ops.torch_mesh.experts_deferred(
                     *inputs, deferred, not self._mesh_defers, self._is_expert_parallel, *hint
                 )
-            if self._mesh_fallback is not None and not torch.is_grad_enabled():
+            if self._mesh_fallback is not None and not torch.is_grad_enabled() and not self.training:
                 return torch.ops.torch_mesh.experts_fallback(
                     *inputs, self._mesh_fallback, self._is_expert_parallel, *hint
                 )
