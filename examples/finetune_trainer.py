@@ -11,9 +11,22 @@ import argparse
 from pathlib import Path
 
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
 import torch_mesh
+
+
+def lora_config(model: PreTrainedModel, rank: int) -> LoraConfig:
+    """Adapters on the experts of a patched ``model``, whatever their layers are called, and on its attention."""
+    linear = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=sorted(linear & {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        target_parameters=["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"],
+        task_type="CAUSAL_LM",
+    )
 
 
 def main() -> None:
@@ -41,21 +54,17 @@ def main() -> None:
         arguments.checkpoint,
         quantization_config=torch_mesh.MeshConfig(resident=arguments.resident, weights=arguments.weights),
     )
-    model = get_peft_model(
-        model,
-        LoraConfig(
-            r=arguments.rank,
-            lora_alpha=2 * arguments.rank,
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-            task_type="CAUSAL_LM",
-        ),
-    )
+    model = get_peft_model(model, lora_config(model, arguments.rank))
 
     tokens = tokenizer(arguments.text.read_text(encoding="utf-8"))["input_ids"]
     starts = range(0, len(tokens) - arguments.length + 1, arguments.length)
     parts = [tokens[start : start + arguments.length] for start in starts]
     sequences = [{"input_ids": part, "labels": part} for part in parts]
+    if len(sequences) < 2:
+        parser.error(
+            f"{arguments.text} has {len(tokens)} tokens, fewer than two sequences of --length {arguments.length}: give "
+            "more text, or a smaller --length"
+        )
     kept = max(1, len(sequences) // 10)
     trainer = Trainer(
         model=model,

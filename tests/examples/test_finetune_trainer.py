@@ -78,6 +78,14 @@ def test_a_tokenizer_needs_no_pad_token(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
+def test_a_text_of_less_than_two_sequences_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _run_here(monkeypatch, EXAMPLES / "mesh-tiny", tmp_path / "out", "--length", "1000000")
+    assert "fewer than two sequences of --length 1000000" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_processes_with_half_of_each_batch_train_as_one_does(tmp_path: Path) -> None:
     alone, together = _train(ALONE, tmp_path / "alone", 4), _train(TOGETHER, tmp_path / "together", 2)

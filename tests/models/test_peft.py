@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from torch_mesh.modules.packed_weight import PackedWeight
 
 QWEN = "Qwen3MoeExperts"
 ATTENTION = ["q_proj", "v_proj"]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_trainer.py"
 
 
 def _computed(model: torch.nn.Module, ids: torch.Tensor) -> Computed:
@@ -230,3 +233,12 @@ def test_an_adapter_is_loaded_into_a_packed_model(ids: torch.Tensor, tmp_path: P
     assert not torch.equal(value, base) and torch.equal(value, logits_of(patched, ids))
     patched.disable_adapters()
     assert torch.equal(logits_of(patched, ids), base)
+
+
+# Paths of the experts differ, NemotronH's have no gate, Inkling2 has a q_proj that is not linear.
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GraniteMoe", "Jamba", "NemotronH", "Gemma4Text", "Inkling2"])
+def test_the_example_trains_experts_in_families_with_other_names(family: str) -> None:
+    model = torch_mesh.patch(build(f"{family}Experts"), resident=0.5)
+    config = runpy.run_path(str(EXAMPLE))["lora_config"](model, 4)
+    described = torch_mesh.describe_training(get_peft_model(model, config))
+    assert re.match("Experts train by adapters: down_proj .*up_proj", described)
