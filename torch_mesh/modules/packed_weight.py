@@ -75,8 +75,8 @@ class PackedWeight(torch.Tensor):
         if not self.exact:
             raise MeshError(
                 f"{self.path} was rounded to {self.format}: a file of these values would pass for the original. Save "
-                "with model.save_pretrained(folder), or call torch_mesh.unpatch(model, lossy=True) to make the "
-                "rounded values ordinary weights."
+                "with model.save_pretrained(folder), leave frozen weights out (docs/finetuning.md#files), or call "
+                "torch_mesh.unpatch(model, lossy=True) to make the rounded values ordinary weights."
             )
         return self.unpacked()
 
