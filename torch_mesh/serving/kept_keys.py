@@ -87,9 +87,7 @@ class KeptKeys:
     limit: int
     admission: Admission | None = None
     prefixes: PrefixCache | None = None
-    conversations: list[Conversation] = field(
-        default_factory=list
-    )  # the first is evicted first, the last was used last
+    conversations: list[Conversation] = field(default_factory=list)  # evicted from the front; the last was used last
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -244,7 +242,7 @@ class KeptKeys:
             cache.layers = [copy.copy(layer) for layer in cache.layers]
             if best.first - length <= _MAX_PROMPT_END:
                 # Templates that drop the reasoning of earlier turns replace all that follows a turn's first prompt.
-                # Nobody will continue that, so it is evicted before any other.
+                # No turn continues that, so it is evicted before any other.
                 self.conversations.remove(best)
                 self.conversations.insert(0, best)
             best = Conversation(best.tokens, cache, source=best)

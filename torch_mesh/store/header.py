@@ -38,12 +38,9 @@ MAX_INTEGER = (1 << 63) - 1
 ALIGNMENT = 4096
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Files of variants that transformers saves and loads by name; not shards, which an index names.
-_VARIANT = re.compile(
-    r"model\.(?P<of_file>(?!.*-\d{5}-of-\d{5}\.).+)\.safetensors|model\.safetensors\.index\.(?P<of_index>.+)\.json"
-)
+# Weight files, shards and indexes that transformers saves, with their variant.
 _SAVED = re.compile(
-    r"model(\.(?P<of_file>[^/]+?))?(-\d{5}-of-\d{5})?\.safetensors"
+    r"model(\.(?P<of_file>((?!-\d{5}-of-\d{5}\.)[^/])+))?(?P<shard>-\d{5}-of-\d{5})?\.safetensors"
     r"|model\.safetensors\.index(\.(?P<of_index>[^/]+))?\.json"
 )
 
@@ -279,9 +276,11 @@ def only_variant(where: str | os.PathLike[str], names: Iterable[str]) -> str | N
 def _variants(names: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in sorted(names, key=is_index, reverse=True):  # transformers looks for the single file first
-        match = _VARIANT.fullmatch(name)
-        if match is not None:
-            found[match["of_file"] or match["of_index"]] = name
+        match = _SAVED.fullmatch(name)
+        if match is None or match["shard"]:  # an index names the shards
+            continue
+        if variant := match["of_file"] or match["of_index"]:
+            found[variant] = name
     return found
 
 
