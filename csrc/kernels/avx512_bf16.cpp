@@ -8,17 +8,16 @@ namespace torch_mesh {
 namespace {
 
 // On Zen 4 neither gemm nor panels are ever faster (docs/decisions/0027). From gemm_fp8 rows on fp8
-// is multiplied as bf16. One row of nibbles reads two blocks at once; other formats, and GGUF's,
-// are faster with one (docs/decisions/0012).
+// is multiplied as bf16.
 struct Amd : VnniTarget {
   struct Tiles : NoTiles {
     static constexpr Product fp8 = many_rows_of_fp8<NativeBf16Dot>;
   };
-  using Bf16 = PrefetchingGroups<NativeBf16Dot>;
-  using Int8 = PrefetchingGroups<VnniInt8Dot>;
-  using Fp8 = Fp8Dot<E4m3AsFloats>;
+  using Bf16 = PrefetchingFar<NativeBf16Dot>;
+  using Int8 = PrefetchingFar<VnniInt8Dot>;
+  using Fp8 = PrefetchingFar<Fp8Dot<E4m3AsFloats>>;
   template <typename Codes>
-  using Nibbles = Prefetching<PrefetchingGroups<VnniNibbleDot<Codes>>>;
+  using Nibbles = PrefetchingFar<VnniNibbleDot<Codes>>;
   static constexpr ManyRows kRows{.gemm_floats = kNoRows,
                                   .gemm_int8 = kNoRows,
                                   .gemm_nibbles = kNoRows,

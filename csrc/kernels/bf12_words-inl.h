@@ -21,7 +21,7 @@ class Bf12Words {
     constexpr int32_t kBytes = kLanes * 4;
 #pragma GCC unroll 2
     for (int i = 0; i < kHalf / 2; ++i) {
-      const Words names = load_words(row + kBf12NamesOffset + i * kBytes);
+      const Words names = load_once(row + kBf12NamesOffset + i * kBytes);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const Words own = (half == 0 ? names : shift_right<4>(names)) & broadcast_word(0x0f0f0f0f);

@@ -8,12 +8,24 @@
 namespace torch_mesh {
 namespace {
 
-// A Dot that prefetches weights. The prefetchers of Intel's cores stop at the end of a 4 KiB page,
-// and one row's products are too short to hide the reads that follow. The distance has been
-// measured (docs/decisions/0012-kernels-without-vnni.md).
+// Dots that prefetch weights. A core's own prefetchers stop at the end of a 4 KiB page, and one
+// row's products are too short to hide the reads that follow. Distances have been measured
+// (docs/decisions/0012-kernels-without-vnni.md).
+constexpr int32_t kPrefetchBytes = 2048;
+
+// For Intel's cores, which read two blocks at once.
 template <typename Dot>
 struct Prefetching : Dot {
-  static constexpr int32_t kPrefetchBytes = 2048;
+  static constexpr int32_t kPrefetchBytes = torch_mesh::kPrefetchBytes;
+  static constexpr bool kReadsPairs = true;
+};
+
+// For AMD's cores, which read one block at full speed. While tiles of many rows go over weights in
+// the cache, they prefetch the next ones (LinesAhead).
+template <typename Dot>
+struct PrefetchingFar : Dot {
+  static constexpr int32_t kPrefetchBytes = 8192;
+  static constexpr bool kPrefetchesLines = true;
 };
 
 // For two blocks at once: prefetches as much ahead in all as for one.
@@ -31,13 +43,9 @@ template <typename Dot>
 struct WithoutPrefetching<Prefetching<Dot>> {
   using Type = Dot;
 };
-
-// A Dot that prefetches the next group, or step, of weights while several tiles of rows go over
-// one. The prefetchers of AMD's cores keep up with one row by themselves, and stop while a tile
-// reads the cache.
 template <typename Dot>
-struct PrefetchingGroups : Dot {
-  static constexpr bool kPrefetchesGroups = true;
+struct WithoutPrefetching<PrefetchingFar<Dot>> {
+  using Type = Dot;
 };
 
 // A Dot of nibbles that takes them already expanded to two words of bytes.
@@ -123,7 +131,7 @@ struct NibbleDot {
   static constexpr int kRowWords = 2;
 
   static Weights weights(const std::byte* words) {
-    const Words word = load_words(words);
+    const Words word = load_once(words);
     return {Nibbles::operands(low_nibbles(word)),
             Nibbles::operands(low_nibbles(shift_right<4>(word)))};
   }

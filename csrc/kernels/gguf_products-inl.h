@@ -10,7 +10,6 @@ namespace {
 
 constexpr int32_t kGgufColumns = 16;  // columns whose words are beside each other
 constexpr int32_t kGgufLine = kGgufColumns * 4;
-constexpr int32_t kGgufAhead = 2048;  // see Prefetching, dots-inl.h
 
 // The zeros of unsigned codes.
 template <int kZero>
@@ -50,7 +49,7 @@ struct GgufCodes {
   static constexpr int kSingleBit = kPairBit + kPairBits;
 
   static Words word(const std::byte* words, int32_t index) {
-    return load_words(words + index * kGgufLine);
+    return load_once(words + index * kGgufLine);
   }
 
   // Inputs [4 * kFour, 4 * kFour + 4), a byte each.
@@ -188,7 +187,7 @@ struct GgufGroup {
     const GgufPlace<kFormat> place(products.block, group);
     scales = place.steps;
     for (int64_t line = 0; line < total_bytes(); line += kLineBytes) {
-      __builtin_prefetch(scales + kGgufAhead + line);
+      __builtin_prefetch(scales + kPrefetchBytes + line);
     }
     place.expand(codes);
     words = codes;
@@ -272,9 +271,10 @@ struct GgufSums {
   }
 };
 
-// Multiplies one row with one block, or with two whose parts take turns. Codes are multiplied in
-// registers, where they are assembled, and do not go through memory.
-template <typename Dot, Format kFormat, int kBlocks>
+// Multiplies one row with one block, or with two whose parts take turns, and prefetches kAhead bytes
+// ahead in each. Codes are multiplied in registers, where they are assembled, and do not go through
+// memory.
+template <typename Dot, Format kFormat, int kBlocks, int32_t kAhead>
 inline void gguf_row(const BlockProducts* const (&products)[kBlocks]) {
   constexpr GgufType kType = gguf_type(kFormat);
   constexpr int kGroups = kType.part_groups();
@@ -306,7 +306,7 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks]) {
                                    c % kGgufColumns * 4;
           if (c % kGgufColumns == 0) {
             for (int w = 0; w < kType.bits; ++w) {
-              __builtin_prefetch(words + kGgufAhead / kBlocks + w * kGgufLine);
+              __builtin_prefetch(words + kAhead + w * kGgufLine);
             }
           }
           GgufSums<Dot, kFormat> sums(start);

@@ -12,8 +12,8 @@
 //   zeros(scales)   the operand of a weight of zero, per column (integers)
 //   start(zeros, row_sum)   a sum's first value: minus what the zeros will add
 //   kWordsAtOnce  words of a column that weights() takes; the second is behind all columns' first
-//   kPrefetchBytes, kPrefetchesGroups  how it prefetches weights (Prefetching, PrefetchingGroups),
-//                   if it does
+//   kPrefetchBytes, kReadsPairs, kPrefetchesLines  how it prefetches weights, if it does
+//                   (Prefetching, PrefetchingFar)
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -82,13 +82,23 @@ inline void prefetch_ahead(const std::byte* words) {
 }
 
 template <typename Dot>
-constexpr bool prefetches_groups() {
-  return requires { Dot::kPrefetchesGroups; };
+constexpr bool prefetches_lines() {
+  return requires { Dot::kPrefetchesLines; };
 }
 
-// The fewest rows for which a Dot with kPrefetchesGroups prefetches. With fewer the memory is never
-// idle.
-constexpr int32_t kPrefetchingRows = 8, kPrefetchingFloatRows = 12;
+// How far one row's products of a target prefetch, by one of its Dots.
+template <typename Dot>
+constexpr int32_t prefetch_bytes() {
+  if constexpr (requires { Dot::kPrefetchBytes; }) {
+    return Dot::kPrefetchBytes;
+  } else {
+    return kPrefetchBytes;
+  }
+}
+
+// The fewest rows of bf16 for which a Dot with kPrefetchesLines prefetches by lines, and no longer
+// by words.
+constexpr int32_t kPrefetchingLinesRows = 12;
 
 // The bytes that tiles prefetch while they go over other weights: `bytes` from `from` on. Each tile
 // prefetches the share of its rows, two lines at a step of its products. (With two tiles that is a
@@ -151,11 +161,11 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
   }
 }
 
-// A Dot with kPrefetchBytes multiplies one row with two blocks at once: two streams keep more reads
-// in flight, and sums wait less for one another (docs/decisions/0012).
+// A Dot with kReadsPairs multiplies one row with two blocks at once: two streams keep more reads in
+// flight, and sums wait less for one another (docs/decisions/0012).
 template <typename Dot>
 concept ReadsPairs = requires {
-  Dot::kPrefetchBytes;
+  Dot::kReadsPairs;
 };
 
 constexpr bool kSumsPairs = kTile.single_row_blocks == 2;

@@ -41,6 +41,12 @@ inline Floats select(Mask mask, Floats yes, Floats no) { return _mm256_blendv_ps
 inline Words load_words(const void* from) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
+// See simd_avx512-inl.h.
+inline Words load_once(const void* from) {
+  Words words = load_words(from);
+  asm("" : "+x"(words));
+  return words;
+}
 inline void store_words(void* to, Words words) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), words);
 }

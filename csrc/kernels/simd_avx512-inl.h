@@ -50,6 +50,13 @@ inline Floats select(Mask mask, Floats yes, Floats no) {
 }
 
 inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
+// Loads words that are used several times. After load_words the compiler may load them again for
+// each use, and repeated loads keep the prefetchers of AMD's cores from following.
+inline Words load_once(const void* from) {
+  Words words = load_words(from);
+  asm("" : "+v"(words));
+  return words;
+}
 inline void store_words(void* to, Words words) { _mm512_storeu_si512(to, words); }
 inline Words broadcast_word(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
 inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
@@ -104,7 +111,7 @@ struct E4m3 {
   }
   // Loads two vectors of columns, so that only the conversion works on half registers.
   static void load_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
-    const __m512i pairs = load_words(from);
+    const __m512i pairs = load_once(from);
     upper(_mm512_slli_epi16(pairs, 8), low);
     upper(pairs, high);
   }

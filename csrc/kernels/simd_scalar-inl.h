@@ -46,6 +46,7 @@ inline uint32_t load_words(const void* from) {
   __builtin_memcpy(&word, from, sizeof(word));
   return word;
 }
+inline uint32_t load_once(const void* from) { return load_words(from); }
 inline void store_words(void* to, uint32_t words) { __builtin_memcpy(to, &words, sizeof(words)); }
 inline uint32_t broadcast_word(uint32_t word) { return word; }
 inline uint32_t times_row_sum(uint32_t words, int32_t row_sum) {

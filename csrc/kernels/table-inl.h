@@ -36,9 +36,9 @@ template <typename Dot>
 inline void block_products_bf16(const BlockProducts& products) {
   if (products.gemm != nullptr) return gemm_bf16(products, RuntimeGemm(products));
   clear_sums(products);
-  if constexpr (prefetches_groups<Dot>()) {
-    if (products.rows.count >= kPrefetchingFloatRows) {
-      return bf16_products<Dot, LinesAhead>(products);
+  if constexpr (prefetches_lines<Dot>()) {
+    if (products.rows.count >= kPrefetchingLinesRows) {
+      return bf16_products<typename WithoutPrefetching<Dot>::Type, LinesAhead>(products);
     }
   }
   bf16_products<Dot>(products);
@@ -84,23 +84,12 @@ inline void block_panels(const BlockProducts& products) {
 }
 
 template <typename Dot, typename Scales>
-inline void own_integer_products(const BlockProducts& products) {
-  using Group = IntegerGroup<Dot, Scales>;
-  if constexpr (prefetches_groups<Dot>()) {
-    if (products.rows.count >= kPrefetchingRows) {
-      return integer_products<Dot, Scales, Group, LinesAhead>(products);
-    }
-  }
-  integer_products<Dot, Scales, Group>(products);
-}
-
-template <typename Dot, typename Scales>
 inline void block_products_int8(const BlockProducts& products) {
   clear_sums(products);
   using Group = IntegerGroup<Dot, Scales>;
   if (products.gemm != nullptr)
     return gemm_integer<Dot, Scales, Group>(products, RuntimeGemm(products));
-  own_integer_products<Dot, Scales>(products);
+  integer_products<Dot, Scales, Group>(products);
 }
 
 // Levels is a Dot of the bytes that Dot expands nibbles to.
@@ -111,10 +100,10 @@ inline void block_products_nibbles(const BlockProducts& products) {
   if (products.gemm != nullptr)
     return gemm_integer<Levels, Scales, Expanded>(products, RuntimeGemm(products));
   if (products.rows.count >= kExpandedRows) {
-    using Ahead = std::conditional_t<prefetches_groups<Dot>(), LinesAhead, NothingAhead>;
+    using Ahead = std::conditional_t<prefetches_lines<Dot>(), LinesAhead, NothingAhead>;
     return integer_products<Levels, Scales, Expanded, Ahead>(products);
   }
-  own_integer_products<Dot, Scales>(products);
+  integer_products<Dot, Scales, IntegerGroup<Dot, Scales>>(products);
 }
 
 template <typename Levels, typename Code>
@@ -132,19 +121,19 @@ template <typename Signed, template <typename> typename Unsigned, Format kFormat
 using GgufDot = std::conditional_t<gguf_type(kFormat).levels != nullptr, OfSignedBytes<Signed>,
                                    Unsigned<CodesFrom<gguf_type(kFormat).zero>>>;
 
-template <typename Dot, Format kFormat>
+template <typename Dot, Format kFormat, int32_t kAhead>
 inline void block_products_gguf(const BlockProducts& products) {
   clear_sums(products);
   using Group = GgufGroup<kFormat>;
   if (products.gemm != nullptr)
     return gemm_integer<Dot, HalfScales, Group>(products, RuntimeGemm(products));
-  if (products.rows.count == 1) return gguf_row<Dot, kFormat, 1>({&products});
+  if (products.rows.count == 1) return gguf_row<Dot, kFormat, 1, kAhead>({&products});
   integer_products<Dot, HalfScales, Group>(products);
 }
 
-template <typename Dot, Format kFormat>
+template <typename Dot, Format kFormat, int32_t kAhead>
 inline void gguf_pair(const BlockProducts& first, const BlockProducts& second) {
-  gguf_row<Dot, kFormat, 2>({&first, &second});
+  gguf_row<Dot, kFormat, 2, kAhead / 2>({&first, &second});
 }
 
 // The fewest rows for gemm or tiles, by kind of format, and for panels; `panels` of 0: none.
@@ -316,12 +305,13 @@ requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
   static constexpr FormatKernels kernels() {
     using Dot = GgufDot<typename Target::Int8, Target::template Levels, kFormat>;
     constexpr GgufType kType = gguf_type(kFormat);
+    constexpr int32_t kAhead = prefetch_bytes<typename Target::Int8>();
     FormatKernels kernels{.gemm_rows = Target::kRows.gemm_nibbles,
-                          .products = block_products_gguf<Dot, kFormat>,
+                          .products = block_products_gguf<Dot, kFormat, kAhead>,
                           .tiles = Target::Tiles::template gguf<kFormat>,
                           .dequantize = dequantize_gguf<kFormat>};
     if constexpr (ReadsPairs<typename Target::Int8>) {
-      kernels.pair = block_pair<gguf_pair<Dot, kFormat>>;
+      kernels.pair = block_pair<gguf_pair<Dot, kFormat, kAhead>>;
     }
     // Products of 16 inputs fill a quarter of a tile. A gemm of them takes longer than this table's
     // own products, unless there are mins.
