@@ -64,6 +64,9 @@ Claim::~Claim() {
   const auto end = std::chrono::steady_clock::now();
   pool_.stats_of(state_.layer, state_.part.phase).expert_nanoseconds += nanoseconds(begin_, end);
   pool_.last_forward_ = {std::this_thread::get_id(), state_.layer, state_.part.phase, end};
+  for (const Entry& entry : state_.entries) {
+    if (entry.state == Entry::kHeld) pool_.timeline_.released(entry.miss);
+  }
   pool_.core_.end(state_);
 }
 

@@ -310,7 +310,9 @@ class Claim {
   // than ever before are alive.
   Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
         const ForwardPart& part = {});
-  ~Claim();  // drops all pins; reads under way go on as if they were prefetches
+  // Releases the experts that have been handed out, and drops all other pins. Reads under way go on
+  // as if they were prefetches.
+  ~Claim();
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
 
