@@ -180,21 +180,23 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   };
   tell();
   std::array<ReadyExpert, kReadyBatch> batch;
-  for (int32_t computed = 0;;) {
+  int32_t computed = 0;
+  do {
     const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
     tell();
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute(call, forward.phase, ready, part, workspace);
-    if (part.last) return;  // the claim's destructor releases these
-    computed += static_cast<int32_t>(ready.size());
     // The next chunk needs the same experts. All have slots, so none is evicted: they stay pinned
     // until this claim ends. At least half of the pool is left to others.
     const bool kept =
         claim.window() && !forward.last && claim.placed() && 2 * pool_->experts() <= pool_->slots();
-    if (!kept) claim.release(ready);
+    // The claim's end releases the last ones, unless reads ahead wait for their slots.
+    const bool at_end = part.last && !claim.window();
+    if (!kept && !at_end) claim.release(ready);
     tell();
-  }
+    computed += static_cast<int32_t>(ready.size());
+  } while (computed < count);
 }
 
 // Computes one batch in one parallel region. The first batch also prepares the rows, the last one
@@ -350,15 +352,15 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Fo
   LinearCall chunk = call;
   chunk.x.data = row_pointer(call.x.data, call.x.type, call.x.row_stride, begin);
   chunk.out.data = row_pointer(call.out.data, call.out.type, call.out.row_stride, begin);
-  for (int32_t computed = 0;;) {
+  int32_t computed = 0;
+  do {
     const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute_linear(chunk, forward.phase, rows, ready, part, workspace);
-    if (part.last) return;  // the claim's destructor releases these
-    claim.release(ready);
+    if (!part.last) claim.release(ready);  // the claim's end releases the last ones
     computed += static_cast<int32_t>(ready.size());
-  }
+  } while (computed < count);
 }
 
 void Engine::compute_linear(const LinearCall& call, Phase phase, int32_t rows,

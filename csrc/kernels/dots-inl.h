@@ -13,15 +13,15 @@ namespace {
 // (docs/decisions/0012-kernels-without-vnni.md).
 constexpr int32_t kPrefetchBytes = 2048;
 
-// For Intel's cores, which read two blocks at once.
+// For all tables but AMD's; these read two blocks at once.
 template <typename Dot>
 struct Prefetching : Dot {
   static constexpr int32_t kPrefetchBytes = torch_mesh::kPrefetchBytes;
   static constexpr bool kReadsPairs = true;
 };
 
-// For AMD's cores, which read one block at full speed. While tiles of many rows go over weights in
-// the cache, they prefetch the next ones (LinesAhead).
+// For AMD's cores, which read one block at full speed. Tiles of many rows of bf16 and of expanded
+// nibbles prefetch the next weights while they go over some in the cache (LinesAhead).
 template <typename Dot>
 struct PrefetchingFar : Dot {
   static constexpr int32_t kPrefetchBytes = 8192;

@@ -111,7 +111,7 @@ struct E4m3 {
   }
   // Loads two vectors of columns, so that only the conversion works on half registers.
   static void load_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
-    const __m512i pairs = load_once(from);
+    const __m512i pairs = load_words(from);
     upper(_mm512_slli_epi16(pairs, 8), low);
     upper(pairs, high);
   }

@@ -19,7 +19,7 @@ struct Miss {
   Time begun = {};     // its first chunk went to the disk, maybe ahead of the claim; 0: unknown
   Time landed = {};    // its last chunk was read
   Time handed = {};    // to the forward: packed and checked, with the other ready ones computed
-  Time released = {};  // computed; 0: not yet
+  Time released = {};  // computed, or its claim ended; 0: not yet
 };
 
 inline constexpr int32_t kMaxMisses = 1 << 20;  // the most of one timeline

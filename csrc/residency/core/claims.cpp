@@ -14,9 +14,8 @@ void Claims::add(ClaimState& claim) {
 }
 
 void Claims::remove(ClaimState& claim) {
-  for (ClaimEntry& entry : claim.entries) {
+  for (const ClaimEntry& entry : claim.entries) {
     if (entry.state == ClaimEntry::kJoined || entry.state == ClaimEntry::kHeld) {
-      end_read(claim, entry);
       slots_.unpin(entry.slot);
     }
   }

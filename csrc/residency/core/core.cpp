@@ -90,9 +90,7 @@ size_t Core::release(ClaimState& claim, std::span<const int32_t> indices) {
 }
 
 void Core::end(ClaimState& claim) {
-  const bool releases_last = claim.held > 0 && claim.joined + claim.waiting == 0;
   claims_.remove(claim);
-  if (releases_last) read_next_layer(claim);
   if (claim.part.phase == Phase::kNone || !claim.part.last) return;
   last_rows_[claim.layer] = claim.part.rows;
   statistics().end_forward(claim.layer, claim.part.phase);

@@ -74,7 +74,6 @@ class Core {
   // Takes the slots that it can get by now, and reads ahead for the next layer.
   void advance(ClaimState& claim);
   size_t release(ClaimState& claim, std::span<const int32_t> indices);  // as Claims::release()
-  // Releases what the claim still holds.
   void end(ClaimState& claim);
 
   // A read of Effects::reads has ended. bytes: read for it.
