@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import torch_mesh
 from torch_mesh import MeshConfig, PackedWeight
@@ -115,6 +115,46 @@ def test_memory_for_training_counts_in_the_peak(mesh_tiny: Path, capsys: pytest.
     assert abs(grown - (beside[1] - beside[0])) < 0.1 * grown + 64e6  # the process itself grows a little
 
 
+@pytest.fixture
+def shared_expert(tmp_path: Path) -> Path:
+    """A checkpoint whose linear layers and experts both have a down_proj."""
+    config = Qwen2MoeConfig(
+        vocab_size=120,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    Qwen2MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "modules", "parameters"),
+    [
+        ("mesh_tiny", ["q_proj", "gate_proj", "up_proj", "down_proj"], []),
+        ("shared_expert", ["q_proj", "down_proj"], []),
+        ("shared_expert", ["gate_proj", "up_proj", "down_proj"], []),
+        ("shared_expert", ["q_proj"], ["experts.down_proj"]),
+    ],
+)
+def test_targets_mean_what_they_mean_to_peft(
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: str,
+    modules: list[str],
+    parameters: list[str],
+) -> None:
+    folder = request.getfixturevalue(checkpoint)
+    planned = run(capsys, folder, "--lora-rank", "4", "--resident", "0.5", "--targets", *modules, *parameters)
+    model = adapted(folder, modules, parameters, resident=0.5)
+    assert planned["training"]["trained_parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def test_the_table_of_training_and_refused_options(
     mesh_tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +165,11 @@ def test_the_table_of_training_and_refused_options(
         assert words in output
     assert "tokens per second" not in output
     assert main(["plan", str(mesh_tiny), "--train", "--targets", "query_proj", *GIVEN]) == 2
-    assert "query_proj: no module or parameter of Qwen3MoeForCausalLM" in capsys.readouterr().err
+    assert "--targets query_proj: " in capsys.readouterr().err
+    assert main(["plan", str(mesh_tiny), "--train", "--targets", "q_proj", "query_proj", *GIVEN]) == 2
+    assert "--targets query_proj: no module or parameter of Qwen3MoeForCausalLM" in capsys.readouterr().err
+    assert main(["plan", str(mesh_tiny), "--train", "--targets", "q_proj", "gate_proj", *GIVEN]) == 2
+    assert "without also targeting up_proj" in capsys.readouterr().err
     for arguments, message in (
         (["--lora-rank", "4"], "--lora-rank is for training: give --train"),
         (["--gradient-checkpointing"], "--gradient-checkpointing is for training"),

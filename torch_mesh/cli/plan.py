@@ -90,8 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--targets",
         nargs="+",
         metavar="NAME",
-        help="modules and parameters with adapters, as in PEFT's target_modules and target_parameters (default: "
-        "both projections of all experts)",
+        help="modules and parameters with adapters, as in PEFT's target_modules and target_parameters; a name that "
+        "linear layers have is theirs, and experts.down_proj is then that of the experts (default: both projections of "
+        "all experts)",
     )
     training.add_argument(
         "--gradient-checkpointing",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,27 +156,31 @@ def _projections(model: nn.Module) -> tuple[str, ...]:
     return tuple(".".join([*end, name]) for end, names in ends.items() for name in names)
 
 
+def _ends_any(names: Sequence[str], target: str) -> bool:
+    return any(f".{name}".endswith(f".{target}") for name in names)
+
+
 def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
     """Parameters that PEFT would train, and elements per token that adapters on linear layers save."""
     from ..adapters.folder import LoraConfig, PeftModel, lora, put_placeholders  # raises if PEFT is missing
 
     parameters = [name for name, _ in model.named_parameters()]
-    of_parameters = [target for target in targets if any(f".{name}".endswith(f".{target}") for name in parameters)]
-    modules: Any = [target for target in targets if target not in of_parameters]
-    if modules == ["all-linear"]:
-        modules = "all-linear"
-    else:
-        known = [name for name, _ in model.named_modules()]
-        for target in modules:
-            if not any(f".{name}".endswith(f".{target}") for name in known):
-                raise ValueError(f"--targets {target}: no module or parameter of {type(model).__name__} has this name")
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    of_parameters = [target for target in targets if _ends_any(parameters, target) and not _ends_any(linears, target)]
+    names = [target for target in targets if target not in of_parameters]
+    modules: Any = "all-linear" if names == ["all-linear"] else names
     put_placeholders(model)
     try:
-        peft = PeftModel(
-            model, LoraConfig(r=rank, target_modules=modules, target_parameters=of_parameters), low_cpu_mem_usage=True
-        )
+        config = LoraConfig(r=rank, target_modules=modules, target_parameters=of_parameters)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of names that PEFT itself has converted
+            peft: Any = PeftModel(model, config, low_cpu_mem_usage=True)
     except ValueError as problem:
-        raise ValueError(f"{', '.join(targets)}: {problem}") from problem
+        raise ValueError(f"--targets {' '.join(targets)}: {problem}") from problem
+    # PEFT takes names of experts' projections out of target_modules, and adapts parameters in their place.
+    for target in set(names) & set(peft.peft_config["default"].target_modules or ()):
+        if not _ends_any(peft.base_model.targeted_module_names, target):
+            raise ValueError(f"--targets {target}: no module or parameter of {type(model).__name__} has this name")
     wrapped: list[Any] = [module for module in peft.modules() if isinstance(module, lora.Linear)]
     return sum(p.numel() for p in peft.parameters() if p.requires_grad), sum(module.in_features for module in wrapped)
 
