@@ -11,7 +11,9 @@ import torch
 from pairs import first_quick
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import TINY_MODELS
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from training import ROWS, STEPS, StopAfter, trainer_for
 from transformers import Trainer, TrainerState, set_seed
 
@@ -204,6 +206,24 @@ def test_distributed_data_parallel_trains_and_leaves_packed_weights_alone() -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_the_parameters_that_train_can_be_averaged() -> None:
+    model = _model()
+    with pytest.raises(torch_mesh.MeshError, match="ParameterList of the parameters that train"):
+        whole = AveragedModel(model)
+        for _ in range(2):
+            whole.update_parameters(model)
+    trained = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
+    average = AveragedModel(trained)
+    first = [p.detach().clone() for p in trained]
+    average.update_parameters(trained)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(1)
+    average.update_parameters(trained)
+    for mean, begin in zip(average.module, first, strict=True):
+        torch.testing.assert_close(mean, begin + 0.5)
+
+
 def test_a_compiled_training_step_gives_the_gradients_of_an_eager_one() -> None:
     model = _model(
         1.0, dtype=torch.float32

@@ -286,7 +286,8 @@ class PackedExpertsWeight(FrozenWeight):
         raise MeshError(
             f"{self.path} is packed ({self.format}) and frozen, and cannot be computed with. For adapters, call "
             "get_peft_model after torch_mesh.patch, with PEFT's LoRA; for DistributedDataParallel, list all "
-            f"torch_mesh.PackedWeight in model.{DDP_IGNORED}; for other code, call torch_mesh.unpatch(model) first."
+            f"torch_mesh.PackedWeight in model.{DDP_IGNORED}; for an AveragedModel, give it a ParameterList of the "
+            "parameters that train; for other code, call torch_mesh.unpatch(model) first."
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
