@@ -220,7 +220,7 @@ def test_the_parameters_that_train_can_be_averaged() -> None:
         for parameter in trained:
             parameter.add_(1)
     average.update_parameters(trained)
-    for mean, begin in zip(average.module, first, strict=True):
+    for mean, begin in zip(average.parameters(), first, strict=True):
         torch.testing.assert_close(mean, begin + 0.5)
 
 
