@@ -204,8 +204,6 @@ def test_distributed_data_parallel_trains_and_leaves_packed_weights_alone() -> N
     assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_the_parameters_that_train_can_be_averaged() -> None:
     model = _model()
     with pytest.raises(torch_mesh.MeshError, match="ParameterList of the parameters that train"):
@@ -224,6 +222,8 @@ def test_the_parameters_that_train_can_be_averaged() -> None:
         torch.testing.assert_close(mean, begin + 0.5)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_training_step_gives_the_gradients_of_an_eager_one() -> None:
     model = _model(
         1.0, dtype=torch.float32

@@ -28,6 +28,7 @@ try:
     from peft import __version__ as peft_version
     from peft.tuners.lora import layer as lora
     from peft.tuners.lora import variants
+    from peft.utils.error import NoMatchingPeftModuleError  # noqa: F401  # for planning
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 except ImportError as missing:
     raise ImportError("merging adapters needs PEFT 0.21 or later: pip install -U peft") from missing

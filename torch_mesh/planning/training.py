@@ -160,9 +160,14 @@ def _ends_any(names: Sequence[str], target: str) -> bool:
     return any(f".{name}".endswith(f".{target}") for name in names)
 
 
+def _unknown(target: str, model: Any) -> ValueError:
+    return ValueError(f"--targets {target}: no module or parameter of {type(model).__name__} has this name")
+
+
 def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
     """Parameters that PEFT would train, and elements per token that adapters on linear layers save."""
-    from ..adapters.folder import LoraConfig, PeftModel, lora, put_placeholders  # raises if PEFT is missing
+    # Raises if PEFT is missing.
+    from ..adapters.folder import LoraConfig, NoMatchingPeftModuleError, PeftModel, lora, put_placeholders
 
     parameters = [name for name, _ in model.named_parameters()]
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -175,12 +180,15 @@ def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of names that PEFT itself has converted
             peft: Any = PeftModel(model, config, low_cpu_mem_usage=True)
+    except NoMatchingPeftModuleError as problem:
+        raise _unknown(names[0], model) from problem
     except ValueError as problem:
         raise ValueError(f"--targets {' '.join(targets)}: {problem}") from problem
     # PEFT takes names of experts' projections out of target_modules, and adapts parameters in their place.
-    for target in set(names) & set(peft.peft_config["default"].target_modules or ()):
-        if not _ends_any(peft.base_model.targeted_module_names, target):
-            raise ValueError(f"--targets {target}: no module or parameter of {type(model).__name__} has this name")
+    left = peft.peft_config["default"].target_modules or ()
+    for target in names:
+        if target in left and not _ends_any(peft.base_model.targeted_module_names, target):
+            raise _unknown(target, model)
     wrapped: list[Any] = [module for module in peft.modules() if isinstance(module, lora.Linear)]
     return sum(p.numel() for p in peft.parameters() if p.requires_grad), sum(module.in_features for module in wrapped)
 
