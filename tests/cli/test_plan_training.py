@@ -20,6 +20,12 @@ BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TOKENS = 96
 
 
+@pytest.fixture(autouse=True)
+def process_of_constant_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own process grows from one plan to the next, and may by more than a plan differs."""
+    monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 300 << 20)
+
+
 def run(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> dict[str, Any]:
     assert main(["plan", str(folder), "--train", *arguments, *GIVEN, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -112,7 +118,7 @@ def test_memory_for_training_counts_in_the_peak(mesh_tiny: Path, capsys: pytest.
         for planned in (small, large)
     ]
     grown = large["training"]["peak_bytes"] - small["training"]["peak_bytes"]
-    assert abs(grown - (beside[1] - beside[0])) < 0.1 * grown + 64e6  # the process itself grows a little
+    assert abs(grown - (beside[1] - beside[0])) < 0.1 * grown
 
 
 @pytest.fixture
