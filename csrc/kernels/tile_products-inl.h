@@ -132,25 +132,34 @@ struct TileGemm {
 
   // The prefetches of the first rows' products. Weights that are soon read as they are go into the
   // first-level cache. Bytes that the next step's weights are expanded from go into the second. (In
-  // the first they would displace words, rows and sums: 0.92 of the speed.)
+  // the first they would displace words, rows and sums: 0.92 of the speed.) gemm_integer prefetches
+  // for groups that it expands to bytes.
+  template <bool kBytes>
   class Asking {
    public:
-    Asking(bool first_rows, const LinesAhead& ahead, int64_t steps)
-        : direct_(kDirect && first_rows),
-          next_(ahead.from),
-          lines_(first_rows ? static_cast<int32_t>(ahead.bytes / kLineBytes / steps) : 0) {}
+    Asking(bool first_rows, const LinesAhead& ahead, int64_t steps) : direct_(first_rows) {
+      if constexpr (kLines) {
+        next_ = ahead.from;
+        lines_ = first_rows ? static_cast<int32_t>(ahead.bytes / kLineBytes / steps) : 0;
+      }
+    }
 
     void ask(const std::byte* words, int32_t bytes, bool again) {
-      for (int32_t i = 0; direct_ && !again && i < bytes; i += kLineBytes) {
-        __builtin_prefetch(words + kTileAhead + i);
+      if constexpr (kDirect) {
+        for (int32_t i = 0; direct_ && !again && i < bytes; i += kLineBytes) {
+          __builtin_prefetch(words + kTileAhead + i);
+        }
+      } else if constexpr (kLines) {
+        for (int32_t i = 0; i < lines_; ++i, next_ += kLineBytes) __builtin_prefetch(next_, 0, 2);
       }
-      for (int32_t i = 0; i < lines_; ++i, next_ += kLineBytes) __builtin_prefetch(next_, 0, 2);
     }
 
    private:
+    static constexpr bool kLines = !kDirect && !kBytes;
+
     bool direct_;
-    const std::byte* next_;
-    int32_t lines_;
+    const std::byte* next_ = nullptr;
+    int32_t lines_ = 0;
   };
 
   template <bool kBytes>
@@ -162,15 +171,15 @@ struct TileGemm {
     int32_t row = 0;
     for (; rows - row > kRegisterRows; row += 2 * kRegisterRows) {
       multiply_two<kBytes>(row_bytes, a + row * row_bytes, b, c + row * kLine,
-                           Asking(row == 0, ahead, 2 * steps));
+                           Asking<kBytes>(row == 0, ahead, 2 * steps));
     }
     if (row < rows)
       multiply_one<kBytes>(row_bytes, a + row * row_bytes, b, c + row * kLine,
-                           Asking(row == 0, ahead, steps));
+                           Asking<kBytes>(row == 0, ahead, steps));
   }
   template <bool kBytes>
   void multiply_one(int32_t row_bytes, const std::byte* a, const std::byte* b, std::byte* c,
-                    Asking asking) const {
+                    Asking<kBytes> asking) const {
     zero_tiles();
     for (int32_t at = 0; at < row_bytes; at += step_) {
       const std::byte* words = b + int64_t{at} / 4 * kLine;
@@ -190,7 +199,7 @@ struct TileGemm {
   }
   template <bool kBytes>
   void multiply_two(int32_t row_bytes, const std::byte* a, const std::byte* b, std::byte* c,
-                    Asking asking) const {
+                    Asking<kBytes> asking) const {
     const std::byte* second = a + kRegisterRows * row_bytes;
     std::byte* lower = c + kRegisterRows * kLine;
     for (int32_t half = 0; half < kLine; half += 2 * kRegisterBytes) {
