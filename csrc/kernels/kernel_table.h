@@ -10,6 +10,7 @@
 #include "base/runtime.h"
 #include "kernels/activation.h"
 #include "kernels/matrix_view.h"
+#include "store/bf12.h"
 #include "store/record.h"
 
 namespace torch_mesh {
@@ -61,6 +62,10 @@ struct SquareRows {
   int32_t columns;  // kSquare at most; the rest counts as zero
   int32_t count;
 };
+
+// Weights of a row of a tile of bf12, and the name of one whose upper byte is not in the table.
+inline constexpr int32_t kBf12RowWeights = 128;
+inline constexpr uint8_t kBf12NoName = 0xff;
 
 // The most keys and rows of one task of attention: its scores are 16 KiB.
 inline constexpr int32_t kAttentionKeys = 256;
@@ -207,6 +212,11 @@ struct KernelTable {
   // kBlockColumns lines that begin `stride` apart -> panel[count][kBlockColumns]; `count` is a
   // multiple of 16.
   void (*transpose)(const float* lines, int64_t stride, int32_t count, float* panel);
+  // Packs kBf12RowWeights words of bf16 to a row of a tile, by the first `named` upper bytes of its
+  // table. Writes each weight's name, in the order of the record's lower bytes, and returns whether
+  // there are weights without one.
+  bool (*pack_bf12_row)(const uint8_t* words, const uint8_t* table, int32_t named, uint8_t* to,
+                        uint8_t* names);
   // Writes columns [column, column + count) of one row; both multiples of max(64, group).
   void (*store_operands)(const float* values, int32_t column, int32_t count,
                          const OperandShape& shape, std::byte* row);

@@ -30,18 +30,40 @@ void for_each_panel(const KernelTable& table, const PackedMatrix& matrix, const 
   }
 }
 
+// Calls take(write) for each kBf12Depth inputs of a block; write(to) writes them as words of bf16
+// [kBf12Depth / 2][kBlockColumns].
+template <typename Take>
+void for_each_words(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
+                    int32_t first_row, const Take& take) {
+  if (has_words(view, first_row, matrix.columns - first_row, matrix.depth, matrix.depth_padded)) {
+    for (int32_t k = 0; k < matrix.depth; k += kBf12Depth) {
+      take([&](std::byte* to) { load_words(table, view, first_row, k, kBf12Depth, to); });
+    }
+    return;
+  }
+  for_each_panel(table, matrix, view, first_row, kBf12Depth, [&](const float* panel) {
+    take([&](std::byte* to) { table.of(Format::kBf16).pack_group(panel, kBf12Depth, to); });
+  });
+}
+
 void pack_groups(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
                  int32_t first_row, std::byte* block) {
-  const auto pack_group = table.of(matrix.format).pack_group;
+  if (matrix.format == Format::kBf16) {
+    return for_each_words(table, matrix, view, first_row, [&](const auto& write) {
+      write(block);
+      block += kBf12WordsBytes;
+    });
+  }
   if (matrix.format == Format::kBf12) {
-    Bf12Packer packer(block, matrix.depth_padded / kBf12Depth);
+    Bf12Packer packer(table, block, matrix.depth_padded / kBf12Depth);
     alignas(64) std::byte words[kBf12WordsBytes];
-    return for_each_panel(table, matrix, view, first_row, kBf12Depth, [&](const float* panel) {
-      pack_group(panel, kBf12Depth, words);
+    return for_each_words(table, matrix, view, first_row, [&](const auto& write) {
+      write(words);
       packer.add(words);
     });
   }
-  const int32_t depth = matrix.format == Format::kBf16 ? kBlockColumns : matrix.group_size;
+  const auto pack_group = table.of(matrix.format).pack_group;
+  const int32_t depth = matrix.group_size;
   const int64_t step = matrix.block_bytes / (matrix.depth_padded / depth);
   for_each_panel(table, matrix, view, first_row, depth, [&](const float* panel) {
     pack_group(panel, depth, block);

@@ -9,10 +9,6 @@
 namespace torch_mesh {
 namespace {
 
-constexpr int32_t kWeights = 128;  // of a row
-constexpr int32_t kHalf = kWeights / 2;
-constexpr uint8_t kNoName = 0xff;
-
 // Fills the table with the most frequent upper bytes of a tile. Returns how many there are, up to
 // kBf12Names; a table with fewer repeats its first one.
 int32_t choose_names(const uint8_t* words, uint8_t* table) {
@@ -37,53 +33,12 @@ int32_t choose_names(const uint8_t* words, uint8_t* table) {
   return named;
 }
 
-// Bytes and names of a row, in the order of the record's lower bytes. The compiler vectorises the
-// loops.
-struct Row {
-  alignas(64) uint8_t lower[kWeights];
-  alignas(64) uint8_t upper[kWeights];
-  alignas(64) uint8_t names[kWeights];
-
-  Row(const uint8_t* words, const uint8_t* table, int32_t named) {
-    uint16_t weights[kWeights];
-    std::memcpy(weights, words, sizeof(weights));
-    uint8_t bytes[2][kWeights];
-    for (int32_t i = 0; i < kWeights; ++i) {
-      bytes[0][i] = static_cast<uint8_t>(weights[i]);
-      bytes[1][i] = static_cast<uint8_t>(weights[i] >> 8);
-    }
-    for (int32_t column = 0; column < 64; column += 4) {
-      std::memcpy(lower + bf12_place(column), bytes[0] + column * 2, 8);
-      std::memcpy(upper + bf12_place(column), bytes[1] + column * 2, 8);
-    }
-    std::memset(names, kNoName, sizeof(names));
-    for (int32_t name = 0; name < named; ++name) {
-      const uint8_t own = table[name];
-      for (int32_t i = 0; i < kWeights; ++i) {
-        names[i] = upper[i] == own ? static_cast<uint8_t>(name) : names[i];
-      }
-    }
-  }
-
-  bool has_exceptions() const {
-    uint8_t largest = 0;
-    for (int32_t i = 0; i < kWeights; ++i) largest = std::max(largest, names[i]);
-    return largest == kNoName;
-  }
-
-  void store(uint8_t* to) const {
-    std::memcpy(to, lower, sizeof(lower));
-    for (int32_t i = 0; i < kHalf; ++i) {
-      to[kBf12NamesOffset + i] = static_cast<uint8_t>((names[i] & 15) | names[kHalf + i] << 4);
-    }
-  }
-};
-
 void put_word(std::byte* to, uint32_t word) { std::memcpy(to, &word, sizeof(word)); }
 
 }  // namespace
 
-Bf12Packer::Bf12Packer(std::byte* block, int32_t tiles) : block_{block, tiles} {
+Bf12Packer::Bf12Packer(const KernelTable& table, std::byte* block, int32_t tiles)
+    : table_(table), block_{block, tiles} {
   std::memset(block, 0, static_cast<size_t>(tiles) * kBf12HeaderBytes);
 }
 
@@ -93,12 +48,11 @@ void Bf12Packer::add(const std::byte* words) {
   auto* to = reinterpret_cast<uint8_t*>(block_.tile(tile_));
   const int32_t named = choose_names(bytes, table);
   for (int32_t j = 0; j < kBf12Rows; ++j, to += kBf12RowBytes) {
-    const Row row(bytes + j * kWeights * 2, table, named);
-    row.store(to);
-    if (!row.has_exceptions()) continue;
-    for (int32_t i = 0; i < kWeights; ++i) {
-      if (row.names[bf12_place(i / 2) + i % 2] != kNoName) continue;
-      const int32_t place = (j * kWeights + i) * 2 + 1;
+    uint8_t names[kBf12RowWeights];
+    if (!table_.pack_bf12_row(bytes + j * kBf12RowWeights * 2, table, named, to, names)) continue;
+    for (int32_t i = 0; i < kBf12RowWeights; ++i) {
+      if (names[bf12_place(i / 2) + i % 2] != kBf12NoName) continue;
+      const int32_t place = (j * kBf12RowWeights + i) * 2 + 1;
       add_exception(static_cast<uint32_t>(place), words[place]);
     }
   }

@@ -15,6 +15,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/low_rank-inl.h"
 #include "kernels/operands-inl.h"
+#include "kernels/pack_bf12-inl.h"
 #include "kernels/pack_group-inl.h"
 #include "kernels/pack_lut4-inl.h"
 #include "kernels/pack_trellis-inl.h"
@@ -342,6 +343,7 @@ constexpr KernelTable make_table(const char* name) {
                     .plain = plain_products,
                     .to_floats = to_floats,
                     .transpose = transpose,
+                    .pack_bf12_row = pack_bf12_row,
                     .store_operands = store_operands,
                     .activate = activate,
                     .finish = finish,

@@ -54,4 +54,23 @@ void load_panel(const KernelTable& table, const MatrixView& view, int32_t row, i
   table.transpose(lines, depth, depth, panel);
 }
 
+bool has_words(const MatrixView& view, int32_t row, int32_t rows, int32_t depth,
+               int32_t depth_padded) {
+  const auto address = reinterpret_cast<uintptr_t>(element(view, row, 0));
+  return view.type == ScalarType::kBf16 && view.column_stride == 1 && view.row_stride % 2 == 0 &&
+         address % sizeof(float) == 0 && rows >= kBlockColumns && depth == depth_padded;
+}
+
+void load_words(const KernelTable& table, const MatrixView& view, int32_t row, int32_t column,
+                int32_t depth, std::byte* words) {
+  const std::byte* lines = element(view, row, column);
+  const int64_t stride = view.row_stride * scalar_bytes(view.type);
+  const int32_t bytes = depth * 2;
+  for (int32_t r = 0; r < kBlockColumns; ++r) {
+    for (int32_t i = bytes; i < 2 * bytes; i += 64) __builtin_prefetch(lines + r * stride + i);
+  }
+  table.transpose(reinterpret_cast<const float*>(lines), stride / 4, depth / 2,
+                  reinterpret_cast<float*>(words));
+}
+
 }  // namespace torch_mesh

@@ -187,6 +187,38 @@ TEST(Bf12, PacksTheSameBitsEverywhere) {
   for (const KernelTable* table : all_tables()) EXPECT_TRUE(weights.pack(*table) == record);
 }
 
+// Rows of whole pairs are packed as they are; others are rounded from floats.
+TEST(Bf12, PacksPairsOfBf16AsOtherViews) {
+  Random random;
+  constexpr int32_t kHidden = 3 * kTile, kIntermediate = 2 * kTile;
+  for (const Format format : {Format::kBf12, Format::kBf16}) {
+    const RecordLayout layout = Shape{format, 0, kHidden, kIntermediate, false}.layout();
+    const Patterns up = patterns_of(layout.gate_up, random);
+    const Patterns down = patterns_of(layout.down, random);
+    // Rows that begin `stride` apart, from element `offset` on.
+    const auto pack = [&](const KernelTable& table, int32_t stride, int32_t offset) {
+      Patterns apart(static_cast<size_t>(stride) * kIntermediate + offset, 0x7f81);
+      for (int32_t row = 0; row < kIntermediate; ++row) {
+        std::copy_n(up.data() + row * kHidden, kHidden, apart.data() + offset + row * stride);
+      }
+      const MatrixView view{apart.data() + offset, ScalarType::kBf16, stride, 1};
+      Bytes record(layout.bytes);
+      pack_record(layout, {.up = view, .down = {down.data(), ScalarType::kBf16, kIntermediate, 1}},
+                  record.data(), table);
+      return record;
+    };
+    const Bytes expected = pack(kScalarTable, kHidden + 1, 0);
+    for (const KernelTable* table : all_tables()) {
+      for (const int32_t stride : {kHidden, kHidden + 1, kHidden + 2}) {
+        for (const int32_t offset : {0, 1, 2}) {
+          EXPECT_TRUE(pack(*table, stride, offset) == expected)
+              << table->name << ' ' << format_name(format) << ' ' << stride << ' ' << offset;
+        }
+      }
+    }
+  }
+}
+
 // Puts at most `exceptions` into each tile. A matrix is [outputs][inputs].
 void set_exceptions(std::vector<float>& matrix, int32_t inputs, int32_t exceptions,
                     Random& random) {
