@@ -10,7 +10,6 @@
 #include "base/runtime.h"
 #include "kernels/activation.h"
 #include "kernels/matrix_view.h"
-#include "store/bf12.h"
 #include "store/record.h"
 
 namespace torch_mesh {
@@ -63,8 +62,7 @@ struct SquareRows {
   int32_t count;
 };
 
-// Weights of a row of a tile of bf12, and the name of one whose upper byte is not in the table.
-inline constexpr int32_t kBf12RowWeights = 128;
+// The name of a weight of bf12 whose upper byte is not in the table.
 inline constexpr uint8_t kBf12NoName = 0xff;
 
 // The most keys and rows of one task of attention: its scores are 16 KiB.
@@ -183,9 +181,8 @@ struct FormatKernels {
   // square[k][column], fp32.
   void (*dequantize)(const SquareOfBlock& from, float* square);
 
-  // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
-  // even; words of bf16 for bf12, which pack_bf12.h packs). nullptr: a format of codes, or a
-  // trellis.
+  // panel[depth][kBlockColumns] -> one group of a block; for bf16 and bf12 words of bf16, where
+  // depth is even. nullptr: a format of codes, or a trellis.
   void (*pack_group)(const float* panel, int32_t depth, std::byte* group) = nullptr;
   TrellisPacking pack_trellis = {};
   GroupQuantiser quantiser = {};
@@ -212,9 +209,10 @@ struct KernelTable {
   // kBlockColumns lines that begin `stride` apart -> panel[count][kBlockColumns]; `count` is a
   // multiple of 16.
   void (*transpose)(const float* lines, int64_t stride, int32_t count, float* panel);
-  // Packs kBf12RowWeights words of bf16 to a row of a tile, by the first `named` upper bytes of its
-  // table. Writes each weight's name, in the order of the record's lower bytes, and returns whether
-  // there are weights without one.
+  // Packs a row of a tile of bf12: kBf12RowWeights weights in bf16, to their lower bytes and
+  // nibbles. A weight's name is the index of its upper byte among the first `named` of `table`, or
+  // kBf12NoName. Writes `names` in the order of the record's lower bytes. Returns whether any is
+  // kBf12NoName.
   bool (*pack_bf12_row)(const uint8_t* words, const uint8_t* table, int32_t named, uint8_t* to,
                         uint8_t* names);
   // Writes columns [column, column + count) of one row; both multiples of max(64, group).

@@ -17,58 +17,46 @@ namespace {
 
 int32_t at_most(int32_t value, int32_t limit) { return value < limit ? value : limit; }
 
-// Calls take(panel) for each `depth` inputs of a block.
-template <typename Take>
-void for_each_panel(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
-                    int32_t first_row, int32_t depth, const Take& take) {
+// Writes inputs [k, k + kBf12Depth) of a block as words of bf16 [kBf12Depth / 2][kBlockColumns].
+void write_words(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
+                 int32_t first_row, int32_t k, std::byte* to) {
   const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
-  alignas(64) float panel[kMaxGroup * kBlockColumns];
-  for (int32_t k = 0; k < matrix.depth_padded; k += depth) {
-    const int32_t columns = at_most(matrix.depth - k, depth);
-    load_panel(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth, panel);
-    take(panel);
+  const int32_t columns = at_most(matrix.depth - k, kBf12Depth);
+  if (rows == kBlockColumns && columns == kBf12Depth && has_pairs(view, first_row)) {
+    return load_pairs(table, view, first_row, k, kBf12Depth, to);
   }
-}
-
-// Calls take(write) for each kBf12Depth inputs of a block; write(to) writes them as words of bf16
-// [kBf12Depth / 2][kBlockColumns].
-template <typename Take>
-void for_each_words(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
-                    int32_t first_row, const Take& take) {
-  if (has_words(view, first_row, matrix.columns - first_row, matrix.depth, matrix.depth_padded)) {
-    for (int32_t k = 0; k < matrix.depth; k += kBf12Depth) {
-      take([&](std::byte* to) { load_words(table, view, first_row, k, kBf12Depth, to); });
-    }
-    return;
-  }
-  for_each_panel(table, matrix, view, first_row, kBf12Depth, [&](const float* panel) {
-    take([&](std::byte* to) { table.of(Format::kBf16).pack_group(panel, kBf12Depth, to); });
-  });
+  alignas(64) float panel[kBf12Depth * kBlockColumns];
+  load_panel(table, view, first_row, rows, k, columns, kBf12Depth, panel);
+  table.of(matrix.format).pack_group(panel, kBf12Depth, to);
 }
 
 void pack_groups(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
                  int32_t first_row, std::byte* block) {
   if (matrix.format == Format::kBf16) {
-    return for_each_words(table, matrix, view, first_row, [&](const auto& write) {
-      write(block);
-      block += kBf12WordsBytes;
-    });
+    for (int32_t k = 0; k < matrix.depth_padded; k += kBf12Depth, block += kBf12WordsBytes) {
+      write_words(table, matrix, view, first_row, k, block);
+    }
+    return;
   }
   if (matrix.format == Format::kBf12) {
     Bf12Packer packer(table, block, matrix.depth_padded / kBf12Depth);
     alignas(64) std::byte words[kBf12WordsBytes];
-    return for_each_words(table, matrix, view, first_row, [&](const auto& write) {
-      write(words);
+    for (int32_t k = 0; k < matrix.depth_padded; k += kBf12Depth) {
+      write_words(table, matrix, view, first_row, k, words);
       packer.add(words);
-    });
+    }
+    return;
   }
   const auto pack_group = table.of(matrix.format).pack_group;
+  const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
   const int32_t depth = matrix.group_size;
   const int64_t step = matrix.block_bytes / (matrix.depth_padded / depth);
-  for_each_panel(table, matrix, view, first_row, depth, [&](const float* panel) {
+  alignas(64) float panel[kMaxGroup * kBlockColumns];
+  for (int32_t k = 0; k < matrix.depth_padded; k += depth, block += step) {
+    const int32_t columns = at_most(matrix.depth - k, depth);
+    load_panel(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth, panel);
     pack_group(panel, depth, block);
-    block += step;
-  });
+  }
 }
 
 // Loads the whole block first, since codes of a trellis depend on all of their stream.

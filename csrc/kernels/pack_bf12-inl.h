@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "kernels/kernel_table.h"
 #include "store/bf12.h"
@@ -14,7 +13,7 @@ inline bool pack_bf12_row(const uint8_t* words, const uint8_t* table, int32_t na
                           uint8_t* names) {
   constexpr int32_t kWeights = kBf12RowWeights, kHalf = kWeights / 2;
   uint16_t weights[kWeights];
-  std::memcpy(weights, words, sizeof(weights));
+  __builtin_memcpy(weights, words, sizeof(weights));
   uint8_t bytes[2][kWeights];
   for (int32_t i = 0; i < kWeights; ++i) {
     bytes[0][i] = static_cast<uint8_t>(weights[i]);
@@ -22,11 +21,11 @@ inline bool pack_bf12_row(const uint8_t* words, const uint8_t* table, int32_t na
   }
   alignas(64) uint8_t upper[kWeights];  // in the order of the record's lower bytes, as are names
   for (int32_t column = 0; column < 64; column += 4) {
-    std::memcpy(to + bf12_place(column), bytes[0] + column * 2, 8);
-    std::memcpy(upper + bf12_place(column), bytes[1] + column * 2, 8);
+    __builtin_memcpy(to + bf12_place(column), bytes[0] + column * 2, 8);
+    __builtin_memcpy(upper + bf12_place(column), bytes[1] + column * 2, 8);
   }
   alignas(64) uint8_t own[kWeights];
-  std::memset(own, kBf12NoName, sizeof(own));
+  __builtin_memset(own, kBf12NoName, sizeof(own));
   for (int32_t name = 0; name < named; ++name) {
     const uint8_t byte = table[name];
     for (int32_t i = 0; i < kWeights; ++i) {
@@ -38,7 +37,7 @@ inline bool pack_bf12_row(const uint8_t* words, const uint8_t* table, int32_t na
   for (int32_t i = 0; i < kHalf; ++i) {
     to[kBf12NamesOffset + i] = static_cast<uint8_t>((own[i] & 15) | own[kHalf + i] << 4);
   }
-  std::memcpy(names, own, sizeof(own));
+  __builtin_memcpy(names, own, sizeof(own));
   return largest == kBf12NoName;
 }
 

@@ -37,8 +37,8 @@ void put_word(std::byte* to, uint32_t word) { std::memcpy(to, &word, sizeof(word
 
 }  // namespace
 
-Bf12Packer::Bf12Packer(const KernelTable& table, std::byte* block, int32_t tiles)
-    : table_(table), block_{block, tiles} {
+Bf12Packer::Bf12Packer(const KernelTable& kernels, std::byte* block, int32_t tiles)
+    : kernels_(kernels), block_{block, tiles} {
   std::memset(block, 0, static_cast<size_t>(tiles) * kBf12HeaderBytes);
 }
 
@@ -49,7 +49,7 @@ void Bf12Packer::add(const std::byte* words) {
   const int32_t named = choose_names(bytes, table);
   for (int32_t j = 0; j < kBf12Rows; ++j, to += kBf12RowBytes) {
     uint8_t names[kBf12RowWeights];
-    if (!table_.pack_bf12_row(bytes + j * kBf12RowWeights * 2, table, named, to, names)) continue;
+    if (!kernels_.pack_bf12_row(bytes + j * kBf12RowWeights * 2, table, named, to, names)) continue;
     for (int32_t i = 0; i < kBf12RowWeights; ++i) {
       if (names[bf12_place(i / 2) + i % 2] != kBf12NoName) continue;
       const int32_t place = (j * kBf12RowWeights + i) * 2 + 1;

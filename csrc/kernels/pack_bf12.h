@@ -12,7 +12,7 @@ namespace torch_mesh {
 // Writes tiles [0, tiles) of a block in order, and their part of its header.
 class Bf12Packer {
  public:
-  Bf12Packer(const KernelTable& table, std::byte* block, int32_t tiles);
+  Bf12Packer(const KernelTable& kernels, std::byte* block, int32_t tiles);
 
   // Adds the next tile, words of bf16 [kBf12Rows][64]. Throws Error(kInvalid) if the block has no
   // room for all exceptions.
@@ -21,7 +21,7 @@ class Bf12Packer {
  private:
   void add_exception(uint32_t place, std::byte upper);
 
-  const KernelTable& table_;
+  const KernelTable& kernels_;
   Bf12Block<std::byte> block_;
   int32_t tile_ = 0;
   uint32_t exceptions_ = 0;

@@ -132,12 +132,12 @@ struct TileGemm {
 
   // The prefetches of the first rows' products. Weights that are soon read as they are go into the
   // first-level cache. Bytes that the next step's weights are expanded from go into the second. (In
-  // the first they would displace words, rows and sums: 0.92 of the speed.) gemm_integer prefetches
-  // for groups that it expands to bytes.
+  // the first they would displace words, rows and sums: 0.92 of the speed.) Products of expanded
+  // bytes prefetch nothing here: gemm_integer does.
   template <bool kBytes>
   class Asking {
    public:
-    Asking(bool first_rows, const LinesAhead& ahead, int64_t steps) : direct_(first_rows) {
+    Asking(bool first_rows, const LinesAhead& ahead, int64_t steps) : first_rows_(first_rows) {
       if constexpr (kLines) {
         next_ = ahead.from;
         lines_ = first_rows ? static_cast<int32_t>(ahead.bytes / kLineBytes / steps) : 0;
@@ -146,7 +146,7 @@ struct TileGemm {
 
     void ask(const std::byte* words, int32_t bytes, bool again) {
       if constexpr (kDirect) {
-        for (int32_t i = 0; direct_ && !again && i < bytes; i += kLineBytes) {
+        for (int32_t i = 0; first_rows_ && !again && i < bytes; i += kLineBytes) {
           __builtin_prefetch(words + kTileAhead + i);
         }
       } else if constexpr (kLines) {
@@ -157,7 +157,7 @@ struct TileGemm {
    private:
     static constexpr bool kLines = !kDirect && !kBytes;
 
-    bool direct_;
+    bool first_rows_;
     const std::byte* next_ = nullptr;
     int32_t lines_ = 0;
   };

@@ -54,14 +54,13 @@ void load_panel(const KernelTable& table, const MatrixView& view, int32_t row, i
   table.transpose(lines, depth, depth, panel);
 }
 
-bool has_words(const MatrixView& view, int32_t row, int32_t rows, int32_t depth,
-               int32_t depth_padded) {
+bool has_pairs(const MatrixView& view, int32_t row) {
   const auto address = reinterpret_cast<uintptr_t>(element(view, row, 0));
   return view.type == ScalarType::kBf16 && view.column_stride == 1 && view.row_stride % 2 == 0 &&
-         address % sizeof(float) == 0 && rows >= kBlockColumns && depth == depth_padded;
+         address % sizeof(float) == 0;
 }
 
-void load_words(const KernelTable& table, const MatrixView& view, int32_t row, int32_t column,
+void load_pairs(const KernelTable& table, const MatrixView& view, int32_t row, int32_t column,
                 int32_t depth, std::byte* words) {
   const std::byte* lines = element(view, row, column);
   const int64_t stride = view.row_stride * scalar_bytes(view.type);

@@ -19,15 +19,13 @@ void load_column(const KernelTable& table, const MatrixView& view, int32_t row, 
 void load_panel(const KernelTable& table, const MatrixView& view, int32_t row, int32_t rows,
                 int32_t column, int32_t columns, int32_t depth, float* panel);
 
-// Whether load_words loads the weights of a block: bf16 in rows that are contiguous and aligned to
-// pairs, without padding.
-bool has_words(const MatrixView& view, int32_t row, int32_t rows, int32_t depth,
-               int32_t depth_padded);
+// Whether load_pairs can load the view's rows from `row` on: bf16, contiguous and aligned to pairs.
+bool has_pairs(const MatrixView& view, int32_t row);
 
 // Loads columns [column, column + depth) of kBlockColumns rows from `row` on as pairs, transposed
 // to words[depth / 2][kBlockColumns] of two bf16; depth is a multiple of 32. Prefetches the columns
 // after those.
-void load_words(const KernelTable& table, const MatrixView& view, int32_t row, int32_t column,
+void load_pairs(const KernelTable& table, const MatrixView& view, int32_t row, int32_t column,
                 int32_t depth, std::byte* words);
 
 }  // namespace torch_mesh

@@ -22,6 +22,7 @@ namespace torch_mesh {
 
 inline constexpr int32_t kBf12Depth = 64;  // of a tile
 inline constexpr int32_t kBf12Rows = kBf12Depth / 2;
+inline constexpr int32_t kBf12RowWeights = 2 * 64;
 inline constexpr int32_t kBf12RowBytes = 192;
 inline constexpr int32_t kBf12NamesOffset = 128;  // of a row's nibbles
 inline constexpr int32_t kBf12TileBytes = kBf12Rows * kBf12RowBytes;

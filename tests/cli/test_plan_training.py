@@ -22,7 +22,7 @@ TOKENS = 96
 
 @pytest.fixture(autouse=True)
 def process_of_constant_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' own process grows from one plan to the next, and may by more than a plan differs."""
+    """Plans for a process of fixed size: the tests' own grows between two plans."""
     monkeypatch.setattr("torch_mesh.planning.plan.anonymous_bytes", lambda: 300 << 20)
 
 

@@ -102,7 +102,8 @@ TEST(Bf12, HoldsEveryPattern) {
 
 TEST(Bf12, HoldsAnyPatternsOfFewUpperBytes) {
   Random random;
-  for (const auto& [columns, depth] : {std::pair{1, 1}, {64, 64}, {100, 130}, {192, 200}}) {
+  for (const auto& [columns, depth] :
+       {std::pair{1, 1}, {64, 64}, {100, 128}, {100, 130}, {192, 200}}) {
     const PackedMatrix matrix = PackedMatrix::make(Format::kBf12, 0, columns, depth);
     expect_the_same(matrix, patterns_of(matrix, random));
   }
@@ -178,11 +179,32 @@ TEST(Bf12, HasAboutTwelveBitsForEachWeight) {
   EXPECT_EQ(matrix.bytes() * 8, int64_t{2048} * 768 * 97 / 8);
 }
 
-// Every table packs the same record, from every type that can hold the weights.
+// Puts up to `exceptions` weights with upper bytes of their own into each tile, beside 14 bytes of
+// the other weights and that of padding: at least `exceptions` - 2 have no place in its table,
+// unless they meet. A matrix is [outputs][inputs].
+void set_exceptions(std::vector<float>& matrix, int32_t inputs, int32_t exceptions,
+                    Random& random) {
+  for (float& w : matrix) w = std::copysign(std::ldexp(1 + std::abs(w), -2 * random.below(7)), w);
+  const auto outputs = static_cast<int32_t>(std::ssize(matrix)) / inputs;
+  for (int32_t row = 0; row < outputs; row += 64) {
+    for (int32_t column = 0; column < inputs; column += 64) {
+      for (int32_t i = 0; i < exceptions; ++i) {
+        const int32_t output = row + random.below(std::min(64, outputs - row));
+        const int32_t input = column + random.below(std::min(64, inputs - column));
+        matrix[static_cast<size_t>(output) * inputs + input] = std::ldexp(1.0f, -40 - 4 * i);
+      }
+    }
+  }
+}
+
+// Every table packs the same record, exceptions included.
 TEST(Bf12, PacksTheSameBitsEverywhere) {
   Random random;
   const Shape shape{Format::kBf12, 0, 130, 70, true, true};
-  const Weights weights(shape.layout(), random);
+  Weights weights(shape.layout(), random);
+  set_exceptions(weights.gate, shape.hidden, kBf12Exceptions, random);
+  set_exceptions(weights.up, shape.hidden, kBf12Exceptions, random);
+  set_exceptions(weights.down, shape.intermediate, kBf12Exceptions, random);
   const Bytes record = weights.pack(kernel_table());
   for (const KernelTable* table : all_tables()) EXPECT_TRUE(weights.pack(*table) == record);
 }
@@ -193,8 +215,11 @@ TEST(Bf12, PacksPairsOfBf16AsOtherViews) {
   constexpr int32_t kHidden = 3 * kTile, kIntermediate = 2 * kTile;
   for (const Format format : {Format::kBf12, Format::kBf16}) {
     const RecordLayout layout = Shape{format, 0, kHidden, kIntermediate, false}.layout();
-    const Patterns up = patterns_of(layout.gate_up, random);
+    Patterns up = patterns_of(layout.gate_up, random);
     const Patterns down = patterns_of(layout.down, random);
+    for (int32_t i = 0; i < kBf12Exceptions; ++i) {
+      up[static_cast<size_t>(i) * 199] = static_cast<uint16_t>((0x40 + i) << 8 | i);
+    }
     // Rows that begin `stride` apart, from element `offset` on.
     const auto pack = [&](const KernelTable& table, int32_t stride, int32_t offset) {
       Patterns apart(static_cast<size_t>(stride) * kIntermediate + offset, 0x7f81);
@@ -219,26 +244,10 @@ TEST(Bf12, PacksPairsOfBf16AsOtherViews) {
   }
 }
 
-// Puts at most `exceptions` into each tile. A matrix is [outputs][inputs].
-void set_exceptions(std::vector<float>& matrix, int32_t inputs, int32_t exceptions,
-                    Random& random) {
-  for (float& w : matrix) w = std::copysign(std::max(std::abs(w), 0.01f), w);
-  const auto outputs = static_cast<int32_t>(std::ssize(matrix)) / inputs;
-  for (int32_t row = 0; row < outputs; row += 64) {
-    for (int32_t column = 0; column < inputs; column += 64) {
-      for (int32_t i = 0; i < exceptions; ++i) {
-        const int32_t output = row + random.below(std::min(64, outputs - row));
-        const int32_t input = column + random.below(std::min(64, inputs - column));
-        matrix[static_cast<size_t>(output) * inputs + input] = random.below(2) == 0 ? 0x1p-40f : 0;
-      }
-    }
-  }
-}
-
 // Weights with and without exceptions, in records of equal value in both formats.
 TEST(Bf12, ProductsHaveTheBitsOfBf16) {
   Random random;
-  for (const int32_t exceptions : {0, 1, 11}) {
+  for (const int32_t exceptions : {0, 4, kBf12Exceptions}) {
     for (const auto& [hidden, intermediate] : {std::pair{200, 100}, {65, 321}, {2112, 64}}) {
       Shape shape{Format::kBf12, 0, hidden, intermediate, hidden != 65, true};
       Shape plain = shape;
