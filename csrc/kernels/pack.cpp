@@ -17,16 +17,24 @@ namespace {
 
 int32_t at_most(int32_t value, int32_t limit) { return value < limit ? value : limit; }
 
+// Loads inputs [k, k + depth) of a block, zero-padded to panel[depth][kBlockColumns].
+void load_inputs(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
+                 int32_t first_row, int32_t k, int32_t depth, float* panel) {
+  const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
+  const int32_t columns = at_most(matrix.depth - k, depth);
+  load_panel(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth, panel);
+}
+
 // Writes inputs [k, k + kBf12Depth) of a block as words of bf16 [kBf12Depth / 2][kBlockColumns].
 void write_words(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
                  int32_t first_row, int32_t k, std::byte* to) {
-  const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
-  const int32_t columns = at_most(matrix.depth - k, kBf12Depth);
-  if (rows == kBlockColumns && columns == kBf12Depth && has_pairs(view, first_row)) {
+  const bool is_whole =
+      matrix.columns - first_row >= kBlockColumns && matrix.depth - k >= kBf12Depth;
+  if (is_whole && has_pairs(view, first_row)) {
     return load_pairs(table, view, first_row, k, kBf12Depth, to);
   }
   alignas(64) float panel[kBf12Depth * kBlockColumns];
-  load_panel(table, view, first_row, rows, k, columns, kBf12Depth, panel);
+  load_inputs(table, matrix, view, first_row, k, kBf12Depth, panel);
   table.of(matrix.format).pack_group(panel, kBf12Depth, to);
 }
 
@@ -48,13 +56,11 @@ void pack_groups(const KernelTable& table, const PackedMatrix& matrix, const Mat
     return;
   }
   const auto pack_group = table.of(matrix.format).pack_group;
-  const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
   const int32_t depth = matrix.group_size;
   const int64_t step = matrix.block_bytes / (matrix.depth_padded / depth);
   alignas(64) float panel[kMaxGroup * kBlockColumns];
   for (int32_t k = 0; k < matrix.depth_padded; k += depth, block += step) {
-    const int32_t columns = at_most(matrix.depth - k, depth);
-    load_panel(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth, panel);
+    load_inputs(table, matrix, view, first_row, k, depth, panel);
     pack_group(panel, depth, block);
   }
 }
@@ -70,11 +76,9 @@ class TrellisPacker {
 
   void pack(const PackedMatrix& matrix, const MatrixView& view, int32_t first_row,
             std::byte* block) {
-    const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
     for (int32_t k = 0; k < matrix.depth_padded; k += matrix.group_size) {
-      const int32_t columns = at_most(matrix.depth - k, matrix.group_size);
-      load_panel(table_, view, first_row, rows, k, columns > 0 ? columns : 0, matrix.group_size,
-                 panel_.data() + int64_t{k} * kBlockColumns);
+      load_inputs(table_, matrix, view, first_row, k, matrix.group_size,
+                  panel_.data() + int64_t{k} * kBlockColumns);
     }
     void* scratch = scratch_.data();
     size_t room = scratch_.size();
