@@ -5,6 +5,7 @@
 
 namespace torch_mesh {
 
-constinit const KernelTable kAvx2Table = make_table<PairTarget>("avx2");
+constinit const KernelTable kAvx2Table = make_table<PairTarget<Prefetching>>("avx2");
+constinit const KernelTable kAmdAvx2Table = make_table<PairTarget<PrefetchingStreams>>("avx2");
 
 }  // namespace torch_mesh

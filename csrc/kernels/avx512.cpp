@@ -5,6 +5,6 @@
 
 namespace torch_mesh {
 
-constinit const KernelTable kAvx512Table = make_table<PairTarget>("avx512");
+constinit const KernelTable kAvx512Table = make_table<PairTarget<Prefetching>>("avx512");
 
 }  // namespace torch_mesh

@@ -56,13 +56,14 @@ using Bf12Sums = Floats[kBlockColumns / kLanes];
 
 // Multiplies one row with tiles without exceptions, one of each block. Weights do not go through
 // memory.
-template <typename Dot, int kBlocks>
-inline void add_bf12_tiles(const Bf12* blocks, int32_t tile, const std::byte* values,
+template <typename Dot, int kBlocks, typename Ahead>
+inline void add_bf12_tiles(const Bf12* blocks, int32_t tile, const std::byte* values, Ahead& ahead,
                            Bf12Sums* sums) {
   Bf12Words rows[kBlocks];
   for (int b = 0; b < kBlocks; ++b) rows[b] = Bf12Words(blocks[b].table(tile));
   for (int32_t j = 0; j < kBf12Rows; ++j) {
     const typename Dot::Row pair = Dot::row(values + j * 4);
+    ahead.ask();
 #pragma GCC unroll 2
     for (int b = 0; b < kBlocks; ++b) {
       const std::byte* row = blocks[b].tile(tile) + j * kBf12RowBytes;
@@ -77,9 +78,9 @@ inline void add_bf12_tiles(const Bf12* blocks, int32_t tile, const std::byte* va
 }
 
 // The same for a tile with exceptions.
-template <typename Dot>
+template <typename Dot, typename Ahead>
 inline void add_mended_bf12_tile(const Bf12& block, int32_t tile, const std::byte* values,
-                                 Bf12Sums& sums) {
+                                 Ahead& ahead, Bf12Sums& sums) {
   constexpr int32_t kVectors = kBlockColumns / kLanes;
   alignas(64) std::byte words[kBf12WordsBytes];
   for (int32_t line = 0; line < kBf12TileBytes; line += kLineBytes) {
@@ -88,6 +89,7 @@ inline void add_mended_bf12_tile(const Bf12& block, int32_t tile, const std::byt
   expand_bf12_tile(block, tile, words);
   for (int32_t j = 0; j < kBf12Rows; ++j) {
     const typename Dot::Row pair = Dot::row(values + j * 4);
+    ahead.ask();
     for (int v = 0; v < kVectors; ++v) {
       sums[v] = Dot::add(sums[v], pair, Dot::weights(words + (j * kVectors + v) * kLanes * 4));
     }
@@ -95,9 +97,9 @@ inline void add_mended_bf12_tile(const Bf12& block, int32_t tile, const std::byt
 }
 
 // Multiplies one row with one block or with two. Dot is for one; DotAtOnce prefetches less far
-// ahead if there are two.
-template <typename Dot, typename DotAtOnce, int kBlocks>
-inline void bf12_row(const BlockProducts* const (&products)[kBlocks]) {
+// ahead if there are two. `ahead` prefetches as well (StreamsAhead, NothingAhead::Share).
+template <typename Dot, typename DotAtOnce, int kBlocks, typename Ahead>
+inline void bf12_row(const BlockProducts* const (&products)[kBlocks], Ahead ahead) {
   constexpr int32_t kVectors = kBlockColumns / kLanes;
   const std::byte* row = operand_row(*products[0], 0);
   Bf12 blocks[kBlocks];
@@ -113,15 +115,15 @@ inline void bf12_row(const BlockProducts* const (&products)[kBlocks]) {
       any |= mended[b];
     }
     if (!any) {
-      add_bf12_tiles<DotAtOnce, kBlocks>(blocks, tile, row, sums);
+      add_bf12_tiles<DotAtOnce, kBlocks>(blocks, tile, row, ahead, sums);
       continue;
     }
 #pragma GCC unroll 2
     for (int b = 0; b < kBlocks; ++b) {
       if (mended[b]) {
-        add_mended_bf12_tile<Dot>(blocks[b], tile, row, sums[b]);
+        add_mended_bf12_tile<Dot>(blocks[b], tile, row, ahead, sums[b]);
       } else {
-        add_bf12_tiles<Dot, 1>(blocks + b, tile, row, sums + b);
+        add_bf12_tiles<Dot, 1>(blocks + b, tile, row, ahead, sums + b);
       }
     }
   }

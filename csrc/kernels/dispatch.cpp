@@ -59,7 +59,8 @@ bool runs_amx() {
 constexpr Candidate kCandidates[] = {
     {&kScalarTable, [] { return true; }},
 #if defined(__x86_64__)
-    {&kAvx2Table, runs_avx2},
+    {&kAvx2Table, [] { return runs_avx2() && !__builtin_cpu_is("amd"); }},
+    {&kAmdAvx2Table, [] { return runs_avx2() && __builtin_cpu_is("amd"); }},
     {&kAvxVnniTable, runs_avx_vnni},
     {&kAvx512Table, runs_avx512},
     {&kAvx512VnniTable, runs_avx512_vnni},

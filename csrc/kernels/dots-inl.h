@@ -13,18 +13,27 @@ namespace {
 // (docs/decisions/0012-kernels-without-vnni.md).
 constexpr int32_t kPrefetchBytes = 2048;
 
-// For all tables but AMD's; these read two blocks at once.
+// For Intel's cores; these read two blocks at once.
 template <typename Dot>
 struct Prefetching : Dot {
   static constexpr int32_t kPrefetchBytes = torch_mesh::kPrefetchBytes;
   static constexpr bool kReadsPairs = true;
 };
 
-// For AMD's cores, which read one block at full speed. Tiles of many rows of bf16 and of expanded
-// nibbles prefetch the next weights while they go over some in the cache (LinesAhead).
+// For AMD's cores with AVX512, which read one block at full speed. Tiles of many rows of bf16 and
+// of expanded nibbles prefetch the next weights while they go over some in the cache (LinesAhead).
 template <typename Dot>
 struct PrefetchingFar : Dot {
   static constexpr int32_t kPrefetchBytes = 8192;
+  static constexpr bool kPrefetchesLines = true;
+};
+
+// For AMD's cores with AVX2. One row's products also prefetch by StreamsAhead, which leaves out the
+// first block that a thread reads.
+template <typename Dot>
+struct PrefetchingStreams : Dot {
+  static constexpr int32_t kPrefetchBytes = torch_mesh::kPrefetchBytes;
+  static constexpr bool kPrefetchesStreams = true;
   static constexpr bool kPrefetchesLines = true;
 };
 
@@ -45,6 +54,10 @@ struct WithoutPrefetching<Prefetching<Dot>> {
 };
 template <typename Dot>
 struct WithoutPrefetching<PrefetchingFar<Dot>> {
+  using Type = Dot;
+};
+template <typename Dot>
+struct WithoutPrefetching<PrefetchingStreams<Dot>> {
   using Type = Dot;
 };
 

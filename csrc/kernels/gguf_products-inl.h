@@ -271,14 +271,18 @@ struct GgufSums {
   }
 };
 
-// Multiplies one row with one block, or with two whose parts take turns, and prefetches kAhead bytes
-// ahead in each. Codes are multiplied in registers, where they are assembled, and do not go through
-// memory.
-template <typename Dot, Format kFormat, int kBlocks, int32_t kAhead>
-inline void gguf_row(const BlockProducts* const (&products)[kBlocks]) {
+constexpr int kGgufStreams = 4;
+
+// Multiplies one row with one block, or with two whose parts take turns. Prefetches in each as the
+// Dot Prefetches does, and by `ahead` (StreamsAhead<kGgufStreams>, NothingAhead::Share). Codes are
+// multiplied in registers, where they are assembled, and do not go through memory.
+template <typename Dot, Format kFormat, int kBlocks, typename Prefetches, typename Ahead>
+inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahead) {
   constexpr GgufType kType = gguf_type(kFormat);
   constexpr int kGroups = kType.part_groups();
   constexpr int32_t kSteps = kBlockColumns * kType.step_bytes();
+  // Of a part, rounded up for its share of a stretch's header.
+  constexpr int64_t kAsks = kType.part_bytes() / (kGgufStreams * kLineBytes) + 1;
   const OperandShape& shape = products[0]->shape;
   const std::byte* row = operand_row(*products[0], 0);
   const std::byte* row_scales = row + shape.depth_padded;
@@ -306,9 +310,10 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks]) {
                                    c % kGgufColumns * 4;
           if (c % kGgufColumns == 0) {
             for (int w = 0; w < kType.bits; ++w) {
-              __builtin_prefetch(words + kAhead + w * kGgufLine);
+              prefetch_ahead<Prefetches>(words + w * kGgufLine);
             }
           }
+          if (c / kLanes < kAsks) ahead.ask();
           GgufSums<Dot, kFormat> sums(start);
           read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
             sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));

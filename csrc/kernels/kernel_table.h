@@ -28,7 +28,8 @@ struct OperandShape {
   Format format;
   int32_t group_size;
   int32_t depth_padded;
-  int64_t row_bytes;  // a multiple of 64
+  int64_t row_bytes;    // a multiple of 64
+  int64_t block_bytes;  // from a block to the next one
 };
 
 struct OperandRows {
@@ -246,6 +247,7 @@ struct KernelTable {
 extern const KernelTable kScalarTable;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Table;
+extern const KernelTable kAmdAvx2Table;
 extern const KernelTable kAvxVnniTable;
 extern const KernelTable kAvx512Table;
 extern const KernelTable kAvx512VnniTable;

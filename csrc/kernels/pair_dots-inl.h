@@ -54,8 +54,6 @@ template <typename Levels>
 struct PairLevelDot : OfBytes<PairNibbleDot<Levels>> {
   static constexpr int kChains = 1;
 };
-template <typename Nibbles>
-using PrefetchingPairNibbles = Prefetching<PairNibbleDot<Nibbles>>;
 
 }  // namespace
 }  // namespace torch_mesh

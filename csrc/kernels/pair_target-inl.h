@@ -7,12 +7,14 @@
 namespace torch_mesh {
 namespace {
 
+// Prefetches is how its Dots do.
+template <template <typename> typename Prefetches>
 struct PairTarget {
-  using Bf16 = Prefetching<ExpandedBf16Dot>;
-  using Int8 = Prefetching<PairInt8Dot>;
-  using Fp8 = Prefetching<ExpandedFp8Dot>;
+  using Bf16 = Prefetches<ExpandedBf16Dot>;
+  using Int8 = Prefetches<PairInt8Dot>;
+  using Fp8 = Prefetches<ExpandedFp8Dot>;
   template <typename Codes>
-  using Nibbles = PrefetchingPairNibbles<Codes>;
+  using Nibbles = Prefetches<PairNibbleDot<Codes>>;
   template <typename Codes>
   using Levels = PairLevelDot<Codes>;
   using Tiles = NoTiles;

@@ -12,8 +12,8 @@
 //   zeros(scales)   the operand of a weight of zero, per column (integers)
 //   start(zeros, row_sum)   a sum's first value: minus what the zeros will add
 //   kWordsAtOnce  words of a column that weights() takes; the second is behind all columns' first
-//   kPrefetchBytes, kReadsPairs, kPrefetchesLines  how it prefetches weights, if it does
-//                   (Prefetching, PrefetchingFar)
+//   kPrefetchBytes, kReadsPairs, kPrefetchesLines, kPrefetchesStreams  how it prefetches weights,
+//                   if it does (Prefetching, PrefetchingFar, PrefetchingStreams)
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -86,16 +86,6 @@ constexpr bool prefetches_lines() {
   return requires { Dot::kPrefetchesLines; };
 }
 
-// How far one row's products of a target prefetch, by one of its Dots.
-template <typename Dot>
-constexpr int32_t prefetch_bytes() {
-  if constexpr (requires { Dot::kPrefetchBytes; }) {
-    return Dot::kPrefetchBytes;
-  } else {
-    return kPrefetchBytes;
-  }
-}
-
 // The fewest rows of bf16 for which a Dot with kPrefetchesLines prefetches by lines, and no longer
 // by words.
 constexpr int32_t kPrefetchingLinesRows = 12;
@@ -121,6 +111,51 @@ struct LinesAhead {
     return {from + bytes * first / of, from + bytes * (first + rows) / of};
   }
 };
+
+// Prefetches the next block while one row is multiplied with a block. The next block is divided
+// into several streams, which are prefetched one line of each in turn. The prefetchers of AMD's
+// cores with AVX2 have more reads in flight then (docs/decisions/0012). A large block has parts
+// that the second-level cache holds; each is prefetched while the part before it is multiplied.
+template <int kStreams>
+class StreamsAhead {
+ public:
+  explicit StreamsAhead(const BlockProducts& products) {
+    const int64_t bytes = products.shape.block_bytes;
+    const int64_t parts = bytes / kMaxPartBytes + 1;
+    stream_bytes_ = round_up((bytes + parts * kStreams - 1) / (parts * kStreams), kLineBytes);
+    stream_bytes_ |= kSkewBytes;
+    next_ = products.block + kStreams * stream_bytes_;
+    end_ = next_ + stream_bytes_;
+  }
+
+  // Call it once for each kStreams lines that are read.
+  void ask() {
+    for (int i = 0; i < kStreams; ++i) __builtin_prefetch(next_ + i * stream_bytes_);
+    next_ += kLineBytes;
+    if (next_ == end_) {
+      next_ += (kStreams - 1) * stream_bytes_;
+      end_ = next_ + stream_bytes_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kMaxPartBytes = 128 << 10;
+  // So that streams are in different sets of the first-level cache.
+  static constexpr int64_t kSkewBytes = 1024;
+
+  const std::byte *next_, *end_;
+  int64_t stream_bytes_;
+};
+
+template <typename Dot>
+constexpr bool prefetches_streams() {
+  return requires { Dot::kPrefetchesStreams; };
+}
+
+// Whether a Dot with kPrefetchesStreams does. Smaller blocks are soon read.
+inline bool reads_streams(const BlockProducts& products) {
+  return products.rows.count == 1 && products.shape.block_bytes >= 16 << 10;
+}
 
 struct NothingAhead {
   struct Share {
@@ -306,7 +341,7 @@ inline void subtract_min(float* sums, float row_scale, int32_t row_sum, Floats m
 }
 
 template <int kRows, typename Dot, typename Group, typename Share>
-inline void integer_tile(const Group& group, const GroupRows& rows, int32_t first, Share ahead,
+inline void integer_tile(const Group& group, const GroupRows& rows, int32_t first, Share&& ahead,
                          float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
@@ -352,6 +387,21 @@ inline void integer_products(const BlockProducts& products) {
       integer_tile<at_once.value, Dot>(group, rows, first, ahead.share(first, at_once.value, count),
                                        products.sums);
     });
+  }
+}
+
+// Multiplies one row.
+template <typename Dot, typename Scales>
+inline void integer_row(const BlockProducts& products) {
+  constexpr int kStreams = kBlockColumns * 4 / kLineBytes;
+  constexpr int32_t kGroupsPerAsk = kStreams * kLineBytes / (kBlockColumns * Scales::kBytes);
+  const int32_t groups = products.shape.depth_padded / products.shape.group_size;
+  const float unit = block_unit<Scales>(products);
+  StreamsAhead<kStreams> ahead(products);
+  for (int32_t g = 0; g < groups; ++g) {
+    const IntegerGroup<Dot, Scales> group(products, g);
+    if (g % kGroupsPerAsk == 0) ahead.ask();  // for scales
+    integer_tile<1, Dot>(group, group_rows(products, g, unit), 0, ahead, products.sums);
   }
 }
 
@@ -445,7 +495,7 @@ inline const std::byte* fp8_pairs(const BlockProducts& products) {
 
 template <typename Dot, int kRows, typename Step, typename Share>
 inline void float_tile(const std::byte* words, int32_t count, const Step& step,
-                       const std::byte* const* rows, Share ahead, float* sums) {
+                       const std::byte* const* rows, Share&& ahead, float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Floats tile[kRows][kVectors];
@@ -497,6 +547,14 @@ inline void bf16_products(const BlockProducts& products) {
 }
 
 template <typename Dot>
+inline void bf16_row(const BlockProducts& products) {
+  StreamsAhead<kBlockColumns * 4 / kLineBytes> ahead(products);
+  const std::byte* row = operand_row(products, 0);
+  float_tile<Dot, 1>(products.block, products.shape.depth_padded / 2, Unscaled{}, &row, ahead,
+                     products.sums);
+}
+
+template <typename Dot>
 inline void bf16_pair(const BlockProducts& first, const BlockProducts& second) {
   const std::byte* row = operand_row(first, 0);
   const int32_t words = first.shape.depth_padded / 2;
@@ -530,6 +588,21 @@ inline void fp8_products(const BlockProducts& products) {
     float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
                     Fp8Step(products.block, products.shape.group_size, depth, Dot::kUnit),
                     NothingAhead{});
+  }
+  Dot::Expanding::restore_subnormals(before);
+}
+
+template <typename Dot>
+inline void fp8_row(const BlockProducts& products) {
+  const std::byte* pairs = fp8_pairs(products);
+  const int32_t deep = fp8_step_depth(products.shape.group_size);
+  StreamsAhead<kBlockColumns * 2 / kLineBytes> ahead(products);
+  const uint32_t before = Dot::Expanding::count_subnormals();
+  for (int32_t depth = 0; depth < products.shape.depth_padded; depth += deep) {
+    const std::byte* row = operand_row(products, 0) + int64_t{depth} * 2;
+    float_tile<Dot, 1>(pairs + int64_t{depth} * kBlockColumns, deep / 2,
+                       Fp8Step(products.block, products.shape.group_size, depth, Dot::kUnit), &row,
+                       ahead, products.sums);
   }
   Dot::Expanding::restore_subnormals(before);
 }

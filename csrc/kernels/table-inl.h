@@ -37,6 +37,9 @@ template <typename Dot>
 inline void block_products_bf16(const BlockProducts& products) {
   if (products.gemm != nullptr) return gemm_bf16(products, RuntimeGemm(products));
   clear_sums(products);
+  if constexpr (prefetches_streams<Dot>()) {
+    if (reads_streams(products)) return bf16_row<Dot>(products);
+  }
   if constexpr (prefetches_lines<Dot>()) {
     if (products.rows.count >= kPrefetchingLinesRows) {
       return bf16_products<typename WithoutPrefetching<Dot>::Type, LinesAhead>(products);
@@ -48,7 +51,13 @@ inline void block_products_bf16(const BlockProducts& products) {
 template <typename Dot>
 inline void block_products_bf12(const BlockProducts& products) {
   if (products.gemm != nullptr) return gemm_bf12(products, RuntimeGemm(products));
-  if (products.rows.count == 1) return bf12_row<Dot, Dot, 1>({&products});
+  if constexpr (prefetches_streams<Dot>()) {
+    constexpr int kStreams = kBf12RowBytes / kLineBytes;
+    if (reads_streams(products)) {
+      return bf12_row<Dot, Dot, 1>({&products}, StreamsAhead<kStreams>(products));
+    }
+  }
+  if (products.rows.count == 1) return bf12_row<Dot, Dot, 1>({&products}, NothingAhead::Share{});
   clear_sums(products);
   bf12_products<Dot>(products);
 }
@@ -62,13 +71,16 @@ inline void block_pair(const BlockProducts& first, const BlockProducts& second) 
 
 template <typename Dot>
 inline void block_pair_bf12(const BlockProducts& first, const BlockProducts& second) {
-  bf12_row<Dot, HalfAsFar<Dot>, 2>({&first, &second});
+  bf12_row<Dot, HalfAsFar<Dot>, 2>({&first, &second}, NothingAhead::Share{});
 }
 
 template <typename Dot>
 inline void block_products_fp8(const BlockProducts& products) {
   clear_sums(products);
   if (products.gemm != nullptr) return gemm_fp8(products, RuntimeGemm(products));
+  if constexpr (prefetches_streams<Dot>()) {
+    if (reads_streams(products)) return fp8_row<Dot>(products);
+  }
   fp8_products<Dot>(products);
 }
 
@@ -90,6 +102,9 @@ inline void block_products_int8(const BlockProducts& products) {
   using Group = IntegerGroup<Dot, Scales>;
   if (products.gemm != nullptr)
     return gemm_integer<Dot, Scales, Group>(products, RuntimeGemm(products));
+  if constexpr (prefetches_streams<Dot>()) {
+    if (reads_streams(products)) return integer_row<Dot, Scales>(products);
+  }
   integer_products<Dot, Scales, Group>(products);
 }
 
@@ -100,6 +115,9 @@ inline void block_products_nibbles(const BlockProducts& products) {
   using Expanded = ExpandedGroup<Dot, Scales>;
   if (products.gemm != nullptr)
     return gemm_integer<Levels, Scales, Expanded>(products, RuntimeGemm(products));
+  if constexpr (prefetches_streams<Dot>()) {
+    if (reads_streams(products)) return integer_row<Dot, Scales>(products);
+  }
   if (products.rows.count >= kExpandedRows) {
     using Ahead = std::conditional_t<prefetches_lines<Dot>(), LinesAhead, NothingAhead>;
     return integer_products<Levels, Scales, Expanded, Ahead>(products);
@@ -122,19 +140,27 @@ template <typename Signed, template <typename> typename Unsigned, Format kFormat
 using GgufDot = std::conditional_t<gguf_type(kFormat).levels != nullptr, OfSignedBytes<Signed>,
                                    Unsigned<CodesFrom<gguf_type(kFormat).zero>>>;
 
-template <typename Dot, Format kFormat, int32_t kAhead>
+template <typename Dot, Format kFormat, typename Prefetches>
 inline void block_products_gguf(const BlockProducts& products) {
   clear_sums(products);
   using Group = GgufGroup<kFormat>;
   if (products.gemm != nullptr)
     return gemm_integer<Dot, HalfScales, Group>(products, RuntimeGemm(products));
-  if (products.rows.count == 1) return gguf_row<Dot, kFormat, 1, kAhead>({&products});
+  if constexpr (prefetches_streams<Prefetches>()) {
+    if (reads_streams(products)) {
+      return gguf_row<Dot, kFormat, 1, Prefetches>({&products},
+                                                   StreamsAhead<kGgufStreams>(products));
+    }
+  }
+  if (products.rows.count == 1) {
+    return gguf_row<Dot, kFormat, 1, Prefetches>({&products}, NothingAhead::Share{});
+  }
   integer_products<Dot, HalfScales, Group>(products);
 }
 
-template <typename Dot, Format kFormat, int32_t kAhead>
+template <typename Dot, Format kFormat, typename Prefetches>
 inline void gguf_pair(const BlockProducts& first, const BlockProducts& second) {
-  gguf_row<Dot, kFormat, 2, kAhead / 2>({&first, &second});
+  gguf_row<Dot, kFormat, 2, HalfAsFar<Prefetches>>({&first, &second}, NothingAhead::Share{});
 }
 
 // The fewest rows for gemm or tiles, by kind of format, and for panels; `panels` of 0: none.
@@ -306,13 +332,13 @@ requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
   static constexpr FormatKernels kernels() {
     using Dot = GgufDot<typename Target::Int8, Target::template Levels, kFormat>;
     constexpr GgufType kType = gguf_type(kFormat);
-    constexpr int32_t kAhead = prefetch_bytes<typename Target::Int8>();
+    using Prefetches = typename Target::Int8;
     FormatKernels kernels{.gemm_rows = Target::kRows.gemm_nibbles,
-                          .products = block_products_gguf<Dot, kFormat, kAhead>,
+                          .products = block_products_gguf<Dot, kFormat, Prefetches>,
                           .tiles = Target::Tiles::template gguf<kFormat>,
                           .dequantize = dequantize_gguf<kFormat>};
-    if constexpr (ReadsPairs<typename Target::Int8>) {
-      kernels.pair = block_pair<gguf_pair<Dot, kFormat, kAhead>>;
+    if constexpr (ReadsPairs<Prefetches>) {
+      kernels.pair = block_pair<gguf_pair<Dot, kFormat, Prefetches>>;
     }
     // Products of 16 inputs fill a quarter of a tile. A gemm of them takes longer than this table's
     // own products, unless there are mins.

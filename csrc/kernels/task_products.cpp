@@ -32,7 +32,8 @@ OperandShape operand_shape(const PackedMatrix& matrix) {
   const int64_t bytes = has_float_products(matrix.format)
                             ? int64_t{2} * matrix.depth_padded
                             : matrix.depth_padded + int64_t{8} * matrix.groups();
-  return {matrix.format, matrix.group_size, matrix.depth_padded, round_up(bytes, 64)};
+  return {matrix.format, matrix.group_size, matrix.depth_padded, round_up(bytes, 64),
+          matrix.block_bytes};
 }
 
 void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const void* x,

@@ -330,13 +330,16 @@ inline ::testing::AssertionResult same_bits(const std::vector<float>& a,
   return ::testing::AssertionSuccess();
 }
 
-// Every table that this processor can run, with the emulated ones where it has the instructions
-// they are written in.
+// Every table that this processor can run, with those for processors of another maker, and the
+// emulated ones where it has the instructions they are written in.
 inline std::vector<const KernelTable*> all_tables() {
   std::vector<const KernelTable*> tables;
   for (std::string_view name : kernel_tables()) {
     tables.push_back(&kernel_table(name));
-    if (name == "avx2") tables.push_back(&kEmulatedAvxVnniTable);
+    if (name == "avx2") {
+      tables.push_back(tables.back() == &kAvx2Table ? &kAmdAvx2Table : &kAvx2Table);
+      tables.push_back(&kEmulatedAvxVnniTable);
+    }
     if (name == "avx512") {
       tables.push_back(&kEmulatedVnniTable);
       tables.push_back(&kEmulatedBf16Table);
