@@ -29,7 +29,8 @@ struct PrefetchingFar : Dot {
 };
 
 // For AMD's cores with AVX2. One row's products also prefetch by StreamsAhead, which leaves out the
-// first block that a thread reads.
+// beginning of the first block that a thread reads. Tiles of several rows of expanded nibbles
+// prefetch by LinesAhead; many rows of bf16 go through panels.
 template <typename Dot>
 struct PrefetchingStreams : Dot {
   static constexpr int32_t kPrefetchBytes = torch_mesh::kPrefetchBytes;

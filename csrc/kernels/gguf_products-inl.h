@@ -281,8 +281,8 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
   constexpr GgufType kType = gguf_type(kFormat);
   constexpr int kGroups = kType.part_groups();
   constexpr int32_t kSteps = kBlockColumns * kType.step_bytes();
-  // Of a part, rounded up for its share of a stretch's header.
-  constexpr int64_t kAsks = kType.part_bytes() / (kGgufStreams * kLineBytes) + 1;
+  constexpr int32_t kParts = kType.depth / kGgufPart;
+  constexpr int64_t kAsks = kType.stretch_bytes() / (kGgufStreams * kLineBytes) + 1;
   const OperandShape& shape = products[0]->shape;
   const std::byte* row = operand_row(*products[0], 0);
   const std::byte* row_scales = row + shape.depth_padded;
@@ -292,7 +292,8 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
     GgufHeader<kFormat> headers[kBlocks];
     for (int b = 0; b < kBlocks; ++b) headers[b].read(products[b]->block + stretch);
     int64_t part = stretch + kType.header_bytes();
-    for (int32_t p = 0; p < kType.depth / kGgufPart; ++p, part += kType.part_bytes()) {
+    for (int32_t p = 0; p < kParts; ++p, part += kType.part_bytes()) {
+      const int64_t asks = kAsks * (p + 1) / kParts - kAsks * p / kParts;
       typename Dot::Row operands[4];
       for (int i = 0; i < 4; ++i) operands[i] = Dot::row(row + i * 8);
       float row_scale[kGroups];
@@ -313,7 +314,7 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
               prefetch_ahead<Prefetches>(words + w * kGgufLine);
             }
           }
-          if (c / kLanes < kAsks) ahead.ask();
+          if (c / kLanes < asks) ahead.ask();
           GgufSums<Dot, kFormat> sums(start);
           read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
             sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));

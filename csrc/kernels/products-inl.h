@@ -123,7 +123,7 @@ class StreamsAhead {
     const int64_t bytes = products.shape.block_bytes;
     const int64_t parts = bytes / kMaxPartBytes + 1;
     stream_bytes_ = round_up((bytes + parts * kStreams - 1) / (parts * kStreams), kLineBytes);
-    stream_bytes_ |= kSkewBytes;
+    if ((stream_bytes_ + kSkewBytes / 2) % kWayBytes < kSkewBytes) stream_bytes_ += kSkewBytes;
     next_ = products.block + kStreams * stream_bytes_;
     end_ = next_ + stream_bytes_;
   }
@@ -140,7 +140,9 @@ class StreamsAhead {
 
  private:
   static constexpr int64_t kMaxPartBytes = 128 << 10;
-  // So that streams are in different sets of the first-level cache.
+  // Streams whose distance is near a multiple of kWayBytes share sets of the first-level cache.
+  // These are moved apart, with up to 1 KiB between them that only their own prefetchers read.
+  static constexpr int64_t kWayBytes = 4096;
   static constexpr int64_t kSkewBytes = 1024;
 
   const std::byte *next_, *end_;
@@ -149,7 +151,10 @@ class StreamsAhead {
 
 template <typename Dot>
 constexpr bool prefetches_streams() {
-  return requires { Dot::kPrefetchesStreams; };
+  constexpr bool kDoes = requires { Dot::kPrefetchesStreams; };
+  static_assert(!kDoes || vectors_at_once(kTile, 1) * kLanes == kBlockColumns,
+                "one row has to go over the words once");
+  return kDoes;
 }
 
 // Whether a Dot with kPrefetchesStreams does. Smaller blocks are soon read.

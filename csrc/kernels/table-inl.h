@@ -39,8 +39,7 @@ inline void block_products_bf16(const BlockProducts& products) {
   clear_sums(products);
   if constexpr (prefetches_streams<Dot>()) {
     if (reads_streams(products)) return bf16_row<Dot>(products);
-  }
-  if constexpr (prefetches_lines<Dot>()) {
+  } else if constexpr (prefetches_lines<Dot>()) {
     if (products.rows.count >= kPrefetchingLinesRows) {
       return bf16_products<typename WithoutPrefetching<Dot>::Type, LinesAhead>(products);
     }

@@ -153,7 +153,8 @@ TEST(Bf12, ReadsDamagedBlocksWithinTheirBounds) {
     unpack(matrix, blocks);
     Bytes rows(int64_t{9} * matrix.depth_padded * 2, 0), sums(9 * kTile * 4),
         square(kTile * kTile * 4);
-    const OperandShape shape{Format::kBf12, 0, matrix.depth_padded, matrix.depth_padded * 2};
+    const OperandShape shape{Format::kBf12, 0, matrix.depth_padded, matrix.depth_padded * 2,
+                             matrix.block_bytes};
     for (const KernelTable* table : all_tables()) {
       const FormatKernels& kernels = table->of(Format::kBf12);
       for (const int32_t count : {1, 2, 9}) {

@@ -28,6 +28,11 @@ std::vector<Shape> shapes() {
       }
     }
   }
+  // Blocks that one row may read as streams: 16 KiB and more.
+  for (Format format : kAllFormats) {
+    all.push_back({format, groups[n % 3], 1024, 70, n % 2 == 0, n % 5 < 2});
+    ++n;
+  }
   for (int32_t group : groups) {
     const bool gated = group != 64;
     all.push_back({Format::kTcq2, group, 321, 190, gated, true, Activation::kGelu, Format::kTcq3});
@@ -37,6 +42,7 @@ std::vector<Shape> shapes() {
   for (Format format : kGgufFormats) {
     all.push_back({format, 32, 256, 512, n % 2 == 0, n % 3 == 0});
     all.push_back({format, 32, 768, 256, n % 2 == 1, n % 3 == 1, Activation::kGelu});
+    all.push_back({format, 32, 1536, 256, n % 2 == 0, n % 3 == 2});
     ++n;
   }
   all.push_back({Format::kQ4K, 32, 512, 256, true, true, Activation::kSilu, Format::kQ6K});
