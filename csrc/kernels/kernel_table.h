@@ -247,7 +247,7 @@ struct KernelTable {
 extern const KernelTable kScalarTable;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Table;
-extern const KernelTable kAmdAvx2Table;
+extern const KernelTable kAmdAvx2Table;  // the same bits, prefetched for AMD's cores
 extern const KernelTable kAvxVnniTable;
 extern const KernelTable kAvx512Table;
 extern const KernelTable kAvx512VnniTable;
