@@ -136,7 +136,7 @@ def simulate_scores(routing: torch.Tensor, experts: int, recall: float) -> torch
 
 @contextmanager
 def replayed(folder: Path, routing: torch.Tensor, resident: float, recall: float | None = None) -> Iterator[Replayed]:
-    model = open_model(folder, resident=resident, dense="int4", verify="never", prefetch="off")
+    model = open_model(folder, resident=resident, dense="int4", verify="first", prefetch="off")
     yield Replayed(model, routing, recall)
     del model
     gc.collect()
