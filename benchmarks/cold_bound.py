@@ -4,9 +4,10 @@ Lookahead with a recall of 0.6, 0.75 and 0.9 hides 20, 35 and 60 % of the waitin
 same decisions hide on a virtual disk without latency, where that is less. It never slows a step down.
 
 The synthetic model in int4 uses the routing of a synthetic trace (as in full_size.py). A loop of direct reads of as
-many experts, with as many requests in flight, gives the reading time. Reads bypass the page cache. Simulated routers of
-the next layers, as lookahead asks them, name as many experts as are chosen, the likeliest first; each is right with a
-probability of its own, and the recall is their mean.
+many experts, with as many requests in flight, gives the reading time. Reads bypass the page cache, and the model checks
+each record at its first read, which the loop does not. Simulated routers of the next layers, as lookahead asks them,
+name as many experts as are chosen, the likeliest first; each is right with a probability of its own, and the recall is
+their mean.
 """
 
 from __future__ import annotations
