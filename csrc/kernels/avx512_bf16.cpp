@@ -7,23 +7,31 @@
 namespace torch_mesh {
 namespace {
 
-// On Zen 4 neither gemm nor panels are ever faster (docs/decisions/0027). From gemm_fp8 rows on fp8
-// is multiplied as bf16.
+// Neither gemm nor panels are ever faster on AMD's cores (docs/decisions/0027). From gemm_fp8 rows
+// on fp8 is multiplied as bf16.
+template <template <typename> typename Prefetches, template <typename> typename PrefetchesInt8>
 struct Amd : VnniTarget {
   struct Tiles : NoTiles {
     static constexpr Product fp8 = many_rows_of_fp8<NativeBf16Dot>;
   };
-  using Bf16 = PrefetchingFar<NativeBf16Dot>;
-  using Int8 = PrefetchingFar<VnniInt8Dot>;
-  using Fp8 = PrefetchingFar<Fp8Dot<E4m3AsFloats>>;
+  using Bf16 = Prefetches<NativeBf16Dot>;
+  using Int8 = PrefetchesInt8<VnniInt8Dot>;
+  using Fp8 = Prefetches<Fp8Dot<E4m3AsFloats>>;
   template <typename Codes>
-  using Nibbles = PrefetchingFar<VnniNibbleDot<Codes>>;
+  using Nibbles = Prefetches<VnniNibbleDot<Codes>>;
   static constexpr ManyRows kRows{.gemm_floats = kNoRows,
                                   .gemm_int8 = kNoRows,
                                   .gemm_nibbles = kNoRows,
                                   .gemm_trellis = kNoRows,
                                   .panels = 0,
                                   .gemm_fp8 = 6};
+};
+
+using Zen5 = Amd<PrefetchingFar, PrefetchingFar>;
+
+// Its own prefetchers do most (docs/decisions/0012, 0051).
+struct Zen4 : Amd<PrefetchingForTiles, PrefetchingLines> {
+  static constexpr int kPlainColumns = 1;
 };
 
 struct Intel : VnniTarget {
@@ -38,7 +46,8 @@ struct Intel : VnniTarget {
 
 }  // namespace
 
-constinit const KernelTable kAvx512Bf16Table = make_table<Amd>("avx512_bf16");
+constinit const KernelTable kAvx512Bf16Table = make_table<Zen5>("avx512_bf16");
+constinit const KernelTable kZen4Bf16Table = make_table<Zen4>("avx512_bf16");
 constinit const KernelTable kIntelBf16Table = make_table<Intel>("avx512_bf16");
 
 }  // namespace torch_mesh

@@ -64,7 +64,11 @@ constexpr Candidate kCandidates[] = {
     {&kAvxVnniTable, runs_avx_vnni},
     {&kAvx512Table, runs_avx512},
     {&kAvx512VnniTable, runs_avx512_vnni},
-    {&kAvx512Bf16Table, [] { return runs_avx512_bf16() && !__builtin_cpu_is("intel"); }},
+    {&kZen4Bf16Table, [] { return runs_avx512_bf16() && __builtin_cpu_is("amdfam19h"); }},
+    {&kAvx512Bf16Table,
+     [] {
+       return runs_avx512_bf16() && !__builtin_cpu_is("amdfam19h") && !__builtin_cpu_is("intel");
+     }},
     {&kIntelBf16Table, [] { return runs_avx512_bf16() && __builtin_cpu_is("intel"); }},
     {&kAmxTable, runs_amx},
 #endif

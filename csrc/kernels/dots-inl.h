@@ -28,6 +28,18 @@ struct PrefetchingFar : Dot {
   static constexpr bool kPrefetchesLines = true;
 };
 
+// For Zen 4, whose own prefetchers keep up with one row. Prefetches slow it down.
+template <typename Dot>
+struct PrefetchingForTiles : PrefetchingFar<Dot> {
+  static constexpr bool kPrefetchesOnlyTiles = true;
+};
+
+// For its int8, which prefetches only by LinesAhead.
+template <typename Dot>
+struct PrefetchingLines : Dot {
+  static constexpr bool kPrefetchesLines = true;
+};
+
 // For AMD's cores with AVX2. One row's products also prefetch by StreamsAhead, which leaves out the
 // beginning of the first block that a thread reads. Tiles of several rows of expanded nibbles
 // prefetch by LinesAhead; many rows of bf16 go through panels.
@@ -55,6 +67,10 @@ struct WithoutPrefetching<Prefetching<Dot>> {
 };
 template <typename Dot>
 struct WithoutPrefetching<PrefetchingFar<Dot>> {
+  using Type = Dot;
+};
+template <typename Dot>
+struct WithoutPrefetching<PrefetchingForTiles<Dot>> {
   using Type = Dot;
 };
 template <typename Dot>

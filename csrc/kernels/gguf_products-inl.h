@@ -311,7 +311,7 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
                                    c % kGgufColumns * 4;
           if (c % kGgufColumns == 0) {
             for (int w = 0; w < kType.bits; ++w) {
-              prefetch_ahead<Prefetches>(words + w * kGgufLine);
+              prefetch_ahead<Prefetches, 1>(words + w * kGgufLine);
             }
           }
           if (c / kLanes < asks) ahead.ask();

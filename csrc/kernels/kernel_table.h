@@ -252,8 +252,9 @@ extern const KernelTable kAvxVnniTable;
 extern const KernelTable kAvx512Table;
 extern const KernelTable kAvx512VnniTable;
 extern const KernelTable kAvx512Bf16Table;
+extern const KernelTable kZen4Bf16Table;   // the same bits, prefetched for Zen 4
+extern const KernelTable kIntelBf16Table;  // the same bits, prefetched for Intel's cores
 extern const KernelTable kAmxTable;
-extern const KernelTable kIntelBf16Table;  // the same bits, for cores that gain by prefetching
 #endif
 
 }  // namespace torch_mesh

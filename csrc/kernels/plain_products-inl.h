@@ -30,7 +30,7 @@ inline void add_plain_step(const PlainProducts& products, int32_t row, int32_t i
   }
 }
 
-// Several columns are read at once: one stream leaves bandwidth unused.
+// Reads kColumns columns at once: on most processors one stream leaves bandwidth unused.
 template <int kRows, int kColumns>
 inline void plain_tile(const PlainProducts& products, int32_t row, int32_t column) {
   const std::byte* weights[kColumns];
@@ -84,12 +84,24 @@ inline void plain_rows(const PlainProducts& products, int32_t column) {
   }
 }
 
+// Goes on from a column, kColumns at a time, and returns the next one.
+template <int kColumns>
+inline int32_t plain_columns(const PlainProducts& products, int32_t column) {
+  for (; column + kColumns <= products.columns; column += kColumns) {
+    plain_rows<kColumns>(products, column);
+  }
+  return column;
+}
+
+// Reads kSingleRowColumns columns at once for a single row. Of four rows, sums of two columns fill
+// the registers.
+template <int kSingleRowColumns>
 inline void plain_products(const PlainProducts& products) {
   int32_t column = 0;
-  const bool few = products.count <= 2;  // of four rows, sums of two columns fill the registers
-  for (; few && column + 4 <= products.columns; column += 4) plain_rows<4>(products, column);
-  for (; column + 2 <= products.columns; column += 2) plain_rows<2>(products, column);
-  if (column < products.columns) plain_rows<1>(products, column);
+  if (products.count == 1) column = plain_columns<kSingleRowColumns>(products, column);
+  if (products.count == 2) column = plain_columns<4>(products, column);
+  column = plain_columns<2>(products, column);
+  plain_columns<1>(products, column);
 }
 
 }  // namespace

@@ -12,8 +12,9 @@
 //   zeros(scales)   the operand of a weight of zero, per column (integers)
 //   start(zeros, row_sum)   a sum's first value: minus what the zeros will add
 //   kWordsAtOnce  words of a column that weights() takes; the second is behind all columns' first
-//   kPrefetchBytes, kReadsPairs, kPrefetchesLines, kPrefetchesStreams  how it prefetches weights,
-//                   if it does (Prefetching, PrefetchingFar, PrefetchingStreams)
+//   kPrefetchBytes, kPrefetchesOnlyTiles, kReadsPairs, kPrefetchesLines, kPrefetchesStreams  how it
+//                   prefetches weights, if it does (Prefetching, PrefetchingFar,
+//                   PrefetchingForTiles, PrefetchingLines, PrefetchingStreams)
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -74,11 +75,16 @@ inline void expand_weights(const std::byte* words,
   }
 }
 
-template <typename Dot>
+// Whether a Dot prefetches kPrefetchBytes ahead of the words that it multiplies with kRows rows.
+template <typename Dot, int kRows>
+constexpr bool prefetches_words() {
+  constexpr bool kDoes = requires { Dot::kPrefetchBytes; };
+  return kDoes && (kRows > 1 || !requires { Dot::kPrefetchesOnlyTiles; });
+}
+
+template <typename Dot, int kRows>
 inline void prefetch_ahead(const std::byte* words) {
-  if constexpr (requires { Dot::kPrefetchBytes; }) {
-    __builtin_prefetch(words + Dot::kPrefetchBytes);
-  }
+  if constexpr (prefetches_words<Dot, kRows>()) __builtin_prefetch(words + Dot::kPrefetchBytes);
 }
 
 template <typename Dot>
@@ -89,6 +95,8 @@ constexpr bool prefetches_lines() {
 // The fewest rows of bf16 for which a Dot with kPrefetchesLines prefetches by lines, and no longer
 // by words.
 constexpr int32_t kPrefetchingLinesRows = 12;
+// The same for int8, if the Dot prefetches only by lines.
+constexpr int32_t kPrefetchingInt8LinesRows = 8;
 
 // The bytes that tiles prefetch while they go over other weights: `bytes` from `from` on. Each tile
 // prefetches the share of its rows, two lines at a step of its products. (With two tiles that is a
@@ -187,7 +195,7 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
     for (int v = 0; v < kVectors; v += kAtOnce) {
       const int32_t column = j * words_at_once<Dot>() * kBlockColumns + v * kLanes;
       const std::byte* at = words + column * column_bytes<Dot>();
-      if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<Dot>(at);
+      if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<Dot, kRows>(at);
       typename Dot::Weights weights[kAtOnce];
       expand_weights<Dot>(at, weights);
 #pragma GCC unroll 2
@@ -226,7 +234,9 @@ inline void add_words_of_pair(const std::byte* const (&words)[2], int32_t count,
       for (int v = 0; v < kVectors; v += kAtOnce) {
         const std::byte* at =
             words[b] + (int64_t{j} * kBlockColumns + v * kLanes) * column_bytes<Dot>();
-        if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<HalfAsFar<Dot>>(at);
+        if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) {
+          prefetch_ahead<HalfAsFar<Dot>, 1>(at);
+        }
         typename Dot::Weights weights[kAtOnce];
         expand_weights<Dot>(at, weights);
         for (int i = 0; i < kAtOnce; ++i) {
@@ -323,7 +333,7 @@ struct ExpandedGroup : IntegerGroup<Dot, Scales> {
       std::byte* to = bytes + j * kBlockColumns * 8;
       for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
         const std::byte* at = this->words + (j * kBlockColumns + c) * 4;
-        if (c * 4 % kLineBytes == 0) prefetch_ahead<Dot>(at);
+        if (c * 4 % kLineBytes == 0) prefetch_ahead<Dot, kExpandedRows>(at);
         const auto weights = Dot::weights(at);
         store_words(to + c * 4, weights.low);
         store_words(to + (kBlockColumns + c) * 4, weights.high);

@@ -103,6 +103,10 @@ inline void block_products_int8(const BlockProducts& products) {
     return gemm_integer<Dot, Scales, Group>(products, RuntimeGemm(products));
   if constexpr (prefetches_streams<Dot>()) {
     if (reads_streams(products)) return integer_row<Dot, Scales>(products);
+  } else if constexpr (prefetches_lines<Dot>() && !prefetches_words<Dot, kTile.rows>()) {
+    if (products.rows.count >= kPrefetchingInt8LinesRows) {
+      return integer_products<Dot, Scales, Group, LinesAhead>(products);
+    }
   }
   integer_products<Dot, Scales, Group>(products);
 }
@@ -365,7 +369,7 @@ constexpr KernelTable make_table(const char* name) {
                     .formats = {},
                     .tiles = {Target::Tiles::begin, Target::Tiles::end},
                     .panel_rows = Target::kRows.panels,
-                    .plain = plain_products,
+                    .plain = plain_products<Target::kPlainColumns>,
                     .to_floats = to_floats,
                     .transpose = transpose,
                     .pack_bf12_row = pack_bf12_row,

@@ -16,6 +16,7 @@ struct VnniTarget {
   template <typename Codes>
   using Levels = VnniLevelDot<Codes>;
   using Tiles = NoTiles;
+  static constexpr int kPlainColumns = 4;  // plain_products' of a single row
   static constexpr ManyRows kRows{
       .gemm_floats = 4, .gemm_int8 = 8, .gemm_nibbles = 8, .gemm_trellis = 8, .panels = 8};
 };

@@ -94,6 +94,7 @@ float add_bf16_pair(float sum, const uint8_t* a, const uint8_t* b) {
 #define _mm512_dpbf16_ps(sum, a, b) emulated_dpbf16(sum, (__m512i)(a), (__m512i)(b))
 #define kAvx512VnniTable kEmulatedVnniTable
 #define kAvx512Bf16Table kEmulatedBf16Table
+#define kZen4Bf16Table kEmulatedZen4Bf16Table
 #define kIntelBf16Table kEmulatedIntelBf16Table
 #define kAmxTable kEmulatedAmxTable
 

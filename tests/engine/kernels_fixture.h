@@ -27,6 +27,7 @@ namespace torch_mesh {
 extern const KernelTable kEmulatedAvxVnniTable;
 extern const KernelTable kEmulatedVnniTable;
 extern const KernelTable kEmulatedBf16Table;
+extern const KernelTable kEmulatedZen4Bf16Table;
 extern const KernelTable kEmulatedIntelBf16Table;
 extern const KernelTable kEmulatedAmxTable;
 
@@ -343,6 +344,7 @@ inline std::vector<const KernelTable*> all_tables() {
     if (name == "avx512") {
       tables.push_back(&kEmulatedVnniTable);
       tables.push_back(&kEmulatedBf16Table);
+      tables.push_back(&kEmulatedZen4Bf16Table);
       tables.push_back(&kEmulatedIntelBf16Table);
       tables.push_back(&kEmulatedAmxTable);
     }
