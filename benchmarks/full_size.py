@@ -1,5 +1,5 @@
-"""Claim: a model of Qwen3-30B-A3B's full size runs as `torch-mesh plan` predicts: tokens/s within 25 %, and no more
-memory.
+"""Claim: a model of Qwen3-30B-A3B's full size takes no more memory than `torch-mesh plan` predicts. With --eager, which
+is what it predicts, tokens/s are within 25 %.
 
 All 48 layers of 128 experts in int4, 15 GB of random weights. Routing is replayed from a synthetic trace whose tokens
 share 39 % of their experts with the next one, as Qwen3's do: routers of random weights choose nearly the same experts
@@ -165,7 +165,7 @@ def measure(options: Any) -> Report:
                 result = sessions.run(Path(sys.executable), "mesh_replay.py", model, sessions.NO_LIMIT, own)
                 console.print(f"{name}: {result['tokens_per_second']:.2f} tok/s, hit rate {result['hit_rate']:.1%}")
                 results[weights, gigabytes] = result
-                add_rows(report, name, model, int(gigabytes * 1e9), result, options.tokens)
+                add_rows(report, name, model, int(gigabytes * 1e9), result, options.tokens, options.eager)
                 add_llama(report, name, result, request, options, console)
             if options.remove:
                 shutil.rmtree(model)
@@ -186,7 +186,9 @@ def measure(options: Any) -> Report:
     return report
 
 
-def add_rows(report: Report, name: str, model: Path, resident: int, result: dict[str, Any], tokens: int) -> None:
+def add_rows(
+    report: Report, name: str, model: Path, resident: int, result: dict[str, Any], tokens: int, eager: bool
+) -> None:
     seconds = tokens / result["tokens_per_second"]
     for label, plan_options in (
         ("plan", ()),
@@ -198,7 +200,7 @@ def add_rows(report: Report, name: str, model: Path, resident: int, result: dict
         # Within 25 % in either direction: the larger over the smaller.
         ratio = max(speed, result["tokens_per_second"]) / min(speed, result["tokens_per_second"])
         report.add(Row(f"tokens/s, {name}", result["tokens_per_second"], "tok/s", label, speed))
-        report.add(Row(f"off by, {name}, {label}", ratio, "x", "allowed", 1.25, at_most=1.0))
+        report.add(Row(f"off by, {name}, {label}", ratio, "x", "allowed", 1.25, at_most=1.0 if eager else None))
     peak = result["anonymous_peak"] / 1e9
     report.add(Row(f"peak memory, {name}", peak, "GB", "plan", plan["peak_bytes"] / 1e9, at_most=1.05))
     report.add(Row(f"seconds to open, {name}", result["load_seconds"], "s"))

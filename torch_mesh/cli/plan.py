@@ -334,7 +334,8 @@ def _add_speed(table: Table, planned: Plan, generates: bool) -> None:
     if generates and planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
         low, high = planned.tokens_per_second_range
         spread = "" if low == high else f" ({low:.1f} to {high:.1f})"
-        table.add_row("tokens per second", f"{planned.tokens_per_second:.1f}{spread}{_network(planned)}")
+        speed = f"{planned.tokens_per_second:.1f}{spread} without compilation{_network(planned)}"
+        table.add_row("tokens per second", speed)
     for choice in planned.dense_choices:
         tokens = choice.tokens_per_second if generates else None
         speed = "" if tokens is None else f", {tokens:.1f} tokens per second"
