@@ -346,7 +346,14 @@ def test_unsupported_calls_are_passed_to_the_model(rng: np.random.Generator) -> 
     model = _model(_full)
     kept = KeptKeys(model, PLENTY)
     tokens = _some(rng, 5)
-    for changed in ({"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}):
+    unsupported: tuple[dict[str, Any], ...] = (
+        {"use_cache": False},
+        {"num_beams": 2},
+        {"cache_implementation": "static"},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 1},
+    )
+    for changed in unsupported:
         config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, **changed)
         answer = kept.generate(input_ids=tokens[None], generation_config=config)
         assert torch.equal(answer, model.generate(input_ids=tokens[None], generation_config=config))
@@ -357,6 +364,17 @@ def test_unsupported_calls_are_passed_to_the_model(rng: np.random.Generator) -> 
     assert torch.equal(kept.generate(**arguments), model.generate(**arguments))
     _ask(kept.generate, tokens, 4, prefix_allowed_tokens_fn=lambda _, ids: list(range(90)))
     assert not kept.conversations
+
+
+@pytest.mark.parametrize("option", ["prompt_lookup_num_tokens", "assistant_early_exit"])
+def test_assisted_generation_uses_no_kept_keys(option: str, rng: np.random.Generator) -> None:
+    model = _model(_full)
+    kept = KeptKeys(model, PLENTY)
+    tokens = _ask(kept.generate, _some(rng, 20), 4)
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0, **{option: 1})
+    answer = kept.generate(input_ids=tokens[None], generation_config=config)
+    assert torch.equal(answer, model.generate(input_ids=tokens[None], generation_config=config))
+    assert kept.counts.reused_tokens == 0 and len(kept.conversations) == 1
 
 
 def test_other_stopping_criteria_still_apply(rng: np.random.Generator) -> None:

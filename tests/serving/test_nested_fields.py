@@ -58,6 +58,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "unknown": 1}}}, "unknown"),
     (CHAT, {"chat_template_kwargs": {"unknown": 1}}, "unknown"),
     (CHAT, {"generation_config": '{"unknown": 1, "max_new_tokens": 1}'}, "unknown"),
+    (CHAT, {"max_tokens": 8, "generation_config": '{"max_new_tokens": 3}'}, "max_new_tokens"),
+    (CHAT, {"max_tokens": 8, "generation_config": '{"max_length": 30}'}, "max_length"),
+    (CHAT, {"temperature": 0, "generation_config": '{"max_new_tokens": 1, "do_sample": true}'}, "do_sample"),
+    (CHAT, {"generation_config": '{"max_new_tokens": 1, "suppress_tokens": [99999]}'}, "suppress_tokens"),
+    (CHAT, {"generation_config": '{"max_new_tokens": 1, "cache_implementation": "quantized"}'}, "generation_config"),
     (RESPONSES, {"input": [USER | {"unknown": 1}]}, "unknown"),
     (RESPONSES, {"input": [{"role": "wizard", "content": "a"}]}, "wizard"),
     (
@@ -116,6 +121,7 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"reasoning_effort": "none"}),  # this model does not reason
     (RESPONSES, {"reasoning": {"effort": "none", "summary": "concise"}, "text": {"verbosity": "medium"}}),
     (RESPONSES, {"reasoning": {"summary": "detailed"}, "truncation": "auto", "service_tier": "priority"}),
+    (CHAT, {"max_tokens": 2, "temperature": 0, "generation_config": '{"max_new_tokens": 2, "do_sample": false}'}),
     (RESPONSES, {"tools": [BOOK, FLAT], "tool_choice": {"type": "function", "name": "look", "namespace": "book"}}),
     (RESPONSES, {"input": [USER, {"type": "message", "id": "1", "status": "completed", **USER}]}),
     (RESPONSES, {"input": [USER, {"type": "reasoning", "id": "1", "summary": []}, USER]}),

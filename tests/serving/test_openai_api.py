@@ -240,7 +240,7 @@ def test_tokens_that_a_completion_does_not_show_have_log_probabilities(
     """Harnesses drop the entries of generated tokens by their number."""
     tokenizer = plain[1]
     ids, hidden = tokenizer(TEXT)["input_ids"], tokenizer.eos_token_id
-    own = {"max_new_tokens": 3, "eos_token_id": hidden if ends else hidden + 1}
+    own = {"eos_token_id": hidden if ends else hidden + 1}
     asked: dict[str, Any] = {"prompt": ids, "logprobs": 1, "max_tokens": 3, "logit_bias": {str(hidden): 100}}
     asked["extra_body"] = {"generation_config": json.dumps(own)}
     answer = complete(**asked, echo=True)

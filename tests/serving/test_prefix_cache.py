@@ -480,6 +480,7 @@ def test_cache_prefixes_passes_unsupported_calls_on(rng: np.random.Generator) ->
         for options in (
             {"input_ids": tokens.expand(2, -1)},
             {"input_ids": tokens, "num_beams": 2},
+            {"input_ids": tokens, "assistant_early_exit": 1},  # calls generate from within
             {"inputs": tokens, "cache_implementation": "static"},
             {"inputs_embeds": model.get_input_embeddings()(tokens)},
             {"input_ids": tokens, "return_dict_in_generate": True, "output_logits": True},

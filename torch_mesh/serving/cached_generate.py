@@ -92,7 +92,8 @@ class CachedPrefixes:
         if generation_config is not None:
             arguments["generation_config"] = generation_config
         ids = arguments.get("input_ids")
-        if not self._is_installed or not isinstance(ids, Tensor) or ids.dim() != 2:
+        is_supported = isinstance(ids, Tensor) and ids.dim() == 2
+        if not self._is_installed or not is_supported or self._kept.is_nested():
             return self._original(**arguments)
         config = copy.deepcopy(self._model.generation_config if generation_config is None else generation_config)
         others = config.update(**{name: value for name, value in arguments.items() if name != "generation_config"})

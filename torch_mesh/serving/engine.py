@@ -24,7 +24,15 @@ from torch_mesh.serving.progress import Progress
 
 _LOG = logging.getLogger(__name__)
 # Errors of generate for invalid or contradictory options.
-_OPTION_ERRORS = (ValueError, TypeError, NotImplementedError, AttributeError, LookupError, ArithmeticError)
+_OPTION_ERRORS = (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    ImportError,  # an option that needs a package
+)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 
 from torch_mesh.hf import cache_state
 from torch_mesh.hf.generation_compat import CACHE_NAME
@@ -28,6 +29,8 @@ from torch_mesh.system.memory import trim_heap
 _LOG = logging.getLogger(__name__)
 # Arguments of generate that do not affect the values computed for a token.
 _NEUTRAL_ARGUMENTS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer", "logits_processor"}
+# Assisted generation computes the whole prompt again on top of a cache; beams share no keys.
+_KEEPING_MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
 # Tokens at the end of a prompt that the next turn may lack: the beginning of the answer, as the template writes it.
 _MAX_PROMPT_END = 16
 # Overhead of a tensor: Python and torch objects, and shared pages. Measured: 1.0 to 2.4 KB.
@@ -94,6 +97,7 @@ class KeptKeys:
         self._generate: Callable[..., Any] = self.model.generate
         self._lock = threading.Lock()
         self._computing: _TokenRecorder | None = None
+        self._thread: int | None = None  # that computes
         self._config = self.model.config.get_text_config(decoder=True)
         self._warned = False
         self._is_supported = not cache_state.unsupported_reason(self.model)
@@ -116,7 +120,7 @@ class KeptKeys:
             conversation = self._take(prompt[0]) if self._can_keep(arguments, config, options) else None
             checkpoints = None
             self.counts.prompt_tokens += prompt.numel()
-            self._computing = seen
+            self._computing, self._thread = seen, threading.get_ident()
             complete = False
             try:
                 self._make_room(prompt[0], config.max_new_tokens, conversation)
@@ -130,7 +134,7 @@ class KeptKeys:
                 complete = True
                 return result
             finally:  # also if a client disconnects: it may ask again
-                self._computing = None
+                self._computing = self._thread = None
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
                 states = {} if checkpoints is None else checkpoints.finish()
                 if conversation is not None and _record_tokens(conversation, seen.tokens[0], complete):
@@ -143,6 +147,10 @@ class KeptKeys:
                 self._count()
                 # Conversations are freed in any order, and malloc keeps the gaps between them.
                 trim_heap()
+
+    def is_nested(self) -> bool:
+        """Whether this call comes from within ``generate`` of the same thread, as ``assistant_early_exit`` drafts."""
+        return self._thread == threading.get_ident()
 
     @contextlib.contextmanager
     def room(self, prompt: Tensor, other: int = 0) -> Iterator[None]:
@@ -207,7 +215,7 @@ class KeptKeys:
             and (mask is None or bool(mask.all()))
             and config.cache_implementation is None
             and config.use_cache is not False
-            and config.num_beams in (None, 1)
+            and config.get_generation_mode() in _KEEPING_MODES
             and config.num_return_sequences in (None, 1)
         )
 

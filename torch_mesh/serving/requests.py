@@ -222,7 +222,7 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
     if options and not given.get("stream"):
         raise RequestError("stream_options is for streams: give stream: true, or leave it out.", "stream_options")
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
-    _check_generation_config(given.get("generation_config"))
+    _check_generation_config(given.get("generation_config"), vocabulary)
     if "logit_bias" in given:
         given["logit_bias"] = _logit_bias(given["logit_bias"], vocabulary)
     if "stop" in given:  # an empty text ends an answer with its first token
@@ -468,7 +468,7 @@ def _check_template_kwargs(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _check_generation_config(text: str | None) -> None:
+def _check_generation_config(text: str | None, vocabulary: int) -> None:
     if text is None:
         return
     from transformers import GenerationConfig
@@ -478,6 +478,11 @@ def _check_generation_config(text: str | None) -> None:
         check("generation_config", options, OBJECT, "generation_config")
         check_names("generation_config", options, vars(GenerationConfig()), "generation_config")
         check_options(options)
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            if any(token >= vocabulary for token in options.get(name) or ()):
+                raise OptionError(
+                    name, f"{name} is {options[name]!r}: give token ids of the model, 0 to {vocabulary - 1}."
+                )
         GenerationConfig(**options)
     except RequestError:
         raise

@@ -29,6 +29,7 @@ from torch_mesh.serving.tool_calls import AnswerFormat
 _LOG = logging.getLogger(__name__)
 _DEFAULT_TOKENS = 1024  # the limit of an answer, unless the request, the server or the model has one
 _SCORED_ROWS = 512  # tokens of a prompt whose log-probabilities are in memory at the same time
+_OPTION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of requests and of generate
 _COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")  # of sequences that generate computes together
 _UNCHECKED = (
     "A strict tool has parameters that this server checks less than their schema says (docs/serving.md lists what is "
@@ -321,7 +322,9 @@ class Service:
         """Options of ``generate``. Raises RequestError."""
         theirs: GenerationConfig = self.model.generation_config
         if "generation_config" in given:
-            config = GenerationConfig(**json.loads(given["generation_config"]))
+            options = json.loads(given["generation_config"])
+            _check_agreement(given, options, limit)
+            config = GenerationConfig(**options)
         else:
             config = copy.deepcopy(theirs)
             config.max_new_tokens = self._default_tokens or max(_DEFAULT_TOKENS, config.max_new_tokens or 0)
@@ -329,7 +332,7 @@ class Service:
             config.eos_token_id = theirs.eos_token_id
         if given.get(limit) is not None:
             config.max_new_tokens = given[limit]
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        for name in _OPTION_FIELDS:
             if name in given:
                 setattr(config, name, given[name])
         if given.get("temperature") is not None:
@@ -440,3 +443,18 @@ def _named_function(choice: Mapping[str, Any]) -> str:
 def _ends(config: GenerationConfig) -> list[int]:
     ends = config.eos_token_id
     return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _check_agreement(given: Mapping[str, Any], options: Mapping[str, Any], limit: str) -> None:
+    """Raises RequestError if a request's field and its generation_config give an option different values."""
+    temperature = given.get("temperature")
+    fields = [(name, given.get(name), name) for name in _OPTION_FIELDS]
+    fields += [(limit, given.get(limit), name) for name in ("max_new_tokens", "max_length")]
+    fields.append(("temperature", None if temperature is None else temperature > 0, "do_sample"))
+    for field, value, option in fields:
+        other = options.get(option)
+        if value is not None and other is not None and value != other:
+            raise RequestError(
+                f"{field} is {given[field]}, and generation_config has {option} {json.dumps(other)}: give one of them.",
+                field,
+            )
