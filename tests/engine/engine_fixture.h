@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -77,6 +78,9 @@ class Model {
     }
     return std::make_unique<Engine>(engine_options(options), runtime, std::move(pool));
   }
+
+  // For a process that exits without destructors. Engines that are open can still read.
+  void remove_file() const { std::filesystem::remove(file_.path()); }
 
  private:
   EngineOptions engine_options(const Options& options) const {

@@ -117,6 +117,7 @@ TEST_P(FreeingTest, AProcessExitsDespiteReadsThatNeverEnd) {
   const auto end = [this] {
     const auto freeing = std::make_shared<Freeing>();
     freeing->begin(open(kForEver));
+    model_.remove_file();
     if (error_of([&] { freeing->wait(50ms, {}); }).kind() != ErrorKind::kTimeout) std::abort();
     std::exit(7);
   };
@@ -138,6 +139,7 @@ TEST_P(FreeingTest, WithoutAThreadToFreeItTheEngineLeaksAndWaitFails) {
   const auto end = [this] {
     const auto freeing = std::make_shared<Freeing>();
     std::unique_ptr<Engine> engine = open(kForEver);
+    model_.remove_file();
     allow_no_thread();
     freeing->begin(std::move(engine));
     const Error error = error_of([&] { freeing->wait(kLong, {}); });
