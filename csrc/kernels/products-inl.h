@@ -75,7 +75,8 @@ inline void expand_weights(const std::byte* words,
   }
 }
 
-// Whether a Dot prefetches kPrefetchBytes ahead of the words that it multiplies with kRows rows.
+// Whether a Dot prefetches kPrefetchBytes ahead of words that it multiplies with kRows rows, or
+// that it expands (kRows = 1).
 template <typename Dot, int kRows>
 constexpr bool prefetches_words() {
   constexpr bool kDoes = requires { Dot::kPrefetchBytes; };
@@ -333,7 +334,7 @@ struct ExpandedGroup : IntegerGroup<Dot, Scales> {
       std::byte* to = bytes + j * kBlockColumns * 8;
       for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
         const std::byte* at = this->words + (j * kBlockColumns + c) * 4;
-        if (c * 4 % kLineBytes == 0) prefetch_ahead<Dot, kExpandedRows>(at);
+        if (c * 4 % kLineBytes == 0) prefetch_ahead<Dot, 1>(at);
         const auto weights = Dot::weights(at);
         store_words(to + c * 4, weights.low);
         store_words(to + (kBlockColumns + c) * 4, weights.high);
