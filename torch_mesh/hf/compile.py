@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import CompileConfig, StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.generation import GenerationMixin
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import UnsupportedModelError
 from .generation_compat import (
     COMPILED_STATE,
+    PLAIN_MODES,
     PREPARE_CACHE,
     PREPARE_STATIC_CACHE,
     can_compile,
@@ -31,7 +31,6 @@ Model = TypeVar("Model", bound=nn.Module)
 _OPTIONS, _OWNER = "_compiled_steps_config", "_compiled_steps_owner"
 _SHORTEST = 128  # minimum capacity of a cache in tokens
 SLACK = 15  # tokens that a step may draft
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def compile(model: Model, **options: Any) -> Model:
@@ -97,7 +96,7 @@ def _prepare_cache(
         attributes.pop(COMPILED_STATE[0], None)
         attributes[_OWNER] = id(model)
     free = (
-        generation_mode in _MODES
+        generation_mode in PLAIN_MODES
         and generation_config.cache_implementation in (None, "static")
         and generation_config.use_cache is not False
         and not generation_config.disable_compile

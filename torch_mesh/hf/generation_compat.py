@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from transformers import cache_utils, modeling_layers
-from transformers.generation import candidate_generator
+from transformers.generation import GenerationMode, candidate_generator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .compat import Name, names_of
@@ -27,6 +27,9 @@ NAMES: tuple[Name, ...] = (
     *names_of("transformers.generation.configuration_utils", "_compile_all_devices", in_source=True),
     *names_of("transformers.modeling_utils.PreTrainedModel", "_can_compile_fullgraph", "_is_stateful"),
 )
+
+# One forward for each token of one sequence. Others draft tokens or keep several sequences.
+PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 # Multi-token prediction: all since transformers 5.23.
 MtpCache: Any = getattr(cache_utils, "MtpCache", None)

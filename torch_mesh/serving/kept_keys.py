@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.configuration_utils import GenerationMode
 
 from torch_mesh.hf import cache_state
-from torch_mesh.hf.generation_compat import CACHE_NAME
+from torch_mesh.hf.generation_compat import CACHE_NAME, PLAIN_MODES
 from torch_mesh.hf.kv_cache import record_past
 from torch_mesh.serving.admission import Admission
 from torch_mesh.serving.errors import RequestTooLongError
@@ -29,8 +28,6 @@ from torch_mesh.system.memory import trim_heap
 _LOG = logging.getLogger(__name__)
 # Arguments of generate that do not affect the values computed for a token.
 _NEUTRAL_ARGUMENTS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer", "logits_processor"}
-# Assisted generation computes the whole prompt again on top of a cache; beams share no keys.
-_KEEPING_MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
 # Tokens at the end of a prompt that the next turn may lack: the beginning of the answer, as the template writes it.
 _MAX_PROMPT_END = 16
 # Overhead of a tensor: Python and torch objects, and shared pages. Measured: 1.0 to 2.4 KB.
@@ -215,7 +212,7 @@ class KeptKeys:
             and (mask is None or bool(mask.all()))
             and config.cache_implementation is None
             and config.use_cache is not False
-            and config.get_generation_mode() in _KEEPING_MODES
+            and config.get_generation_mode() in PLAIN_MODES  # assisted generation computes all of the prompt again
             and config.num_return_sequences in (None, 1)
         )
 

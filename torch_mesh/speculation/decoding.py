@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..hf.compile import SLACK
-from ..hf.generation_compat import CACHE_NAME, compiles_steps, decoding, next_kwargs, pad_token, prefill
+from ..hf.generation_compat import CACHE_NAME, PLAIN_MODES, compiles_steps, decoding, next_kwargs, pad_token, prefill
 from ..hf.torch_compat import raise_recompile_limit
 from ..modules.experts import pools_of
 from ..routing.traces import is_recorded
@@ -337,7 +336,7 @@ def unsupported_reason(
     mode = generation_config.get_generation_mode()
     if reason := model_unsupported_reason(model):
         return reason
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    if mode not in PLAIN_MODES:
         return f"it is for greedy search and sampling, and this is {mode.value.replace('_', ' ')}"
     if input_ids.shape[0] > MAX_TEXTS:
         return f"it is for up to {MAX_TEXTS} texts at a time, and here are {input_ids.shape[0]}"
