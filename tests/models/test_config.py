@@ -398,15 +398,20 @@ def test_auto_leaves_room_for_weights_that_are_freed_later() -> None:
     assert slots(1 << 32) == slots(1 << 40) == fits
 
 
-def _machine(root: Path, version: int, limits: dict[str, int], mounted_root: str = "/") -> Path:
+def _machine(
+    root: Path, version: int, limits: dict[str, int], mounted_root: str = "/", mount_name: str = "cgroup"
+) -> Path:
     """A simulated /proc and cgroup hierarchy with this process in /a/b."""
-    proc, mount = root / "proc", root / "cgroup"
+    proc, mount = root / "proc", root / mount_name
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
     (proc / "self/cgroup").write_text("5:cpu:/a/b\n" + ("0::/a/b\n" if version == 2 else "4:memory:/a/b\n"))
     kind, options = ("cgroup2", "rw") if version == 2 else ("cgroup", "rw,memory")
+    escaped = str(mount).replace("\\", "\\134").replace(" ", "\\040").replace("\n", "\\012")
     (proc / "self/mountinfo").write_text(
-        f"20 1 0:20 / / rw - ext4 /dev/root rw\n30 20 0:30 {mounted_root} {mount} rw,nosuid - {kind} {kind} {options}\n"
+        f"20 1 0:20 / / rw - ext4 /dev/root rw\n"
+        f"30 20 0:30 {mounted_root} {escaped} rw,nosuid - {kind} {kind} {options}\n",
+        errors="surrogateescape",
     )
     limit, usage, stat = (
         ("memory.max", "memory.current", "inactive_file")
@@ -436,6 +441,11 @@ def test_free_memory_counts_the_limits_of_all_cgroups_above(
     tmp_path: Path, version: int, limits: dict[str, int], gib: int
 ) -> None:
     assert available_bytes(_machine(tmp_path, version, limits)) == gib << 30
+
+
+@pytest.mark.parametrize("name", ["a b", "a\\040b", "a\nb", "a\u2028b", "caf\udce9"])
+def test_a_mount_point_may_have_any_name(tmp_path: Path, name: str) -> None:
+    assert available_bytes(_machine(tmp_path, 2, {"a/b": 3 << 30}, mount_name=name)) == 2 << 30
 
 
 @pytest.mark.parametrize("version", [1, 2])

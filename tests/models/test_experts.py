@@ -123,6 +123,14 @@ def test_layer_from_a_store(tmp_path: Path, family: str) -> None:
         torch_mesh.Experts.from_store(tmp_path / "store", 3)
     with pytest.raises(ValueError, match="dense: for whole models, not for one layer of a store"):
         torch_mesh.Experts.from_store(tmp_path / "store", 0, dense="int8")
+    given = {"max_error": 0.1, "store": str(tmp_path), "tables": "1GiB", "prefill": "window"}
+    for name, value in given.items():
+        with pytest.raises(ValueError, match=f"{name}.*: for whole models"):
+            torch_mesh.Experts.from_store(tmp_path / "store", config=torch_mesh.MeshConfig(**{name: value}))
+    with pytest.raises(ValueError, match="weights='int4', but the experts in .* are int8"):
+        torch_mesh.Experts.from_store(tmp_path / "store", 0, weights="int4")
+    with pytest.raises(ValueError, match="group_size=32, but the experts in .* have groups of 64"):
+        torch_mesh.Experts.from_store(tmp_path / "store", 0, weights="int8", group_size=32)
     with pytest.raises(torch_mesh.StoreError, match="not a store"):
         torch_mesh.Experts.from_store(tmp_path / "raw")
 

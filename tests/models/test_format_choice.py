@@ -104,13 +104,16 @@ def test_max_error_is_refused_with_the_reason(mesh_tiny: Path, fields: Any, reas
         load(mesh_tiny, **{"max_error": 0.1} | fields)
 
 
-def test_max_error_is_refused_for_stores_and_loaded_models(mesh_tiny: Path, tmp_path: Path) -> None:
+def test_fields_about_files_are_refused_for_stores_and_loaded_models(mesh_tiny: Path, tmp_path: Path) -> None:
     store = convert(mesh_tiny, tmp_path / "int8", "int8").store.folder
     with pytest.raises(ValueError, match="leave max_error out"):
         load(store, resident="8GiB", max_error=0.1)
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
     with pytest.raises(ValueError, match="give it to from_pretrained"):
         torch_mesh.patch(model, resident="8GiB", max_error=0.1)
+    for tables in ("1GiB", "embed_tokens"):
+        with pytest.raises(ValueError, match=f"tables=.*{tables}.*: give it to from_pretrained"):
+            torch_mesh.patch(model, tables=tables)
     with pytest.raises(MeshError):
         torch_mesh.unpatch(model)
 

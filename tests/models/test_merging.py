@@ -77,7 +77,7 @@ def _check(merged: Store, exact: PreTrainedModel, tmp_path: Path) -> None:
     equal."""
     exact.save_pretrained(tmp_path / "exact")
     manifest = merged.manifest
-    rounded = convert(tmp_path / "exact", tmp_path / "rounded", manifest.weights, manifest.group_size or 64).store
+    rounded = convert(tmp_path / "exact", tmp_path / "rounded", manifest.weights, manifest.group_size or None).store
     wide = [
         torch.cat([part.float().flatten() for part in layer.expert(expert) if part is not None])
         for layer in find_experts(exact)

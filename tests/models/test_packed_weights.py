@@ -109,6 +109,8 @@ def test_nothing_can_be_written_into_a_packed_weight() -> None:
         model.get_parameter(EXPERTS).copy_(torch.zeros(8, 80, 72))
     with pytest.raises(MeshError, match="Other values were to be put into"):
         model.model.layers[0].mlp.experts.gate_up_proj = nn.Parameter(torch.zeros(8, 80, 72))
+    with pytest.raises(MeshError, match=f"NoneType cannot replace {EXPERTS}"):
+        model.model.layers[0].mlp.experts.gate_up_proj = None
 
 
 def test_a_tensor_copied_or_assigned_to_a_packed_layer_is_packed() -> None:

@@ -382,6 +382,35 @@ def test_a_save_that_fails_while_moving_files_is_rolled_back(
     assert len(list(tmp_path.glob("model*.safetensors"))) == len(list(tmp_path.glob("mesh-*"))) == 1
 
 
+def test_files_that_cannot_be_moved_back_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _rounded("converted", tmp_path)
+    folder = tmp_path / "saved"
+    model.save_pretrained(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    original, failing = Path.rename, ""
+
+    def rename(self: Path, target: Path) -> Path:
+        nonlocal failing
+        if self.parent != folder and target.name == MANIFEST_NAME:  # the last step of the save; undo all others
+            failing = "config.json"
+            raise OSError(errno.EIO, "Input/output error")
+        if self.parent != folder and target.name == failing:
+            raise OSError(errno.EACCES, "Permission denied")
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with (
+        pytest.warns(UserWarning, match=f"Files of {folder} could not be moved back: they are in {folder}/"),
+        pytest.raises(OSError, match="Input/output error"),
+    ):
+        model.save_pretrained(folder)
+    (aside,) = (path for path in folder.iterdir() if path.is_dir())
+    assert {path.name for path in aside.iterdir()} == {"config.json", MANIFEST_NAME}
+    moved = {path.name: path.read_bytes() for path in aside.iterdir()}
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} | moved == before
+    shutil.rmtree(aside)
+
+
 @pytest.mark.parametrize("variants", [("v", None), (None, "v")])
 def test_variants_of_one_store_open_and_those_of_another_are_replaced(
     variants: tuple[str | None, str | None], tmp_path: Path

@@ -6,8 +6,10 @@ import copy
 import errno
 import functools
 import pickle
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -474,6 +476,40 @@ def test_a_generate_of_the_model_itself_is_used_and_restored(rng: np.random.Gene
     assert vars(model)["generate"] is later
 
 
+def test_cached_prefixes_take_the_arguments_of_generate(rng: np.random.Generator) -> None:
+    model = _model(_full)
+    tokens, config = _some(rng, 2 * BLOCK)[None], copy.deepcopy(model.generation_config)
+    config.update(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    banned: list[int] = []
+
+    def ban(_: Tensor, scores: Tensor) -> Tensor:
+        banned.append(int(scores.argmax()))
+        return scores.index_fill(1, scores.argmax(1), -torch.inf)
+
+    expected = type(model).generate(model, tokens, config, [ban])
+    with torch_mesh.cache_prefixes(model) as prefixes:
+        assert torch.equal(model.generate(tokens, config, [ban]), expected) and len(banned) == 6
+        prefixes.flush()
+        assert prefixes.counts.written_bytes > 0
+        with pytest.raises(TypeError, match="multiple values"):
+            model.generate(tokens, inputs=tokens)
+
+
+def test_calls_without_cached_prefixes_run_at_the_same_time(rng: np.random.Generator) -> None:
+    model = _model(_full)
+    tokens = _some(rng, 2 * BLOCK)[None].expand(2, -1)
+    meeting = threading.Barrier(2, timeout=60)
+
+    def meet(_: Tensor, scores: Tensor) -> Tensor:
+        meeting.wait()
+        return scores
+
+    with torch_mesh.cache_prefixes(model), ThreadPoolExecutor(2) as threads:
+        options: dict[str, Any] = {"max_new_tokens": 1, "pad_token_id": 0, "logits_processor": [meet]}
+        for answer in [threads.submit(model.generate, tokens, **options) for _ in range(2)]:
+            answer.result()
+
+
 def test_cache_prefixes_passes_unsupported_calls_on(rng: np.random.Generator) -> None:
     model = _model(_full)
     tokens = _some(rng, 2 * BLOCK)[None]
@@ -528,6 +564,21 @@ def test_a_server_gives_the_same_answers_after_a_restart(
     assert answers[1][1][1] > 100  # the second question has the same prefix
     assert answers[2][0][1] > 100 and "torch_mesh_prefix_hits_total 2.0" in counts
     assert "torch_mesh_prefix_read_bytes_total" in counts
+
+
+def test_a_server_that_cannot_start_leaves_no_thread(
+    folder: Path, serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> NoReturn:
+        raise OSError("no application")
+
+    monkeypatch.setattr("torch_mesh.serving.app.build_app", fail)
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="no application"):
+        serving(folder, torch_mesh.MeshConfig(resident=0.3), prefix_cache="1GiB")
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60 if thread.name.startswith("torch-mesh") else 0)
+        assert not (thread.name.startswith("torch-mesh") and thread.is_alive())
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,9 @@ def test_further_chat_templates_are_copied(tmp_path: Path, mesh_tiny: Path, monk
     template = store.folder / "additional_chat_templates" / "tool_use.jinja"
     assert copied["additional_chat_templates/tool_use.jinja"] == template.read_bytes()
     assert list(verify(store)) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_other_files(store, "first")
     template.write_text("another")
     with pytest.warns(UserWarning, match=r"additional_chat_templates/tool_use\.jinja (has|was changed)"):
         check_other_files(store, "first")

@@ -16,6 +16,7 @@ from ..formats import ROUNDED_FORMATS, is_passthrough
 from ..models.families import ExpertsLayer, ExpertTensors, find_experts
 from ..store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, read_config
 from ..store.convert import (
+    check_group_size_applies,
     check_unchanged,
     checked_group_size,
     fingerprint_of,
@@ -68,8 +69,12 @@ def merge(
     adapter are copied unchanged. After an interruption the same call continues.
 
     Raises ``StoreError`` for an adapter that does not fit the base, cannot be merged or has unused parts, and as
-    ``torch-mesh convert`` does; ``ValueError`` for formats that nothing can be rounded to.
+    ``torch-mesh convert`` does; ``ValueError`` for formats that nothing can be rounded to, and for a ``group_size``
+    that the format does not take.
     """
+    if weights not in ("auto", *ROUNDED_FORMATS):
+        checked_group_size(weights, group_size)  # raises for other values
+    check_group_size_applies(weights, group_size)
     folder = Path(adapter)
     of_adapter = adapter_fingerprint(folder)  # before a base is downloaded
     source = local_folder(base, revision=revision, token=token)
@@ -121,8 +126,6 @@ class _Base:
 
 def _base_of(source: Path, weights: str, group_size: int | None) -> _Base:
     fingerprint = _fingerprint(source)  # before the headers are read
-    if weights not in ("auto", *ROUNDED_FORMATS):
-        checked_group_size(weights, group_size)  # raises for other values
     model = meta_model(read_config(source))
     return (_of_store if is_store(source) else _of_checkpoint)(source, model, fingerprint, weights, group_size)
 

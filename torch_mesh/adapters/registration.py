@@ -5,9 +5,10 @@ PEFT's extension point is a mapping of one config. It is filled in when a config
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from packaging.version import Version
@@ -27,7 +28,7 @@ def watch() -> None:
 
 def register() -> None:
     """Never raises: an unexpected PEFT is left alone."""
-    lora_model: Any = importlib.import_module("peft.tuners.lora.model").LoraModel
+    lora_model: Any = getattr(importlib.import_module("peft.tuners.lora.model"), "LoraModel", None)
     create = getattr(lora_model, CREATE_MODULE, None)
     if create is None or hasattr(create, "_mesh_original"):
         return
@@ -49,14 +50,17 @@ def register() -> None:
     check = getattr(lora_model, CHECK_MERGE, None)
     if check is not None:
         setattr(lora_model, CHECK_MERGE, _with_refusal(check))
-    hotswap: Any = importlib.import_module("peft.utils.hotswap")
-    swap = getattr(hotswap, "hotswap_adapter_from_state_dict", None)
-    if swap is not None:
-        hotswap.hotswap_adapter_from_state_dict = _widening(swap)
-    saving: Any = importlib.import_module("peft.utils.save_and_load")
-    is_saved = getattr(saving, "has_valid_embedding_base_layer", None)
-    if is_saved is not None:
-        saving.has_valid_embedding_base_layer = _without_packed(is_saved)
+    _wrap("peft.utils.hotswap", "hotswap_adapter_from_state_dict", _widening)
+    _wrap("peft.utils.save_and_load", "has_valid_embedding_base_layer", _without_packed)
+
+
+def _wrap(module: str, name: str, wrapping: Callable[[Any], Any]) -> None:
+    """Replace a function of PEFT, if it has one of that name."""
+    with contextlib.suppress(ImportError):
+        holder = importlib.import_module(module)
+        original = getattr(holder, name, None)
+        if original is not None:
+            setattr(holder, name, wrapping(original))
 
 
 def _with_refusal(check: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torch_mesh.cli.options import positive
-from torch_mesh.cli.stores import add_store_arguments, check_group_size, format_summary, naming_force
+from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
 from torch_mesh.formats import CALIBRATED_FORMATS, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, TABLE_FORMATS, in_words
 from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
 from torch_mesh.store.progress import progress_bar
@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_group_size(arguments)
     if arguments.calibrate is None and arguments.calibrate_tokens is not None:
         raise ValueError("--calibrate-tokens needs a text: give --calibrate TEXT with it")
     calibrate = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from torch_mesh.cli.stores import add_store_arguments, check_group_size, format_summary, naming_force
+from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
 from torch_mesh.formats import ROUNDED_FORMATS, in_words
 from torch_mesh.store.progress import progress_bar
 
@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_group_size(arguments)
     from torch_mesh.adapters.merging import merge  # late: needs PEFT
 
     with naming_force(), progress_bar("merged store") as progress:

@@ -38,14 +38,6 @@ def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates:
     parser.set_defaults(interrupted="interrupted; the same command continues where it stopped")
 
 
-def check_group_size(arguments: argparse.Namespace) -> None:
-    if arguments.group_size is not None and arguments.weights not in CALIBRATED_FORMATS:
-        raise ValueError(
-            f"--group-size has no effect with --weights {arguments.weights}: leave it out, or give --weights "
-            f"{in_words(CALIBRATED_FORMATS, 'or')}"
-        )
-
-
 @contextlib.contextmanager
 def naming_force() -> Iterator[None]:
     """Within, an error about another store at the destination mentions --force."""

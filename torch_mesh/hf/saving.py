@@ -458,9 +458,13 @@ def _move_into_place(staging: Path, folder: Path, variant: str | None, kept: Con
             source.rename(target)
     except BaseException:
         for source, target in reversed(done):
-            if not os.path.lexists(source):  # the last step may not have been taken
-                target.rename(source)
-        aside.rmdir()
+            with contextlib.suppress(OSError):
+                if not os.path.lexists(source):  # the last step may not have been taken
+                    target.rename(source)
+        try:
+            aside.rmdir()
+        except OSError:
+            warnings.warn(f"Files of {folder} could not be moved back: they are in {aside}.", stacklevel=3)
         raise
     shutil.rmtree(aside)
     return names

@@ -56,8 +56,7 @@ class PackedModule(nn.Module):
         """Refuses to replace a packed parameter, which the forward does not read."""
         if name in self.__dict__.get("_mesh_parameters", ()):
             weight: Any = self._parameters[name]
-            if value is not weight:
-                weight.accept(value)
+            weight.assign(value)
         else:
             super().__setattr__(name, value)
 

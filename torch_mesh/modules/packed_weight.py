@@ -83,6 +83,14 @@ class PackedWeight(torch.Tensor):
     def _same_storage(self, other: Any) -> bool:
         return isinstance(other, PackedWeight) and other._identity is self._identity
 
+    def assign(self, value: Any) -> None:
+        """``module.weight = value``: raises MeshError unless ``accept`` can copy the value."""
+        if value is self:
+            return
+        if not isinstance(value, torch.Tensor):
+            raise self._refuse(f"{type(value).__name__} cannot replace")
+        self.accept(value)
+
     def _refuse(self, what: str) -> MeshError:
         return MeshError(
             f"{what} {self.path}, which is packed ({self.format}) and frozen. Call torch_mesh.unpatch(model) to make "

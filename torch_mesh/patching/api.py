@@ -61,6 +61,11 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
             f"max_error={config.max_error} compares formats by a checkpoint's files, and a loaded model has none: "
             "give it to from_pretrained, or give weights= the format that torch-mesh plan --memory chooses."
         )
+    if config.tables not in ("auto", "off"):
+        raise ValueError(
+            f"tables={config.tables!r} leaves embedding tables in their files, and those of a loaded model are in "
+            "memory: give it to from_pretrained."
+        )
     check_undivided(model)
     layers = find_experts(model)
     _check_patchable(model, layers)

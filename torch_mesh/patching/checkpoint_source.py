@@ -388,12 +388,7 @@ def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) ->
 
 def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
     """Raises ValueError for a store that does not match ``config``, StoreError for one of another model."""
-    manifest.check_weights(folder, config.weights)
-    if FORMATS[manifest.weights].chosen_groups and config.group_size != manifest.group_size:
-        raise ValueError(
-            f"group_size={config.group_size}, but the experts in {folder} have groups of {manifest.group_size}: leave "
-            "group_size out, or give the original checkpoint."
-        )
+    manifest.check_format(folder, config.weights, config.group_size)
     shape, own = manifest.shape, common_geometry(layers)
     stored = Geometry(shape.experts, *shape.sizes, own.fused)
     if stored != own:

@@ -78,7 +78,8 @@ class Experts(nn.Module):
     ) -> Experts:
         """Open layer ``layer`` of a converted folder, which is read as experts are used.
 
-        Raises StoreError for a damaged store or another folder, ValueError for a layer that the store does not have.
+        Raises StoreError for a damaged store or another folder; ValueError for a layer, a format or a group size that
+        the store does not have, and for fields that apply to whole models.
         """
         opened = open_store(store)
         shape = opened.manifest.shape
@@ -95,6 +96,7 @@ class Experts(nn.Module):
             )
         config = with_fields(config, fields)
         _check_single_layer(config)
+        opened.manifest.check_format(opened.folder, config.weights, config.given_group_size)
         config = config.replace(prefill="off")  # a window would read the next layer, which never runs
         self = cls.__new__(cls)
         nn.Module.__init__(self)
@@ -212,6 +214,10 @@ def _check_single_layer(config: MeshConfig) -> None:
         "a predictor in prefetch": config.predictor is not None,
         "dense": config.dense not in ("auto", "none"),
         "lossy.fallback": config.lossy.fallback != "none",
+        "max_error": config.max_error is not None,
+        "store": config.store is not None,
+        "tables": config.tables not in ("auto", "off"),
+        'prefill="window"': config.prefill == "window",
     }
     if refused := [name for name, given in of_models.items() if given]:
         raise ValueError(f"{', '.join(refused)}: for whole models, not for one layer of a store: leave it out.")

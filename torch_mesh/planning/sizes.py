@@ -91,7 +91,7 @@ def find_sizes(folder: Path, config: MeshConfig, *, vocabularies: bool = False) 
 
 def _store_sizes(folder: Path, config: MeshConfig, vocabularies: bool) -> Sizes:
     manifest = open_store(folder).manifest
-    manifest.check_weights(folder, config.weights)
+    manifest.check_format(folder, config.weights, config.given_group_size)
     dense: _Rest | None = None
     tables: list[tuple[TableLayer, StoredTable]] = []
     others: list[ExpertsLayer] | None = None

@@ -100,5 +100,7 @@ class SharedPool:
 
     def close(self) -> None:
         """End all loans. Workers keep what they hold."""
-        self.lender.close()
-        self.engine.close()
+        try:
+            self.lender.close()
+        finally:
+            self.engine.close()

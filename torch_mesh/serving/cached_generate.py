@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from transformers.generation import GenerationMixin
 
 from torch_mesh.errors import UnsupportedModelError
@@ -55,6 +57,7 @@ class CachedPrefixes:
         self._original = model.generate
         self._prefixes = PrefixCache(model, limit)
         self._kept = KeptKeys(model, 0, prefixes=self._prefixes)
+        self._running = threading.local()  # has an attribute while this thread is in generate
         vars(model)[_METHOD] = self
 
     @property
@@ -86,24 +89,39 @@ class CachedPrefixes:
     def _is_installed(self) -> bool:
         return vars(self._model).get(_METHOD) is self
 
-    def __call__(self, inputs: Tensor | None = None, generation_config: Any = None, **arguments: Any) -> Any:
-        if inputs is not None:
-            arguments["input_ids"] = inputs
-        if generation_config is not None:
-            arguments["generation_config"] = generation_config
-        ids = arguments.get("input_ids")
-        is_supported = isinstance(ids, Tensor) and ids.dim() == 2
-        if not self._is_installed or not is_supported or self._kept.is_nested():
-            return self._original(**arguments)
-        config = copy.deepcopy(self._model.generation_config if generation_config is None else generation_config)
-        others = config.update(**{name: value for name, value in arguments.items() if name != "generation_config"})
-        return self._kept.run(arguments, config, arguments.keys() - others.keys())
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        # A call from within generate, as assistant_early_exit drafts, may compute a part of the layers.
+        if not self._is_installed or vars(self._running):
+            return self._original(*positional, **named)
+        self._running.call = True
+        try:
+            arguments = _by_name(self._original, positional, named)
+            config = copy.deepcopy(arguments.get("generation_config") or self._model.generation_config)
+            others = config.update(**{name: value for name, value in arguments.items() if name != "generation_config"})
+            options = arguments.keys() - others.keys()
+            if self._kept.can_keep(arguments, config, options):
+                return self._kept.run(arguments, config, options)
+            return self._original(*positional, **named)
+        finally:
+            del self._running.call
 
     def __reduce__(self) -> Any:
         """A copy of the model, also a pickled one, has the original ``generate`` and no prefix cache."""
         if self._was_set:
             return _same, (self._original,)
         return getattr, (self._model, _METHOD)
+
+
+def _by_name(method: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``generate`` by their names. Raises TypeError as the call would."""
+    signature = inspect.signature(method)
+    arguments: dict[str, Any] = {}
+    for name, value in signature.bind(*positional, **named).arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= value
+        else:
+            arguments["input_ids" if name == "inputs" else name] = value
+    return arguments
 
 
 def _same(method: Any) -> Any:

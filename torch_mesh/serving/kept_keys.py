@@ -9,7 +9,7 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +52,11 @@ class Conversation:
     def common(self, tokens: Tensor) -> int:
         """The length of the longest common prefix with ``tokens`` [n] to which the cache can be rewound, leaving at
         least one token to compute; otherwise 0."""
-        limit = min(len(self.tokens), len(tokens) - 1)
-        differ = (self.tokens[:limit] != tokens[:limit]).nonzero()
+        own = self.tokens  # another thread may crop them meanwhile
+        limit = min(len(own), len(tokens) - 1)
+        differ = (own[:limit] != tokens[:limit]).nonzero()
         length = int(differ[0]) if len(differ) else limit
-        return length if all(_can_crop(layer, len(self.tokens) - length) for layer in self.cache.layers) else 0
+        return length if all(_can_crop(layer, len(own) - length) for layer in self.cache.layers) else 0
 
     def crop(self, length: int) -> None:
         if surplus := len(self.tokens) - length:
@@ -94,7 +95,6 @@ class KeptKeys:
         self._generate: Callable[..., Any] = self.model.generate
         self._lock = threading.Lock()
         self._computing: _TokenRecorder | None = None
-        self._thread: int | None = None  # that computes
         self._config = self.model.config.get_text_config(decoder=True)
         self._warned = False
         self._is_supported = not cache_state.unsupported_reason(self.model)
@@ -114,10 +114,10 @@ class KeptKeys:
         with self._lock:
             if self.prefixes is not None:
                 self.prefixes.refresh()
-            conversation = self._take(prompt[0]) if self._can_keep(arguments, config, options) else None
+            conversation = self._take(prompt[0]) if self.can_keep(arguments, config, options) else None
             checkpoints = None
             self.counts.prompt_tokens += prompt.numel()
-            self._computing, self._thread = seen, threading.get_ident()
+            self._computing = seen
             complete = False
             try:
                 self._make_room(prompt[0], config.max_new_tokens, conversation)
@@ -131,7 +131,7 @@ class KeptKeys:
                 complete = True
                 return result
             finally:  # also if a client disconnects: it may ask again
-                self._computing = self._thread = None
+                self._computing = None
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
                 states = {} if checkpoints is None else checkpoints.finish()
                 if conversation is not None and _record_tokens(conversation, seen.tokens[0], complete):
@@ -144,10 +144,6 @@ class KeptKeys:
                 self._count()
                 # Conversations are freed in any order, and malloc keeps the gaps between them.
                 trim_heap()
-
-    def is_nested(self) -> bool:
-        """Whether this call comes from within ``generate`` of the same thread, as ``assistant_early_exit`` drafts."""
-        return self._thread == threading.get_ident()
 
     @contextlib.contextmanager
     def room(self, prompt: Tensor, other: int = 0) -> Iterator[None]:
@@ -201,13 +197,16 @@ class KeptKeys:
             del self.conversations[0]
             trim_heap()  # otherwise the memory would not count as free
 
-    def _can_keep(self, arguments: dict[str, Any], config: GenerationConfig, options: Collection[str]) -> bool:
-        prompt, mask = arguments["input_ids"], arguments.get("attention_mask")
+    def can_keep(self, arguments: Mapping[str, Any], config: GenerationConfig, options: Collection[str]) -> bool:
+        """Whether a call can begin with kept keys, and keep its own. The arguments are those of ``run``."""
+        prompt, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         others = set(arguments) - _NEUTRAL_ARGUMENTS - {"stopping_criteria"} - set(options)
         return (
             self._is_supported
             and (self.limit > 0 or self.prefixes is not None)
             and not any(arguments[name] is not None for name in others)  # pictures are part of the prompt too
+            and isinstance(prompt, Tensor)
+            and prompt.dim() == 2
             and prompt.shape[0] == 1
             and (mask is None or bool(mask.all()))
             and config.cache_implementation is None

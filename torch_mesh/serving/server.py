@@ -79,28 +79,35 @@ class Server:
         prefixes = PrefixCache(opened, limit, self.prompts.special_ids) if limit else None
         needs = find_needs(opened, keeps_windows=kept_bytes > 0 or prefixes is not None)
         self.kept = KeptKeys(opened, kept_bytes, Admission(opened, needs), prefixes)
-        self._serve(opened, options)
+        with contextlib.ExitStack() as undo:
+            if prefixes is not None:
+                undo.callback(prefixes.close)
+            self.engine = self._open_engine(opened, options)
+            undo.callback(self.engine.worker.stop, 0)
+            self._serve(opened, options)
+            undo.pop_all()
+
+    def _open_engine(self, model: Any, options: Mapping[str, Any]) -> Engine:
+        from torch_mesh.serving.batches import Batches
+        from torch_mesh.serving.engine import Engine
+
+        if not options["continuous_batching"]:
+            return Engine(self.kept, self.prompts.tokenizer)
+        if not hasattr(model, "init_continuous_batching"):
+            raise ValueError(f"{self.model} has no continuous batching in transformers: leave the option out")
+        return Batches(self.kept, self.prompts.tokenizer, options["blocks"])
 
     def _serve(self, model: Any, options: Mapping[str, Any]) -> None:
         import uvicorn
         from transformers.utils.logging import log_levels  # uvicorn has no "detail"
 
         from torch_mesh.serving.app import build_app
-        from torch_mesh.serving.batches import Batches
         from torch_mesh.serving.decisions import Decisions, is_available
-        from torch_mesh.serving.engine import Engine
         from torch_mesh.serving.metrics import Metrics
         from torch_mesh.serving.service import Service
 
-        batches = options["continuous_batching"]
-        if batches:
-            if not hasattr(model, "init_continuous_batching"):
-                raise ValueError(f"{self.model} has no continuous batching in transformers: leave the option out")
-            self.engine: Engine = Batches(self.kept, self.prompts.tokenizer, options["blocks"])
-        else:
-            self.engine = Engine(self.kept, self.prompts.tokenizer)
         service = self._service = Service(
-            self.model, model, self.prompts, self.engine, batches, options["default_tokens"]
+            self.model, model, self.prompts, self.engine, options["continuous_batching"], options["default_tokens"]
         )
         decisions = Decisions(service, options["decision_config"]) if is_available() else None
         app = build_app(

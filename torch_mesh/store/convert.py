@@ -26,6 +26,7 @@ from torch_mesh.formats import (
     TABLE_FORMATS,
     ExpertSizes,
     format_of_layer,
+    in_words,
     is_passthrough,
     short_name,
 )
@@ -105,8 +106,8 @@ def convert(
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files,
     an occupied destination and a full disk; ``HubError`` for what the hub refuses and for files with another hash than
     it states; ``MeshError`` for a text that is too short and a checkpoint without a tokenizer; ``ValueError`` for
-    formats that nothing can be rounded to, for options of the hub with a local ``source``, and for a format of tables
-    where there are none.
+    formats that nothing can be rounded to, for a ``group_size`` that the format does not take, for ``revision`` and
+    ``keep_original`` with a local ``source``, and for a format of tables where there are none.
     """
     destination = Path(destination)
     _check_options(source, destination, weights, group_size, keep_original, tables)
@@ -196,6 +197,7 @@ def _check_options(
         checked_group_size(weights, group_size)
     elif weights != "auto" and not is_passthrough(weights):
         raise ValueError(unknown_weights(weights, ("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS)))
+    check_group_size_applies(weights, group_size)
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
     if keep_original and os.path.exists(source):
@@ -424,6 +426,15 @@ def checked_group_size(weights: str, group_size: int | None) -> int:
     if group_size not in GROUP_SIZES:
         raise ValueError(f"group_size={group_size!r} is unknown; it is one of {', '.join(map(str, GROUP_SIZES))}.")
     return group_size if FORMATS[weights].chosen_groups else 0
+
+
+def check_group_size_applies(weights: str, group_size: int | None) -> None:
+    """Raises ValueError for a group size that ``weights`` does not take."""
+    if group_size is not None and weights not in CALIBRATED_FORMATS:
+        raise ValueError(
+            f"group_size={group_size} (--group-size) has no effect with weights={weights!r}: leave it out, or give "
+            f"weights= (--weights) {in_words(CALIBRATED_FORMATS, 'or')}."
+        )
 
 
 def unknown_weights(weights: str, known: Iterable[str]) -> str:

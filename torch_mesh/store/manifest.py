@@ -139,12 +139,17 @@ class Manifest:
             index -= file.records
         raise IndexError(f"layer {layer}, expert {expert} of {self.shape.layers} x {self.shape.experts}")
 
-    def check_weights(self, folder: Path, weights: str) -> None:
-        """Raises ValueError for another format than that of the records in ``folder``."""
+    def check_format(self, folder: Path, weights: str, group_size: int | None) -> None:
+        """Raises ValueError if the records in ``folder`` have another format or group size. None is any."""
         if weights not in ("auto", self.weights):
             raise ValueError(
                 f"weights={weights!r}, but the experts in {folder} are {self.weights}: leave weights at 'auto', or "
                 "give the original checkpoint."
+            )
+        if group_size not in (None, self.group_size) and FORMATS[self.weights].chosen_groups:
+            raise ValueError(
+                f"group_size={group_size}, but the experts in {folder} have groups of {self.group_size}: leave "
+                "group_size out, or give the original checkpoint."
             )
 
     def to_json(self) -> str:

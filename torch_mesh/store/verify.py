@@ -138,7 +138,7 @@ def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
                 tasks.append((file.name, threads.submit(_digest_problem, path, file)))
             else:
                 for number, checksum in enumerate(file.checksums.split()):
-                    task = threads.submit(_block_problem, store.manifest.store_id, path, number, checksum)
+                    task = threads.submit(_block_problem, store, file, number, checksum)
                     tasks.append((file.name, task))
         for name, task in tasks:
             if problem := task.result():
@@ -173,11 +173,11 @@ def _digest_problem(path: Path, file: OtherFile) -> str | None:
 
 
 @_names_os_errors
-def _block_problem(store_id: bytes, path: Path, number: int, checksum: str) -> str | None:
+def _block_problem(store: Store, file: OtherFile, number: int, checksum: str) -> str | None:
     begin = number * BLOCK_BYTES
-    with path.open("rb", buffering=0) as stream:
+    with (store.folder / file.name).open("rb", buffering=0) as stream:
         block = os.pread(stream.fileno(), BLOCK_BYTES, begin)
-    if block_checksum(store_id, path.name, number, block) == checksum:
+    if block_checksum(store.manifest.store_id, file.name, number, block) == checksum:
         return None
     return f"was changed since the conversion, between bytes {begin} and {begin + len(block)}"
 

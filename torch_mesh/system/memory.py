@@ -6,6 +6,7 @@ import ctypes
 import errno
 import math
 import os
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
@@ -174,7 +175,7 @@ def _memory_cgroups(proc: Path) -> Iterator[tuple[int, Path, Path]]:
         mounted, filesystem = (part.split() for part in line.split(" - ", 1))
         version = _memory_cgroup_version(kind=filesystem[0], options=filesystem[-1].split(","))
         if version in own:
-            root, mount = mounted[3], Path(mounted[4])
+            root, mount = _unescaped(mounted[3]), Path(_unescaped(mounted[4]))
             # A container may see its own cgroup mounted as the root of the hierarchy.
             inside = own[version].relative_to(root) if own[version].is_relative_to(root) else ""
             yield version, mount / inside, mount
@@ -211,6 +212,12 @@ def _number(file: Path) -> int | None:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text().splitlines()
+        text = os.fsdecode(file.read_bytes())  # names of mount points need not be UTF-8
     except OSError:
         return []
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def _unescaped(name: str) -> str:
+    """A name of /proc/self/mountinfo, in which blanks are octal: ``a\\040b``."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), name)
