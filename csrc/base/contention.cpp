@@ -7,11 +7,14 @@
 #include <cstdint>
 #include <ctime>
 #include <system_error>
+#include <utility>
+
+#include "base/descriptor.h"
 
 namespace torch_mesh {
 namespace {
 
-// Reading takes a microsecond.
+// Reading takes some microseconds.
 constexpr std::chrono::milliseconds kBetweenReads{20};
 // A thread was idle if its last call is longer ago than this. Its waits in that gap are out of
 // date. Just after it was woken it may share a processor with the thread that woke it, until the
@@ -27,17 +30,11 @@ Contention::Clock::time_point Contention::recently() {
                            std::chrono::nanoseconds(now.tv_nsec));
 }
 
-TimeWithoutProcessor::TimeWithoutProcessor()
-    : file_(open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC)) {}
-
-TimeWithoutProcessor::~TimeWithoutProcessor() {
-  if (file_ >= 0) close(file_);
-}
-
 // The file has nanoseconds on a processor, nanoseconds ready without one, and slices.
-std::optional<std::chrono::nanoseconds> TimeWithoutProcessor::read() const {
+std::optional<std::chrono::nanoseconds> TimeWithoutProcessor::read() {
+  const Descriptor file(open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC));
   char text[96];
-  const ssize_t length = file_ < 0 ? -1 : pread(file_, text, sizeof text, 0);
+  const ssize_t length = file.get() < 0 ? -1 : pread(file.get(), text, sizeof text, 0);
   const char* const end = text + std::max<ssize_t>(length, 0);
   const char* const gap = std::find<const char*>(text, end, ' ');
   int64_t waited = 0;
@@ -48,9 +45,12 @@ std::optional<std::chrono::nanoseconds> TimeWithoutProcessor::read() const {
 void TimeWithoutProcessor::note(Contention& contention) {
   if (Contention::recently() - last_ < kBetweenReads) return;
   const auto now = Contention::Clock::now();
-  const auto passed = now - last_;
+  const auto passed = now - std::exchange(last_, now);
   const auto waited = read();
-  if (!waited) return;
+  if (!waited) {
+    settled_ = false;
+    return;
+  }
   if (passed > kIdle) {
     settled_ = false;
   } else if (settled_) {
@@ -58,7 +58,6 @@ void TimeWithoutProcessor::note(Contention& contention) {
   } else {
     settled_ = true;
   }
-  last_ = now;
   before_ = *waited;
 }
 

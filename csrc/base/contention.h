@@ -47,21 +47,16 @@ class Contention {
   std::atomic<int64_t> pause_{ns(kFirstPause)};
 };
 
-// Reads how long the thread that made it was runnable without a processor.
+// Reads how long the calling thread was runnable without a processor. Each thread has its own. No
+// file stays open: a process may have more threads than it may have descriptors.
 class TimeWithoutProcessor {
  public:
-  TimeWithoutProcessor();
-  ~TimeWithoutProcessor();
-  TimeWithoutProcessor(const TimeWithoutProcessor&) = delete;
-  TimeWithoutProcessor& operator=(const TimeWithoutProcessor&) = delete;
-
-  // The total so far; nullopt where the kernel does not count it.
-  std::optional<std::chrono::nanoseconds> read() const;
+  // The total so far; nullopt where the kernel does not count it, or without a free descriptor.
+  static std::optional<std::chrono::nanoseconds> read();
   // Reports to `contention` what happened since the last report, at most once in 20 ms.
   void note(Contention& contention);
 
  private:
-  int file_;
   Contention::Clock::time_point last_;
   std::chrono::nanoseconds before_{0};
   bool settled_ = false;  // has run for a while

@@ -75,7 +75,8 @@ void Freeing::wait(std::chrono::milliseconds timeout, const Runtime& runtime) {
   }
   std::thread ended = std::move(thread_);
   lock.unlock();
-  if (ended.joinable()) ended.join();  // the thread has ended when this returns
+  // The thread has ended when this returns, but for another call that waits at the same time.
+  if (ended.joinable()) ended.join();
 }
 
 }  // namespace torch_mesh

@@ -197,8 +197,10 @@ void Team::work(int32_t thread) {
   ask_for_short_slices();
   int64_t descheduled = times_descheduled();
   Clock::time_point spins_from{};
-  while (!stopping_.load(std::memory_order_relaxed)) {
+  for (;;) {
+    // Before `stopping_`: the destructor's offer, which nobody helps with, must not be slept on.
     const uint32_t offers = offers_.load(std::memory_order_seq_cst);
+    if (stopping_.load(std::memory_order_seq_cst)) return;
     if (help(thread)) continue;
     const int64_t now_descheduled = times_descheduled();
     const auto now = Clock::now();

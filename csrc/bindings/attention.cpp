@@ -17,8 +17,6 @@
 namespace torch_mesh {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 void check_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
   const auto usable = [](int64_t dim) {
     return dim >= kHeadDimStep && dim <= kMaxHeadDim && dim % kHeadDimStep == 0;

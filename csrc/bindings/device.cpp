@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -259,8 +260,10 @@ class PyMover {
         std::rethrow_exception(stats.last_failure);
       } catch (const Error& error) {
         result["last_failure"] = exception_of(error);
-      } catch (const std::exception& error) {
+      } catch (const std::bad_alloc& error) {
         result["last_failure"] = exception_of(Error(ErrorKind::kMemory, error.what()));
+      } catch (const std::exception& error) {
+        result["last_failure"] = exception_of(Error(ErrorKind::kDevice, error.what()));
       }
     }
     return result;

@@ -291,7 +291,8 @@ std::chrono::milliseconds timeout_from(double seconds) {
 
 void read_by(const std::string& io, ReaderOptions& reader) {
   if (io == "mmap") {
-    throw_invalid("io='mmap' is no more; io='buffered' reads through the page cache into the pool");
+    throw_invalid(
+        "io='mmap' was removed; io='buffered' reads through the page cache into the pool");
   }
   reader.direct = io != "buffered";
   reader.backend = reader.direct ? io : "auto";
@@ -314,8 +315,8 @@ PyEngine::PyEngine(const py::kwargs& options) : PyLive("this engine is closed") 
   const auto lender = given.take<std::optional<std::string>>("lender", {});
   given.none_left();
 
-  const Runtime& runtime = torch_runtime();
   py::gil_scoped_release released;
+  const Runtime& runtime = torch_runtime();
   check(engine, runtime, layers);
   Owned<Pool> made;
   if (lender) {

@@ -123,22 +123,28 @@ bool follows(const Remainder& carried, const LayerHandle& layer, const at::Tenso
   return from.pool == here.pool && from.layer + 1 == here.layer && carried.x.sizes() == x.sizes();
 }
 
-// Choices [tokens][k] of this call and of the next layer's. Each has the sentinel `experts` where
-// the other has a choice.
+// Choices [tokens][k] of this call, and those that it leaves to the next layer's or to another
+// pool. Each has the sentinel `experts` where the other has a choice.
 struct Split {
-  at::Tensor now, later;
-  std::vector<int32_t> deferred;  // the distinct experts of `later`
+  at::Tensor now, left_out;
+  SplitChoices choices;  // views of both, and lists of experts
 };
+
+// Leaves out what `split(choices)` does.
+template <typename Function>
+Split split_choices(const LayerHandle& layer, const at::Tensor& ids, const Function& split) {
+  at::Tensor now = ids.clone(), left_out = at::full_like(ids, layer.engine().pool().experts());
+  SplitChoices choices{.now = values_of<int64_t>(now), .left_out = values_of<int64_t>(left_out)};
+  split(choices);
+  return {std::move(now), std::move(left_out), std::move(choices)};
+}
 
 Split split_cold(const LayerHandle& layer, const at::Tensor& ids, const at::Tensor& weights,
                  int64_t most) {
-  Split split{ids.clone(), at::full_like(ids, layer.engine().pool().experts()), {}};
-  SplitChoices choices{.now = values_of<int64_t>(split.now),
-                       .left_out = values_of<int64_t>(split.later)};
-  torch_mesh::split_cold(states_of(layer), const_values_of<float>(weights),
-                         static_cast<int32_t>(ids.size(1)), most, choices);
-  split.deferred = std::move(choices.experts);
-  return split;
+  return split_choices(layer, ids, [&](SplitChoices& choices) {
+    torch_mesh::split_cold(states_of(layer), const_values_of<float>(weights),
+                           static_cast<int32_t>(ids.size(1)), most, choices);
+  });
 }
 
 at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
@@ -161,42 +167,24 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
                    static_cast<int32_t>(ids.size(1)), pool.experts(), sentinels);
   const bool defers = deferred > 0 && !last_layer && phase_of(x.size(0)) == Phase::kDecode;
   const Split split = defers ? split_cold(layer, ids, weights, deferred)
-                             : Split{.now = ids, .later = {}, .deferred = {}};
+                             : Split{.now = ids, .left_out = {}, .choices = {}};
+  const std::vector<int32_t>& later = split.choices.experts;
   const auto lookahead =
       lookahead_for(x, {next_router, next_handle, next_top_k, next_bias, next_scoring});
-  at::Tensor out = run_experts(
-      layer, x, split.now, weights, /*sentinels=*/true,
-      {.reads_queued = prefetch_of(lookahead), .deferral = {.experts = split.deferred}});
+  at::Tensor out =
+      run_experts(layer, x, split.now, weights, /*sentinels=*/true,
+                  {.reads_queued = prefetch_of(lookahead), .deferral = {.experts = later}});
   if (carried && follows(*carried, layer, x)) {
     out.add_(run_experts(resolve(carried->handle), carried->x, carried->ids, carried->weights,
                          /*sentinels=*/true, {.deferral = {.late = true}}));
   }
-  if (!split.deferred.empty()) {
-    remainder = Remainder{layer.ids(), x.clone(), split.later, weights.clone()};
+  if (!later.empty()) {
+    remainder = Remainder{layer.ids(), x.clone(), split.left_out, weights.clone()};
   }
   return out;
 }
 
 // -- fallback -------------------------------------------------------------------------------------
-
-// Choices [tokens][k] of this pool and of the fallback pool. Each has the sentinel `experts` where
-// the other has a choice.
-struct FallbackSplit {
-  at::Tensor exact, low;
-  std::vector<int32_t> experts;  // the distinct ones of `low`
-  std::vector<int32_t> doubles;  // those of `exact` that are READY in both pools
-};
-
-FallbackSplit split_by_pool(const LayerHandle& layer, const LayerHandle& low,
-                            const at::Tensor& ids) {
-  FallbackSplit split{ids.clone(), at::full_like(ids, layer.engine().pool().experts()), {}, {}};
-  SplitChoices choices{.now = values_of<int64_t>(split.exact),
-                       .left_out = values_of<int64_t>(split.low)};
-  torch_mesh::split_by_pool(states_of(layer), states_of(low), choices);
-  split.experts = std::move(choices.experts);
-  split.doubles = std::move(choices.doubles);
-  return split;
-}
 
 void check_fallback(const LayerHandle& layer, const LayerHandle& low) {
   const RecordLayout &layout = layer.engine().layout(), &low_layout = low.engine().layout();
@@ -227,26 +215,31 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
   auto lookahead =
       lookahead_for(x, {next_router, next_handle, next_top_k, next_bias, next_scoring});
   if (lookahead) lookahead->read_into_fallback(low);
-  FallbackSplit split{.exact = ids, .low = {}, .experts = {}, .doubles = {}};
-  if (phase_of(x.size(0)) == Phase::kDecode) split = split_by_pool(layer, low, ids);
+  Split split{.now = ids, .left_out = {}, .choices = {}};
+  if (phase_of(x.size(0)) == Phase::kDecode) {
+    split = split_choices(layer, ids, [&](SplitChoices& choices) {
+      split_by_pool(states_of(layer), states_of(low), choices);
+    });
+  }
+  const SplitChoices& choices = split.choices;
   // Experts that both pools have are evicted from the fallback pool, so that together the pools
   // hold more experts. With a slot for every expert nothing would be gained.
   Pool& fallback_pool = low.engine().pool();
-  if (!split.doubles.empty() &&
+  if (!choices.doubles.empty() &&
       fallback_pool.slots() < fallback_pool.layers() * fallback_pool.experts()) {
-    fallback_pool.evict(low.layer, split.doubles);
+    fallback_pool.evict(low.layer, choices.doubles);
   }
   const auto compute_exact = [&](std::optional<at::ScalarType> out) {
-    return run_experts(layer, x, split.exact, weights, /*sentinels=*/true,
+    return run_experts(layer, x, split.now, weights, /*sentinels=*/true,
                        {.reads_queued = prefetch_of(lookahead),
-                        .deferral = {.experts = split.experts, .fallback = true},
+                        .deferral = {.experts = choices.experts, .fallback = true},
                         .out = out});
   };
-  if (split.experts.empty()) return compute_exact({});
+  if (choices.experts.empty()) return compute_exact({});
   // Resident experts are computed while fallback experts are being read.
   at::Tensor exact;
   at::Tensor out =
-      run_experts(low, x, split.low, weights, /*sentinels=*/true,
+      run_experts(low, x, split.left_out, weights, /*sentinels=*/true,
                   {.reads_queued = [&] { exact = compute_exact(at::kFloat); }, .out = at::kFloat});
   if (!exact.defined()) exact = compute_exact(at::kFloat);
   return out.add_(exact).to(x.scalar_type());

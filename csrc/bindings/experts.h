@@ -7,11 +7,10 @@
 #include <optional>
 #include <string_view>
 
+#include "bindings/tensors.h"
 #include "engine/engine.h"
 
 namespace torch_mesh {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // Arguments of an op in library.cpp, grouped for the functions that implement it. They are
 // references to the op's arguments, valid while it runs.

@@ -23,8 +23,6 @@
 namespace torch_mesh {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 PackedMatrix matrix_of(c10::string_view format, int64_t group_size, int64_t in_features,
                        int64_t out_features) {
   return PackedMatrix::make(format_from_name(std::string_view(format.data(), format.size())),

@@ -29,8 +29,8 @@ namespace {
 
 namespace py = pybind11;
 
-py::dict features() {
-  py::dict result;
+std::map<std::string, std::string> features() {
+  std::map<std::string, std::string> result;
   std::string tables;
   for (const std::string_view name : kernel_tables()) {
     if (!tables.empty()) tables += " ";
@@ -80,7 +80,8 @@ std::map<std::string, int64_t> record_layout(const RecordLayout& layout) {
 }
 
 int32_t chunk_tokens(const RecordLayout& layout, int32_t top_k, int64_t workspace) {
-  if (top_k < 1 || workspace < 1) throw_invalid("top_k and workspace must be 1 or more");
+  if (top_k < 1) throw_invalid("top_k is ", top_k, "; it must be 1 or more");
+  if (workspace < 1) throw_invalid("workspace is ", workspace, " bytes; it must be 1 or more");
   const ExpertFfn ffn(layout, Activation::kSilu, torch_runtime(), kernel_table());
   return tokens_per_chunk(ffn, layout, top_k, workspace);
 }
@@ -111,7 +112,7 @@ std::vector<std::string> policies() {
 void define(py::module_& m) {
   register_error_translator();
   m.attr("torch_version") = TORCH_VERSION;
-  m.def("features", features);
+  m.def("features", features, py::call_guard<py::gil_scoped_release>());
   define_of_layout(m, "record_bytes", record_bytes);
   define_of_layout(m, "record_layout", record_layout);
   m.def(
@@ -133,7 +134,8 @@ void define(py::module_& m) {
   m.def("record_checksum", checksum, py::arg("store_id"), py::arg("layer"), py::arg("expert"),
         py::arg("record"));
   m.def("policy_names", policies);
-  m.def("direct_io_alignment", direct_io_alignment, py::arg("path"));
+  m.def("direct_io_alignment", direct_io_alignment, py::arg("path"),
+        py::call_guard<py::gil_scoped_release>());
   define_source(m);
   define_engine(m);
   define_tables(m);

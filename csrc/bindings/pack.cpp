@@ -20,8 +20,6 @@
 namespace torch_mesh {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 MatrixView view(const OptionalTensor& tensor, at::IntArrayRef shape, const char* what) {
   if (!tensor.has_value()) return {};
   TORCH_CHECK_VALUE(tensor->device().is_cpu(), what, " is on ", tensor->device(),

@@ -3,9 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "engine/engine.h"
 
 namespace torch_mesh {
+
+using OptionalTensor = std::optional<at::Tensor>;
 
 // Returns bf16, fp16 or fp32. Raises ValueError, naming `what`, for another dtype.
 ScalarType scalar_type(const at::Tensor& tensor, const char* what);

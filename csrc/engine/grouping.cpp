@@ -64,7 +64,7 @@ void check_offsets(const int64_t* offsets, int32_t experts) {
   if (offsets[0] != 0) throw_invalid("offsets[0] is ", offsets[0], "; it must be 0");
   for (int32_t expert = 0; expert < experts; ++expert) {
     if (offsets[expert] <= offsets[expert + 1]) continue;
-    throw_invalid("offsets must not fall; offsets[", expert, "] is ", offsets[expert],
+    throw_invalid("offsets must not decrease; offsets[", expert, "] is ", offsets[expert],
                   " and the next is ", offsets[expert + 1]);
   }
 }

@@ -3,14 +3,10 @@
 #include <bit>
 #include <cstring>
 
+#include "kernels/small_floats.h"
+
 namespace torch_mesh {
 namespace {
-
-uint16_t to_bf16(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 // The baseline instruction set has no F16C: rescale so that the hardware's fp32 rounding does the
 // work. Adding `magic`, whose last bit has the weight of the last half bit that `value` keeps,
@@ -44,7 +40,7 @@ void store_row(const float* from, int64_t count, void* to, ScalarType type) {
       std::memcpy(to, from, count * sizeof(float));
       return;
     case ScalarType::kBf16:
-      store_halves(from, count, to, to_bf16);
+      store_halves(from, count, to, nearest_bf16);
       return;
     case ScalarType::kFloat16:
       store_halves(from, count, to, to_fp16);

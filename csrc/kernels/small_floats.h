@@ -2,6 +2,7 @@
 // their own.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -25,10 +26,10 @@ inline float bf16_at(const std::byte* from) {
   return value;
 }
 
-// The nearest bf16 of a number, ties to even; an infinity beyond its range.
+// The nearest bf16, ties to even; an infinity beyond its range. NaN stays NaN.
 inline uint16_t nearest_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
+  const auto bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

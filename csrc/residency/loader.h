@@ -59,9 +59,8 @@ class Loader {
     std::optional<Error> error;
     ReadResult read = {};  // the last one, where it was not refused
   };
-  // Called once per read that take_refused() does not return, on a thread of the loader's. Must
-  // not throw. It may call begin(),
-  // raise_priority() and flush().
+  // Called once per read that take_refused() does not return, on a thread of the loader's. It may
+  // call begin(), raise_priority() and flush(), and must not throw.
   using Done = std::function<void(Ended)>;
 
   // `memory`, `source` and `topology` outlive the loader. Throws what a Reader throws on opening,

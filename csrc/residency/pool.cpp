@@ -311,9 +311,10 @@ int32_t Pool::resize(int32_t slots) {
     check_open();
     if (core_.sizing().settled()) break;
     if (wait(lock, resized_, left)) continue;
-    throw Error(ErrorKind::kTimeout,
-                concat("the pool did not come to ", slots, " slots in ", options_.timeout.count(),
-                       " ms: the I/O thread does not come to it; the rest is done when it does"));
+    throw Error(
+        ErrorKind::kTimeout,
+        concat("resizing the pool to ", slots, " slots has not ended in ", options_.timeout.count(),
+               " ms, since the I/O thread is busy. It goes on in the background"));
   }
   return core_.slots().limit();
 }

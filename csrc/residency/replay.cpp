@@ -97,7 +97,7 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
   if (options.deferred > 0 &&
       std::ranges::find(trace.ids, RoutingTrace::kOtherRank) != trace.ids.end()) {
     throw_invalid(
-        "a rank puts no experts off: deferred must be 0 for a trace with experts of other ranks");
+        "ranks do not defer experts: deferred must be 0 for a trace with experts of other ranks");
   }
   if (options.predictor != "off" && options.policy == "belady") {
     throw_invalid("belady is the bound without prefetch; use predictor \"off\"");

@@ -188,7 +188,7 @@ std::vector<RecordFormats> formats_of_layers(std::string_view name) {
   std::vector<RecordFormats> layers;
   for (const char digit : name.substr(colon + 1)) {
     if (digit < '0' || digit >= '0' + static_cast<int>(distinct.size())) {
-      refuse("names a format by a digit that it has none for");
+      refuse("has a digit that names no format of its table");
     }
     layers.push_back(distinct[static_cast<size_t>(digit - '0')]);
   }

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <filesystem>
 #include <thread>
+#include <vector>
 
 namespace torch_mesh {
 namespace {
@@ -60,11 +63,22 @@ TEST_F(ContentionTest, ThePauseIsShortAgainAfterAQuietTime) {
 }
 
 TEST(TimeWithoutProcessor, IsCountedByTheKernelAndNeverFalls) {
-  const TimeWithoutProcessor time;
-  const auto first = time.read();
+  const auto first = TimeWithoutProcessor::read();
   if (!first) GTEST_SKIP() << "this kernel does not count it";
   std::this_thread::sleep_for(1ms);
-  EXPECT_GE(*time.read(), *first);
+  EXPECT_GE(*TimeWithoutProcessor::read(), *first);
+}
+
+// A process may have more threads of OpenMP than it may have descriptors.
+TEST(TimeWithoutProcessor, KeepsNoFileOpen) {
+  const auto open_files = [] {
+    return std::ranges::distance(std::filesystem::directory_iterator("/proc/self/fd"));
+  };
+  const auto before = open_files();
+  Contention contention;
+  std::vector<TimeWithoutProcessor> times(8);
+  for (TimeWithoutProcessor& time : times) time.note(contention);
+  EXPECT_EQ(open_files(), before);
 }
 
 }  // namespace

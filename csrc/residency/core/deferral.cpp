@@ -12,7 +12,7 @@ namespace torch_mesh {
 void split_cold(std::span<const SlotState> states, std::span<const float> weights, int32_t top_k,
                 int64_t most, SplitChoices& choices) {
   const auto experts = static_cast<int64_t>(states.size());
-  auto& [now, later, deferred, doubles] = choices;
+  const auto now = choices.now, left_out = choices.left_out;
   std::vector<bool> needed_now(states.size());
   std::vector<size_t> order(static_cast<size_t>(top_k));
   for (size_t token = 0; token < now.size(); token += order.size()) {
@@ -23,7 +23,7 @@ void split_cold(std::span<const SlotState> states, std::span<const float> weight
       const int64_t id = now[at];
       if (id >= experts) continue;
       if (left > 0 && states[id] != SlotState::kReady) {
-        std::swap(now[at], later[at]);
+        std::swap(now[at], left_out[at]);
         --left;
       } else {
         needed_now[id] = true;
@@ -31,12 +31,12 @@ void split_cold(std::span<const SlotState> states, std::span<const float> weight
     }
   }
   for (size_t at = 0; at < now.size(); ++at) {
-    const int64_t id = later[at];
+    const int64_t id = left_out[at];
     if (id >= experts) continue;
     if (needed_now[id]) {
-      std::swap(now[at], later[at]);
-    } else if (std::ranges::find(deferred, id) == deferred.end()) {
-      deferred.push_back(static_cast<int32_t>(id));
+      std::swap(now[at], left_out[at]);
+    } else if (std::ranges::find(choices.experts, id) == choices.experts.end()) {
+      choices.experts.push_back(static_cast<int32_t>(id));
     }
   }
 }

@@ -155,7 +155,7 @@ void Loan::map() {
                      (seals & kSeals) == kSeals && fstat(shared_.get(), &about) == 0 &&
                      about.st_size == welcome_.pool_bytes;
   if (!sound) {
-    throw_invalid("what answers at ", path_, " lends no memory of its pool");
+    throw_invalid("the process that answers at ", path_, " is not the owner of a shared pool");
   }
   lent_.assign(static_cast<size_t>(slots()), nullptr);
   // Populated at once: otherwise the first use of each record would pay for its page faults.

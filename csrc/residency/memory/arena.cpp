@@ -149,11 +149,11 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
     : Arena(count, bytes, fitting_pieces(count, bytes, topology.nodes(), segment_bytes),
             topology.nodes()) {
   if (count < 0 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
-    throw_invalid("an arena holds pieces of a multiple of 4096 bytes, and no fewer than none; got ",
-                  count, " of ", bytes);
+    throw_invalid("an arena holds 0 or more pieces of a multiple of 4096 bytes; got ", count,
+                  " of ", bytes);
   }
   if (count > INT64_MAX / bytes) {
-    throw_invalid(count, " buffers of ", bytes, " bytes are more than any machine addresses");
+    throw_invalid(count, " buffers of ", bytes, " bytes exceed the address space");
   }
   // Beyond this the kernel would rather kill the process than fail the allocation.
   const int64_t available = available_bytes();
@@ -191,13 +191,13 @@ Arena::~Arena() { release(); }
 // Maps a sealed memfd: no process can cut off what others have mapped, and no other process can
 // write to it.
 void Arena::map_shared(int64_t bytes) {
-  descriptor_ = memfd_create("torch_mesh_pool", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  descriptor_.reset(memfd_create("torch_mesh_pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const auto size = static_cast<size_t>(bytes);
-  if (descriptor_ >= 0 && ftruncate(descriptor_, bytes) == 0) {
-    shared_ = {map_aligned(size, descriptor_), size};
+  if (descriptor() >= 0 && ftruncate(descriptor(), bytes) == 0) {
+    shared_ = {map_aligned(size, descriptor()), size};
   }
   constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | kSealFutureWrite | F_SEAL_SEAL;
-  if (shared_.data != nullptr && fcntl(descriptor_, F_ADD_SEALS, kSeals) == 0) return;
+  if (shared_.data != nullptr && fcntl(descriptor(), F_ADD_SEALS, kSeals) == 0) return;
   const int error = errno;
   throw Error(ErrorKind::kMemory,
               concat("no shared memory of ", mebibytes(bytes), ": ", strerror(error),
@@ -213,7 +213,7 @@ void Arena::release() {
   }
   shared_ = {nullptr, 0};
   segments_.clear();
-  if (descriptor_ >= 0) close(std::exchange(descriptor_, -1));
+  descriptor_.reset();
 }
 
 std::byte* Arena::piece(int64_t index) const {

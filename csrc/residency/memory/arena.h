@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/descriptor.h"
 #include "residency/memory/slot_memory.h"
 #include "residency/memory/topology.h"
 
@@ -48,7 +49,7 @@ class Arena final : public SlotMemory {
   void fault_in(int64_t segment) const override;
   int64_t bytes() const { return count_ * piece_bytes_; }  // of all segments, dropped or not
   std::span<const MemoryRegion> segments() const override { return segments_; }
-  int descriptor() const override { return descriptor_; }
+  int descriptor() const override { return descriptor_.get(); }
   Owned<Reader> open_reader(const ReaderOptions& options, const Source& source,
                             std::span<const MemoryRegion> staging, Reader::Done done) override {
     // Raw weights are read into staging buffers alone.
@@ -67,7 +68,7 @@ class Arena final : public SlotMemory {
   int64_t piece_bytes_;
   int64_t pieces_per_segment_;
   int32_t nodes_;
-  int descriptor_ = -1;
+  Descriptor descriptor_;            // of shared memory
   MemoryRegion shared_{nullptr, 0};  // all segments
 };
 
