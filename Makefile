@@ -54,7 +54,7 @@ demo: build ## generate text with a quarter of a small model's experts resident
 notebooks: build-test ## execute the notebooks in examples/ and store their outputs in them
 	$(RUN) tools/run_notebooks.py
 
-test: build-dev engine-tests ## what a change usually breaks: the quick Python tests, in two processes, and the engine's C++ tests
+test: build-dev engine-tests ## the quick Python tests, in two processes, and the engine's C++ tests
 	$(BESIDE_ENGINE) $(RUN) -m pytest $(QUICK) $(IN_TWO) $(PYTEST)
 
 test-python: build-test ## its Python tests alone

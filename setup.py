@@ -74,7 +74,7 @@ EXTENSIONS = ("torch_mesh._C", "torch_mesh._testing")
 
 
 def testing_sources() -> list[Path]:
-    """But for the module."""
+    """All files of csrc/testing except the module's."""
     return [source for source in sources("testing") if source != TESTING_MODULE]
 
 
@@ -100,7 +100,7 @@ def library(name: str, program: str) -> list[str]:
     """Link flags with which ``program`` becomes a shared library; none if it cannot. The archive goes first: a wheel
     then needs no such package."""
     flags = (f"-l:lib{name}.a", f"-l{name}")
-    # Without text relocations: an archive that was not compiled for shared libraries is none that serves.
+    # Without text relocations: an archive that was compiled without -fPIC fails here.
     return next(([flag] for flag in flags if compiles(program, "-shared", "-fPIC", "-Wl,-z,text,-z,defs", flag)), [])
 
 
@@ -210,7 +210,7 @@ class NinjaFile:
         build.write_text("\n".join(self.lines) + "\n")
         command = [_ninja(), "-f", str(build), *targets, *_jobs()]
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode != 0:
-            raise SystemExit("torch_mesh: the build failed; the compiler's messages stand above")
+            raise SystemExit("torch_mesh: the build failed; see the compiler's messages above")
 
 
 def precompiled(header: Path) -> Path:
@@ -270,7 +270,7 @@ class BuildExtension(build_ext):
         libraries = cpp_extension.library_paths()
         # torch's headers are not ours to warn about.
         torch_flags = [flag for path in includes for flag in ("-isystem", path)]
-        # Nor ours to check, as they would without NDEBUG; and most of them are operators that no source here calls.
+        # Without torch's own assertions, and without the declarations of operators that no source here calls.
         torch_flags += ["-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS"]
         torch_flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-fopenmp"]
         link = ["-shared", "-fopenmp", "-ldl", *(f"-L{path}" for path in libraries)]

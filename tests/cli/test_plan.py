@@ -653,3 +653,30 @@ def test_the_disk_is_measured_into_memory_that_may_have_huge_pages() -> None:
     assert address % (2 << 20) == 0 and mapping.split()[1] == "rw-p"
     flags = re.search(r"VmFlags:(.*)", mapping)
     assert flags is None or "hg" in flags[1].split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_experts_per_tok": 4.0}, "refuses its config: .*num_experts_per_tok"),
+        ({"num_experts_per_tok": "four"}, "refuses its config: .*num_experts_per_tok"),
+        ({"dtype": "bfloat17"}, "refuses its config: .*bfloat17"),
+        ({"quantization_config": [1]}, "refuses its config: |is not a config: "),
+        ({"num_experts_per_tok": 0}, "The config gives each token 0 of the 32 experts of model.layers.0.mlp.experts"),
+        ({"num_experts_per_tok": 33}, "The config gives each token 33 of the 32 experts"),
+        (None, "config.json: is not valid JSON: "),
+    ],
+)
+def test_a_config_with_wrong_values_is_one_line(
+    given: dict[str, Any] | None, message: str, mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(mesh_tiny / "model.safetensors")
+    config = json.loads((mesh_tiny / "config.json").read_text())
+    text = "[" * 200_000 + "]" * 200_000 if given is None else json.dumps(config | given)
+    (tmp_path / "config.json").write_text(text)
+    for command in (["plan", *GIVEN], ["inspect"], ["convert", "--weights", "int8"]):
+        name, *options = command
+        destination = [str(tmp_path / "store")] if name == "convert" else []
+        assert main([name, str(tmp_path), *destination, *options]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and re.search(message, error), error

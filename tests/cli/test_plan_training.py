@@ -180,6 +180,8 @@ def test_the_table_of_training_and_refused_options(
         (["--lora-rank", "4"], "--lora-rank is for training: give --train"),
         (["--gradient-checkpointing"], "--gradient-checkpointing is for training"),
         (["--train", "--hit-rate", "0.5"], "--hit-rate is for generating"),
+        (["--train", "--lora-rank", "193"], "193 (--lora-rank) is more than the widths of the experts, 192 and 64"),
+        (["--train", "--lora-rank", "9" * 30], "such adapters are larger than the experts"),
     ):
         assert main(["plan", str(mesh_tiny), *arguments, *GIVEN]) == 2
         assert message in capsys.readouterr().err

@@ -238,10 +238,10 @@ def test_dense_codes_needs_a_gguf_file_with_codes(tmp_path: Path) -> None:
         lambda: find_sizes(store.folder, MeshConfig(dense="codes")),
         lambda: torch_mesh.patch(made.model, dense="codes", weights="bf16"),
     ):
-        with pytest.raises(UnsupportedModelError, match="nor from a folder that torch-mesh convert made of one"):
+        with pytest.raises(UnsupportedModelError, match="This model has none in a type"):
             open_it()
     gguf_files.write(tmp_path / "floats.gguf", "qwen3moe", {"_exps": "Q8_0"})
-    with pytest.raises(UnsupportedModelError, match="this one has none in a type"):
+    with pytest.raises(UnsupportedModelError, match="This model has none in a type"):
         _open(tmp_path / "floats.gguf", "auto", dense="codes")
     choices = dense_choices(tmp_path / "floats.gguf", MeshConfig(), None, None)
     assert [choice.dense for choice in choices] == ["int8", "int4"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from tiny_models import TINY_MODELS, build, logits_of
 from torch import nn
 from torch.nn.functional import linear
+from torch.nn.utils import prune
 from transformers import PreTrainedModel
 
 import torch_mesh
@@ -111,6 +112,27 @@ def test_nothing_can_be_written_into_a_packed_weight() -> None:
         model.model.layers[0].mlp.experts.gate_up_proj = nn.Parameter(torch.zeros(8, 80, 72))
     with pytest.raises(MeshError, match=f"NoneType cannot replace {EXPERTS}"):
         model.model.layers[0].mlp.experts.gate_up_proj = None
+
+
+def test_pruning_is_refused_and_loses_no_other_weight() -> None:
+    model = torch_mesh.patch(build(), resident=0.5, dense="int8")
+    with pytest.raises(MeshError, match="MeshLinear.weight is packed.*prune"):
+        prune.l1_unstructured(model.lm_head, "weight", 0.5)
+    experts = model.model.layers[0].mlp.experts
+    with pytest.raises(MeshError, match="is packed"):
+        prune.l1_unstructured(experts, "down_proj", 0.5)
+    with pytest.raises(MeshError, match="has lost its parameter down_proj, as .*prune"):
+        model.half()
+    assert "gate_up_proj" in experts._parameters
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dense", ["none", "int8"])
+def test_a_patched_model_is_exported(dense: str, strict: bool) -> None:
+    ids, model = _ids(), torch_mesh.patch(build(), resident=0.5, dense=dense)
+    model.config.use_cache = False
+    exported = torch.export.export(model, (ids,), strict=strict).module()
+    assert torch.equal(exported(ids).logits, logits_of(model, ids))
 
 
 def test_a_tensor_copied_or_assigned_to_a_packed_layer_is_packed() -> None:

@@ -37,9 +37,9 @@ from torch_mesh.modules.dense import packed_linears
 from torch_mesh.modules.experts import MeshExperts
 from torch_mesh.store.convert import convert
 from torch_mesh.store.dense_weights import WITHOUT_TORCH_MESH
-from torch_mesh.store.header import variant_in
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
 from torch_mesh.store.verify import verify
+from torch_mesh.store.weight_files import variant_in
 from torch_mesh.system.atomic_files import scratch_folder
 
 QWEN, MIXTRAL, GPT_OSS = "Qwen3MoeExperts", "MixtralExperts", "GptOssExperts"

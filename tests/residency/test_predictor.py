@@ -20,12 +20,13 @@ import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError
 from torch_mesh.cli import main
 from torch_mesh.cli.routing.fit import _verdict
-from torch_mesh.hf.open_model import open_tokenizer, token_sequences
+from torch_mesh.hf.open_model import open_tokenizer
 from torch_mesh.models.families import find_experts, find_router
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.prefetch.predictor import Predictor, Recall, fit, identity_of, load_predictor, recall, save_predictor
 from torch_mesh.routing.simulation import simulate
 from torch_mesh.routing.traces import load_trace
+from torch_mesh.store.text import token_sequences
 
 TEXT = Path(__file__).parents[1] / "data" / "text"
 

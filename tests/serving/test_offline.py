@@ -81,15 +81,21 @@ def test_requests_in_both_forms_are_answered(folder: Path, paths: tuple[Path, Pa
     assert agreeing >= 3  # rows computed together round differently, which may decide a near tie
 
 
+def _refuse_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline, "open_service", lambda *_: pytest.fail("the model was opened"))
+
+
 def test_finished_lines_are_not_computed_again(
-    folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, answers = paths
     lines = [_line(f"{number}", prompt=f"Verse {number}", max_tokens=3) for number in range(5)]
     _write(requests, lines[:3])
     assert _run(folder, requests, answers) == 0
     before = answers.read_bytes()
-    assert _run(folder / "is-not-opened", requests, answers) == 0
+    with monkeypatch.context() as unopened:
+        _refuse_to_open(unopened)
+        assert _run(folder, requests, answers) == 0
     assert answers.read_bytes() == before
     _write(requests, lines)
     assert _run(folder, requests, answers) == 0
@@ -184,15 +190,19 @@ def test_answers_to_other_requests_are_not_overwritten(folder: Path, paths: tupl
     _write(requests, [_line("a", prompt="Hello", max_tokens=2)])
     assert _run(folder, requests, answers) == 0
     before = answers.read_bytes()
+    assert unanswered(read_requests(requests), answers, str(folder)) == []
+    with pytest.raises(ValueError, match=f"was answered by {folder}, and not by owner/other"):
+        unanswered(read_requests(requests), answers, "owner/other")
+    assert answers.read_bytes() == before
     for changed in ([_line("a", prompt="Hello", max_tokens=3)], [_line("b", prompt="Hello", max_tokens=2)]):
         with pytest.raises(ValueError, match="name another file"):
-            unanswered(read_requests(_write(requests, changed)), answers)
+            unanswered(read_requests(_write(requests, changed)), answers, str(folder))
     _write(requests, [_line("b", prompt="Hello", max_tokens=2)])
     others = [b"notes\n", b"notes", b"\x7fELF\r\x00", b'{"id": "batch_7"}', before.rstrip(b"\n")]
     for text in others:
         answers.write_bytes(text)
         with pytest.raises(ValueError, match="name another file"):
-            unanswered(read_requests(requests), answers)
+            unanswered(read_requests(requests), answers, str(folder))
         assert answers.read_bytes() == text
 
 
@@ -204,11 +214,14 @@ def test_the_requests_are_no_answers_file(folder: Path, paths: tuple[Path, Path]
     assert requests.read_bytes() == before
 
 
-def test_a_pipe_is_refused(folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_is_refused(
+    folder: Path, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse_to_open(monkeypatch)
     requests, answers = paths
     _write(requests, [_line("a", prompt="Hello", max_tokens=2)])
     os.mkfifo(answers)
-    assert _run(folder / "is-not-opened", requests, answers) == 2
+    assert _run(folder, requests, answers) == 2
     assert "is no regular file" in capsys.readouterr().err
 
 
@@ -223,7 +236,7 @@ def test_two_runs_do_not_write_the_same_answers(
     (answers.parent / "link").symlink_to(answers)
     for name in (answers, answers.parent / "link"):
         with locked(answers.with_name(".answers.jsonl.lock")):
-            assert _run(folder / "is-not-opened", requests, name) == 1
+            assert _run(folder, requests, name) == 1
         assert "another torch-mesh run is writing it" in capsys.readouterr().err
         assert answers.read_bytes() == before
     assert _run(folder, requests, answers) == 0
@@ -235,7 +248,7 @@ def test_answers_that_cannot_be_written_end_the_run_before_the_model_is_opened(
 ) -> None:
     requests, answers = paths
     _write(requests, [_line("a", prompt="Hello", max_tokens=2)])
-    monkeypatch.setattr(offline, "open_service", lambda *_: pytest.fail("the model was opened"))
+    _refuse_to_open(monkeypatch)
     assert _run(folder, requests, answers.parent / "none" / "answers") == 1
     assert "no such file" in capsys.readouterr().err
 

@@ -211,6 +211,62 @@ def test_log_probabilities_are_refused_with_options_that_change_them(
         chat(logprobs=True)
 
 
+ONE_OF_TWO = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"enum": ["yes", "no"]}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_new_tokens", 20),
+        ("no_repeat_ngram_size", 1),
+        ("begin_suppress_tokens", [1, 2]),
+        ("suppress_tokens", [1]),
+        ("bad_words_ids", [[1]]),
+        ("token_healing", True),
+    ],
+)
+def test_grammars_are_refused_with_options_that_leave_no_token(
+    name: str, value: Any, chat: Callable[..., Any], server: Any
+) -> None:
+    own = {"generation_config": json.dumps({"max_new_tokens": 8, name: value})}
+    for more in ({"response_format": ONE_OF_TWO}, {"tools": TOOLS, "tool_choice": "required"}):
+        with pytest.raises(
+            openai.BadRequestError, match=f"{name} may leave no token that {next(reversed(more))}"
+        ) as error:
+            chat(**more, extra_body=own)
+        assert error.value.param == name
+    assert chat(response_format=ONE_OF_TWO).choices[0].message.content in ('"yes"', '"no"')
+
+
+def test_a_schema_without_any_value_is_refused(chat: Callable[..., Any]) -> None:
+    for schema in ({"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}):
+        asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match="response_format") as error:
+            chat(response_format=asked)
+        assert error.value.param == "response_format"
+
+
+@pytest.mark.parametrize("name", ['a"b', "a b", "a\\b", "a>b", "a{b", "", "a\n", 3])
+def test_names_of_functions_that_end_a_call_are_refused(name: Any, chat: Callable[..., Any]) -> None:
+    tool = {"type": "function", "function": {"name": name, "parameters": WEATHER}}
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.function\.name"):
+        chat(tools=[tool])
+
+
+def test_log_probabilities_have_the_bytes_of_their_tokens(
+    complete: Callable[..., Any], chat: Callable[..., Any], plain: tuple[Any, Any]
+) -> None:
+    """A character may have several tokens."""
+    text = "a\N{GRINNING FACE}b"
+    ids = plain[1](text)["input_ids"]
+    found = complete(prompt=text, echo=True, max_tokens=0, logprobs=1).choices[0].logprobs
+    assert found.tokens == ["a", *(f"bytes:\\x{byte:02x}" for byte in "\N{GRINNING FACE}".encode()), "b"]
+    assert found.text_offset == [0, 1, 1, 1, 1, 2] and len(ids) == 6
+    part = ids[1]
+    (token,) = chat(logprobs=True, max_tokens=1, logit_bias={str(part): 100}).choices[0].logprobs.content
+    assert (token.token, token.bytes) == ("\\xf0", [0xF0])
+
+
 def test_echo_scores_a_prompt(complete: Callable[..., Any], plain: tuple[Any, Any]) -> None:
     model, tokenizer = plain
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
@@ -299,7 +355,8 @@ def test_a_characters_tokens_have_their_log_probabilities_in_the_responses_api(f
         events = [json.loads(each.partition("data: ")[2]) for each in asyncio.run(read())]
         deltas = [each for each in events if each["type"] == "response.output_text.delta"]
         (done,) = (each for each in events if each["type"] == "response.output_text.done")
-        assert [each["token"] for each in done["logprobs"]] == [tokenizer.decode([token]) for token in ids]
+        whole = text.encode()[: len(text.encode()) - cut]
+        assert bytes(byte for each in done["logprobs"] for byte in each["bytes"]) == whole and len(ids) == len(whole)
         assert [each for delta in deltas for each in delta["logprobs"]] == done["logprobs"]
 
 
@@ -509,6 +566,9 @@ def test_requests_that_batches_cannot_honour_are_refused(
             with pytest.raises(openai.BadRequestError, match="--continuous-batching") as error:
                 client.chat.completions.create(**ask | more)
             assert error.value.param == next(iter(more))
+        with pytest.raises(openai.BadRequestError, match="best_of is not possible") as error:
+            client.completions.create(model=server.model, prompt=TEXT, max_tokens=4, best_of=2)
+        assert error.value.param == "best_of"
         for name, value in {
             "suppress_tokens": list(range(97, 123)),
             "stop_strings": ["e"],

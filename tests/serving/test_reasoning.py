@@ -15,6 +15,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.engine import Job, Token
+from torch_mesh.serving.openai_api import OpenAI, collect_all
+from torch_mesh.serving.processors import TokenLogprobs
 from torch_mesh.serving.prompts import response_messages
 from torch_mesh.serving.tool_calls import answer_format
 
@@ -53,12 +55,12 @@ def test_earlier_reasoning_stays_in_its_turn(items: list[Any], expected: list[An
     assert sum("tool_calls" in each for each in messages) == items.count(CALL)
 
 
-def _answer(folder: Path, text: str, template: str) -> Answer:
+def _answer(folder: Path, text: str, template: str, logprobs: bool = False) -> Answer:
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     async def tokens(job: Job) -> AsyncGenerator[list[Token], None]:
         for token in tokenizer(text)["input_ids"]:
-            yield [Token(token)]
+            yield [Token(token, TokenLogprobs(token, -1.0, ()) if logprobs else None)]
 
     job = Job({"input_ids": torch.tensor([[1]])}, GenerationConfig(max_new_tokens=99))
     return Answer(SimpleNamespace(tokens=tokens), job, tokenizer, answer_format(template, ""))
@@ -69,6 +71,28 @@ def _events(made: Any) -> list[dict[str, Any]]:
         return [each async for each in made.events()]
 
     return [json.loads(each.partition("data: ")[2]) for each in asyncio.run(read())]
+
+
+@pytest.mark.parametrize("text", ["<think>Hm.</think>\n\nYes, 1.", "Yes, 1."])
+def test_tokens_of_reasoning_have_no_log_probabilities(text: str, folder: Path) -> None:
+    """Clients pair log-probabilities with the content."""
+    answer = _answer(folder, text, "<think></think>", logprobs=True)
+    (found,) = asyncio.run(collect_all([answer]))
+    assert found.text == "Yes, 1."
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer.decode([each.token for each in found.logprobs])
+    assert tokens.endswith(found.text) and "Hm." not in tokens
+
+    async def read() -> list[str]:
+        service: Any = SimpleNamespace(prompts=SimpleNamespace(tokenizer=tokenizer), served="a")
+        return [each async for each in OpenAI(service)._chat_events({}, [answer], logprobs=True, usage=False)]
+
+    answer = _answer(folder, text, "<think></think>", logprobs=True)
+    chunks = [json.loads(each.partition("data: ")[2]) for each in asyncio.run(read())[:-1]]
+    logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    streamed = [token["token"] for each in logprobs if each is not None for token in each["content"]]
+    assert "".join(streamed) == tokens
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == found.text
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def test_invalid_arguments_are_refused_before_the_model_is_opened(
         *([("--default-tokens", "0", 2, "at least 1")] if command == "serve" else ()),
         *(decisions if command == "serve" and _decides() else ()),
         ("--cb-num-blocks", "-3", 2, "at least 1"),
+        ("--cb-block-size", "3", 2, "at least 4"),
+        ("--device", "meta", 2, "computes nothing"),
         ("--cb-max-memory-percent", "7", 2, "at most 1"),
         ("--compile", "--continuous-batching", 2, "leave one out"),
     ):

@@ -121,3 +121,131 @@ def test_a_parameter_has_a_type_that_its_schema_allows(schema: Any, expected: st
         as_json = value != "plain" and value in kept.get(expected, {value})
         wanted = json.loads(value) if as_json else value
         assert isinstance(call, Call) and json.loads(call.arguments) == {"a": wanted}, value
+
+
+# A value that contains the marks by which its family ends a call.
+MARKED: dict[str, tuple[AnswerFormat, str, str]] = {
+    "JSON": (
+        BY_JSON,
+        '<tool_call>\n{"name": "f", "arguments": {"a": %s}}\n</tool_call>',
+        '"</tool_call> \\" </tool_call>',
+    ),
+    "lists of JSON": (
+        answer_format("<TOOLCALL>", ""),
+        '<TOOLCALL>[{"name": "f", "arguments": {"a": %s}}]</TOOLCALL>',
+        "</TOOLCALL>",
+    ),
+    "Coder": (
+        BY_TAGS,
+        "<tool_call>\n<function=f>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
+        "<function=g></function> </tool_call>\n</function>",
+    ),
+    "GLM": (
+        answer_format("<tool_call> <arg_key>", ""),
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+        "<tool_call>g</tool_call>",
+    ),
+    "MiniMax": (
+        answer_format("<minimax:tool_call> <invoke name=", ""),
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">%s</parameter>\n</invoke>\n</minimax:tool_call>',
+        'x </invoke> </minimax:tool_call> <invoke name="g">',
+    ),
+    "Gemma": (
+        answer_format("<|tool_call> call:", ""),
+        '<|tool_call>call:f{a:<|"|>%s<|"|>}<tool_call|>',
+        "{b:1} <tool_call|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_a_value_may_contain_the_marks_of_calls(family: str) -> None:
+    format, call, value = MARKED[family]
+    text = call % (json.dumps(value) if "JSON" in family else value)
+    expected = [
+        Content("Look:"),
+        Call("f", json.dumps({"a": value})),
+        Content("end"),
+        Call("f", json.dumps({"a": value})),
+    ]
+    together = f"Look: {text} end {text}"
+    assert _read(format, together) == expected
+    parser = parser_of(format, {}, "")
+    assert _joined([piece for character in together for piece in parser.push(character)] + parser.end()) == expected
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """``pieces`` with texts that follow each other as one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and isinstance(piece, Content) and isinstance(last := joined[-1], Content):
+            joined[-1] = Content(last.text + piece.text)
+        else:
+            joined.append(piece)
+    return joined
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_a_value_without_an_end_does_not_hide_later_calls(family: str) -> None:
+    format, call, _ = MARKED[family]
+    value = "1" if "JSON" not in family else '"1"'
+    whole = call % value
+    assert format.tools is not None
+    cut = whole.replace("</parameter>", "").replace("</arg_value>", "").replace('"}', "}").replace('1<|"|>', "1")
+    assert cut != whole
+    (call_found,) = _read(format, whole)
+    assert isinstance(call_found, Call)
+    found = _joined(_read(format, f"{cut}{whole}"))
+    assert found == [Content(cut), call_found]
+
+
+def test_a_value_without_an_end_does_not_take_in_the_next_call_of_its_block() -> None:
+    first, second = "<parameter=a>\n1\n", "<parameter=a>\n2\n</parameter>\n"
+    block = f"<tool_call>\n<function=f>\n{first}</function>\n<function=g>\n{second}</function>\n</tool_call>"
+    assert _read(BY_TAGS, block) == [Content(block)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "string"}, "True", "True"),
+        ({}, "None", "None"),
+        ({"allOf": [{"type": "string"}]}, "12", "12"),
+        ({"allOf": [{"minimum": 1}, {"type": ["integer", "string"]}, {"type": "integer"}]}, "12", 12),
+        ({"$ref": "#/$defs/chain"}, "12", "12"),
+        ({"$ref": "#/$defs/a~1b%20c"}, "12", "12"),
+        ({"anyOf": [{"$ref": "#/$defs/chain"}, {"type": "null"}]}, "12", "12"),
+        ({"$ref": "#/$defs/loop"}, "12", 12),
+    ],
+)
+def test_a_parameter_between_tags_is_typed_by_all_of_its_schema(schema: Any, text: str, value: Any) -> None:
+    definitions = {
+        "chain": {"$ref": "#/$defs/text"},
+        "text": {"type": "string"},
+        "a/b c": {"type": "string"},
+        "loop": {"$ref": "#/$defs/loop"},
+    }
+    schemas = {"f": {"type": "object", "$defs": definitions, "properties": {"a": schema}}}
+    call = f"<tool_call><function=f><parameter=a>\n{text}\n</parameter></function></tool_call>"
+    assert _read(BY_TAGS, call, schemas=schemas) == [Call("f", json.dumps({"a": value}))]
+
+
+@pytest.mark.parametrize("key", ["max-results", "2fa", "$filter", "a.b", "na\u00efve", "with blank"])
+def test_keys_of_gemma_need_no_quotes(key: str) -> None:
+    text = f'<|tool_call>call:f{{{key}:3, b:{{{key}:<|"|>x:1<|"|>}},c:[None,True]}}<tool_call|>'
+    (call,) = _read(answer_format("<|tool_call> call:", ""), text)
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {key: 3, "b": {key: "x:1"}, "c": [None, True]}
+
+
+@pytest.mark.parametrize("given", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": {}'])
+def test_a_call_without_arguments_has_none(given: str) -> None:
+    assert _read(BY_JSON, f'<tool_call>{{"name": "f"{given}}}</tool_call>') == [Call("f", "{}")]
+
+
+def test_a_name_of_kimi_may_have_colons() -> None:
+    format = answer_format("<|tool_call_begin|> <|tool_call_argument_begin|>", "")
+    text = "<|tool_call_begin|>functions.mcp:get:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert _read(format, text) == [Call("mcp:get", "{}")]

@@ -14,7 +14,8 @@ import safetensors.numpy
 
 from torch_mesh.errors import StoreError
 from torch_mesh.store import dense_codes, header, table_files
-from torch_mesh.store.header import encode_header, read_header, read_index, weight_files
+from torch_mesh.store.header import encode_header, read_header
+from torch_mesh.store.weight_files import INDEX_NAME, read_index, weight_files
 
 
 def write(path: Path, table: object, data: bytes = b"", length: int | None = None) -> Path:
@@ -123,9 +124,9 @@ def test_header_beyond_the_cap_is_refused_without_reading_it(tmp_path: Path) -> 
 def test_json_of_too_many_elements_is_refused_before_parsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header, "MAX_STRUCTURE", 1000)
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
-    (tmp_path / header.INDEX_NAME).write_bytes(b'{"a":[' + b"[]," * 1001 + b"[]]}")
+    (tmp_path / INDEX_NAME).write_bytes(b'{"a":[' + b"[]," * 1001 + b"[]]}")
     with pytest.raises(StoreError, match="more than 1000 elements"):
-        read_index(tmp_path / header.INDEX_NAME)
+        read_index(tmp_path / INDEX_NAME)
 
 
 def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +280,7 @@ def test_arbitrary_bytes_never_raise_anything_but_store_error(tmp_path_factory, 
 
 
 def write_index(folder: Path, weight_map: object) -> Path:
-    path = folder / header.INDEX_NAME
+    path = folder / INDEX_NAME
     path.write_text(json.dumps({"metadata": {"total_size": 8.0}, "weight_map": weight_map}))
     return path
 

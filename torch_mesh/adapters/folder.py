@@ -20,7 +20,8 @@ from torch import nn
 from ..hf.compat import has_swapped_features, key_mapping_of
 from ..models.families import ExpertsLayer
 from ..store.checkpoint import checkpoint_fingerprint
-from ..store.header import check_folder, read_header, read_json_file, store_error
+from ..store.header import read_header, read_json_file, store_error
+from ..store.weight_files import check_folder
 from .factors import Factors, factors_of
 
 try:

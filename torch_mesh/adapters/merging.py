@@ -32,7 +32,7 @@ from ..store.dense_codes import codes_files, copied_codes
 from ..store.dense_weights import Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
 from ..store.dtypes import DTYPES, FLOATS
 from ..store.gguf import is_gguf
-from ..store.header import store_error, weight_files
+from ..store.header import store_error
 from ..store.hub import local_folder
 from ..store.manifest import MAX_FILE_BYTES, Shape, is_store, open_store
 from ..store.mapping import model_names
@@ -40,6 +40,7 @@ from ..store.store_plan import Progress, StorePlan
 from ..store.table_files import table_files
 from ..store.tables import tables_in_files
 from ..store.verify import check_other_files
+from ..store.weight_files import weight_files
 from ..store.writer import Written, write_store
 from .factors import Factors
 from .folder import Adapter, Change, adapter_fingerprint, read_adapter

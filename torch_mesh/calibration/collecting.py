@@ -12,8 +12,9 @@ import torch
 
 from ..config import fixed_config
 from ..errors import MeshError, UnsupportedModelError
-from ..hf.open_model import open_model, open_tokenizer, read_documents
+from ..hf.open_model import open_model, open_tokenizer
 from ..models.families import InPool
+from ..store.text import read_documents
 from .rows import LayerRows, RowFiles
 
 _MIN_TOKENS = 256

@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive, size
-from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents
+from torch_mesh.hf.open_model import open_model, open_tokenizer
 from torch_mesh.store.hub import local_folder
+from torch_mesh.store.text import read_documents
 from torch_mesh.system.atomic_files import check_results, new_file
 
 if TYPE_CHECKING:

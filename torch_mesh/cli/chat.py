@@ -97,7 +97,7 @@ def _check_flags(flags: Sequence[str], parse: Callable[[list[str]], dict[str, An
     """Check before the model is opened; transformers would after that."""
     from transformers import GenerationConfig
 
-    from torch_mesh.serving.generation import check_options
+    from torch_mesh.serving.generate_options import check_options
 
     known = vars(GenerationConfig())
     for flag in flags:

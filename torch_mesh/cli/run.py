@@ -46,14 +46,15 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_mesh.serving import offline
     from torch_mesh.store.progress import progress_bar
 
-    config = given_config(arguments)
+    config, options = given_config(arguments), given_options(arguments)
+    name = offline.check_arguments(arguments.model, options)
     requests = offline.read_requests(arguments.requests)
     arguments.interrupted = "interrupted: repeat the command to continue"
     failed = 0
     with _only_writer(arguments.answers):
-        left = offline.unanswered(requests, arguments.answers)
+        left = offline.unanswered(requests, arguments.answers, name)
         if left:
-            with offline.open_service(arguments.model, config, given_options(arguments), arguments.at_once) as service:
+            with offline.open_service(arguments.model, config, options, arguments.at_once) as service:
                 offline.check(service, left, arguments.requests)
                 with progress_bar("Answering", unit="request") as progress:
                     failed = asyncio.run(offline.answer(service, left, arguments.answers, arguments.at_once, progress))

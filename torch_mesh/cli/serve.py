@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         while server.is_alive() and not stop_requested.wait(0.5):
             pass
         if not stop_requested.is_set():
-            raise MeshError("the server has ended by itself; what it said stands above")
+            raise MeshError("the server stopped unexpectedly; its log is above")
         _end_within(END - _FREEING)
     _end_now()
 
@@ -82,7 +82,7 @@ def add_kept_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str] = frozenset()) -> None:
-    from torch_mesh.serving.options import OPTIONS
+    from torch_mesh.serving.server_options import OPTIONS
 
     group = parser.add_argument_group("how it is served")
     for option in OPTIONS:
@@ -103,7 +103,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    from torch_mesh.serving.options import OPTIONS
+    from torch_mesh.serving.server_options import OPTIONS
 
     given = ((option.name, getattr(arguments, option.name, None)) for option in OPTIONS)
     return {name: value for name, value in given if value is not None}

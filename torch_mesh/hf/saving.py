@@ -38,7 +38,6 @@ from ..store.convert import plan_of_model
 from ..store.dense_codes import Matrix, files_of_codes, is_codes_file
 from ..store.dense_weights import mesh_config, plain_config
 from ..store.folders import check_free_space, full_disk_as_store_error
-from ..store.header import variant_in
 from ..store.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -52,6 +51,7 @@ from ..store.manifest import (
 )
 from ..store.progress import progress_bar
 from ..store.table_files import is_table_file
+from ..store.weight_files import variant_in
 from ..store.writer import write_store
 from ..system.atomic_files import new_file, new_file_mode, scratch_folder
 from .compat import has_own_adapters, wrap

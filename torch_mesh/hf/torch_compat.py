@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -22,6 +25,7 @@ __all__ = [
     "after_backward",
     "arguments_of",
     "in_forward_mode",
+    "is_described",
     "is_in_backward",
     "is_tracing",
     "make_wrapper",
@@ -42,6 +46,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch._dynamo.config.recompile_limit", ">=2.11"),
     ("torch._guards.TracingContext.try_get", ">=2.11"),
     ("torch._subclasses.fake_tensor.FakeTensorMode", ">=2.11"),
+    ("torch._subclasses.meta_utils.MetaTensorDescriber", ">=2.11"),
     ("torch.autograd.Variable._execution_engine.queue_callback", ">=2.11"),
     ("torch.autograd.forward_ad._current_level", ">=2.11"),
     ("torch.cpu._is_amx_tile_supported", ">=2.11"),
@@ -80,6 +85,14 @@ def version_of(tensor: Any) -> int:
 def is_tracing() -> bool:
     """Whether torch.compile or torch.export traces in this thread."""
     return TracingContext.try_get() is not None
+
+
+def is_described() -> bool:
+    """Whether torch asks for a tensor's properties to make a fake one of it. torch.export does so before it traces."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch_mesh.", "torch._tensor")):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == MetaTensorDescriber.__module__
 
 
 def is_in_backward() -> bool:

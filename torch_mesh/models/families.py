@@ -557,10 +557,13 @@ def _layer(path: str, module: Any, flags: Mapping[str, Any], top_k: int, **about
     rows, hidden = (module.gate_up_proj if flags["has_gate"] else module.up_proj).shape[1:]
     if flags["is_transposed"]:
         rows, hidden = hidden, rows
+    experts = module.down_proj.size(0)  # gate_up may have rows of identity experts too
+    if not 1 <= top_k <= experts:
+        raise UnsupportedModelError(f"The config gives each token {top_k} of the {experts} experts of {path}.")
     return ExpertsLayer(
         path=path,
         module=module,
-        num_experts=module.down_proj.size(0),  # gate_up may have rows of identity experts too
+        num_experts=experts,
         top_k=top_k,
         hidden=hidden,
         intermediate=rows // 2 if flags["has_gate"] else rows,

@@ -274,17 +274,12 @@ Blocks = Mapping[str, "LinearCodes"]  # by the names of parameters
 def check_dense(dense: str, blocks: Blocks | None) -> None:
     """Raises UnsupportedModelError for ``dense="codes"`` without any codes. ``blocks`` is None without a GGUF file or a
     store with the codes of one."""
-    if dense != CODES or blocks:
-        return
-    why = (
-        "this model is not opened from one, nor from a folder that torch-mesh convert made of one: give one of these"
-        if blocks is None
-        else "this one has none in a type that linear layers can have"
-    )
-    raise UnsupportedModelError(
-        f'dense="{CODES}" keeps the codes that a GGUF file has of the layers outside the experts, and {why}, or set '
-        'dense to "auto" or a format.'
-    )
+    if dense == CODES and not blocks:
+        raise UnsupportedModelError(
+            f'dense="{CODES}" keeps the codes that a GGUF file, or a folder that torch-mesh convert made of one, has '
+            "of linear layers outside the experts. This model has none in a type that torch_mesh computes with: set "
+            'dense to "auto" or a format.'
+        )
 
 
 def _packings(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ..errors import PoolClosedError
+from ..errors import MeshError, PoolClosedError
 from ..hf.compat import OLD_FORWARD, set_initialized
 from ..models.families import ExpertsLayer, InPool, apply_gate, check_model, named_in
 from ..models.tables import TableLayer
@@ -55,7 +55,12 @@ class PackedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses to replace a packed parameter, which the forward does not read."""
         if name in self.__dict__.get("_mesh_parameters", ()):
-            weight: Any = self._parameters[name]
+            weight: Any = self._parameters.get(name)
+            if weight is None:
+                raise MeshError(
+                    f"{type(self).__name__}.{name} is packed, and nothing takes its place. Call "
+                    "torch_mesh.unpatch(model) before torch.nn.utils.prune and the like."
+                )
             weight.assign(value)
         else:
             super().__setattr__(name, value)
@@ -307,8 +312,15 @@ def pools_of(model: nn.Module) -> list[ExpertPool]:
 
 
 def detach_parameters(module: Any, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Remove the parameters ``names``; returns all parameters for ``reattach_parameters``."""
-    parameters = dict(module._parameters)
+    """Remove the parameters ``names``; returns all parameters for ``reattach_parameters``. Raises MeshError, before it
+    changes anything, if one is missing."""
+    parameters, names = dict(module._parameters), list(names)
+    for name in names:
+        if name not in parameters:
+            raise MeshError(
+                f"{type(module).__name__} has lost its parameter {name}, as torch.nn.utils.prune removes it. Packed "
+                "weights cannot be pruned: open the model again, and call torch_mesh.unpatch before."
+            )
     for name in names:
         del module._parameters[name]
     return parameters

@@ -15,6 +15,7 @@ from ..formats import is_passthrough
 from ..hf.torch_compat import (
     DDP_IGNORED,
     arguments_of,
+    is_described,
     is_tracing,
     make_wrapper,
     pytree,
@@ -377,7 +378,7 @@ def _storage(weight: PackedWeight) -> NoStorage:
 
 
 def _untyped_storage(weight: PackedWeight) -> Any:
-    if not is_tracing():
+    if not (is_tracing() or is_described()):
         raise NotImplementedError(f"{weight.path} has no storage.")  # savers fall back to storage()
     with without_torch_function():
         return weight.untyped_storage()

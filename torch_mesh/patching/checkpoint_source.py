@@ -42,12 +42,13 @@ from ..store.dense_codes import codes_of_checkpoint, codes_of_store, is_codes_fi
 from ..store.disk_cache import cache_folder, note_use
 from ..store.folders import OtherStoreError, lock_of
 from ..store.gguf import is_gguf
-from ..store.header import store_error, weight_files
+from ..store.header import store_error
 from ..store.manifest import MANIFEST_NAME, Manifest, Store, check_sizes, is_store, open_store, read_manifest
 from ..store.progress import progress_bar
 from ..store.sources import method_of, own_quantisation
 from ..store.table_files import is_table_file
 from ..store.verify import check_other_files
+from ..store.weight_files import weight_files
 from ..store.writer import Written
 from .expert_source import RecordSource
 

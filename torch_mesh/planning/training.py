@@ -79,7 +79,8 @@ def plan_training(
     """Plan a training step. ``targets``: PEFT's target_modules and target_parameters together; by default both
     projections of the experts. ``flops``: operations per second.
 
-    Raises ValueError for targets that the model does not have, and whatever ``plan`` raises.
+    Raises ValueError for targets that the model does not have, and for a rank above the widths of its experts, and
+    whatever ``plan`` raises.
     """
     if sizes.dense_bytes is None:
         raise ValueError(f"{folder} has no config.json, so that its model is unknown: give a folder with one.")
@@ -87,6 +88,11 @@ def plan_training(
     model = meta_model(read_config(folder))
     width = _Widths.of(model)
     targets = tuple(targets) or _projections(model)
+    if rank > max(shape.hidden, shape.intermediate):
+        raise ValueError(
+            f"rank={rank} (--lora-rank) is more than the widths of the experts, {shape.hidden} and "
+            f"{shape.intermediate}: such adapters are larger than the experts."
+        )
     trained, inputs = _adapters(model, rank, targets)
     adapters = _FP32 * trained
     kept = tokens * (width.kept_per_token + _FP32 * inputs + width.logits_per_token)

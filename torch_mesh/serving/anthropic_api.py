@@ -12,11 +12,12 @@ from typing import Any
 
 from torch_mesh.serving.answers import Answer, Part, whole_body
 from torch_mesh.serving.errors import RequestError, ThreadError, describe, for_anthropic
-from torch_mesh.serving.generation import BOOL, FRACTION, TEMPERATURE, Kind, whole
+from torch_mesh.serving.generate_options import BOOL, FRACTION, TEMPERATURE, Kind, whole
 from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.openai_api import event, new_id
 from torch_mesh.serving.requests import (
     ANY,
+    FUNCTION,
     LIST,
     NAME,
     OBJECT,
@@ -194,7 +195,7 @@ class Anthropic:
                 check(f"{where}.type", kind, TEXT, "tools")
                 others.append(kind)
                 continue
-            check_object(where, tool, "tools", {"name": NAME, "input_schema": OBJECT}, _TOOL_FIELDS)
+            check_object(where, tool, "tools", {"name": FUNCTION, "input_schema": OBJECT}, _TOOL_FIELDS)
             function = {"name": tool["name"], "parameters": tool["input_schema"]}
             passed = ("description", "strict", "defer_loading")
             function |= {name: tool[name] for name in passed if tool.get(name) is not None}

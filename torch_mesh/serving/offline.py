@@ -26,9 +26,9 @@ from torch_mesh.serving.errors import AnsweredError, describe
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.serving.openai_api import OpenAI, new_id
 from torch_mesh.serving.opening import open_processor, open_served, source_of
-from torch_mesh.serving.options import complete_options
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.requests import CHAT, COMPLETIONS, PROMPTS, RESPONSES
+from torch_mesh.serving.server_options import complete_options
 from torch_mesh.serving.service import Service
 from torch_mesh.system.atomic_files import new_file
 
@@ -126,11 +126,11 @@ def _raise_if(wrong: Sequence[str], path: Path) -> None:
         raise ValueError(f"{path} is not right, and nothing was computed: {'; '.join(wrong[:_MAX_NAMED])}{more}")
 
 
-def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
+def unanswered(requests: Sequence[Request], out: Path, model: str) -> list[Request]:
     """Return the ``requests`` without an answer in ``out``. Removes failed answers and an incomplete line from ``out``.
 
-    Raises ValueError for a file with anything else, or with an answer to another request of that custom_id; OSError for
-    a file that cannot be written.
+    Raises ValueError for a file with anything else, with an answer to another request of that custom_id, or with one of
+    another model than that of the name ``model``; OSError for a file that cannot be written.
     """
     try:
         with out.open("rb+") as file:
@@ -153,6 +153,11 @@ def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
             raise ValueError(
                 f"{out} line {number} answers another request than {name!r} of this file: name another file"
             )
+        if status == 200 and response["body"]["model"] != model:
+            raise ValueError(
+                f"{out} line {number} was answered by {response['body']['model']}, and not by {model}: name another "
+                "file, or the model as that run did"
+            )
         if status == 200 and line.endswith(b"\n"):
             kept.append(line)
             del pending[name]
@@ -160,6 +165,13 @@ def unanswered(requests: Sequence[Request], out: Path) -> list[Request]:
         with new_file(out) as file:
             file.writelines(kept)
     return [request for request in requests if request.id in pending]
+
+
+def check_arguments(model: str, given: Mapping[str, Any]) -> str:
+    """The name of the model, as answers have it. Raises ValueError for an invalid name or option (OPTIONS by name), and
+    StoreError for a path that does not exist."""
+    complete_options(given)
+    return source_of(model).name
 
 
 class _SizedBatches(Batches):

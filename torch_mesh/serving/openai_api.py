@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
-import itertools
 import json
 import time
 import uuid
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_mesh.serving.answers import Answer, Part, running, whole_body
+from torch_mesh.serving.answers import Answer, Part, Token, running, whole_body
 from torch_mesh.serving.errors import RequestError, describe
 from torch_mesh.serving.processors import TokenLogprobs
 from torch_mesh.serving.prompts import response_messages
@@ -29,6 +29,7 @@ from torch_mesh.serving.requests import (
 )
 from torch_mesh.serving.response_tools import qualified_name, shown_functions
 from torch_mesh.serving.service import Service, json_schema
+from torch_mesh.serving.text import token_bytes
 from torch_mesh.serving.tool_calls import Call, Content, Reasoning
 
 Body = dict[str, Any]
@@ -46,7 +47,9 @@ class Collected:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the content
+    _waiting: list[TokenLogprobs] = field(default_factory=list)  # of tokens whose piece has not come
+    _is_content: bool = True  # the last piece
 
     def add(self, part: Part) -> None:
         for piece in part.pieces:
@@ -56,7 +59,16 @@ class Collected:
                 self.reasoning.append(piece.text)
             else:
                 self.content.append(piece.text)
-        self.logprobs += [token.logprobs for token in part.tokens if token.logprobs is not None]
+        self._waiting += [token.logprobs for token in part.tokens if token.logprobs is not None]
+        if part.pieces:
+            if any(isinstance(piece, Content) for piece in part.pieces):
+                self._logprobs += self._waiting
+            self._waiting, self._is_content = [], isinstance(part.pieces[-1], Content)
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Of the tokens of the content, and of those that end it."""
+        return self._logprobs + (self._waiting if self._is_content else [])
 
     @property
     def text(self) -> str:
@@ -165,14 +177,19 @@ class OpenAI:
             return event({**head, "object": "chat.completion.chunk", "choices": [choice], **more})
 
         calls = [0] * len(answers)
+        # Tokens before the piece that they are of: those of reasoning and calls have no log-probabilities.
+        waiting: list[list[Token]] = [[] for _ in answers]
+        is_content = [True] * len(answers)
         for index in range(len(answers)):
             yield chunk(index, {"role": "assistant", "content": ""})
         async with contextlib.aclosing(merged(answers)) as parts:
             async for index, part in parts:
                 if part is None:
+                    if logprobs and waiting[index] and is_content[index]:
+                        yield chunk(index, {}, tokens=waiting[index])
                     yield chunk(index, {}, answers[index].finish)
                     continue
-                tokens = part.tokens
+                waiting[index] += part.tokens
                 deltas: list[Body] = []
                 for piece in part.pieces:
                     if isinstance(piece, Call):
@@ -184,9 +201,13 @@ class OpenAI:
                             deltas[-1][name] += piece.text
                         else:
                             deltas.append({name: piece.text})
-                for delta in deltas or ([{}] if logprobs and tokens else []):
+                for delta in deltas:
+                    tokens = waiting[index] if "content" in delta else ()
                     yield chunk(index, delta, tokens=tokens)
-                    tokens = ()
+                    if tokens:
+                        waiting[index] = []
+                if deltas:
+                    waiting[index], is_content[index] = [], "content" in deltas[-1]
         if usage:
             yield event({**head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(answers)})
         yield _DONE
@@ -196,12 +217,11 @@ class OpenAI:
         return {**self._named(found.token, found.logprob), "top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> Body:
-        text = self._text(token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        raw = self._bytes(token)
+        return {"token": _shown(raw), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
 
-    def _text(self, token: int) -> str:
-        text: str = self._service.prompts.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return text
+    def _bytes(self, token: int) -> bytes:
+        return token_bytes(self._service.prompts.tokenizer, token)
 
     # Completions
 
@@ -270,12 +290,15 @@ class OpenAI:
     ) -> Body:
         """Log-probabilities of tokens; only the first token of a prompt has none."""
         ids = [prompt[index] if each is None else each.token for index, each in enumerate(found)]
-        texts = [self._text(token) for token in ids]
+        raw = [self._bytes(token) for token in ids]
         hidden = frozenset(self._service.prompts.tokenizer.all_special_ids)  # the text leaves them out
-        lengths = [0 if token in hidden else len(text) for token, text in zip(ids, texts, strict=True)]
-        offsets = list(itertools.accumulate(lengths, initial=start))[:-1]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may have several tokens
+        offsets, offset = [], start
+        for token, each in zip(ids, raw, strict=True):
+            offsets.append(offset)
+            offset += 0 if token in hidden else len(decoder.decode(each))
         return {
-            "tokens": texts,
+            "tokens": [_shown(each, "bytes:") for each in raw],
             "token_logprobs": [None if each is None else max(each.logprob, -9999.0) for each in found],
             "top_logprobs": [None if each is None else self._top(each) for each in found],
             "text_offset": offsets,
@@ -285,7 +308,7 @@ class OpenAI:
         """The most probable tokens and the chosen one. If tokens have the same text, the most probable one counts."""
         named: dict[str, float] = {}
         for token, logprob in (*found.top, (found.token, found.logprob)):
-            named.setdefault(self._text(token), max(logprob, -9999.0))
+            named.setdefault(_shown(self._bytes(token), "bytes:"), max(logprob, -9999.0))
         return named
 
     async def _completion_events(
@@ -555,6 +578,14 @@ def _usage(answers: Sequence[Answer], prompts: int | None = None) -> Body:
         "total_tokens": prompts + made,
         "prompt_tokens_details": {"cached_tokens": answers[0].job.reused if answers else 0},
     }
+
+
+def _shown(token: bytes, prefix: str = "") -> str:
+    """A token as text; as ``\\xf0\\x9f`` where it is a part of a character, after ``prefix`` as OpenAI's APIs do."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def _mean_logprob(collected: Collected) -> float:

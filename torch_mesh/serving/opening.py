@@ -14,8 +14,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.store.gguf import is_gguf
-from torch_mesh.store.header import check_folder, store_error
+from torch_mesh.store.header import store_error
 from torch_mesh.store.hub import check_model, local_folder
+from torch_mesh.store.weight_files import check_folder
 
 # A model of the hub is owner/model, with @revision. A GGUF file of it follows a colon or, as in the rest of torch_mesh,
 # a slash.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch_mesh.serving.errors import MissingFieldError, ModelNotFoundError, RequestError, UnknownFieldError
-from torch_mesh.serving.generation import (
+from torch_mesh.serving.generate_options import (
     BOOL,
     FACTOR,
     FRACTION,
@@ -37,6 +38,11 @@ _TEXT_OR_OBJECT = Kind("text or an object", lambda value: isinstance(value, str 
 _PENALTY = Kind("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2)
 _TOP_LOGPROBS = Kind("a whole number from 0 to 20", lambda value: is_whole(value) and 0 <= value <= 20)
 NAME = Kind("a name", lambda value: isinstance(value, str) and value != "")
+# Of a function: without white space and what ends a name in some model's calls.
+FUNCTION = Kind(
+    "a name without white space, quotes, backslashes, brackets and braces",
+    lambda value: isinstance(value, str) and re.fullmatch(r"""[^\s"'`\\<>(){}\[\]]+""", value) is not None,
+)
 ANY = Kind("anything", lambda value: True)
 _ADDRESS = Kind('an address, as in {"url": "data:image/png;base64,..."}', TEXT.fits)
 _SOUND = Kind('sound in base64, as in {"data": "...", "format": "wav"}', TEXT.fits)
@@ -426,7 +432,7 @@ def _check_tool(where: str, tool: Any) -> None:
     check(f"{where}.function", function, OBJECT, "tools")
     if function is not tool:
         check_names(where, tool, ("type", "function", "cache_control"), "tools")
-    check(f"{where}.function.name", function.get("name"), NAME, "tools")
+    check(f"{where}.function.name", function.get("name"), FUNCTION, "tools")
     for name, kind in (("parameters", OBJECT), ("description", TEXT), ("strict", BOOL)):
         if (value := function.get(name)) is not None:
             check(f"{where}.function.{name}", value, kind, "tools")

@@ -18,10 +18,10 @@ from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.serving.opening import open_processor, open_served, source_of
-from torch_mesh.serving.options import check_address, check_key, complete_options
 from torch_mesh.serving.padded_products import pad_products
 from torch_mesh.serving.prefix_cache import PrefixCache
 from torch_mesh.serving.prompts import NO_TEMPLATE, Prompts
+from torch_mesh.serving.server_options import check_address, check_key, complete_options
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
 

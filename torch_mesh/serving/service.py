@@ -19,7 +19,7 @@ from torch_mesh.serving import grammars
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.engine import Job
 from torch_mesh.serving.errors import RequestError
-from torch_mesh.serving.generation import OptionError, normalize_options
+from torch_mesh.serving.generate_options import OptionError, normalize_options
 from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
 from torch_mesh.serving.prompts import Prompts
@@ -52,6 +52,8 @@ _EARLY_OPTIONS: dict[str, Any] = {
     "suppress_tokens": [],
     "begin_suppress_tokens": [],
 }
+# Of these, those that keep the tokens of every grammar possible.
+_BESIDE_GRAMMARS = {"guidance_scale", "encoder_repetition_penalty", "exponential_decay_length_penalty"}
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,8 @@ class Service:
         prompt = inputs["input_ids"].shape[-1]
         prompt_end = self.prompts.decode_end(inputs) if format is not None and prompt else ""
         lark = self._grammar(format, prompt_end, continues, tools, schema) if format is not None else None
+        if lark is not None:
+            self._check_beside_grammar(config, lark[1])
         if self._batches:
             self._check_batched(given, top, lark)
         penalty = 1.0 if top is None else self._take_penalty(config)
@@ -267,20 +271,30 @@ class Service:
         Raises RequestError for other options that generate would apply before.
         """
 
-        def option(name: str) -> Any:
-            value = getattr(config, name, None)
-            return getattr(self.model.generation_config, name, None) if value is None else value
-
         for name, neutral in _EARLY_OPTIONS.items():
-            if option(name) not in (None, neutral):
+            if self._option(config, name) not in (None, neutral):
                 raise RequestError(
                     f"{name} changes the model's distribution before its log-probabilities are known: leave out "
                     f"{name}, or logprobs and best_of.",
                     name,
                 )
-        penalty = float(option("repetition_penalty") or 1)
+        penalty = float(self._option(config, "repetition_penalty") or 1)
         config.repetition_penalty = 1.0
         return penalty
+
+    def _check_beside_grammar(self, config: GenerationConfig, field: str) -> None:
+        """Raises RequestError for options that may take away every token that the grammar of ``field`` allows, or that
+        write over the prompt's end."""
+        for name, neutral in [*_EARLY_OPTIONS.items(), ("token_healing", False)]:
+            if name not in _BESIDE_GRAMMARS and self._option(config, name) not in (None, neutral):
+                raise RequestError(
+                    f"{name} may leave no token that {field} allows: leave out {name}, or {field}.", name
+                )
+
+    def _option(self, config: GenerationConfig, name: str) -> Any:
+        """An option of ``generate`` for a request: its own value, or else the model's."""
+        value = getattr(config, name, None)
+        return getattr(self.model.generation_config, name, None) if value is None else value
 
     def check_score(self, inputs: Mapping[str, Any]) -> None:
         """Raises RequestTooLongError for a prompt that will not fit when it is scored."""
@@ -363,8 +377,8 @@ class Service:
     def _check_batched(self, given: Mapping[str, Any], top: int | None, lark: tuple[str, str] | None) -> None:
         fields = ["seed"] if "seed" in given else []
         fields += [name for name in ("logit_bias", "presence_penalty", "frequency_penalty") if given.get(name)]
-        if top is not None:
-            fields.append("logprobs")
+        if top is not None:  # best_of compares probabilities
+            fields.append("best_of" if given.get("logprobs") is None and "best_of" in given else "logprobs")
         if lark is not None:
             fields.append(lark[1])
         if fields:

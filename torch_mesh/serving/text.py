@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +78,27 @@ class Stops:
         """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The UTF-8 bytes of a token, which may be a part of a character."""
+    text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    if "\ufffd" not in text:
+        return text.encode()
+    written = tokenizer.convert_ids_to_tokens(token)
+    if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", written):  # SentencePiece's
+        return bytes.fromhex(byte[1])
+    found = [_byte_of_character().get(character) for character in written]
+    return text.encode() if None in found else bytes(byte for byte in found if byte is not None)
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """The characters by which a byte-level vocabulary, as GPT-2's, writes bytes: printable ones of Latin-1 stand for
+    themselves, the others for those from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(0x100) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 def first_mark(text: str, marks: Sequence[str]) -> tuple[int, str] | None:

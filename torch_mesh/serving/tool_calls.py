@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 from torch_mesh.serving.text import first_mark, split_held
 
@@ -38,7 +39,16 @@ class NotACallError(ValueError):
     """The text between the marks of a call is not a call."""
 
 
-@dataclass(frozen=True)
+def _values(begin: str, end: str, next_call: str = "(?!)") -> re.Pattern[str]:
+    """See ``ToolFormat.values``. A value that seems to go on in the next call, whose beginning ``next_call`` matches,
+    has no end."""
+    return re.compile(rf"{begin}(?:(?!{next_call}).)*?{end}|(?P<open>{begin})", re.DOTALL)
+
+
+_JSON_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<open>")', re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     """How a family writes calls.
 
@@ -50,6 +60,7 @@ class ToolFormat:
             force a call use it.
         header, footer: text around calls, which is not content.
         as_json: the arguments are one JSON object.
+        values: matches a value, or as its group ``open`` the beginning of one. Marks within are not those of calls.
         parameter: text before the name of an argument, between name and value, and after the value.
         quotes: special tokens around strings of the arguments.
         shows_ids: the template shows earlier calls by their ids, which are ``functions.NAME:N``, without names.
@@ -65,9 +76,20 @@ class ToolFormat:
     header: str = ""
     footer: str = ""
     as_json: bool = True
+    values: re.Pattern[str] = _JSON_STRINGS
     parameter: tuple[str, str, str] | None = None
     quotes: tuple[str, ...] = ()
     shows_ids: bool = False
+
+    def end_of(self, text: str) -> int:
+        """The position of ``end`` outside of values in the text of a call; -1 if there is none yet."""
+        found = text.find(self.end)
+        for value in self.values.finditer(text) if found >= 0 else ():
+            if found < value.start():
+                break
+            if value["open"] is not None or (found := text.find(self.end, value.end())) < 0:
+                return -1
+        return found
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -93,6 +115,8 @@ def _call(found: Any) -> Call:
 
 
 def _arguments(given: Any) -> str:
+    if given is None:
+        given = {}
     if isinstance(given, str):
         given = _json(given) if given.strip() else {}
     if not isinstance(given, dict):
@@ -127,21 +151,39 @@ def _reader(pattern: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
     return read
 
 
-def _tag_reader(name: str, parameter: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
-    """Read a name, and parameters between tags, with the types of the tool's schema."""
-    names, parameters = re.compile(name, re.DOTALL), re.compile(parameter, re.DOTALL)
+def _tag_reader(begin: str, end: str, parameter: str, after: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
+    """Read calls whose parameters are between tags, with the types of the tool's schema.
+
+    ``begin`` matches a call's beginning and its ``name``, ``parameter`` that of a parameter and its ``key``. ``end``
+    and ``after`` end them; a value may contain ``end``.
+    """
+    begins, parameters = re.compile(begin), re.compile(parameter)
+    next_call = re.compile(rf"{end}\s*{begin}" if begin.startswith("<") else "(?!)")
+    on_lines = parameter.endswith(r"\n?")
 
     def read(text: str, schemas: Mapping[str, Any]) -> list[Call]:
-        calls = []
-        for call in names.finditer(text):
-            schema = schemas.get(call["name"].strip()) or {}
+        calls, position = [], 0
+        while head := begins.search(text, position):
+            name, position = head["name"].strip(), head.end()
+            schema = schemas.get(name) or {}
             properties = schema.get("properties") if isinstance(schema, dict) else None
             known = properties if isinstance(properties, dict) else {}
-            given = {
-                each["key"].strip(): _typed(each["value"], resolved(known.get(each["key"].strip()), schema))
-                for each in parameters.finditer(call["body"])
-            }
-            calls.append(Call(call["name"].strip(), json.dumps(given, ensure_ascii=False)))
+            given = {}
+            while True:
+                stop = found if (found := text.find(end, position)) >= 0 else len(text)
+                opened = parameters.search(text, position, stop)
+                if after in text[position : opened.start() if opened else stop]:
+                    raise NotACallError("the mark after a value is in the value")
+                if opened is None:
+                    break
+                closed = text.find(after, opened.end())
+                if closed < 0 or next_call.search(text, opened.end(), closed):
+                    raise NotACallError("a parameter without an end")
+                key, position = opened["key"].strip(), closed + len(after)
+                value = text[opened.end() : closed].removesuffix("\n" if on_lines else "")
+                given[key] = _typed(value, resolved(known.get(key), schema))
+            position = stop + len(end)
+            calls.append(Call(name, json.dumps(given, ensure_ascii=False)))
         if not calls:
             raise NotACallError("no name")
         return calls
@@ -149,6 +191,7 @@ def _tag_reader(name: str, parameter: str) -> Callable[[str, Mapping[str, Any]],
     return read
 
 
+_PYTHON = {"True": True, "False": False, "None": None}  # templates of Qwen show these for earlier calls
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", type(None): "null"}
 
 
@@ -158,7 +201,7 @@ def _typed(text: str, schema: Any) -> Any:
     try:
         found = _loads(text)
     except (ValueError, RecursionError):
-        return text
+        return text if {"string", None} & types else _PYTHON.get(text.strip(), text)
     if "string" not in types or None in types:
         return found
     made = _TYPES.get(type(found), "number")
@@ -177,25 +220,39 @@ def json_types(schema: Any) -> set[str | None]:
         return {each for each in listed["type"] if isinstance(each, str)}
     if branches := listed.get("anyOf") or listed.get("oneOf"):
         return set().union(*map(json_types, branches))
+    if every := [types for types in map(json_types, listed.get("allOf", ())) if None not in types]:
+        return set.intersection(*every)
     values = [schema["const"]] if "const" in schema else listed.get("enum", [])
     return {_TYPES.get(type(value), "number") for value in values} or {None}
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """``schema`` with what it and its branches refer to in the definitions of ``root``, one level deep."""
+    """``schema`` with what it and its branches refer to in the definitions of ``root``."""
+    schema = _followed(schema, root)
     if not isinstance(schema, dict):
         return schema
-    if isinstance(reference := schema.get("$ref"), str):
+    branches = {name: schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)}
+    return {**schema, **{name: [_followed(each, root) for each in found] for name, found in branches.items()}}
+
+
+def _followed(schema: Any, root: Any) -> Any:
+    """``schema`` with what it refers to in place of the reference, also through other references."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+            break
         found = root
         for name in reference.split("/")[1:]:
-            found = found.get(name) if isinstance(found, dict) else None
-        rest = {name: value for name, value in schema.items() if name != "$ref"}
-        return {**found, **rest} if isinstance(found, dict) else schema
-    branches = {name: schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)}
-    return {**schema, **{name: [resolved(each, root) for each in found] for name, found in branches.items()}}
+            key = unquote(name).replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            break
+        schema = {**found, **{name: value for name, value in schema.items() if name != "$ref"}}
+    return schema
 
 
-_BARE_KEY = re.compile(r"(?<=[{,])\s*(?P<key>[A-Za-z_]\w*)\s*:")
+_MAX_REFERENCES = 16  # a definition may refer to itself
+_BARE_KEY = re.compile(r'(?<=[{,])\s*(?P<key>[^\s"{}\[\],:][^"{}\[\],:]*?)\s*:')
+_BARE_PYTHON = re.compile(r"(?<=[:,\[])\s*(?P<value>True|False|None)\s*(?=[,}\]])")
 _QUOTE = '<|"|>'
 
 
@@ -205,114 +262,140 @@ def _read_gemma(text: str, _: Mapping[str, Any]) -> list[Call]:
     if found is None:
         raise NotACallError("no name, or no arguments")
     parts = found["arguments"].split(_QUOTE)  # every second one is a string
-    parts[::2] = [_BARE_KEY.sub(r'"\g<key>":', part) for part in parts[::2]]
+    parts[::2] = [_BARE_KEY.sub(lambda found: json.dumps(found["key"]) + ":", part) for part in parts[::2]]
+    parts[::2] = [_BARE_PYTHON.sub(lambda found: json.dumps(_PYTHON[found["value"]]), part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part) for part in parts[1::2]]
     return [Call(found["name"].strip(), _arguments("".join(parts)))]
 
 
 _ARGUMENTS = '", "arguments": '
-_QWEN = ToolFormat(("<tool_call>",), "<tool_call>", "</tool_call>", _read_json, '\n{"name": "', _ARGUMENTS, "}\n")
+_QWEN = ToolFormat(
+    hints=("<tool_call>",),
+    begin="<tool_call>",
+    end="</tool_call>",
+    read=_read_json,
+    before='\n{"name": "',
+    between=_ARGUMENTS,
+    after="}\n",
+)
 _GPT_OSS = ToolFormat(  # whose channels _ChannelParser reads
-    ("<|channel|>", "commentary"),
-    "<|channel|>",
-    "<|call|>",
-    _reader(r".*?to=functions\.(?P<name>[^\s<]+).*?<\|message\|>(?P<arguments>.*)"),
-    "commentary to=functions.",
-    " <|constrain|>json<|message|>",
-    "",
+    hints=("<|channel|>", "commentary"),
+    begin="<|channel|>",
+    end="<|call|>",
+    read=_reader(r".*?to=functions\.(?P<name>[^\s<]+).*?<\|message\|>(?P<arguments>.*)"),
+    before="commentary to=functions.",
+    between=" <|constrain|>json<|message|>",
+    after="",
 )
 # The first whose hints are in the chat template.
 FORMATS = (
     ToolFormat(  # Kimi K2
-        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
-        "<|tool_call_begin|>",
-        "<|tool_call_end|>",
-        _reader(r"(?:functions\.)?(?P<name>[^:]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(?P<arguments>.*)"),
-        "functions.",
-        ":0<|tool_call_argument_begin|>",
-        "",
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
+        hints=("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        begin="<|tool_call_begin|>",
+        end="<|tool_call_end|>",
+        read=_reader(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(?P<arguments>.*)"),
+        before="functions.",
+        between=":0<|tool_call_argument_begin|>",
+        after="",
+        header="<|tool_calls_section_begin|>",
+        footer="<|tool_calls_section_end|>",
         shows_ids=True,
     ),
     ToolFormat(  # DeepSeek V3 and R1
-        ("<\uff5ctool\u2581call\u2581begin\uff5c>", "```json"),
-        "<\uff5ctool\u2581call\u2581begin\uff5c>",
-        "<\uff5ctool\u2581call\u2581end\uff5c>",
-        _reader(r"function<\uff5ctool\u2581sep\uff5c>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n?```"),
-        "function<\uff5ctool\u2581sep\uff5c>",
-        "\n```json\n",
-        "\n```",
-        "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-        "<\uff5ctool\u2581calls\u2581end\uff5c>",
+        hints=("<\uff5ctool\u2581call\u2581begin\uff5c>", "```json"),
+        begin="<\uff5ctool\u2581call\u2581begin\uff5c>",
+        end="<\uff5ctool\u2581call\u2581end\uff5c>",
+        read=_reader(r"function<\uff5ctool\u2581sep\uff5c>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n?```"),
+        before="function<\uff5ctool\u2581sep\uff5c>",
+        between="\n```json\n",
+        after="\n```",
+        header="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        footer="<\uff5ctool\u2581calls\u2581end\uff5c>",
     ),
     ToolFormat(  # DeepSeek V3.1
-        ("<\uff5ctool\u2581call\u2581begin\uff5c>",),
-        "<\uff5ctool\u2581call\u2581begin\uff5c>",
-        "<\uff5ctool\u2581call\u2581end\uff5c>",
-        _reader(r"(?P<name>.+?)<\uff5ctool\u2581sep\uff5c>(?P<arguments>.*)"),
-        "",
-        "<\uff5ctool\u2581sep\uff5c>",
-        "",
-        "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-        "<\uff5ctool\u2581calls\u2581end\uff5c>",
+        hints=("<\uff5ctool\u2581call\u2581begin\uff5c>",),
+        begin="<\uff5ctool\u2581call\u2581begin\uff5c>",
+        end="<\uff5ctool\u2581call\u2581end\uff5c>",
+        read=_reader(r"(?P<name>.+?)<\uff5ctool\u2581sep\uff5c>(?P<arguments>.*)"),
+        before="",
+        between="<\uff5ctool\u2581sep\uff5c>",
+        after="",
+        header="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        footer="<\uff5ctool\u2581calls\u2581end\uff5c>",
     ),
     ToolFormat(  # GLM 4.5 and later
-        ("<tool_call>", "<arg_key>"),
-        "<tool_call>",
-        "</tool_call>",
-        _tag_reader(
-            r"(?P<name>[^<\n]+)(?P<body>.*)",
-            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        hints=("<tool_call>", "<arg_key>"),
+        begin="<tool_call>",
+        end="</tool_call>",
+        read=_tag_reader(
+            r"(?P<name>[^<\n]+)", "</tool_call>", r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>", "</arg_value>"
         ),
-        "",
-        "\n",
-        "",
+        values=_values("<arg_value>", "</arg_value>", r"</tool_call>\s*<tool_call>"),
+        before="",
+        between="\n",
+        after="",
         as_json=False,
         parameter=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
     ToolFormat(  # Qwen3-Coder, Qwen3.5, Nemotron-H
-        ("<tool_call>", "<function="),
-        "<tool_call>",
-        "</tool_call>",
-        _tag_reader(
-            r"<function=(?P<name>[^>]+)>(?P<body>.*?)(?:</function>|$)",
-            r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>",
+        hints=("<tool_call>", "<function="),
+        begin="<tool_call>",
+        end="</tool_call>",
+        read=_tag_reader(
+            r"<function=(?P<name>[^>]+)>", "</function>", r"<parameter=(?P<key>[^>]+)>\n?", "</parameter>"
         ),
-        "\n<function=",
-        ">\n",
-        "</function>\n",
+        values=_values("<parameter=[^>]+>", "</parameter>", r"</tool_call>\s*<tool_call>"),
+        before="\n<function=",
+        between=">\n",
+        after="</function>\n",
         as_json=False,
         parameter=("<parameter=", ">\n", "\n</parameter>\n"),
     ),
     ToolFormat(  # MiniMax M2
-        ("<minimax:tool_call>", "<invoke name="),
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        _tag_reader(
-            r'<invoke name="(?P<name>[^"]+)">(?P<body>.*?)</invoke>',
-            r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>',
+        hints=("<minimax:tool_call>", "<invoke name="),
+        begin="<minimax:tool_call>",
+        end="</minimax:tool_call>",
+        read=_tag_reader(
+            r'<invoke name="(?P<name>[^"]+)">', "</invoke>", r'<parameter name="(?P<key>[^"]+)">', "</parameter>"
         ),
-        '\n<invoke name="',
-        '">\n',
-        "</invoke>\n",
+        values=_values('<parameter name="[^"]+">', "</parameter>", r"</minimax:tool_call>\s*<minimax:tool_call>"),
+        before='\n<invoke name="',
+        between='">\n',
+        after="</invoke>\n",
         as_json=False,
         parameter=('<parameter name="', '">', "</parameter>\n"),
     ),
     ToolFormat(  # Gemma 4
-        ("<|tool_call>", "call:"),
-        "<|tool_call>",
-        "<tool_call|>",
-        _read_gemma,
-        "call:",
-        "",
-        "",
+        hints=("<|tool_call>", "call:"),
+        begin="<|tool_call>",
+        end="<tool_call|>",
+        read=_read_gemma,
+        before="call:",
+        between="",
+        after="",
         as_json=False,
+        values=_values(re.escape(_QUOTE), re.escape(_QUOTE)),
         quotes=(_QUOTE,),
     ),
     _QWEN,
-    ToolFormat(("<tool_calls>",), "<tool_calls>", "</tool_calls>", _read_json, '[{"name": "', _ARGUMENTS, "}]"),
-    ToolFormat(("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _read_json, '[{"name": "', _ARGUMENTS, "}]"),
+    ToolFormat(
+        hints=("<tool_calls>",),
+        begin="<tool_calls>",
+        end="</tool_calls>",
+        read=_read_json,
+        before='[{"name": "',
+        between=_ARGUMENTS,
+        after="}]",
+    ),
+    ToolFormat(
+        hints=("<TOOLCALL>",),
+        begin="<TOOLCALL>",
+        end="</TOOLCALL>",
+        read=_read_json,
+        before='[{"name": "',
+        between=_ARGUMENTS,
+        after="}]",
+    ),
     _GPT_OSS,
 )
 # Families whose checkpoints may have no chat template that shows the format.
@@ -393,15 +476,27 @@ class Parser:
 
     def end(self) -> list[Piece]:
         """The remaining pieces. An incomplete call is content."""
+        pieces: list[Piece] = []
+        while self._state == "call" and (found := first_mark(self._text, self._marks())):  # in a value without an end
+            before, self._text = self._text[: found[0]], self._text[found[0] + len(found[1]) :]
+            pieces += self._call(before)
+            pieces += self._pieces()
         text, self._text = self._text, ""
         if self._state == "call" and self.format.tools is not None:
-            return [Content(self._blank + self.format.tools.begin + text)]
+            return [*pieces, Content(self._blank + self.format.tools.begin + text)]
         kind = Reasoning if self.is_reasoning else Content
         text = self._blank + text if self._begun else text
-        return [kind(text)] if text and (self._state == "content" or text.strip()) else []
+        return [*pieces, kind(text)] if text and (self._state == "content" or text.strip()) else pieces
+
+    def _next_mark(self) -> tuple[int, str] | None:
+        """Position and text of the mark that ends the current state."""
+        if self._state != "call" or self.format.tools is None:
+            return first_mark(self._text, self._marks())
+        position = self.format.tools.end_of(self._text)
+        return None if position < 0 else (position, self.format.tools.end)
 
     def _pieces(self) -> Iterator[Piece]:
-        while found := first_mark(self._text, self._marks()):
+        while found := self._next_mark():
             position, mark = found
             before, self._text = self._text[:position], self._text[position + len(mark) :]
             if self._state == "call":

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from torch_mesh import _C
 from torch_mesh.errors import UnsupportedModelError
@@ -39,13 +40,14 @@ from torch_mesh.store import gguf_model
 from torch_mesh.store.codes import KeptCodes, kept_codes
 from torch_mesh.store.gguf import gguf_files, is_gguf, read_gguf
 from torch_mesh.store.gguf_experts import OF_GGUF, GgufStacks
-from torch_mesh.store.header import Header, Tensor, check_folder, read_header, read_range, store_error, weight_files
+from torch_mesh.store.header import Header, Tensor, read_header, read_range, store_error
 from torch_mesh.store.manifest import Shape, is_store
 from torch_mesh.store.mapping import ParameterStacks
 from torch_mesh.store.sources import check_unquantised, method_of, nearest, own_quantisation, source_of
 from torch_mesh.store.sources.layout import Nearest, Weight, nearest_to
 from torch_mesh.store.store_plan import Piece
 from torch_mesh.store.views import PARTS, expert_extents
+from torch_mesh.store.weight_files import check_folder, weight_files
 
 if TYPE_CHECKING:
     from torch_mesh._C import RawView
@@ -383,9 +385,12 @@ def checkpoint_files(folder: str | os.PathLike[str]) -> list[Path]:
     return gguf_files(folder) if is_gguf(folder) else weight_files(folder)
 
 
+# What transformers raises for configs with wrong values.
+_REFUSALS = (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError)
+
+
 def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig:
-    """The folder's config, whatever its quantization. Raises UnsupportedModelError if transformers does not know the
-    model."""
+    """The folder's config, whatever its quantization. Raises UnsupportedModelError if transformers refuses it."""
     if is_gguf(folder):
         return gguf_model.read_config(Path(folder))
     check_folder(folder)
@@ -393,7 +398,9 @@ def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig
         raise store_error(folder, "has no config.json: not a Hugging Face checkpoint")
     try:
         return transformers.AutoConfig.from_pretrained(folder)
-    except ValueError as problem:
+    except RecursionError as problem:
+        raise store_error(Path(folder) / "config.json", "is not valid JSON: it nests too deep") from problem
+    except _REFUSALS as problem:
         raise UnsupportedModelError(
             f"{folder}: transformers {transformers.__version__} refuses its config: {problem}"
         ) from problem

@@ -46,7 +46,7 @@ from torch_mesh.store.dense_codes import codes_files
 from torch_mesh.store.dense_weights import dense_files, files_beside, rest_of_checkpoint, tensors_of
 from torch_mesh.store.folders import is_begun, is_finished, real_folder
 from torch_mesh.store.gguf import is_gguf
-from torch_mesh.store.header import store_error, weight_files
+from torch_mesh.store.header import store_error
 from torch_mesh.store.hub import local_folder
 from torch_mesh.store.hub_shards import streamed_folder
 from torch_mesh.store.manifest import MAX_FILE_BYTES, Store
@@ -55,6 +55,7 @@ from torch_mesh.store.store_plan import NewFile, Packer, Progress, StorePlan
 from torch_mesh.store.table_files import table_files
 from torch_mesh.store.tables import tables_in_files
 from torch_mesh.store.verify import read_record
+from torch_mesh.store.weight_files import weight_files
 from torch_mesh.store.writer import Written, write_folder, write_store
 
 if TYPE_CHECKING:

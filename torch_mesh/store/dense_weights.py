@@ -24,14 +24,12 @@ from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
 from torch_mesh.store.header import (
     DTYPE_BITS,
-    INDEX_NAME,
     Tensor,
     encode_header,
     is_plain_name,
     read_header,
     read_into,
     store_error,
-    weight_files,
 )
 from torch_mesh.store.journal import JOURNAL_NAME
 from torch_mesh.store.manifest import MANIFEST_NAME, OtherFile, Store, config_text, quantization_table
@@ -39,6 +37,7 @@ from torch_mesh.store.sources import QUANTISATION_FILES
 from torch_mesh.store.sources.layout import Weight
 from torch_mesh.store.store_plan import TEMPLATES_FOLDER, Chunk, NewFile, Piece, StorePlan
 from torch_mesh.store.table_files import StoredTable, is_table_file
+from torch_mesh.store.weight_files import INDEX_NAME, weight_files
 
 _COPY_BYTES = 8 << 20
 # In a converted config.json this is the name of the weights' file for transformers. Without torch_mesh, transformers

@@ -16,22 +16,21 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, validat
 from torch_mesh.errors import HubError, StoreError
 from torch_mesh.store.dense_codes import is_codes_file
 from torch_mesh.store.gguf import MAX_FREQUENCIES, ROPE_DIVISORS, is_gguf, parse_gguf, part_names
-from torch_mesh.store.header import (
+from torch_mesh.store.header import MAX_HEADER_BYTES, store_error
+from torch_mesh.store.hub_errors import hub_errors
+from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
+from torch_mesh.store.sources import QUANTISATION_FILES, own_quantisation
+from torch_mesh.store.table_files import is_table_file
+from torch_mesh.store.weight_files import (
     INDEX_NAME,
-    MAX_HEADER_BYTES,
     SINGLE_NAME,
     check_folder,
     is_index,
     named_in_config,
     only_variant,
     read_index,
-    store_error,
     weight_files,
 )
-from torch_mesh.store.hub_errors import hub_errors
-from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
-from torch_mesh.store.sources import QUANTISATION_FILES, own_quantisation
-from torch_mesh.store.table_files import is_table_file
 
 # Minimum bytes of each request for a header.
 _RANGE_BYTES = 1 << 20

@@ -24,13 +24,13 @@ from torch_mesh.store.header import (
     ALIGNMENT,
     MAX_TENSORS,
     check_file_name,
-    check_folder,
     check_inner_name,
     encode_header,
     read_header,
     read_json_file,
     store_error,
 )
+from torch_mesh.store.weight_files import check_folder
 
 MANIFEST_NAME = "mesh_manifest.json"
 MAX_FILE_BYTES = 4 << 30

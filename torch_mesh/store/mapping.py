@@ -17,10 +17,11 @@ from transformers import conversion_mapping, core_model_loading
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.models.families import ExpertsLayer, find_experts, layers_left_alone
 from torch_mesh.store.codes import RAW_DTYPES
-from torch_mesh.store.header import Tensor, read_headers, store_error, weight_files
+from torch_mesh.store.header import Tensor, read_headers, store_error
 from torch_mesh.store.sources import Source, source_of
 from torch_mesh.store.sources.layout import Weight
 from torch_mesh.store.views import Matrix, Stack, View, plain_view, split_experts, strided
+from torch_mesh.store.weight_files import weight_files
 
 _AS_LAYERS = re.compile(r"\.experts\.(gate_up|down)_projs\.\d+\.")
 

@@ -12,10 +12,11 @@ from transformers import core_model_loading
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.models.tables import TableLayer, find_tables
 from torch_mesh.store.gguf import is_gguf
-from torch_mesh.store.header import Tensor, read_headers, store_error, weight_files
+from torch_mesh.store.header import Tensor, read_headers, store_error
 from torch_mesh.store.manifest import is_same_name, is_store
 from torch_mesh.store.mapping import model_names, parameter_tensors
 from torch_mesh.store.table_files import ROW_DTYPES, RowStretch, StoredTable, tables_of_store
+from torch_mesh.store.weight_files import weight_files
 
 _WORDS = re.compile(r"\.(qweight|weight_packed)$")
 

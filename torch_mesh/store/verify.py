@@ -15,7 +15,7 @@ from typing import Any, ParamSpec
 
 from torch_mesh.errors import StoreError
 from torch_mesh.store.dense_codes import is_codes_file
-from torch_mesh.store.header import store_error, variant_in, weight_files
+from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import (
     BLOCK_BYTES,
     WEIGHT_SUFFIXES,
@@ -29,6 +29,7 @@ from torch_mesh.store.manifest import (
 )
 from torch_mesh.store.store_plan import Progress
 from torch_mesh.store.table_files import is_table_file
+from torch_mesh.store.weight_files import variant_in, weight_files
 from torch_mesh.system.background import Task, TaskThreads, usable_processors
 
 _CONFIG_NAME = "config.json"

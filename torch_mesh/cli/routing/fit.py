@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive
-from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents, token_sequences
+from torch_mesh.hf.open_model import open_model, open_tokenizer
 from torch_mesh.store.hub import local_folder
+from torch_mesh.store.text import read_documents, token_sequences
 from torch_mesh.system.atomic_files import check_results
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.store.dtypes import FLOATS
-from torch_mesh.store.header import Header, Tensor, read_header, read_json_file, store_error, weight_files
+from torch_mesh.store.header import Header, Tensor, read_header, read_json_file, store_error
 from torch_mesh.store.sources import nvfp4
 from torch_mesh.store.sources.awq import Awq
 from torch_mesh.store.sources.bitsandbytes import Bnb4
@@ -24,6 +24,7 @@ from torch_mesh.store.sources.layout import Layout, Nearest, Weight, in_int8, ma
 from torch_mesh.store.sources.mxfp4 import Mxfp4Blocks, PackedMxfp4
 from torch_mesh.store.sources.pack_quantized import PackedInt, ScaledInt8
 from torch_mesh.store.sources.plain import Plain
+from torch_mesh.store.weight_files import weight_files
 
 _MODELOPT_NAME = "hf_quant_config.json"
 # For checkpoints with the quantization in another file than config.json, the method by file: AutoGPTQ's and AutoAWQ's.

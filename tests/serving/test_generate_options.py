@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from torch_mesh.serving.generation import _KINDS, OptionError, check_options, normalize_options
+from torch_mesh.serving.generate_options import _KINDS, OptionError, check_options, normalize_options
 
 # A valid value of each option, and invalid ones.
 RIGHT: dict[str, Any] = {

@@ -100,6 +100,8 @@ def complete_options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("--compile is not possible with --continuous-batching: leave one out")
     if options["dtype"] != "auto" and not isinstance(getattr(torch, options["dtype"], None), torch.dtype):
         raise ValueError(f"--dtype {options['dtype']} is none of torch: give auto, bfloat16, float16 or float32")
+    if options["device"] == "meta":
+        raise ValueError("--device meta computes nothing: give auto, cpu, or a device such as cuda:0")
     blocks = {
         name.removeprefix(_BATCHES): value
         for name, value in options.items()
@@ -147,11 +149,15 @@ def _check_decision_config(path: str | None) -> None:
         )
 
 
+_MIN_BLOCK = 4  # tokens, of transformers' continuous batching
+
+
 def _check_numbers(given: Mapping[str, Any]) -> None:
     """Check numbers now: continuous batching would check its own only at the first request, and end."""
-    for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens", "default_tokens"):
-        if (value := given[name]) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    least = {"cb_block_size": _MIN_BLOCK, "cb_num_blocks": 1, "cb_max_batch_tokens": 1, "default_tokens": 1}
+    for name, minimum in least.items():
+        if (value := given[name]) is not None and value < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
     fraction = given["cb_max_memory_percent"]
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"--cb-max-memory-percent {fraction} must be above 0 and at most 1")
