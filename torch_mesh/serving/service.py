@@ -271,30 +271,31 @@ class Service:
         Raises RequestError for other options that generate would apply before.
         """
 
+        def option(name: str) -> Any:
+            value = getattr(config, name, None)
+            return getattr(self.model.generation_config, name, None) if value is None else value
+
         for name, neutral in _EARLY_OPTIONS.items():
-            if self._option(config, name) not in (None, neutral):
+            if option(name) not in (None, neutral):
                 raise RequestError(
                     f"{name} changes the model's distribution before its log-probabilities are known: leave out "
                     f"{name}, or logprobs and best_of.",
                     name,
                 )
-        penalty = float(self._option(config, "repetition_penalty") or 1)
+        penalty = float(option("repetition_penalty") or 1)
         config.repetition_penalty = 1.0
         return penalty
 
     def _check_beside_grammar(self, config: GenerationConfig, field: str) -> None:
-        """Raises RequestError for options that may take away every token that the grammar of ``field`` allows, or that
-        write over the prompt's end."""
+        """Raises RequestError for options of the request that may take away every token that the grammar of ``field``
+        allows, or that write over the prompt's end."""
+        theirs = self.model.generation_config
         for name, neutral in [*_EARLY_OPTIONS.items(), ("token_healing", False)]:
-            if name not in _BESIDE_GRAMMARS and self._option(config, name) not in (None, neutral):
+            allowed = (None, neutral, getattr(theirs, name, None))
+            if name not in _BESIDE_GRAMMARS and getattr(config, name, None) not in allowed:
                 raise RequestError(
                     f"{name} may leave no token that {field} allows: leave out {name}, or {field}.", name
                 )
-
-    def _option(self, config: GenerationConfig, name: str) -> Any:
-        """An option of ``generate`` for a request: its own value, or else the model's."""
-        value = getattr(config, name, None)
-        return getattr(self.model.generation_config, name, None) if value is None else value
 
     def check_score(self, inputs: Mapping[str, Any]) -> None:
         """Raises RequestTooLongError for a prompt that will not fit when it is scored."""
