@@ -79,7 +79,7 @@ AdapterStack EngineAdapters::stack(const at::Tensor& a, const at::Tensor& b, dou
   AdapterStack stack;
   const auto laid_out = [&](const at::Tensor& factor) {
     if (!used_.defined()) return factor;
-    stack.places = indices_.data();
+    stack.positions = indices_.data();
     return at::index_select(factor, 0, used_).to(at::kFloat).contiguous();
   };
   const at::Tensor& a_kept = kept_.emplace_back(laid_out(a));

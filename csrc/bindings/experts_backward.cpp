@@ -247,7 +247,7 @@ at::Tensor zeros_for(const OptionalTensor& factor) {
 // Some rows of an expert: their tokens, and their indices among all (token, choice) pairs.
 struct Part {
   ExpertRun* run;
-  at::Tensor tokens, places;
+  at::Tensor tokens, out_rows;
 };
 
 at::Tensor indices(std::vector<int32_t>& values, int64_t first, int64_t count) {
@@ -355,13 +355,13 @@ Gradients backward(const at::Tensor& grad, const ExpertsArguments& arguments,
         const int64_t rows = rows_left(static_cast<int64_t>(i), begin);
         if (rows <= 0) continue;
         const int64_t pair = grouping.first[first + static_cast<int32_t>(i)] + begin;
-        parts.push_back(
-            {&all[i], indices(grouping.tokens, pair, rows), indices(grouping.places, pair, rows)});
+        parts.push_back({&all[i], indices(grouping.tokens, pair, rows),
+                         indices(grouping.out_rows, pair, rows)});
       }
       if (parts.empty()) return;
       for_each(parts, threads, [&](Part& part) {
         part.run->begin(x32.index_select(0, part.tokens), grad32.index_select(0, part.tokens),
-                        routing.index_select(0, part.places).unsqueeze(1));
+                        routing.index_select(0, part.out_rows).unsqueeze(1));
       });
       for_each_task(parts, threads, &ExpertRun::first_tasks, &ExpertRun::first);
       for_each(parts, threads, [&](Part& part) { part.run->between(activation); });
@@ -371,7 +371,7 @@ Gradients backward(const at::Tensor& grad, const ExpertsArguments& arguments,
       // resident.
       for (const Part& part : parts) {
         add_rows(part.run->x_grad, part.tokens, x_grad, threads);
-        gradients.weights.index_copy_(0, part.places, part.run->weights_grad);
+        gradients.weights.index_copy_(0, part.out_rows, part.run->weights_grad);
       }
     }
   };

@@ -21,9 +21,9 @@ constexpr int64_t kReduceColumns = 1024;  // added up by one task
 LowRank AdapterStack::of(int32_t expert) const {
   LowRank own = first;
   if (own.rank == 0) return own;
-  const int64_t place = places == nullptr ? expert : places[expert];
-  own.a += place * a_expert;
-  own.b += place * b_expert;
+  const int64_t position = positions == nullptr ? expert : positions[expert];
+  own.a += position * a_expert;
+  own.b += position * b_expert;
   return own;
 }
 
@@ -89,7 +89,7 @@ const Activation& Engine::activation(int32_t layer) const {
   if (options_.activations.empty()) {
     throw_invalid("these experts have an activation of their own; use grouped_linear");
   }
-  return options_.activations[place_of(layer, options_.activations.size())];
+  return options_.activations[layer_index(layer, options_.activations.size())];
 }
 
 int64_t Engine::workspace_bytes() const {
@@ -175,7 +175,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   // the last one.
   auto reads_queued = call.reads_queued;
   const auto tell = [&] {
-    if (reads_queued == nullptr || !claim.placed()) return;
+    if (reads_queued == nullptr || !claim.has_all_slots()) return;
     std::exchange(reads_queued, nullptr)(call.context);
   };
   tell();
@@ -189,8 +189,8 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     compute(call, forward.phase, ready, part, workspace);
     // The next chunk needs the same experts. All have slots, so none is evicted: they stay pinned
     // until this claim ends. At least half of the pool is left to others.
-    const bool kept =
-        claim.window() && !forward.last && claim.placed() && 2 * pool_->experts() <= pool_->slots();
+    const bool kept = claim.window() && !forward.last && claim.has_all_slots() &&
+                      2 * pool_->experts() <= pool_->slots();
     // The claim's end releases the last ones, unless reads ahead wait for their slots.
     const bool at_end = part.last && !claim.window();
     if (!kept && !at_end) claim.release(ready);
@@ -276,7 +276,7 @@ ExpertRows Engine::rows_of(const ReadyExpert& ready, const Adapters& adapters,
           .rows = grouping.rows(ready.index),
           .tokens = &grouping.tokens[first],
           .weights = &grouping.weights[first],
-          .places = &grouping.places[first],
+          .out_rows = &grouping.out_rows[first],
           .products = reinterpret_cast<float*>(workspace.products.data()),
           .scratch = workspace.scratch.data() + workspace.scratch_offset[ready.index],
           .gate_up_adapter = adapters.gate_up.of(expert),

@@ -24,7 +24,7 @@ namespace torch_mesh {
 struct AdapterStack {
   LowRank first;                       // the first expert's
   int64_t a_expert = 0, b_expert = 0;  // floats from one expert to the next
-  const int32_t* places = nullptr;     // [experts]: position in the stack; nullptr: the identity
+  const int32_t* positions = nullptr;  // [experts]: position in the stack; nullptr: the identity
 
   int32_t rank() const { return first.rank; }
   LowRank of(int32_t expert) const;
@@ -138,10 +138,10 @@ class Engine {
   // The kernels for a forward of that phase, the same for all of its chunks.
   const ExpertFfn& ffn(int32_t layer, Phase phase) const {
     const auto& ffns = phase == Phase::kDecode ? few_rows_ffns_ : ffns_;
-    return ffns[place_of(layer, ffns.size())];
+    return ffns[layer_index(layer, ffns.size())];
   }
   // The index of a layer in a list with one entry for each layer, or one for all.
-  static size_t place_of(int32_t layer, size_t count) {
+  static size_t layer_index(int32_t layer, size_t count) {
     return std::min(static_cast<size_t>(layer), count - 1);
   }
   int32_t rows_per_chunk(const LinearCall& call) const;

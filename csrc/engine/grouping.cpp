@@ -42,13 +42,13 @@ void group_by_expert(const int64_t* ids, const float* weights, int32_t tokens, i
   }
 
   grouping.tokens.resize(grouping.first.back());
-  grouping.places.resize(grouping.first.back());
+  grouping.out_rows.resize(grouping.first.back());
   grouping.weights.resize(grouping.first.back());
   for (int64_t i = 0; i < pairs; ++i) {
     if (ids[i] >= experts) continue;
     const int32_t at = cursor[ids[i]]++;
     grouping.tokens[at] = static_cast<int32_t>(i / top_k);
-    grouping.places[at] = static_cast<int32_t>(i);
+    grouping.out_rows[at] = static_cast<int32_t>(i);
     grouping.weights[at] = weights[i];
   }
 }

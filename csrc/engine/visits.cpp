@@ -19,7 +19,7 @@ void Engine::visit_in_order(int32_t layer, std::span<const int32_t> experts, int
     std::vector<Claim::Entry> entries(own.size());
     {
       Claim claim(*pool_, layer, own, entries, {.visit = true});
-      if (claim.placed()) {
+      if (claim.has_all_slots()) {
         visit_pinned(claim, layer, experts, begin, end, at_once, visit);
         continue;
       }

@@ -1,6 +1,5 @@
 #include "engine/workspace.h"
 
-#include <cstdlib>
 #include <string>
 
 #include "base/error.h"
@@ -13,14 +12,12 @@ constexpr int64_t kCacheLine = 64;
 
 }  // namespace
 
-void Buffer::Free::operator()(std::byte* data) const { std::free(data); }
-
 std::byte* Buffer::at_least(int64_t bytes) {
   if (bytes > bytes_) {
     data_.reset();
     bytes_ = 0;
     const int64_t rounded = round_up(bytes, kCacheLine);
-    data_.reset(static_cast<std::byte*>(std::aligned_alloc(kCacheLine, rounded)));
+    data_ = aligned_memory(kCacheLine, static_cast<size_t>(rounded));
     if (data_ == nullptr) {
       throw Error(ErrorKind::kMemory, "no memory for a workspace of " + std::to_string(rounded) +
                                           " bytes; lower `workspace` or free memory");

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/aligned_memory.h"
 #include "kernels/expert_ffn.h"
 #include "residency/pool.h"
 
@@ -23,22 +24,19 @@ class Buffer {
   int64_t bytes() const { return bytes_; }
 
  private:
-  struct Free {
-    void operator()(std::byte* data) const;
-  };
-  std::unique_ptr<std::byte, Free> data_;
+  AlignedMemory data_;
   int64_t bytes_ = 0;
 };
 
 // The (token, choice) pairs of a chunk, grouped by expert; choices of one expert stay in token
 // order.
 struct Grouping {
-  std::vector<int32_t> experts;  // the distinct experts that have rows
-  std::vector<int32_t> first;    // [experts.size() + 1] into the arrays of pairs
-  std::vector<int32_t> tokens;   // per pair: its row of x
-  std::vector<int32_t> places;   // per pair: token * top_k + choice
-  std::vector<float> weights;    // per pair
-  std::vector<int32_t> cursor;   // [experts of the layer], of the counting sort
+  std::vector<int32_t> experts;   // the distinct experts that have rows
+  std::vector<int32_t> first;     // [experts.size() + 1] into the arrays of pairs
+  std::vector<int32_t> tokens;    // per pair: its row of x
+  std::vector<int32_t> out_rows;  // per pair: token * top_k + choice
+  std::vector<float> weights;     // per pair
+  std::vector<int32_t> cursor;    // [experts of the layer], of the counting sort
 
   int32_t rows(int32_t index) const { return first[index + 1] - first[index]; }
 };

@@ -212,8 +212,8 @@ void ExpertFfn::down(int32_t task, int32_t count, const ExpertRows& expert) cons
                               block.columns, from);
         }
         table_.finish(from, bias.data(), expert.weights[row + r]);
-        const int64_t place = expert.places[row + r];
-        std::memcpy(expert.products + place * layout_.hidden + block.first, from,
+        const int64_t out_row = expert.out_rows[row + r];
+        std::memcpy(expert.products + out_row * layout_.hidden + block.first, from,
                     sizeof(float) * static_cast<size_t>(block.columns));
       }
     }

@@ -34,11 +34,11 @@ const char* kernel_table_name(const KernelTable& table);
 struct ExpertRows {
   const std::byte* record;
   int32_t rows;
-  const int32_t* tokens;  // [rows] the prepared row each one reads
-  const float* weights;   // [rows] routing weights
-  const int32_t* places;  // [rows] the row of `products` each one writes
-  float* products;        // [...][hidden]
-  std::byte* scratch;     // scratch_bytes(rows), 64-byte aligned, from gate_up to down
+  const int32_t* tokens;    // [rows] the prepared row each one reads
+  const float* weights;     // [rows] routing weights
+  const int32_t* out_rows;  // [rows] the row of `products` each one writes
+  float* products;          // [...][hidden]
+  std::byte* scratch;       // scratch_bytes(rows), 64-byte aligned, from gate_up to down
   LowRank gate_up_adapter = {};
   LowRank down_adapter = {};
   float* adapted = nullptr;  // adapted_bytes(rows, ...), from the first of its tasks to down

@@ -1,5 +1,6 @@
 #include "kernels/pack.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -15,13 +16,11 @@
 namespace torch_mesh {
 namespace {
 
-int32_t at_most(int32_t value, int32_t limit) { return value < limit ? value : limit; }
-
 // Loads inputs [k, k + depth) of a block, zero-padded to panel[depth][kBlockColumns].
 void load_inputs(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
                  int32_t first_row, int32_t k, int32_t depth, float* panel) {
-  const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
-  const int32_t columns = at_most(matrix.depth - k, depth);
+  const int32_t rows = std::min(matrix.columns - first_row, kBlockColumns);
+  const int32_t columns = std::min(matrix.depth - k, depth);
   load_panel(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth, panel);
 }
 
@@ -102,7 +101,7 @@ void pack_block(const KernelTable& table, const PackedMatrix& matrix, const Matr
 void pack_bias(const KernelTable& table, const MatrixView& view, int32_t count, std::byte* to) {
   for (int32_t i = 0; i < count; i += kMaxGroup) {
     float line[kMaxGroup];
-    const int32_t part = at_most(count - i, kMaxGroup);
+    const int32_t part = std::min(count - i, kMaxGroup);
     load_column(table, view, i, 0, part, line);
     std::memcpy(to + int64_t{4} * i, line, sizeof(float) * static_cast<size_t>(part));
   }

@@ -306,8 +306,7 @@ void pack_fp8(const PackedMatrix& matrix, const CodesView& view, const RowOffset
   }
 }
 
-}  // namespace
-
+// Throws Error(kInvalid) for a format whose records are not made of a code for each weight.
 void check_has_codes(Format format) {
   if (has_codes_of_weights(format)) return;
   std::string allowed;
@@ -317,6 +316,8 @@ void check_has_codes(Format format) {
   }
   refuse(format, "the codes of another format; allowed for codes: " + allowed);
 }
+
+}  // namespace
 
 void check_codes(const PackedMatrix& matrix, const CodesView& view) {
   check_has_codes(matrix.format);

@@ -10,9 +10,6 @@
 
 namespace torch_mesh {
 
-// Throws Error(kInvalid) for a format whose records are not made of a code for each weight.
-void check_has_codes(Format format);
-
 // Throws Error(kInvalid) for a view that the matrix's format cannot hold. Does not check single
 // scales and codes.
 void check_codes(const PackedMatrix& matrix, const CodesView& view);

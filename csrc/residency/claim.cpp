@@ -49,7 +49,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
       throw Error(ErrorKind::kInvalid,
                   concat(describe(pool_.source_, id),
                          " was never filled; fill() every expert before a forward"),
-                  place_of(pool_.source_, id));
+                  error_place(pool_.source_, id));
     }
   }
   count_outside();
@@ -65,7 +65,7 @@ Claim::~Claim() {
   pool_.stats_of(state_.layer, state_.part.phase).expert_nanoseconds += nanoseconds(begin_, end);
   pool_.last_forward_ = {std::this_thread::get_id(), state_.layer, state_.part.phase, end};
   for (const Entry& entry : state_.entries) {
-    if (entry.state == Entry::kHeld) pool_.timeline_.released(entry.miss);
+    if (entry.state == Entry::kHandedOut) pool_.timeline_.released(entry.miss);
   }
   pool_.core_.end(state_);
 }
@@ -190,7 +190,7 @@ void Claim::wait_for_reads(Pool::Lock& lock, int32_t team) {
   const int32_t late = pool_.core_.claims().late_slot(state_);
   if (late < 0) return;
   const ExpertId id = pool_.core_.slots()[late].expert;
-  const ErrorPlace place = place_of(pool_.source_, id);
+  const ErrorPlace place = error_place(pool_.source_, id);
   const std::string what = describe(pool_.source_, id);
   const std::string timeout = std::to_string(pool_.options_.timeout.count());
   throw Error(ErrorKind::kTimeout,

@@ -55,7 +55,7 @@ std::string describe(const Source& source, ExpertId id) {
          std::to_string(id / source.experts);
 }
 
-ErrorPlace place_of(const Source& source, ExpertId id) {
+ErrorPlace error_place(const Source& source, ExpertId id) {
   const int32_t layer = id / source.experts, expert = id % source.experts;
   if (source.extents.empty()) return {layer, expert, "", -1};
   const Extent& extent = source.expert(layer, expert)[0];
@@ -172,7 +172,7 @@ void Loader::end(Read& read) {
 
 Error Loader::refusal(const Error& error, ExpertId id) const {
   try {
-    return Error(error.kind(), error.what(), place_of(source_, id), error.os_error());
+    return Error(error.kind(), error.what(), error_place(source_, id), error.os_error());
   } catch (const std::bad_alloc&) {
     return kNoMemory;
   }
@@ -322,7 +322,7 @@ std::optional<Error> Loader::pack_record(int32_t slot) const {
     const auto* own = dynamic_cast<const Error*>(&error);
     return Error(own != nullptr ? own->kind() : ErrorKind::kInvalid,
                  concat("cannot pack ", describe(source_, id), ": ", error.what()),
-                 place_of(source_, id));
+                 error_place(source_, id));
   }
 }
 
@@ -342,7 +342,7 @@ bool Loader::checksum_matches(int32_t slot) {
 Error Loader::read_error(int32_t slot, const ReadResult& result) const {
   const ExpertId id = reads_[slot].expert;
   if (result.error == EBADMSG) return checksum_error(id);  // the owner of a shared pool says so
-  ErrorPlace place = place_of(source_, id);
+  ErrorPlace place = error_place(source_, id);
   if (result.file >= 0 && result.file < static_cast<int32_t>(source_.files.size())) {
     place.file = source_.files[result.file].path;
     place.offset = result.offset;
@@ -351,7 +351,7 @@ Error Loader::read_error(int32_t slot, const ReadResult& result) const {
 }
 
 Error Loader::checksum_error(ExpertId id) const {
-  const ErrorPlace place = place_of(source_, id);
+  const ErrorPlace place = error_place(source_, id);
   return Error(ErrorKind::kChecksum,
                wrong_checksum(describe(source_, id), place.file, place.offset), place);
 }

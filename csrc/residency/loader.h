@@ -40,7 +40,7 @@ int64_t staging_bytes(const Source& source);
 
 // "expert 7 of layer 3", and where its record begins.
 std::string describe(const Source& source, ExpertId id);
-ErrorPlace place_of(const Source& source, ExpertId id);
+ErrorPlace error_place(const Source& source, ExpertId id);
 
 struct LoaderOptions {
   int32_t slots = 0;

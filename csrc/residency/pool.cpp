@@ -214,7 +214,7 @@ bool Pool::grow(Lock& lock) {
 int64_t Pool::present_bytes() const {
   int64_t bytes = 0;
   for (size_t segment = 0; segment < memory_->segments().size(); ++segment) {
-    if (!core_.sizing().held(static_cast<int64_t>(segment))) continue;
+    if (!core_.sizing().has_memory(static_cast<int64_t>(segment))) continue;
     bytes += static_cast<int64_t>(memory_->segments()[segment].bytes);
   }
   return bytes;

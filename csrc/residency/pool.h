@@ -328,7 +328,7 @@ class Claim {
   // The forward no longer uses these; their slots may be reused, also by this claim.
   void release(std::span<const ReadyExpert> done);
   // Whether every expert is resident or being read; false while some wait for a slot.
-  bool placed() const { return state_.waiting == 0; }
+  bool has_all_slots() const { return state_.waiting == 0; }
   // Whether it reads into slots of experts that it has computed, see core/window.h.
   bool window() const { return state_.window; }
 

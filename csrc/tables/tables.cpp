@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -238,7 +237,7 @@ Tables::Tables(TablesOptions options, const Runtime& runtime)
       static_cast<size_t>(std::clamp(kStagingBytes / bytes_of_read, kMinReads, kMaxReads)));
   for (int32_t read = 0; read < std::ssize(reads_); ++read) free_reads_.push_back(read);
   const auto staging = static_cast<size_t>(bytes_of_read * std::ssize(reads_));
-  staging_.reset(static_cast<std::byte*>(std::aligned_alloc(kRecordAlignment, staging)));
+  staging_ = aligned_memory(kRecordAlignment, staging);
   if (staging_ == nullptr) throw std::bad_alloc();
 
   ReaderOptions reader = options_.reader;
@@ -250,8 +249,6 @@ Tables::Tables(TablesOptions options, const Runtime& runtime)
 }
 
 Tables::~Tables() = default;
-
-void Tables::FreeAligned::operator()(std::byte* memory) const { std::free(memory); }
 
 int64_t Tables::value_bytes(int32_t table) const {
   const Table& of = options_.tables[table];

@@ -19,6 +19,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/aligned_memory.h"
 #include "base/error.h"
 #include "base/owner_process.h"
 #include "base/runtime.h"
@@ -177,10 +178,7 @@ class Tables {
   int32_t without_reads_ = 0;  // gathers that wait for a read and have none under way
 
   int64_t buffer_bytes_ = 0;
-  struct FreeAligned {
-    void operator()(std::byte* memory) const;
-  };
-  std::unique_ptr<std::byte, FreeAligned> staging_;
+  AlignedMemory staging_;
   Owned<Reader> reader_;  // last: its thread uses all of the above
 };
 

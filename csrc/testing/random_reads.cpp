@@ -22,22 +22,18 @@ double random_read_seconds(const std::string&, std::span<const int64_t>, int32_t
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
 #include <vector>
 
+#include "base/aligned_memory.h"
 #include "base/descriptor.h"
 
 namespace torch_mesh {
 namespace {
 
 constexpr int32_t kBlock = 4096;
-
-struct FreeAligned {
-  void operator()(std::byte* memory) const { std::free(memory); }
-};
 
 [[noreturn]] void refuse(const std::string& path, const char* call, int error) {
   throw Error(ErrorKind::kRead, concat(path, ": ", call, ": ", std::strerror(error)), {}, error);
@@ -92,8 +88,7 @@ double random_read_seconds(const std::string& path, std::span<const int64_t> off
   if (file.get() < 0) refuse(path, "open", errno);
   const int64_t stride = (int64_t{bytes} + kBlock - 1) / kBlock * kBlock;
   const auto memory = static_cast<size_t>(stride * depth);
-  const std::unique_ptr<std::byte, FreeAligned> buffers(
-      static_cast<std::byte*>(std::aligned_alloc(kBlock, memory)));
+  const AlignedMemory buffers = aligned_memory(kBlock, memory);
   if (buffers == nullptr) throw std::bad_alloc();
   std::memset(buffers.get(), 0, memory);  // faulted in
   Ring ring(depth);

@@ -118,8 +118,8 @@ TEST(Grouping, IsAStableSortThatLosesNothing) {
     ASSERT_EQ(grouping.experts.size(), expected.size());
     for (int32_t index = 0; index < std::ssize(grouping.experts); ++index) {
       const int32_t expert = grouping.experts[index];
-      const std::vector<int32_t>& places = expected[expert];
-      ASSERT_EQ(grouping.rows(index), std::ssize(places));
+      const std::vector<int32_t>& pairs = expected[expert];
+      ASSERT_EQ(grouping.rows(index), std::ssize(pairs));
       if (index > 0) {  // most rows first, then by number
         ASSERT_GE(grouping.rows(index - 1), grouping.rows(index));
         ASSERT_TRUE(grouping.rows(index - 1) > grouping.rows(index) ||
@@ -127,9 +127,9 @@ TEST(Grouping, IsAStableSortThatLosesNothing) {
       }
       for (int32_t row = 0; row < grouping.rows(index); ++row) {
         const int32_t at = grouping.first[index] + row;
-        ASSERT_EQ(grouping.places[at], places[row]);
-        ASSERT_EQ(grouping.tokens[at], places[row] / top_k);
-        ASSERT_EQ(grouping.weights[at], weights[places[row]]);
+        ASSERT_EQ(grouping.out_rows[at], pairs[row]);
+        ASSERT_EQ(grouping.tokens[at], pairs[row] / top_k);
+        ASSERT_EQ(grouping.weights[at], weights[pairs[row]]);
       }
     }
   }
@@ -162,7 +162,7 @@ TEST(Engine, SumsTheWeightedExpertsOfEachToken) {
 
     Random random;
     testing::Rows row(model.shape().layout(), 1, random);
-    row.tokens = {0}, row.places[0] = 0;
+    row.tokens = {0}, row.out_rows[0] = 0;
     double difference = 0, norm = 0;
     for (int32_t token = 0; token < batch.tokens; ++token) {
       std::copy_n(&batch.x[token * batch.stride], batch.hidden, row.row(0));

@@ -200,7 +200,7 @@ struct Rows {
   Rows(const RecordLayout& layout, int32_t count, Random& random)
       : layout(layout),
         tokens(random.permutation(count + 3)),
-        places(random.permutation(count + 3)),
+        out_rows(random.permutation(count + 3)),
         weights(random.normals(count)),
         stride(layout.hidden + 3),
         x(static_cast<size_t>((count + 3) * stride), std::numeric_limits<float>::quiet_NaN()) {
@@ -210,12 +210,12 @@ struct Rows {
     }
   }
   int32_t count() const { return static_cast<int32_t>(tokens.size()); }
-  int32_t all() const { return static_cast<int32_t>(places.size()); }
+  int32_t all() const { return static_cast<int32_t>(out_rows.size()); }
   float* row(int32_t r) { return x.data() + r * stride; }
   const float* row(int32_t r) const { return x.data() + r * stride; }
 
   RecordLayout layout;
-  std::vector<int32_t> tokens, places;  // three rows belong to no expert
+  std::vector<int32_t> tokens, out_rows;  // three rows belong to no expert
   std::vector<float> weights;
   int64_t stride;
   std::vector<float> x;
@@ -231,8 +231,8 @@ inline std::vector<float> run_ffn(const KernelTable& table, const Shape& shape, 
   Bytes scratch(ffn.scratch_bytes(rows.count()));
   std::vector<float> products(static_cast<size_t>(rows.all()) * shape.hidden,
                               std::numeric_limits<float>::quiet_NaN());
-  const ExpertRows expert{record.data(),       rows.count(),       rows.tokens.data(),
-                          rows.weights.data(), rows.places.data(), products.data(),
+  const ExpertRows expert{record.data(),       rows.count(),         rows.tokens.data(),
+                          rows.weights.data(), rows.out_rows.data(), products.data(),
                           scratch.data()};
   const auto in_order = [backwards](int32_t task, int32_t tasks) {
     return backwards ? tasks - 1 - task : task;
@@ -273,7 +273,7 @@ inline double activation_reference(const Activation& activation, double x, doubl
 }
 
 // weight * (combined(x gate + b, x up + b) down + b) in float64: [all rows][hidden], at the rows'
-// `places`.
+// `out_rows`.
 inline std::vector<double> ffn_reference(const Shape& shape, const Unpacked& weights,
                                          const Rows& rows) {
   const int32_t intermediate = shape.intermediate, hidden = shape.hidden;
@@ -298,7 +298,7 @@ inline std::vector<double> ffn_reference(const Shape& shape, const Unpacked& wei
       const double sum =
           dot(weights.down.data() + int64_t{c} * intermediate, h.data(), intermediate);
       const double bias = shape.bias ? weights.down_bias[c] : 0.0f;
-      products[int64_t{rows.places[r]} * hidden + c] = rows.weights[r] * (sum + bias);
+      products[int64_t{rows.out_rows[r]} * hidden + c] = rows.weights[r] * (sum + bias);
     }
   }
   return products;
@@ -310,7 +310,7 @@ inline double relative_error(const std::vector<float>& a, const std::vector<doub
   double difference = 0, norm = 0;
   for (int32_t r = 0; r < rows.count(); ++r) {
     for (int32_t c = 0; c < rows.layout.hidden; ++c) {
-      const int64_t i = int64_t{rows.places[r]} * rows.layout.hidden + c;
+      const int64_t i = int64_t{rows.out_rows[r]} * rows.layout.hidden + c;
       difference += (a[i] - b[i]) * (a[i] - b[i]);
       norm += b[i] * b[i];
     }

@@ -248,7 +248,7 @@ TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
           few.tokens.resize(static_cast<size_t>(count));
           const auto products = run_ffn(*table, shape, record, few, runtime);
           for (int32_t r = 0; r < count; ++r) {
-            const int64_t at = int64_t{rows.places[r]} * shape.hidden;
+            const int64_t at = int64_t{rows.out_rows[r]} * shape.hidden;
             ASSERT_EQ(0, std::memcmp(&together[at], &products[at], 4 * shape.hidden))
                 << table->name;
           }
@@ -277,7 +277,7 @@ TEST(ExpertFfn, WritesOnlyTheRowsInItsPlaces) {
   for (const KernelTable* table : all_tables()) {
     const auto products = run_ffn(*table, shape, record, rows);
     std::vector<bool> written(static_cast<size_t>(rows.all()));
-    for (int32_t r = 0; r < rows.count(); ++r) written[rows.places[r]] = true;
+    for (int32_t r = 0; r < rows.count(); ++r) written[rows.out_rows[r]] = true;
     for (int32_t place = 0; place < rows.all(); ++place) {
       for (int32_t c = 0; c < shape.hidden; ++c) {
         EXPECT_EQ(written[place], !std::isnan(products[place * shape.hidden + c]));
@@ -298,7 +298,7 @@ void expect_spoils_itself_alone(const Shape& shape, Random& random) {
     const auto products = run_ffn(*table, shape, record, rows);
     for (int32_t r = 0; r < rows.count(); ++r) {
       for (int32_t c = 0; c < shape.hidden; ++c) {
-        const int64_t i = int64_t{rows.places[r]} * shape.hidden + c;
+        const int64_t i = int64_t{rows.out_rows[r]} * shape.hidden + c;
         if (r == 2 || r == 5) {
           EXPECT_TRUE(std::isnan(products[i]) || (r == 5 && std::isinf(products[i])));
         } else if (rounds_alike(*table, shape.format, rows.count())) {
@@ -335,7 +335,7 @@ TEST(ExpertFfn, ANonFiniteWeightReachesTheOutput) {
         const auto products = run_ffn(*table, shape, weights.pack(*table), rows);
         for (int32_t r = 0; r < rows.count(); ++r) {
           for (int32_t c = 0; c < shape.hidden; ++c) {
-            const float value = products[rows.places[r] * shape.hidden + c];
+            const float value = products[rows.out_rows[r] * shape.hidden + c];
             EXPECT_EQ(std::isfinite(value), c != column) << table->name;
           }
         }
@@ -369,7 +369,7 @@ TEST(ExpertFfn, PaddingColumnsAreNotData) {
       EXPECT_TRUE(same_bits(products, clean)) << table->name;
     } else {
       for (int32_t r = 0; r < rows.count(); ++r) {
-        EXPECT_TRUE(std::isfinite(products[rows.places[r] * shape.hidden])) << table->name;
+        EXPECT_TRUE(std::isfinite(products[rows.out_rows[r] * shape.hidden])) << table->name;
       }
     }
   }

@@ -127,7 +127,7 @@ TEST(SoftPins, AreNeverVictimsOfAnyPolicy) {
             }
             slots.landed(slot, 0);
           }
-          slots.pin(slot);
+          slots.pin_for_use(slot);
           held.push_back(slot);
           if (held.size() > 3) {
             slots.unpin(held.front());
@@ -147,8 +147,8 @@ TEST(SoftPins, AreEvictedOnlyForAClaimThatIsStuck) {
     SlotTable slots(1, 8, 3, make_policy(name, {1, 8, 3}));
     for (ExpertId id : {0, 1, 2}) slots.landed(slots.read(id, Urgency::kDemand, Phase::kNone), 0);
     slots.soft_pin(0, SoftPin::kEarly, true);
-    slots.hold(slots.find(2));
-    slots.hold(slots.find(1));
+    slots.pin(slots.find(2));
+    slots.pin(slots.find(1));
     EXPECT_EQ(slots.read(3, Urgency::kPrefetch, Phase::kNone), -1);
     EXPECT_EQ(slots.read(3, Urgency::kDemand, Phase::kNone), -1);
     const int32_t slot = slots.read(3, Urgency::kDemand, Phase::kNone, /*stuck=*/true);
@@ -159,7 +159,7 @@ TEST(SoftPins, AreEvictedOnlyForAClaimThatIsStuck) {
     EXPECT_EQ(slots.read(4, Urgency::kDemand, Phase::kNone, /*stuck=*/true), -1);
     slots.landed(slot, 0);
     slots.unpin(slots.find(1));
-    slots.hold(slot);
+    slots.pin(slot);
     slots.soft_pin(1, SoftPin::kDeferred, true);
     EXPECT_GE(slots.read(4, Urgency::kDemand, Phase::kNone), 0) << "what is deferred goes sooner";
     EXPECT_EQ(slots.find(1), -1);

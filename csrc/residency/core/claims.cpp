@@ -15,7 +15,7 @@ void Claims::add(ClaimState& claim) {
 
 void Claims::remove(ClaimState& claim) {
   for (const ClaimEntry& entry : claim.entries) {
-    if (entry.state == ClaimEntry::kJoined || entry.state == ClaimEntry::kHeld) {
+    if (entry.state == ClaimEntry::kJoined || entry.state == ClaimEntry::kHandedOut) {
       slots_.unpin(entry.slot);
     }
   }
@@ -66,7 +66,7 @@ bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) 
 }
 
 void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool read) {
-  claim.part.visit ? slots_.hold(slot) : slots_.pin(slot);
+  claim.part.visit ? slots_.pin(slot) : slots_.pin_for_use(slot);
   claim.entries[index] = {slot, ClaimEntry::kJoined, read};
   claim.reading += read;
   --claim.waiting;
@@ -97,7 +97,7 @@ int32_t Claims::hand_out(ClaimState& claim, std::span<HandedOut> ready,
       return 0;
     }
     if (count == static_cast<int32_t>(ready.size())) break;
-    entry.state = ClaimEntry::kHeld;
+    entry.state = ClaimEntry::kHandedOut;
     --claim.joined;
     ++claim.held;
     ready[count++] = {static_cast<int32_t>(i), entry.slot};
@@ -110,7 +110,7 @@ size_t Claims::release(ClaimState& claim, std::span<const int32_t> indices) {
     const int32_t index = indices[at];
     if (index < 0 || index >= std::ssize(claim.entries)) return at;
     ClaimEntry& entry = claim.entries[index];
-    if (entry.state != ClaimEntry::kHeld) return at;
+    if (entry.state != ClaimEntry::kHandedOut) return at;
     entry.state = ClaimEntry::kDone;
     --claim.held;
     end_read(claim, entry);
@@ -152,12 +152,12 @@ void Claims::validate() const {
     for (const ClaimEntry& entry : claim->entries) {
       waiting += entry.state == ClaimEntry::kWaiting;
       joined += entry.state == ClaimEntry::kJoined;
-      held += entry.state == ClaimEntry::kHeld;
+      held += entry.state == ClaimEntry::kHandedOut;
       reading += entry.read;
-      if (entry.state != ClaimEntry::kJoined && entry.state != ClaimEntry::kHeld) continue;
+      if (entry.state != ClaimEntry::kJoined && entry.state != ClaimEntry::kHandedOut) continue;
       ++pins[entry.slot];
       check_invariant(
-          entry.state != ClaimEntry::kHeld || slots_[entry.slot].state == SlotState::kReady,
+          entry.state != ClaimEntry::kHandedOut || slots_[entry.slot].state == SlotState::kReady,
           "a claim holds a slot that is not READY");
     }
     check_invariant(waiting == claim->waiting && joined == claim->joined && held == claim->held &&

@@ -18,7 +18,7 @@ struct ClaimEntry {
   enum State : uint8_t {
     kWaiting,  // has no slot yet
     kJoined,   // pins a slot that is READY, LOADING or failed
-    kHeld,     // handed out
+    kHandedOut,
     kDone,
   };
   int32_t slot;

@@ -34,7 +34,7 @@ class Sizing {
   void detach_vacant();
 
   // Whether the slots of `segment` have memory, or will soon.
-  bool held(int64_t segment) const { return segments_[segment] != State::kDetached; }
+  bool has_memory(int64_t segment) const { return segments_[segment] != State::kDetached; }
   // `closed`: vacant segments stay attached.
   void validate(bool closed) const;
 

@@ -195,19 +195,19 @@ void SlotTable::reset_statistics() {
   for (Slot& slot : slots_) slot.unused = false;
 }
 
-void SlotTable::hold(int32_t index) {
+void SlotTable::pin(int32_t index) {
   Slot& slot = slots_[index];
   if (slot.pins++ == 0 && in_policy(slot)) policy_->pin(slot.expert);
 }
 
-void SlotTable::pin(int32_t index) {
+void SlotTable::pin_for_use(int32_t index) {
   Slot& slot = slots_[index];
   if (slot.state == SlotState::kReady) {
     policy_->touch(slot.expert);
   } else {
     ++slot.uses;
   }
-  hold(index);
+  pin(index);
 }
 
 void SlotTable::unpin(int32_t index) {

@@ -96,7 +96,7 @@ class SlotTable {
   template <typename Ids, typename Act>
   void while_pinned(const Ids& ids, const Act& act) {
     for (ExpertId id : ids) {
-      if (ready(id)) hold(find(id));
+      if (ready(id)) pin(find(id));
     }
     act();
     for (ExpertId id : ids) {
@@ -121,11 +121,11 @@ class SlotTable {
   // Whether a retired slot has become empty since the last call.
   bool take_emptied() { return std::exchange(emptied_, false); }
 
-  void pin(int32_t slot);    // a forward uses the expert, or waits for it
-  void unpin(int32_t slot);  // the forward no longer uses the slot, or has seen its error
+  void pin_for_use(int32_t slot);  // a forward uses the expert, or waits for it
+  void unpin(int32_t slot);        // the forward no longer uses the slot, or has seen its error
   // Pins without counting a use: briefly, or for a visit. Policies that count recency from the last
   // unpin see a use.
-  void hold(int32_t slot);
+  void pin(int32_t slot);
 
   void soft_pin(ExpertId id, SoftPin reason, bool on);
   // Whether SoftPin::kEarly is set; at most half of the slots have it.
