@@ -33,6 +33,15 @@ void run(Team& team, int64_t count, int32_t threads, const Body& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
+// A thread that is about to sleep must see that the team ends: the destructor waits for it.
+TEST(Team, EndsWhileItsThreadsFallAsleep) {
+  for (int32_t round = 0; round < 500; ++round) {
+    Team team(kNever);
+    run(team, 3, 3, [](int64_t, int64_t) {});
+    std::this_thread::sleep_for(std::chrono::microseconds(300 + round % 25 * 20));  // it spins 500
+  }
+}
+
 TEST(Team, CoversEveryIndexOnce) {
   Team team(kNever);
   for (const int64_t count : {0, 1, 2, 7, 64, 1000}) {

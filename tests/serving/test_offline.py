@@ -191,6 +191,7 @@ def test_answers_to_other_requests_are_not_overwritten(folder: Path, paths: tupl
     assert _run(folder, requests, answers) == 0
     before = answers.read_bytes()
     assert unanswered(read_requests(requests), answers, str(folder)) == []
+    assert unanswered(read_requests(requests), answers, f"{folder}/") == []
     with pytest.raises(ValueError, match=f"was answered by {folder}, and not by owner/other"):
         unanswered(read_requests(requests), answers, "owner/other")
     assert answers.read_bytes() == before
@@ -198,7 +199,16 @@ def test_answers_to_other_requests_are_not_overwritten(folder: Path, paths: tupl
         with pytest.raises(ValueError, match="name another file"):
             unanswered(read_requests(_write(requests, changed)), answers, str(folder))
     _write(requests, [_line("b", prompt="Hello", max_tokens=2)])
-    others = [b"notes\n", b"notes", b"\x7fELF\r\x00", b'{"id": "batch_7"}', before.rstrip(b"\n")]
+    no_model = json.loads(before)
+    del no_model["response"]["body"]["model"]
+    others = [
+        json.dumps(no_model).encode() + b"\n",
+        b"notes\n",
+        b"notes",
+        b"\x7fELF\r\x00",
+        b'{"id": "batch_7"}',
+        before.rstrip(b"\n"),
+    ]
     for text in others:
         answers.write_bytes(text)
         with pytest.raises(ValueError, match="name another file"):

@@ -249,3 +249,62 @@ def test_a_name_of_kimi_may_have_colons() -> None:
     format = answer_format("<|tool_call_begin|> <|tool_call_argument_begin|>", "")
     text = "<|tool_call_begin|>functions.mcp:get:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     assert _read(format, text) == [Call("mcp:get", "{}")]
+
+
+BROKEN = "<tool_call><function=f><parameter=a>\n1\n</function></tool_call>"
+GOOD = "<tool_call><function=g><parameter=b>\n2\n</parameter></function></tool_call>"
+
+
+def test_a_broken_call_and_prose_do_not_hide_a_good_call() -> None:
+    text = f"{BROKEN}\nNow the next.\n{GOOD}"
+    assert _joined(_read(BY_TAGS, text)) == [Content(f"{BROKEN}\nNow the next."), Call("g", '{"b": 2}')]
+    broken = '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>'
+    good = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    for prose in ('The 5" disk.', "The disk."):
+        found = _joined(_read(BY_JSON, f"{broken}\n{prose}\n{good}"))
+        assert found == [Content(f"{broken}\n{prose}"), Call("g", "{}")]
+
+
+def test_a_parameter_without_an_end_does_not_take_in_the_next() -> None:
+    text = "<tool_call><function=f><parameter=a>\n1\n<parameter=b>\n2\n</parameter></function></tool_call>"
+    assert _read(BY_TAGS, text) == [Content(text)]
+
+
+def test_a_second_mark_after_a_value_changes_nothing() -> None:
+    text = "<tool_call><function=f><parameter=a>\n1\n</parameter>\n</parameter></function></tool_call>"
+    assert _read(BY_TAGS, text) == [Call("f", '{"a": 1}')]
+
+
+class _Counted(str):
+    """Counts the characters in which a mark is searched."""
+
+    searched = 0
+
+    def find(self, sub: str, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
+        found = super().find(sub, start, len(self) if end is None else end)
+        _Counted.searched += (len(self) if found < 0 else found) - start
+        return found
+
+
+def test_marks_in_a_long_value_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's stream would wait for a search of the whole call at each token."""
+    format, length = BY_TAGS, 20_000
+    assert format.tools is not None
+    followed = 0
+    follow = type(format.tools).follow
+
+    def count(self: Any, text: str, position: int, stop: int) -> tuple[bool, int]:
+        nonlocal followed
+        followed += stop - position
+        return follow(self, text, position, stop)
+
+    monkeypatch.setattr(type(format.tools), "follow", count)
+    parser = parser_of(format, {}, "")
+    pieces = parser.push("<tool_call><function=f><parameter=a>\n</tool_call>")
+    for _ in range(length // 10):
+        parser._text = _Counted(parser._text)  # type: ignore[union-attr]
+        pieces += parser.push("some text ")
+    pieces += parser.push("\n</parameter></function></tool_call>")
+    (call,) = pieces
+    assert isinstance(call, Call) and len(json.loads(call.arguments)["a"]) == length + len("</tool_call>")
+    assert _Counted.searched < 10 * length and followed < 2 * length

@@ -544,7 +544,7 @@ def _all_layers(model: nn.Module) -> Iterator[ExpertsLayer]:
             flags = {flag: vars(module)[flag] for flag in _LAYOUT_FLAGS}
             top_k = _top_k(path, module.config)
             post_norm = getattr(module, "has_post_expert_norm", False)
-            yield _layer(path, module, flags, top_k, has_post_expert_norm=post_norm, share=vars(module).get(SHARE))
+            yield _layer(path, module, flags, top_k, has_post_expert_norm=post_norm)
         elif module._parameters.get("gate_up_proj") is not None and (unmarked := named_in(UNMARKED, type(module))):
             transposed = unmarked.is_transposed
             flags = {"has_gate": True, "has_bias": False, "is_transposed": transposed, "is_concatenated": True}
@@ -558,8 +558,10 @@ def _layer(path: str, module: Any, flags: Mapping[str, Any], top_k: int, **about
     if flags["is_transposed"]:
         rows, hidden = hidden, rows
     experts = module.down_proj.size(0)  # gate_up may have rows of identity experts too
-    if not 1 <= top_k <= experts:
-        raise UnsupportedModelError(f"The config gives each token {top_k} of the {experts} experts of {path}.")
+    share = vars(module).get(SHARE)
+    routed = experts if share is None else share.routed
+    if not 1 <= top_k <= routed:
+        raise UnsupportedModelError(f"The config gives each token {top_k} of the {routed} experts of {path}.")
     return ExpertsLayer(
         path=path,
         module=module,
@@ -568,6 +570,7 @@ def _layer(path: str, module: Any, flags: Mapping[str, Any], top_k: int, **about
         hidden=hidden,
         intermediate=rows // 2 if flags["has_gate"] else rows,
         activation=_activation(module),
+        share=share,
         **flags,
         **about,
     )

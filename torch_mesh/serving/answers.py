@@ -18,7 +18,7 @@ class Part:
     """The parts that a batch of tokens adds to an answer."""
 
     pieces: Sequence[Piece]
-    tokens: Sequence[Token]  # those of text; of an answer without a format all
+    tokens: Sequence[Token]  # those of content; of an answer without a format all
 
 
 @dataclass
@@ -64,17 +64,25 @@ class Answer:
         stops = Stops(self.stops)
         parser = parser_of(self.format or AnswerFormat(), self.schemas, self.prompt_end, self.continues)
         last, called = None, False
+        held: list[Token] = []  # of content, or of a mark that has begun
         batches = self.engine.tokens(self.job)
         try:
             async for batch in batches:
                 pieces: list[Piece] = []
-                shown = []
+                shown: list[Token] = []
                 for token in batch:
                     self.count, last = self.count + 1, token.id
                     self.reasoning_count += parser.is_reasoning
+                    was_content = parser.is_content
                     pieces += parser.push(stops.push(text.push(token.id)))
-                    if self.format is None or not text.hides(token.id):
+                    if self.format is None:
                         shown.append(token)
+                    elif not (was_content and parser.is_content):
+                        held = []  # these and this one are of a mark
+                    elif not text.hides(token.id):
+                        held.append(token)
+                    if not parser.holds_text:
+                        shown, held = shown + held, []
                     called = called or any(isinstance(piece, Call) for piece in pieces)
                     if over := stops.found is not None or (called and self.one_call):
                         break
@@ -90,8 +98,8 @@ class Answer:
             rest = "" if stops.found is not None else stops.push(text.end()) + stops.end()
             pieces = [*parser.push(rest), *parser.end()]
             called = called or any(isinstance(piece, Call) for piece in pieces)
-            if pieces:
-                yield Part(pieces, [])
+            if pieces or held:
+                yield Part(pieces, held)
         ended = self.stopped_by is not None or last in self._ends or (called and self.one_call)
         if not ended and self.count >= self.job.config.max_new_tokens:
             self.finish = "length"  # after a call too: others may be missing

@@ -113,8 +113,12 @@ class CachedPrefixes:
 
 
 def _by_name(method: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``generate`` by their names. Raises TypeError as the call would."""
+    """The arguments of a call of ``generate`` by their names. Raises TypeError as the call would. A ``method`` that
+    takes any arguments has the names of transformers' own."""
     signature = inspect.signature(method)
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in signature.parameters.values()):
+        _, *own = inspect.signature(GenerationMixin.generate).parameters.values()  # without self
+        signature = inspect.Signature(own)
     arguments: dict[str, Any] = {}
     for name, value in signature.bind(*positional, **named).arguments.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:

@@ -144,6 +144,7 @@ def unanswered(requests: Sequence[Request], out: Path, model: str) -> list[Reque
             answer = json.loads(line)
             name, response = answer["custom_id"], answer["response"]
             status, digest = response["status_code"], response["request_id"]
+            by = str(response["body"]["model"]) if status == 200 else model
         except (ValueError, TypeError, KeyError):
             if not line.endswith(b"\n") and line.startswith(_LINE_START[: len(line)]):
                 break  # a killed run left this line incomplete
@@ -153,11 +154,8 @@ def unanswered(requests: Sequence[Request], out: Path, model: str) -> list[Reque
             raise ValueError(
                 f"{out} line {number} answers another request than {name!r} of this file: name another file"
             )
-        if status == 200 and response["body"]["model"] != model:
-            raise ValueError(
-                f"{out} line {number} was answered by {response['body']['model']}, and not by {model}: name another "
-                "file, or the model as that run did"
-            )
+        if by != model and os.path.realpath(by) != os.path.realpath(model):
+            raise ValueError(f"{out} line {number} was answered by {by}, and not by {model}: name another file")
         if status == 200 and line.endswith(b"\n"):
             kept.append(line)
             del pending[name]

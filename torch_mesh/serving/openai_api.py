@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_mesh.serving.answers import Answer, Part, Token, running, whole_body
+from torch_mesh.serving.answers import Answer, Part, running, whole_body
 from torch_mesh.serving.errors import RequestError, describe
 from torch_mesh.serving.processors import TokenLogprobs
 from torch_mesh.serving.prompts import response_messages
@@ -47,9 +47,7 @@ class Collected:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    _logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the content
-    _waiting: list[TokenLogprobs] = field(default_factory=list)  # of tokens whose piece has not come
-    _is_content: bool = True  # the last piece
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, part: Part) -> None:
         for piece in part.pieces:
@@ -59,16 +57,7 @@ class Collected:
                 self.reasoning.append(piece.text)
             else:
                 self.content.append(piece.text)
-        self._waiting += [token.logprobs for token in part.tokens if token.logprobs is not None]
-        if part.pieces:
-            if any(isinstance(piece, Content) for piece in part.pieces):
-                self._logprobs += self._waiting
-            self._waiting, self._is_content = [], isinstance(part.pieces[-1], Content)
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs]:
-        """Of the tokens of the content, and of those that end it."""
-        return self._logprobs + (self._waiting if self._is_content else [])
+        self.logprobs += [token.logprobs for token in part.tokens if token.logprobs is not None]
 
     @property
     def text(self) -> str:
@@ -177,19 +166,14 @@ class OpenAI:
             return event({**head, "object": "chat.completion.chunk", "choices": [choice], **more})
 
         calls = [0] * len(answers)
-        # Tokens before the piece that they are of: those of reasoning and calls have no log-probabilities.
-        waiting: list[list[Token]] = [[] for _ in answers]
-        is_content = [True] * len(answers)
         for index in range(len(answers)):
             yield chunk(index, {"role": "assistant", "content": ""})
         async with contextlib.aclosing(merged(answers)) as parts:
             async for index, part in parts:
                 if part is None:
-                    if logprobs and waiting[index] and is_content[index]:
-                        yield chunk(index, {}, tokens=waiting[index])
                     yield chunk(index, {}, answers[index].finish)
                     continue
-                waiting[index] += part.tokens
+                tokens = part.tokens
                 deltas: list[Body] = []
                 for piece in part.pieces:
                     if isinstance(piece, Call):
@@ -201,13 +185,9 @@ class OpenAI:
                             deltas[-1][name] += piece.text
                         else:
                             deltas.append({name: piece.text})
-                for delta in deltas:
-                    tokens = waiting[index] if "content" in delta else ()
+                for delta in deltas or ([{}] if logprobs and tokens else []):
                     yield chunk(index, delta, tokens=tokens)
-                    if tokens:
-                        waiting[index] = []
-                if deltas:
-                    waiting[index], is_content[index] = [], "content" in deltas[-1]
+                    tokens = ()
         if usage:
             yield event({**head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(answers)})
         yield _DONE

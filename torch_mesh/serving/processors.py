@@ -109,7 +109,8 @@ class Grammar(LogitsProcessor):
             raise RequestError(f"{field} cannot be converted to a grammar: {problem}. Change its schema.", field)
         self._matcher.compute_bitmask()  # which fails if no token can begin an answer
         if self._matcher.is_error():
-            raise RequestError(f"{field} has a schema that no value can have. Change it.", field)
+            problem = error_text(self._matcher.get_error())
+            raise RequestError(f"{field} has a schema by which no answer can begin: {problem}. Change it.", field)
         self._prompt = prompt
         self._ends = list(ends)
         self._held: list[int] = []  # tokens of the answer that the matcher has consumed

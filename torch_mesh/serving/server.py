@@ -76,12 +76,12 @@ class Server:
             pad_products(opened)
         self.prompts = Prompts(self.model, processor, opened, options["arguments"], options["fetch_media"])
         limit = options["prefix_bytes"]
-        prefixes = PrefixCache(opened, limit, self.prompts.special_ids) if limit else None
-        needs = find_needs(opened, keeps_windows=kept_bytes > 0 or prefixes is not None)
-        self.kept = KeptKeys(opened, kept_bytes, Admission(opened, needs), prefixes)
         with contextlib.ExitStack() as undo:
+            prefixes = PrefixCache(opened, limit, self.prompts.special_ids) if limit else None
             if prefixes is not None:
                 undo.callback(prefixes.close)
+            needs = find_needs(opened, keeps_windows=kept_bytes > 0 or prefixes is not None)
+            self.kept = KeptKeys(opened, kept_bytes, Admission(opened, needs), prefixes)
             self.engine = self._open_engine(opened, options)
             undo.callback(self.engine.worker.stop, 0)
             self._serve(opened, options)
@@ -131,6 +131,7 @@ class Server:
                 time.sleep(0.01)
         except BaseException:  # Ctrl-C: the process would wait for the thread forever
             self._server.should_exit = True
+            self._thread.join()
             raise
         host, port = self._server.servers[0].sockets[0].getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

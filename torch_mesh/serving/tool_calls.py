@@ -39,10 +39,9 @@ class NotACallError(ValueError):
     """The text between the marks of a call is not a call."""
 
 
-def _values(begin: str, end: str, next_call: str = "(?!)") -> re.Pattern[str]:
-    """See ``ToolFormat.values``. A value that seems to go on in the next call, whose beginning ``next_call`` matches,
-    has no end."""
-    return re.compile(rf"{begin}(?:(?!{next_call}).)*?{end}|(?P<open>{begin})", re.DOTALL)
+def _values(begin: str, end: str) -> re.Pattern[str]:
+    """See ``ToolFormat.values``."""
+    return re.compile(rf"{begin}.*?{end}|(?P<open>{begin})", re.DOTALL)
 
 
 _JSON_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<open>")', re.DOTALL)
@@ -81,15 +80,13 @@ class ToolFormat:
     quotes: tuple[str, ...] = ()
     shows_ids: bool = False
 
-    def end_of(self, text: str) -> int:
-        """The position of ``end`` outside of values in the text of a call; -1 if there is none yet."""
-        found = text.find(self.end)
-        for value in self.values.finditer(text) if found >= 0 else ():
-            if found < value.start():
-                break
-            if value["open"] is not None or (found := text.find(self.end, value.end())) < 0:
-                return -1
-        return found
+    def follow(self, text: str, position: int, stop: int) -> tuple[bool, int]:
+        """Whether a value is open at ``stop``, if none is at ``position``, and where the last complete one ends."""
+        for value in self.values.finditer(text, position, stop):
+            if value["open"] is not None:
+                return True, value.start()
+            position = value.end()
+        return False, position
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -151,14 +148,16 @@ def _reader(pattern: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
     return read
 
 
-def _tag_reader(begin: str, end: str, parameter: str, after: str) -> Callable[[str, Mapping[str, Any]], list[Call]]:
+def _tag_reader(
+    begin: str, end: str, parameter: str, after: str, broken: str
+) -> Callable[[str, Mapping[str, Any]], list[Call]]:
     """Read calls whose parameters are between tags, with the types of the tool's schema.
 
     ``begin`` matches a call's beginning and its ``name``, ``parameter`` that of a parameter and its ``key``. ``end``
-    and ``after`` end them; a value may contain ``end``.
+    and ``after`` end them; a value may contain ``end``. ``broken`` matches what a value contains if its own end is
+    missing, so that it goes on to the end of the next one.
     """
-    begins, parameters = re.compile(begin), re.compile(parameter)
-    next_call = re.compile(rf"{end}\s*{begin}" if begin.startswith("<") else "(?!)")
+    begins, parameters, takes_in_others = re.compile(begin), re.compile(parameter), re.compile(broken, re.DOTALL)
     on_lines = parameter.endswith(r"\n?")
 
     def read(text: str, schemas: Mapping[str, Any]) -> list[Call]:
@@ -168,19 +167,22 @@ def _tag_reader(begin: str, end: str, parameter: str, after: str) -> Callable[[s
             schema = schemas.get(name) or {}
             properties = schema.get("properties") if isinstance(schema, dict) else None
             known = properties if isinstance(properties, dict) else {}
-            given = {}
+            given: dict[str, Any] = {}
+            stop = -1
             while True:
-                stop = found if (found := text.find(end, position)) >= 0 else len(text)
+                if stop < position:
+                    stop = found if (found := text.find(end, position)) >= 0 else len(text)
                 opened = parameters.search(text, position, stop)
-                if after in text[position : opened.start() if opened else stop]:
+                between = text[position : opened.start() if opened else stop]
+                if after in between and between.replace(after, "").strip():
                     raise NotACallError("the mark after a value is in the value")
                 if opened is None:
                     break
                 closed = text.find(after, opened.end())
-                if closed < 0 or next_call.search(text, opened.end(), closed):
+                value = text[opened.end() : closed].removesuffix("\n" if on_lines else "")
+                if closed < 0 or takes_in_others.search(value):
                     raise NotACallError("a parameter without an end")
                 key, position = opened["key"].strip(), closed + len(after)
-                value = text[opened.end() : closed].removesuffix("\n" if on_lines else "")
                 given[key] = _typed(value, resolved(known.get(key), schema))
             position = stop + len(end)
             calls.append(Call(name, json.dumps(given, ensure_ascii=False)))
@@ -251,7 +253,7 @@ def _followed(schema: Any, root: Any) -> Any:
 
 
 _MAX_REFERENCES = 16  # a definition may refer to itself
-_BARE_KEY = re.compile(r'(?<=[{,])\s*(?P<key>[^\s"{}\[\],:][^"{}\[\],:]*?)\s*:')
+_BARE_KEY = re.compile(r'(?<=[{,])\s*(?P<key>[^\s"{}\[\],:](?:[^"{}\[\],:]*[^\s"{}\[\],:])?)\s*:')
 _BARE_PYTHON = re.compile(r"(?<=[:,\[])\s*(?P<value>True|False|None)\s*(?=[,}\]])")
 _QUOTE = '<|"|>'
 
@@ -328,9 +330,13 @@ FORMATS = (
         begin="<tool_call>",
         end="</tool_call>",
         read=_tag_reader(
-            r"(?P<name>[^<\n]+)", "</tool_call>", r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>", "</arg_value>"
+            r"(?P<name>[^<\n]+)",
+            "</tool_call>",
+            r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>",
+            "</arg_value>",
+            r"</tool_call>.*<tool_call>|<arg_key>[^<]*</arg_key>\s*<arg_value>",
         ),
-        values=_values("<arg_value>", "</arg_value>", r"</tool_call>\s*<tool_call>"),
+        values=_values("<arg_value>", "</arg_value>"),
         before="",
         between="\n",
         after="",
@@ -342,9 +348,13 @@ FORMATS = (
         begin="<tool_call>",
         end="</tool_call>",
         read=_tag_reader(
-            r"<function=(?P<name>[^>]+)>", "</function>", r"<parameter=(?P<key>[^>]+)>\n?", "</parameter>"
+            r"<function=(?P<name>[^<>\n]+)>",
+            "</function>",
+            r"<parameter=(?P<key>[^<>\n]+)>\n?",
+            "</parameter>",
+            r"</tool_call>.*<tool_call>|</function>\s*<function=|\n\s*<parameter=",
         ),
-        values=_values("<parameter=[^>]+>", "</parameter>", r"</tool_call>\s*<tool_call>"),
+        values=_values("<parameter=[^<>\\n]+>", "</parameter>"),
         before="\n<function=",
         between=">\n",
         after="</function>\n",
@@ -356,9 +366,13 @@ FORMATS = (
         begin="<minimax:tool_call>",
         end="</minimax:tool_call>",
         read=_tag_reader(
-            r'<invoke name="(?P<name>[^"]+)">', "</invoke>", r'<parameter name="(?P<key>[^"]+)">', "</parameter>"
+            r'<invoke name="(?P<name>[^<>"\n]+)">',
+            "</invoke>",
+            r'<parameter name="(?P<key>[^<>"\n]+)">',
+            "</parameter>",
+            r'</minimax:tool_call>.*<minimax:tool_call>|</invoke>\s*<invoke |\n\s*<parameter name="',
         ),
-        values=_values('<parameter name="[^"]+">', "</parameter>", r"</minimax:tool_call>\s*<minimax:tool_call>"),
+        values=_values('<parameter name="[^<>"\\n]+">', "</parameter>"),
         before='\n<invoke name="',
         between='">\n',
         after="</invoke>\n",
@@ -459,12 +473,24 @@ class Parser:
     _text: str = field(default="", init=False)
     _blank: str = field(default="", init=False)  # held back: white space before a mark is not content
     _begun: bool = field(default=False, init=False)  # there was text since the last mark
+    # In the text of a call: where to search for its end, and where its last complete value ends.
+    _searched: int = field(default=0, init=False)
+    _values_end: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         thinking = self.format.thinking
         if thinking and self.prompt_end.rstrip().endswith(thinking[0].rstrip()):
             self._state = "reasoning"
         self._begun = self._state == "content"
+
+    @property
+    def is_content(self) -> bool:
+        return self._state == "content"
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether the end of the text so far may be the beginning of a mark."""
+        return bool(self._text)
 
     @property
     def is_reasoning(self) -> bool:
@@ -479,8 +505,7 @@ class Parser:
         pieces: list[Piece] = []
         while self._state == "call" and (found := first_mark(self._text, self._marks())):  # in a value without an end
             before, self._text = self._text[: found[0]], self._text[found[0] + len(found[1]) :]
-            pieces += self._call(before)
-            pieces += self._pieces()
+            pieces += [*self._call(before), *self._pieces()]
         text, self._text = self._text, ""
         if self._state == "call" and self.format.tools is not None:
             return [*pieces, Content(self._blank + self.format.tools.begin + text)]
@@ -489,11 +514,17 @@ class Parser:
         return [*pieces, kind(text)] if text and (self._state == "content" or text.strip()) else pieces
 
     def _next_mark(self) -> tuple[int, str] | None:
-        """Position and text of the mark that ends the current state."""
-        if self._state != "call" or self.format.tools is None:
+        """Position and text of the mark that ends the current state. Marks within values of a call are none."""
+        tools = self.format.tools
+        if self._state != "call" or tools is None:
             return first_mark(self._text, self._marks())
-        position = self.format.tools.end_of(self._text)
-        return None if position < 0 else (position, self.format.tools.end)
+        while (found := self._text.find(tools.end, self._searched)) >= 0:
+            self._searched = found + 1
+            is_open, self._values_end = tools.follow(self._text, self._values_end, found)
+            if not is_open:
+                return found, tools.end
+        self._searched = max(self._searched, len(self._text) - len(tools.end) + 1)
+        return None
 
     def _pieces(self) -> Iterator[Piece]:
         while found := self._next_mark():
@@ -539,12 +570,15 @@ class Parser:
     def _call(self, text: str) -> Iterator[Piece]:
         tools = self.format.tools
         assert tools is not None
-        self._state = "content"
+        self._state, self._searched, self._values_end = "content", 0, 0
         try:
             yield from tools.read(text, self.schemas or {})
         except NotACallError:
+            broken, end, rest = text.partition(tools.end)
+            if end:  # it was taken for a part of a value
+                self._text = rest + tools.end + self._text
             self._begun = True
-            yield Content(tools.begin + text + tools.end)
+            yield Content(tools.begin + broken + tools.end)
 
 
 class _ChannelParser:
@@ -554,6 +588,15 @@ class _ChannelParser:
     def __init__(self, continues: bool) -> None:
         self._state = "content" if continues else "between"  # where a prompt ends
         self._text = self._header = ""
+
+    @property
+    def is_content(self) -> bool:
+        return self._state == "content"
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether the end of the text so far may be the beginning of a mark."""
+        return bool(self._text)
 
     @property
     def is_reasoning(self) -> bool:

@@ -386,7 +386,7 @@ def checkpoint_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 # What transformers raises for configs with wrong values.
-_REFUSALS = (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError)
+_REFUSALS = (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, StrictDataclassError)
 
 
 def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig:
@@ -402,5 +402,5 @@ def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig
         raise store_error(Path(folder) / "config.json", "is not valid JSON: it nests too deep") from problem
     except _REFUSALS as problem:
         raise UnsupportedModelError(
-            f"{folder}: transformers {transformers.__version__} refuses its config: {problem}"
+            f"{folder}: transformers {transformers.__version__} refuses its config: {type(problem).__name__}: {problem}"
         ) from problem

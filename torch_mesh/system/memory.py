@@ -172,7 +172,7 @@ def _memory_cgroups(proc: Path) -> Iterator[tuple[int, Path, Path]]:
         elif "memory" in controllers.split(","):
             own[1] = PurePosixPath(path)
     for line in _lines(proc / "self/mountinfo"):
-        mounted, filesystem = (part.split() for part in line.split(" - ", 1))
+        mounted, filesystem = (part.split(" ") for part in line.split(" - ", 1))
         version = _memory_cgroup_version(kind=filesystem[0], options=filesystem[-1].split(","))
         if version in own:
             root, mount = _unescaped(mounted[3]), Path(_unescaped(mounted[4]))
