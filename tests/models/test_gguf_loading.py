@@ -73,6 +73,10 @@ def _dtype_of(dtype: torch.dtype | None) -> dict[str, Any]:
     return {} if dtype is None else {"dtype": dtype}
 
 
+# Rounded activations change logits by 3 to 7 % here, where they change a choice of experts. Wrong codes by more than 100.
+ROUNDED = 0.2
+
+
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     assert torch.isfinite(expected).all()
     return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
@@ -114,7 +118,7 @@ def test_auto_names_its_choice_and_bf16_is_the_dtype(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="converts TQ2_0 experts to int8 in groups of 32"):
         model = _open(made.path, weights="auto")
     assert model.dtype == torch.bfloat16 and model.config.quantization_config.weights == "int8"
-    assert _difference(_logits(model), _logits(made.model)) <= 0.06
+    assert _difference(_logits(model), _logits(made.model)) <= ROUNDED
 
 
 def test_stores_of_bf16_experts_are_in_bf12(tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ def test_experts_are_read_from_the_file_itself(kind: str, tmp_path: Path, cache:
     assert not list(cache.glob("stores/*/mesh_manifest.json"))
     stored = _open(made.path, weights="auto", store=str(tmp_path / "store"))
     assert torch.equal(_logits(model), _logits(stored))
-    assert _difference(_logits(model), _logits(made.model)) <= 0.06
+    assert _difference(_logits(model), _logits(made.model)) <= ROUNDED
     assert model.generate(IDS, max_new_tokens=4, do_sample=False).shape[1] > IDS.shape[1]
 
 
@@ -182,7 +186,7 @@ def test_linear_layers_keep_the_codes_of_the_file(tmp_path: Path) -> None:
         assert torch.equal(weight, torch.from_numpy(made.tensors[f"{name}.weight"].copy()))
     expected = made.model.state_dict()
     assert all(torch.equal(model.state_dict()[name], expected[name].bfloat16()) for name in ("lm_head.weight",))
-    assert _difference(_logits(model), _logits(made.model)) <= 0.06
+    assert _difference(_logits(model), _logits(made.model)) <= ROUNDED
     held = sum(module._mesh_packed.nbytes for module in model.modules() if isinstance(module, MeshLinear))
     plain = [each for name, each in model.named_parameters() if type(each) is torch.nn.Parameter]
     sizes = find_sizes(made.path, MeshConfig(dense="codes"))
@@ -292,7 +296,7 @@ def test_merging_keeps_the_codes_of_unchanged_layers(tmp_path: Path) -> None:
         assert not list(verify(merged))
         model = _open(merged.folder, "int8", dense="codes")
         assert _linears(model) == {"model.layers.0.self_attn.q_proj": "q4_k", "lm_head": "q6_k"}
-        assert _difference(_logits(model), _logits(exact)) <= 0.06
+        assert _difference(_logits(model), _logits(exact)) <= ROUNDED
 
 
 def test_saving_keeps_the_codes_of_linear_layers(tmp_path: Path) -> None:
@@ -326,7 +330,7 @@ def test_a_tied_head_keeps_the_codes_of_the_embedding(tmp_path: Path) -> None:
     model = _open(made.path, "auto", dense="codes")
     assert _linears(model) == {"lm_head": "int8_fp16"} and isinstance(model.model.embed_tokens, torch.nn.Embedding)
     assert torch.equal(model.lm_head.unpacked_weight(), model.model.embed_tokens.weight)
-    assert _difference(_logits(model), _logits(made.model)) <= 0.06
+    assert _difference(_logits(model), _logits(made.model)) <= ROUNDED
     stored = _open(convert(made.path, tmp_path / "store", "auto").store.folder, "auto", dense="codes")
     assert _linears(stored) == _linears(model) and torch.equal(_logits(stored), _logits(model))
     model.save_pretrained(tmp_path / "saved")
@@ -334,7 +338,7 @@ def test_a_tied_head_keeps_the_codes_of_the_embedding(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[3] += 1  # the tied head is saved with this change
     model.save_pretrained(tmp_path / "trained")
-    with pytest.raises(UnsupportedModelError, match="nor from a folder that torch-mesh convert made"):
+    with pytest.raises(UnsupportedModelError, match="This model has none in a type"):
         _open(tmp_path / "trained", "auto", dense="codes")
 
 

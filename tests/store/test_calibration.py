@@ -158,7 +158,7 @@ def test_quantised_checkpoints_are_calibrated_by_their_values(
 def test_formats_that_keep_the_codes_are_not_calibrated(tmp_path: Path, kind: str, weights: str, message: str) -> None:
     write_quantised(tmp_path / "source", KINDS[kind]())
     with pytest.raises(ValueError, match=message):
-        convert(tmp_path / "source", tmp_path / "store", weights, 32, calibrate=on_text(__file__))
+        convert(tmp_path / "source", tmp_path / "store", weights, calibrate=on_text(__file__))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

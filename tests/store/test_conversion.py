@@ -22,6 +22,7 @@ from tiny_checkpoints import save_tiny, tiny_model
 
 from torch_mesh import _C
 from torch_mesh.errors import MeshError, StoreError, UnsupportedModelError
+from torch_mesh.formats import CALIBRATED_FORMATS
 from torch_mesh.models.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
@@ -52,7 +53,8 @@ def leftovers(folder: Path) -> list[str]:
 def test_records_are_the_packed_experts_of_the_model(tmp_path: Path, family: str, weights: str) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "source")
-    store = convert(tmp_path / "source", tmp_path / "store", weights, 32).store
+    group_size = 32 if weights in CALIBRATED_FORMATS else None
+    store = convert(tmp_path / "source", tmp_path / "store", weights, group_size).store
     manifest = store.manifest
     for number, layer in enumerate(find_experts(model)):
         for expert in range(layer.num_experts):

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 
 from ..config import MeshConfig
 from ..errors import NoRoomError, StoreError, UnsupportedModelError
-from ..formats import FORMATS, short_name
+from ..formats import CALIBRATED_FORMATS, FORMATS, short_name
 from ..models.families import ExpertsLayer, Geometry, common_geometry, find_experts
 from ..modules.dense import CODES
 from ..pool.secondary_pool import Records, other_config, packed_format
@@ -91,7 +91,8 @@ class CheckpointSource(RecordSource):
         )
         aim = "" if weights == "auto" else f" to {short_name(weights)}"
         with progress_bar(f"Converting {name}{aim}") as progress:
-            write = functools.partial(make, folder, weights, config.group_size, progress=progress)
+            group_size = config.group_size if weights in CALIBRATED_FORMATS else None
+            write = functools.partial(make, folder, weights, group_size, progress=progress)
             try:
                 written = write()
             except OtherStoreError as problem:
