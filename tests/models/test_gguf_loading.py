@@ -73,7 +73,8 @@ def _dtype_of(dtype: torch.dtype | None) -> dict[str, Any]:
     return {} if dtype is None else {"dtype": dtype}
 
 
-# Rounded activations change logits by 3 to 7 % here, where they change a choice of experts. Wrong codes by more than 100.
+# Rounded activations change logits by 3 to 7 % here, and more where they change a choice of experts. Wrong codes change
+# them by 100 %.
 ROUNDED = 0.2
 
 
