@@ -462,8 +462,35 @@ def parser_of(
     return _ChannelParser(continues) if format.channels else Parser(format, schemas, prompt_end)
 
 
+class _Reader:
+    """Text that comes in parts, and the state of what it is."""
+
+    _state: str
+    _text: str  # that is not divided yet
+
+    @property
+    def is_content(self) -> bool:
+        return self._state == "content"
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether the end of the text so far may be the beginning of a mark."""
+        return bool(self._text)
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state == "reasoning"
+
+    def push(self, text: str) -> list[Piece]:
+        self._text += text
+        return list(self._pieces())
+
+    def _pieces(self) -> Iterator[Piece]:
+        raise NotImplementedError
+
+
 @dataclass
-class Parser:
+class Parser(_Reader):
     """Finds calls and reasoning by the marks around them; see ``parser_of``."""
 
     format: AnswerFormat
@@ -482,23 +509,6 @@ class Parser:
         if thinking and self.prompt_end.rstrip().endswith(thinking[0].rstrip()):
             self._state = "reasoning"
         self._begun = self._state == "content"
-
-    @property
-    def is_content(self) -> bool:
-        return self._state == "content"
-
-    @property
-    def holds_text(self) -> bool:
-        """Whether the end of the text so far may be the beginning of a mark."""
-        return bool(self._text)
-
-    @property
-    def is_reasoning(self) -> bool:
-        return self._state == "reasoning"
-
-    def push(self, text: str) -> list[Piece]:
-        self._text += text
-        return list(self._pieces())
 
     def end(self) -> list[Piece]:
         """The remaining pieces. An incomplete call is content."""
@@ -581,30 +591,13 @@ class Parser:
             yield Content(tools.begin + broken + tools.end)
 
 
-class _ChannelParser:
+class _ChannelParser(_Reader):
     """gpt-oss's messages: ``<|start|>ROLE<|channel|>NAME<|message|>TEXT``, and then ``<|end|>``, ``<|call|>`` or
     ``<|return|>``. A call's recipient is after the role or after the channel's name."""
 
     def __init__(self, continues: bool) -> None:
         self._state = "content" if continues else "between"  # where a prompt ends
         self._text = self._header = ""
-
-    @property
-    def is_content(self) -> bool:
-        return self._state == "content"
-
-    @property
-    def holds_text(self) -> bool:
-        """Whether the end of the text so far may be the beginning of a mark."""
-        return bool(self._text)
-
-    @property
-    def is_reasoning(self) -> bool:
-        return self._state == "reasoning"
-
-    def push(self, text: str) -> list[Piece]:
-        self._text += text
-        return list(self._pieces())
 
     def end(self) -> list[Piece]:
         """The remaining pieces. An incomplete call is content."""
