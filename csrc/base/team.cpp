@@ -198,7 +198,7 @@ void Team::work(int32_t thread) {
   int64_t descheduled = times_descheduled();
   Clock::time_point spins_from{};
   for (;;) {
-    // Before `stopping_`: the destructor's offer, which nobody helps with, must not be slept on.
+    // Before `stopping_`: the destructor's offer has no work, and must not be slept on.
     const uint32_t offers = offers_.load(std::memory_order_seq_cst);
     if (stopping_.load(std::memory_order_seq_cst)) return;
     if (help(thread)) continue;
