@@ -140,10 +140,10 @@ Split split_choices(const LayerHandle& layer, const at::Tensor& ids, const Funct
 }
 
 Split split_cold(const LayerHandle& layer, const at::Tensor& ids, const at::Tensor& weights,
-                 int64_t most) {
+                 int64_t max_deferred) {
   return split_choices(layer, ids, [&](SplitChoices& choices) {
     torch_mesh::split_cold(states_of(layer), const_values_of<float>(weights),
-                           static_cast<int32_t>(ids.size(1)), most, choices);
+                           static_cast<int32_t>(ids.size(1)), max_deferred, choices);
   });
 }
 

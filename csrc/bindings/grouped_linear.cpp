@@ -50,8 +50,9 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
                     "x_sorted must be [rows, ", engine.in_features(which), "]; got ", x.sizes());
   TORCH_CHECK_VALUE(out_features == engine.out_features(which), "out_features is ", out_features,
                     "; projection ", which, " has ", engine.out_features(which));
-  const int32_t most = engine.pool().routed_experts();
-  TORCH_CHECK_VALUE(top_k >= 1 && top_k <= most, "top_k is ", top_k, "; allowed: 1 to ", most);
+  const int32_t max_top_k = engine.pool().routed_experts();
+  TORCH_CHECK_VALUE(top_k >= 1 && top_k <= max_top_k, "top_k is ", top_k, "; allowed: 1 to ",
+                    max_top_k);
   const at::Tensor bounds = checked_offsets(offsets, x.size(0), engine.pool().experts(), sentinels);
   at::Tensor out = at::empty({x.size(0), engine.out_features(which)}, x.options());
   if (x.size(0) == 0) return out;

@@ -220,9 +220,9 @@ struct Range {
 void check_floats(const RawView& view, ScalarType type, int64_t rows, int64_t columns,
                   const char* name, std::span<const int64_t> piece_bytes) {
   const int64_t bytes = scalar_bytes(type);
-  const int64_t most = std::numeric_limits<int64_t>::max() / bytes;
+  const int64_t max_stride = std::numeric_limits<int64_t>::max() / bytes;
   for (const int64_t stride : {view.row_stride, view.column_stride}) {
-    if (stride < 0 || stride > most) {
+    if (stride < 0 || stride > max_stride) {
       throw_invalid("raw_views['", name, "'] has a negative stride or one beyond any file");
     }
   }

@@ -28,7 +28,7 @@ class Plan {
         chunks_((call.keys + kAttentionKeys - 1) / kAttentionKeys) {
     const int64_t parts = groups() * chunks_ * rows_;
     largest_ = reinterpret_cast<float*>(
-        workspace.products.at_least(parts * (2 + call.value_dim) * int64_t{sizeof(float)}));
+        workspace.products.reserve(parts * (2 + call.value_dim) * int64_t{sizeof(float)}));
     total_ = largest_ + parts;
     out_ = total_ + parts;
   }

@@ -69,7 +69,7 @@ void by_blocks(const PackedMatrix& matrix, const LinearRows& call, const Runtime
                int32_t threads, int32_t at_once, Workspace& workspace, const BlockOf& block_of) {
   const KernelTable& table = kernel_table();
   const auto rows = static_cast<int32_t>(call.rows);
-  std::byte* prepared = workspace.prepared.at_least(rows * operand_shape(matrix).row_bytes);
+  std::byte* prepared = workspace.prepared.reserve(rows * operand_shape(matrix).row_bytes);
   const auto prepare = [&](int32_t begin, int32_t end) {
     prepare_rows(table, matrix, call.x.data, call.x.type, call.x.row_stride, begin, end, prepared);
   };
@@ -109,7 +109,7 @@ void few_plain_rows(const PackedMatrix& matrix, const PlainWeights& weights, con
   const auto rows = static_cast<int32_t>(call.rows);
   const int32_t half = matrix.depth_padded / 2;
   auto* split = reinterpret_cast<float*>(
-      workspace.prepared.at_least(int64_t{rows} * 2 * half * int64_t{sizeof(float)}));
+      workspace.prepared.reserve(int64_t{rows} * 2 * half * int64_t{sizeof(float)}));
   const auto prepare = [&](int32_t begin, int32_t end) {
     for (int32_t row = begin; row < end; ++row) {
       split_row(table, call, row, matrix.depth, half, split + int64_t{row} * 2 * half);
@@ -202,7 +202,7 @@ void unpacked_linear(const PackedMatrix& matrix, const void* weights, int64_t st
     by_blocks(matrix, rows, runtime, threads, 1, *lease,
               [&](int64_t task, int32_t columns) -> const std::byte* {
                 thread_local Buffer block;
-                std::byte* packed = block.at_least(matrix.block_bytes);
+                std::byte* packed = block.reserve(matrix.block_bytes);
                 pack_plain_block(matrix, plain, task * kBlockColumns, columns, packed);
                 return packed;
               });

@@ -34,8 +34,8 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
                              ffn.adapted_bytes(1, adapters.gate_up.rank(), adapters.down.rank());
   const int64_t per_token = ffn.prepared_bytes(1) + top_k * per_choice;
   // The number of pairs is an int32.
-  const int64_t most = INT32_MAX / std::max(top_k, 1);
-  return static_cast<int32_t>(std::clamp<int64_t>(workspace / per_token, 1, most));
+  const int64_t max_tokens = INT32_MAX / std::max(top_k, 1);
+  return static_cast<int32_t>(std::clamp<int64_t>(workspace / per_token, 1, max_tokens));
 }
 
 namespace {
@@ -118,9 +118,9 @@ void Engine::experts(const ExpertsCall& call) {
   pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   // Chunks have equal lengths: a short last one would need few experts, and read nothing ahead.
-  const int32_t most = tokens_per_chunk(ffn(call.layer, phase_of(call.tokens)), layout(),
-                                        call.top_k, options_.workspace, call.adapters);
-  const int32_t chunks = 1 + (call.tokens - 1) / most;
+  const int32_t chunk_tokens = tokens_per_chunk(ffn(call.layer, phase_of(call.tokens)), layout(),
+                                                call.top_k, options_.workspace, call.adapters);
+  const int32_t chunks = 1 + (call.tokens - 1) / chunk_tokens;
   const int32_t chunk = 1 + (call.tokens - 1) / chunks;
   for (int32_t begin = 0; begin < call.tokens; begin += chunk) {
     ExpertsCall part = call;
@@ -146,9 +146,9 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   group_by_expert(call.ids, call.weights, call.tokens, call.top_k, pool_->experts(), call.sentinels,
                   grouping);
   const auto count = static_cast<int32_t>(grouping.experts.size());
-  workspace.products.at_least(int64_t{call.tokens} * call.top_k * layout().hidden * sizeof(float));
+  workspace.products.reserve(int64_t{call.tokens} * call.top_k * layout().hidden * sizeof(float));
   const ExpertFfn& products = ffn(call.layer, forward.phase);
-  workspace.prepared.at_least(products.prepared_bytes(call.tokens));
+  workspace.prepared.reserve(products.prepared_bytes(call.tokens));
   workspace.entries.resize(count);
   workspace.scratch_offset.resize(count);
   workspace.adapted_offset.resize(count);
@@ -160,7 +160,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     scratch += products.adapted_bytes(grouping.rows(i), call.adapters.gate_up.rank(),
                                       call.adapters.down.rank());
   }
-  workspace.scratch.at_least(scratch);
+  workspace.scratch.reserve(scratch);
 
   if (forward.phase == Phase::kPrefill) {
     forward.ids = {call.ids, static_cast<size_t>(call.tokens) * call.top_k};
@@ -332,9 +332,9 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Fo
   const int64_t width = out_features(call.projection);
   const bool up = call.projection == 0;
   const ExpertFfn& products = ffn(call.layer, forward.phase);
-  workspace.prepared.at_least(up ? products.prepared_bytes(rows)
-                                 : products.prepared_hidden_bytes(rows));
-  workspace.products.at_least(rows * width * sizeof(float));
+  workspace.prepared.reserve(up ? products.prepared_bytes(rows)
+                                : products.prepared_hidden_bytes(rows));
+  workspace.products.reserve(rows * width * sizeof(float));
   Grouping& grouping = workspace.grouping;
   grouping.experts.clear();
   grouping.first.assign(1, 0);

@@ -12,7 +12,7 @@ constexpr int64_t kCacheLine = 64;
 
 }  // namespace
 
-std::byte* Buffer::at_least(int64_t bytes) {
+std::byte* Buffer::reserve(int64_t bytes) {
   if (bytes > bytes_) {
     data_.reset();
     bytes_ = 0;

@@ -18,7 +18,7 @@ namespace torch_mesh {
 class Buffer {
  public:
   // Throws Error(kMemory).
-  std::byte* at_least(int64_t bytes);
+  std::byte* reserve(int64_t bytes);
   std::byte* data() { return data_.get(); }
   const std::byte* data() const { return data_.get(); }
   int64_t bytes() const { return bytes_; }

@@ -29,13 +29,13 @@ Ticket HostShare::submit(const DeviceCall& call, Stream stream) {
   const int32_t hidden = engine->layout().hidden;
   const int64_t token_bytes = hidden * (sizeof(float) + scalar_bytes(call.x_type)) +
                               call.top_k * (sizeof(int64_t) + sizeof(float));
-  const auto most =
+  const auto max_tokens =
       static_cast<int32_t>(std::clamp<int64_t>(block_bytes_ / token_bytes, 1, INT32_MAX));
   Ticket ticket = -1;
   try {
-    for (int32_t begin = 0; begin < call.tokens; begin += most) {
+    for (int32_t begin = 0; begin < call.tokens; begin += max_tokens) {
       DeviceCall part = call;
-      part.tokens = capturing ? call.tokens : std::min(most, call.tokens - begin);
+      part.tokens = capturing ? call.tokens : std::min(max_tokens, call.tokens - begin);
       part.x += int64_t{begin} * hidden * scalar_bytes(call.x_type);
       part.ids += int64_t{begin} * call.top_k * sizeof(int64_t);
       part.weights += int64_t{begin} * call.top_k * sizeof(float);

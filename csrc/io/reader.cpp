@@ -329,9 +329,9 @@ class EngineReader final : public Reader {
   std::thread thread_;
 };
 
-void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
-  if (value >= least && value <= most) return;
-  throw_invalid("the reader's ", name, " is ", value, "; ", least, " to ", most, " are allowed");
+void check_range(const char* name, int64_t value, int64_t min, int64_t max) {
+  if (value >= min && value <= max) return;
+  throw_invalid("the reader's ", name, " is ", value, "; ", min, " to ", max, " are allowed");
 }
 
 void check(const ReaderOptions& options, int64_t files, const Reader::Done& done) {

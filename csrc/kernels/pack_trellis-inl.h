@@ -148,12 +148,12 @@ struct Viterbi {
     now = 1 - now;
   }
 
-  void subtract_least() {
-    Words least = at(present(), 0);
-    for (int32_t s = 1; s < Code::kStates; ++s) least = minimum_uint16(least, at(present(), s));
-    least = least & both_halves(0xffffu << Cost::kBits & 0xffff);
+  void subtract_lowest() {
+    Words lowest = at(present(), 0);
+    for (int32_t s = 1; s < Code::kStates; ++s) lowest = minimum_uint16(lowest, at(present(), s));
+    lowest = lowest & both_halves(0xffffu << Cost::kBits & 0xffff);
     for (int32_t s = 0; s < Code::kStates; ++s) {
-      put(present(), s, subtract_words(at(present(), s), least));
+      put(present(), s, subtract_words(at(present(), s), lowest));
     }
   }
 
@@ -161,17 +161,17 @@ struct Viterbi {
   void best(uint16_t* states) const {
     constexpr int32_t kRun = 32;
     alignas(64) std::byte leasts[Code::kStates / kRun * kLanes * 4];  // of runs of states
-    Words least = both_halves(0xffff);
+    Words lowest = both_halves(0xffff);
     for (int32_t run = 0; run < Code::kStates / kRun; ++run) {
       Words own = at(present(), run * kRun);
       for (int32_t s = 1; s < kRun; ++s) {
         own = minimum_uint16(own, at(present(), run * kRun + s));
       }
       put(leasts, run, own);
-      least = minimum_uint16(least, own);
+      lowest = minimum_uint16(lowest, own);
     }
     alignas(64) std::byte of_all[kLanes * 4];
-    put(of_all, 0, least);
+    put(of_all, 0, lowest);
     for (int32_t lane = 0; lane < 2 * kLanes; ++lane) {
       const int32_t cost = cost_of(of_all, 0, lane);
       int32_t run = 0;
@@ -214,12 +214,12 @@ struct Viterbi {
   }
 
   void measure(const Floats (&positions)[2], const float (&units)[2]) {
-    const Floats most = broadcast(static_cast<float>(Cost::kMaxDistance));
+    const Floats limit = broadcast(static_cast<float>(Cost::kMaxDistance));
     for (int32_t level = 0; level < kLevels; ++level) {
       Words both[2];
       for (int i = 0; i < 2; ++i) {
         const Floats apart = positions[i] - broadcast(static_cast<float>(level));
-        both[i] = to_integers(minimum(apart * apart * broadcast(units[i]), most));
+        both[i] = to_integers(minimum(apart * apart * broadcast(units[i]), limit));
       }
       put(distances, level, shift_left<Cost::kBits>(both[0] | shift_left<16>(both[1])));
     }
@@ -235,16 +235,16 @@ struct Viterbi {
     for (int32_t i = 0; i < Code::kCodes; ++i) from[i] = at(present(), trellis.sources[family][i]);
     for (int32_t code = kEnd - 1; code >= kFirst; --code) {
       const uint8_t* levels = trellis.levels[family][code];
-      Words least = add_int16(from[0], at(distances, levels[0]));
+      Words lowest = add_int16(from[0], at(distances, levels[0]));
       for (int32_t i = 1; i < Code::kCodes; ++i) {
-        least = minimum_uint16(least, add_int16(from[i], at(distances, levels[i])));
+        lowest = minimum_uint16(lowest, add_int16(from[i], at(distances, levels[i])));
       }
-      kept = shift_left<Cost::kSlot>(kept) | (least & number);
+      kept = shift_left<Cost::kSlot>(kept) | (lowest & number);
       const int32_t target = trellis.targets[family][code];
-      const Words most = both_halves(Cost::kMaxCost << Cost::kBits | number_of(target));
+      const Words limit = both_halves(Cost::kMaxCost << Cost::kBits | number_of(target));
       // Clears the lowest bits, which name the predecessor; the target's own number replaces them.
-      const Words cost = subtract_words(least, least & number);
-      put(costs[1 - now], target, minimum_uint16(cost | both_halves(number_of(target)), most));
+      const Words cost = subtract_words(lowest, lowest & number);
+      put(costs[1 - now], target, minimum_uint16(cost | both_halves(number_of(target)), limit));
     }
     return kept;
   }
@@ -383,7 +383,7 @@ class TrellisColumns {
       units[i] = k < depth_ ? kTrellisDistance : 0.0f;
     }
     viterbi_.step(positions, units, predecessors(kept));
-    if (j % kStepsBetween == kStepsBetween - 1) viterbi_.subtract_least();
+    if (j % kStepsBetween == kStepsBetween - 1) viterbi_.subtract_lowest();
   }
   int32_t back(int32_t kept, int32_t lane, uint16_t& state) const {
     return Viterbi<Code>::back(predecessors(kept), lane, state);

@@ -75,7 +75,7 @@ class TrellisRing {
       }
       const float units[2] = {stream_.units[step], stream_.units[step]};
       viterbi_.step(positions, units, predecessors(j));
-      if (j % kStepsBetween == kStepsBetween - 1) viterbi_.subtract_least();
+      if (j % kStepsBetween == kStepsBetween - 1) viterbi_.subtract_lowest();
     }
   }
 

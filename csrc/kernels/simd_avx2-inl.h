@@ -67,10 +67,10 @@ inline Floats as_floats(Words a) { return _mm256_castsi256_ps(a); }
 inline Floats words_to_floats(Words a) { return _mm256_cvtepi32_ps(a); }
 
 inline uint32_t largest_lane(Words a) {
-  __m128i most = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
-  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
-  return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
+  __m128i max = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  max = _mm_max_epi32(max, _mm_shuffle_epi32(max, 0x4e));
+  max = _mm_max_epi32(max, _mm_shuffle_epi32(max, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(max));
 }
 inline int32_t sum_of_lanes(Words a) {
   __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));

@@ -87,11 +87,11 @@ void Claim::count_outside() const {
 // Takes the experts that are ready by now. Called with the lock held.
 int32_t Claim::take(std::span<ReadyExpert> ready, std::optional<Error>& error) {
   std::array<HandedOut, 64> handed;
-  const auto most = std::span(handed).first(std::min(ready.size(), handed.size()));
+  const auto room = std::span(handed).first(std::min(ready.size(), handed.size()));
   const Pool::Stopwatch decision(
       pool_.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
   pool_.core_.advance(state_);
-  const int32_t count = pool_.core_.claims().hand_out(state_, most, error);
+  const int32_t count = pool_.core_.claims().hand_out(state_, room, error);
   for (int32_t i = 0; i < count; ++i) {
     const auto [index, slot] = handed[i];
     ready[i] = {index, pool_.memory_->piece(slot), pool_.memory_->node(slot)};

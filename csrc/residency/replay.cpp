@@ -73,9 +73,9 @@ void check_times(std::span<const double> times) {
 
 void check(const ReplayOptions& options, const RoutingTrace& trace) {
   const int64_t all = int64_t{trace.layers} * trace.experts;
-  const int32_t least = std::min(trace.top_k, trace.experts);
-  if (options.slots < least || options.slots > all) {
-    throw_invalid("slots must be in [", least, ", ", all,
+  const int32_t min_slots = std::min(trace.top_k, trace.experts);
+  if (options.slots < min_slots || options.slots > all) {
+    throw_invalid("slots must be in [", min_slots, ", ", all,
                   "], from what a token may need to all experts; got ", options.slots);
   }
   if (options.prefetch < 0 || options.prefetch > trace.experts) {

@@ -97,9 +97,9 @@ class FaultyBackend final : public ForwardingBackend {
     return probability > 0 && below(next_random(), probability);
   }
 
-  // In [least, most].
-  int64_t draw_between(int64_t least, int64_t most) {
-    return least + static_cast<int64_t>(next_random() % static_cast<uint64_t>(most - least + 1));
+  // In [min, max].
+  int64_t draw_between(int64_t min, int64_t max) {
+    return min + static_cast<int64_t>(next_random() % static_cast<uint64_t>(max - min + 1));
   }
 
   std::optional<int> draw_error(const ChunkRead& read, bool failed_before) {
@@ -124,9 +124,9 @@ class FaultyBackend final : public ForwardingBackend {
     Attempt& attempt = attempts_[result.chunk];
     const ChunkRead& read = attempt.read;
     // At least one block, as from a disk: progress is certain even with a probability of 1.
-    const int64_t least = files_->alignment();
-    if (result.result > least && draw(faults_.short_read)) {
-      result.result = draw_between(least, result.result - 1);
+    const int64_t min = files_->alignment();
+    if (result.result > min && draw(faults_.short_read)) {
+      result.result = draw_between(min, result.result - 1);
     }
     // The chunk is complete. Its number is used for another one next.
     if (result.result == read.bytes) attempt.failed_once = false;

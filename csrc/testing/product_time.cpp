@@ -47,13 +47,13 @@ double product_seconds(const Runtime& runtime, const std::string& isa, const std
 
   // Written to, so that each page has memory of its own. Zeros take as long as other weights.
   Buffer weights, prepared, out;
-  weights.at_least(matrix.bytes());
+  weights.reserve(matrix.bytes());
   std::fill_n(weights.data(), matrix.bytes(), std::byte{0});
   const std::vector<float> x(static_cast<size_t>(rows) * matrix.depth, 1.0f);
-  prepared.at_least(operand_shape(matrix).row_bytes * rows);
+  prepared.reserve(operand_shape(matrix).row_bytes * rows);
   prepare_rows(table, matrix, x.data(), ScalarType::kFloat32, matrix.depth, 0, rows,
                prepared.data());
-  out.at_least((int64_t{rows} + 1) * kBlockColumns * static_cast<int64_t>(sizeof(float)));
+  out.reserve((int64_t{rows} + 1) * kBlockColumns * static_cast<int64_t>(sizeof(float)));
 
   const auto begin = std::chrono::steady_clock::now();
   const int32_t at_once = blocks_at_once(rows);

@@ -59,7 +59,7 @@ struct EventState {
 class Worker {
  public:
   Worker(uint64_t seed, int32_t max_delay_us)
-      : random_(seed), most_delay_us_(max_delay_us), thread_([this] { run(); }) {}
+      : random_(seed), max_delay_us_(max_delay_us), thread_([this] { run(); }) {}
   ~Worker() {
     {
       const std::lock_guard lock(mutex_);
@@ -91,8 +91,8 @@ class Worker {
       queue_.pop_front();
       busy_ = true;
       lock.unlock();
-      if (most_delay_us_ > 0) {
-        const auto delay = std::uniform_int_distribution(0, most_delay_us_)(random_);
+      if (max_delay_us_ > 0) {
+        const auto delay = std::uniform_int_distribution(0, max_delay_us_)(random_);
         std::this_thread::sleep_for(std::chrono::microseconds(delay));
       }
       operation();
@@ -109,7 +109,7 @@ class Worker {
   bool busy_ = false;
   bool ending_ = false;
   std::minstd_rand random_;
-  int32_t most_delay_us_;
+  int32_t max_delay_us_;
   std::thread thread_;
 };
 

@@ -203,7 +203,7 @@ TEST(ChunkScheduler, RandomEventsReportEachRequestOnce) {
   const ::testing::ScopedTrace trace(__FILE__, __LINE__,
                                      "TORCH_MESH_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
-  const auto up_to = [&](int64_t most) { return static_cast<int64_t>(random() % (most + 1)); };
+  const auto up_to = [&](int64_t max) { return static_cast<int64_t>(random() % (max + 1)); };
   constexpr int32_t kDepth = 5;
   ChunkScheduler scheduler(kDepth, 4096, kUnit, 100);
   std::vector<int32_t> reported(2000);

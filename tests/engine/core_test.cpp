@@ -139,11 +139,11 @@ class Driver {
 
   int32_t below(int32_t count) { return static_cast<int32_t>(random_() % count); }
   bool one_in(int32_t count) { return below(count) == 0; }
-  Ids some_experts(int32_t most) {
+  Ids some_experts(int32_t max_count) {
     Ids all(shape_.experts);
     std::iota(all.begin(), all.end(), 0);
     std::shuffle(all.begin(), all.end(), random_);
-    all.resize(1 + below(std::min(most, shape_.experts)));
+    all.resize(1 + below(std::min(max_count, shape_.experts)));
     return all;
   }
 

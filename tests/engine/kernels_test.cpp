@@ -704,14 +704,14 @@ void expect_activated(const Activation& activation, std::span<const Activated> c
 // -inf * 0.
 TEST(Activations, SwigluoaiTreatsNonFiniteValuesAsTorchDoes) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-  const double most = activation_reference(kSwigluOai, 7, 7);
-  const double least = activation_reference(kSwigluOai, 7, -7);
+  const double highest = activation_reference(kSwigluOai, 7, 7);
+  const double lowest = activation_reference(kSwigluOai, 7, -7);
   const Activated cases[] = {
-      {kNan, 1, kNan},      {1, kNan, kNan},       {kNan, kNan, kNan},
-      {kNan, -1, kNan},     {0, kNan, kNan},       {HUGE_VALF, 7, most},
-      {7, HUGE_VALF, most}, {1e30f, 1e30f, most},  {HUGE_VALF, -HUGE_VALF, least},
-      {7, -1e30f, least},   {-HUGE_VALF, 1, kNan}, {-HUGE_VALF, kNan, kNan},
-      {-1e30f, 1, -0.0},    {-1e30f, -1e30f, 0.0}, {7.5f, -1, 0.0}};
+      {kNan, 1, kNan},         {1, kNan, kNan},         {kNan, kNan, kNan},
+      {kNan, -1, kNan},        {0, kNan, kNan},         {HUGE_VALF, 7, highest},
+      {7, HUGE_VALF, highest}, {1e30f, 1e30f, highest}, {HUGE_VALF, -HUGE_VALF, lowest},
+      {7, -1e30f, lowest},     {-HUGE_VALF, 1, kNan},   {-HUGE_VALF, kNan, kNan},
+      {-1e30f, 1, -0.0},       {-1e30f, -1e30f, 0.0},   {7.5f, -1, 0.0}};
   expect_activated(kSwigluOai, cases);
 }
 

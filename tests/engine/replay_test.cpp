@@ -250,11 +250,11 @@ TEST(ReplayRanks, TogetherUseTheExpertsOfOneProcess) {
       RoutingTrace whole = routing.trace();
       whole.forwards = forwards;
       const std::vector<Routing> parts = divided(routing, ranks);
-      const int32_t own = routing.experts / ranks, least = std::min(own, routing.top_k);
+      const int32_t own = routing.experts / ranks, min_slots = std::min(own, routing.top_k);
       for (std::string_view policy : policy_names()) {
         SCOPED_TRACE(policy);
         ReplayOptions options{.policy = std::string(policy),
-                              .slots = least + static_cast<int32_t>(random() % 3)};
+                              .slots = min_slots + static_cast<int32_t>(random() % 3)};
         options.slots = std::min(options.slots, own * routing.layers);
         const std::vector<ReplayResult> results = replay_parts(parts, options, .25, forwards);
         int64_t accesses = 0;

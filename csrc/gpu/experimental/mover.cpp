@@ -179,10 +179,10 @@ void Mover::choose() {
       up_.push_back(id);
     }
   }
-  const size_t most = std::min(spare_.size(), static_cast<size_t>(options_.batch));
-  if (up_.empty() && most == static_cast<size_t>(options_.batch)) return;
+  const size_t max_moves = std::min(spare_.size(), static_cast<size_t>(options_.batch));
+  if (up_.empty() && max_moves == static_cast<size_t>(options_.batch)) return;
   std::ranges::stable_sort(up_, std::greater(), wanted_for);
-  if (up_.size() > most) up_.resize(most);
+  if (up_.size() > max_moves) up_.resize(max_moves);
   int64_t going = to_go();
   for (ExpertId id = 0; id < every && going > 0; ++id) {
     if (slots_of_[id] < 0 || !options_.moving[id / experts_] || wanted_->resident(id)) continue;

@@ -10,7 +10,7 @@
 namespace torch_mesh {
 
 void split_cold(std::span<const SlotState> states, std::span<const float> weights, int32_t top_k,
-                int64_t most, SplitChoices& choices) {
+                int64_t max_deferred, SplitChoices& choices) {
   const auto experts = static_cast<int64_t>(states.size());
   const auto now = choices.now, left_out = choices.left_out;
   std::vector<bool> needed_now(states.size());
@@ -18,7 +18,7 @@ void split_cold(std::span<const SlotState> states, std::span<const float> weight
   for (size_t token = 0; token < now.size(); token += order.size()) {
     std::iota(order.begin(), order.end(), token);
     std::ranges::stable_sort(order, {}, [&](size_t at) { return weights[at]; });
-    int64_t left = most;
+    int64_t left = max_deferred;
     for (const size_t at : order) {
       const int64_t id = now[at];
       if (id >= experts) continue;
@@ -75,17 +75,17 @@ int64_t reroute_one(std::span<const SlotState> states, std::span<const float> sc
   const auto score_of = [&](int64_t expert) { return scores[expert]; };
   std::vector<int64_t> by_score(chosen.begin(), chosen.end());
   std::ranges::stable_sort(by_score, std::greater{}, score_of);
-  float least = std::numeric_limits<float>::max(), most = std::numeric_limits<float>::lowest();
+  float min = std::numeric_limits<float>::max(), max = std::numeric_limits<float>::lowest();
   std::vector<int64_t> spare;  // resident and not chosen, the best first
   for (size_t expert = 0; expert < scores.size(); ++expert) {
     if (masked(scores[expert])) continue;
-    least = std::min(least, scores[expert]);
-    most = std::max(most, scores[expert]);
+    min = std::min(min, scores[expert]);
+    max = std::max(max, scores[expert]);
     const auto id = static_cast<int64_t>(expert);
     if (!cold(id) && std::ranges::find(by_score, id) == by_score.end()) spare.push_back(id);
   }
   std::ranges::stable_sort(spare, std::greater{}, score_of);
-  const float bonus = bias * (most - least);
+  const float bonus = bias * (max - min);
   // Compares the worst cold choice with the best spare expert, and so on. The result is what topk
   // would choose of the scores with the bonus added.
   auto best = spare.begin();

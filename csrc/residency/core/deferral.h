@@ -20,10 +20,10 @@ struct SplitChoices {
   std::vector<int32_t> doubles = {};  // split_by_pool(): of `now`, READY in both pools
 };
 
-// Leaves out up to `most` choices of each token, those of least weight whose experts are not READY,
-// except experts that some token needs now anyway. weights: [tokens][top_k].
+// Leaves out up to `max_deferred` choices of each token, those of least weight whose experts are
+// not READY, except experts that some token needs now anyway. weights: [tokens][top_k].
 void split_cold(std::span<const SlotState> states, std::span<const float> weights, int32_t top_k,
-                int64_t most, SplitChoices& choices);
+                int64_t max_deferred, SplitChoices& choices);
 
 // Leaves experts that are not READY here to the fallback pool, except those that are being read
 // here and lack a slot there.

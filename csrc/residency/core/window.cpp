@@ -27,9 +27,9 @@ bool Window::takes(const ClaimState& claim) const {
 int32_t Window::slots_for(int32_t layer, bool last_chunk) const {
   const int32_t all = slots_.limit();
   const auto hot = static_cast<int32_t>(int64_t{all} * (layer + 1) / slots_.layers());
-  const int32_t least = last_chunk ? std::min(std::max(kMinWindow, all / 16), all / 8)
-                                   : std::min(slots_.experts(), all / 2);
-  return std::max({1, all - hot, least});
+  const int32_t min_window = last_chunk ? std::min(std::max(kMinWindow, all / 16), all / 8)
+                                        : std::min(slots_.experts(), all / 2);
+  return std::max({1, all - hot, min_window});
 }
 
 // As few slots as keep the disk busy: the next forward has no use for what they hold.
@@ -48,11 +48,11 @@ void Window::read_next_layer(const ClaimState& claim) {
     ahead += slot >= 0 && slots_[slot].unused;
   }
   // The disk reads one narrow window before the next layer's attention is over.
-  const int32_t most = is_narrow(claim) ? 2 * narrow() : slots_for(layer, true);
+  const int32_t limit = is_narrow(claim) ? 2 * narrow() : slots_for(layer, true);
   const int32_t begun_before = slots_.loading();
   const auto has_room = [&] {
     const int32_t begun = slots_.loading() - begun_before;
-    return slots_.has_empty() || claim.reading + ahead + begun < most;
+    return slots_.has_empty() || claim.reading + ahead + begun < limit;
   };
   if (missing == 0 || !has_room()) return;
   slots_.read_missing(ids, Urgency::kWindow, claim.part.phase, has_room);

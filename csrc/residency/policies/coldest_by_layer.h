@@ -16,13 +16,13 @@ class ColdestByLayer : public Policy {
  public:
   ExpertId victim() final {
     ExpertId victim = kNoExpert;
-    decltype(ranking().warmth(0, 0)) least = {};
+    decltype(ranking().warmth(0, 0)) min_warmth = {};
     for (int32_t layer = 0; layer < layers_; ++layer) {
       const ExpertId coldest = coldest_of(layer);
       if (coldest == kNoExpert) continue;
       const auto warmth = ranking().warmth(coldest, layer);
-      if (victim != kNoExpert && !(warmth < least)) continue;
-      least = warmth;
+      if (victim != kNoExpert && !(warmth < min_warmth)) continue;
+      min_warmth = warmth;
       victim = coldest;
     }
     return victim;

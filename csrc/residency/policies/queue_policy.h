@@ -40,9 +40,9 @@ class QueuePolicy : public Policy {
     if (to != 0) queues_[to].push_back(id);
     of_[id] = to;
   }
-  // Moves the oldest experts of `queue` to `to` until it has at most `most`.
-  void shorten(Queue queue, int32_t most, Queue to) {
-    while (size(queue) > most) move(oldest(queue), to);
+  // Moves the oldest experts of `queue` to `to` until it has at most `limit`.
+  void shorten(Queue queue, int32_t limit, Queue to) {
+    while (size(queue) > limit) move(oldest(queue), to);
   }
 
  private:
