@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
+from torch_mesh.serving.answer_parser import Content, Piece
 from torch_mesh.serving.answers import Answer
 from torch_mesh.serving.anthropic_api import _Message
 from torch_mesh.serving.engine import Job, Token
-from torch_mesh.serving.tool_calls import Call, Content, Piece, answer_format
+from torch_mesh.serving.tool_formats import Call, answer_format
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 LOOK = Call("look", "{}")

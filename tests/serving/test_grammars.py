@@ -13,11 +13,12 @@ import torch
 from transformers import AddedToken, AutoTokenizer
 
 from torch_mesh.serving import left_out
+from torch_mesh.serving.answer_parser import parser_of
 from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.processors import Grammar
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.service import Service
-from torch_mesh.serving.tool_calls import Call, answer_format, parser_of
+from torch_mesh.serving.tool_formats import Call, answer_format
 
 llguidance = pytest.importorskip("llguidance")
 

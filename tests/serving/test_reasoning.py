@@ -18,7 +18,7 @@ from torch_mesh.serving.engine import Job, Token
 from torch_mesh.serving.openai_api import OpenAI, collect_all
 from torch_mesh.serving.processors import TokenLogprobs
 from torch_mesh.serving.prompts import response_messages
-from torch_mesh.serving.tool_calls import answer_format
+from torch_mesh.serving.tool_formats import answer_format
 
 pytest.importorskip("fastapi")
 

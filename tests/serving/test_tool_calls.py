@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from torch_mesh.serving.tool_calls import AnswerFormat, Call, Content, Piece, Reasoning, answer_format, parser_of
+from torch_mesh.serving.answer_parser import Content, Piece, Reasoning, parser_of
+from torch_mesh.serving.tool_formats import AnswerFormat, Call, answer_format
 
 BY_JSON = answer_format("<tool_call>", "")
 BY_CHANNELS = answer_format("<|channel|>commentary<|message|>", "")

@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch_mesh.serving.answer_parser import Piece, parser_of
 from torch_mesh.serving.engine import Job, Token
 from torch_mesh.serving.text import Detokenizer, Stops
-from torch_mesh.serving.tool_calls import AnswerFormat, Call, Piece, parser_of
+from torch_mesh.serving.tool_formats import AnswerFormat, Call
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import math
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch_mesh.serving.answer_parser import Reasoning
 from torch_mesh.serving.answers import Answer, Part, whole_body
 from torch_mesh.serving.errors import RequestError, ThreadError, describe, for_anthropic
 from torch_mesh.serving.generate_options import BOOL, FRACTION, TEMPERATURE, Kind, whole
@@ -30,7 +31,7 @@ from torch_mesh.serving.requests import (
     wrong,
 )
 from torch_mesh.serving.service import Service, Tools, json_schema
-from torch_mesh.serving.tool_calls import Call, Reasoning
+from torch_mesh.serving.tool_formats import Call
 
 Body = dict[str, Any]
 

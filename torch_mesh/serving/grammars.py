@@ -8,8 +8,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from torch_mesh.serving.answer_parser import parser_of
 from torch_mesh.serving.errors import RequestError
-from torch_mesh.serving.tool_calls import AnswerFormat, ToolFormat, json_types, parser_of, resolved
+from torch_mesh.serving.schema_types import json_types, resolved
+from torch_mesh.serving.tool_formats import AnswerFormat, ToolFormat
 
 _BLANKS = r"( |\n {0,40})?"  # between the parts of JSON; unbounded, a model may write white space forever
 _OBJECT = {"type": "object"}

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_mesh.serving.answer_parser import Content, Reasoning
 from torch_mesh.serving.answers import Answer, Part, running, whole_body
 from torch_mesh.serving.errors import RequestError, describe
 from torch_mesh.serving.processors import TokenLogprobs
@@ -30,7 +31,7 @@ from torch_mesh.serving.requests import (
 from torch_mesh.serving.response_tools import qualified_name, shown_functions
 from torch_mesh.serving.service import Service, json_schema
 from torch_mesh.serving.text import token_bytes
-from torch_mesh.serving.tool_calls import Call, Content, Reasoning
+from torch_mesh.serving.tool_formats import Call
 
 Body = dict[str, Any]
 Events = AsyncGenerator[str, None]

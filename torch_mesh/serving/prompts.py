@@ -15,7 +15,7 @@ from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.requests import check_names, is_parts, wrong
 from torch_mesh.serving.response_tools import qualified_name
-from torch_mesh.serving.tool_calls import AnswerFormat, answer_format
+from torch_mesh.serving.tool_formats import AnswerFormat, answer_format
 
 NO_TEMPLATE = (
     "has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json), as models that are not "

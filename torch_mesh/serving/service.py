@@ -24,7 +24,7 @@ from torch_mesh.serving.left_out import leave_out
 from torch_mesh.serving.processors import Bias, Grammar, Penalties, Recorder, TokenLogprobs, token_logprobs
 from torch_mesh.serving.prompts import Prompts
 from torch_mesh.serving.requests import check_names
-from torch_mesh.serving.tool_calls import AnswerFormat
+from torch_mesh.serving.tool_formats import AnswerFormat
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_TOKENS = 1024  # the limit of an answer, unless the request, the server or the model has one
