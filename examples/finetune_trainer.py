@@ -37,7 +37,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="the folder for the adapter")
     parser.add_argument("--resident", default="auto", help="'auto', bytes such as 8GiB, or a fraction such as 0.25")
-    parser.add_argument("--weights", default="auto", choices=["auto", "bf16", "int8", "int4", "lut4"])
+    parser.add_argument("--weights", default="auto", help="as MeshConfig's, such as int4")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
@@ -48,6 +48,12 @@ def main() -> None:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     arguments = parser.parse_args()
+    if not arguments.text.is_file():
+        parser.error(f"there is no file {arguments.text}")
+    if arguments.rank < 1:
+        parser.error(f"--rank is {arguments.rank}; it must be 1 or more")
+    if arguments.resume and not list(arguments.out.glob("checkpoint-*")):
+        parser.error(f"{arguments.out} has no checkpoint to resume from: leave out --resume")
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(

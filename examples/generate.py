@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="a folder or a hub id; raw, or converted with torch-mesh convert")
     parser.add_argument("--resident", default="auto", help="'auto', bytes such as 8GiB, or a fraction such as 0.25")
-    parser.add_argument("--weights", default="auto", choices=["auto", "bf16", "int8", "int4", "lut4"])
+    parser.add_argument("--weights", default="auto", help="as MeshConfig's, such as int4")
     parser.add_argument("--prompt", default="Once upon a time")
     parser.add_argument("--new-tokens", type=int, default=100)
     arguments = parser.parse_args()

@@ -22,13 +22,17 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ray
 import torch
-from ray import serve
-from starlette.requests import Request
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_mesh
+
+try:
+    import ray
+    from ray import serve
+    from starlette.requests import Request
+except ImportError:
+    raise SystemExit('This example needs Ray Serve: pip install "ray[serve]"') from None
 
 
 @serve.deployment(max_ongoing_requests=1)  # a forward uses all threads that the replica has

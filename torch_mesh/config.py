@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import validators
@@ -226,7 +225,6 @@ class StatsFields:
     )
 
 
-@auto.register_quantization_config("mesh")
 @dataclass(kw_only=True, repr=False)
 class MeshConfig(QuantizationConfigMixin):
     """How a model's experts are stored, kept resident and read. Also a ``quantization_config=`` of ``from_pretrained``.
@@ -320,7 +318,7 @@ class MeshConfig(QuantizationConfigMixin):
     policy: str = _field(
         "auto",
         one_of("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat"),
-        'For measuring: which expert is evicted for another. `"auto"` is heat.',
+        'For measuring: which expert is evicted for another. `"auto"` is heat. Shared pools use lru.',
         of_checkpoint=True,
     )
     prefetch: str = _field(
@@ -616,6 +614,3 @@ def _set(self: MeshConfig, name: str, value: Any) -> None:
 MeshConfig.__init__ = _init  # type: ignore[method-assign]
 MeshConfig.__setattr__ = _set  # type: ignore[method-assign, assignment]
 MeshConfig.__doc__ = f"{MeshConfig.__doc__}{_described()}"
-
-# Without this, from_pretrained ignores the config that a user passes for a converted checkpoint, with a warning.
-auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, MeshConfig)  # type: ignore[assignment]

@@ -72,6 +72,17 @@ assert torch_mesh.validators.parse_size  # a module that has not been imported
     _run("import sys, torch; before = set(sys.modules)\n" + code.replace("import sys, torch, ", "import "))
 
 
+def test_commands_that_open_no_model_import_none_of_transformers_quantizers(tmp_path: Path) -> None:
+    code = """
+import os, sys
+os.environ["XDG_CACHE_HOME"] = sys.argv[1]
+from torch_mesh.cli import main
+main(["cache", "ls"])
+print("slow:", *{"transformers.quantizers", "torch.distributed.tensor"} & set(sys.modules))
+"""
+    assert _run(code, str(tmp_path)).endswith("slow:\n")
+
+
 def test_a_command_that_imports_no_torch_has_the_extension() -> None:
     output = _run(
         "import sys; from torch_mesh.store.manifest import block_checksum; assert 'torch' not in sys.modules; "

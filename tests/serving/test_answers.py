@@ -27,14 +27,17 @@ def tokenizer(mesh_tiny: Path) -> Any:
     return AutoTokenizer.from_pretrained(mesh_tiny)
 
 
-def _ended(tokenizer: Any, ids: Sequence[int], end: int | None = None, **options: Any) -> tuple[Answer, list[Piece]]:
+def _ended(
+    tokenizer: Any, ids: Sequence[int], end: int | None = None, config: dict[str, Any] | None = None, **options: Any
+) -> tuple[Answer, list[Piece]]:
     """An answer of tokens ``ids``, which are as many as it may have, and its pieces."""
 
     async def tokens(job: Any) -> AsyncGenerator[list[Token], None]:
         for token in ids:
             yield [Token(token, None)]
 
-    job = Job({"input_ids": torch.tensor([[1]])}, GenerationConfig(max_new_tokens=len(ids), eos_token_id=end))
+    limits = {"max_new_tokens": len(ids), "eos_token_id": end} | (config or {})
+    job = Job({"input_ids": torch.tensor([[1]])}, GenerationConfig(**limits))
     answer = Answer(SimpleNamespace(tokens=tokens), job, tokenizer, **options)
 
     async def read() -> list[Piece]:
@@ -84,3 +87,12 @@ def test_an_answer_that_reaches_its_limit_is_cut_after_calls_too(more: str, toke
     assert call == LOOK and answer.finish == "tool_calls"
     answer, (call, *rest) = _ended(tokenizer, ids, **options, one_call=True)
     assert call == LOOK and not rest and answer.finish == "tool_calls"
+
+
+def test_an_answer_whose_time_is_over_is_cut(tokenizer: Any) -> None:
+    ids, end = tokenizer("In the")["input_ids"], tokenizer.eos_token_id
+    for config, finish in (({"max_time": 0.1}, "length"), ({}, "stop")):
+        answer, _ = _ended(tokenizer, ids, end, config={"max_new_tokens": 100} | config)
+        assert answer.finish == finish
+        answer, _ = _ended(tokenizer, [*ids, end], end, config={"max_new_tokens": 100} | config)
+        assert answer.finish == "stop"

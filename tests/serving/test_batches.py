@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from torch_mesh.serving import batches
+from torch_mesh.serving.admission import LayerSize, Needs
 from torch_mesh.serving.batches import Batches
 from torch_mesh.serving.engine import Job
 from torch_mesh.serving.errors import StoppingError
@@ -187,3 +188,21 @@ def test_a_function_that_a_stop_ends_fails_as_a_request_does(engine: Batches) ->
         asyncio.run(engine.run(fail))
     with pytest.raises(StoppingError):
         asyncio.run(engine.run(stop))
+
+
+def test_blocks_are_limited_to_what_requests_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(vocab_size=1000))
+    model = SimpleNamespace(device=torch.device("cpu"), config=config)
+
+    def sized(positions: int, free: int, **given: Any) -> tuple[int | None, int | None]:
+        needs = Needs((LayerSize(0, 1024, None),), 512, 2, positions)
+        monkeypatch.setattr(batches, "left_bytes", lambda: batches.RESERVE_BYTES + free)
+        made = batches._sized_config(given, SimpleNamespace(model=model, admission=SimpleNamespace(needs=needs)))
+        assert made.max_memory_percent <= 0.6
+        return made.num_blocks, made.max_batch_tokens
+
+    assert sized(2000, 16 << 30) == (16 * 8, 2000)  # of 256 tokens
+    assert sized(100_000, 1 << 40) == (16 * 391, 8192)
+    assert sized(100_000, 16 << 30) == (None, None)  # as many as fit
+    assert sized(2000, 16 << 30, num_blocks=3) == (3, 8192)
+    assert sized(2000, 16 << 30, max_batch_tokens=64) == (16 * 8, 64)

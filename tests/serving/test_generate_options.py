@@ -60,6 +60,17 @@ def test_generate_can_run_with_allowed_values(given: dict[str, Any], rng: np.ran
         assert torch.equal(tokens, made(do_sample=False))
 
 
+def test_greedy_options_give_transformers_nothing_to_warn_of() -> None:
+    model = GenerationConfig(do_sample=True, top_k=7, top_p=0.9, max_new_tokens=3)
+    for asked in (GenerationConfig(temperature=0), GenerationConfig(do_sample=False, top_k=3, typical_p=0.5)):
+        normalize_options(asked, model)
+        assert asked.do_sample is False and asked.temperature == 1
+        asked.validate(strict=True)
+    drawn = GenerationConfig(temperature=0.5, top_k=3)
+    normalize_options(drawn, model)
+    assert (drawn.temperature, drawn.top_k) == (0.5, 3)
+
+
 def test_invalid_defaults_of_the_model_are_not_the_clients_error() -> None:
     makers, asked = (GenerationConfig(do_sample=False, top_k=-7, max_new_tokens=new) for new in (None, 3))
     normalize_options(asked, makers)

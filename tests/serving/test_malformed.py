@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,6 +172,7 @@ def test_a_body_has_to_be_a_json_object(path: str, server: Any) -> None:
         _error(post(server, path, body))
     _error(post(server, path, {}))
     _error(post(server, path, {"model": 7}))
+    assert "utf-8" in json.dumps(post(server, path, b"\xff"))  # says why it cannot be read
     _error(post(server, path, {"model": LONE_SURROGATE}), 400)
 
 

@@ -304,6 +304,9 @@ def _gguf_tokenizer(architecture: str, described: Mapping[str, Any], patterns: M
     return byte_level_tokenizer(described, patterns)
 
 
+auto.register_quantization_config("mesh")(MeshConfig)
+# Without this, from_pretrained ignores the config that a user passes for a converted checkpoint, with a warning.
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, MeshConfig)  # type: ignore[assignment]
 # transformers calls these for every model. They pass models without a MeshConfig through.
 wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", _merged)
 wrap("transformers.modeling_utils", "get_hf_quantizer", _with_gguf)

@@ -102,7 +102,9 @@ class Answer:
             if pieces or held:
                 yield Part(pieces, held)
         ended = self.stopped_by is not None or last in self._ends or (called and self.one_call)
-        if not ended and self.count >= self.job.config.max_new_tokens:
+        config = self.job.config
+        out_of_time = config.max_time is not None and config.stop_strings is None
+        if not ended and (out_of_time or self.count >= config.max_new_tokens):
             self.finish = "length"  # after a call too: others may be missing
         elif called:
             self.finish = "tool_calls"

@@ -108,7 +108,7 @@ class Anthropic:
         self._service = service
 
     async def messages(self, body: Mapping[str, Any]) -> Body | AsyncGenerator[str, None]:
-        given = self._checked(body, ("messages", "max_tokens"))
+        given = await asyncio.to_thread(self._checked, body, ("messages", "max_tokens"))
 
         def prepare() -> Answer:
             inputs, tools, continues = self._inputs(given)
@@ -132,7 +132,7 @@ class Anthropic:
         return await whole_body(answer, message)
 
     async def count_tokens(self, body: Mapping[str, Any]) -> Body:
-        given = self._checked(body, ("messages",))
+        given = await asyncio.to_thread(self._checked, body, ("messages",))
         inputs, *_ = await asyncio.to_thread(self._inputs, given)
         return {"input_tokens": inputs["input_ids"].shape[-1]}
 

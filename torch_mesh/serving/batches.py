@@ -19,6 +19,8 @@ from torch_mesh.system.memory import left_bytes
 _LOG = logging.getLogger(__name__)
 _MAX_FRACTION = 0.6  # the largest fraction of free memory for blocks on the CPU, as in transformers
 _MAX_ROWS = 8192  # tokens in a forward, transformers' default
+_MAX_SEQUENCES = 16  # as long as the model allows, for which there are blocks if memory allows
+_LOGIT_ROWS = 1024  # for which transformers reserves memory
 # Sampling options of generate, which all sequences of a batch share.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _OF_REQUESTS = (*_SAMPLING, "max_new_tokens", "eos_token_id", "transformers_version")  # may differ from the model's
@@ -176,7 +178,7 @@ class Batches(Engine):
                 for name, value in {**sampling, "use_cache": False}.items():  # its blocks replace a cache
                     setattr(config, name, value)
                 manager = self.kept.model.init_continuous_batching(
-                    generation_config=config, continuous_batching_config=_sized_config(self._configured)
+                    generation_config=config, continuous_batching_config=_sized_config(self._configured, self.kept)
                 )
                 manager.start()
                 self._manager, self._sampling = manager, sampling
@@ -219,21 +221,40 @@ def _raise_if_ended(manager: Any) -> None:
         raise BatchesEndedError("Continuous batching has ended with an error, which is in the server's log.")
 
 
-def _sized_config(configured: dict[str, Any]) -> Any:
-    """A config with the given number of blocks, or as many as fit in the free memory: transformers ignores cgroups and
-    other processes."""
+def _sized_config(configured: dict[str, Any], kept: Any) -> Any:
+    """A config with the given number of blocks, or those of ``_MAX_SEQUENCES``, or as many as fit in the free memory:
+    transformers ignores cgroups and other processes."""
     import psutil
     from transformers import ContinuousBatchingConfig
 
     config = ContinuousBatchingConfig(**configured)
+    left = max(0, left_bytes() - RESERVE_BYTES)
+    if config.num_blocks is None and kept.model.device.type == "cpu":
+        _limit_blocks(config, kept, _MAX_FRACTION * left)
     # transformers 5.17 would choose the tokens of a forward by memory: as many as fit with masks of each token with
     # every other.
     if config.num_blocks is not None and config.max_batch_tokens is None:
         config.max_batch_tokens = _MAX_ROWS
     if config.max_memory_percent is None:
         theirs = psutil.virtual_memory().total - psutil.Process().memory_info().rss
-        config.max_memory_percent = min(_MAX_FRACTION, max(0, left_bytes() - RESERVE_BYTES) / theirs)
+        config.max_memory_percent = min(_MAX_FRACTION, left / theirs)
     return config
+
+
+def _limit_blocks(config: Any, kept: Any, left: float) -> None:
+    """Set ``num_blocks`` for ``_MAX_SEQUENCES`` if they take less than ``left`` bytes by a high estimate."""
+    needs = None if kept.admission is None else kept.admission.needs
+    if needs is None or needs.positions is None:
+        return
+    rows = config.max_batch_tokens or min(_MAX_ROWS, needs.positions)
+    block = getattr(config, "page_size", config.block_size)  # until 5.17
+    blocks = _MAX_SEQUENCES * -(-needs.positions // block)
+    caches = _MAX_SEQUENCES * needs.cache(needs.positions)
+    masks = 2 * 4 * rows * (blocks * block + rows)  # two of them in fp32
+    vocabulary = kept.model.config.get_text_config(decoder=True).vocab_size
+    activations = (rows + _LOGIT_ROWS) * (needs.token_bytes + 4 * vocabulary)
+    if 2 * caches + masks + activations < left:
+        config.num_blocks, config.max_batch_tokens = blocks, rows
 
 
 def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callable[[], None]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -73,7 +74,7 @@ class Decisions:
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a request. Raises RequestError for one that the pipeline does not accept or that does not fit."""
-        given = checked_request(DECISIONS, body, self._service.served, 0)
+        given = await asyncio.to_thread(checked_request, DECISIONS, body, self._service.served, 0)
         request = given | {"assets": {name: self._asset(asset) for name, asset in given.get("assets", {}).items()}}
 
         def compute() -> dict[str, Any]:

@@ -151,5 +151,7 @@ def answer_errors(app: Any) -> None:
     @app.exception_handler(HTTPException)
     async def of_address(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if error.__cause__ is not None:  # of a body that is not UTF-8, or compressed, or too deep
+            message += f" ({type(error.__cause__).__name__}: {error.__cause__})"
         body, status = _at(request.url.path, envelope(message, error.status_code), error.status_code)
         return JSONResponse(body, status_code=status, headers=error.headers)

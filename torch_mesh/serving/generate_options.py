@@ -62,6 +62,15 @@ TEXTS = Kind(
     lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)),
 )
 
+# transformers' own defaults. It warns if greedy decoding, which uses none of them, has others.
+_UNUSED_IN_GREEDY = {
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
 _MIN_TEMPERATURE = 1e-5  # lower temperatures are 0: logits would overflow, and sampling fail
 
 # transformers alone knows the values of other options.
@@ -126,7 +135,10 @@ def normalize_options(config: GenerationConfig, model: GenerationConfig) -> None
     """
     check_options({name: value for name, value in vars(config).items() if value != getattr(model, name, None)})
     if config.temperature is not None and config.temperature < _MIN_TEMPERATURE:
-        config.temperature, config.do_sample = 0, False
+        config.do_sample = False
+    if not (model.do_sample if config.do_sample is None else config.do_sample):
+        for name, value in _UNUSED_IN_GREEDY.items():
+            setattr(config, name, value)
     for name in ("temperature", "repetition_penalty"):
         if (value := getattr(config, name, None)) is not None:
             setattr(config, name, float(value))

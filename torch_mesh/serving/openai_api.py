@@ -113,11 +113,16 @@ class OpenAI:
         prepare = {CHAT: self._chat_answers, COMPLETIONS: self._completion_answers, RESPONSES: self._response_answer}
         prepare[kind](checked_request(kind, body, service.served, service.vocabulary))
 
+    async def _checked(self, kind: str, body: Mapping[str, Any]) -> Body:
+        """``checked_request`` in a thread, as a body may have millions of values."""
+        service = self._service
+        return await asyncio.to_thread(checked_request, kind, body, service.served, service.vocabulary)
+
     # Chat completions
 
     async def chat(self, body: Mapping[str, Any]) -> Body | Events:
         service = self._service
-        given = checked_request(CHAT, body, service.served, service.vocabulary)
+        given = await self._checked(CHAT, body)
         answers = await asyncio.to_thread(self._chat_answers, given)
         name, created = new_id("chatcmpl-"), int(time.time())
         head = {"id": name, "created": created, "model": service.served, "service_tier": "default"}
@@ -208,7 +213,7 @@ class OpenAI:
 
     async def completions(self, body: Mapping[str, Any]) -> Body | Events:
         service = self._service
-        given = checked_request(COMPLETIONS, body, service.served, service.vocabulary)
+        given = await self._checked(COMPLETIONS, body)
         count, top = given.get("n", 1), given.get("logprobs")
         best = given.get("best_of", count)
         head = {
@@ -319,7 +324,7 @@ class OpenAI:
     # Responses
 
     async def responses(self, body: Mapping[str, Any]) -> Body | Events:
-        given = checked_request(RESPONSES, body, self._service.served, self._service.vocabulary)
+        given = await self._checked(RESPONSES, body)
         answer, origins = await asyncio.to_thread(self._response_answer, given)
         made = _Response(self, given, answer, origins)
         if given.get("stream"):

@@ -46,7 +46,8 @@ FUNCTION = Kind(
 ANY = Kind("anything", lambda value: True)
 _ADDRESS = Kind('an address, as in {"url": "data:image/png;base64,..."}', TEXT.fits)
 _SOUND = Kind('sound in base64, as in {"data": "...", "format": "wav"}', TEXT.fits)
-_COUNT = Kind("a whole number from 1 to 128", lambda value: is_whole(value) and 1 <= value <= 128)
+_MAX_COUNT = 128  # answers, or prompts, of a request
+_COUNT = Kind(f"a whole number from 1 to {_MAX_COUNT}", lambda value: is_whole(value) and 1 <= value <= _MAX_COUNT)
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
 # Encrypted reasoning carries reasoning to the next turn for servers that do not show it. This one shows it.
 _INCLUDED = (OUTPUT_LOGPROBS, "reasoning.encrypted_content")
@@ -63,7 +64,7 @@ def _is_ids(value: Any) -> bool:
 def _is_prompt(value: Any) -> bool:
     if isinstance(value, str) or _is_ids(value):
         return True
-    several = isinstance(value, list) and value != []
+    several = isinstance(value, list) and 1 <= len(value) <= _MAX_COUNT
     return several and (all(isinstance(each, str) for each in value) or all(map(_is_ids, value)))
 
 
@@ -117,7 +118,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
     COMPLETIONS: {
         **_COMMON,
         **_SAMPLING,
-        "prompt": Kind("text or token ids, or a list of either", _is_prompt),
+        "prompt": Kind(f"text or token ids, or a list of up to {_MAX_COUNT} of either", _is_prompt),
         "max_tokens": whole(0),
         "suffix": only(""),
         "echo": BOOL,
