@@ -78,8 +78,8 @@ def uses_tiles(pairs: int, experts: int) -> bool:
 def splits(pairs: int, blocks: int, depth: int) -> int:
     """Splits of the depth for pairs x blocks few-row products: a power of two, since each is compiled."""
     wanted = -(-_FEW_PROGRAMS // max(1, pairs * blocks))
-    most = max(1, min(wanted, _MAX_SPLITS, depth // _MIN_DEPTH))
-    return 1 << (most.bit_length() - 1)
+    limit = max(1, min(wanted, _MAX_SPLITS, depth // _MIN_DEPTH))
+    return 1 << (limit.bit_length() - 1)
 
 
 def tile_rows(format: str, pairs: int, experts: int) -> int:

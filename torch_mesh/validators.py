@@ -107,9 +107,9 @@ def max_error(name: str, value: Any) -> float | None:
     return number
 
 
-def count(of: str, least: int = 0, give: str = "0 or a positive number") -> Values:
+def count(of: str, minimum: int = 0, give: str = "0 or a positive number") -> Values:
     def check(name: str, value: Any) -> int:
-        if (number := _whole(value)) is None or number < least:
+        if (number := _whole(value)) is None or number < minimum:
             raise ValueError(f"{name}={value!r} is not a number of {of}: give {give}.")
         return number
 

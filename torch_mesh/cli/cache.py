@@ -62,8 +62,8 @@ def _list(arguments: argparse.Namespace) -> int:
     for each in stores:
         table.add_row(each.name, format_bytes(each.bytes), f"{each.days:.0f}", each.about)
     console = Console()
-    least = max((len(each.name) for each in stores), default=0) + _OTHER_COLUMNS
-    console.print(table, markup=False, width=max(console.width, least), crop=False)
+    min_width = max((len(each.name) for each in stores), default=0) + _OTHER_COLUMNS
+    console.print(table, markup=False, width=max(console.width, min_width), crop=False)
     print(f"{len(stores)} stores, {format_bytes(sum(each.bytes for each in stores))}")
     return 0
 

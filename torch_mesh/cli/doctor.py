@@ -335,8 +335,8 @@ def _gpu(driver: str) -> Finding:
         )
     found += f", Triton {triton}"
     if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < MIN_CAPABILITY:
-        least = ".".join(map(str, MIN_CAPABILITY))
-        return Finding("GPU", "limited", f"{found}; gpu.experts needs compute capability {least}")
+        minimum = ".".join(map(str, MIN_CAPABILITY))
+        return Finding("GPU", "limited", f"{found}; gpu.experts needs compute capability {minimum}")
     return Finding("GPU", "ok", f"{found}; MeshConfig.gpu.experts places experts there")
 
 

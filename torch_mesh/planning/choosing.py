@@ -45,10 +45,10 @@ def choose_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
         )
     choice = next((choice for choice in planned if choice.chosen), None)
     if choice is None:
-        least = min(planned, key=lambda each: each.weight_error)
+        best = min(planned, key=lambda each: each.weight_error)
         raise ValueError(
-            f"{setting}: no format with an error of at most {config.max_error:.1%} fits. {least.weights} fits, with an "
-            f"error of {least.weight_error:.1%}: allow that, or give more memory."
+            f"{setting}: no format with an error of at most {config.max_error:.1%} fits. {best.weights} fits, with an "
+            f"error of {best.weight_error:.1%}: allow that, or give more memory."
         )
     why = (
         f"fastest of {len(planned)} formats in {format_bytes(parse_size(str(config.resident), 'resident'))}, "

@@ -243,9 +243,9 @@ def _dense_bytes(
         tied = tied and linear is not head  # a packed head is a separate weight
     not_read = 0 if tied or id(embedding) in in_files else embedding.nbytes
     left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
-    most = formats.most_common(1)
+    frequent = formats.most_common(1)
     vocabularies = {table.path: table.nbytes for table in find_vocabularies(model)}
-    return _Rest(packed, loading, packed - left_alone - not_read, most[0][0] if most else "", vocabularies)
+    return _Rest(packed, loading, packed - left_alone - not_read, frequent[0][0] if frequent else "", vocabularies)
 
 
 def fallback_record_bytes(sizes: Sizes, config: MeshConfig) -> int:

@@ -47,17 +47,20 @@ def wanted_slots(left: int, pools: Sequence[dict[str, int]], sharing: int = 1) -
 
 def _divided(budget: int, pools: Sequence[dict[str, int]]) -> list[int]:
     """Bytes of each pool: the same fraction of its maximum, but at least its minimum."""
-    most = [pool["max_slots"] * pool["record_bytes"] for pool in pools]
-    least = [pool["min_slots"] * pool["record_bytes"] for pool in pools]
+    max_bytes = [pool["max_slots"] * pool["record_bytes"] for pool in pools]
+    min_bytes = [pool["min_slots"] * pool["record_bytes"] for pool in pools]
     sharing = set(range(len(pools)))
     while sharing:
-        rest = budget - sum(least[index] for index in range(len(pools)) if index not in sharing)
-        whole = sum(most[index] for index in sharing)
-        too_small = {index for index in sharing if rest * most[index] < least[index] * whole}
+        rest = budget - sum(min_bytes[index] for index in range(len(pools)) if index not in sharing)
+        whole = sum(max_bytes[index] for index in sharing)
+        too_small = {index for index in sharing if rest * max_bytes[index] < min_bytes[index] * whole}
         if not too_small:
-            return [rest * most[index] // whole if index in sharing else least[index] for index in range(len(pools))]
+            return [
+                rest * max_bytes[index] // whole if index in sharing else min_bytes[index]
+                for index in range(len(pools))
+            ]
         sharing -= too_small
-    return least
+    return min_bytes
 
 
 def _in_segments(pool: dict[str, int], size: int) -> int:

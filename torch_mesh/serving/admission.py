@@ -122,11 +122,11 @@ class Admission:
         needed = peak(prompt - known, prompt, prompt + new)
         if needed <= free:
             return
-        room = _most(new, lambda more: peak(prompt - known, prompt, prompt + more) <= free)
+        room = _largest(new, lambda more: peak(prompt - known, prompt, prompt + more) <= free)
         if room > 0:
             advice = f"Ask for at most {room:,} (max_tokens)"
         else:
-            rows = _most(prompt - known, lambda rows: peak(rows, known + rows, known + rows + new) <= free)
+            rows = _largest(prompt - known, lambda rows: peak(rows, known + rows, known + rows + new) <= free)
             advice = f"A prompt of {known + rows:,} tokens would fit with as many to generate: shorten it"
         raise RequestTooLongError(
             f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, "
@@ -181,6 +181,6 @@ def _sizes(layer: Any) -> Iterator[int]:
         yield from (each.numel() * each.itemsize for each in inner if isinstance(each, Tensor))
 
 
-def _most(limit: int, fits: Callable[[int], bool]) -> int:
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest number from 0 to ``limit`` that fits, if all smaller ones do."""
     return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))

@@ -46,7 +46,7 @@ class PaddedProducts(TorchFunctionMode):
 
 def _padding(rows: int, sizes: Sequence[tuple[int, int]]) -> int:
     """The number of rows to add."""
-    return -rows % next(size for least, size in sizes if rows >= least) if rows > _DECODED_ROWS else 0
+    return -rows % next(size for from_rows, size in sizes if rows >= from_rows) if rows > _DECODED_ROWS else 0
 
 
 def _with_rows(tensor: Tensor, rows: int, value: float = 0.0) -> Tensor:

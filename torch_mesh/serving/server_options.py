@@ -154,8 +154,8 @@ _MIN_BLOCK = 4  # tokens, of transformers' continuous batching
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
     """Check numbers now: continuous batching would check its own only at the first request, and end."""
-    least = {"cb_block_size": _MIN_BLOCK, "cb_num_blocks": 1, "cb_max_batch_tokens": 1, "default_tokens": 1}
-    for name, minimum in least.items():
+    minimums = {"cb_block_size": _MIN_BLOCK, "cb_num_blocks": 1, "cb_max_batch_tokens": 1, "default_tokens": 1}
+    for name, minimum in minimums.items():
         if (value := given[name]) is not None and value < minimum:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
     fraction = given["cb_max_memory_percent"]

@@ -80,8 +80,8 @@ class Assistant(Drafter):
 
     def _common(self) -> int:
         """How many tokens of the text are cached. At least one is left to compute."""
-        most = min(len(self._read), len(self._text) - 1)
-        while self._agreed < most and self._read[self._agreed] == self._text[self._agreed]:
+        limit = min(len(self._read), len(self._text) - 1)
+        while self._agreed < limit and self._read[self._agreed] == self._text[self._agreed]:
             self._agreed += 1
         return self._agreed
 

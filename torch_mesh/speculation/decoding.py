@@ -155,9 +155,9 @@ class Speculation:
             begin = self._clock()
             room = [layer.max_cache_len - int(layer.cumulative_length) - 1 for layer in fixed]
             length = text.ids.shape[1]
-            most = min(_MAX_ROWS // texts - 1, text.max_length - length - 1, *room)
+            max_drafted = min(_MAX_ROWS // texts - 1, text.max_length - length - 1, *room)
             tier = text.tier(drafters)
-            chosen = controller.choose(most, tier)
+            chosen = controller.choose(max_drafted, tier)
             steady = not chosen or not text.waits_for(drafters)
             drafted = text.drafts(drafters, chosen) if chosen else [[] for _ in drafters]
             count = controller.fitting(len(drafted[0]))  # other lengths have neither a measured time nor a graph
