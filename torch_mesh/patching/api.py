@@ -82,10 +82,11 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     """Restore a patched model's own experts modules, in place, and return the same model. A module around it will do.
 
     Parameters get the values that they would have without torch_mesh, in the dtype to which the model was cast
-    meanwhile, as by ``model.float()``, on the device of the modules around them. Raises MeshError if the pool has
-    rounded values only (int8, int4, or fp16 and fp32 rounded to bf16), unless ``lossy``: then parameters get the
-    rounded values; MemoryError, before anything is changed, if they do not fit into memory. After an error or Ctrl-C
-    the same call continues. A ``generate`` that speculates meanwhile, on another thread, ends with PoolClosedError.
+    meanwhile, as by ``model.float()``, on the device of the modules around them. Raises MeshError if weights were
+    rounded or are a checkpoint's codes (any format but bf16 and bf12 of bf16 weights), unless ``lossy``: then
+    parameters get the rounded values; MemoryError, before anything is changed, if they do not fit into memory. After an
+    error or Ctrl-C the same call continues. A ``generate`` that speculates meanwhile, on another thread, ends with
+    PoolClosedError.
     """
     check_model(model)
     if not _is_patched(model):

@@ -31,31 +31,32 @@ class Counters:
     ``cold_misses``, ``inflight_misses`` and ``deferred``.
     """
 
-    forwards: int = 0  # of a layer; of a model, the maximum over its layers
-    accesses: int = 0
-    hits: int = 0  # resident
-    cold_misses: int = 0  # read on demand
-    inflight_misses: int = 0  # already being read
-    kept_accesses: int = 0  # accesses to experts that ``residency.early_experts`` keeps
-    kept_hits: int = 0
-    deferred: int = 0  # not resident, and used one MoE layer later
-    rerouted: int = 0  # choices replaced by a resident expert; not in accesses
-    fallback_accesses: int = 0  # accesses to fallback experts, resident or not
-    prefetches: int = 0  # reads queued before any forward asked
-    prefetches_used: int = 0  # prefetches that a forward used
-    prefetches_unused: int = 0  # evicted or failed before any forward asked
-    unused_prefetch_bytes: int = 0  # read by unused prefetches
-    prefetches_failed: int = 0  # prefetch reads that ended in an error
-    failed: int = 0  # reads that ended in an error
-    bytes_read: int = 0
-    stall_seconds: float = 0.0  # time in which a forward had nothing to compute
-    prefetch_stall_seconds: float = 0.0  # of these, waiting only for reads that were begun as prefetches
-    decision_seconds: float = 0.0  # under the pool's lock: choosing slots and victims, queueing reads
-    expert_seconds: float = 0.0  # forwards of layers' experts, with all of the above
-    # Between these: attention, dense layers, Python; from one decode step to the next, not before or between prompts.
+    forwards: int = 0  #: of a layer; of a model, the maximum over its layers
+    accesses: int = 0  #: experts used by a forward of a layer
+    hits: int = 0  #: resident
+    cold_misses: int = 0  #: read on demand
+    inflight_misses: int = 0  #: already being read
+    kept_accesses: int = 0  #: accesses to experts that ``residency.early_experts`` keeps
+    kept_hits: int = 0  #: hits of these
+    deferred: int = 0  #: not resident, and used one MoE layer later
+    rerouted: int = 0  #: choices replaced by a resident expert; not in accesses
+    fallback_accesses: int = 0  #: accesses to fallback experts, resident or not
+    prefetches: int = 0  #: reads queued before any forward asked
+    prefetches_used: int = 0  #: prefetches that a forward used
+    prefetches_unused: int = 0  #: evicted or failed before any forward asked
+    unused_prefetch_bytes: int = 0  #: read by unused prefetches
+    prefetches_failed: int = 0  #: prefetch reads that ended in an error
+    failed: int = 0  #: reads that ended in an error
+    bytes_read: int = 0  #: of experts, by reads of all kinds
+    stall_seconds: float = 0.0  #: time in which a forward had nothing to compute
+    prefetch_stall_seconds: float = 0.0  #: of these, waiting only for reads that were begun as prefetches
+    decision_seconds: float = 0.0  #: under the pool's lock: choosing slots and victims, queueing reads
+    expert_seconds: float = 0.0  #: forwards of layers' experts, with all of the above
+    #: outside of ``expert_seconds``: attention, dense layers, Python; from one decode step to the next, not before or
+    #: between prompts
     outside_seconds: float = 0.0
-    promoted: int = 0  # reads that made an expert resident
-    evicted: int = 0
+    promoted: int = 0  #: reads that made an expert resident
+    evicted: int = 0  #: experts removed from memory for others
 
     @property
     def hit_rate(self) -> float | None:
@@ -129,8 +130,8 @@ class PhaseCounters(Counters):
     """Counters over all phases, and of each phase. Counts of neither phase, such as reads of a backward, are in the sum
     only."""
 
-    prefill: Counters = field(default_factory=Counters)  # forwards of more than 16 rows
-    decode: Counters = field(default_factory=Counters)
+    prefill: Counters = field(default_factory=Counters)  #: forwards of more than 16 rows
+    decode: Counters = field(default_factory=Counters)  #: forwards of up to 16 rows
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "prefill": self.prefill.to_dict(), "decode": self.decode.to_dict()}
@@ -140,8 +141,8 @@ class PhaseCounters(Counters):
 class LayerCounters(PhaseCounters):
     """Counters of one MoE layer."""
 
-    experts: ExpertCounters = field(default_factory=ExpertCounters)
-    # The pool and its resets: only counts of one epoch are comparable. Empty: unknown.
+    experts: ExpertCounters = field(default_factory=ExpertCounters)  #: counts of each expert
+    #: The pool and its resets: only counts of one epoch are comparable. Empty: unknown.
     epoch: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
@@ -158,19 +159,19 @@ class DeviceCounters:
     A replay of a captured graph is counted where the host takes part, without the GPU's waiting time.
     """
 
-    calls: int = 0  # of host nodes: forwards of layers that are partly there; a long prompt has several
-    all_on_device: int = 0  # calls in which the host had nothing to compute
-    complete: int = 0  # forwards of layers that are entirely there; not those of a graph's replay
-    failed: int = 0  # calls whose output was NaN; the error is raised later
-    streamed: int = 0  # experts streamed for prompts
-    moved: int = 0  # experts moved under gpu.placement="dynamic"
-    moves_failed: int = 0  # failed reads of moving experts
-    bytes_down: int = 0  # hidden states, ids and routing weights
-    bytes_up: int = 0  # sums
-    bytes_streamed: int = 0
-    node_seconds: float = 0.0  # in host nodes
-    waited_seconds: float = 0.0  # the GPU waited for the host, over the last ``waited_calls``
-    waited_calls: int = 0
+    calls: int = 0  #: of host nodes: forwards of layers that are partly there; a long prompt has several
+    all_on_device: int = 0  #: calls in which the host had nothing to compute
+    complete: int = 0  #: forwards of layers that are entirely there; not those of a graph's replay
+    failed: int = 0  #: calls whose output was NaN; the error is raised later
+    streamed: int = 0  #: experts streamed for prompts
+    moved: int = 0  #: experts moved under ``gpu.placement="dynamic"``
+    moves_failed: int = 0  #: failed reads of moving experts
+    bytes_down: int = 0  #: hidden states, ids and routing weights
+    bytes_up: int = 0  #: sums
+    bytes_streamed: int = 0  #: of the experts streamed for prompts
+    node_seconds: float = 0.0  #: in host nodes
+    waited_seconds: float = 0.0  #: the GPU waited for the host, over the last ``waited_calls``
+    waited_calls: int = 0  #: calls that ``waited_seconds`` is over
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -189,17 +190,17 @@ class DeviceCounters:
 class TableCounters:
     """Counters of an embedding whose table is in files. ``str()`` is a line."""
 
-    name: str  # the parameter's
-    weights: str = ""  # the format of its rows; empty: their values
-    gathers: int = 0  # forwards of the embedding
-    lookups: int = 0  # ids
-    distinct: int = 0  # distinct ids, summed over forwards
-    hits: int = 0  # distinct ids whose row was in memory
-    reads: int = 0  # distinct ids whose row was read
-    prefetches: int = 0  # rows whose read began before a forward asked
-    failed: int = 0  # reads that ended in an error
-    bytes_read: int = 0  # by reads and prefetches, in whole blocks
-    wait_seconds: float = 0.0  # a forward waited for rows
+    name: str  #: the parameter's
+    weights: str = ""  #: the format of its rows; empty: their values
+    gathers: int = 0  #: forwards of the embedding
+    lookups: int = 0  #: ids
+    distinct: int = 0  #: distinct ids, summed over forwards
+    hits: int = 0  #: distinct ids whose row was in memory
+    reads: int = 0  #: distinct ids whose row was read
+    prefetches: int = 0  #: rows whose read began before a forward asked
+    failed: int = 0  #: reads that ended in an error
+    bytes_read: int = 0  #: by reads and prefetches, in whole blocks
+    wait_seconds: float = 0.0  #: a forward waited for rows
 
     @property
     def hit_rate(self) -> float | None:
@@ -221,25 +222,25 @@ class TableCounters:
 class Stats(PhaseCounters):
     """Counters of a whole model. ``str()`` is a table that shows ``-`` for undefined values."""
 
-    per_layer: list[LayerCounters] = field(default_factory=list)  # each MoE layer, in order
-    slots: int = 0  # current limit of resident experts
-    kept: int = 0  # slots that ``residency.early_experts`` keeps: at most half
-    max_slots: int = 0  # initial limit
-    shrinks: int = 0  # times that the pool shrank because memory ran low
-    grows: int = 0  # times that it grew again
-    resets: int = 0  # times that its pools' counters were reset
-    device: DeviceCounters | None = None  # of experts on GPUs; None: there are none
-    share: Share | None = None  # of the model's experts on this rank; None: all
-    lossy: str = ""  # the active lossy modes; empty: exact
-    # Why lookahead is unsupported, and from which layers; empty: supported everywhere, or off. None: unknown, as in a
-    # ``stats.file``, which has no modules.
+    per_layer: list[LayerCounters] = field(default_factory=list)  #: each MoE layer, in order
+    slots: int = 0  #: current limit of resident experts
+    kept: int = 0  #: slots that ``residency.early_experts`` keeps: at most half
+    max_slots: int = 0  #: initial limit
+    shrinks: int = 0  #: times that the pool shrank because memory ran low
+    grows: int = 0  #: times that it grew again
+    resets: int = 0  #: times that its pools' counters were reset
+    device: DeviceCounters | None = None  #: of experts on GPUs; None: there are none
+    share: Share | None = None  #: of the model's experts on this rank; None: all
+    lossy: str = ""  #: the active lossy modes; empty: exact
+    #: Why lookahead is unsupported, and from which layers; empty: supported everywhere, or off. None: unknown, as in a
+    #: ``stats.file``, which has no modules.
     lookahead_unsupported_reasons: Mapping[str, tuple[int, ...]] | None = None
-    # The error of the last failed prefetch, with ``layer``, ``expert``, ``file`` and ``offset``. It fails no forward,
-    # and prefetching goes on. None: none has failed.
+    #: The error of the last failed prefetch, with ``layer``, ``expert``, ``file`` and ``offset``. It fails no forward,
+    #: and prefetching goes on. None: none has failed.
     prefetch_error: Exception | None = None
-    # Counters of speculation; None: not used, or unknown, as in a ``stats.file``.
+    #: Counters of speculation; None: not used, or unknown, as in a ``stats.file``.
     speculation: SpeculationCounters | None = None
-    # Counters of embedding tables in files; empty: none, or unknown, as in a ``stats.file``.
+    #: Counters of embedding tables in files; empty: none, or unknown, as in a ``stats.file``.
     tables: tuple[TableCounters, ...] = ()
 
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
