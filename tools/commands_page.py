@@ -12,10 +12,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _HEAD = f"""\
 # The command line
 `python -m torch_mesh` does the same as `torch-mesh`, where that is not on the path. `torch-mesh --version` prints the
-version, `torch-mesh --debug COMMAND ...` an error's traceback. The exit status is 0, 1 for a failure, 2 for wrong
-usage, 130 after Ctrl-C. [Options](config.md) describes the fields of `MeshConfig` that commands take, such as
-`--group-size` and `--gpu-experts`. The first argument of `inspect`, `plan`, `serve`, `chat`, `run`, `bench` and
-`routing fit` is {MODEL}.
+version, `torch-mesh --debug COMMAND ...` an error's traceback. `torch-mesh --print-completion bash` (or `zsh`, `tcsh`)
+prints a completion script for the shell; it needs `pip install "torch_mesh[completion]"`. The exit status is 0, 1 for a
+failure, 2 for wrong usage, 130 after Ctrl-C. [Options](config.md) describes the fields of `MeshConfig` that commands
+take, such as `--group-size` and `--gpu-experts`. The first argument of `inspect`, `plan`, `serve`, `chat`, `run`,
+`bench` and `routing fit` is {MODEL}.
 """
 _TAIL = """
 <!-- `python tools/commands_page.py` writes this page from the parser of `torch-mesh`; a test compares them. -->

@@ -10,6 +10,7 @@ from torch_mesh.validators import shown
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 _HEAD = """\
 # MeshConfig
+This page lists every field of `MeshConfig`, the configuration of `from_pretrained` and `torch_mesh.patch`:
 ```python
 import torch_mesh
 

@@ -148,15 +148,17 @@ class LossyFields:
     deferred_experts: int = _field(
         0,
         count("experts per token", give="0 (exact) or a positive number"),
-        "How many of a token's experts, cold ones with the least weight, decode steps do not wait for but add one MoE "
-        "layer later. 0 is exact. Not for models with [unfused](models.md#what-is-peculiar-about-some) experts.",
+        "In decode steps up to this many of a token's experts, those not in memory with the smallest weights, are not "
+        "waited for: their outputs are added one MoE layer later. 0 is exact. Not for models with "
+        "[unfused](models.md#what-is-peculiar-about-some) experts.",
     )
     routing_bias: float = _field(
         0.0,
         validators.bias,
         "In decode steps a resident expert replaces a cold one whose score is higher by less than this "
-        "fraction of the spread of the token's scores. The first of a token's choices stay. 0 is exact; 1 "
-        "replaces wherever possible. For the model types in `torch_mesh.lossy.ROUTING_BIAS_FAMILIES`.",
+        "fraction of the spread of the token's scores. The first quarter of a token's choices, and at least one, is "
+        "never replaced. 0 is exact; 1 replaces wherever else possible. For the model types in "
+        "`torch_mesh.lossy.ROUTING_BIAS_FAMILIES`.",
     )
     fallback: str = _field(
         "none",
@@ -240,9 +242,10 @@ class MeshConfig(QuantizationConfigMixin):
     resident: str | float = _field(
         "auto",
         validators.resident,
-        'How much of the experts stays in memory. `"auto"`: the free memory, within cgroup limits, minus a margin of '
-        "an eighth, at least 512 MiB, or a quarter if less than 2 GiB are free. With [ranks](scaleout.md) it applies "
-        "to each rank: a fraction is of its own experts, and ranks on one machine divide its free memory.",
+        'How much of the experts stays in memory. `"auto"`: the free memory, within cgroup limits, minus a margin. '
+        "Margin: 1/8 of free memory, but at least 512 MiB; below 2 GiB free, a quarter. A number without a unit is of "
+        'bytes (`"7"` is seven), except that 1 means all experts. With [ranks](scaleout.md) it applies to each rank: '
+        "a fraction is of its own experts, and ranks on one machine divide its free memory.",
     )
     shared: str | None = _field(
         None,
@@ -312,8 +315,8 @@ class MeshConfig(QuantizationConfigMixin):
         "auto",
         reader("auto", "uring", "threads", "buffered"),
         'How experts are read into the pool. `"auto"`: directly from the disk, by io_uring if it works here, '
-        'else by threads. `"buffered"`: likewise, through the page cache, which keeps evicted experts in '
-        "memory that is free ([when](decisions/0068-buffered-reads.md)).",
+        'else by threads. `"buffered"`: as `"auto"`, but through the page cache instead of direct I/O. '
+        "The cache keeps evicted experts in memory that is free ([when](decisions/0068-buffered-reads.md)).",
     )
     policy: str = _field(
         "auto",

@@ -110,7 +110,7 @@ _LISTED: Mapping[str, WeightFormat] = {
         group_sizes=(0,),
         errors={0: 0.0},
         dense=True,
-        description="bf16 without what its exponents repeat ([how](decisions/0073-bf12.md))",
+        description="bf16, losslessly compressed by coding the exponents ([how](decisions/0073-bf12.md))",
     ),
     "int8": WeightFormat(
         version=2,  # version 1 had weight sums

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Lists and removes cached stores and prefix caches. A model that is opened in another format than its "
         "checkpoint's is converted once, into $XDG_CACHE_HOME/torch_mesh or ~/.cache/torch_mesh: one store per model, "
-        "format and group size. A removed store is made again when it is needed. A prefix cache has keys and values "
+        "format and group size. A removed store is made again when it is needed. A prefix cache has the KV cache "
         "of prompts (serve --prefix-cache) for one model as it was opened; a server may go on while it is removed."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

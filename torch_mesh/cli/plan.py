@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Predicts how many experts of a model fit into memory, its hit rate and its speed. Reads headers, config and "
         "manifest, also of a model id on the hub, and measures the disk and the memory for two seconds. Give "
-        "--disk-speed if the model is not on this disk. Exits with 1 only if the model cannot run."
+        "--disk-speed if the model is not on this disk. Exits with 1 if the model cannot run or is not found."
     )
     add_model_argument(parser)
     parser.add_argument("--memory", type=size, help="total memory of the process (default: what is available here)")
@@ -90,9 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--targets",
         nargs="+",
         metavar="NAME",
-        help="modules and parameters with adapters, as in PEFT's target_modules and target_parameters; a name that "
-        "linear layers have is theirs, and experts.down_proj is then that of the experts (default: both projections of "
-        "all experts)",
+        help="modules and parameters with adapters, as in PEFT's target_modules and target_parameters; a name shared "
+        "with linear layers means those: write experts.down_proj for the experts' (default: both projections of all "
+        "experts)",
     )
     training.add_argument(
         "--gradient-checkpointing",

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=32,
         metavar="N",
-        help="answers that are computed together, if memory has room for their keys and values (default: 32)",
+        help="answers that are computed together, if memory has room for their KV cache (default: 32)",
     )
     add_server_arguments(parser, without=_LEFT_OUT)
     add_config_arguments(parser)

@@ -76,7 +76,7 @@ def add_kept_keys(parser: argparse.ArgumentParser) -> None:
         type=size_or_zero,
         default=2**30,
         metavar="SIZE",
-        help="memory for keys and values of the last conversations, so that a turn computes only what is new; 0 "
+        help="memory for the KV cache of the last conversations, so that a turn computes only what is new; 0 "
         "keeps none (default: 1GiB)",
     )
 

@@ -39,7 +39,7 @@ OPTIONS = (
         "prefix_cache",
         "off",
         str,
-        "disk space for keys and values of conversations, in the folder of torch-mesh cache; later processes read them "
+        "disk space for the KV cache of conversations, in the folder of torch-mesh cache; later processes read them "
         "too: a size such as 8GiB, or off",
     ),
     Option("attn_implementation", None, str, "attention of transformers, such as sdpa or eager"),
