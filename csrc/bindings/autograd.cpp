@@ -6,6 +6,7 @@
 //
 // The formulas are in C++ because one in Python costs more per call than the rest of the op, with
 // or without a gradient.
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -53,12 +54,29 @@ void refuse_tangents(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
+// Refuses torch.func.grad and the like, of which torch says that they exclude C++ autograd
+// functions.
+void refuse_functorch() {
+  const auto& functorch = at::functorch::functorchTLSAccessor();
+  if (functorch == nullptr) return;
+  try {
+    functorch->checkSupportsCppAutogradFunction();
+  } catch (const c10::Error&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        "torch_mesh's experts and packed layers have no derivatives by torch.func (grad, vjp, "
+        "jacrev): call backward(), torch.autograd.grad or torch.autograd.functional.jacobian");
+  }
+}
+
 template <typename... Tensors>
 bool wants_gradient(const Tensors&... inputs) {
   TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(inputs) || ...),
                               "torch_mesh's experts and packed layers have no derivatives of "
                               "forward mode (jvp, jacfwd): take those of torch.autograd.grad");
-  return at::GradMode::is_enabled() && (inputs.requires_grad() || ...);
+  const bool wanted = at::GradMode::is_enabled() && (inputs.requires_grad() || ...);
+  if (wanted) refuse_functorch();
+  return wanted;
 }
 
 using ExpertsOp = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,

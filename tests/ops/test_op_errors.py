@@ -92,9 +92,16 @@ def test_ops_without_derivatives_refuse_them(open_pool: OpenPool) -> None:
         for gradients in (False, True):
             with torch.set_grad_enabled(gradients), pytest.raises(NotImplementedError, match="forward (mode|AD)"):
                 torch.func.jvp(call, (at,), (at,))
+
+    def grad(call: Callable[[Tensor], Tensor], at: Tensor) -> None:
+        torch.func.grad(lambda at: call(at).sum())(at)
+
     for call, at in (*calls[:3], calls[4]):  # the others have a formula
         with pytest.raises(RuntimeError, match="is not implemented"):
-            torch.func.grad(lambda at, call=call: call(at).sum())(at)
+            grad(call, at)
+    for transform in (grad, torch.func.vjp, lambda call, at: torch.func.jacrev(call)(at)):
+        with pytest.raises(NotImplementedError, match=r"no derivatives by torch\.func"):
+            transform(lambda x: ops.experts(x, ids, weights, pool.handle()), x)
     out = ops.attention(query.requires_grad_(), query, query, None, 0.25)
     with pytest.raises(RuntimeError, match="attention is not implemented"):
         out.sum().backward()

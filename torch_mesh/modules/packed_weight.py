@@ -243,6 +243,7 @@ class FrozenWeight(PackedWeight):
 class PackedExpertsWeight(FrozenWeight):
     """A parameter of a ``MeshExperts``. Arithmetic on it raises: it would read the whole layer."""
 
+    otherwise = "or train adapters of it, as with PEFT"
     handle: torch.Tensor
     location: _Location
 
@@ -408,7 +409,10 @@ def _set_requires_grad(weight: PackedWeight, value: bool) -> None:
 
 def _requires_grad_(weight: PackedWeight, requires_grad: bool = True) -> PackedWeight:
     if requires_grad:
-        raise weight._refuse("Gradients were asked for")
+        raise MeshError(
+            f"{weight._refuse('Gradients were asked for')} All others are unfrozen by: for each in model.parameters(): "
+            "each.requires_grad_(not isinstance(each, torch_mesh.PackedWeight))"
+        )
     weight.trained = False
     return weight
 

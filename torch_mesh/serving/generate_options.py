@@ -137,8 +137,8 @@ def normalize_options(config: GenerationConfig, model: GenerationConfig) -> None
     if config.temperature is not None and config.temperature < _MIN_TEMPERATURE:
         config.do_sample = False
     if not (model.do_sample if config.do_sample is None else config.do_sample):
-        for name, value in _UNUSED_IN_GREEDY.items():
-            setattr(config, name, value)
+        for name, unused in _UNUSED_IN_GREEDY.items():
+            setattr(config, name, unused)
     for name in ("temperature", "repetition_penalty"):
         if (value := getattr(config, name, None)) is not None:
             setattr(config, name, float(value))

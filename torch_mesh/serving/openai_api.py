@@ -214,7 +214,7 @@ class OpenAI:
     async def completions(self, body: Mapping[str, Any]) -> Body | Events:
         service = self._service
         given = await self._checked(COMPLETIONS, body)
-        count, top = given.get("n", 1), given.get("logprobs")
+        count, top = int(given.get("n", 1)), given.get("logprobs")
         best = given.get("best_of", count)
         head = {
             "id": new_id("cmpl-"),
