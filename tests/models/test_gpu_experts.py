@@ -346,7 +346,7 @@ def test_used_experts_move_to_the_device_while_the_model_runs(monkeypatch: pytes
     monkeypatch.setattr(placing, "_PATIENCE", 2)
     model = torch_mesh.patch(_build(), resident=0.5, gpu={"experts": 2, "placement": "dynamic"})
     ids = _ids()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600  # against a hang: a busy machine takes a minute
     for step in itertools.count():
         token = step // 50 % ids.size(1)  # the same token for a while, so that its experts become the hottest
         logits_of(model, ids[:, token : token + 1])
@@ -354,7 +354,7 @@ def test_used_experts_move_to_the_device_while_the_model_runs(monkeypatch: pytes
         assert device is not None and device.moves_failed == 0
         if device.moved >= 3:
             break
-        assert time.monotonic() < deadline, "nothing moved in a minute"
+        assert time.monotonic() < deadline, "nothing moved in ten minutes"
     total = sum(find(module._mesh_handle).count for module in patched_modules(model))
     assert total <= 2 * LAYERS
     torch_mesh.synchronize(model)

@@ -195,7 +195,7 @@ def test_the_manifest_records_the_calibration_and_inspect_shows_it(
     assert main([*arguments, "--calibrate-tokens", "300"]) == 0
     assert "already holds" in capsys.readouterr().out
     assert main([*arguments, "--calibrate-tokens", "301"]) == 1  # another calibration makes another store
-    assert "has another store" in capsys.readouterr().err
+    assert "has another store (int4, group size 64, calibrated on 300 tokens" in capsys.readouterr().err
     assert main(arguments[:-2]) == 1
     assert "has another store" in capsys.readouterr().err
 

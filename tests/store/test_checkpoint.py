@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tiny_checkpoints import save_tiny, tiny_model
 from transformers import conversion_mapping, core_model_loading
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+import torch_mesh
 from torch_mesh.errors import StoreError, UnsupportedModelError
 from torch_mesh.models.families import find_experts
 from torch_mesh.store.checkpoint import (
@@ -19,6 +21,7 @@ from torch_mesh.store.checkpoint import (
     meta_model,
     read_config,
 )
+from torch_mesh.store.header import read_header
 from torch_mesh.store.hub import local_folder, outline_folder
 from torch_mesh.store.inspect import describe
 from torch_mesh.store.manifest import open_store
@@ -275,6 +278,34 @@ def test_fingerprint_tells_checkpoints_apart(tmp_path: Path) -> None:
     a, b = (save_tiny(tmp_path / name, "qwen3_moe") / "model.safetensors" for name in "ab")
     assert checkpoint_fingerprint([a]) == checkpoint_fingerprint([a])
     assert checkpoint_fingerprint([a]) != checkpoint_fingerprint([b])  # the same header with another modification time
+    content, times = bytearray(a.read_bytes()), (a.stat().st_atime_ns, a.stat().st_mtime_ns)
+    before = checkpoint_fingerprint([a])
+    data = read_header(a).data_start
+    content[data:] = (byte ^ 1 for byte in content[data:])
+    a.write_bytes(content)
+    os.utime(a, ns=times)
+    assert checkpoint_fingerprint([a]) != before  # other weights with the same name, size, header and time
+
+
+def test_a_missing_shard_is_a_store_error_for_all(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3_moe")
+    part = (folder / "model.safetensors").rename(folder / "part.safetensors")
+    names = read_header(part).tensors
+    index = {"weight_map": dict.fromkeys(names, part.name) | {next(iter(names)): "absent.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for attempt in (lambda: find(folder), lambda: torch_mesh.convert(folder, tmp_path / "store", "int4")):
+        with pytest.raises(StoreError, match=r"absent\.safetensors"):
+            attempt()
+    assert not (tmp_path / "store").exists()
+
+
+def test_paths_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/x\xff"))
+    folder = save_tiny(odd, "qwen3_moe")
+    with pytest.raises(StoreError, match=r"x\\xff.*is not valid UTF-8"):
+        find(folder).source_arguments()
+    with pytest.raises(StoreError, match="is not valid UTF-8"):
+        torch_mesh.convert(save_tiny(tmp_path / "plain", "qwen3_moe"), odd / "store", "int4")
 
 
 def test_sources_that_are_no_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,18 @@ def test_reading_takes_a_few_times_the_headers_size(tmp_path: Path, name: str) -
     assert peak < times * len(raw), f"{peak / len(raw):.1f} times"
 
 
+def test_a_small_index_takes_little_memory(tmp_path: Path) -> None:
+    write(tmp_path / INDEX_NAME, b'{"weight_map": {}}')
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(StoreError):
+            read_index(tmp_path / INDEX_NAME)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
 def test_folder_and_missing_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="not a regular file"):
         read_header(tmp_path)

@@ -40,7 +40,7 @@ from torch_mesh.store import gguf_model
 from torch_mesh.store.codes import KeptCodes, kept_codes
 from torch_mesh.store.gguf import gguf_files, is_gguf, read_gguf
 from torch_mesh.store.gguf_experts import OF_GGUF, GgufStacks
-from torch_mesh.store.header import Header, Tensor, read_header, read_range, store_error
+from torch_mesh.store.header import Header, Tensor, read_header, read_range, store_error, utf8_path
 from torch_mesh.store.manifest import Shape, is_store
 from torch_mesh.store.mapping import ParameterStacks
 from torch_mesh.store.sources import check_unquantised, method_of, nearest, own_quantisation, source_of
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _Stacks = ParameterStacks | GgufStacks
+# Parts of a file's data that its identity includes, evenly spaced from its beginning on.
+_SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class CheckpointExperts:
         """Keyword arguments of ``torch_mesh._C.Source``. A raw checkpoint has no checksums: first reads set them."""
         kept = self.kept
         return {
-            "files": list(self.files),
+            "files": [(utf8_path(path), size) for path, size in self.files],
             "extents": self.extents if kept is None else kept.extents,
             "checksums": None,
             "store_id": bytes(16),
@@ -331,8 +333,8 @@ def checkpoint_fingerprint(
     quantisation: Mapping[str, Any] | None = None,
     key_mapping: Mapping[str, str] | None = None,
 ) -> str:
-    """Hex digest of the files' names, sizes, modification times and safetensors headers, and of how they are to be
-    read."""
+    """Hex digest of the files' names, sizes, modification times, headers and samples of their data, and of how they
+    are to be read. Copies keep a modification time, and images set all to one, so that it alone tells too little."""
     return fingerprint_of_files(map(_identity_of, sorted(files)), quantisation, key_mapping)
 
 
@@ -351,11 +353,16 @@ def fingerprint_of_files(
 
 
 def _identity_of(path: Path) -> bytes:
-    status = path.stat()
     header = read_gguf(path).header if is_gguf(path) else read_header(path)
     with path.open("rb") as file:
+        status = os.fstat(file.fileno())
         raw = file.read(header.data_start)
-    return f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0{len(raw)}\0".encode() + raw
+        samples = []
+        for number in range(_SAMPLES):
+            file.seek(len(raw) + (status.st_size - len(raw)) * number // _SAMPLES)
+            samples.append(file.read(_SAMPLE_BYTES))
+    about = f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0{len(raw)}\0"
+    return os.fsencode(about) + raw + b"".join(samples)
 
 
 def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | None:

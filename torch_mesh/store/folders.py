@@ -21,7 +21,7 @@ from typing import Any
 
 from torch_mesh.errors import StoreError
 from torch_mesh.store.disk_cache import unwritable
-from torch_mesh.store.header import parse_json, store_error
+from torch_mesh.store.header import parse_json, store_error, utf8_path
 from torch_mesh.store.journal import JOURNAL_NAME, JOURNAL_START
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, check_sizes, is_store, open_store, read_manifest
 from torch_mesh.store.store_plan import StorePlan
@@ -69,6 +69,7 @@ def existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
 
     Raises ``OtherStoreError`` for another store, and for one that is damaged by its headers or sizes.
     """
+    utf8_path(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not is_store(folder):
@@ -87,10 +88,15 @@ def existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
     if plan.is_plan_of(store.manifest):
         return store
     held = store.manifest
+    about = [held.weights, f"group size {held.group_size}"]
+    if held.calibration is not None:
+        about.append(f"calibrated on {held.calibration.tokens:,} tokens of a text")
+    if held.tables:
+        about.append(f"tables in {held.tables}")
     raise store_error(
         folder,
-        f"has another store ({held.weights}, group size {held.group_size}, made from {held.source_name}, or from "
-        "another version of it): choose another folder, or remove this one",
+        f"has another store ({', '.join(about)}, made from {held.source_name}, or from another version of it): choose "
+        "another folder, or remove this one",
         kind=OtherStoreError,
     )
 

@@ -95,6 +95,17 @@ def store_error(
     return error
 
 
+def utf8_path(path: str | os.PathLike[str]) -> str:
+    """``path`` as text, which the engine and transformers take. Raises ``StoreError`` if it is not valid UTF-8."""
+    text = os.fspath(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(text).decode(errors="backslashreplace")
+        raise store_error(shown, "the path is not valid UTF-8, with which no model can be opened: rename it") from None
+    return text
+
+
 def read_header(path: str | os.PathLike[str]) -> Header:
     """The checked header of one safetensors file. Raises ``StoreError`` for invalid ones."""
     path = Path(path)
@@ -196,7 +207,8 @@ def read_json_file(path: Path, floats: bool = False) -> Any:
     """``parse_json`` of a file of bounded size. Raises ``StoreError`` if it cannot be read or parsed."""
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_HEADER_BYTES + 1)
+            size = os.fstat(file.fileno()).st_size  # of files alone; Python allocates what it is to read at most
+            raw = file.read(min(size or MAX_HEADER_BYTES, MAX_HEADER_BYTES) + 1)
     except OSError as problem:
         raise store_error(path, f"cannot be read: {problem.strerror}") from problem
     if len(raw) > MAX_HEADER_BYTES:

@@ -29,6 +29,7 @@ from torch_mesh.store.header import (
     read_header,
     read_json_file,
     store_error,
+    utf8_path,
 )
 from torch_mesh.store.weight_files import check_folder
 
@@ -179,7 +180,7 @@ class Store:
         found = [manifest.locate(layer, expert) for layer, expert in self.records()]
         extents = np.array([(file, offset, manifest.record_bytes) for file, offset in found], dtype=np.int64)
         return {
-            "files": [(str(self.folder / file.name), file.bytes) for file in manifest.record_files],
+            "files": [(utf8_path(self.folder / file.name), file.bytes) for file in manifest.record_files],
             "extents": extents.reshape(manifest.shape.layers, manifest.shape.experts, 1, 3),
             "checksums": manifest.checksums,
             "store_id": manifest.store_id,
