@@ -1,6 +1,7 @@
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,16 @@ def test_a_missing_shard_is_a_store_error_for_all(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"absent\.safetensors"):
             attempt()
     assert not (tmp_path / "store").exists()
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "qwen3_moe")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("experts.3.up_proj.weight"))
+    tensors[name] = tensors[name][:, :5].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(StoreError, match=rf"{re.escape(name)} has the shape .*, 5\].*equal shapes"):
+        find(folder)
 
 
 def test_paths_that_are_not_utf8_are_refused(tmp_path: Path) -> None:

@@ -220,8 +220,15 @@ class ParameterStacks:
         """Tensors with as many dimensions as the parameter are stacks of experts; with one fewer, single experts."""
         rank = len(expected)
         matrices: Stack = []
+        shape = self._tensors[names[0]][1].shape
         for name in names:
             file, tensor = self._tensors[name]
+            if tensor.shape != shape:
+                raise store_error(
+                    self._folder,
+                    f"{name} has the shape {list(tensor.shape)}, and {names[0]} has {list(shape)}: experts of a layer "
+                    "have equal shapes",
+                )
             if len(tensor.shape) == rank and len(names) == 1:
                 stack = split_experts(file, tensor)
                 if self.weights and self.weights[file].layout.turned:
