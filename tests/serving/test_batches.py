@@ -204,5 +204,6 @@ def test_blocks_are_limited_to_what_requests_can_use(monkeypatch: pytest.MonkeyP
     assert sized(2000, 16 << 30) == (16 * 8, 2000)  # of 256 tokens
     assert sized(100_000, 1 << 40) == (16 * 391, 8192)
     assert sized(100_000, 16 << 30) == (None, None)  # as many as fit
+    assert sized(2000, 16 << 30, max_memory_percent=1e-4) == (None, None)
     assert sized(2000, 16 << 30, num_blocks=3) == (3, 8192)
     assert sized(2000, 16 << 30, max_batch_tokens=64) == (16 * 8, 64)

@@ -62,7 +62,10 @@ def test_generate_can_run_with_allowed_values(given: dict[str, Any], rng: np.ran
 
 def test_greedy_options_give_transformers_nothing_to_warn_of() -> None:
     model = GenerationConfig(do_sample=True, top_k=7, top_p=0.9, max_new_tokens=3)
-    for asked in (GenerationConfig(temperature=0), GenerationConfig(do_sample=False, top_k=3, typical_p=0.5)):
+    for asked in (
+        GenerationConfig(temperature=0),
+        GenerationConfig(do_sample=False, top_k=3, typical_p=0.5, min_p=0.1),
+    ):
         normalize_options(asked, model)
         assert asked.do_sample is False and asked.temperature == 1
         asked.validate(strict=True)

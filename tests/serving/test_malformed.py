@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import transformers
 from posts import post
 
+from torch_mesh.serving import requests
 from torch_mesh.serving.errors import RequestError
 from torch_mesh.serving.requests import check_values
 
@@ -174,6 +176,24 @@ def test_a_body_has_to_be_a_json_object(path: str, server: Any) -> None:
     _error(post(server, path, {"model": 7}))
     assert "utf-8" in json.dumps(post(server, path, b"\xff"))  # says why it cannot be read
     _error(post(server, path, {"model": LONE_SURROGATE}), 400)
+
+
+@pytest.mark.parametrize("path", CASES)
+def test_bodies_are_checked_beside_the_event_loop(path: str, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def check(body: Any) -> None:
+        threads.append(threading.current_thread().name)
+        raise RequestError("checked", "model")
+
+    monkeypatch.setattr(requests, "check_values", check)
+    assert post(server, path, CASES[path][0])[0] == 400
+    assert threads and "torch-mesh-http" not in threads
+
+
+def test_the_number_of_prompts_is_limited(server: Any) -> None:
+    status, body = post(server, "/v1/completions", {"prompt": ["a"] * 129, "max_tokens": 1})
+    assert status == 400 and "up to 128" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("path", CASES)

@@ -309,3 +309,20 @@ def test_marks_in_a_long_value_are_searched_once(monkeypatch: pytest.MonkeyPatch
     (call,) = pieces
     assert isinstance(call, Call) and len(json.loads(call.arguments)["a"]) == length + len("</tool_call>")
     assert _Counted.searched < 10 * length and followed < 2 * length
+
+
+@pytest.mark.parametrize("key", ['a">b', "a -> b", 'size (")', "a.b"])
+def test_a_key_may_have_marks_that_do_not_end_it(key: str) -> None:
+    value = "x</tool_call>y"
+    glm = f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+    (call,) = _read(MARKED["GLM"][0], glm)
+    assert isinstance(call, Call) and json.loads(call.arguments) == {key: value}
+    if ">" not in key:
+        coder = f"<tool_call><function=f><parameter={key}>{value}</parameter></function></tool_call>"
+        (call,) = _read(BY_TAGS, coder)
+        assert isinstance(call, Call) and json.loads(call.arguments) == {key: value}
+
+
+def test_a_value_does_not_take_in_a_parameter_without_a_name() -> None:
+    text = "<tool_call><function=f><parameter=a>\n1\n<parameter=>\n2\n</parameter></function></tool_call>"
+    assert _read(BY_TAGS, text) == [Content(text)]

@@ -103,6 +103,7 @@ class Answer:
                 yield Part(pieces, held)
         ended = self.stopped_by is not None or last in self._ends or (called and self.one_call)
         config = self.job.config
+        # generate does not say why it ended: it may have been one of its own stop strings.
         out_of_time = config.max_time is not None and config.stop_strings is None
         if not ended and (out_of_time or self.count >= config.max_new_tokens):
             self.finish = "length"  # after a call too: others may be missing

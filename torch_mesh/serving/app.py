@@ -112,7 +112,7 @@ def _add_models(app: FastAPI, served: str) -> None:
     @app.post("/load_model", response_model=None)
     async def load_model(body: dict[str, Any]) -> Response:
         """transformers' clients call this first. The model is loaded already."""
-        check_values(body)
+        await asyncio.to_thread(check_values, body)
         if body.get("model") is None:
             raise MissingFieldError(f"model is missing: give {served!r}.", "model")
         check_model(body["model"], served)

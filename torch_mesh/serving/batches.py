@@ -229,14 +229,17 @@ def _sized_config(configured: dict[str, Any], kept: Any) -> Any:
 
     config = ContinuousBatchingConfig(**configured)
     left = max(0, left_bytes() - RESERVE_BYTES)
+    theirs = psutil.virtual_memory().total - psutil.Process().memory_info().rss
+    allowed = _MAX_FRACTION * left
+    if config.max_memory_percent is not None:
+        allowed = min(left, config.max_memory_percent * theirs)
     if config.num_blocks is None and kept.model.device.type == "cpu":
-        _limit_blocks(config, kept, _MAX_FRACTION * left)
+        _limit_blocks(config, kept, allowed)
     # transformers 5.17 would choose the tokens of a forward by memory: as many as fit with masks of each token with
     # every other.
     if config.num_blocks is not None and config.max_batch_tokens is None:
         config.max_batch_tokens = _MAX_ROWS
     if config.max_memory_percent is None:
-        theirs = psutil.virtual_memory().total - psutil.Process().memory_info().rss
         config.max_memory_percent = min(_MAX_FRACTION, left / theirs)
     return config
 
@@ -247,13 +250,13 @@ def _limit_blocks(config: Any, kept: Any, left: float) -> None:
     if needs is None or needs.positions is None:
         return
     rows = config.max_batch_tokens or min(_MAX_ROWS, needs.positions)
-    block = getattr(config, "page_size", config.block_size)  # until 5.17
+    block = config.page_size if hasattr(config, "page_size") else config.block_size  # from 5.18 on, and until then
     blocks = _MAX_SEQUENCES * -(-needs.positions // block)
     caches = _MAX_SEQUENCES * needs.cache(needs.positions)
     masks = 2 * 4 * rows * (blocks * block + rows)  # two of them in fp32
     vocabulary = kept.model.config.get_text_config(decoder=True).vocab_size
     activations = (rows + _LOGIT_ROWS) * (needs.token_bytes + 4 * vocabulary)
-    if 2 * caches + masks + activations < left:
+    if 4 * caches + masks + activations < left:  # transformers reserves copies of a layer's keys and values too
         config.num_blocks, config.max_batch_tokens = blocks, rows
 
 

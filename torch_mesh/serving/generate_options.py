@@ -67,6 +67,7 @@ _UNUSED_IN_GREEDY = {
     "temperature": 1.0,
     "top_k": 50,
     "top_p": 1.0,
+    "min_p": None,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
