@@ -234,9 +234,9 @@ def _bf12_words(block, tile, index, block_words):
         words |= (four >> (name % 4 * 8) & 255) << (8 + place * 16)
     ends = block + tiles * 4 + index
     room = tiles * 11
-    end = _at_most(tl.load(ends), room)
+    end = _limited(tl.load(ends), room)
     at = words * 0 + rows * 64 + columns
-    for exception in range(_at_most(tl.load(ends - 1, mask=index > 0, other=0), room), end):
+    for exception in range(_limited(tl.load(ends - 1, mask=index > 0, other=0), room), end):
         upper = tl.load(block + tiles * 5 + exception)
         shift = ((upper >> 8) & 3) * 8
         words = tl.where(at == ((upper >> 10) & 2047), words & ~(255 << shift) | (upper & 255) << shift, words)
@@ -244,7 +244,7 @@ def _bf12_words(block, tile, index, block_words):
 
 
 @triton.jit
-def _at_most(count, room):
+def _limited(count, room):
     """A count of exceptions, limited to the possible maximum: a damaged record may have any count."""
     return tl.where((count < 0) | (count > room), room, count)
 

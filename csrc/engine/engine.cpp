@@ -118,9 +118,9 @@ void Engine::experts(const ExpertsCall& call) {
   pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   // Chunks have equal lengths: a short last one would need few experts, and read nothing ahead.
-  const int32_t chunk_tokens = tokens_per_chunk(ffn(call.layer, phase_of(call.tokens)), layout(),
-                                                call.top_k, options_.workspace, call.adapters);
-  const int32_t chunks = 1 + (call.tokens - 1) / chunk_tokens;
+  const int32_t max_chunk = tokens_per_chunk(ffn(call.layer, phase_of(call.tokens)), layout(),
+                                             call.top_k, options_.workspace, call.adapters);
+  const int32_t chunks = 1 + (call.tokens - 1) / max_chunk;
   const int32_t chunk = 1 + (call.tokens - 1) / chunks;
   for (int32_t begin = 0; begin < call.tokens; begin += chunk) {
     ExpertsCall part = call;

@@ -160,14 +160,14 @@ struct Viterbi {
   // Writes each stream's state of least cost.
   void best(uint16_t* states) const {
     constexpr int32_t kRun = 32;
-    alignas(64) std::byte leasts[Code::kStates / kRun * kLanes * 4];  // of runs of states
+    alignas(64) std::byte run_lowest[Code::kStates / kRun * kLanes * 4];  // of runs of states
     Words lowest = both_halves(0xffff);
     for (int32_t run = 0; run < Code::kStates / kRun; ++run) {
       Words own = at(present(), run * kRun);
       for (int32_t s = 1; s < kRun; ++s) {
         own = minimum_uint16(own, at(present(), run * kRun + s));
       }
-      put(leasts, run, own);
+      put(run_lowest, run, own);
       lowest = minimum_uint16(lowest, own);
     }
     alignas(64) std::byte of_all[kLanes * 4];
@@ -175,7 +175,7 @@ struct Viterbi {
     for (int32_t lane = 0; lane < 2 * kLanes; ++lane) {
       const int32_t cost = cost_of(of_all, 0, lane);
       int32_t run = 0;
-      while (cost_of(leasts, run, lane) != cost) ++run;
+      while (cost_of(run_lowest, run, lane) != cost) ++run;
       int32_t s = run * kRun;
       while (cost_of(present(), s, lane) != cost) ++s;
       states[lane] = static_cast<uint16_t>(s);

@@ -158,18 +158,18 @@ class _Prefix:
     """A file of the hub. Ranges are fetched into a local file from ``begin`` on, as far as they are read."""
 
     def __init__(
-        self, url: str, local: BinaryIO, size: int, at_least: int, token: str | None = None, begin: int = 0
+        self, url: str, local: BinaryIO, size: int, min_request: int, token: str | None = None, begin: int = 0
     ) -> None:
         self._url = url
         self._local = local
         self._size = size  # of the file; a request behind its end is an error
-        self._at_least = at_least  # minimum bytes of a request
+        self._min_request = min_request  # minimum bytes of a request
         self._headers = build_hf_headers(token=token)
         self._at = self._fetched = begin
 
     def read(self, size: int) -> bytes:
         if min(self._at + size, self._size) > self._fetched:
-            self._fetch(min(max(self._at + size, self._fetched + self._at_least), self._size))
+            self._fetch(min(max(self._at + size, self._fetched + self._min_request), self._size))
         self._local.seek(self._at)
         data = self._local.read(size)
         self._at += len(data)
