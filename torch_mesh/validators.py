@@ -159,7 +159,7 @@ def prefetch(name: str, value: Any) -> str:
 def early_experts(name: str, value: Any) -> str | tuple[int, int]:
     if isinstance(value, str) and value == "off":
         return value
-    parts = value.strip("()").split(",") if isinstance(value, str) else value
+    parts = re.sub(r"^\s*\((.*)\)\s*$", r"\1", value).split(",") if isinstance(value, str) else value
     numbers = [_whole(part) for part in parts] if isinstance(parts, list | tuple) else []
     if len(numbers) == 2 and numbers[0] and numbers[1]:
         return numbers[0], numbers[1]

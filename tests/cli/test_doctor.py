@@ -230,8 +230,14 @@ def test_direct_io(tmp_path: Path, engine: SimpleNamespace, alignment: int, stat
     assert not list(tmp_path.iterdir()), "the probe file was left behind"
 
 
+def test_a_file_as_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["doctor", "--folder", str(tmp_path / "file")]) == 1
+    assert "is a file: name a folder" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written_is_reported(engine: SimpleNamespace) -> None:
-    assert "none can be written" in finding(Path("/proc"), "files in").found
+    assert "no file can be written" in finding(Path("/proc"), "files in").found
 
 
 @pytest.mark.parametrize(

@@ -513,3 +513,15 @@ def test_the_log_level_follows_the_verbosity_of_transformers() -> None:
             assert logger.getEffectiveLevel() == level
     finally:
         transformers_logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize("given", ["1,8", "(1, 8)", " (1, 8) "])
+def test_early_experts_may_be_text(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MESH_EARLY_EXPERTS", given)
+    assert MeshConfig().residency.early_experts == (1, 8)
+
+
+@pytest.mark.parametrize("given", ["((1, 8)", "(1, 8", "1, 8)", "(1)", ""])
+def test_early_experts_of_another_form_are_refused(given: str) -> None:
+    with pytest.raises(ValueError, match="early_experts"):
+        MeshConfig(residency={"early_experts": given})

@@ -73,7 +73,7 @@ def _dtype_of(dtype: torch.dtype | None) -> dict[str, Any]:
     return {} if dtype is None else {"dtype": dtype}
 
 
-# Noise of 1 % in the input of each product, as rounding gives it, changes logits by 2 to 4 %, and those of gemma4 by 4 %,
+# Noise of 1 % in the input of each product, as rounding gives it, changes logits by 2 to 4 %. Gemma4's change by 4 %,
 # or by 11 % where it changes a choice of experts. Wrong codes change them by 100 %.
 ROUNDED = 0.2
 

@@ -219,6 +219,12 @@ def test_modules_to_save_train_unless_they_are_packed(ids: torch.Tensor) -> None
     assert _learns(model, ids)
     with pytest.raises(MeshError, match=r"Gradients were asked for lm_head\.weight"):
         _with_adapter(torch_mesh.patch(build(), dense="int8"), modules_to_save=["lm_head"])
+    packed = torch_mesh.patch(build(), dense="int8").requires_grad_(False)
+    with pytest.raises(MeshError, match=r"requires_grad_\(not isinstance\(each, torch_mesh.PackedWeight\)\)"):
+        packed.requires_grad_(True)
+    for each in packed.parameters():  # as the error says
+        each.requires_grad_(not isinstance(each, torch_mesh.PackedWeight))
+    assert all(each.requires_grad != isinstance(each, torch_mesh.PackedWeight) for each in packed.parameters())
 
 
 @loads_adapters

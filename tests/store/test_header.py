@@ -173,8 +173,9 @@ def test_reading_takes_a_few_times_the_headers_size(tmp_path: Path, name: str) -
     assert peak < times * len(raw), f"{peak / len(raw):.1f} times"
 
 
-def test_a_small_index_takes_little_memory(tmp_path: Path) -> None:
-    write(tmp_path / INDEX_NAME, b'{"weight_map": {}}')
+@pytest.mark.parametrize("content", [b'{"weight_map": {}}', b""])
+def test_a_small_index_takes_little_memory(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path / INDEX_NAME, content)
     tracemalloc.start()
     try:
         with contextlib.suppress(StoreError):

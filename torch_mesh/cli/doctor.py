@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     folder = arguments.folder
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
-        raise MeshError(f"--folder {folder} is not a folder: name one, which need not exist yet")
+        raise MeshError(f"--folder {folder} is a file: name a folder, which need not exist yet")
     findings = report(arguments.folder)
     usable = not any(finding.fatal for finding in findings)
     if arguments.json:
@@ -217,8 +217,8 @@ def _direct_io(alignment_of: Callable[[str], int], folder: Path) -> Finding:
             probe.flush()
             alignment = alignment_of(probe.name)
     except OSError as error:
-        advice = "make it writable, or name another with --folder"
-        return Finding(f"files in {base}", "limited", f"none can be written, so no store: {error}", advice)
+        found = f"no file can be written there, so no store can be made: {error}"
+        return Finding(f"files in {base}", "limited", found, "make it writable, or name another with --folder")
     file_system = _file_system(base)
     if alignment < 0:
         found = f"{file_system} refuses it, or wants it aligned to more than 4 KiB; reads go through the page cache"

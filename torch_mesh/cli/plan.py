@@ -90,9 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--targets",
         nargs="+",
         metavar="NAME",
-        help="modules and parameters with adapters, as in PEFT's target_modules and target_parameters; a name shared "
-        "with linear layers means those: write experts.down_proj for the experts' (default: both projections of all "
-        "experts)",
+        help="modules and parameters with adapters, as in PEFT's target_modules and target_parameters; a name that "
+        "linear layers also have selects only them; write experts.down_proj to select the experts' projection "
+        "(default: both projections of all experts)",
     )
     training.add_argument(
         "--gradient-checkpointing",

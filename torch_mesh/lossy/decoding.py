@@ -23,8 +23,8 @@ from ..errors import UnsupportedModelError
 from ..models.families import ExpertsLayer, router_module
 from ..modules.experts import change_class, mixed_class, restore_class
 
-#: Model types with routers that ``lossy.routing_bias`` supports.
 # Tests check the list.
+#: Model types with routers that ``lossy.routing_bias`` supports.
 ROUTING_BIAS_FAMILIES: tuple[str, ...] = (
     "aria_text",
     "axk1",

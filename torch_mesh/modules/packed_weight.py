@@ -410,7 +410,7 @@ def _set_requires_grad(weight: PackedWeight, value: bool) -> None:
 def _requires_grad_(weight: PackedWeight, requires_grad: bool = True) -> PackedWeight:
     if requires_grad:
         raise MeshError(
-            f"{weight._refuse('Gradients were asked for')} All others are unfrozen by: for each in model.parameters(): "
+            f"{weight._refuse('Gradients were asked for')} To unfreeze all others: for each in model.parameters(): "
             "each.requires_grad_(not isinstance(each, torch_mesh.PackedWeight))"
         )
     weight.trained = False

@@ -207,8 +207,10 @@ def read_json_file(path: Path, floats: bool = False) -> Any:
     """``parse_json`` of a file of bounded size. Raises ``StoreError`` if it cannot be read or parsed."""
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size  # of files alone; Python allocates what it is to read at most
-            raw = file.read(min(size or MAX_HEADER_BYTES, MAX_HEADER_BYTES) + 1)
+            status = os.fstat(file.fileno())
+            # read() allocates what it is asked for. Only a regular file's size is known.
+            limit = min(status.st_size, MAX_HEADER_BYTES) if stat.S_ISREG(status.st_mode) else MAX_HEADER_BYTES
+            raw = file.read(limit + 1)
     except OSError as problem:
         raise store_error(path, f"cannot be read: {problem.strerror}") from problem
     if len(raw) > MAX_HEADER_BYTES:
