@@ -146,19 +146,19 @@ def _in_tags(
 ) -> ToolFormat:
     """A format with parameters between tags. Its reader accepts calls without the line breaks of these texts."""
     first, middle, last = parameter
-    name = rf"[^<\n{re.escape(middle[0])}]+"  # up to the mark that follows it
+    label = rf"[^<\n{re.escape(middle[0])}]+"  # up to the mark that follows it
     middle = re.escape(middle.rstrip("\n")).replace("\\\n", r"\s*") + (r"\n?" if middle.endswith("\n") else "")
 
-    def opening(name: str) -> str:
-        return re.escape(first) + name + middle
+    def opening(pattern: str) -> str:
+        return re.escape(first) + pattern + middle
 
-    call_end, opens = after.strip() or end, opening(name)
+    call_end, opens = after.strip() or end, opening(label)
     next_call = rf"{re.escape(end)}.*{re.escape(begin)}"
     next_part = rf"{re.escape(call_end)}\s*{re.escape(before.strip())}|\n\s*{re.escape(first)}" if after else opens
     read = _tag_reader(
-        re.compile(re.escape(before.strip()) + f"(?P<name>{name})" + re.escape(between.strip())),
+        re.compile(re.escape(before.strip()) + f"(?P<name>{label})" + re.escape(between.strip())),
         call_end,
-        re.compile(opening(f"(?P<key>{name})")),
+        re.compile(opening(f"(?P<key>{label})")),
         last,
         re.compile(f"{next_call}|{next_part}", re.DOTALL),
     )
