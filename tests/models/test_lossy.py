@@ -161,7 +161,9 @@ def test_prompts_and_gradients_are_exact(open_model: Callable[..., PreTrainedMod
 
 @pytest.mark.parametrize("lossy", [{"routing_bias": 1.0}, {"fallback": "int4"}, {"deferred_experts": 2}])
 def test_reentrant_checkpointing_is_exact(lossy: dict[str, Any], tmp_path: Path) -> None:
-    model = _patched(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.4, store=tmp_path, lossy=lossy).train()
+    # Without gradients dense="auto" rounds otherwise than torch where the processor has no products of bf16.
+    fields = {"resident": 0.4, "store": tmp_path, "dense": "none"}
+    model = _patched(TINY_MODELS["Qwen3MoeExperts"].build(), **fields, lossy=lossy).train()
     ids = inputs_for(model)["input_ids"][:1, :8]
     results: list[tuple[Tensor, ...]] = []
     for options in (None, {"use_reentrant": True}):
