@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.folder
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
         raise MeshError(f"--folder {folder} is a file: name a folder, which need not exist yet")
-    findings = report(arguments.folder)
+    findings = report(folder)
     usable = not any(finding.fatal for finding in findings)
     if arguments.json:
         print(json.dumps({"usable": usable, "findings": [dataclasses.asdict(finding) for finding in findings]}))

@@ -250,7 +250,7 @@ def _limit_blocks(config: Any, kept: Any, left: float) -> None:
     if needs is None or needs.positions is None:
         return
     rows = config.max_batch_tokens or min(_MAX_ROWS, needs.positions)
-    block = config.page_size if hasattr(config, "page_size") else config.block_size  # from 5.18 on, and until then
+    block = _block_tokens(config)
     blocks = _MAX_SEQUENCES * -(-needs.positions // block)
     caches = _MAX_SEQUENCES * needs.cache(needs.positions)
     masks = 2 * 4 * rows * (blocks * block + rows)  # two of them in fp32
@@ -258,6 +258,11 @@ def _limit_blocks(config: Any, kept: Any, left: float) -> None:
     activations = (rows + _LOGIT_ROWS) * (needs.token_bytes + 4 * vocabulary)
     if 4 * caches + masks + activations < left:  # transformers reserves copies of a layer's keys and values too
         config.num_blocks, config.max_batch_tokens = blocks, rows
+
+
+def _block_tokens(config: Any) -> int:
+    """Tokens of a block. transformers called them ``block_size`` before ``page_size``."""
+    return int(config.page_size if hasattr(config, "page_size") else config.block_size)
 
 
 def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callable[[], None]) -> int:
@@ -269,7 +274,7 @@ def tokens_in_blocks(batching: Any, is_stopping: Callable[[], bool], end: Callab
         time.sleep(0.01)
     if processor is not None:
         config = batching.continuous_batching_config
-        return int(processor.cache.num_blocks * getattr(config, "page_size", config.block_size))  # until 5.17
+        return int(processor.cache.num_blocks * _block_tokens(config))
     if status.fatal_error is None:
         raise BatchesEndedError("Continuous batching has ended.")  # the server is stopping
     problem = str(status.fatal_error)  # the error itself refers to frames, and these to the model
