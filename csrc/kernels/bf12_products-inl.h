@@ -141,7 +141,7 @@ inline void bf12_products(const BlockProducts& products) {
   for (int32_t tile = 0; tile < block.tiles; ++tile) {
     expand_bf12_tile(block, tile, words);
     float_step<typename WithoutPrefetching<Dot>::Type>(
-        products, tile * kBf12Depth, kBf12Rows, words, Unscaled{},
+        products, tile * kBf12Depth, Constant<kBf12Rows>{}, words, Unscaled{},
         LinesAhead{block.tile(tile + 1), kBf12TileBytes});
   }
 }

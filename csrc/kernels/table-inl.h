@@ -95,6 +95,18 @@ inline void block_panels(const BlockProducts& products) {
   kPanels(products);
 }
 
+// Whether a Dot with kPrefetchesLines prefetches int8 by lines. If it also prefetches words, only
+// for groups whose next one is as far ahead as those words (docs/decisions/0012).
+template <typename Dot>
+inline bool int8_prefetches_lines(const BlockProducts& products) {
+  if constexpr (prefetches_words<Dot, kTile.rows>()) {
+    return products.rows.count >= kPrefetchingLinesRows &&
+           products.shape.group_size * kBlockColumns >= Dot::kPrefetchBytes;
+  } else {
+    return products.rows.count >= kPrefetchingInt8LinesRows;
+  }
+}
+
 template <typename Dot, typename Scales>
 inline void block_products_int8(const BlockProducts& products) {
   clear_sums(products);
@@ -103,9 +115,10 @@ inline void block_products_int8(const BlockProducts& products) {
     return gemm_integer<Dot, Scales, Group>(products, RuntimeGemm(products));
   if constexpr (prefetches_streams<Dot>()) {
     if (reads_streams(products)) return integer_row<Dot, Scales>(products);
-  } else if constexpr (prefetches_lines<Dot>() && !prefetches_words<Dot, kTile.rows>()) {
-    if (products.rows.count >= kPrefetchingInt8LinesRows) {
-      return integer_products<Dot, Scales, Group, LinesAhead>(products);
+  } else if constexpr (prefetches_lines<Dot>()) {
+    if (int8_prefetches_lines<Dot>(products)) {
+      return integer_products<typename WithoutPrefetching<Dot>::Type, Scales, Group, LinesAhead>(
+          products);
     }
   }
   integer_products<Dot, Scales, Group>(products);
