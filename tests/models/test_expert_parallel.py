@@ -302,7 +302,7 @@ def test_each_rank_reads_and_keeps_only_its_own_experts(given: Any) -> None:
         planned = plan(Path(case["folder"]), MeshConfig(**case["config"]), ranks=2)
         assert (planned.slots, planned.sizes.expert_bytes) == (result["slots"], result["record_bytes"])
         assert result["pool_bytes"] <= own and (share < 1 or 0 < result["stats"]["bytes_read"] <= own)
-        assert result["stats"]["share"] == {"rank": rank, "ranks": 2, "first_expert": 4 * rank, "experts": 4}
+        assert result["stats"]["expert_range"] == {"rank": rank, "ranks": 2, "first_expert": 4 * rank, "experts": 4}
         text = f"experts {4 * rank} to {4 * rank + 3} of 8, rank {rank} of 2"
         assert text in result["text"] and text in result["model"]
 
@@ -602,7 +602,7 @@ def test_four_ranks_with_fewer_experts_than_a_token_takes_agree_with_one_process
     for case, results in zip(cases, launch(tmp_path, cases, 4), strict=True):
         assert_same(case, results)
         for rank, result in enumerate(results):
-            assert result["stats"]["share"] == {"rank": rank, "ranks": 4, "first_expert": 2 * rank, "experts": 2}
+            assert result["stats"]["expert_range"] == {"rank": rank, "ranks": 4, "first_expert": 2 * rank, "experts": 2}
             assert result["pool_bytes"] <= result["record_bytes"] * 2 * result["layers"]
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.cli import doctor, main
-from torch_mesh.models import share
+from torch_mesh.models import expert_range
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.machine import disk_speed
@@ -169,10 +169,13 @@ def test_ranks_take_a_given_size_where_memory_is_hidden_from_one(
     if hidden_from == "this rank":
         hide("/proc/meminfo")
     other = None if hidden_from == "another rank" else 1 << 40
-    monkeypatch.setattr(share, "gathered", lambda value, where: [value, (value[0], other)])
+    monkeypatch.setattr(expert_range, "gathered", lambda value, where: [value, (value[0], other)])
     layers = find_experts(AutoModelForCausalLM.from_pretrained(mesh_tiny))
     count = layers[0].num_experts
-    own = [replace(layer, num_experts=count // 2, share=share.Share(0, 2, count, 2)) for layer in layers]
+    own = [
+        replace(layer, num_experts=count // 2, expert_range=expert_range.ExpertRange(0, 2, count, 2))
+        for layer in layers
+    ]
 
     def slots(resident: str) -> int:
         return pool_slots(own, MeshConfig(resident=resident), stored_layers=len(own), weights="int8", group_size=32)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
+from ..models.expert_range import ExpertRange
 from ..models.families import ExpertsLayer
-from ..models.share import Share
 from .ranks import own_experts
 
 
@@ -62,13 +62,13 @@ def factors_of(
     layer: ExpertsLayer,
     parameter: str,
     swapped: bool,
-    share: Share | None = None,
+    expert_range: ExpertRange | None = None,
 ) -> Factors:
     """Views of PEFT's two weights for ``parameter`` of ``layer``; the layer's module is not used.
 
     lora_a is [rank * experts, in], lora_b [out, rank * experts]. ``swapped``: PEFT treated the parameter as [experts,
-    out, in]; if not, its first factor is our second. With a ``share`` the weights are of all experts and the result is
-    of the rank's own. Raises MeshError for weights that do not fit.
+    out, in]; if not, its first factor is our second. With an ``expert_range`` the weights are of all experts and the
+    result is of the rank's own. Raises MeshError for weights that do not fit.
     """
     where = f"{layer.path}.{parameter}"
     rank = rank_of(lora_a, experts, second=False, where=where)
@@ -80,8 +80,8 @@ def factors_of(
         )
     by_expert = lora_a.view(experts, rank, -1)
     by_rank = lora_b.t().view(rank, experts, -1).transpose(0, 1)
-    if share is not None:
-        by_expert, by_rank = own_experts(by_expert, by_rank, share)
+    if expert_range is not None:
+        by_expert, by_rank = own_experts(by_expert, by_rank, expert_range)
     a, b = (by_expert, by_rank) if swapped != layer.is_transposed else (by_rank, by_expert)
     a, b = a[: layer.num_experts], b[: layer.num_experts]  # the parameter may have rows of identity experts
     if parameter == layer.parameter_names[0]:

@@ -11,26 +11,30 @@ from typing import Any
 import torch
 
 from ..errors import MeshError
-from ..models.share import Share
+from ..models.expert_range import ExpertRange
 from ..system.collectives import gathered, lost_ranks
 
 _SAMPLED = 64  # values that ranks compare
 _TOLERANCE = 0.01  # relative to the largest: different CPUs round differently
 
 
-def own_experts(first: torch.Tensor, second: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
+def own_experts(
+    first: torch.Tensor, second: torch.Tensor, expert_range: ExpertRange
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The views [own, ...] of two stacks [routed, ...]. Gradients are those of the whole stacks and equal on all
     ranks; every rank has to run the backward."""
     if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
-        return _OwnExperts.apply(first, second, share)
-    return first[share.own], second[share.own]
+        return _OwnExperts.apply(first, second, expert_range)
+    return first[expert_range.own], second[expert_range.own]
 
 
 class _OwnExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.ranks = share.ranks
-        return first[share.own], second[share.own]
+    def forward(
+        ctx: Any, first: torch.Tensor, second: torch.Tensor, expert_range: ExpertRange
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.ranks = expert_range.ranks
+        return first[expert_range.own], second[expert_range.own]
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -44,9 +44,9 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int] | tuple[None, None]:
         features = super()._get_in_out_features(module)
-        share = self._experts._mesh_pool.share
-        if share is not None:
-            self.num_experts = share.routed
+        expert_range = self._experts._mesh_pool.expert_range
+        if expert_range is not None:
+            self.num_experts = expert_range.routed
         return features
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
@@ -96,14 +96,14 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
             own = together([self._factors(name) for name in active])
             self._check_rank(own.a.size(1))
             kwargs["adapters"] = {**kwargs.get("adapters", {}), self.parameter_name: own}
-        if self.base_layer is self._experts and self._experts._mesh_pool.share is not None:
+        if self.base_layer is self._experts and self._experts._mesh_pool.expert_range is not None:
             return past_dispatch(self._experts, kwargs.pop("adapters", None), x, *args, **kwargs)
         return self.base_layer(x, *args, **kwargs)
 
     def _compare(self, active: list[str], x: torch.Tensor) -> None:
         """Check that ranks start training with the same values."""
-        share = self._experts._mesh_pool.share
-        if share is None or self._compared or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        expert_range = self._experts._mesh_pool.expert_range
+        if expert_range is None or self._compared or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         weights = [pair[name].weight for name in active for pair in (self.lora_A, self.lora_B)]
         if any(weight.requires_grad for weight in weights):
@@ -120,7 +120,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
             layer=self._layer,
             parameter=self.parameter_name,
             swapped=has_swapped_features(self),
-            share=self._experts._mesh_pool.share,
+            expert_range=self._experts._mesh_pool.expert_range,
         )
 
     def widened(self, name: str, adapter: str, weight: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrap
 
     def refuse_to_merge(self, base: str = "") -> NoReturn:
         named = repr(base) if base else "base"
-        alone = "" if self._experts._mesh_pool.share is None else ", in one process,"
+        alone = "" if self._experts._mesh_pool.expert_range is None else ", in one process,"
         raise MeshError(
             f"{self._where} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged "
             f"into it in place. Use it unmerged, or make a new store: model.save_pretrained('adapter'), then{alone} "

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..errors import LostRankError, MeshError, UnsupportedModelError
+from ..models.expert_range import EXPERT_RANGE, OPENING, ExpertRange
 from ..models.families import ExpertsLayer, layers_left_alone
-from ..models.share import OPENING, SHARE, Share
 from ..system.collectives import gathered, lost_ranks, this_machine, this_rank
 from .compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules, unhook
 from .parallelism_checks import dispatches
@@ -28,11 +28,11 @@ _ADAPTERS = "_mesh_adapters"  # attribute of an experts module, while its dispat
 _OWN_EXPERTS = "deepgemm_megamoe"  # the one dispatch that does not call the module's forward
 
 
-def share_of(ranks: int, layers: Sequence[ExpertsLayer]) -> Share:
-    """This rank's share. A collective call."""
+def expert_range_of(ranks: int, layers: Sequence[ExpertsLayer]) -> ExpertRange:
+    """The experts of this rank. A collective call."""
     machines = gathered(this_machine(), OPENING)
     # check_divisible only accepts groups of all ranks of the job.
-    return Share(torch.distributed.get_rank(), ranks, layers[0].num_experts, machines.count(this_machine()))
+    return ExpertRange(torch.distributed.get_rank(), ranks, layers[0].num_experts, machines.count(this_machine()))
 
 
 def check_divisible(
@@ -70,19 +70,19 @@ def check_divisible(
         )
 
 
-def divide(model: Any, layers: Sequence[ExpertsLayer], share: Share) -> list[ExpertsLayer]:
+def divide(model: Any, layers: Sequence[ExpertsLayer], expert_range: ExpertRange) -> list[ExpertsLayer]:
     """Do what ``grouped_gemm`` would do for loaded experts: give each module this rank's parameters and number of
     experts, on the meta device. Removes the plan's rules that would find no parameters."""
     for layer in layers:
         module: Any = layer.module
         for name, parameter in layer.parameters.items():
-            own = torch.empty((share.count, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
+            own = torch.empty((expert_range.count, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
             module._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
-        module.num_experts = share.count
-        vars(module).update({EXPERT_PARALLEL: True, SHARE: share})
+        module.num_experts = expert_range.count
+        vars(module).update({EXPERT_PARALLEL: True, EXPERT_RANGE: expert_range})
     of_experts = tuple(f"{layer.kind}." for layer in layers)
     keep_ep_rules(model, lambda name: not name.startswith(of_experts))
-    return [dataclasses.replace(layer, num_experts=share.count, share=share) for layer in layers]
+    return [dataclasses.replace(layer, num_experts=expert_range.count, expert_range=expert_range) for layer in layers]
 
 
 class LateForward:
@@ -133,8 +133,8 @@ def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer], undivided:
         forward = vars(layer.module).get("forward")
         if not getattr(forward, "__qualname__", "").startswith(_DISPATCH):
             raise UnsupportedModelError(
-                f"No rule of ep_plan dispatches tokens to {layer.path}, which has {layer.share}. Leave ep_plan out, "
-                f"or add {{{layer.kind!r}: 'ep_dispatch_experts'}} to it."
+                f"No rule of ep_plan dispatches tokens to {layer.path}, which has {layer.expert_range}. Leave "
+                f"ep_plan out, or add {{{layer.kind!r}: 'ep_dispatch_experts'}} to it."
             )
     forwards = _Forwards(this_rank())
     for path, module in model.named_modules():

@@ -97,7 +97,7 @@ def check_launch() -> None:
 def check_forwards(layers: Sequence[ExpertsLayer]) -> None:
     """Raises UnsupportedModelError for experts with a replaced forward, which would hide torch_mesh's."""
     for layer in layers:
-        if layer.share is not None:
+        if layer.expert_range is not None:
             continue
         module: Any = layer.module
         own: Any = type(module)

@@ -120,11 +120,11 @@ def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> No
     call.apply_defaults()
     folder = call.arguments["save_directory"]
     adapters_only = has_own_adapters(model)
-    share = next((module._mesh_pool.share for module in patched_modules(model)), None)
-    if share is not None and not adapters_only:
+    expert_range = next((module._mesh_pool.expert_range for module in patched_modules(model)), None)
+    if expert_range is not None and not adapters_only:
         raise MeshError(
-            f"{type(model).__name__} is distributed, and this process has {share}: open it whole in one process to "
-            "save it, or copy the folder that it was opened from."
+            f"{type(model).__name__} is distributed, and this process has {expert_range}: open it whole in one "
+            "process to save it, or copy the folder that it was opened from."
         )
     if adapters_only or os.path.isfile(folder):
         return original(*call.args, **call.kwargs)

@@ -22,7 +22,7 @@ from ..errors import MeshError, UnsupportedModelError
 from ..formats import ExpertSizes
 from ..hf.compat import default_apply_gate
 from .activations import gate_named, limit_before_silu, softcap, swiglu
-from .share import SHARE, Share
+from .expert_range import EXPERT_RANGE, ExpertRange
 
 # Config attributes with the number of experts per token, in the order in which they are tried.
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
@@ -235,7 +235,7 @@ class ExpertsLayer:
     activation: str | None  # the fused kernel's, by name; None: the layer runs unfused, with its own activation
     has_post_expert_norm: bool = False
     block: nn.Module | None = field(default=None, repr=False)  # around it, if that is replaced too
-    share: Share | None = None  # this rank's part of the model's experts; None: all
+    expert_range: ExpertRange | None = None  # this rank's part of the model's experts; None: all
 
     @property
     def geometry(self) -> Geometry:
@@ -251,7 +251,7 @@ class ExpertsLayer:
     @property
     def routed_experts(self) -> int:
         """The number of experts that the router chooses from."""
-        return self.num_experts if self.share is None else self.share.routed
+        return self.num_experts if self.expert_range is None else self.expert_range.routed
 
     @property
     def fused_activation(self) -> str | None:
@@ -558,8 +558,8 @@ def _layer(path: str, module: Any, flags: Mapping[str, Any], top_k: int, **about
     if flags["is_transposed"]:
         rows, hidden = hidden, rows
     experts = module.down_proj.size(0)  # gate_up may have rows of identity experts too
-    share = vars(module).get(SHARE)
-    routed = experts if share is None else share.routed
+    expert_range = vars(module).get(EXPERT_RANGE)
+    routed = experts if expert_range is None else expert_range.routed
     if not 1 <= top_k <= routed:
         raise UnsupportedModelError(f"The config gives each token {top_k} of the {routed} experts of {path}.")
     return ExpertsLayer(
@@ -570,7 +570,7 @@ def _layer(path: str, module: Any, flags: Mapping[str, Any], top_k: int, **about
         hidden=hidden,
         intermediate=rows // 2 if flags["has_gate"] else rows,
         activation=_activation(module),
-        share=share,
+        expert_range=expert_range,
         **flags,
         **about,
     )

@@ -13,8 +13,8 @@ from torch import nn
 from .. import _C
 from ..config import MeshConfig
 from ..formats import FORMATS
+from ..models.expert_range import ExpertRange
 from ..models.families import ExpertsLayer
-from ..models.share import Share
 from ..models.tables import TableLayer
 from ..modules.dense import Blocks
 from ..pool.row_tables import RowTables, tables_memory
@@ -62,7 +62,7 @@ class ExpertSource:
     layers: int = 0  # 0 until they are known
     counted: int
     layer_indices: Sequence[int]
-    share: Share | None = None  # the experts of this rank; None: all
+    expert_range: ExpertRange | None = None  # the experts of this rank; None: all
     only_format: str | None = None  # format of the stored records, if there are no originals
     freed: int = 0  # bytes that the model frees when the pool is open
     staging: int = 0  # bytes of reading buffers beside the pool
@@ -91,8 +91,8 @@ class RecordSource(ExpertSource):
 
     def set_records(self, records: Records) -> None:
         """Set the records in the pool's format."""
-        if self.share is not None:
-            own = self.share.source_arguments(records.source_arguments)
+        if self.expert_range is not None:
+            own = self.expert_range.source_arguments(records.source_arguments)
             records = dataclasses.replace(records, source_arguments=own)
         self._records = records
         self.weights, self.group_size = records.weights, records.group_size

@@ -201,7 +201,7 @@ def _open_pool(
             fallback=fallback,
             on_gpu=placement.on_gpu(records.layers, records.layer_indices),
             store=records.store,
-            share=source.share,
+            expert_range=source.expert_range,
             identity=records.identity,
         )
         return source.undo.closing(pool)

@@ -24,7 +24,7 @@ from ..hf.compat import (
     replace_gguf_tokenizers,
     wrap,
 )
-from ..hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
+from ..hf.expert_parallel import check_divisible, divide, expert_range_of, finish_forwards, prepare_forwards
 from ..hf.parallelism_checks import check_launch, expert_ranks
 from ..hf.saving import PatchedModelQuantizer
 from ..hf.streaming_save import keep_conversions
@@ -146,11 +146,11 @@ class MeshQuantizer(PatchedModelQuantizer):
         _forget_quantization(model)
         tables = [] if source.tables is None else [*source.tables.layers]
         tables += [layer for layer, _ in whole]
-        if source.share is not None:
+        if source.expert_range is not None:
             finish_forwards(model, layers, [table.module for table in tables])
         keep_conversions(model, [*(layers if source.stored else ()), *tables])
         assemble(model, layers, source.config, source, self)
-        if source.share is not None:
+        if source.expert_range is not None:
             for module in model.modules():
                 if isinstance(module, PackedModule):
                     module._mesh_of_rank = True
@@ -171,8 +171,8 @@ def _divided(model: Any, layers: list[ExpertsLayer], source: CheckpointSource, r
         lossy_modes=config.lossy.modes,
         speculation=config.speculation,
     )
-    source.share = share_of(ranks, layers)
-    own = divide(model, layers, source.share)
+    source.expert_range = expert_range_of(ranks, layers)
+    own = divide(model, layers, source.expert_range)
     prepare_forwards(model, own)
     return own
 
@@ -183,7 +183,7 @@ def _is_short_of_memory(
     """Whether the rows of the input embedding stay in files, beside ``tables``: where ``plan`` predicts it."""
     config, vocabularies = source.config, find_vocabularies(model)
     # Ranks would have to agree; processes with a shared pool share the page cache too.
-    alone = source.share is None and config.shared is None
+    alone = source.expert_range is None and config.shared is None
     if not (config.chooses_tables and vocabularies and alone):
         return False
     try:

@@ -20,8 +20,8 @@ from .. import _C
 from ..config import MeshConfig
 from ..errors import MeshError, ReadTimeoutError
 from ..formats import FORMATS, short_name
+from ..models.expert_range import ExpertRange
 from ..models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
-from ..models.share import Share
 from ..ops.device import DeviceLayer, SharedDevice
 from ..routing.profiles import pool_profile
 from ..store.convert import pack_expert, unpack_record
@@ -52,7 +52,7 @@ def pool_slots(
     """
     if config.shared is not None:
         return stored_layers * layers[0].num_experts
-    share = layers[0].share
+    expert_range = layers[0].expert_range
     needed, every = min_slots(layers), stored_layers * layers[0].num_experts
     if isinstance(config.resident, float) and config.resident * every < needed:
         warnings.warn(
@@ -69,8 +69,8 @@ def pool_slots(
         reserved=config.workspace_bytes + staging,
         freed=freed,
         regained=regained,
-        available=None if share is None else share.free_bytes(),
-        sharing=1 if share is None else share.neighbours,
+        available=None if expert_range is None else expert_range.free_bytes(),
+        sharing=1 if expert_range is None else expert_range.neighbours,
     )
 
 
@@ -94,7 +94,7 @@ class ExpertPool:
         on_gpu: bool [layers, experts]; experts that this pool need not hold: they are neither warmed nor pinned, and
             warming waits for ``engine.warm_up()``.
         store: the store of ``source``, if it is one. It may have been removed since.
-        share: the experts of this rank; None: all.
+        expert_range: the experts of this rank; None: all.
         identity: equal for pools with equal experts; None: drawn at random.
     """
 
@@ -115,7 +115,7 @@ class ExpertPool:
         fallback: ExpertPool | None = None,
         on_gpu: torch.Tensor | None = None,
         store: Store | None = None,
-        share: Share | None = None,
+        expert_range: ExpertRange | None = None,
         identity: str | None = None,
     ) -> None:
         if config.shared is not None and source is None:
@@ -140,7 +140,7 @@ class ExpertPool:
         self.in_memory = source is None
         self.store = store
         self.identity = secrets.token_hex(16) if identity is None else identity
-        self.share = share
+        self.expert_range = expert_range
         self.threads = config.thread_count
         self.timeout = config.residency.timeout
         self.workspace = config.workspace_bytes
@@ -152,7 +152,7 @@ class ExpertPool:
         self.guarded = guard is not None
         try:
             if guard is not None:
-                guard.add(self.engine, 1 if share is None else share.neighbours)
+                guard.add(self.engine, 1 if expert_range is None else expert_range.neighbours)
         except BaseException:  # such as a thread that cannot be started
             _close(self.engine, self._threads, guard, os.getpid())
             raise
@@ -187,7 +187,7 @@ class ExpertPool:
             prefill=config.prefill,
             source=source,
             min_slots=min(self.top_k, slots),
-            profile=pool_profile(config.profile, self.layers, experts, self.top_k, layer_indices, self.share),
+            profile=pool_profile(config.profile, self.layers, experts, self.top_k, layer_indices, self.expert_range),
             early_layers=config.residency.early[0],
             early_experts=config.residency.early[1],
             on_gpu=[] if on_gpu is None else on_gpu.flatten().tolist(),
@@ -236,9 +236,9 @@ class ExpertPool:
         resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}{reads}"
         fallback = "" if self.fallback is None else f", fallback: {self.fallback.describe()}"
         left_alone = f", left alone: {self.left_alone}" if self.left_alone else ""
-        share = "" if self.share is None else f"{self.share}, "
+        own = "" if self.expert_range is None else f"{self.expert_range}, "
         choice = f", chosen as {self.choice}" if self.choice else ""
-        return f"{share}weights={short_name(self.weights)}{group}{choice}, {resident}{lossy}{fallback}{left_alone}"
+        return f"{own}weights={short_name(self.weights)}{group}{choice}, {resident}{lossy}{fallback}{left_alone}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

@@ -36,7 +36,7 @@ def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
         raise ValueError(
             f"shared={config.shared!r} excludes other settings: {'; '.join(named)}. Leave out shared or these."
         )
-    if any(layer.share is not None for layer in layers):
+    if any(layer.expert_range is not None for layer in layers):
         raise UnsupportedModelError(
             f"shared={config.shared!r} lends experts of a whole model, but this process is one of several ranks, which "
             "have pools of their own. Leave shared out, or open the model without distributed_config."

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import MeshError
+from ..models.expert_range import ExpertRange
 from ..models.families import ExpertsLayer
-from ..models.share import Share
 from ..system.atomic_files import new_file
 from .traces import Trace
 
@@ -151,24 +151,24 @@ def pool_profile(
     experts: int,
     top_k: int,
     layer_indices: Sequence[int] | None = None,
-    share: Share | None = None,
+    expert_range: ExpertRange | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
     """The initial counts of a pool's engine: the profile in ``path``, with old tokens faded; None without one.
 
-    ``layer_indices``: the layers that run, if not all of the store's. ``share``: the experts of this rank.
+    ``layer_indices``: the layers that run, if not all of the store's. ``expert_range``: the experts of this rank.
     """
     if path is None:
         return None
     profile = load_profile(path)
-    if share is not None:  # there may be fewer than top_k to keep
-        experts, top_k = share.routed, profile.top_k
+    if expert_range is not None:  # there may be fewer than top_k to keep
+        experts, top_k = expert_range.routed, profile.top_k
     check_fits(profile, path, layers, experts, top_k)
     shrink = np.maximum(1, -(-profile.tokens // _MAX_TOKENS))  # an integer factor, so that uses stay below tokens
     tokens, uses = profile.tokens // shrink, profile.uses // shrink[:, None]
     if layer_indices is not None:
         idle = np.isin(np.arange(layers), layer_indices, invert=True)
         tokens[idle], uses[idle] = 0, 0
-    return tokens, uses if share is None else uses[:, share.own].copy()
+    return tokens, uses if expert_range is None else uses[:, expert_range.own].copy()
 
 
 def check_fits(profile: Profile, path: str, layers: int | None, experts: int, top_k: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _C
-from ..models.share import Share
+from ..models.expert_range import ExpertRange
 from .speculated import SpeculationCounters
 
 PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
@@ -230,7 +230,7 @@ class Stats(PhaseCounters):
     grows: int = 0  #: times that it grew again
     resets: int = 0  #: times that its pools' counters were reset
     device: DeviceCounters | None = None  #: of experts on GPUs; None: there are none
-    share: Share | None = None  #: of the model's experts on this rank; None: all
+    expert_range: ExpertRange | None = None  #: of the model's experts on this rank; None: all
     lossy: str = ""  #: the active lossy modes; empty: exact
     #: Why lookahead is unsupported, and from which layers; empty: supported everywhere, or off. None: unknown, as in a
     #: ``stats.file``, which has no modules.
@@ -253,7 +253,7 @@ class Stats(PhaseCounters):
             **{name: getattr(self, name) for name in SIZES},
             "resets": self.resets,
             "device": None if self.device is None else self.device.to_dict(),
-            "share": None if self.share is None else self.share.to_dict(),
+            "expert_range": None if self.expert_range is None else self.expert_range.to_dict(),
             "lossy": self.lossy,
             "lookahead_unsupported_reasons": None
             if self.lookahead_unsupported_reasons is None
@@ -279,8 +279,8 @@ class Stats(PhaseCounters):
             lines.append(
                 f"{self.slots} of {self.max_slots} slots, shrunk {self.shrinks} times, grown {self.grows} times"
             )
-        if self.share is not None:
-            lines.append(str(self.share))
+        if self.expert_range is not None:
+            lines.append(str(self.expert_range))
         if self.kept:
             rates = f"their hit rate {percent(self.kept_hit_rate)}, that of others {percent(self.unkept_hit_rate)}"
             lines.append(f"{self.kept} experts are kept, {rates}")
@@ -301,12 +301,12 @@ class Stats(PhaseCounters):
 
 
 def engine_stats(
-    pools: Iterable[Sequence[_C.Engine]], experts: bool = True, lossy: str = "", share: Share | None = None
+    pools: Iterable[Sequence[_C.Engine]], experts: bool = True, lossy: str = "", expert_range: ExpertRange | None = None
 ) -> Stats:
     """The counters of these pools together; without ``experts``, all but those of each expert, which take longest.
 
     A pool is its engine and, if there is one, the engine of ``lossy.fallback``, whose counts are added, except for
-    numbers of slots. ``lossy`` names the model's active lossy modes; ``share``: the experts on this rank.
+    numbers of slots. ``lossy`` names the model's active lossy modes; ``expert_range``: the experts on this rank.
     """
     snapshots, epochs = [], []
     for engines in pools:
@@ -314,7 +314,7 @@ def engine_stats(
         snapshots.append(seen[0] if len(seen) == 1 else _with_low(*seen))
         pairs = zip(engines, seen, strict=True)
         epochs.append(tuple(n for each, counts in pairs for n in (each.id, counts["resets"])))
-    return dataclasses.replace(_combined(snapshots, epochs, experts, lossy), share=share)
+    return dataclasses.replace(_combined(snapshots, epochs, experts, lossy), expert_range=expert_range)
 
 
 def counted_since(before: Stats, now: Stats) -> Stats:

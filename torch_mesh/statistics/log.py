@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .. import _C
 from ..errors import PoolClosedError
 from ..formats import FORMATS
-from ..models.share import Share
+from ..models.expert_range import ExpertRange
 from ..system.atomic_files import FILE_MODE
 from ..system.background import BackgroundThread
 from .counters import engine_stats
@@ -42,7 +42,7 @@ class StatsLog:
         every: int,
         path: str,
         lossy: str,
-        share: Share | None,
+        expert_range: ExpertRange | None,
         about: Mapping[str, str],
     ) -> None:
         self._engines = engines
@@ -50,7 +50,7 @@ class StatsLog:
         self._every = every
         self._path = path
         self._lossy = lossy
-        self._share = share
+        self._expert_range = expert_range
         self._about = about
         self._name = secrets.token_hex(8)
         self._warned = False
@@ -66,7 +66,9 @@ class StatsLog:
                 reached = engine.wait_for_forwards(self._layer, goal, _PATIENCE_SECONDS)
                 ended = engine.forwards(self._layer)
                 if reached:
-                    stats = engine_stats([self._engines], experts=False, lossy=self._lossy, share=self._share)
+                    stats = engine_stats(
+                        [self._engines], experts=False, lossy=self._lossy, expert_range=self._expert_range
+                    )
                     counted = stats.to_dict(experts=False)
                     now = look(self._engines, len(stats.per_layer), self._about).to_dict()
                     self._write({"time": time.time(), "forward": ended, "run": self._name} | now | counted)
@@ -111,6 +113,6 @@ def start_log(pool: ExpertPool, model: str, layer_indices: Sequence[int], *, fil
     }
     engines = [each.engine for each in pool.with_fallback]  # not the pool, which ends with its last reference
     file = os.path.abspath(file)  # the program may change its folder
-    own_file = file if pool.share is None else pool.share.own_file(file)
-    log = StatsLog(engines, layer_indices[-1], every, own_file, pool.lossy, pool.share, about)
+    own_file = file if pool.expert_range is None else pool.expert_range.own_file(file)
+    log = StatsLog(engines, layer_indices[-1], every, own_file, pool.lossy, pool.expert_range, about)
     pool.end_with(log.thread)

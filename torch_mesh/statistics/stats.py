@@ -30,7 +30,7 @@ def stats(model: nn.Module) -> Stats:
     return dataclasses.replace(
         pool_stats(model),
         device=_device_counters(shared),
-        share=_pools(model)[0].share,
+        expert_range=_pools(model)[0].expert_range,
         lookahead_unsupported_reasons=_lookahead_unsupported_reasons(model),
         speculation=speculated[0] if speculated else None,
         tables=_table_counters(model),
@@ -63,10 +63,10 @@ def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
             "one for each inner model."
         )
     [pool] = pools
-    if pool.share is not None:
+    if pool.expert_range is not None:
         raise MeshError(
-            f"A profile is of all experts of a model, but this process has {pool.share}: save one of the model opened "
-            "whole, on the same prompts."
+            f"A profile is of all experts of a model, but this process has {pool.expert_range}: save one of the model "
+            "opened whole, on the same prompts."
         )
     tokens, uses = pool.engine.model_use()
     if not tokens.any():

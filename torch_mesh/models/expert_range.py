@@ -9,12 +9,12 @@ from typing import Any
 from ..system.collectives import gathered, this_machine
 from ..system.memory import available_bytes
 
-SHARE = "_mesh_share"  # the attribute of an experts module with its Share
+EXPERT_RANGE = "_mesh_expert_range"  # the attribute of an experts module with its ExpertRange
 OPENING = "the opening of the model"  # where its collective calls are
 
 
 @dataclass(frozen=True)
-class Share:
+class ExpertRange:
     """The experts of each layer on a rank: the range ``experts`` out of ``routed``.
 
     ``neighbours`` ranks, this one included, are on this machine and share its memory.
