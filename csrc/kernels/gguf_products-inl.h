@@ -273,6 +273,14 @@ struct GgufSums {
 
 constexpr int kGgufStreams = 4;
 
+// Prefetches ahead of `bytes` from `from` on, which are read beside the words.
+template <typename Prefetches>
+inline void prefetch_lines_ahead(const std::byte* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += kLineBytes) {
+    prefetch_ahead<Prefetches, 1>(from + line);
+  }
+}
+
 // Multiplies one row with one block, or with two whose parts take turns. Prefetches in each as the
 // Dot Prefetches does, and by `ahead` (StreamsAhead<kGgufStreams>, NothingAhead::Share). Codes are
 // multiplied in registers, where they are assembled, and do not go through memory.
@@ -290,7 +298,11 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
   for (int32_t k = 0; k < shape.depth_padded; k += kType.depth) {
     const int64_t stretch = int64_t{k / kType.depth} * kType.stretch_bytes();
     GgufHeader<kFormat> headers[kBlocks];
-    for (int b = 0; b < kBlocks; ++b) headers[b].read(products[b]->block + stretch);
+    for (int b = 0; b < kBlocks; ++b) {
+      const std::byte* header = products[b]->block + stretch;
+      prefetch_lines_ahead<Prefetches>(header, kType.header_bytes());
+      headers[b].read(header);
+    }
     int64_t part = stretch + kType.header_bytes();
     for (int32_t p = 0; p < kParts; ++p, part += kType.part_bytes()) {
       const int64_t asks = kAsks * (p + 1) / kParts - kAsks * p / kParts;
@@ -305,6 +317,7 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
       for (int b = 0; b < kBlocks; ++b) {
         const std::byte* of_block = products[b]->block + part;
         const GgufHeader<kFormat>& header = headers[b];
+        prefetch_lines_ahead<Prefetches>(of_block, kGroups * kSteps);
         for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
           const std::byte* words = of_block + kGroups * kSteps +
                                    c / kGgufColumns * (kType.bits * kGgufLine) +
