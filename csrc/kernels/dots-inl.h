@@ -20,8 +20,9 @@ struct Prefetching : Dot {
   static constexpr bool kReadsPairs = true;
 };
 
-// For AMD's cores with AVX512, which read one block at full speed. Tiles of many rows of bf16 and
-// of expanded nibbles prefetch the next weights while they go over some in the cache (LinesAhead).
+// For AMD's cores with AVX512, which read one block at full speed. Tiles of many rows of bf16, of
+// int8 in large groups and of expanded nibbles prefetch the next weights while they go over some in
+// the cache (LinesAhead).
 template <typename Dot>
 struct PrefetchingFar : Dot {
   static constexpr int32_t kPrefetchBytes = 8192;

@@ -252,6 +252,7 @@ inline void gemm_integer(const BlockProducts& products, const Gemm& gemm) {
         __builtin_prefetch(group.scales + ahead + i * kLineBytes);
       }
       const Floats row_scale = broadcast(rows.scale[r]);
+      [[maybe_unused]] const Floats min_of_row = broadcast(min_factor(rows.scale[r], rows.sum[r]));
       for (int v = 0; v < kVectors; ++v) {
         Words sum = load_words(exact + r * kBlockColumns + v * kLanes);
         if constexpr (!Gemm::kSignedRows) {
@@ -263,7 +264,7 @@ inline void gemm_integer(const BlockProducts& products, const Gemm& gemm) {
         float* sums = products.sums + r * kBlockColumns + v * kLanes;
         store(sums, multiply_add(words_to_floats(sum), row_scale * scale[v], load(sums)));
         if constexpr (Group::kHasMins) {
-          subtract_min(sums, rows.scale[r], rows.sum[r], group.min(v * kLanes));
+          add_min(sums, min_of_row, group.min(v * kLanes));
         }
       }
     }

@@ -273,9 +273,9 @@ struct GgufSums {
 
 constexpr int kGgufStreams = 4;
 
-// Prefetches ahead of `bytes` from `from` on, which are read beside the words.
+// Prefetches, as far ahead as the Dot Prefetches does, each line of `bytes` bytes at `from`.
 template <typename Prefetches>
-inline void prefetch_lines_ahead(const std::byte* from, int64_t bytes) {
+inline void prefetch_range_ahead(const std::byte* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kLineBytes) {
     prefetch_ahead<Prefetches, 1>(from + line);
   }
@@ -300,7 +300,7 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
     GgufHeader<kFormat> headers[kBlocks];
     for (int b = 0; b < kBlocks; ++b) {
       const std::byte* header = products[b]->block + stretch;
-      prefetch_lines_ahead<Prefetches>(header, kType.header_bytes());
+      prefetch_range_ahead<Prefetches>(header, kType.header_bytes());
       headers[b].read(header);
     }
     int64_t part = stretch + kType.header_bytes();
@@ -313,11 +313,15 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
       __builtin_memcpy(row_scale, row_scales, sizeof(row_scale));
       __builtin_memcpy(row_sum, row_sums, sizeof(row_sum));
       Words start[kGroups];
-      for (int g = 0; g < kGroups; ++g) start[g] = Dot::start(Dot::zeros(nullptr), row_sum[g]);
+      Floats min_factors[kGroups];
+      for (int g = 0; g < kGroups; ++g) {
+        start[g] = Dot::start(Dot::zeros(nullptr), row_sum[g]);
+        min_factors[g] = broadcast(min_factor(row_scale[g], row_sum[g]));
+      }
       for (int b = 0; b < kBlocks; ++b) {
         const std::byte* of_block = products[b]->block + part;
         const GgufHeader<kFormat>& header = headers[b];
-        prefetch_lines_ahead<Prefetches>(of_block, kGroups * kSteps);
+        prefetch_range_ahead<Prefetches>(of_block, kGroups * kSteps);
         for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
           const std::byte* words = of_block + kGroups * kSteps +
                                    c / kGgufColumns * (kType.bits * kGgufLine) +
@@ -338,8 +342,8 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
             float* to = products[b]->sums + c;
             add_scaled(to, sums.of(g), row_scale[g], scale);
             if constexpr (kType.has_mins()) {
-              subtract_min(to, row_scale[g], row_sum[g],
-                           GgufSteps<kFormat>::min(load(header.of_mins() + c), steps));
+              add_min(to, min_factors[g],
+                      GgufSteps<kFormat>::min(load(header.of_mins() + c), steps));
             }
           }
         }

@@ -351,10 +351,13 @@ inline void add_scaled(float* sums, Words exact, float row_scale, Floats scale) 
   store(sums, multiply_add(words_to_floats(exact), broadcast(row_scale) * scale, load(sums)));
 }
 
-// Subtracts a group's min, which all of its weights contain, from the sums.
-inline void subtract_min(float* sums, float row_scale, int32_t row_sum, Floats min) {
-  const Floats minus = broadcast(-(row_scale * static_cast<float>(row_sum)));
-  store(sums, multiply_add(minus, min, load(sums)));
+// The factor of a group's min, which all of its weights contain, in the sums of a row.
+inline float min_factor(float row_scale, int32_t row_sum) {
+  return -(row_scale * static_cast<float>(row_sum));
+}
+
+inline void add_min(float* sums, Floats factor, Floats min) {
+  store(sums, multiply_add(factor, min, load(sums)));
 }
 
 template <int kRows, typename Dot, typename Group, typename Share>
@@ -368,15 +371,19 @@ inline void integer_tile(const Group& group, const GroupRows& rows, int32_t firs
       for (int r = 0; r < kRows; ++r) exact[r][v] = Dot::start(zeros, rows.sum[first + r]);
     }
     add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, ahead, exact);
+    Floats min_factors[kRows];
+    if constexpr (Group::kHasMins) {
+      for (int r = 0; r < kRows; ++r) {
+        min_factors[r] = broadcast(min_factor(rows.scale[first + r], rows.sum[first + r]));
+      }
+    }
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
       const Floats scale = group.scale(column);
       for (int r = 0; r < kRows; ++r) {
         float* to = sums + (first + r) * kBlockColumns + column;
         add_scaled(to, exact[r][v], rows.scale[first + r], scale);
-        if constexpr (Group::kHasMins) {
-          subtract_min(to, rows.scale[first + r], rows.sum[first + r], group.min(column));
-        }
+        if constexpr (Group::kHasMins) add_min(to, min_factors[r], group.min(column));
       }
     }
   }
@@ -539,7 +546,7 @@ inline void float_tile(const std::byte* words, int32_t count, const Step& step,
   }
 }
 
-// `words` is an integer or a Constant: loops of a constant length are 2 % faster.
+// `words` is an integer, or a Constant for which the compiler makes a function of its own.
 template <typename Dot, typename Count, typename Step, typename Ahead>
 inline void float_step(const BlockProducts& products, int32_t depth, Count words,
                        const std::byte* at, const Step& step, const Ahead& ahead) {

@@ -95,8 +95,9 @@ inline void block_panels(const BlockProducts& products) {
   kPanels(products);
 }
 
-// Whether a Dot with kPrefetchesLines prefetches int8 by lines. If it also prefetches words, only
-// for groups whose next one is as far ahead as those words (docs/decisions/0012).
+// Whether a Dot with kPrefetchesLines prefetches so many rows of int8 by lines. If it also
+// prefetches words, only in groups whose next one is at least as far ahead as those words
+// (docs/decisions/0012).
 template <typename Dot>
 inline bool int8_prefetches_lines(const BlockProducts& products) {
   if constexpr (prefetches_words<Dot, kTile.rows>()) {

@@ -335,7 +335,7 @@ class GgufTiles {
     }
   }
 
-  // Gathers the rows' scales, and their factors of mins as in subtract_min. Each row's own cache
+  // Gathers the rows' scales, and their factors of mins as min_factor does. Each row's own cache
   // lines would not stay in the cache from one step to the next.
   void gather_scales(int32_t group) {
     const int32_t groups = products_.shape.depth_padded / kType.group;
@@ -397,7 +397,7 @@ class GgufTiles {
     }
   }
 
-  // Adds an item's sums as add_scaled and subtract_min do, one group after the other.
+  // Adds an item's sums as add_scaled and add_min do, one group after the other.
   template <int32_t kCount>
   void add(int32_t k, int32_t item, const Exact& exact) {
     const int32_t first = first_row(item);

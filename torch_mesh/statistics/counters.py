@@ -230,7 +230,7 @@ class Stats(PhaseCounters):
     grows: int = 0  #: times that it grew again
     resets: int = 0  #: times that its pools' counters were reset
     device: DeviceCounters | None = None  #: of experts on GPUs; None: there are none
-    expert_range: ExpertRange | None = None  #: of the model's experts on this rank; None: all
+    expert_range: ExpertRange | None = None  #: the experts on this rank; None: all
     lossy: str = ""  #: the active lossy modes; empty: exact
     #: Why lookahead is unsupported, and from which layers; empty: supported everywhere, or off. None: unknown, as in a
     #: ``stats.file``, which has no modules.
