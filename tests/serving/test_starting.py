@@ -114,6 +114,68 @@ def test_a_conversation_in_the_terminal(
         assert os.environ["NO_PROXY"] == "example.org" and "no_proxy" not in os.environ
 
 
+def _converse(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return main(["chat", str(folder), "max_new_tokens=9", "--resident", "0.3", "--log-level", "error"])
+
+
+def test_a_conversation_goes_on_after_what_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = {
+        "!set max_new_tokens=abc": "1 or more",
+        "!set nothing=3": "'nothing=3' is not NAME=VALUE",
+        "!set num_beams=4": "give 1",
+        "![/x]": "'![/x]' is not a command",
+        "!example nope": "There is no example 'nope'",
+        "word " * 3000: "but the model supports 2,048",
+        "\udcff": "not UTF-8",
+        "!save /proc/chat.json": "/proc/chat.json",
+    }
+    kept = ["!set max_new_tokens=4 do_sample=False", "In the beginning", "n", "!save", "!save of/mine.json"]
+    assert _converse(folder, monkeypatch, *refused, *kept) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    for message in refused.values():
+        assert message in output
+    [saved] = Path("chat_history", folder.name).glob("chat_*.json")
+    assert saved.read_text() == Path("of/mine.json").read_text()
+    contents = json.loads(saved.read_text())
+    question, answer = contents["chat_history"]
+    assert question == {"role": "user", "content": "In the beginning"}
+    assert answer["role"] == "assistant" and answer["content"]
+    assert contents["settings"]["config"]["max_new_tokens"] == 4
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_its_text(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.cli.chat import RichInterface
+
+    async def interrupted(_self: RichInterface, stream: Any) -> None:
+        async for chunk in await stream:
+            if chunk.choices[0].delta.content:
+                signal.raise_signal(signal.SIGINT)
+                await asyncio.sleep(60)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RichInterface, "stream_output", interrupted)
+    assert _converse(folder, monkeypatch, "In the beginning", "!save here.json") == 0
+    assert "Stopped." in capsys.readouterr().out
+    question, answer = json.loads(Path("here.json").read_text())["chat_history"]
+    assert question["content"] == "In the beginning" and answer["content"]
+
+
+def test_ctrl_c_at_the_prompt_ends_the_conversation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.cli.chat import RichInterface
+
+    def interrupted(_self: RichInterface) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RichInterface, "input", interrupted)
+    assert _converse(folder, monkeypatch) == 0
+
+
 def test_a_conversation_is_offline_except_for_loopback() -> None:
     from torch_mesh.cli.chat import _except_loopback
 
@@ -125,6 +187,19 @@ def test_a_conversation_is_offline_except_for_loopback() -> None:
     for host in ("127.0.0.1", "192.0.2.1"):
         asyncio.run(_except_loopback(hook)(SimpleNamespace(url=SimpleNamespace(host=host))))
     assert hosts == ["192.0.2.1"]
+
+
+def test_scripts_of_pages_can_read_the_headers_of_answers(folder: Path) -> None:
+    with warm.start_command("serve", folder, "--resident", "0.25", "--port", "0", "--enable-cors") as process:
+        try:
+            address = process.stdout.readline().split()[3].removesuffix("/v1,")
+            request = urllib.request.Request(f"{address}/health", headers={"Origin": "https://example.org"})
+            headers = urllib.request.urlopen(request, timeout=30).headers
+        finally:
+            process.kill()
+    assert headers["access-control-allow-origin"] == "*"
+    assert headers["access-control-expose-headers"] == "x-torch-mesh-left-out, x-request-id"
+    assert headers["x-request-id"]
 
 
 @pytest.mark.parametrize("tokens", first_quick(200, 1900))  # finished within the grace period, or cut off

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config
@@ -17,7 +17,7 @@ _LOOPBACK = "127.0.0.1"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Opens a model, serves it to this machine on a free port, and talks with it as transformers chat "
-        "does. !help lists the commands, !exit ends it."
+        "does. !help lists the commands, Ctrl-C stops an answer, !exit ends the conversation."
     )
     add_model_argument(parser)
     parser.add_argument(
@@ -35,25 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from transformers.cli.chat import Chat, parse_generate_flags
-
+    from torch_mesh.cli.conversation import Conversation, check_flags
     from torch_mesh.serving.server import Server
 
     config = given_config(arguments)
-    _check_flags(arguments.flags, parse_generate_flags)
+    check_flags(arguments.flags)  # before the model is opened
     options = given_options(arguments) | {"host": _LOOPBACK, "port": 0}
     with (
         _reach_loopback(),  # before there are threads, as it changes the environment
         Server(arguments.model, config, arguments.keep_keys, options, must_chat=True) as server,
-        contextlib.suppress(EOFError),
     ):
-        Chat(  # ends at !exit only
+        Conversation(
             server.model,
             server.address,
             arguments.flags,
             system_prompt=arguments.system_prompt,
             save_folder=arguments.save_folder,
-        )
+        ).run()
     return 0
 
 
@@ -91,27 +89,3 @@ def _except_loopback(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
             await hook(request)
 
     return hook_of_others
-
-
-def _check_flags(flags: Sequence[str], parse: Callable[[list[str]], dict[str, Any]]) -> None:
-    """Check before the model is opened; transformers would after that."""
-    from transformers import GenerationConfig
-
-    from torch_mesh.serving.generate_options import check_options
-
-    known = vars(GenerationConfig())
-    for flag in flags:
-        name, given, _ = flag.partition("=")
-        if not given or name not in known:
-            raise ValueError(
-                f"{flag!r} is not NAME=VALUE with the name of one of generate's options, such as max_new_tokens=500"
-            )
-    try:
-        options = parse(list(flags))
-        check_options(options)
-        for name in ("num_beams", "num_return_sequences"):  # transformers would answer each turn with an error
-            if options.get(name) not in (None, 1):
-                raise ValueError(f"{name} is {options[name]!r}: a chat shows one answer as it is made; give 1.")
-        GenerationConfig(**options).validate()
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{' '.join(flags)!r} is not possible: {error}") from error

@@ -58,7 +58,10 @@ def build_app(
     if key is not None:
         app.add_middleware(_Key, key=key)
     if allow_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+        readable = [left_out.HEADER, _REQUEST_ID.decode()]  # by a page's script
+        app.add_middleware(
+            CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=readable
+        )
     app.add_middleware(_RequestIds)
     return app
 
