@@ -316,7 +316,9 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
       Floats min_factors[kGroups];
       for (int g = 0; g < kGroups; ++g) {
         start[g] = Dot::start(Dot::zeros(nullptr), row_sum[g]);
-        min_factors[g] = broadcast(min_factor(row_scale[g], row_sum[g]));
+        if constexpr (kType.has_mins()) {
+          min_factors[g] = broadcast(min_factor(row_scale[g], row_sum[g]));
+        }
       }
       for (int b = 0; b < kBlocks; ++b) {
         const std::byte* of_block = products[b]->block + part;
