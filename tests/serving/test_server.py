@@ -103,6 +103,8 @@ def test_the_server_lists_its_model_and_opens_no_other(client: Any, server: Any)
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=30)
     assert refused.value.code == 404 and b"opens no other model" in refused.value.read()
+    request.data = json.dumps({"model": server.model}).encode()
+    assert b'"ready"' in urllib.request.urlopen(request, timeout=30).read()
 
 
 def test_addresses_that_are_read_answer_head_too(server: Any) -> None:

@@ -115,7 +115,8 @@ def test_a_conversation_in_the_terminal(
 
 
 def _converse(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    given = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
     return main(["chat", str(folder), "max_new_tokens=9", "--resident", "0.3", "--log-level", "error"])
 
 
@@ -132,6 +133,9 @@ def test_a_conversation_goes_on_after_what_is_refused(
         "word " * 3000: "but the model supports 2,048",
         "\udcff": "not UTF-8",
         "!save /proc/chat.json": "/proc/chat.json",
+        "!set stop_strings=a[/x]b": "",
+        "!status": "a[/x]b",
+        "!set stop_strings=None": "",
     }
     kept = ["!set max_new_tokens=4 do_sample=False", "In the beginning", "n", "!save", "!save of/mine.json"]
     assert _converse(folder, monkeypatch, *refused, *kept) == 0

@@ -25,7 +25,7 @@ COMMANDS = {
     "plan": "predict what a model will need and reach here, and say what to change",
     "cache": "list, remove and prune the cached conversions",
     "serve": "serve a model through OpenAI's and Anthropic's APIs",
-    "chat": "talk with a model in the terminal, through transformers chat",
+    "chat": "talk with a model in the terminal, as transformers chat does",
     "run": "answer a file of requests, many at once",
     "share": "keep a store's experts in memory for several processes",
     "bench": "measure what a model reaches here, beside the machine's limits and the plan",

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _reach_loopback() -> Iterator[None]:
-    """Let the client of transformers chat reach the server of this process.
+    """Let the conversation's client reach the server of this process.
 
     The client is the Hugging Face hub's, which refuses every address under HF_HUB_OFFLINE and follows the environment's
     proxy.

@@ -7,13 +7,15 @@ and at Ctrl-C. This one says what was wrong and goes on.
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import AsyncInferenceClient
-from huggingface_hub.errors import TextGenerationError
+from huggingface_hub.errors import HTTPError
 from rich.markup import escape
 from transformers import GenerationConfig
 from transformers.cli.chat import (
@@ -47,6 +49,8 @@ class Conversation:
 
     def run(self) -> None:
         """Answer lines until ``!exit``, the end of the input, or Ctrl-C at the prompt. Ctrl-C stops an answer."""
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # _answer refuses a line that is not UTF-8
         self._display.clear()
         self._display.print_help(minimal=True)
         while True:
@@ -60,7 +64,9 @@ class Conversation:
                 question: str | None = self._command(line) if line.startswith("!") else line
                 while question is not None:
                     question = self._answer(question)
-            except (OSError, ValueError, TextGenerationError) as error:  # a refused request is an OSError
+            except KeyboardInterrupt:
+                self._display.print_color("Stopped.", "yellow")
+            except (HTTPError, OSError, ValueError) as error:
                 self._display.print_color(escape(_message(error)), "red")
 
     def _command(self, line: str) -> str | None:
@@ -77,7 +83,7 @@ class Conversation:
             self._messages = new_chat_history(self._system_prompt)
             self._display.clear()
         elif line == "!status":
-            self._display.print_status(self._options)
+            self._display.print_status(escape(str(self._options)))  # type: ignore[arg-type]  # it is formatted
         else:
             if line != "!help":
                 self._display.print_color(escape(f"{line!r} is not a command:"), "red")
@@ -88,16 +94,15 @@ class Conversation:
         if name not in DEFAULT_EXAMPLES:
             raise ValueError(f"There is no example {name!r}. Give one of {', '.join(DEFAULT_EXAMPLES)}.")
         question = DEFAULT_EXAMPLES[name]["text"]
-        self._messages = []
+        self._messages = new_chat_history(self._system_prompt)
         self._display.clear()
-        self._display.print_user_message(question)
+        self._display.print_user_message(escape(question))
         return question
 
     def _save(self, file: str | None = None) -> None:
-        # The name of a model may be a path, which would replace the folder.
-        default = Path(
-            self._save_folder, Path(self._model).absolute().name, time.strftime("chat_%Y-%m-%d_%H-%M-%S.json")
-        )
+        # A model given by path would replace the folder.
+        name = Path(self._model).resolve().name if Path(self._model).exists() else self._model
+        default = Path(self._save_folder, name, time.strftime("chat_%Y-%m-%d_%H-%M-%S.json"))
         path = (default if file is None else Path(file)).absolute()
         settings = {"base_url": self._address, "model_id": self._model, "config": self._options.to_dict()}
         save_chat(str(path), self._messages, settings)
@@ -182,8 +187,9 @@ def check_flags(flags: Sequence[str]) -> None:
 
 
 def _message(error: Exception) -> str:
-    """The message of the server, if it sent one."""
+    """The message of the server, if it sent one: as the answer's body, or in the stream."""
     try:
         return str(error.response.json()["error"]["message"])  # type: ignore[attr-defined]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
-        return str(error)
+        sent = error.args[0] if error.args else None
+        return str(sent["message"]) if isinstance(sent, dict) and "message" in sent else str(error)
