@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from torch_mesh.cli.conversation import Conversation, check_flags
+    from torch_mesh.cli.conversation import Conversation, parse_flags
     from torch_mesh.serving.server import Server
 
     config = given_config(arguments)
-    check_flags(arguments.flags)  # before the model is opened
+    generate_options = parse_flags(arguments.flags)  # before the model is opened
     options = given_options(arguments) | {"host": _LOOPBACK, "port": 0}
     with (
         _reach_loopback(),  # before there are threads, as it changes the environment
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         Conversation(
             server.model,
             server.address,
-            arguments.flags,
+            generate_options,
             system_prompt=arguments.system_prompt,
             save_folder=arguments.save_folder,
         ).run()

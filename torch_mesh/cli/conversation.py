@@ -34,16 +34,16 @@ _CONTINUE = "Please continue. Do not repeat text."
 class Conversation:
     """A conversation with ``model``, which the server at ``address`` serves.
 
-    ``flags``: options of generate, as NAME=VALUE. ``save_folder``: the folder of ``!save`` without a file.
+    ``options``: options of generate. ``save_folder``: the folder of ``!save`` without a file.
     """
 
     def __init__(
-        self, model: str, address: str, flags: Sequence[str], *, system_prompt: str | None, save_folder: str
+        self, model: str, address: str, options: dict[str, Any], *, system_prompt: str | None, save_folder: str
     ) -> None:
         self._model, self._address = model, address
         self._system_prompt, self._save_folder = system_prompt, save_folder
         self._options = GenerationConfig(**_DEFAULTS)
-        self._options.update(**parse_generate_flags(list(flags)))
+        self._options.update(**options)
         self._messages = new_chat_history(system_prompt)
         self._display = RichInterface(escape(model), get_username(), address)
 
@@ -75,8 +75,7 @@ class Conversation:
         if name == "!example" and len(arguments) == 1:
             return self._example(arguments[0])
         if name == "!set" and arguments:
-            check_flags(arguments)
-            self._options.update(**parse_generate_flags(arguments))
+            self._options.update(**parse_flags(arguments))
         elif name == "!save" and len(arguments) <= 1:
             self._save(*arguments)
         elif line == "!clear":
@@ -117,22 +116,16 @@ class Conversation:
             question.encode()
         except UnicodeEncodeError as error:
             raise ValueError("The line has bytes that are not UTF-8.") from error
-        before = list(self._messages)
-        self._messages.append({"role": "user", "content": question})
+        asked = [*self._messages, {"role": "user", "content": question}]
         pieces: list[str] = []
         reason = None
         try:
-            reason = asyncio.run(self._ask(pieces))
+            reason = asyncio.run(self._ask(asked, pieces))
         except KeyboardInterrupt:
             self._display.print_color("Stopped.", "yellow")
-        except BaseException:
-            self._messages = before
-            raise
         answer = "".join(pieces)
         if answer or reason is not None:
-            self._messages.append({"role": "assistant", "content": answer})
-        else:
-            self._messages = before
+            self._messages = [*asked, {"role": "assistant", "content": answer}]
         if reason != "length":
             return None
         self._display.print_color("Generation stopped after reaching the token limit.", "yellow")
@@ -145,27 +138,29 @@ class Conversation:
         self._display.print_user_message(_CONTINUE)
         return _CONTINUE
 
-    async def _ask(self, pieces: list[str]) -> str | None:
-        """Show the answer to the messages, and append its text to ``pieces``. Return why it ended."""
+    async def _ask(self, messages: list[dict[str, str]], pieces: list[str]) -> str | None:
+        """Show the answer to ``messages``, and append its text to ``pieces``. Return why it ended."""
+        body = {"generation_config": self._options.to_json_string(), "model": self._model}
         async with AsyncInferenceClient(base_url=self._address) as client:
 
-            async def noted() -> AsyncIterator[Any]:
-                body = {"generation_config": self._options.to_json_string(), "model": self._model}
-                chunks = await client.chat_completion(self._messages, model=self._model, stream=True, extra_body=body)
+            async def answer() -> AsyncIterator[Any]:
+                chunks = await client.chat_completion(messages, model=self._model, stream=True, extra_body=body)
+                async for chunk in chunks:
+                    pieces.append(chunk.choices[0].delta.content or "")
+                    yield chunk
 
-                async def chunks_noted() -> AsyncIterator[Any]:
-                    async for chunk in chunks:
-                        pieces.append(chunk.choices[0].delta.content or "")
-                        yield chunk
+            async def awaited() -> AsyncIterator[Any]:  # as stream_output takes it
+                return answer()
 
-                return chunks_noted()
-
-            _, reason = await self._display.stream_output(noted())
+            _, reason = await self._display.stream_output(awaited())
         return reason
 
 
-def check_flags(flags: Sequence[str]) -> None:
-    """Raise ValueError for options of generate that the server would refuse, and for words that are none."""
+def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
+    """The options of generate that are given as NAME=VALUE.
+
+    Raises ValueError for those that the server would refuse, and for words that are none.
+    """
     from torch_mesh.serving.generate_options import check_options
 
     known = vars(GenerationConfig())
@@ -184,6 +179,7 @@ def check_flags(flags: Sequence[str]) -> None:
         GenerationConfig(**options).validate()
     except (ValueError, TypeError) as error:
         raise ValueError(f"{' '.join(flags)!r} is not possible: {error}") from error
+    return options
 
 
 def _message(error: Exception) -> str:
