@@ -262,10 +262,11 @@ inline void gemm_integer(const BlockProducts& products, const Gemm& gemm) {
           sum = add_words(sum, Dot::start(zeros[v], rows.sum[r]));
         }
         float* sums = products.sums + r * kBlockColumns + v * kLanes;
-        store(sums, multiply_add(words_to_floats(sum), row_scale * scale[v], load(sums)));
+        Floats total = multiply_add(words_to_floats(sum), row_scale * scale[v], load(sums));
         if constexpr (Group::kHasMins) {
-          add_min(sums, min_of_row, group.min(v * kLanes));
+          total = multiply_add(min_of_row, group.min(v * kLanes), total);
         }
+        store(sums, total);
       }
     }
   }

@@ -324,29 +324,29 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
         const std::byte* of_block = products[b]->block + part;
         const GgufHeader<kFormat>& header = headers[b];
         prefetch_range_ahead<Prefetches>(of_block, kGroups * kSteps);
-        for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-          const std::byte* words = of_block + kGroups * kSteps +
-                                   c / kGgufColumns * (kType.bits * kGgufLine) +
-                                   c % kGgufColumns * 4;
-          if (c % kGgufColumns == 0) {
-            for (int w = 0; w < kType.bits; ++w) {
-              prefetch_ahead<Prefetches, 1>(words + w * kGgufLine);
-            }
+        for (int32_t first = 0; first < kBlockColumns; first += kGgufColumns) {
+          const std::byte* words = of_block + kGroups * kSteps + first * kType.bits * 4;
+          for (int w = 0; w < kType.bits; ++w) {
+            prefetch_ahead<Prefetches, 1>(words + w * kGgufLine);
           }
-          if (c / kLanes < asks) ahead.ask();
-          GgufSums<Dot, kFormat> sums(start);
-          read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
-            sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));
-          });
-          for (int g = 0; g < kGroups; ++g) {
-            const std::byte* steps = of_block + g * kSteps + c;
-            const Floats scale = GgufSteps<kFormat>::scale(load(header.d + c), steps);
-            float* to = products[b]->sums + c;
-            add_scaled(to, sums.of(g), row_scale[g], scale);
-            if constexpr (kType.has_mins()) {
-              add_min(to, min_factors[g],
-                      GgufSteps<kFormat>::min(load(header.of_mins() + c), steps));
+          for (int32_t c = first; c < first + kGgufColumns; c += kLanes, words += kLanes * 4) {
+            if (c / kLanes < asks) ahead.ask();
+            GgufSums<Dot, kFormat> sums(start);
+            read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
+              sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));
+            });
+            // Kept in registers between groups: stores to memory might change the steps.
+            Floats total = load(products[b]->sums + c);
+            for (int g = 0; g < kGroups; ++g) {
+              const std::byte* steps = of_block + g * kSteps + c;
+              const Floats scale = GgufSteps<kFormat>::scale(load(header.d + c), steps);
+              total = plus_scaled(total, sums.of(g), row_scale[g], scale);
+              if constexpr (kType.has_mins()) {
+                const Floats min = GgufSteps<kFormat>::min(load(header.of_mins() + c), steps);
+                total = multiply_add(min_factors[g], min, total);
+              }
             }
+            store(products[b]->sums + c, total);
           }
         }
       }

@@ -347,17 +347,17 @@ struct ExpandedGroup : IntegerGroup<Dot, Scales> {
   ExpandedGroup& operator=(const ExpandedGroup&) = delete;
 };
 
+inline Floats plus_scaled(Floats sums, Words exact, float row_scale, Floats scale) {
+  return multiply_add(words_to_floats(exact), broadcast(row_scale) * scale, sums);
+}
+
 inline void add_scaled(float* sums, Words exact, float row_scale, Floats scale) {
-  store(sums, multiply_add(words_to_floats(exact), broadcast(row_scale) * scale, load(sums)));
+  store(sums, plus_scaled(load(sums), exact, row_scale, scale));
 }
 
 // The factor of a group's min, which all of its weights contain, in the sums of a row.
 inline float min_factor(float row_scale, int32_t row_sum) {
   return -(row_scale * static_cast<float>(row_sum));
-}
-
-inline void add_min(float* sums, Floats factor, Floats min) {
-  store(sums, multiply_add(factor, min, load(sums)));
 }
 
 template <int kRows, typename Dot, typename Group, typename Share>
@@ -380,10 +380,13 @@ inline void integer_tile(const Group& group, const GroupRows& rows, int32_t firs
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
       const Floats scale = group.scale(column);
+      Floats min;
+      if constexpr (Group::kHasMins) min = group.min(column);
       for (int r = 0; r < kRows; ++r) {
         float* to = sums + (first + r) * kBlockColumns + column;
-        add_scaled(to, exact[r][v], rows.scale[first + r], scale);
-        if constexpr (Group::kHasMins) add_min(to, min_factors[r], group.min(column));
+        Floats total = plus_scaled(load(to), exact[r][v], rows.scale[first + r], scale);
+        if constexpr (Group::kHasMins) total = multiply_add(min_factors[r], min, total);
+        store(to, total);
       }
     }
   }

@@ -397,7 +397,7 @@ class GgufTiles {
     }
   }
 
-  // Adds an item's sums as add_scaled and add_min do, one group after the other.
+  // Adds an item's sums as integer_tile does, one group after the other.
   template <int32_t kCount>
   void add(int32_t k, int32_t item, const Exact& exact) {
     const int32_t first = first_row(item);
