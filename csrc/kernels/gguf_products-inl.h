@@ -11,9 +11,10 @@ namespace {
 constexpr int32_t kGgufColumns = 16;  // columns whose words are beside each other
 constexpr int32_t kGgufLine = kGgufColumns * 4;
 
-// The zeros of unsigned codes.
-template <int kZero>
-struct CodesFrom {
+// Unsigned bytes up to kMaxByte, of which kZero is that of a weight of zero.
+template <int kZero, int kMaxByteOf>
+struct BytesFrom {
+  static constexpr int kMaxByte = kMaxByteOf;
   static Words zeros(const std::byte*) { return broadcast_word(kZero); }
 };
 
@@ -29,17 +30,18 @@ inline Words moved(Words words) {
   }
 }
 
-// The levels of a type as bytes.
+// The levels of a type as bytes, above the level `zero`.
 struct LevelBytes {
   alignas(16) uint8_t bytes[16];
 
-  explicit constexpr LevelBytes(const int8_t* levels) : bytes{} {
-    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(levels[i]);
+  constexpr LevelBytes(const int8_t* levels, int32_t zero) : bytes{} {
+    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(levels[i] - zero);
   }
 };
 
-// The codes of kLanes columns, whose words of a part begin at `words`.
-template <Format kFormat>
+// The codes of kLanes columns, whose words of a part begin at `words`. Of types with levels these,
+// with their sign or, if kUnsigned, above the lowest one.
+template <Format kFormat, bool kUnsigned>
 struct GgufCodes {
   static constexpr GgufType kType = gguf_type(kFormat);
   static constexpr int kPairBits = kType.bits % 4 >= 2 ? 2 : 0;
@@ -70,7 +72,7 @@ struct GgufCodes {
       codes = codes | (own & broadcast_word(0x01010101u << kSingleBit));
     }
     if constexpr (kType.levels != nullptr) {
-      static constexpr LevelBytes kLevels(kType.levels);
+      static constexpr LevelBytes kLevels(kType.levels, kUnsigned ? kType.lowest_level() : 0);
       codes = look_up_bytes(kLevels.bytes, codes);
     }
     return codes;
@@ -78,13 +80,12 @@ struct GgufCodes {
 };
 
 // Calls take(Constant<i>, low, high) for inputs [8 i, 8 i + 8) of a part, i in [kFirst, kEnd).
-template <Format kFormat, int kFirst, int kEnd, typename Take>
+template <typename Codes, int kFirst, int kEnd, typename Take>
 inline void read_gguf(const std::byte* words, const Take& take) {
   if constexpr (kFirst < kEnd) {
-    using Codes = GgufCodes<kFormat>;
     take(Constant<kFirst>{}, Codes::template four<2 * kFirst>(words),
          Codes::template four<2 * kFirst + 1>(words));
-    read_gguf<kFormat, kFirst + 1, kEnd>(words, take);
+    read_gguf<Codes, kFirst + 1, kEnd>(words, take);
   }
 }
 
@@ -152,7 +153,9 @@ struct GgufPlace {
   }
 
   // Writes words of four codes of the group, [kType.group / 4][kBlockColumns].
+  template <bool kUnsigned>
   void expand(std::byte* to) const {
+    using Codes = GgufCodes<kFormat, kUnsigned>;
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const std::byte* from =
           words + c / kGgufColumns * (kType.bits * kGgufLine) + c % kGgufColumns * 4;
@@ -162,11 +165,11 @@ struct GgufPlace {
         store_words(at + kBlockColumns * 4, high);
       };
       if constexpr (kOfPart == 1) {
-        read_gguf<kFormat, 0, 4>(from, store);
+        read_gguf<Codes, 0, 4>(from, store);
       } else if (is_second) {
-        read_gguf<kFormat, 2, 4>(from, store);
+        read_gguf<Codes, 2, 4>(from, store);
       } else {
-        read_gguf<kFormat, 0, 2>(from, store);
+        read_gguf<Codes, 0, 2>(from, store);
       }
     }
   }
@@ -189,7 +192,7 @@ struct GgufGroup {
     for (int64_t line = 0; line < total_bytes(); line += kLineBytes) {
       __builtin_prefetch(scales + kPrefetchBytes + line);
     }
-    place.expand(codes);
+    place.template expand<kType.has_unsigned_bytes()>(codes);
     words = codes;
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       store(scale_ + c, place.scale(c));
@@ -236,7 +239,8 @@ struct GgufSums {
   static constexpr GgufType kType = gguf_type(kFormat);
   static constexpr int kGroups = kType.part_groups();
   static constexpr int kEights = 4 / kGroups;  // of a group
-  static constexpr int kNarrow = kType.bits <= 4 ? 4 : kType.bits == 5 ? 2 : 1;
+  static constexpr int kMaxEights = INT16_MAX / (4 * kType.max_byte() * INT8_MAX);
+  static constexpr int kNarrow = kMaxEights >= 4 ? 4 : kMaxEights >= 2 ? 2 : 1;
   static constexpr int kChains = kGroups == 1 ? Dot::kChains : 1;
 
   Words sums[kGroups][kChains];
@@ -287,6 +291,7 @@ inline void prefetch_range_ahead(const std::byte* from, int64_t bytes) {
 template <typename Dot, Format kFormat, int kBlocks, typename Prefetches, typename Ahead>
 inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahead) {
   constexpr GgufType kType = gguf_type(kFormat);
+  using Codes = GgufCodes<kFormat, kType.has_unsigned_bytes()>;
   constexpr int kGroups = kType.part_groups();
   constexpr int32_t kSteps = kBlockColumns * kType.step_bytes();
   constexpr int32_t kParts = kType.depth / kGgufPart;
@@ -332,7 +337,7 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
           for (int32_t c = first; c < first + kGgufColumns; c += kLanes, words += kLanes * 4) {
             if (c / kLanes < asks) ahead.ask();
             GgufSums<Dot, kFormat> sums(start);
-            read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
+            read_gguf<Codes, 0, 4>(words, [&](auto eight, Words low, Words high) {
               sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));
             });
             // Kept in registers between groups: stores to memory might change the steps.
@@ -364,15 +369,13 @@ inline void dequantize_gguf(const SquareOfBlock& from, float* square) {
   alignas(64) std::byte codes[kGgufPart * kBlockColumns];
   for (int32_t first = 0; first < kSquare; first += kType.group) {
     const GgufPlace<kFormat> place(from.block, (from.depth + first) / kType.group);
-    place.expand(codes);
+    place.template expand<true>(codes);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const Floats scale = place.scale(c);
       for (int32_t j = 0; j < kType.group / 4; ++j) {
         float* to = square + (first + 4 * j) * kBlockColumns + c;
-        // Signed levels become unsigned bytes as in SignedBytes.
-        const Words turned = broadcast_word(kType.levels != nullptr ? 0x80808080 : 0);
-        const Words part = load_words(codes + (j * kBlockColumns + c) * 4) ^ turned;
-        store_part(part, broadcast_word(kType.levels != nullptr ? 128 : kType.zero), scale, to);
+        const Words part = load_words(codes + (j * kBlockColumns + c) * 4);
+        store_part(part, broadcast_word(kType.zero_byte()), scale, to);
         if constexpr (kType.has_mins()) {
           for (int i = 0; i < 4; ++i) {
             float* at = to + i * kBlockColumns;

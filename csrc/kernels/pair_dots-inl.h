@@ -55,5 +55,17 @@ struct PairLevelDot : OfBytes<PairNibbleDot<Levels>> {
   static constexpr int kChains = 1;
 };
 
+// Of bytes up to 128 one word's products fit.
+template <typename Levels>
+requires(Levels::kMaxByte > 63) struct PairLevelDot<Levels> : OfBytes<NibbleDot<Levels>> {
+  static_assert(Levels::kMaxByte <= 128);
+  static constexpr int kChains = 2;
+
+  static Words add(Words sum, const NibbleOperands& row, const NibbleOperands& weights) {
+    sum = add_pairs(sum, multiply_byte_pairs(weights.low, row.low));
+    return add_pairs(sum, multiply_byte_pairs(weights.high, row.high));
+  }
+};
+
 }  // namespace
 }  // namespace torch_mesh

@@ -361,7 +361,7 @@ class GgufTiles {
     std::byte* to = codes_ + part * kGgufPart * kBlockColumns + c * 4;
     const Words zero = broadcast_word(kType.levels == nullptr ? kType.zero * 0x01010101 : 0);
     const std::byte* words = place.words + c * kType.bits * 4;
-    read_gguf<kFormat, 0, 4>(words, [&](auto eight, Words low, Words high) {
+    read_gguf<GgufCodes<kFormat, false>, 0, 4>(words, [&](auto eight, Words low, Words high) {
       std::byte* at = to + eight.value * 2 * kLine;
       store_words(at, _mm512_sub_epi8(low, zero));
       store_words(at + kLine, _mm512_sub_epi8(high, zero));

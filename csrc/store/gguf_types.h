@@ -26,6 +26,7 @@
 //   byte i.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "store/record.h"
@@ -60,6 +61,17 @@ struct GgufType {
   const int8_t* levels;  // [16] that codes name; nullptr: none
   float unit = 1;        // a power of two that scales are multiplied by
 
+  // Products take codes, and levels above the lowest one, as unsigned bytes. Where these do not fit
+  // into signed bytes too, which some products need, they take levels with their sign.
+  constexpr bool has_unsigned_bytes() const { return max_byte() <= INT8_MAX; }
+  constexpr int32_t max_byte() const {
+    return levels == nullptr ? (1 << bits) - 1
+                             : *std::max_element(levels, levels + 16) - lowest_level();
+  }
+  constexpr int32_t zero_byte() const { return zero - lowest_level(); }  // of a weight of zero
+  constexpr int32_t lowest_level() const {
+    return levels == nullptr ? 0 : *std::min_element(levels, levels + 16);
+  }
   constexpr bool has_mins() const { return mins != GgufMins::kNone; }
   constexpr bool has_half_mins() const { return has_mins() && mins != GgufMins::kEighths; }
   // Whether a step and its min share a byte.
