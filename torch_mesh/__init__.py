@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from .modules.packed_weight import PackedWeight
     from .patching.api import patch, unpatch
     from .patching.single_layer import Experts
-    from .routing.traces import load_trace, record_trace
+    from .routing.recording import record_trace
+    from .routing.traces import load_trace
     from .serving.cached_generate import cache_prefixes
     from .speculation.decoding import speculate
     from .statistics.stats import reset_stats, save_profile, stats
@@ -105,7 +106,7 @@ _WHERE = {
     "merge": "adapters.merging",
     "patch": "patching.api",
     "place_experts": "gpu.device_work",
-    "record_trace": "routing.traces",
+    "record_trace": "routing.recording",
     "reset_stats": "statistics.stats",
     "save_profile": "statistics.stats",
     "set_capture_batch_sizes": "gpu.device_work",

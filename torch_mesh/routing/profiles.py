@@ -7,16 +7,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import MeshError
-from ..models.expert_range import ExpertRange
-from ..models.families import ExpertsLayer
 from ..system.atomic_files import new_file
 from .traces import Trace
+
+if TYPE_CHECKING:
+    from ..models.expert_range import ExpertRange
+    from ..models.families import ExpertsLayer
 
 FORMAT = "torch_mesh profile"
 VERSION = 1

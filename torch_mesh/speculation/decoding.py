@@ -29,7 +29,7 @@ from ..hf.compile import SLACK
 from ..hf.generation_compat import CACHE_NAME, PLAIN_MODES, compiles_steps, decoding, next_kwargs, pad_token, prefill
 from ..hf.torch_compat import raise_recompile_limit
 from ..modules.experts import pools_of
-from ..routing.traces import is_recorded
+from ..routing.recording import is_recorded
 from ..statistics.speculated import tally_of
 from .assistant import Assistant, check_assistant
 from .controller import Controller
