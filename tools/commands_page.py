@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch_mesh.cli import COMMANDS, _parser
 from torch_mesh.cli.options import MODEL
-from torch_mesh.config import FIELDS
+from torch_mesh.config_fields import FIELDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _HEAD = f"""\

@@ -1,10 +1,10 @@
-"""Writes docs/config.md, the reference of MeshConfig's fields, from torch_mesh/config.py."""
+"""Writes docs/config.md, the reference of MeshConfig's fields, from torch_mesh/config_fields.py."""
 
 import inspect
 import re
 from pathlib import Path
 
-from torch_mesh.config import FIELDS, GROUPS
+from torch_mesh.config_fields import FIELDS, GROUPS
 from torch_mesh.validators import shown
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
@@ -26,7 +26,7 @@ Fields "for measuring" (`policy`, `prefill`, `threads`, `attention`) are for com
 them at their defaults otherwise.
 """
 _TAIL = """
-<!-- `python tools/config_page.py` writes this page from `torch_mesh/config.py`; a test compares them. -->
+<!-- `python tools/config_page.py` writes this page from `torch_mesh/config_fields.py`; a test compares them. -->
 """
 
 

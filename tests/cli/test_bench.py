@@ -110,7 +110,7 @@ def test_max_error_plans_for_the_format_that_is_opened(
         pools.append(next(patched_modules(model))._mesh_pool)
         return model
 
-    monkeypatch.setattr("torch_mesh.cli.bench.open_model", noted)
+    monkeypatch.setattr("torch_mesh.hf.open_model.open_model", noted)
     memory = 12 * _C.record_bytes("bf16", 0, 192, 64, True, False)
     options = ["--resident", str(memory), "--max-error", "0.15", "--tokens", "2", "--prompt-tokens", "17"]
     planned = bench(mesh_tiny, tmp_path, *options)["plan"]

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import warm
 
-from torch_mesh.cli import convert as command
 from torch_mesh.cli import main
 from torch_mesh.errors import StoreError
 from torch_mesh.store.manifest import open_store
@@ -95,7 +94,7 @@ def test_an_error_is_one_line_and_debug_shows_where(
     def fail(*_: object, **__: object) -> None:
         raise StoreError("something\nis wrong")
 
-    monkeypatch.setattr(command, "convert", fail)
+    monkeypatch.setattr("torch_mesh.store.convert.convert", fail)
     arguments = ["convert", str(tmp_path), str(tmp_path / "store"), "--weights", "int8"]
     assert main(arguments) == 1
     assert capsys.readouterr().err == "torch-mesh: something is wrong\n"

@@ -11,7 +11,7 @@ import pytest
 from torch_mesh import MeshConfig
 from torch_mesh.cli import COMMANDS, _parser, main
 from torch_mesh.cli.options import add_config_arguments, given_config
-from torch_mesh.config import FIELDS
+from torch_mesh.config_fields import FIELDS
 
 
 def _parsed(*arguments: str) -> MeshConfig:

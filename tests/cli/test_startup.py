@@ -48,6 +48,24 @@ print("slow:", *{"torch", "transformers", "numpy", "huggingface_hub", "rich", "t
     assert option == "--version" or all(f" {name} {about}" in words for name, about in COMMANDS.items())
 
 
+def test_help_and_wrong_usage_of_commands_import_neither_torch_nor_transformers() -> None:
+    code = """
+import sys
+from torch_mesh.cli import COMMANDS, main
+from torch_mesh.cli.routing import COMMANDS as OF_ROUTING
+for given in [*([name] for name in COMMANDS), *(["routing", name] for name in OF_ROUTING)]:
+    for option, status in ("--help", 0), ("--no-such-option", 2):
+        try:
+            main([*given, option])
+        except SystemExit as end:
+            assert end.code == status
+        else:
+            raise AssertionError(given)
+print("slow:", *{"torch", "transformers", "torch_mesh._C"} & set(sys.modules))
+"""
+    assert _run(code).endswith("slow:\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -111,8 +129,8 @@ from torch_mesh.cli import main
 )
 def test_an_extension_that_does_not_load_is_reported_and_leaves_torch_usable(error: str) -> None:
     code = """
-assert main(["convert", "here", "there"]) == 1
-assert main(["--debug", "cache", "ls"]) == 1
+assert main(["merge", "here", "adapter", "there"]) == 1
+assert main(["--debug", "plan", "here"]) == 1
 import torch
 assert torch.ones(2).sum() == 2
 try:
@@ -121,7 +139,7 @@ except ImportError as error:
     assert "no such symbol" in str(error) and "pip install" in str(error)
 else:
     raise AssertionError
-import torch_mesh.cli.doctor
+import torch_mesh.cli.checks
 """
     command = [sys.executable, "-c", _WITHOUT_EXTENSION.format(error=error) + code]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
@@ -147,7 +165,7 @@ for name in ("patch", "_C"):
     except ImportError as error:
         print(error)
 from torch_mesh.cli import main
-assert main(["convert", "here", "there"]) == 1
+assert main(["plan", "here"]) == 1
 try:
     from torch_mesh import _testing
 except ImportError as error:

@@ -18,7 +18,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging as transformers_logging
 
 from torch_mesh import MeshConfig
-from torch_mesh.config import FIELDS, GROUPS, Field
+from torch_mesh.config_fields import FIELDS, GROUPS, Field
 from torch_mesh.system import memory
 from torch_mesh.system.memory import auto_budget, auto_margin, available_bytes, resident_slots
 from torch_mesh.validators import parse_size

@@ -19,7 +19,7 @@ from limited_processes import without_privileges
 from tiny_checkpoints import tiny_model
 
 import torch_mesh
-from torch_mesh.config import FIELDS
+from torch_mesh.config_fields import FIELDS
 from torch_mesh.errors import MeshError, StoreError
 from torch_mesh.store.disk_cache import cache_folder, unnamed_folder
 from torch_mesh.system.atomic_files import locked, new_file, scratch_folder

@@ -18,10 +18,10 @@ from .. import _C
 from ..errors import MeshError
 from ..models.families import ExpertsLayer, ExpertTensors, apply_gate, find_experts
 from ..store.checkpoint import CheckpointExperts
-from ..store.convert import CALIBRATE_TOKENS
 from ..store.header import store_error
 from ..store.manifest import Calibration
 from ..store.store_plan import Scratch
+from . import CALIBRATE_TOKENS
 from .collecting import collect, text_documents, text_sequences
 from .moments import METHOD, InputMoments, Moments, blended, feedback_of, in_batches, sample_of
 from .rows import LayerRows, RowFiles

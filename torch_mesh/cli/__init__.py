@@ -1,5 +1,5 @@
 """The command ``torch-mesh``. Each subcommand is a module of this package with ``add_arguments(parser)``, which sets
-``run``."""
+``run``. Only ``run`` imports torch and transformers, which takes seconds: help and wrong usage need neither."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import os
 import sys
 import traceback
 from collections.abc import Collection, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch_mesh
 from torch_mesh.errors import MeshError
 from torch_mesh.version import __version__
 
-# Descriptions are here instead of in the modules, so that --help and --version import nothing.
+# Descriptions are here instead of in the modules, so that --help and --version import none of them.
 COMMANDS = {
     "convert": "convert a checkpoint to a store, whose experts are read fastest",
     "merge": "make a store of a model with an adapter merged into it",
@@ -43,7 +42,7 @@ _RENAMED = {
 }
 
 _FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
-_WITHOUT_EXTENSION = ("doctor", "inspect")
+_WITHOUT_EXTENSION = ("cache", "doctor", "inspect")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = argparse.Namespace(debug="--debug" in given)
     try:
         _parser(given).parse_args(given, parsed)
+        if parsed.command not in _WITHOUT_EXTENSION:
+            _check_extension()
         return parsed.run(parsed)
     except KeyboardInterrupt:
         return _print_error(parsed, getattr(parsed, "interrupted", "interrupted"), _INTERRUPTED)
@@ -111,25 +112,25 @@ def _parser(given: Collection[str]) -> argparse.ArgumentParser:
         help="print a completion script for this shell, and exit",
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Command)
+    subparsers = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True, parser_class=_Command
+    )
     chosen = next((word for word in given if not word.startswith("-")), None)
     if chosen in _RENAMED:
         parser.error(f"torch-mesh {chosen} is now torch-mesh {_RENAMED[chosen]}")
     for name, about in COMMANDS.items():
         command = subparsers.add_parser(name, help=about)
         if name == chosen or given is COMMANDS:
-            _load(name).add_arguments(command)
+            importlib.import_module(f"{__name__}.{name}").add_arguments(command)
     return parser
 
 
-def _load(name: str) -> ModuleType:
-    """The module of a command. ImportError has advice if the extension does not load."""
-    if name not in _WITHOUT_EXTENSION:
-        import torch  # noqa: F401  which loads the extension, or finds why it cannot be
+def _check_extension() -> None:
+    """Raise ImportError, with advice, if the extension does not load."""
+    import torch  # noqa: F401  which loads it, or finds why it cannot be
 
-        if torch_mesh._unusable is not None:
-            raise ImportError(str(torch_mesh._unusable)) from torch_mesh._unusable
-    return importlib.import_module(f"torch_mesh.cli.{name}")
+    if torch_mesh._unusable is not None:
+        raise ImportError(str(torch_mesh._unusable)) from torch_mesh._unusable
 
 
 def _os_error_message(error: OSError) -> str:

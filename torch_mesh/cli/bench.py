@@ -15,8 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive, size
-from torch_mesh.hf.open_model import open_model, open_tokenizer
-from torch_mesh.store.hub import local_folder
 from torch_mesh.store.text import read_documents
 from torch_mesh.system.atomic_files import check_results, new_file
 
@@ -63,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from torch_mesh.hf.open_model import open_model, open_tokenizer
     from torch_mesh.planning.bench import Miss, default_text, measure
+    from torch_mesh.store.hub import local_folder
 
     config = given_config(arguments)
     if arguments.tokens < 2:

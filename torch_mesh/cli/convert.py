@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from torch_mesh.calibration import CALIBRATE_TOKENS
 from torch_mesh.cli.options import positive
 from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
 from torch_mesh.formats import CALIBRATED_FORMATS, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, TABLE_FORMATS, in_words
-from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
-from torch_mesh.store.progress import progress_bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,11 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from torch_mesh.store.convert import convert
+    from torch_mesh.store.progress import progress_bar
+
     if arguments.calibrate is None and arguments.calibrate_tokens is not None:
         raise ValueError("--calibrate-tokens needs a text: give --calibrate TEXT with it")
     calibrate = None
     if arguments.calibrate is not None:
-        from torch_mesh.calibration.packing import on_text  # late: imports transformers
+        from torch_mesh.calibration.packing import on_text
 
         calibrate = on_text(arguments.calibrate, arguments.calibrate_tokens or CALIBRATE_TOKENS)
     with naming_force(), progress_bar(f"{arguments.weights} store") as progress:

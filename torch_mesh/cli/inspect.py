@@ -13,11 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_mesh.cli.options import add_model_argument
-from torch_mesh.store.hub import local_folder, outline_folder
-from torch_mesh.store.inspect import describe
-from torch_mesh.store.manifest import open_store
-from torch_mesh.store.progress import progress_bar
-from torch_mesh.store.verify import verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.verify:
         return _verify(arguments)
+    from torch_mesh.store.hub import outline_folder
+    from torch_mesh.store.inspect import describe
+
     with outline_folder(arguments.folder) as (folder, present):
         description = describe(folder)
     if not present:
@@ -49,6 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from torch_mesh.store.hub import local_folder, outline_folder
+    from torch_mesh.store.manifest import open_store
+    from torch_mesh.store.progress import progress_bar
+    from torch_mesh.store.verify import verify
+
     with outline_folder(arguments.folder) as (folder, present):
         store = open_store(folder)  # before anything that is not a store is downloaded
     if not present:

@@ -6,7 +6,6 @@ import argparse
 
 from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
 from torch_mesh.formats import ROUNDED_FORMATS, in_words
-from torch_mesh.store.progress import progress_bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from torch_mesh.adapters.merging import merge  # late: needs PEFT
+    from torch_mesh.adapters.merging import merge
+    from torch_mesh.store.progress import progress_bar
 
     with naming_force(), progress_bar("merged store") as progress:
         written = merge(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from torch_mesh.config import FIELDS, MeshConfig, without_links
+from torch_mesh.config_fields import FIELDS, without_links
 from torch_mesh.validators import parse_size, shown
+
+if TYPE_CHECKING:
+    from torch_mesh.config import MeshConfig
 
 MODEL = "a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
 
@@ -31,6 +35,8 @@ def add_config_arguments(parser: argparse.ArgumentParser, names: Iterable[str] =
 
 def given_config(arguments: argparse.Namespace) -> MeshConfig:
     """The given fields. Raises ValueError for an invalid value."""
+    from torch_mesh.config import MeshConfig
+
     given = {name: value for name in FIELDS if (value := getattr(arguments, name, None)) is not None}
     return MeshConfig.from_dict({name: FIELDS[name].values.check(_option(name), given[name]) for name in given})
 

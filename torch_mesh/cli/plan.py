@@ -16,7 +16,6 @@ from rich.text import Text
 
 from torch_mesh.cli.options import add_config_arguments, add_model_argument, given_config, positive, size
 from torch_mesh.formats import short_name
-from torch_mesh.store.hub import outline_folder
 from torch_mesh.validators import parse_size
 
 if TYPE_CHECKING:
@@ -110,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_mesh.planning.sizes import find_sizes
     from torch_mesh.store.convert import streamed_bytes
     from torch_mesh.store.gguf import is_gguf
+    from torch_mesh.store.hub import outline_folder
     from torch_mesh.store.manifest import is_store
 
     if arguments.gpu_memory is not None and arguments.gpu_experts is None:

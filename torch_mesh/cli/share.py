@@ -9,9 +9,6 @@ from rich.filesize import decimal as format_bytes
 
 from torch_mesh import validators
 from torch_mesh.cli.options import positive
-from torch_mesh.config import MeshConfig
-from torch_mesh.pool.shared_pool import SharedPool
-from torch_mesh.store.manifest import open_store
 from torch_mesh.system.background import Flag
 
 
@@ -39,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from torch_mesh.config import MeshConfig
+    from torch_mesh.pool.shared_pool import SharedPool
+    from torch_mesh.store.manifest import open_store
+
     given = arguments.resident
     resident = MeshConfig().resident if given is None else validators.resident.check("--resident", given)
     store = open_store(arguments.store)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.filesize import decimal as format_bytes
 
 from torch_mesh.cli.options import positive
 from torch_mesh.errors import StoreError
 from torch_mesh.formats import CALIBRATED_FORMATS, DEFAULT_GROUP_SIZE, GROUP_SIZES, in_words, short_name
-from torch_mesh.store.folders import OtherStoreError
-from torch_mesh.store.writer import Written
+
+if TYPE_CHECKING:
+    from torch_mesh.store.writer import Written
 
 
 def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates: bool = False) -> None:
@@ -41,6 +43,8 @@ def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates:
 @contextlib.contextmanager
 def naming_force() -> Iterator[None]:
     """Within, an error about another store at the destination mentions --force."""
+    from torch_mesh.store.folders import OtherStoreError
+
     try:
         yield
     except OtherStoreError as error:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ..config import MIN_CAPABILITY, GpuFields
+from ..config_fields import MIN_CAPABILITY, GpuFields
 from ..errors import MeshError, UnsupportedModelError
 from ..formats import FORMATS, GPU_FORMATS, formats_of_fewer_bits, short_name
 from ..models.families import ExpertsLayer

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..config import GpuFields
+from ..config_fields import GpuFields
 from ..errors import UnsupportedModelError
 from .placement import MOVED_TOGETHER, Placement, batch_beside, given_experts
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..config import FIELDS, MeshConfig
+from ..config import MeshConfig
+from ..config_fields import FIELDS
 from ..errors import MeshError
 from ..store.gguf import is_gguf
 from ..store.weight_files import variant_of

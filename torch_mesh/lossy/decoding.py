@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..config import LossyFields
+from ..config_fields import LossyFields
 from ..errors import UnsupportedModelError
 from ..models.families import ExpertsLayer, router_module
 from ..modules.experts import change_class, mixed_class, restore_class

@@ -28,7 +28,8 @@ from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.hf import cache_state
 from torch_mesh.serving.model_identity import ModelIdentity
 from torch_mesh.speculation.linear_attention import Checkpoints
-from torch_mesh.store.prefix_blocks import PrefixBlocks, prefix_folder
+from torch_mesh.store.disk_cache import prefix_folder
+from torch_mesh.store.prefix_blocks import PrefixBlocks
 from torch_mesh.system.background import BackgroundThread, Flag, TaskThreads
 
 _LOG = logging.getLogger(__name__)

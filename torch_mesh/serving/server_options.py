@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers.utils import logging as transformers_logging
-
 from torch_mesh.validators import parse_size
 
 
@@ -26,6 +23,7 @@ class Option:
     choices: tuple[str, ...] = ()
 
 
+_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical")  # of transformers
 # Options of transformers' ContinuousBatchingConfig, there without the prefix.
 _BATCHES = "cb_"
 OPTIONS = (
@@ -75,7 +73,7 @@ OPTIONS = (
     Option("api_key", None, str, "key that requests need, as Authorization: Bearer KEY or x-api-key: KEY"),
     Option("allow_anyone", False, bool, "let other machines ask without a key"),
     Option("enable_cors", False, bool, "accept requests from web pages of any site (CORS)"),
-    Option("log_level", "warning", str, "lowest level that is logged", tuple(transformers_logging.log_levels)),
+    Option("log_level", "warning", str, "lowest level that is logged", _LOG_LEVELS),
     Option(
         "default_tokens",
         None,
@@ -93,6 +91,9 @@ def complete_options(given: Mapping[str, Any]) -> dict[str, Any]:
     The result also has ``arguments`` of the chat template, ``prefix_bytes``, and ``blocks``: the options of continuous
     batching. Raises ValueError for an invalid option, ImportError where a package is missing.
     """
+    import torch
+    from transformers.utils import logging as transformers_logging
+
     options = {option.name: option.default for option in OPTIONS} | dict(given)
     _check_decision_config(options["decision_config"])
     _check_numbers(options)

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_mesh.errors import MeshError, StoreError
-from torch_mesh.store.disk_cache import cache_folder
+from torch_mesh.store.disk_cache import cache_folder, prefix_folder
 from torch_mesh.store.folders import lock_path
 from torch_mesh.store.manifest import check_sizes, is_of_another_release, is_store, read_manifest
-from torch_mesh.store.prefix_blocks import prefix_folder
 from torch_mesh.system.atomic_files import locked
 
 _REST = "-rest-"  # dense weights of a quantized checkpoint: patching/checkpoint_source.py

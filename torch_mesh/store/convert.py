@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     # Takes a checkpoint's experts, its model on the meta device, a format and a group size.
     Calibrate = Callable[[CheckpointExperts, PreTrainedModel, str, int], Packer]
 
-CALIBRATE_TOKENS = 16384
-
 
 def convert(
     source: str | os.PathLike[str],

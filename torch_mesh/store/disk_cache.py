@@ -26,6 +26,11 @@ def cache_folder() -> Path:
         ) from error
 
 
+def prefix_folder() -> Path:
+    """The folder with the prefix caches of all models. Raises MeshError without a home folder."""
+    return cache_folder() / "prefixes"
+
+
 def note_use(folder: Path) -> None:
     """Record the use for `torch-mesh cache prune`: access times are off on many file systems."""
     with contextlib.suppress(OSError):  # another user's cache, or a read-only one

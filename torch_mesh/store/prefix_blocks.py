@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_mesh import _C
-from torch_mesh.store.disk_cache import cache_folder, note_use
+from torch_mesh.store.disk_cache import note_use
 from torch_mesh.system.atomic_files import new_file
 
 _LOG = logging.getLogger(__name__)
@@ -31,11 +31,6 @@ _ALIGNMENT = 64
 _FREED = 0.1  # fraction of the limit that is freed beyond the need, since listing all files takes time
 _UNLISTED = 0.1  # fraction of the limit that is written between two listings, which find other processes' files
 _ABANDONED = 600.0  # seconds after which a hidden file counts as one of a killed process
-
-
-def prefix_folder() -> Path:
-    """The folder with the folders of all models. Raises MeshError without a home folder."""
-    return cache_folder() / "prefixes"
 
 
 class PrefixBlocks:

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_mesh.cli.options import CPU_FIELDS, add_config_arguments, add_model_argument, given_config, positive
-from torch_mesh.hf.open_model import open_model, open_tokenizer
-from torch_mesh.store.hub import local_folder
 from torch_mesh.store.text import read_documents, token_sequences
 from torch_mesh.system.atomic_files import check_results
 
@@ -42,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from torch_mesh.hf.open_model import open_model, open_tokenizer
     from torch_mesh.prefetch.predictor import FORMAT, fit, recall, save_predictor
+    from torch_mesh.store.hub import local_folder
 
     config = given_config(arguments)
     check_results((arguments.out, f'{{"__metadata__":{{"format":"{FORMAT}"'))

@@ -16,7 +16,6 @@ from torch_mesh.routing.profiles import load_profile
 from torch_mesh.routing.simulation import BOUND, Hardware, Row, policy_names, simulate
 from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.routing.traces import Trace, load_trace
-from torch_mesh.statistics.counters import percent
 from torch_mesh.system.atomic_files import check_results, new_file
 from torch_mesh.validators import early_experts, parse_size
 
@@ -316,6 +315,8 @@ def _hardware(arguments: argparse.Namespace) -> Hardware | None:
 
 
 def _print_table(rows: list[Row]) -> None:
+    from torch_mesh.statistics.counters import percent
+
     ahead = any(row.prefetch != "off" for row in rows)
     deferred = any(row.deferred_rate > 0 for row in rows)
     kept = any(row.kept_hit_rate is not None for row in rows)
