@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import _C
+from torch_mesh.calibration import CALIBRATE_TOKENS
 from torch_mesh.calibration.packing import on_text
-from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
+from torch_mesh.store.convert import convert
 
 FORMATS = (
     *((weights, group_size) for weights in ("int4", "lut4") for group_size in (32, 64, 128)),

@@ -116,6 +116,10 @@ struct OfSignedBytes {
   static Words start(Words zeros, int32_t row_sum) { return Int8::start(zeros, row_sum); }
 };
 
+// How often a sum of 16 bits takes four products of an unsigned byte up to `max_byte` and a signed
+// one.
+constexpr int eights_in_half(int max_byte) { return INT16_MAX / (4 * max_byte * INT8_MAX); }
+
 inline uint32_t word_at(const std::byte* from) {
   uint32_t word;
   __builtin_memcpy(&word, from, sizeof(word));

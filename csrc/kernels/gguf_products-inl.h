@@ -11,10 +11,10 @@ namespace {
 constexpr int32_t kGgufColumns = 16;  // columns whose words are beside each other
 constexpr int32_t kGgufLine = kGgufColumns * 4;
 
-// Unsigned bytes up to kMaxByte, of which kZero is that of a weight of zero.
-template <int kZero, int kMaxByteOf>
-struct BytesFrom {
-  static constexpr int kMaxByte = kMaxByteOf;
+// Unsigned bytes up to kMax, of which kZero is that of a weight of zero.
+template <int kZero, int kMax>
+struct UnsignedBytes {
+  static constexpr int kMaxByte = kMax;
   static Words zeros(const std::byte*) { return broadcast_word(kZero); }
 };
 
@@ -30,17 +30,17 @@ inline Words moved(Words words) {
   }
 }
 
-// The levels of a type as bytes, above the level `zero`.
+// The levels of a type minus `lowest`, as bytes.
 struct LevelBytes {
   alignas(16) uint8_t bytes[16];
 
-  constexpr LevelBytes(const int8_t* levels, int32_t zero) : bytes{} {
-    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(levels[i] - zero);
+  constexpr LevelBytes(const int8_t* levels, int32_t lowest) : bytes{} {
+    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(levels[i] - lowest);
   }
 };
 
-// The codes of kLanes columns, whose words of a part begin at `words`. Of types with levels these,
-// with their sign or, if kUnsigned, above the lowest one.
+// The codes of kLanes columns, whose words of a part begin at `words`. For types with levels: the
+// level or, if kUnsigned, the level minus the lowest one.
 template <Format kFormat, bool kUnsigned>
 struct GgufCodes {
   static constexpr GgufType kType = gguf_type(kFormat);
@@ -239,8 +239,8 @@ struct GgufSums {
   static constexpr GgufType kType = gguf_type(kFormat);
   static constexpr int kGroups = kType.part_groups();
   static constexpr int kEights = 4 / kGroups;  // of a group
-  static constexpr int kMaxEights = INT16_MAX / (4 * kType.max_byte() * INT8_MAX);
-  static constexpr int kNarrow = kMaxEights >= 4 ? 4 : kMaxEights >= 2 ? 2 : 1;
+  static constexpr int kEightsInHalf = eights_in_half(kType.max_byte());
+  static constexpr int kNarrow = kEightsInHalf >= 4 ? 4 : kEightsInHalf >= 2 ? 2 : 1;
   static constexpr int kChains = kGroups == 1 ? Dot::kChains : 1;
 
   Words sums[kGroups][kChains];
@@ -257,6 +257,7 @@ struct GgufSums {
   void add(const typename Dot::Row& row, const typename Dot::Weights& weights) {
     Words& sum = sums[kEight / kEights][kEight % kChains];
     if constexpr (requires { Dot::narrow(row, weights); }) {
+      static_assert(kEightsInHalf >= 1);
       constexpr int kPlace = kEight % kEights % kNarrow;
       const Words products = Dot::narrow(row, weights);
       narrow = kPlace == 0 ? products : add_int16(narrow, products);
@@ -340,7 +341,8 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
             read_gguf<Codes, 0, 4>(words, [&](auto eight, Words low, Words high) {
               sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));
             });
-            // Kept in registers between groups: stores to memory might change the steps.
+            // In a register: after a store to the sums the compiler would load the steps and the
+            // halves again, which the sums may alias.
             Floats total = load(products[b]->sums + c);
             for (int g = 0; g < kGroups; ++g) {
               const std::byte* steps = of_block + g * kSteps + c;
@@ -369,6 +371,7 @@ inline void dequantize_gguf(const SquareOfBlock& from, float* square) {
   alignas(64) std::byte codes[kGgufPart * kBlockColumns];
   for (int32_t first = 0; first < kSquare; first += kType.group) {
     const GgufPlace<kFormat> place(from.block, (from.depth + first) / kType.group);
+    static_assert(kType.max_byte() <= UINT8_MAX);  // also of IQ4
     place.template expand<true>(codes);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const Floats scale = place.scale(c);

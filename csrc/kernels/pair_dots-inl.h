@@ -1,5 +1,5 @@
 // Integer Dots without VNNI: vpmaddubsw multiplies unsigned by signed bytes and adds neighbours
-// into 16 bits, where it saturates. Neither Dot reaches that, so both are exact.
+// into 16 bits, where it saturates. No Dot here reaches that, so all are exact.
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -55,11 +55,13 @@ struct PairLevelDot : OfBytes<PairNibbleDot<Levels>> {
   static constexpr int kChains = 1;
 };
 
-// Of bytes up to 128 one word's products fit.
+// Of larger bytes, up to 128, only one word's products fit into 16 bits, so that each word is
+// widened by itself.
 template <typename Levels>
-requires(Levels::kMaxByte > 63) struct PairLevelDot<Levels> : OfBytes<NibbleDot<Levels>> {
-  static_assert(Levels::kMaxByte <= 128);
-  static constexpr int kChains = 2;
+requires(eights_in_half(Levels::kMaxByte) == 0) struct PairLevelDot<Levels>
+    : OfBytes<NibbleDot<Levels>> {
+  static_assert(2 * Levels::kMaxByte * INT8_MAX <= INT16_MAX);
+  static constexpr int kChains = 2;  // as many additions depend on each other as in one chain above
 
   static Words add(Words sum, const NibbleOperands& row, const NibbleOperands& weights) {
     sum = add_pairs(sum, multiply_byte_pairs(weights.low, row.low));

@@ -153,10 +153,11 @@ inline void block_products_trellis(const BlockProducts& products) {
 }
 
 // Signed is a Dot of int8, Unsigned one of levels.
-template <typename Signed, template <typename> typename Unsigned, GgufType kType>
-using GgufDot = std::conditional_t<kType.has_unsigned_bytes(),
-                                   Unsigned<BytesFrom<kType.zero_byte(), kType.max_byte()>>,
-                                   OfSignedBytes<Signed>>;
+template <typename Signed, template <typename> typename Unsigned, Format kFormat>
+using GgufDot = std::conditional_t<
+    gguf_type(kFormat).has_unsigned_bytes(),
+    Unsigned<UnsignedBytes<gguf_type(kFormat).zero_byte(), gguf_type(kFormat).max_byte()>>,
+    OfSignedBytes<Signed>>;
 
 template <typename Dot, Format kFormat, typename Prefetches>
 inline void block_products_gguf(const BlockProducts& products) {
@@ -349,7 +350,7 @@ requires(is_gguf(kFormat)) struct FormatTrait<kFormat> {
   template <typename Target>
   static constexpr FormatKernels kernels() {
     constexpr GgufType kType = gguf_type(kFormat);
-    using Dot = GgufDot<typename Target::Int8, Target::template Levels, kType>;
+    using Dot = GgufDot<typename Target::Int8, Target::template Levels, kFormat>;
     using Prefetches = typename Target::Int8;
     FormatKernels kernels{.gemm_rows = Target::kRows.gemm_nibbles,
                           .products = block_products_gguf<Dot, kFormat, Prefetches>,

@@ -57,12 +57,12 @@ struct GgufType {
   bool steps;      // a scale is d times a step
   bool is_signed;  // of steps
   GgufMins mins;
-  int32_t zero;          // the code of a weight of zero, but for its min
+  int32_t zero;          // the code of a weight of zero, but for its min; 0 with levels
   const int8_t* levels;  // [16] that codes name; nullptr: none
   float unit = 1;        // a power of two that scales are multiplied by
 
-  // Products take codes, and levels above the lowest one, as unsigned bytes. Where these do not fit
-  // into signed bytes too, which some products need, they take levels with their sign.
+  // Products take codes, or levels minus the lowest level, as unsigned bytes. Torch's gemm takes
+  // weights as signed bytes, and IQ4's exceed them, so IQ4's levels keep their sign.
   constexpr bool has_unsigned_bytes() const { return max_byte() <= INT8_MAX; }
   constexpr int32_t max_byte() const {
     return levels == nullptr ? (1 << bits) - 1

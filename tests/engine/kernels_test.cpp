@@ -1,5 +1,7 @@
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <span>
 #include <utility>
 #include <vector>
@@ -127,7 +129,55 @@ TEST(ExpertFfn, SumsOfTheLargestOperandsAreExact) {
   }
 }
 
-// Codes and steps at their limits, with both signs.
+// Makes all codes of a packed matrix of a GGUF type `code`.
+void set_gguf_codes(const PackedMatrix& matrix, int32_t code, std::byte* blocks) {
+  constexpr int32_t kLine = 16 * 4;  // words of 16 columns
+  const GgufType type = gguf_type(matrix.format);
+  const int64_t steps = int64_t{kBlockColumns} * type.step_bytes() * type.part_groups();
+  std::byte* const end = blocks + matrix.bytes();
+  for (std::byte* stretch = blocks; stretch < end; stretch += type.stretch_bytes()) {
+    std::byte* to = stretch + type.header_bytes();
+    for (int32_t part = 0; part < type.depth / kGgufPart; ++part) {
+      to += steps;
+      for (int32_t column = 0; column < kBlockColumns; column += 16) {
+        int32_t rest = code;
+        const auto put = [&](int32_t words, int32_t bits, int32_t ones) {
+          std::memset(to, (rest & ((1 << bits) - 1)) * ones, words * kLine);
+          to += words * kLine;
+          rest >>= bits;
+        };
+        if (type.bits >= 4) put(4, 4, 0x11);
+        if (type.bits % 4 >= 2) put(2, 2, 0x55);
+        if (type.bits % 2 == 1) put(1, 1, 0xff);
+      }
+    }
+  }
+}
+
+// Levels at their limits: bytes of a file may not reach them, since its codes name several.
+TEST(ExpertFfn, SumsOfTheLargestLevelsOfGgufAreExact) {
+  Random random;
+  for (Format format : kGgufFormats) {
+    const GgufType type = gguf_type(format);
+    if (type.levels == nullptr) continue;
+    const Shape shape{format, 32, 256, 256};
+    SCOPED_TRACE(name_of(shape));
+    const auto* end = type.levels + (1 << type.bits);
+    for (const auto* level :
+         {std::min_element(type.levels, end), std::max_element(type.levels, end)}) {
+      Bytes record = Weights(shape.layout(), random).pack(kernel_table());
+      const RecordLayout layout = shape.layout();
+      const auto code = static_cast<uint8_t>(level - type.levels);
+      set_gguf_codes(layout.gate_up, code, record.data() + layout.gate_up_offset);
+      set_gguf_codes(layout.down, code, record.data() + layout.down_offset);
+      expect_alike(shape, random, [&](const KernelTable& table, const Rows& rows) {
+        return run_ffn(table, shape, record, rows);
+      });
+    }
+  }
+}
+
+// Codes and steps at their limits.
 TEST(ExpertFfn, SumsOfTheLargestCodesOfGgufAreExact) {
   Random random;
   for (Format format : kGgufFormats) {
