@@ -316,6 +316,13 @@ def test_a_live_page_follows_its_file(live: LivePage, tmp_path: Path, rng: np.ra
     assert status == 500 and "not JSON" in answer
 
 
+def test_a_live_page_answers_queries_and_head_requests(live: LivePage) -> None:
+    assert ask(live, "data.json?again=1") == ask(live, "data.json")
+    request = urllib.request.Request(live.address, method="HEAD")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert (answer.status, answer.read()) == (200, b"") and int(answer.headers["Content-Length"]) > 1000
+
+
 def test_an_unchanged_file_is_not_read_again(
     live: LivePage, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

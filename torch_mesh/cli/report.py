@@ -167,5 +167,6 @@ def _draw(report: Report, path: str) -> None:
     layers.set(ylabel="MoE layer", xlabel="minutes")
     figure.colorbar(image, ax=layers, label="hit rate")
     figure.suptitle(str(report.path))
-    figure.savefig(path)
+    with new_file(path) as file:
+        figure.savefig(file, format="png")  # whatever the name's ending
     pyplot.close(figure)

@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, "text/plain", "Ask for 127.0.0.1 or localhost.")
             return
         try:
-            found = self.server.content(self.path)
+            found = self.server.content(self.path.partition("?")[0])
         except (
             ValueError,
             RuntimeError,
@@ -89,6 +89,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._answer(404, "text/plain", "There is / and /data.json.") if found is None else self._answer(200, *found)
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def _answer(self, status: int, kind: str, text: str) -> None:
         body = text.encode(errors="replace")
         self.send_response(status)
@@ -96,7 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *values: object) -> None:
         """Disabled: requests are frequent."""
