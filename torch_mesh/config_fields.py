@@ -81,7 +81,7 @@ def _field(default: Any, values: Values, sentence: str, *, of_checkpoint: bool |
 
 class Group(Generic[FieldsT]):
     """Fields of MeshConfig that are given together, as a mapping or as the group of another config. Setting it changes
-    the named fields only."""
+    the named fields only, by ``MeshConfig._give``."""
 
     def __init__(self, kind: type[FieldsT], prefix: str = "") -> None:
         self.kind, self.prefix, self.default = kind, prefix, kind()
@@ -219,7 +219,7 @@ class StatsFields:
 
 @dataclass(kw_only=True)
 class ConfigFields:
-    """The fields of MeshConfig and its groups."""
+    """The fields of MeshConfig and its groups. MeshConfig sets and checks their values."""
 
     resident: str | float = _field(
         "auto",

@@ -15,7 +15,7 @@ import torch
 from packaging.requirements import Requirement
 
 import torch_mesh
-from torch_mesh.cli import checks, doctor, main
+from torch_mesh.cli import doctor, doctor_checks, main
 from torch_mesh.system.timing import memory_speed
 
 FEATURES = {
@@ -47,8 +47,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def kernel_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """Contents of files under /proc and /sys that doctor reads in place of this machine's, by path."""
     files: dict[str, str | None] = {}
-    read = checks._read
-    monkeypatch.setattr(checks, "_read", lambda path: files[path] if path in files else read(path))
+    read = doctor_checks._read
+    monkeypatch.setattr(doctor_checks, "_read", lambda path: files[path] if path in files else read(path))
     return files
 
 
@@ -56,12 +56,12 @@ def kernel_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
 def memory_reads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Records the numbers of threads that doctor measures memory with. Nothing is measured, for that takes a while."""
     asked: list[int | None] = []
-    monkeypatch.setattr(checks, "memory_speed", lambda threads=None: asked.append(threads) or 12e9)
+    monkeypatch.setattr(doctor_checks, "memory_speed", lambda threads=None: asked.append(threads) or 12e9)
     return asked
 
 
-def finding(folder: Path, name: str) -> checks.Finding:
-    (found,) = (each for each in checks.report(folder) if each.name.startswith(name))
+def finding(folder: Path, name: str) -> doctor_checks.Finding:
+    (found,) = (each for each in doctor_checks.report(folder) if each.name.startswith(name))
     return found
 
 
@@ -102,8 +102,8 @@ def test_a_folder_that_may_not_be_looked_at_does_not_end_the_report(
     tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may look into every folder, so that the name is too long instead: the same system call fails."""
-    names = [each.name for each in checks.report(tmp_path)]
-    assert [each.name for each in checks.report(tmp_path / ("x" * 300) / "store")] == names
+    names = [each.name for each in doctor_checks.report(tmp_path)]
+    assert [each.name for each in doctor_checks.report(tmp_path / ("x" * 300) / "store")] == names
 
 
 def test_table_shows_every_finding(
@@ -112,22 +112,24 @@ def test_table_shows_every_finding(
     monkeypatch.setenv("COLUMNS", "400")
     assert run(tmp_path, as_json=False) == 0
     printed = capsys.readouterr().out
-    for each in checks.report(tmp_path):
+    for each in doctor_checks.report(tmp_path):
         assert each.name in printed and each.status in printed
 
 
 def test_advice_is_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     advice = "start the container with a seccomp profile that allows io_uring_setup, _enter and _register " * 2
     findings = [
-        checks.Finding(f"thing [{number}]", "limited", "x " * 60, f"[{number}] {advice}") for number in range(2)
+        doctor_checks.Finding(f"thing [{number}]", "limited", "x " * 60, f"[{number}] {advice}") for number in range(2)
     ]
-    monkeypatch.setattr(checks, "report", lambda folder: [*findings, checks.Finding("fine", "ok", "works")])
+    monkeypatch.setattr(
+        doctor_checks, "report", lambda folder: [*findings, doctor_checks.Finding("fine", "ok", "works")]
+    )
     for columns in ("40", "80", "200"):
         monkeypatch.setenv("COLUMNS", columns)
         assert run(Path(), as_json=False) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [f"  {each.name}: {each.advice}" for each in findings] == lines[-2:]
-    monkeypatch.setattr(checks, "report", lambda folder: [checks.Finding("fine", "ok", "works")])
+    monkeypatch.setattr(doctor_checks, "report", lambda folder: [doctor_checks.Finding("fine", "ok", "works")])
     assert run(Path(), as_json=False) == 0
     assert "What to change" not in capsys.readouterr().out
 
@@ -290,7 +292,7 @@ def test_locked_memory(
 
 def test_a_memory_cgroup_is_named(tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     free = psutil.virtual_memory().available
-    monkeypatch.setattr(checks, "available_bytes", lambda: free // 4)
+    monkeypatch.setattr(doctor_checks, "available_bytes", lambda: free // 4)
     found = finding(tmp_path, "memory")
     assert found.status == "limited" and "cgroup" in found.found and found.advice
 
@@ -298,13 +300,13 @@ def test_a_memory_cgroup_is_named(tmp_path: Path, engine: SimpleNamespace, monke
 def test_little_memory_is_named(tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SimpleNamespace(total=16 * 10**9, available=10**9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
-    monkeypatch.setattr(checks, "available_bytes", lambda: machine.available)
+    monkeypatch.setattr(doctor_checks, "available_bytes", lambda: machine.available)
     found = finding(tmp_path, "memory")
     assert found.status == "limited" and found.found == "1.0 GB of 16.0 GB can be taken" and found.advice
 
 
 def test_a_full_disk_is_named(tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    monkeypatch.setattr(doctor_checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
     found = finding(tmp_path, "disk space")
     assert found.status == "limited" and "1.0 GB" in found.found
 
@@ -313,7 +315,7 @@ def test_a_package_that_is_too_old_is_fatal(
     tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stated = [Requirement("torch>=99"), Requirement("surely-not-installed"), Requirement("rich")]
-    monkeypatch.setattr(checks, "_stated_requirements", lambda: stated)
+    monkeypatch.setattr(doctor_checks, "_stated_requirements", lambda: stated)
     found = finding(tmp_path, "packages")
     assert found.fatal and "torch>=99" in found.advice and "surely-not-installed" in found.advice
     assert "rich" not in found.advice
@@ -376,8 +378,8 @@ def test_gpu(
     text: str,
 ) -> None:
     card = SimpleNamespace(name="Card", major=capability[0], minor=capability[1], total_memory=24 * 10**9)
-    version = checks._installed_version
-    monkeypatch.setattr(checks, "_installed_version", lambda name: triton if name == "triton" else version(name))
+    version = doctor_checks._installed_version
+    monkeypatch.setattr(doctor_checks, "_installed_version", lambda name: triton if name == "triton" else version(name))
     engine.cuda_driver = lambda: driver
     monkeypatch.setattr("torch.version.cuda", cuda)
     for name, value in (

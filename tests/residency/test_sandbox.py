@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.cli import checks, main
+from torch_mesh.cli import doctor_checks, main
 from torch_mesh.models import expert_range
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules.experts import patched_modules
@@ -216,6 +216,6 @@ def test_doctor_reports_on_a_machine_that_hides_its_memory(
     hide("/proc/meminfo")
     monkeypatch.setattr(psutil, "virtual_memory", refuse)
     monkeypatch.setattr(psutil, "disk_partitions", refuse)
-    monkeypatch.setattr(checks, "memory_speed", lambda threads=None: 12e9)
-    found = {each.name: each for each in checks.report(tmp_path)}
+    monkeypatch.setattr(doctor_checks, "memory_speed", lambda threads=None: 12e9)
+    found = {each.name: each for each in doctor_checks.report(tmp_path)}
     assert found["memory"].status == "limited" and "resident" in found["memory"].advice

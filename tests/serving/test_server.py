@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from torch_mesh import MeshConfig, UnsupportedModelError
 from torch_mesh.cli import main
 from torch_mesh.pool.shared_pool import SharedPool
+from torch_mesh.serving.server_options import OPTIONS
 from torch_mesh.statistics.stats import stats
 from torch_mesh.store.manifest import open_store
 
@@ -433,6 +434,11 @@ def test_a_gguf_file_of_a_revision_is_served_from_the_hub(
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="owner/model@v2:Q8/file.gguf", prompt="a b", max_tokens=3)
     server.stop()
+
+
+def test_log_levels_are_those_of_transformers() -> None:
+    (choices,) = (option.choices for option in OPTIONS if option.name == "log_level")
+    assert choices == tuple(transformers_logging.log_levels)
 
 
 @pytest.mark.parametrize("level", first_quick("detail", *sorted(transformers_logging.log_levels.keys() - {"detail"})))

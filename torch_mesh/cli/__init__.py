@@ -1,5 +1,5 @@
 """The command ``torch-mesh``. Each subcommand is a module of this package with ``add_arguments(parser)``, which sets
-``run``. Only ``run`` imports torch and transformers, which takes seconds: help and wrong usage need neither."""
+``run``. Only ``run`` imports torch and transformers, which takes seconds: help and the parser's errors need neither."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ _RENAMED = {
 }
 
 _FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
-_WITHOUT_EXTENSION = ("cache", "doctor", "inspect")
+# Commands that work without the extension, or import it themselves.
+_UNCHECKED = ("cache", "doctor", "inspect")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = argparse.Namespace(debug="--debug" in given)
     try:
         _parser(given).parse_args(given, parsed)
-        if parsed.command not in _WITHOUT_EXTENSION:
+        if parsed.command not in _UNCHECKED:
             _check_extension()
         return parsed.run(parsed)
     except KeyboardInterrupt:

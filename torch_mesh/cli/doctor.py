@@ -16,7 +16,7 @@ from rich.table import Table
 from torch_mesh.errors import MeshError
 
 if TYPE_CHECKING:
-    from torch_mesh.cli.checks import Finding
+    from torch_mesh.cli.doctor_checks import Finding
 
 _STATUS_STYLE = {"ok": "green", "limited": "yellow", "missing": "red"}
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from torch_mesh.cli.checks import report
+    from torch_mesh.cli.doctor_checks import report
 
     folder = arguments.folder
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):

@@ -23,7 +23,7 @@ class Option:
     choices: tuple[str, ...] = ()
 
 
-_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical")  # of transformers
+_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical")  # transformers' names
 # Options of transformers' ContinuousBatchingConfig, there without the prefix.
 _BATCHES = "cb_"
 OPTIONS = (
