@@ -34,6 +34,7 @@ ORDER = (
     "routing",
     "prefetch",
     "config",
+    "config_fields",
     "store",
     "models",
     "hf.generation_compat",

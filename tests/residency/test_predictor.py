@@ -307,7 +307,7 @@ def test_the_printed_path_is_taken_for_a_file(monkeypatch: pytest.MonkeyPatch) -
 def test_the_command_names_what_is_missing_or_wrong(
     mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_mesh.cli.routing.fit.open_model", lambda *_: pytest.fail("the model was opened"))
+    monkeypatch.setattr("torch_mesh.hf.open_model.open_model", lambda *_: pytest.fail("the model was opened"))
     short, strange, binary = tmp_path / "short.txt", tmp_path / "strange.jsonl", tmp_path / "binary"
     short.write_text("In the beginning.")
     strange.write_text('{"text": "a"}\n{"words": 3}\n')
