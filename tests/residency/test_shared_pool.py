@@ -107,7 +107,7 @@ def test_the_size_may_come_from_the_environment(store: Store, socket: str, monke
         given.append(resident)
         raise ValueError
 
-    monkeypatch.setattr("torch_mesh.cli.share.SharedPool", noted)
+    monkeypatch.setattr("torch_mesh.pool.shared_pool.SharedPool", noted)
     arguments = ["share", str(store.folder), "--socket", socket]
     assert main(arguments) == 2
     monkeypatch.setenv("TORCH_MESH_RESIDENT", "0.25")
