@@ -116,9 +116,9 @@ struct OfSignedBytes {
   static Words start(Words zeros, int32_t row_sum) { return Int8::start(zeros, row_sum); }
 };
 
-// How often a sum of 16 bits takes four products of an unsigned byte up to `max_byte` and a signed
-// one.
-constexpr int eights_in_half(int max_byte) { return INT16_MAX / (4 * max_byte * INT8_MAX); }
+// How many times four products of an unsigned byte up to `max_byte` and a signed one fit into 16
+// bits.
+constexpr int fours_in_int16(int max_byte) { return INT16_MAX / (4 * max_byte * INT8_MAX); }
 
 inline uint32_t word_at(const std::byte* from) {
   uint32_t word;

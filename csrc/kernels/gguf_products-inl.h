@@ -239,8 +239,8 @@ struct GgufSums {
   static constexpr GgufType kType = gguf_type(kFormat);
   static constexpr int kGroups = kType.part_groups();
   static constexpr int kEights = 4 / kGroups;  // of a group
-  static constexpr int kEightsInHalf = eights_in_half(kType.max_byte());
-  static constexpr int kNarrow = kEightsInHalf >= 4 ? 4 : kEightsInHalf >= 2 ? 2 : 1;
+  static constexpr int kFours = fours_in_int16(kType.max_byte());
+  static constexpr int kNarrow = kFours >= 4 ? 4 : kFours >= 2 ? 2 : 1;
   static constexpr int kChains = kGroups == 1 ? Dot::kChains : 1;
 
   Words sums[kGroups][kChains];
@@ -257,7 +257,7 @@ struct GgufSums {
   void add(const typename Dot::Row& row, const typename Dot::Weights& weights) {
     Words& sum = sums[kEight / kEights][kEight % kChains];
     if constexpr (requires { Dot::narrow(row, weights); }) {
-      static_assert(kEightsInHalf >= 1);
+      static_assert(kFours >= 1);
       constexpr int kPlace = kEight % kEights % kNarrow;
       const Words products = Dot::narrow(row, weights);
       narrow = kPlace == 0 ? products : add_int16(narrow, products);
@@ -341,8 +341,8 @@ inline void gguf_row(const BlockProducts* const (&products)[kBlocks], Ahead ahea
             read_gguf<Codes, 0, 4>(words, [&](auto eight, Words low, Words high) {
               sums.template add<eight.value>(operands[eight.value], Dot::of(low, high));
             });
-            // In a register: after a store to the sums the compiler would load the steps and the
-            // halves again, which the sums may alias.
+            // In a register between groups: after a store to the sums, which steps and halves may
+            // alias, the compiler would load these again.
             Floats total = load(products[b]->sums + c);
             for (int g = 0; g < kGroups; ++g) {
               const std::byte* steps = of_block + g * kSteps + c;

@@ -58,10 +58,10 @@ struct PairLevelDot : OfBytes<PairNibbleDot<Levels>> {
 // Of larger bytes, up to 128, only one word's products fit into 16 bits, so that each word is
 // widened by itself.
 template <typename Levels>
-requires(eights_in_half(Levels::kMaxByte) == 0) struct PairLevelDot<Levels>
+requires(fours_in_int16(Levels::kMaxByte) == 0) struct PairLevelDot<Levels>
     : OfBytes<NibbleDot<Levels>> {
   static_assert(2 * Levels::kMaxByte * INT8_MAX <= INT16_MAX);
-  static constexpr int kChains = 2;  // as many additions depend on each other as in one chain above
+  static constexpr int kChains = 2;  // since each word takes an addition of its own
 
   static Words add(Words sum, const NibbleOperands& row, const NibbleOperands& weights) {
     sum = add_pairs(sum, multiply_byte_pairs(weights.low, row.low));
