@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import threading
@@ -352,6 +353,17 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path, 
         free, left, total = map(int, re.search(message, str(caught.value)).groups())
         assert free <= 5 and left == total, "nothing is written yet, and the reserve is no part of the store"
         assert list(disk.iterdir()) == []
+
+
+def test_a_limit_on_file_sizes_leaves_a_resumable_state(tmp_path: Path, mesh_tiny: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(StoreError, match="store.*ulimit -f.*another disk"):
+            convert(mesh_tiny, tmp_path / "store", "int8")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(verify(convert(mesh_tiny, tmp_path / "store", "int8").store)) == []
 
 
 def test_a_disk_that_fills_up_leaves_a_resumable_state(

@@ -248,6 +248,12 @@ def full_disk_as_store_error(folder: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
+        if problem.errno == errno.EFBIG:
+            raise store_error(
+                folder,
+                "a file would be larger than ulimit -f or the file system allows: raise the limit, or choose a folder "
+                "on another disk",
+            ) from problem
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise store_error(folder, f"the disk is full. {advice}") from problem
