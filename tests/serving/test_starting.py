@@ -282,6 +282,32 @@ def test_sigterm_ends_the_server_even_if_a_forward_never_ends(folder: Path) -> N
             process.kill()
 
 
+_PATIENT = _STUCK.replace("stop.__defaults__ = (0.2,)", "stop.__defaults__ = (600.0,)")
+
+
+def test_a_second_ctrl_c_ends_the_server_at_once(folder: Path) -> None:
+    with warm.start(_PATIENT, folder, "--resident", "0.25", "--host", "127.0.0.1", "--port", "0") as process:
+        try:
+            address = process.stdout.readline().split()[3].removesuffix("/v1,")
+            body = json.dumps({"model": str(folder), "prompt": "a"}).encode()
+            request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+            with ThreadPoolExecutor() as pool:
+                answer = pool.submit(urllib.request.urlopen, request, timeout=300)
+                try:
+                    assert process.stdout.readline() == "computing\n"
+                    process.send_signal(signal.SIGINT)
+                    with pytest.raises(OSError):  # once it no longer listens, the first one has arrived
+                        while True:
+                            _text(f"{address}/metrics")
+                    process.send_signal(signal.SIGINT)
+                    assert process.wait(60) == 128 + signal.SIGINT
+                finally:
+                    process.kill()
+                assert answer.exception(60) is not None
+        finally:
+            process.kill()
+
+
 def _text(address: str) -> str:
     with urllib.request.urlopen(address, timeout=10) as answer:
         return answer.read().decode()

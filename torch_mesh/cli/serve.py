@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Opens a model and serves /v1/chat/completions, /v1/completions, /v1/responses and /v1/models of OpenAI's API, "
         "/v1/messages of Anthropic's, and /metrics for Prometheus. Only this machine can reach it unless --host says "
         f"otherwise, which needs --api-key or --allow-anyone. Ctrl-C and SIGTERM end it within {END} seconds; running "
-        "requests have five, and then get status 503."
+        "requests have five, and then get status 503. A second Ctrl-C ends it at once."
     )
     add_model_argument(parser)
     add_kept_keys(parser)
@@ -42,8 +42,14 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     with Server(arguments.model, config, arguments.keep_keys, given_options(arguments)) as server:
         print(f"{server.model} answers at {server.address}/v1, and counts at {server.address}/metrics", flush=True)
         stop_requested = Flag()
+
+        def stop(number: int, _: Any) -> None:
+            if number == signal.SIGINT and stop_requested.is_set():
+                os._exit(128 + number)
+            stop_requested.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop_requested.set())
+            signal.signal(number, stop)
         while server.is_alive() and not stop_requested.wait(0.5):
             pass
         if not stop_requested.is_set():
