@@ -5,6 +5,6 @@
 Importing this package registers the fake kernels.
 """
 
-from . import attention, dense, experts, experts_split, linear, low_rank, pack, residency, tables
+from torch_mesh.ops import attention, dense, experts, experts_split, linear, low_rank, pack, residency, tables
 
 __all__ = ["attention", "dense", "experts", "experts_split", "linear", "low_rank", "pack", "residency", "tables"]

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_mesh.ops.launches import depth_step
+from torch_mesh.ops.streaming import Costs
 
 from torch_mesh import _C
-
-from .launches import depth_step
-from .streaming import Costs
 
 
 @dataclass(frozen=True)

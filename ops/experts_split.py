@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-from . import launches
-from .device import DeviceLayer, SharedDevice, find
-from .experts import check_shapes
-from .streaming import choose_streamed
+from torch_mesh.ops import launches
+from torch_mesh.ops.device import DeviceLayer, SharedDevice, find
+from torch_mesh.ops.experts import check_shapes
+from torch_mesh.ops.streaming import choose_streamed
 
 if TYPE_CHECKING:
-    from .experts_triton import DeviceForward
+    from torch_mesh.ops.experts_triton import DeviceForward
 
 _library = torch.library.Library("torch_mesh", "FRAGMENT")
 # x, topk_ids, topk_weights and the result as in `experts`, on the device where the layer's experts were placed. A
@@ -113,7 +112,7 @@ class SplitForward:
 
 
 def _on_device(x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, sentinels: bool) -> DeviceForward:
-    from .experts_triton import DeviceForward  # Triton is installed wherever experts are on a GPU
+    from torch_mesh.ops.experts_triton import DeviceForward  # Triton is installed wherever experts are on a GPU
 
     return DeviceForward(x, ids, weights, layer, sentinels)
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
-
-from . import launches
-from .device import DeviceLayer, DeviceRecord
-from .launches import BLOCK_COLUMNS, REDUCE_COLUMNS, Launch
-from .triton_kernels import activate_splits, down_few, down_many, gate_up_few, gate_up_many, reduce
+from torch_mesh.ops import launches
+from torch_mesh.ops.device import DeviceLayer, DeviceRecord
+from torch_mesh.ops.launches import BLOCK_COLUMNS, REDUCE_COLUMNS, Launch
+from torch_mesh.ops.triton_kernels import activate_splits, down_few, down_many, gate_up_few, gate_up_many, reduce
 
 
 def experts(

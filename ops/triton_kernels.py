@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from .launches import VALUES_PER_WORD
-from .triton_records import (
+from torch_mesh.ops.launches import VALUES_PER_WORD
+from torch_mesh.ops.triton_records import (
     _OPERAND,
     _apart,
     _bias,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from . import launches
-from .launches import SCALE_WORDS, TRELLIS_BITS, VALUES_PER_WORD
+from torch_mesh.ops import launches
+from torch_mesh.ops.launches import SCALE_WORDS, TRELLIS_BITS, VALUES_PER_WORD
 
 # bf16 rows are loaded and stored as bits. The interpreter truncates where a GPU rounds, converts bf16 a hundred times
 # slower than it shifts, and treats it as integers in tl.dot. There, values are rounded by hand and multiplied as

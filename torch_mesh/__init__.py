@@ -17,7 +17,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
+from torch_mesh.errors import (
     ChecksumError,
     DeviceError,
     ForkedProcessError,
@@ -30,27 +30,27 @@ from .errors import (
     StoreError,
     UnsupportedModelError,
 )
-from .hf.import_hooks import AfterImport
-from .version import __version__
+from torch_mesh.hf.import_hooks import AfterImport
+from torch_mesh.version import __version__
 
 if TYPE_CHECKING:
-    from .adapters.merging import merge
-    from .adapters.report import describe_training
-    from .adapters.trainer import MeshTrainerCallback
-    from .config import MeshConfig
-    from .gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
-    from .gpu.placement import hottest_experts
-    from .hf.compile import compile
-    from .modules.packed_weight import PackedWeight
-    from .patching.api import patch, unpatch
-    from .patching.single_layer import Experts
-    from .routing.recording import record_trace
-    from .routing.traces import load_trace
-    from .serving.cached_generate import cache_prefixes
-    from .speculation.decoding import speculate
-    from .statistics.stats import reset_stats, save_profile, stats
-    from .statistics.watch import watch
-    from .store.convert import convert
+    from torch_mesh.adapters.merging import merge
+    from torch_mesh.adapters.report import describe_training
+    from torch_mesh.adapters.trainer import MeshTrainerCallback
+    from torch_mesh.config import MeshConfig
+    from torch_mesh.gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
+    from torch_mesh.gpu.placement import hottest_experts
+    from torch_mesh.hf.compile import compile
+    from torch_mesh.modules.packed_weight import PackedWeight
+    from torch_mesh.patching.api import patch, unpatch
+    from torch_mesh.patching.single_layer import Experts
+    from torch_mesh.routing.recording import record_trace
+    from torch_mesh.routing.traces import load_trace
+    from torch_mesh.serving.cached_generate import cache_prefixes
+    from torch_mesh.speculation.decoding import speculate
+    from torch_mesh.statistics.stats import reset_stats, save_profile, stats
+    from torch_mesh.statistics.watch import watch
+    from torch_mesh.store.convert import convert
 
 __all__ = [
     "ChecksumError",
@@ -149,7 +149,7 @@ def _load_extension() -> None:
     global _unusable
     cause: Exception | None = None
     try:
-        from . import _C
+        from torch_mesh import _C
 
         built = _C.torch_version
         if _minor(built) == _minor(torch.__version__):

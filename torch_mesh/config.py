@@ -16,8 +16,8 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .config_fields import FIELDS, GROUPS, REMOVED, ConfigFields, Field, without_links
-from .validators import shown
+from torch_mesh.config_fields import FIELDS, GROUPS, REMOVED, ConfigFields, Field, without_links
+from torch_mesh.validators import shown
 
 # Variables that are not fields: the extension reads one when it is loaded, setup.py the other.
 _OTHER_VARIABLES = ("TORCH_MESH_ISA", "TORCH_MESH_BUILD_URING")

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from . import validators
-from .formats import (
+from torch_mesh import validators
+from torch_mesh.formats import (
     DEFAULT_GROUP_SIZE,
     DENSE_FORMATS,
     FORMATS,
@@ -22,10 +22,10 @@ from .formats import (
     ROUNDED_FORMATS,
     in_words,
 )
-from .validators import Values, count, one_of, parse_size, path, reader
+from torch_mesh.validators import Values, count, one_of, parse_size, path, reader
 
 if TYPE_CHECKING:
-    from .config import MeshConfig
+    from torch_mesh.config import MeshConfig
 
 # The lowest compute capability of a GPU with experts: tl.dot needs it for bf16.
 MIN_CAPABILITY = (8, 0)

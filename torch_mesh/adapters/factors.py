@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..errors import MeshError
-from ..models.expert_range import ExpertRange
-from ..models.families import ExpertsLayer
-from .ranks import own_experts
+from torch_mesh.adapters.ranks import own_experts
+from torch_mesh.errors import MeshError
+from torch_mesh.models.expert_range import ExpertRange
+from torch_mesh.models.families import ExpertsLayer
 
 
 class Factors(NamedTuple):

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..hf.compat import has_swapped_features, key_mapping_of
-from ..models.families import ExpertsLayer
-from ..store.checkpoint import checkpoint_fingerprint
-from ..store.header import read_header, read_json_file, store_error
-from ..store.weight_files import check_folder
-from .factors import Factors, factors_of
+from torch_mesh.adapters.factors import Factors, factors_of
+from torch_mesh.hf.compat import has_swapped_features, key_mapping_of
+from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.store.checkpoint import checkpoint_fingerprint
+from torch_mesh.store.header import read_header, read_json_file, store_error
+from torch_mesh.store.weight_files import check_folder
 
 try:
     from peft import LoraConfig, PeftModel

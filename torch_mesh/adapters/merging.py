@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from ..formats import ROUNDED_FORMATS, is_passthrough
-from ..models.families import ExpertsLayer, ExpertTensors, find_experts
-from ..store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, read_config
-from ..store.convert import (
+from torch_mesh.adapters.factors import Factors
+from torch_mesh.adapters.folder import Adapter, Change, adapter_fingerprint, read_adapter
+from torch_mesh.formats import ROUNDED_FORMATS, is_passthrough
+from torch_mesh.models.families import ExpertsLayer, ExpertTensors, find_experts
+from torch_mesh.store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, read_config
+from torch_mesh.store.convert import (
     check_group_size_applies,
     check_unchanged,
     checked_group_size,
@@ -28,22 +30,20 @@ from ..store.convert import (
     warn_of_other_groups,
     weights_of_checkpoint,
 )
-from ..store.dense_codes import codes_files, copied_codes
-from ..store.dense_weights import Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
-from ..store.dtypes import DTYPES, FLOATS
-from ..store.gguf import is_gguf
-from ..store.header import store_error
-from ..store.hub import local_folder
-from ..store.manifest import MAX_FILE_BYTES, Shape, is_store, open_store
-from ..store.mapping import model_names
-from ..store.store_plan import Progress, StorePlan
-from ..store.table_files import table_files
-from ..store.tables import tables_in_files
-from ..store.verify import check_other_files
-from ..store.weight_files import weight_files
-from ..store.writer import Written, write_store
-from .factors import Factors
-from .folder import Adapter, Change, adapter_fingerprint, read_adapter
+from torch_mesh.store.dense_codes import codes_files, copied_codes
+from torch_mesh.store.dense_weights import Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
+from torch_mesh.store.dtypes import DTYPES, FLOATS
+from torch_mesh.store.gguf import is_gguf
+from torch_mesh.store.header import store_error
+from torch_mesh.store.hub import local_folder
+from torch_mesh.store.manifest import MAX_FILE_BYTES, Shape, is_store, open_store
+from torch_mesh.store.mapping import model_names
+from torch_mesh.store.store_plan import Progress, StorePlan
+from torch_mesh.store.table_files import table_files
+from torch_mesh.store.tables import tables_in_files
+from torch_mesh.store.verify import check_other_files
+from torch_mesh.store.weight_files import weight_files
+from torch_mesh.store.writer import Written, write_store
 
 
 def merge(

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..errors import MeshError
-from ..models.expert_range import ExpertRange
-from ..system.collectives import gathered, lost_ranks
+from torch_mesh.errors import MeshError
+from torch_mesh.models.expert_range import ExpertRange
+from torch_mesh.system.collectives import gathered, lost_ranks
 
 _SAMPLED = 64  # values that ranks compare
 _TOLERANCE = 0.01  # relative to the largest: different CPUs round differently

@@ -13,9 +13,9 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..errors import MeshError
-from ..hf.compat import CHECK_MERGE, CREATE_MODULE, register_wrapper
-from ..hf.import_hooks import AfterImport
+from torch_mesh.errors import MeshError
+from torch_mesh.hf.compat import CHECK_MERGE, CREATE_MODULE, register_wrapper
+from torch_mesh.hf.import_hooks import AfterImport
 
 _MIN_PEFT = "0.21"  # since 0.21 PEFT's layer for a parameter takes the config
 
@@ -35,7 +35,7 @@ def register() -> None:
 
     @functools.wraps(create)
     def create_new_module(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
-        from ..modules.experts import MeshExperts
+        from torch_mesh.modules.experts import MeshExperts
 
         experts = target.get_base_layer() if hasattr(target, "get_base_layer") else target
         if isinstance(experts, MeshExperts):
@@ -70,8 +70,8 @@ def _with_refusal(check: Any) -> Any:
     def check_merge_allowed(model: Any, *args: Any, **kwargs: Any) -> Any:
         from peft.tuners.lora import LoraLayer
 
-        from ..modules.experts import MeshExperts
-        from ..modules.packed_weight import PackedWeight
+        from torch_mesh.modules.experts import MeshExperts
+        from torch_mesh.modules.packed_weight import PackedWeight
 
         modules = list(model.model.modules())
         if any(isinstance(module, MeshExperts) for module in modules):
@@ -93,7 +93,7 @@ def _without_packed(is_saved: Any) -> Any:
 
     @functools.wraps(is_saved)
     def has_valid_embedding_base_layer(layer: Any) -> bool:
-        from ..modules.packed_weight import PackedWeight
+        from torch_mesh.modules.packed_weight import PackedWeight
 
         # The base has a packed weight, and a file of a rounded one would pass for the original.
         return is_saved(layer) and not isinstance(layer.base_layer.weight, PackedWeight)
@@ -108,7 +108,7 @@ def _widening(swap: Any) -> Any:
     def hotswap_adapter_from_state_dict(
         model: Any, state_dict: Mapping[str, Any], adapter_name: str, *args: Any, **kwargs: Any
     ) -> Any:
-        from ..modules.experts import MeshExperts
+        from torch_mesh.modules.experts import MeshExperts
 
         if any(isinstance(module, MeshExperts) for module in model.modules()):
             state_dict = {key: _widened(model, key, adapter_name, weight) for key, weight in state_dict.items()}
@@ -128,7 +128,7 @@ def _widened(model: Any, key: str, adapter: str, weight: Any) -> Any:
 
 def _check_read(module: Any, parameter: str) -> None:
     """Raises MeshError for a packed parameter: PEFT would parametrize it, and the module's forward does not read it."""
-    from ..modules.packed_weight import PackedWeight
+    from torch_mesh.modules.packed_weight import PackedWeight
 
     weight = getattr(module, parameter, None)
     if isinstance(weight, PackedWeight):

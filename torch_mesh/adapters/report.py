@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import MeshError
-from ..modules.experts import MeshExperts, patched_modules
-from .factors import rank_of
+from torch_mesh.adapters.factors import rank_of
+from torch_mesh.errors import MeshError
+from torch_mesh.modules.experts import MeshExperts, patched_modules
 
 
 def describe_training(model: nn.Module) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from ..statistics.counters import Stats, counted_since
-from ..statistics.stats import stats
-from .report import describe_training
+from torch_mesh.adapters.report import describe_training
+from torch_mesh.statistics.counters import Stats, counted_since
+from torch_mesh.statistics.stats import stats
 
 
 class MeshTrainerCallback(TrainerCallback):

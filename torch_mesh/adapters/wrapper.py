@@ -13,15 +13,15 @@ from peft.tuners.lora import LoraConfig
 from peft.tuners.lora import layer as lora
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from .. import _C
-from ..errors import MeshError
-from ..hf.compat import TENSOR_PARALLEL, check_forward_arguments, has_swapped_features
-from ..hf.expert_parallel import past_dispatch
-from ..models.families import ExpertsLayer
-from ..modules.experts import MeshExperts
-from ..modules.packed_weight import PackedExpertsWeight
-from .factors import Factors, factors_of, rank_of, together, widened
-from .ranks import check_same
+from torch_mesh import _C
+from torch_mesh.adapters.factors import Factors, factors_of, rank_of, together, widened
+from torch_mesh.adapters.ranks import check_same
+from torch_mesh.errors import MeshError
+from torch_mesh.hf.compat import TENSOR_PARALLEL, check_forward_arguments, has_swapped_features
+from torch_mesh.hf.expert_parallel import past_dispatch
+from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.modules.experts import MeshExperts
+from torch_mesh.modules.packed_weight import PackedExpertsWeight
 
 # PEFT's other initializations start from the values of the base weight, or change it.
 _INITIALISATIONS = (True, False, "gaussian")

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..config import fixed_config
-from ..errors import MeshError, UnsupportedModelError
-from ..hf.open_model import open_model, open_tokenizer
-from ..models.families import InPool
-from ..store.text import read_documents
-from .rows import LayerRows, RowFiles
+from torch_mesh.calibration.rows import LayerRows, RowFiles
+from torch_mesh.config import fixed_config
+from torch_mesh.errors import MeshError, UnsupportedModelError
+from torch_mesh.hf.open_model import open_model, open_tokenizer
+from torch_mesh.models.families import InPool
+from torch_mesh.store.text import read_documents
 
 _MIN_TOKENS = 256
 _LENGTH = 1024  # maximum length of a sequence

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import MeshError
+from torch_mesh.errors import MeshError
 
 # Chosen by perplexity of examples/mesh-tiny at 2 to 4 bits, benchmarks/calibration.py: docs/decisions/0057.
 DAMPING = 0.1

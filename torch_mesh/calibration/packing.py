@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from .. import _C
-from ..errors import MeshError
-from ..models.families import ExpertsLayer, ExpertTensors, apply_gate, find_experts
-from ..store.checkpoint import CheckpointExperts
-from ..store.header import store_error
-from ..store.manifest import Calibration
-from ..store.store_plan import Scratch
-from . import CALIBRATE_TOKENS
-from .collecting import collect, text_documents, text_sequences
-from .moments import METHOD, InputMoments, Moments, blended, feedback_of, in_batches, sample_of
-from .rows import LayerRows, RowFiles
+from torch_mesh import _C
+from torch_mesh.calibration import CALIBRATE_TOKENS
+from torch_mesh.calibration.collecting import collect, text_documents, text_sequences
+from torch_mesh.calibration.moments import METHOD, InputMoments, Moments, blended, feedback_of, in_batches, sample_of
+from torch_mesh.calibration.rows import LayerRows, RowFiles
+from torch_mesh.errors import MeshError
+from torch_mesh.models.families import ExpertsLayer, ExpertTensors, apply_gate, find_experts
+from torch_mesh.store.checkpoint import CheckpointExperts
+from torch_mesh.store.header import store_error
+from torch_mesh.store.manifest import Calibration
+from torch_mesh.store.store_plan import Scratch
 
 if TYPE_CHECKING:
-    from ..store.convert import Calibrate
+    from torch_mesh.store.convert import Calibrate
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..system.atomic_files import FILE_MODE, new_file
+from torch_mesh.system.atomic_files import FILE_MODE, new_file
 
 _STATE = "calibration.json"
 _ALIGNMENT = 8  # rows are padded to a multiple of these bytes

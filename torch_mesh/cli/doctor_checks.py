@@ -20,13 +20,12 @@ from packaging.requirements import Requirement
 from rich.filesize import decimal as format_bytes
 
 import torch_mesh
-
-from ..config_fields import MIN_CAPABILITY
-from ..errors import MeshError
-from ..store.disk_cache import cache_folder
-from ..store.sources import METHODS
-from ..system.memory import available_bytes
-from ..system.timing import memory_speed
+from torch_mesh.config_fields import MIN_CAPABILITY
+from torch_mesh.errors import MeshError
+from torch_mesh.store.disk_cache import cache_folder
+from torch_mesh.store.sources import METHODS
+from torch_mesh.system.memory import available_bytes
+from torch_mesh.system.timing import memory_speed
 
 Status = Literal["ok", "limited", "missing"]
 

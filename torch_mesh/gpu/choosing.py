@@ -12,16 +12,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ..config_fields import MIN_CAPABILITY, GpuFields
-from ..errors import MeshError, UnsupportedModelError
-from ..formats import FORMATS, GPU_FORMATS, formats_of_fewer_bits, short_name
-from ..models.families import ExpertsLayer
-from ..modules.packed_weight import device_around
-from ..pool.expert_pool import record_bytes
-from ..routing.profiles import check_fits, load_profile
-from ..store.convert import checked_group_size
-from .placement import Placement, from_counts, given_experts
-from .planning import SEVERAL_ACTIVATIONS, UNFUSED, plan_gpu
+from torch_mesh.config_fields import MIN_CAPABILITY, GpuFields
+from torch_mesh.errors import MeshError, UnsupportedModelError
+from torch_mesh.formats import FORMATS, GPU_FORMATS, formats_of_fewer_bits, short_name
+from torch_mesh.gpu.placement import Placement, from_counts, given_experts
+from torch_mesh.gpu.planning import SEVERAL_ACTIVATIONS, UNFUSED, plan_gpu
+from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.modules.packed_weight import device_around
+from torch_mesh.pool.expert_pool import record_bytes
+from torch_mesh.routing.profiles import check_fits, load_profile
+from torch_mesh.store.convert import checked_group_size
 
 
 @dataclass(frozen=True)

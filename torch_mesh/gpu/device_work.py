@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..errors import MeshError
-from ..modules.experts import patched_modules
-from ..ops.device import SharedDevice, find
-from ..statistics.stats import shared_devices_of
+from torch_mesh.errors import MeshError
+from torch_mesh.modules.experts import patched_modules
+from torch_mesh.ops.device import SharedDevice, find
+from torch_mesh.statistics.stats import shared_devices_of
 
 
 def synchronize(model: nn.Module) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from .. import _C
-from ..ops.device import DeviceLayer, SharedDevice
-from ..ops.streaming import Costs
-from ..pool.expert_pool import ExpertPool
+from torch_mesh import _C
+from torch_mesh.ops.device import DeviceLayer, SharedDevice
+from torch_mesh.ops.streaming import Costs
+from torch_mesh.pool.expert_pool import ExpertPool
 
 # Rows of an expert in the second measurement on the CPU; the first has one.
 _MANY_ROWS = 32

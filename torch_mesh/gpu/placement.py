@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..routing.profiles import profile_of_trace
-from ..routing.traces import Trace
-from ..statistics.counters import Stats
+from torch_mesh.routing.profiles import profile_of_trace
+from torch_mesh.routing.traces import Trace
+from torch_mesh.statistics.counters import Stats
 
 # Records of each of the two streaming buffers for prompts. Both together take at most an eighth of the slots, from 16
 # slots on.

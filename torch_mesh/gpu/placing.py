@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ..formats import FORMATS
-from ..models.families import ExpertsLayer
-from ..ops.device import DeviceLayer, DeviceRecord, SharedDevice, register
-from ..pool.expert_pool import ExpertPool, record_bytes
-from ..store.convert import checked_group_size
-from ..store.progress import progress_bar
-from .measuring import streaming_costs
-from .placement import Placement
+from torch_mesh.formats import FORMATS
+from torch_mesh.gpu.measuring import streaming_costs
+from torch_mesh.gpu.placement import Placement
+from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.ops.device import DeviceLayer, DeviceRecord, SharedDevice, register
+from torch_mesh.pool.expert_pool import ExpertPool, record_bytes
+from torch_mesh.store.convert import checked_group_size
+from torch_mesh.store.progress import progress_bar
 
 # Slots of a pool that only reads experts for GPUs.
 GPU_POOL_SLOTS = 8

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..config_fields import GpuFields
-from ..errors import UnsupportedModelError
-from .placement import MOVED_TOGETHER, Placement, batch_beside, given_experts
+from torch_mesh.config_fields import GpuFields
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.gpu.placement import MOVED_TOGETHER, Placement, batch_beside, given_experts
 
 # Memory that gpu.experts="auto" leaves free for the KV cache, activations and other processes.
 _RESERVE_BYTES = 2 << 30

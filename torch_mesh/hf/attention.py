@@ -18,10 +18,10 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .. import _C
-from ..errors import UnsupportedModelError
-from ..modules.dense import computes_dense
-from .compat import attention_of
+from torch_mesh import _C
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.hf.compat import attention_of
+from torch_mesh.modules.dense import computes_dense
 
 _TAKEN = "_mesh_attention"  # attribute of modules whose decode steps use torch_mesh
 # The most tokens of a decode step with its drafts; torch computes longer forwards. With this kernel a token has the

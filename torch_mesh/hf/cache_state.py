@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
-from ..models.families import CONTINUED_STATES
-from .generation_compat import has_dynamic_cache
-from .kv_cache import room_for
+from torch_mesh.hf.generation_compat import has_dynamic_cache
+from torch_mesh.hf.kv_cache import room_for
+from torch_mesh.models.families import CONTINUED_STATES
 
 # Class names, since some of these classes are in a model's own file.
 _FULL = frozenset({"DynamicLayer", "GrowingLayer", "DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer"})

@@ -14,8 +14,8 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.generation import GenerationMixin
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..errors import UnsupportedModelError
-from .generation_compat import (
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.hf.generation_compat import (
     COMPILED_STATE,
     PLAIN_MODES,
     PREPARE_CACHE,

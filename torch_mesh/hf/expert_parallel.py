@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..errors import LostRankError, MeshError, UnsupportedModelError
-from ..models.expert_range import EXPERT_RANGE, OPENING, ExpertRange
-from ..models.families import ExpertsLayer, layers_left_alone
-from ..system.collectives import gathered, lost_ranks, this_machine, this_rank
-from .compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules, unhook
-from .parallelism_checks import dispatches
-from .torch_compat import after_backward, is_in_backward, pytree
+from torch_mesh.errors import LostRankError, MeshError, UnsupportedModelError
+from torch_mesh.hf.compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules, unhook
+from torch_mesh.hf.parallelism_checks import dispatches
+from torch_mesh.hf.torch_compat import after_backward, is_in_backward, pytree
+from torch_mesh.models.expert_range import EXPERT_RANGE, OPENING, ExpertRange
+from torch_mesh.models.families import ExpertsLayer, layers_left_alone
+from torch_mesh.system.collectives import gathered, lost_ranks, this_machine, this_rank
 
 _DISPATCH = "EpDispatchExpertsParallel.install_forward.<locals>"  # transformers' wrapper of a forward
 _ADAPTERS = "_mesh_adapters"  # attribute of an experts module, while its dispatch runs

@@ -11,7 +11,7 @@ from transformers import cache_utils, modeling_layers
 from transformers.generation import GenerationMode, candidate_generator
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .compat import Name, names_of
+from torch_mesh.hf.compat import Name, names_of
 
 NAMES: tuple[Name, ...] = (
     *names_of("transformers.generation.utils.GenerationMixin", "_prefill", "_optimize_model_for_decode"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .generation_compat import given_cache
+from torch_mesh.hf.generation_compat import given_cache
 
 _HANDLE = "_mesh_growing_cache"  # attribute of a model whose caches grow in place
 _MIN_ROOM = 32  # tokens; memory is only committed when written

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import MeshConfig
-from ..formats import FORMATS
-from ..modules.experts import patched_modules, pools_of
-from ..modules.packed_weight import PackedLinearWeight, PackedWeight
-from .compat import wrap
-from .torch_compat import DDP_IGNORED
+from torch_mesh.config import MeshConfig
+from torch_mesh.formats import FORMATS
+from torch_mesh.hf.compat import wrap
+from torch_mesh.hf.torch_compat import DDP_IGNORED
+from torch_mesh.modules.experts import patched_modules, pools_of
+from torch_mesh.modules.packed_weight import PackedLinearWeight, PackedWeight
 
 _REPLACED = "_mesh_replaced_configs"
 # Wrappers of torch.compile and PEFT delegate to the model, and their names of its parameters are longer.

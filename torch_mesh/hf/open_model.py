@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..config import MeshConfig
-from ..config_fields import FIELDS
-from ..errors import MeshError
-from ..store.gguf import is_gguf
-from ..store.weight_files import variant_of
+from torch_mesh.config import MeshConfig
+from torch_mesh.config_fields import FIELDS
+from torch_mesh.errors import MeshError
+from torch_mesh.store.gguf import is_gguf
+from torch_mesh.store.weight_files import variant_of
 
 
 def open_model(folder: Path, config: MeshConfig) -> Any:

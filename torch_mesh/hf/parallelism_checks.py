@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..errors import UnsupportedModelError
-from ..models.families import ExpertsLayer
-from .compat import OLD_FORWARD
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.hf.compat import OLD_FORWARD
+from torch_mesh.models.families import ExpertsLayer
 
 _WHAT_WORKS = (
     "Supported: expert parallelism over N ranks, by from_pretrained(..., "

@@ -27,18 +27,21 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import create_and_tag_model_card
 
-from ..errors import MeshError, StoreError
-from ..formats import is_passthrough
-from ..models.families import ExpertsLayer, find_experts, layers_left_alone
-from ..modules.dense import packed_linears
-from ..modules.experts import MeshExperts, patched_modules, pools_of, unpacked_parameters
-from ..modules.tables import PackedTableWeight, check_room, table_modules
-from ..pool.expert_pool import ExpertPool
-from ..store.convert import plan_of_model
-from ..store.dense_codes import Matrix, files_of_codes, is_codes_file
-from ..store.dense_weights import mesh_config, plain_config
-from ..store.folders import check_free_space, full_disk_as_store_error
-from ..store.manifest import (
+from torch_mesh.errors import MeshError, StoreError
+from torch_mesh.formats import is_passthrough
+from torch_mesh.hf.compat import has_own_adapters, wrap
+from torch_mesh.hf.model_config import patched_models, without_config_metadata
+from torch_mesh.hf.streaming_save import LazyTensor, PackedPart, Unpacking, being_saved, wrap_saving
+from torch_mesh.models.families import ExpertsLayer, find_experts, layers_left_alone
+from torch_mesh.modules.dense import packed_linears
+from torch_mesh.modules.experts import MeshExperts, patched_modules, pools_of, unpacked_parameters
+from torch_mesh.modules.tables import PackedTableWeight, check_room, table_modules
+from torch_mesh.pool.expert_pool import ExpertPool
+from torch_mesh.store.convert import plan_of_model
+from torch_mesh.store.dense_codes import Matrix, files_of_codes, is_codes_file
+from torch_mesh.store.dense_weights import mesh_config, plain_config
+from torch_mesh.store.folders import check_free_space, full_disk_as_store_error
+from torch_mesh.store.manifest import (
     MANIFEST_NAME,
     Manifest,
     OtherFile,
@@ -49,14 +52,11 @@ from ..store.manifest import (
     open_store,
     read_manifest,
 )
-from ..store.progress import progress_bar
-from ..store.table_files import is_table_file
-from ..store.weight_files import variant_in
-from ..store.writer import write_store
-from ..system.atomic_files import new_file, new_file_mode, scratch_folder
-from .compat import has_own_adapters, wrap
-from .model_config import patched_models, without_config_metadata
-from .streaming_save import LazyTensor, PackedPart, Unpacking, being_saved, wrap_saving
+from torch_mesh.store.progress import progress_bar
+from torch_mesh.store.table_files import is_table_file
+from torch_mesh.store.weight_files import variant_in
+from torch_mesh.store.writer import write_store
+from torch_mesh.system.atomic_files import new_file, new_file_mode, scratch_folder
 
 _COPY_BYTES = 64 << 20
 _READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH

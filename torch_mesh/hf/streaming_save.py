@@ -18,15 +18,15 @@ from typing import IO, Any
 import torch
 from transformers import conversion_mapping, core_model_loading, modeling_utils
 
-from ..errors import MeshError
-from ..models.families import ExpertsLayer
-from ..models.tables import TableLayer
-from ..modules.packed_weight import NoStorage
-from ..store.dtypes import NAMES
-from ..store.header import DTYPE_BITS, encode_header
-from ..system.atomic_files import new_file
-from .compat import conversions_of
-from .torch_compat import make_wrapper, pytree, without_torch_function
+from torch_mesh.errors import MeshError
+from torch_mesh.hf.compat import conversions_of
+from torch_mesh.hf.torch_compat import make_wrapper, pytree, without_torch_function
+from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.models.tables import TableLayer
+from torch_mesh.modules.packed_weight import NoStorage
+from torch_mesh.store.dtypes import NAMES
+from torch_mesh.store.header import DTYPE_BITS, encode_header
+from torch_mesh.system.atomic_files import new_file
 
 
 @dataclass(frozen=True)

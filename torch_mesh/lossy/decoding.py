@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..config_fields import LossyFields
-from ..errors import UnsupportedModelError
-from ..models.families import ExpertsLayer, router_module
-from ..modules.experts import change_class, mixed_class, restore_class
+from torch_mesh.config_fields import LossyFields
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.models.families import ExpertsLayer, router_module
+from torch_mesh.modules.experts import change_class, mixed_class, restore_class
 
 # Tests check the list.
 #: Model types with routers that ``lossy.routing_bias`` supports.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..errors import UnsupportedModelError
-from ..formats import FORMATS, formats_of_fewer_bits
-from ..models.families import ExpertsLayer
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.formats import FORMATS, formats_of_fewer_bits
+from torch_mesh.models.families import ExpertsLayer
 
 
 def check_fallback(

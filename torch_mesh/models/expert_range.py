@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..system.collectives import gathered, this_machine
-from ..system.memory import available_bytes
+from torch_mesh.system.collectives import gathered, this_machine
+from torch_mesh.system.memory import available_bytes
 
 EXPERT_RANGE = "_mesh_expert_range"  # the attribute of an experts module with its ExpertRange
 OPENING = "the opening of the model"  # where its collective calls are

@@ -18,11 +18,11 @@ import transformers
 from torch import nn
 from transformers import activations
 
-from ..errors import MeshError, UnsupportedModelError
-from ..formats import ExpertSizes
-from ..hf.compat import default_apply_gate
-from .activations import gate_named, limit_before_silu, softcap, swiglu
-from .expert_range import EXPERT_RANGE, ExpertRange
+from torch_mesh.errors import MeshError, UnsupportedModelError
+from torch_mesh.formats import ExpertSizes
+from torch_mesh.hf.compat import default_apply_gate
+from torch_mesh.models.activations import gate_named, limit_before_silu, softcap, swiglu
+from torch_mesh.models.expert_range import EXPERT_RANGE, ExpertRange
 
 # Config attributes with the number of experts per token, in the order in which they are tried.
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")

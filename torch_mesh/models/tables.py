@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from torch_mesh.errors import UnsupportedModelError
 
 # Smaller ones are not worth a read per token: 256 MiB in bf16.
 MIN_VALUES = 128 << 20

@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from ..errors import MeshError
-from ..ops.device import DeviceLayer, find
-from ..ops.experts_split import SplitForward
-from ..system.background import TaskThreads
-from .experts import MeshExperts
+from torch_mesh.errors import MeshError
+from torch_mesh.modules.experts import MeshExperts
+from torch_mesh.ops.device import DeviceLayer, find
+from torch_mesh.ops.experts_split import SplitForward
+from torch_mesh.system.background import TaskThreads
 
 # Errors of a forward that ``result`` raises; KeyboardInterrupt is raised at once.
 _ERRORS = (RuntimeError, ValueError, MemoryError)

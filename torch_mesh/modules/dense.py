@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .. import _C
-from ..errors import UnsupportedModelError, naming
-from ..formats import FORMATS
-from ..hf.compat import keep_local, modules_in_fp32
-from ..hf.torch_compat import in_forward_mode, multiplies_bf16
-from ..models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
-from ..store.convert import checked_group_size
-from .experts import PackedModule, change_class, restore_class, restore_weight
-from .packed_weight import PackedLinearWeight, as_parameter, device_around
+from torch_mesh import _C
+from torch_mesh.errors import UnsupportedModelError, naming
+from torch_mesh.formats import FORMATS
+from torch_mesh.hf.compat import keep_local, modules_in_fp32
+from torch_mesh.hf.torch_compat import in_forward_mode, multiplies_bf16
+from torch_mesh.models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
+from torch_mesh.modules.experts import PackedModule, change_class, restore_class, restore_weight
+from torch_mesh.modules.packed_weight import PackedLinearWeight, as_parameter, device_around
+from torch_mesh.store.convert import checked_group_size
 
 if TYPE_CHECKING:
-    from ..store.dense_codes import LinearCodes
+    from torch_mesh.store.dense_codes import LinearCodes
 
 # Gates and other tiny projections stay exact: they cost nothing and decide routing.
 _MIN_FEATURES = 32

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .. import _C
-from ..hf.generation_compat import given_cache
-from ..models.families import named_in
-from ..models.tables import OF_TOKENS
-from .tables import MeshEmbedding
+from torch_mesh import _C
+from torch_mesh.hf.generation_compat import given_cache
+from torch_mesh.models.families import named_in
+from torch_mesh.models.tables import OF_TOKENS
+from torch_mesh.modules.tables import MeshEmbedding
 
 
 def install_early_rows(model: nn.Module) -> None:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ..errors import MeshError, PoolClosedError
-from ..hf.compat import OLD_FORWARD, set_initialized
-from ..models.families import ExpertsLayer, InPool, apply_gate, check_model, named_in
-from ..models.tables import TableLayer
-from ..ops.device import find
-from ..pool.expert_pool import ExpertPool, refuse_to_pickle
-from ..prefetch.lookahead import NextLayer
-from .packed_weight import PackedWeight, as_parameter, packed_experts
+from torch_mesh.errors import MeshError, PoolClosedError
+from torch_mesh.hf.compat import OLD_FORWARD, set_initialized
+from torch_mesh.models.families import ExpertsLayer, InPool, apply_gate, check_model, named_in
+from torch_mesh.models.tables import TableLayer
+from torch_mesh.modules.packed_weight import PackedWeight, as_parameter, packed_experts
+from torch_mesh.ops.device import find
+from torch_mesh.pool.expert_pool import ExpertPool, refuse_to_pickle
+from torch_mesh.prefetch.lookahead import NextLayer
 
 if TYPE_CHECKING:
-    from ..adapters.factors import Factors
+    from torch_mesh.adapters.factors import Factors
 
 _PREFIX = "_mesh_"  # prefix of all attributes that patching adds to modules
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from ..errors import MeshError
-from ..formats import is_passthrough
-from ..hf.torch_compat import (
+from torch_mesh.errors import MeshError
+from torch_mesh.formats import is_passthrough
+from torch_mesh.hf.torch_compat import (
     DDP_IGNORED,
     arguments_of,
     is_described,
@@ -21,11 +21,11 @@ from ..hf.torch_compat import (
     pytree,
     without_torch_function,
 )
-from ..system.memory import shortage
+from torch_mesh.system.memory import shortage
 
 if TYPE_CHECKING:
-    from ..models.families import ExpertsLayer
-    from ..pool.expert_pool import ExpertPool
+    from torch_mesh.models.families import ExpertsLayer
+    from torch_mesh.pool.expert_pool import ExpertPool
 
 aten = torch.ops.aten
 

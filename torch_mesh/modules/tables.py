@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import MeshError
-from ..models.tables import TableLayer
-from ..pool.row_tables import RowTables
-from ..system.memory import shortage
-from .experts import PackedModule, change_class, drop_attributes, mixed_class, restore_weight
-from .packed_weight import FrozenWeight, as_parameter, device_around
+from torch_mesh.errors import MeshError
+from torch_mesh.models.tables import TableLayer
+from torch_mesh.modules.experts import PackedModule, change_class, drop_attributes, mixed_class, restore_weight
+from torch_mesh.modules.packed_weight import FrozenWeight, as_parameter, device_around
+from torch_mesh.pool.row_tables import RowTables
+from torch_mesh.system.memory import shortage
 
 _READ_BYTES = 64 << 20  # of a whole table, in memory beside it
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import MeshConfig, with_fields
-from ..errors import MeshError, UnsupportedModelError
-from ..formats import FORMATS, is_passthrough, short_name
-from ..hf.parallelism_checks import check_undivided
-from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
-from ..modules.dense import packed_linears
-from ..modules.experts import (
+from torch_mesh.config import MeshConfig, with_fields
+from torch_mesh.errors import MeshError, UnsupportedModelError
+from torch_mesh.formats import FORMATS, is_passthrough, short_name
+from torch_mesh.hf.parallelism_checks import check_undivided
+from torch_mesh.models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
+from torch_mesh.modules.dense import packed_linears
+from torch_mesh.modules.experts import (
     MeshExperts,
     PackedModule,
     drop_attributes,
@@ -24,12 +24,12 @@ from ..modules.experts import (
     pools_of,
     restore,
 )
-from ..modules.packed_weight import device_around
-from ..modules.tables import PackedTableWeight, check_room, table_modules
-from ..system.memory import shortage
-from .expert_source import LoadedModelSource
-from .modes import MODES
-from .pipeline import assemble, check
+from torch_mesh.modules.packed_weight import device_around
+from torch_mesh.modules.tables import PackedTableWeight, check_room, table_modules
+from torch_mesh.patching.expert_source import LoadedModelSource
+from torch_mesh.patching.modes import MODES
+from torch_mesh.patching.pipeline import assemble, check
+from torch_mesh.system.memory import shortage
 
 Model = TypeVar("Model", bound=nn.Module)
 

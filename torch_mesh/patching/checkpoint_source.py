@@ -16,20 +16,21 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from ..config import MeshConfig
-from ..errors import NoRoomError, StoreError, UnsupportedModelError
-from ..formats import CALIBRATED_FORMATS, FORMATS, short_name
-from ..models.families import ExpertsLayer, Geometry, common_geometry, find_experts
-from ..modules.dense import CODES
-from ..pool.secondary_pool import Records, other_config, packed_format
-from ..store.checkpoint import (
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import NoRoomError, StoreError, UnsupportedModelError
+from torch_mesh.formats import CALIBRATED_FORMATS, FORMATS, short_name
+from torch_mesh.models.families import ExpertsLayer, Geometry, common_geometry, find_experts
+from torch_mesh.modules.dense import CODES
+from torch_mesh.patching.expert_source import RecordSource
+from torch_mesh.pool.secondary_pool import Records, other_config, packed_format
+from torch_mesh.store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
     find_quantisation,
     meta_model,
     read_config,
 )
-from ..store.convert import (
+from torch_mesh.store.convert import (
     checked_group_size,
     convert,
     convert_store,
@@ -38,19 +39,18 @@ from ..store.convert import (
     weights_of_checkpoint,
     write_rest,
 )
-from ..store.dense_codes import codes_of_checkpoint, codes_of_store, is_codes_file
-from ..store.disk_cache import cache_folder, note_use
-from ..store.folders import OtherStoreError, lock_of
-from ..store.gguf import is_gguf
-from ..store.header import store_error
-from ..store.manifest import MANIFEST_NAME, Manifest, Store, check_sizes, is_store, open_store, read_manifest
-from ..store.progress import progress_bar
-from ..store.sources import method_of, own_quantisation
-from ..store.table_files import is_table_file
-from ..store.verify import check_other_files
-from ..store.weight_files import weight_files
-from ..store.writer import Written
-from .expert_source import RecordSource
+from torch_mesh.store.dense_codes import codes_of_checkpoint, codes_of_store, is_codes_file
+from torch_mesh.store.disk_cache import cache_folder, note_use
+from torch_mesh.store.folders import OtherStoreError, lock_of
+from torch_mesh.store.gguf import is_gguf
+from torch_mesh.store.header import store_error
+from torch_mesh.store.manifest import MANIFEST_NAME, Manifest, Store, check_sizes, is_store, open_store, read_manifest
+from torch_mesh.store.progress import progress_bar
+from torch_mesh.store.sources import method_of, own_quantisation
+from torch_mesh.store.table_files import is_table_file
+from torch_mesh.store.verify import check_other_files
+from torch_mesh.store.weight_files import weight_files
+from torch_mesh.store.writer import Written
 
 _LOG = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ def _with_format(folder: Path, config: MeshConfig, key_mapping: Mapping[str, str
         return config, ""
     if key_mapping:
         raise ValueError(f"max_error={config.max_error} does not work with key_mapping=: give weights= a format.")
-    from ..planning.choosing import choose_format  # late: imports all of planning
+    from torch_mesh.planning.choosing import choose_format  # late: imports all of planning
 
     max_error = config.max_error
     config, why = choose_format(folder, config)

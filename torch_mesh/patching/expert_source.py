@@ -10,20 +10,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .. import _C
-from ..config import MeshConfig
-from ..formats import FORMATS
-from ..models.expert_range import ExpertRange
-from ..models.families import ExpertsLayer
-from ..models.tables import TableLayer
-from ..modules.dense import Blocks
-from ..pool.row_tables import RowTables, tables_memory
-from ..pool.secondary_pool import Records, other_config, packed_format
-from ..store.convert import checked_group_size, convert_model
-from ..store.disk_cache import unnamed_folder
-from ..store.progress import progress_bar
-from ..store.tables import StoredTable
-from .rollback import PatchUndo, Undo
+from torch_mesh import _C
+from torch_mesh.config import MeshConfig
+from torch_mesh.formats import FORMATS
+from torch_mesh.models.expert_range import ExpertRange
+from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.models.tables import TableLayer
+from torch_mesh.modules.dense import Blocks
+from torch_mesh.patching.rollback import PatchUndo, Undo
+from torch_mesh.pool.row_tables import RowTables, tables_memory
+from torch_mesh.pool.secondary_pool import Records, other_config, packed_format
+from torch_mesh.store.convert import checked_group_size, convert_model
+from torch_mesh.store.disk_cache import unnamed_folder
+from torch_mesh.store.progress import progress_bar
+from torch_mesh.store.tables import StoredTable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,30 +8,30 @@ from typing import Any
 
 from torch import nn
 
-from ..config import MeshConfig
-from ..gpu.choosing import check_gpu_weights
-from ..gpu.placement import Placement
-from ..gpu.placing import move_experts
-from ..hf.attention import check_attention, install_attention
-from ..hf.compile import uninstall_compile
-from ..hf.kv_cache import install_caches, uninstall_caches
-from ..hf.model_config import clear_config_metadata, set_config_metadata
-from ..hf.saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
-from ..lossy.decoding import check_lossy, install_lossy, uninstall_lossy
-from ..lossy.fallback import check_fallback
-from ..models.families import ExpertsLayer
-from ..modules.dense import check_dense, install_products, pack_dense, restore_dense
-from ..modules.early_rows import install_early_rows, uninstall_early_rows
-from ..modules.tables import install_table, restore_tables
-from ..pool.expert_pool import ExpertPool
-from ..pool.shared_pool import check_shared
-from ..prefetch.lookahead import check_predictor, connect
-from ..routing.profiles import check_profile
-from ..speculation.models import check_speculation, install_speculation, uninstall_speculation
-from ..speculation.mtp import PatchHeads, install_mtp, uninstall_mtp
-from ..statistics.speculated import drop_tally
-from .expert_source import ExpertSource, open_tables
-from .unpooled import warn_left_alone
+from torch_mesh.config import MeshConfig
+from torch_mesh.gpu.choosing import check_gpu_weights
+from torch_mesh.gpu.placement import Placement
+from torch_mesh.gpu.placing import move_experts
+from torch_mesh.hf.attention import check_attention, install_attention
+from torch_mesh.hf.compile import uninstall_compile
+from torch_mesh.hf.kv_cache import install_caches, uninstall_caches
+from torch_mesh.hf.model_config import clear_config_metadata, set_config_metadata
+from torch_mesh.hf.saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
+from torch_mesh.lossy.decoding import check_lossy, install_lossy, uninstall_lossy
+from torch_mesh.lossy.fallback import check_fallback
+from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.modules.dense import check_dense, install_products, pack_dense, restore_dense
+from torch_mesh.modules.early_rows import install_early_rows, uninstall_early_rows
+from torch_mesh.modules.tables import install_table, restore_tables
+from torch_mesh.patching.expert_source import ExpertSource, open_tables
+from torch_mesh.patching.unpooled import warn_left_alone
+from torch_mesh.pool.expert_pool import ExpertPool
+from torch_mesh.pool.shared_pool import check_shared
+from torch_mesh.prefetch.lookahead import check_predictor, connect
+from torch_mesh.routing.profiles import check_profile
+from torch_mesh.speculation.models import check_speculation, install_speculation, uninstall_speculation
+from torch_mesh.speculation.mtp import PatchHeads, install_mtp, uninstall_mtp
+from torch_mesh.statistics.speculated import drop_tally
 
 
 @dataclass

@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _C
-from ..adapters.registration import watch as watch_peft
-from ..config import MeshConfig, fixed_config
-from ..errors import naming
-from ..gpu.choosing import choose_experts
-from ..gpu.placement import Placement, check_beside_gpu
-from ..gpu.placing import GPU_POOL_SLOTS, gpu_pool_bytes
-from ..hf.parallelism_checks import check_forwards
-from ..hf.saving import PatchedModelQuantizer
-from ..lossy.fallback import split_slots
-from ..models.families import ExpertsLayer, common_geometry, find_experts, pool_activations
-from ..modules.dense import dense_bytes
-from ..modules.experts import install
-from ..modules.packed_weight import device_of
-from ..pool.expert_pool import ExpertPool, min_slots, pool_slots, record_bytes
-from ..pool.secondary_pool import Records, open_other
-from ..prefetch.lookahead import check_predictor
-from ..statistics.log import start_log
-from ..store.convert import checked_group_size
-from .expert_source import ExpertSource, LoadedModelSource
-from .modes import MODES, Patching
-from .rollback import undone_on_error
+from torch_mesh import _C
+from torch_mesh.adapters.registration import watch as watch_peft
+from torch_mesh.config import MeshConfig, fixed_config
+from torch_mesh.errors import naming
+from torch_mesh.gpu.choosing import choose_experts
+from torch_mesh.gpu.placement import Placement, check_beside_gpu
+from torch_mesh.gpu.placing import GPU_POOL_SLOTS, gpu_pool_bytes
+from torch_mesh.hf.parallelism_checks import check_forwards
+from torch_mesh.hf.saving import PatchedModelQuantizer
+from torch_mesh.lossy.fallback import split_slots
+from torch_mesh.models.families import ExpertsLayer, common_geometry, find_experts, pool_activations
+from torch_mesh.modules.dense import dense_bytes
+from torch_mesh.modules.experts import install
+from torch_mesh.modules.packed_weight import device_of
+from torch_mesh.patching.expert_source import ExpertSource, LoadedModelSource
+from torch_mesh.patching.modes import MODES, Patching
+from torch_mesh.patching.rollback import undone_on_error
+from torch_mesh.pool.expert_pool import ExpertPool, min_slots, pool_slots, record_bytes
+from torch_mesh.pool.secondary_pool import Records, open_other
+from torch_mesh.prefetch.lookahead import check_predictor
+from torch_mesh.statistics.log import start_log
+from torch_mesh.store.convert import checked_group_size
 
 
 def check(model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, source: ExpertSource) -> None:

@@ -15,8 +15,8 @@ from rich.filesize import decimal as format_bytes
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 
-from ..config import MeshConfig
-from ..hf.compat import (
+from torch_mesh.config import MeshConfig
+from torch_mesh.hf.compat import (
     FIND_FILES,
     clear_quantized,
     gguf_config_readers,
@@ -24,21 +24,25 @@ from ..hf.compat import (
     replace_gguf_tokenizers,
     wrap,
 )
-from ..hf.expert_parallel import check_divisible, divide, expert_range_of, finish_forwards, prepare_forwards
-from ..hf.parallelism_checks import check_launch, expert_ranks
-from ..hf.saving import PatchedModelQuantizer
-from ..hf.streaming_save import keep_conversions
-from ..models.families import ExpertsLayer, find_experts
-from ..models.tables import TableLayer, embeddings, find_vocabularies
-from ..modules.dense import dense_bytes
-from ..modules.experts import DetachedParameters, PackedModule, patched_modules
-from ..pool.expert_pool import record_bytes
-from ..pool.row_tables import tables_memory, vocabulary_in_files
-from ..store.checkpoint import find_left_alone
-from ..store.dense_weights import WITHOUT_TORCH_MESH
-from ..store.gguf import gguf_files, is_gguf
-from ..store.gguf_families import FAMILIES
-from ..store.gguf_model import (
+from torch_mesh.hf.expert_parallel import check_divisible, divide, expert_range_of, finish_forwards, prepare_forwards
+from torch_mesh.hf.parallelism_checks import check_launch, expert_ranks
+from torch_mesh.hf.saving import PatchedModelQuantizer
+from torch_mesh.hf.streaming_save import keep_conversions
+from torch_mesh.models.families import ExpertsLayer, find_experts
+from torch_mesh.models.tables import TableLayer, embeddings, find_vocabularies
+from torch_mesh.modules.dense import dense_bytes
+from torch_mesh.modules.experts import DetachedParameters, PackedModule, patched_modules
+from torch_mesh.patching.checkpoint_source import CheckpointSource, HubFiles, fetch_missing, find_source
+from torch_mesh.patching.expert_source import TableSource, open_tables
+from torch_mesh.patching.pipeline import assemble, check
+from torch_mesh.patching.unpooled import load_left_alone, load_tables
+from torch_mesh.pool.expert_pool import record_bytes
+from torch_mesh.pool.row_tables import tables_memory, vocabulary_in_files
+from torch_mesh.store.checkpoint import find_left_alone
+from torch_mesh.store.dense_weights import WITHOUT_TORCH_MESH
+from torch_mesh.store.gguf import gguf_files, is_gguf
+from torch_mesh.store.gguf_families import FAMILIES
+from torch_mesh.store.gguf_model import (
     ARCHITECTURES,
     READ_BY_FUNCTIONS,
     READ_BY_TABLES,
@@ -46,14 +50,10 @@ from ..store.gguf_model import (
     complete_table,
     config_table,
 )
-from ..store.gguf_sizes import limit_layers
-from ..store.sources import method_of, source_of
-from ..store.tables import packed_tables, tables_in_files
-from ..system.memory import available_bytes
-from .checkpoint_source import CheckpointSource, HubFiles, fetch_missing, find_source
-from .expert_source import TableSource, open_tables
-from .pipeline import assemble, check
-from .unpooled import load_left_alone, load_tables
+from torch_mesh.store.gguf_sizes import limit_layers
+from torch_mesh.store.sources import method_of, source_of
+from torch_mesh.store.tables import packed_tables, tables_in_files
+from torch_mesh.system.memory import available_bytes
 
 
 @auto.register_quantizer("mesh")
@@ -299,7 +299,7 @@ def _gguf_tokenizer(architecture: str, described: Mapping[str, Any], patterns: M
     """A byte-level tokenizer. None for other ones, and for architectures whose models are all or mostly dense."""
     if architecture not in {*ARCHITECTURES} - {"llama"} or described.get("tokenizer_type") != "gpt2":
         return None
-    from ..store.gguf_tokenizer import byte_level_tokenizer
+    from torch_mesh.store.gguf_tokenizer import byte_level_tokenizer
 
     return byte_level_tokenizer(described, patterns)
 

@@ -14,18 +14,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..config import MeshConfig
-from ..errors import StoreError
-from ..hf.kv_cache import uninstall_caches
-from ..hf.model_config import clear_config_metadata, set_config_metadata
-from ..hf.saving import PatchedModelQuantizer, attach_quantizer
-from ..models.families import ExpertsLayer
-from ..modules.experts import restored_parameters
-from ..pool.expert_pool import ExpertPool
-from ..pool.row_tables import RowTables
-from ..store.folders import partial_path
-from ..store.writer import remove_made_from
-from ..system.memory import shortage
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import StoreError
+from torch_mesh.hf.kv_cache import uninstall_caches
+from torch_mesh.hf.model_config import clear_config_metadata, set_config_metadata
+from torch_mesh.hf.saving import PatchedModelQuantizer, attach_quantizer
+from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.modules.experts import restored_parameters
+from torch_mesh.pool.expert_pool import ExpertPool
+from torch_mesh.pool.row_tables import RowTables
+from torch_mesh.store.folders import partial_path
+from torch_mesh.store.writer import remove_made_from
+from torch_mesh.system.memory import shortage
 
 _Closed = TypeVar("_Closed", ExpertPool, RowTables)
 

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..config import MeshConfig, with_fields
-from ..hf.compat import default_apply_gate
-from ..models.activations import FUNCTIONS, Gate, gate_named
-from ..models.families import find_experts
-from ..modules.async_forward import PendingExperts, submit
-from ..modules.experts import MeshExperts
-from ..pool.secondary_pool import Records
-from ..store.manifest import Shape, open_store
-from .api import patch
-from .expert_source import RecordSource
-from .pipeline import assemble, check
+from torch_mesh.config import MeshConfig, with_fields
+from torch_mesh.hf.compat import default_apply_gate
+from torch_mesh.models.activations import FUNCTIONS, Gate, gate_named
+from torch_mesh.models.families import find_experts
+from torch_mesh.modules.async_forward import PendingExperts, submit
+from torch_mesh.modules.experts import MeshExperts
+from torch_mesh.patching.api import patch
+from torch_mesh.patching.expert_source import RecordSource
+from torch_mesh.patching.pipeline import assemble, check
+from torch_mesh.pool.secondary_pool import Records
+from torch_mesh.store.manifest import Shape, open_store
 
 # By their names in transformers.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}

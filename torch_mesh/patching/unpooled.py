@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.families import ExpertsLayer, describe_left_alone, layers_left_alone
-from ..models.tables import TableLayer
-from ..modules.experts import MeshExperts
-from ..modules.packed_weight import device_around
-from ..modules.tables import packed_table
-from ..pool.row_tables import RowTables
-from ..store.checkpoint import CheckpointExperts
+from torch_mesh.models.families import ExpertsLayer, describe_left_alone, layers_left_alone
+from torch_mesh.models.tables import TableLayer
+from torch_mesh.modules.experts import MeshExperts
+from torch_mesh.modules.packed_weight import device_around
+from torch_mesh.modules.tables import packed_table
+from torch_mesh.pool.row_tables import RowTables
+from torch_mesh.store.checkpoint import CheckpointExperts
 
 
 def load_left_alone(model: nn.Module, found: Sequence[tuple[ExpertsLayer, CheckpointExperts]]) -> None:

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..config import MeshConfig
-from ..errors import MeshError
-from ..modules.experts import patched_modules
-from ..statistics.counters import Stats
-from ..statistics.stats import reset_stats, stats
-from ..system.background import BackgroundThread, Flag
-from ..system.memory import anonymous_bytes
-from ..system.timing import memory_speed
-from .choosing import choose_format
-from .machine import measure_speeds
-from .plan import Plan, plan
-from .sizes import find_sizes
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import MeshError
+from torch_mesh.modules.experts import patched_modules
+from torch_mesh.planning.choosing import choose_format
+from torch_mesh.planning.machine import measure_speeds
+from torch_mesh.planning.plan import Plan, plan
+from torch_mesh.planning.sizes import find_sizes
+from torch_mesh.statistics.counters import Stats
+from torch_mesh.statistics.stats import reset_stats, stats
+from torch_mesh.system.background import BackgroundThread, Flag
+from torch_mesh.system.memory import anonymous_bytes
+from torch_mesh.system.timing import memory_speed
 
 _AVERAGED_TOKENS = 16  # if a forward gives several tokens
 _MAX_MISSES = 1 << 16

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.filesize import decimal as format_bytes
 
-from ..config import MeshConfig
-from ..validators import parse_size
-from .formats import comparison_unsupported_reason
-from .machine import measure_formats, measure_speeds
-from .plan import plan
-from .sizes import find_sizes
+from torch_mesh.config import MeshConfig
+from torch_mesh.planning.formats import comparison_unsupported_reason
+from torch_mesh.planning.machine import measure_formats, measure_speeds
+from torch_mesh.planning.plan import plan
+from torch_mesh.planning.sizes import find_sizes
+from torch_mesh.validators import parse_size
 
 
 def choose_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import _C
-from ..config import MeshConfig
-from ..formats import FORMATS, formats_of_fewer_bits
-from ..gpu.choosing import format_on_gpu, without_kernels
-from ..gpu.placement import check_beside_gpu
-from ..gpu.placing import GPU_POOL_SLOTS
-from ..gpu.planning import SEVERAL_ACTIVATIONS, UNFUSED, GpuPlan, plan_fields, plan_on_cpu
-from ..lossy.fallback import split_slots
-from ..modules.dense import packs
-from ..pool.row_tables import vocabulary_in_files
-from ..system.memory import auto_budget, auto_margin, resident_slots
-from .sizes import Sizes, bytes_in, fallback_record_bytes
+from torch_mesh import _C
+from torch_mesh.config import MeshConfig
+from torch_mesh.formats import FORMATS, formats_of_fewer_bits
+from torch_mesh.gpu.choosing import format_on_gpu, without_kernels
+from torch_mesh.gpu.placement import check_beside_gpu
+from torch_mesh.gpu.placing import GPU_POOL_SLOTS
+from torch_mesh.gpu.planning import SEVERAL_ACTIVATIONS, UNFUSED, GpuPlan, plan_fields, plan_on_cpu
+from torch_mesh.lossy.fallback import split_slots
+from torch_mesh.modules.dense import packs
+from torch_mesh.planning.sizes import Sizes, bytes_in, fallback_record_bytes
+from torch_mesh.pool.row_tables import vocabulary_in_files
+from torch_mesh.system.memory import auto_budget, auto_margin, resident_slots
 
 
 def _gpu_record_bytes(sizes: Sizes, config: MeshConfig) -> int:

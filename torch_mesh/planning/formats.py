@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import MeshConfig
-from ..errors import UnsupportedModelError
-from ..formats import BF16_ERROR, DENSE_FORMATS, FORMATS, ROUNDED_FORMATS
-from ..modules.dense import CODES
-from ..store.convert import checked_group_size
-from ..store.dense_codes import stored_codes
-from ..store.gguf import is_gguf
-from ..store.manifest import Shape, is_store
-from .fitting import fitting_slots
-from .hit_rates import HitRate, known_or_expected
-from .sizes import Sizes, find_sizes
-from .token_time import Speeds, token_seconds
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.formats import BF16_ERROR, DENSE_FORMATS, FORMATS, ROUNDED_FORMATS
+from torch_mesh.modules.dense import CODES
+from torch_mesh.planning.fitting import fitting_slots
+from torch_mesh.planning.hit_rates import HitRate, known_or_expected
+from torch_mesh.planning.sizes import Sizes, find_sizes
+from torch_mesh.planning.token_time import Speeds, token_seconds
+from torch_mesh.store.convert import checked_group_size
+from torch_mesh.store.dense_codes import stored_codes
+from torch_mesh.store.gguf import is_gguf
+from torch_mesh.store.manifest import Shape, is_store
 
 # The default of max_error: admits four bits in any groups, but not three.
 MAX_ERROR = 0.10

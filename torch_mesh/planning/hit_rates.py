@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import _C
-from ..routing.synthetic import synthetic_trace
-from ..store.manifest import Shape
+from torch_mesh import _C
+from torch_mesh.routing.synthetic import synthetic_trace
+from torch_mesh.store.manifest import Shape
 
 # Hits per access by fraction of resident experts, with policy "auto" and no prefetch: docs/decisions/0013. Expected are
 # those of DeepSeek-V2-Lite on natural text; mesh-tiny, whose routing is more local, has the others.

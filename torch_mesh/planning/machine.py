@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .. import _C
-from ..config import MeshConfig
-from ..formats import FORMATS, layer_formats
-from ..store.manifest import Shape
-from ..system.background import TaskThreads
-from ..system.timing import LARGE_BYTES, SECONDS, seconds_per_call
-from .formats import compared_formats
-from .sizes import Sizes
-from .token_time import Speeds
+from torch_mesh import _C
+from torch_mesh.config import MeshConfig
+from torch_mesh.formats import FORMATS, layer_formats
+from torch_mesh.planning.formats import compared_formats
+from torch_mesh.planning.sizes import Sizes
+from torch_mesh.planning.token_time import Speeds
+from torch_mesh.store.manifest import Shape
+from torch_mesh.system.background import TaskThreads
+from torch_mesh.system.timing import LARGE_BYTES, SECONDS, seconds_per_call
 
 _READERS = 8
 _HUGE_PAGE = 2 << 20

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import MeshConfig
-from ..gpu.choosing import check_gpu_weights
-from ..gpu.planning import GpuPlan
-from ..lossy.fallback import check_fallback_format
-from ..routing.synthetic import check_overlap
-from ..store.manifest import is_store
-from ..system.memory import anonymous_bytes, available_bytes
-from .fitting import (
+from torch_mesh.config import MeshConfig
+from torch_mesh.gpu.choosing import check_gpu_weights
+from torch_mesh.gpu.planning import GpuPlan
+from torch_mesh.lossy.fallback import check_fallback_format
+from torch_mesh.planning.fitting import (
     fitting_slots,
     gpu_pool_bytes,
     margin_bytes,
@@ -25,7 +22,7 @@ from .fitting import (
     tokens_per_chunk,
     vocabulary_stays_in_files,
 )
-from .formats import (
+from torch_mesh.planning.formats import (
     MAX_ERROR,
     DenseChoice,
     FormatChoice,
@@ -34,10 +31,13 @@ from .formats import (
     format_choices,
     with_chosen,
 )
-from .hit_rates import HitRate, known_or_expected
-from .ranks import RankPlan, check_ranks, divided
-from .sizes import Sizes, fallback_record_bytes, find_sizes
-from .token_time import Speeds, token_seconds
+from torch_mesh.planning.hit_rates import HitRate, known_or_expected
+from torch_mesh.planning.ranks import RankPlan, check_ranks, divided
+from torch_mesh.planning.sizes import Sizes, fallback_record_bytes, find_sizes
+from torch_mesh.planning.token_time import Speeds, token_seconds
+from torch_mesh.routing.synthetic import check_overlap
+from torch_mesh.store.manifest import is_store
+from torch_mesh.system.memory import anonymous_bytes, available_bytes
 
 Status = Literal["ok", "below recommended", "too small", "nothing to do", "unknown"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import MeshConfig
-from .sizes import Sizes
+from torch_mesh.config import MeshConfig
+from torch_mesh.planning.sizes import Sizes
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,20 @@ from typing import Any
 
 import torch
 
-from .. import _C
-from ..config import MeshConfig
-from ..formats import FORMATS, layer_formats, short_name
-from ..models.families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
-from ..models.tables import TableLayer, find_vocabularies
-from ..modules.dense import CODES, Blocks, check_dense, dense_bytes, dense_formats, kept_in_fp32
-from ..pool.row_tables import tables_memory
-from ..store.checkpoint import (
+from torch_mesh import _C
+from torch_mesh.config import MeshConfig
+from torch_mesh.formats import FORMATS, layer_formats, short_name
+from torch_mesh.models.families import (
+    ExpertsLayer,
+    common_activation,
+    describe_left_alone,
+    find_experts,
+    layers_left_alone,
+)
+from torch_mesh.models.tables import TableLayer, find_vocabularies
+from torch_mesh.modules.dense import CODES, Blocks, check_dense, dense_bytes, dense_formats, kept_in_fp32
+from torch_mesh.pool.row_tables import tables_memory
+from torch_mesh.store.checkpoint import (
     TORCH_DTYPES,
     CheckpointExperts,
     checkpoint_files,
@@ -26,11 +32,11 @@ from ..store.checkpoint import (
     read_config,
     shape_of,
 )
-from ..store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
-from ..store.dense_codes import codes_of_checkpoint, codes_of_store
-from ..store.gguf import is_gguf
-from ..store.manifest import Shape, is_store, open_store
-from ..store.tables import StoredTable, tables_in_files
+from torch_mesh.store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
+from torch_mesh.store.dense_codes import codes_of_checkpoint, codes_of_store
+from torch_mesh.store.gguf import is_gguf
+from torch_mesh.store.manifest import Shape, is_store, open_store
+from torch_mesh.store.tables import StoredTable, tables_in_files
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .sizes import Sizes
+from torch_mesh.planning.sizes import Sizes
 
 # With lookahead: the fraction of the reading time that a layer waits for, and reads relative to no prefetch
 # (docs/decisions/0018).

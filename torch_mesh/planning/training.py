@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import MeshConfig
-from ..models.families import find_experts
-from ..store.checkpoint import meta_model, read_config
-from ..system.memory import anonymous_bytes, available_bytes
-from .plan import Plan, plan
-from .sizes import Sizes
-from .token_time import Speeds
+from torch_mesh.config import MeshConfig
+from torch_mesh.models.families import find_experts
+from torch_mesh.planning.plan import Plan, plan
+from torch_mesh.planning.sizes import Sizes
+from torch_mesh.planning.token_time import Speeds
+from torch_mesh.store.checkpoint import meta_model, read_config
+from torch_mesh.system.memory import anonymous_bytes, available_bytes
 
 _ADAM_MOMENTS = 2
 _FP32 = 4
@@ -173,7 +173,7 @@ def _unknown(target: str, model: Any) -> ValueError:
 def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
     """Parameters that PEFT would train, and elements per token that adapters on linear layers save."""
     # Raises if PEFT is missing.
-    from ..adapters.folder import LoraConfig, NoMatchingPeftModuleError, PeftModel, lora, put_placeholders
+    from torch_mesh.adapters.folder import LoraConfig, NoMatchingPeftModuleError, PeftModel, lora, put_placeholders
 
     parameters = [name for name, _ in model.named_parameters()]
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

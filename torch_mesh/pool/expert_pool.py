@@ -16,19 +16,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from .. import _C
-from ..config import MeshConfig
-from ..errors import MeshError, ReadTimeoutError
-from ..formats import FORMATS, short_name
-from ..models.expert_range import ExpertRange
-from ..models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
-from ..ops.device import DeviceLayer, SharedDevice
-from ..routing.profiles import pool_profile
-from ..store.convert import pack_expert, unpack_record
-from ..store.manifest import Store
-from ..system.background import BackgroundThread
-from ..system.memory import resident_slots
-from .memory_guard import MemoryGuard
+from torch_mesh import _C
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import MeshError, ReadTimeoutError
+from torch_mesh.formats import FORMATS, short_name
+from torch_mesh.models.expert_range import ExpertRange
+from torch_mesh.models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
+from torch_mesh.ops.device import DeviceLayer, SharedDevice
+from torch_mesh.pool.memory_guard import MemoryGuard
+from torch_mesh.routing.profiles import pool_profile
+from torch_mesh.store.convert import pack_expert, unpack_record
+from torch_mesh.store.manifest import Store
+from torch_mesh.system.background import BackgroundThread
+from torch_mesh.system.memory import resident_slots
 
 _LOG = logging.getLogger(__name__)
 

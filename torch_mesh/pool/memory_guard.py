@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from .. import _C
-from ..errors import PoolClosedError, ReadTimeoutError
-from ..system.background import BackgroundThread, Flag
-from ..system.memory import auto_margin, left_bytes
+from torch_mesh import _C
+from torch_mesh.errors import PoolClosedError, ReadTimeoutError
+from torch_mesh.system.background import BackgroundThread, Flag
+from torch_mesh.system.memory import auto_margin, left_bytes
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from typing import ClassVar, NoReturn
 
 import torch
 
-from .. import _C
-from ..errors import MeshError
-from ..store.checkpoint import TORCH_DTYPES
-from ..store.tables import StoredTable
-from ..system.memory import auto_budget, auto_margin
-from .expert_pool import close_engine, notice_exit
+from torch_mesh import _C
+from torch_mesh.errors import MeshError
+from torch_mesh.pool.expert_pool import close_engine, notice_exit
+from torch_mesh.store.checkpoint import TORCH_DTYPES
+from torch_mesh.store.tables import StoredTable
+from torch_mesh.system.memory import auto_budget, auto_margin
 
 # The fraction of rows that "auto" caches: n-grams repeat as words do, so that few rows serve most look-ups.
 _CACHED_FRACTION = 64

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import _C
-from ..config import MeshConfig
-from ..models.families import ExpertsLayer, common_geometry, pool_activations
-from ..store.manifest import Store
-from .expert_pool import ExpertPool
+from torch_mesh import _C
+from torch_mesh.config import MeshConfig
+from torch_mesh.models.families import ExpertsLayer, common_geometry, pool_activations
+from torch_mesh.pool.expert_pool import ExpertPool
+from torch_mesh.store.manifest import Store
 
 
 def packed_format(weights: str) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from .. import _C
-from ..config import MeshConfig
-from ..errors import UnsupportedModelError
-from ..models.families import ExpertsLayer
-from ..store.dense_codes import is_codes_file
-from ..store.manifest import Store
-from ..store.table_files import is_table_file
-from ..system.memory import resident_slots
+from torch_mesh import _C
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.models.families import ExpertsLayer
+from torch_mesh.store.dense_codes import is_codes_file
+from torch_mesh.store.manifest import Store
+from torch_mesh.store.table_files import is_table_file
+from torch_mesh.system.memory import resident_slots
 
 
 def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:

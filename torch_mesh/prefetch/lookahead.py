@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.families import ExpertsLayer, find_router, router_unsupported_reason
-from .predictor import fitted_routers, load_predictor
+from torch_mesh.models.families import ExpertsLayer, find_router, router_unsupported_reason
+from torch_mesh.prefetch.predictor import fitted_routers, load_predictor
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import MeshError
-from ..models.families import ExpertsLayer, Router, check_recordable, find_experts, find_router, ranking
-from ..store.header import encode_header, read_header, store_error
-from ..system.atomic_files import new_file
-from ..system.memory import shortage
+from torch_mesh.errors import MeshError
+from torch_mesh.models.families import ExpertsLayer, Router, check_recordable, find_experts, find_router, ranking
+from torch_mesh.store.header import encode_header, read_header, store_error
+from torch_mesh.system.atomic_files import new_file
+from torch_mesh.system.memory import shortage
 
 FORMAT = "torch_mesh predictor 1"
 # Weight of the initial router, in tokens per hidden channel: docs/decisions/0024.

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .simulation import Hardware
-from .traces import Trace
+from torch_mesh.routing.simulation import Hardware
+from torch_mesh.routing.traces import Trace
 
 PLACEMENTS = ("contiguous", "apart")
 DISPATCHES = ("all_reduce", "all_to_all")
@@ -106,7 +106,7 @@ def simulate_nodes(
     Raises ValueError for experts that do not divide evenly, a placement without sequences to learn from, and as
     ``simulate`` does.
     """
-    from .. import _C
+    from torch_mesh import _C
 
     _check(trace, resident, cluster, lookahead)
     nodes = cluster.nodes

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import MeshError
-from ..system.atomic_files import new_file
-from .traces import Trace
+from torch_mesh.errors import MeshError
+from torch_mesh.routing.traces import Trace
+from torch_mesh.system.atomic_files import new_file
 
 if TYPE_CHECKING:
-    from ..models.expert_range import ExpertRange
-    from ..models.families import ExpertsLayer
+    from torch_mesh.models.expert_range import ExpertRange
+    from torch_mesh.models.families import ExpertsLayer
 
 FORMAT = "torch_mesh profile"
 VERSION = 1

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ..errors import MeshError
-from ..models.families import check_recordable, find_experts, find_router, ranking, router_unsupported_reason
-from ..prefetch.predictor import fitted_routers, load_predictor
-from ..system.atomic_files import check_new_file
-from .traces import Trace, save_trace
+from torch_mesh.errors import MeshError
+from torch_mesh.models.families import check_recordable, find_experts, find_router, ranking, router_unsupported_reason
+from torch_mesh.prefetch.predictor import fitted_routers, load_predictor
+from torch_mesh.routing.traces import Trace, save_trace
+from torch_mesh.system.atomic_files import check_new_file
 
 _recorded: list[nn.Module] = []  # models in a ``record_trace``
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from .profiles import Profile
-from .traces import Trace
+from torch_mesh.routing.profiles import Profile
+from torch_mesh.routing.traces import Trace
 
 BOUND = "belady"  # optimal, with knowledge of the future
 _SIMULATED = "simulated"  # a predictor of a given recall
@@ -13,7 +13,7 @@ _SIMULATED = "simulated"  # a predictor of a given recall
 
 def policy_names() -> list[str]:
     """Every policy that can be simulated: "auto", those of a pool, and the bound."""
-    from .. import _C
+    from torch_mesh import _C
 
     return [*_C.policy_names(), BOUND]
 
@@ -104,7 +104,7 @@ def simulate(
 
     Raises ValueError for unknown names and for a fraction outside (0, 1].
     """
-    from .. import _C
+    from torch_mesh import _C
 
     if not 0 < resident <= 1:
         raise ValueError(f"resident must be in (0, 1]; got {resident}")

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from .traces import Trace
+from torch_mesh.routing.traces import Trace
 
 # Variance by decay per token; model and prompt do not drift. Fitted to the overlap of DeepSeek-V2-Lite's tokens at
 # distances of 1 to 96, then lowered until lru, lfu and belady agree too.

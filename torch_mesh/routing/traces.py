@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import MeshError
-from ..system.atomic_files import new_file
+from torch_mesh.errors import MeshError
+from torch_mesh.system.atomic_files import new_file
 
 _MAX_FILE_BYTES = 4 * 2**30  # unpacked: a small zip file can hold any number of zeros
 _MAX_EXPERTS = 65536

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..hf.generation_compat import CACHE_NAME
-from .drafter import Drafter
-from .linear_attention import is_linear
-from .rewinding import Rewinding
-from .suitability import new_cache, standalone_unsupported_reason
+from torch_mesh.hf.generation_compat import CACHE_NAME
+from torch_mesh.speculation.drafter import Drafter
+from torch_mesh.speculation.linear_attention import is_linear
+from torch_mesh.speculation.rewinding import Rewinding
+from torch_mesh.speculation.suitability import new_cache, standalone_unsupported_reason
 
 _STEP = 16  # tokens per forward of the large model: 15 drafted, and the next one
 

@@ -25,18 +25,26 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..hf.compile import SLACK
-from ..hf.generation_compat import CACHE_NAME, PLAIN_MODES, compiles_steps, decoding, next_kwargs, pad_token, prefill
-from ..hf.torch_compat import raise_recompile_limit
-from ..modules.experts import pools_of
-from ..routing.recording import is_recorded
-from ..statistics.speculated import tally_of
-from .assistant import Assistant, check_assistant
-from .controller import Controller
-from .drafter import Drafter
-from .lookup import Lookup
-from .rewinding import Rewinding, rewind_unsupported_reason
-from .suitability import model_unsupported_reason
+from torch_mesh.hf.compile import SLACK
+from torch_mesh.hf.generation_compat import (
+    CACHE_NAME,
+    PLAIN_MODES,
+    compiles_steps,
+    decoding,
+    next_kwargs,
+    pad_token,
+    prefill,
+)
+from torch_mesh.hf.torch_compat import raise_recompile_limit
+from torch_mesh.modules.experts import pools_of
+from torch_mesh.routing.recording import is_recorded
+from torch_mesh.speculation.assistant import Assistant, check_assistant
+from torch_mesh.speculation.controller import Controller
+from torch_mesh.speculation.drafter import Drafter
+from torch_mesh.speculation.lookup import Lookup
+from torch_mesh.speculation.rewinding import Rewinding, rewind_unsupported_reason
+from torch_mesh.speculation.suitability import model_unsupported_reason
+from torch_mesh.statistics.speculated import tally_of
 
 # A forward of up to 16 rows is a decode step to the pool; one of them is the token before the draft.
 LENGTHS = (3, 7, 15)

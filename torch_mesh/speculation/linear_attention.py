@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from ..hf.cache_state import layer_states
-from ..hf.generation_compat import CACHE_NAMES
-from ..modules.experts import change_class, mixed_class
+from torch_mesh.hf.cache_state import layer_states
+from torch_mesh.hf.generation_compat import CACHE_NAMES
+from torch_mesh.modules.experts import change_class, mixed_class
 
 _STEPS = "_mesh_steps"  # attribute of a cache whose mixers process their tokens in steps
 _State = list[dict[int, Tensor | None]]

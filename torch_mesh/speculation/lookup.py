@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .drafter import Drafter
+from torch_mesh.speculation.drafter import Drafter
 
 _MAX_TOKENS = 5  # longest ending that is looked up, in tokens
 # Shorter matches have higher tiers, being more likely chance.

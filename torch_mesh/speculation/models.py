@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
-from ..modules.experts import change_class, mixed_class
-from .decoding import Speculation, speculate, unsupported_reason
-from .linear_attention import uninstall_linear_attention
-from .suitability import standalone_unsupported_reason
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.modules.experts import change_class, mixed_class
+from torch_mesh.speculation.decoding import Speculation, speculate, unsupported_reason
+from torch_mesh.speculation.linear_attention import uninstall_linear_attention
+from torch_mesh.speculation.suitability import standalone_unsupported_reason
 
 
 class SpeculatingModel(nn.Module):

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from transformers.generation import GenerationMixin
 from transformers.utils import ContextManagers
 
-from ..errors import MeshError, UnsupportedModelError
-from ..hf.compat import wrap
-from ..hf.generation_compat import GET_CANDIDATE_GENERATOR, MtpCache, MtpCandidateGenerator, MtpModel
-from ..hf.parallelism_checks import divided_sizes
-from ..models.families import has_experts
-from ..modules.experts import patched_modules
-from ..system.memory import shortage
-from .controller import Controller
+from torch_mesh.errors import MeshError, UnsupportedModelError
+from torch_mesh.hf.compat import wrap
+from torch_mesh.hf.generation_compat import GET_CANDIDATE_GENERATOR, MtpCache, MtpCandidateGenerator, MtpModel
+from torch_mesh.hf.parallelism_checks import divided_sizes
+from torch_mesh.models.families import has_experts
+from torch_mesh.modules.experts import patched_modules
+from torch_mesh.speculation.controller import Controller
+from torch_mesh.system.memory import shortage
 
 _KEPT, _PATCH_HEADS = "_mesh_mtp", "_mesh_patch_heads"  # attributes of a model
 _lock = threading.Lock()

@@ -13,11 +13,11 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from ..hf import cache_state
-from ..hf.compile import SteadySlidingLayer
-from ..hf.generation_compat import is_stateful
-from ..hf.kv_cache import GrowingLayer, record_past, stop_recording
-from .linear_attention import LinearAttention, is_linear, linear_unsupported_reason
+from torch_mesh.hf import cache_state
+from torch_mesh.hf.compile import SteadySlidingLayer
+from torch_mesh.hf.generation_compat import is_stateful
+from torch_mesh.hf.kv_cache import GrowingLayer, record_past, stop_recording
+from torch_mesh.speculation.linear_attention import LinearAttention, is_linear, linear_unsupported_reason
 
 # Older versions have no base of quantized layers (up to 5.19), and no layers without keys (up to 5.22).
 _QUANTISED: Any = getattr(cache_utils, "BaseQuantizedLayer", None) or cache_utils.QuantizedLayer

@@ -7,9 +7,9 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
-from ..hf.generation_compat import has_dynamic_cache
-from ..hf.parallelism_checks import divided_sizes
-from .rewinding import rewind_unsupported_reason
+from torch_mesh.hf.generation_compat import has_dynamic_cache
+from torch_mesh.hf.parallelism_checks import divided_sizes
+from torch_mesh.speculation.rewinding import rewind_unsupported_reason
 
 
 def model_unsupported_reason(model: Any) -> str:

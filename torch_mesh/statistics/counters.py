@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .. import _C
-from ..models.expert_range import ExpertRange
-from .speculated import SpeculationCounters
+from torch_mesh import _C
+from torch_mesh.models.expert_range import ExpertRange
+from torch_mesh.statistics.speculated import SpeculationCounters
 
 PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from .page import STRETCHES, render_data, render_page
-from .report import Report, StatsFile
+from torch_mesh.statistics.page import STRETCHES, render_data, render_page
+from torch_mesh.statistics.report import Report, StatsFile
 
 _NAMES = {"127.0.0.1", "localhost"}
 

@@ -10,18 +10,18 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .. import _C
-from ..errors import PoolClosedError
-from ..formats import FORMATS
-from ..models.expert_range import ExpertRange
-from ..system.atomic_files import FILE_MODE
-from ..system.background import BackgroundThread
-from .counters import engine_stats
-from .machine import describe_machine
-from .snapshot import look
+from torch_mesh import _C
+from torch_mesh.errors import PoolClosedError
+from torch_mesh.formats import FORMATS
+from torch_mesh.models.expert_range import ExpertRange
+from torch_mesh.statistics.counters import engine_stats
+from torch_mesh.statistics.machine import describe_machine
+from torch_mesh.statistics.snapshot import look
+from torch_mesh.system.atomic_files import FILE_MODE
+from torch_mesh.system.background import BackgroundThread
 
 if TYPE_CHECKING:
-    from ..pool.expert_pool import ExpertPool
+    from torch_mesh.pool.expert_pool import ExpertPool
 
 # The thread's longest sleep; closing the engine wakes it at once.
 _PATIENCE_SECONDS = 3600.0

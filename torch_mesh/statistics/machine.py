@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..system.background import usable_processors
-from ..version import __version__
+from torch_mesh.system.background import usable_processors
+from torch_mesh.version import __version__
 
 
 @functools.cache

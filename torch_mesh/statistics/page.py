@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import MeshError
-from .counters import HEADINGS
-from .report import Report, Run, Stretch, path_text
-from .snapshot import MEMORY
+from torch_mesh.errors import MeshError
+from torch_mesh.statistics.counters import HEADINGS
+from torch_mesh.statistics.report import Report, Run, Stretch, path_text
+from torch_mesh.statistics.snapshot import MEMORY
 
 # More stretches than a screen can resolve. A page of an hour of a large model stays below 1.5 MB.
 STRETCHES = 240

@@ -13,9 +13,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import MeshError
-from .counters import PHASES, SIZES, Counters, LayerCounters, Stats, counted_since, summed, was_reset
-from .snapshot import Snapshot, parse_snapshot
+from torch_mesh.errors import MeshError
+from torch_mesh.statistics.counters import (
+    PHASES,
+    SIZES,
+    Counters,
+    LayerCounters,
+    Stats,
+    counted_since,
+    summed,
+    was_reset,
+)
+from torch_mesh.statistics.snapshot import Snapshot, parse_snapshot
 
 _MAX_LINE_BYTES = 64 << 20  # bytes; a line of 100 layers has some 100,000
 _MAX_COUNT = 1 << 63  # JSON integers may have thousands of digits, too large for a float

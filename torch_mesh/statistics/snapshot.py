@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import _C
-from ..system.memory import anonymous_bytes, available_bytes
+from torch_mesh import _C
+from torch_mesh.system.memory import anonymous_bytes, available_bytes
 
 _READY = 2  # state of a slot: EMPTY, LOADING or READY (csrc/residency/core/slots.h)
 _MAX_INTEGER = 1 << 63

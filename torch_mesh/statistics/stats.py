@@ -7,14 +7,14 @@ import os
 
 from torch import nn
 
-from ..errors import MeshError
-from ..modules.experts import patched_modules, pools_of
-from ..modules.tables import tables_of
-from ..ops.device import SharedDevice
-from ..pool.expert_pool import ExpertPool
-from ..routing.profiles import Profile, write_profile
-from .counters import DeviceCounters, Stats, TableCounters, engine_stats
-from .speculated import tallies_in
+from torch_mesh.errors import MeshError
+from torch_mesh.modules.experts import patched_modules, pools_of
+from torch_mesh.modules.tables import tables_of
+from torch_mesh.ops.device import SharedDevice
+from torch_mesh.pool.expert_pool import ExpertPool
+from torch_mesh.routing.profiles import Profile, write_profile
+from torch_mesh.statistics.counters import DeviceCounters, Stats, TableCounters, engine_stats
+from torch_mesh.statistics.speculated import tallies_in
 
 
 def stats(model: nn.Module) -> Stats:

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from ..errors import MeshError
-from .counters import PHASES, Counters, Stats, counted_since, percent
-from .stats import pool_stats
+from torch_mesh.errors import MeshError
+from torch_mesh.statistics.counters import PHASES, Counters, Stats, counted_since, percent
+from torch_mesh.statistics.stats import pool_stats
 
 RATES = ("forwards", "per s", "hit rate", "in flight", "deferred", "read", "waiting", "prefetches used", "unused")
 _BARS = "▁▂▃▄▅▆▇█"

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import MeshError, StoreError
-from ..system.atomic_files import scratch_folder
-from .header import store_error
+from torch_mesh.errors import MeshError, StoreError
+from torch_mesh.store.header import store_error
+from torch_mesh.system.atomic_files import scratch_folder
 
 
 def cache_folder() -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import LostRankError, MeshError
+from torch_mesh.errors import LostRankError, MeshError
 
 # Part of gloo's error messages: gloo raises plain RuntimeErrors that name its source file.
 _OF_GLOO = "gloo"

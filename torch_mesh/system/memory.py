@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
-from ..validators import parse_size
+from torch_mesh.validators import parse_size
 
 # Memory that "auto" leaves to the rest of the process: activations, KV cache, page cache.
 _MARGIN_BYTES = 512 << 20
